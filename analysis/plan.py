@@ -75,6 +75,7 @@ def make_plan(
     from tula_hpc.analysis.planning.planner import AGAIN, Profiling, plan_candidates
     from tula_hpc.analysis.search.confirmation import with_confirmation
     from tula_hpc.analysis.search.propose import propose
+    from tula_hpc.analysis.search.steadiness import with_steadiness
 
     awaited: list[Configuration] = []
 
@@ -93,7 +94,8 @@ def make_plan(
         skipped_lines=skipped_lines,
         footprints=footprints or {},
     )
-    return with_confirmation(plan, sweep, cluster, measurements, awaited)
+    plan = with_confirmation(plan, sweep, cluster, measurements, awaited)
+    return with_steadiness(plan, sweep, cluster, measurements)
 
 
 @printable_output()

@@ -35,6 +35,7 @@ from tula_hpc.records import (
     Configuration,
     EpochMetrics,
     Event,
+    JobAccount,
     JobNote,
     Measurement,
     Metrics,
@@ -220,6 +221,8 @@ class RunContents(NamedTuple):
     job_notes: list[JobNote]
     # on files that could not be read
     notes: list[str]
+    # of all jobs, where accounting was asked
+    accounts: Sequence[JobAccount] = ()
 
     @property
     def cluster_sizes(self) -> list[int]:
@@ -308,6 +311,7 @@ def read_run(run: RunDirectory) -> RunContents:
         trainings=list(_read_trainings(run, events, notes)),
         job_notes=run.job_notes(),
         notes=notes,
+        accounts=run.accounts(),
     )
 
 

@@ -30,6 +30,7 @@ from tula_hpc.records import (
     Configuration,
     Drift,
     Footprint,
+    JobAccount,
     JobNote,
     Measurement,
     Plan,
@@ -60,6 +61,8 @@ def whole_run(root: Path) -> RunDirectory:
     where = {"nodes": 4, "workers_per_node": 1, "local_batch": 64, "part": "network"}
     drift = Drift.model_validate({**where, "measured_s": 1.0, "predicted_s": 0.5, "measured": parts, "expected": parts})
     write_atomically(run.train().drift_file, drift.model_dump_json())
+    account = JobAccount(job_id="17_0", stage="profile", state="COMPLETED", over=True, nodes=4, elapsed_s=90.0)
+    append_record(run.accounting_file, account)
     rates = TunedRates(rates={"sgd": 0.1}, trials=[RateTrial(family="sgd", lr=0.1, accuracy=0.5)])
     write_atomically(run.rates_file, rates.model_dump_json())
     return run
@@ -72,6 +75,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 
 READERS: dict[str, Callable[[RunDirectory], object]] = {
     "events.jsonl": lambda run: run.events(),
+    "accounting.jsonl": lambda run: [account.node_seconds for account in run.accounts()],
     "plan.json": lambda run: run.read_plan(),
     "study_rates.json": lambda run: run.read_rates(),
     "footprint.json": lambda run: [found.peak_bytes(48) for found in run.footprints([""]).values()],

@@ -29,7 +29,7 @@ MODULES = [path for path in SOURCES if path.name not in ("__init__.py", "__main_
 MOST_MODULES = {"tula_hpc": 16, "launch": 11}
 # config, records and figures name a module after its owner, and a command has its stage's name; may only shrink
 SHARED_NAMES = {
-    "drift", "evaluation", "job", "memory", "plan", "probes", "step_time", "study", "sweep", "text", "training",
+    "drift", "evaluation", "job", "memory", "plan", "probes", "study", "sweep", "text", "training",
     "workload",
 }  # fmt: skip
 # faces of public names, entries of jobs, and the last of each package that nothing else holds; may only shrink

@@ -15,11 +15,9 @@ from tula_hpc.analysis.figures.scaling.scaling_panels import (
     draw_strong_scaling,
     draw_weak_scaling,
 )
-from tula_hpc.analysis.figures.step_time import (
-    draw_computation,
-    draw_prediction_error,
-    draw_step_breakdown,
-)
+from tula_hpc.analysis.figures.step_time.computation import draw_computation
+from tula_hpc.analysis.figures.step_time.prediction_error import draw_prediction_error
+from tula_hpc.analysis.figures.step_time.step_breakdown import draw_step_breakdown
 from tula_hpc.analysis.figures.study import (
     draw_study_accuracy,
     draw_study_delta,
@@ -39,19 +37,21 @@ from tula_hpc.analysis.run_contents import RunContents
 from tula_hpc.analysis.scaling import Scaling, no_scaling, scaling_of
 from tula_hpc.analysis.study_results import StudyContents, StudyTable
 
-# by the stem of their files
+# figures that a decision needs: what each candidate takes, and what it costs; the others explain
+DECIDING = ("epoch_time", "pareto")
+# by the stem of their files, the deciding ones first
 FIGURES = {
     "epoch_time": draw_epoch_time,
+    "pareto": draw_pareto,
+    "training": draw_training,
     "progress": draw_progress,
     "cost": draw_cost,
-    "pareto": draw_pareto,
     "strong_scaling": draw_strong_scaling,
     "weak_scaling": draw_weak_scaling,
     "memory": draw_memory,
     "step_breakdown": draw_step_breakdown,
     "computation": draw_computation,
     "prediction_error": draw_prediction_error,
-    "training": draw_training,
     "sensitivity": draw_sensitivity,
     "variability": draw_variability,
     "gradient_norm": draw_gradient_norm,

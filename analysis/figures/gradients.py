@@ -27,6 +27,10 @@ WINDOWS = 40
 # the first and the last of so many parts stand for the beginning and the end
 ENDS = 10
 ENDS_ARE = "The title goes by medians of the first and the last tenth of the logged steps."
+# ends that differ by less, relative, are the same
+STEADY = 0.1
+# values whose largest is so many times the smallest did not stay where they were
+WIDE = 1.5
 # curves in a figure
 MOST_LINES = len(style.SIZES)
 # a step of the schedule multiplies the rate by less
@@ -53,6 +57,27 @@ class Curve(NamedTuple):
         """Medians of the beginning and of the end."""
         size = math.ceil(len(self.values) / ENDS)
         return statistics.median(self.values[:size]), statistics.median(self.values[-size:])
+
+    def describe_change(self) -> str:
+        """Say where the values went: between their ends they may have been anywhere."""
+        before, after = self.change
+        ends = f"from {format_number(before, 2)} to {format_number(after, 2)}"
+        if abs(after - before) > STEADY * before:
+            return f"{'rose' if after > before else 'fell'} {ends}{self._detour()}"
+        if max(self.values) <= WIDE * min(self.values):
+            return f"stayed at about {format_number(after, 2)}"
+        between = f"{format_number(min(self.values), 2)} and {format_number(max(self.values), 2)}"
+        return f"went between {between}, and ended where it began, at {format_number(after, 2)}"
+
+    def _detour(self) -> str:
+        # of medians, or one logged step of many would count
+        middle = self.medians().values
+        low, high = min(middle), max(middle)
+        if high > (1 + STEADY) * max(self.change):
+            return f", by way of {format_number(high, 2)}"
+        if low < (1 - STEADY) * min(self.change):
+            return f", by way of {format_number(low, 2)}"
+        return ""
 
 
 def _curve(steps: Iterable[StepMetrics], field: str) -> Curve:
@@ -119,19 +144,12 @@ def _batch_of(training: Training) -> int | None:
 def _norm_title(curves: dict[int, Curve]) -> str:
     small, large = min(curves), max(curves)
     if small == large:
-        return f"The gradient's norm {_describe_change(*curves[small].change)}"
+        return f"The gradient's norm {curves[small].describe_change()}"
     at_small, at_large = curves[small].change[1], curves[large].change[1]
     return (
         f"At the end the gradient's norm is {format_number(at_small, 2)} at B = {small:,} "
         f"and {format_number(at_large, 2)} at B = {large:,}"
     )
-
-
-def _describe_change(before: float, after: float) -> str:
-    if abs(after - before) <= 0.1 * before:
-        return f"stayed at about {format_number(after, 2)}"
-    verb = "rose" if after > before else "fell"
-    return f"{verb} from {format_number(before, 2)} to {format_number(after, 2)}"
 
 
 def draw_variability(run: RunContents) -> Drawing | Missing:
@@ -148,7 +166,7 @@ def draw_variability(run: RunContents) -> Drawing | Missing:
         name, score, unit = "test_loss", "test loss", ""
         reached = [row.test_loss for row in epochs if row.test_loss is not None]
     ended = f"{format_number(reached[-1], 3)}{unit}"
-    title = f"Gradient variability {_describe_change(*curve.change)} as {score} went to {ended}"
+    title = f"Gradient variability {curve.describe_change()} as {score} went to {ended}"
     at = [row.epoch for row in epochs]
     with style.styled():
         figure, (above, below) = style.new_figure(title, 4.4, ratios=(1, 1))
@@ -320,10 +338,19 @@ def _dress(axes: Axes, found: Iterable[Used]) -> None:
 def _title(found: Sequence[Used]) -> str:
     shares = [used.unscaled_share for used in found]
     least = format_percent(min(shares))
+    # the bin around 1 holds scales that are nearly 1
+    unscaled = "of the updates were scaled by 1, to 6 %"
     if len(found) > 1:
-        return f"Between {least} and {format_percent(max(shares))} of the updates were not scaled"
-    median = format_number(found[0].median, 2)
-    return f"{least} of the updates were not scaled; the median of the scale is {median}"
+        return f"Between {least} and {format_percent(max(shares))} {unscaled}"
+    return f"{least} {unscaled}; the median of the scale is {_describe_median(found[0])}"
+
+
+def _describe_median(used: Used) -> str:
+    """Return the median; beyond the bins only its bound is known."""
+    median = format_number(used.median, 2)
+    if used.below >= used.total / 2:
+        return f"below {median}"
+    return f"above {median}" if used.above > used.total / 2 else median
 
 
 def _caption(found: Sequence[Used]) -> str:

@@ -18,6 +18,7 @@ from scipy.stats import gaussian_kde
 from tula_hpc.analysis.figures import labels, style
 from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
 from tula_hpc.analysis.figures.gradients import draw_used, sum_histograms
+from tula_hpc.analysis.figures.training import describe_range
 from tula_hpc.analysis.study_results import (
     CSV_COLUMNS,
     Entry,
@@ -370,9 +371,16 @@ def _draw_delta_line(axes: Axes, line: Sequence[Point], table: StudyTable) -> la
 
 def _delta_title(lines: Sequence[Sequence[Point]]) -> str:
     line = max(lines, key=lambda points: points[0].entry.batch)
-    delta, entry = max(line, key=lambda point: _in_percent(point.entry.test)[0])
-    best = f"{entry.column} with δ = {format_number(delta, 3)}"
-    return f"At B = {entry.batch:,}, {best} is the best of {len(line)}"
+    # the mean of one with diverged runs is that of the others
+    sound = [point for point in line if not point.entry.diverged] or line
+    best = max(sound, key=lambda point: _in_percent(point.entry.test)[0])
+    others = [p for p in sound if p is not best and within_one_deviation(p.entry, best.entry)]
+    which = f"{best.entry.column} with δ = {format_number(best.delta, 3)}"
+    title = f"At B = {best.entry.batch:,}, {which} has the highest mean of {len(line)}"
+    if not others:
+        return title
+    verb = "is" if len(others) == 1 else "are"
+    return f"{title}, {len(others)} of which {verb} within its standard deviation"
 
 
 def _delta_table(points: Iterable[Point]) -> Table:
@@ -495,7 +503,8 @@ def _scale_title(scales: Mapping[int, Mapping[str, Values]]) -> str:
     largest = max(scales)
     means = []
     for name, values in list(scales[largest].items())[:3]:
-        means.append(f"{name} by {format_number(float(values.mean()), 3)}")
+        mean = format_number(float(values.mean()), 3)
+        means.append(f"{name} by {mean}{describe_range(values.tolist())}")
     return f"At B = {largest:,} gradients were multiplied on average: {', '.join(means)}"
 
 

@@ -31,6 +31,8 @@ EVENT_NAMES = {
 MAX_NAME_ROWS = 3
 # epochs without a score, and the score
 NOTHING = [(0, math.nan)]
+# values that differ by less, relative, need no range beside their mean
+EQUAL = 0.1
 
 
 class Mark(NamedTuple):
@@ -47,6 +49,8 @@ def draw_training(run: RunContents) -> Drawing | Missing:
         progress = "finished an epoch" if run.trainings else "started"
         return Missing("training", "training", f"training has not {progress} yet")
     title = _training_title(trainings[0], run.plan.epochs if run.plan else None)
+    if len(trainings) > 1:
+        title = f"{trainings[0].label}: {title[:1].lower()}{title[1:]}"
     marks = list(training_marks(trainings[0].metrics, run.events))
     has_accuracy = all(_accuracies(training) for training in trainings)
     has_losses = any(_losses(training, "test_loss") for training in trainings)
@@ -335,6 +339,8 @@ def _sensitivity_title(steps: Sequence[StepMetrics], gate: _Gate) -> str:
         # older files have the largest share of the scale that a step used
         most = "up to " if any(row.scale_share is None for row in steps) else ""
         scaled = f"scaled by {most}{format_number(statistics.fmean(means), 3)} on average"
+        # a mean of 1 may hide that all were scaled
+        scaled += describe_range(means)
     if gate.delta is None or not known:
         return f"Gradients were {scaled}" if scaled else "Gradient sensitivity over training"
     calm = sum(value < gate.delta for value in known) / len(known)
@@ -343,6 +349,14 @@ def _sensitivity_title(steps: Sequence[StepMetrics], gate: _Gate) -> str:
         "the logged steps"
     )
     return f"{title} and {scaled}" if scaled else title
+
+
+def describe_range(values: Sequence[float]) -> str:
+    """Return the ends of values of which a title gives the mean; "" where they are about equal."""
+    low, high = min(values), max(values)
+    if high - low <= EQUAL * abs(high):
+        return ""
+    return f" ({format_number(low, 2)} to {format_number(high, 2)})"
 
 
 def _sensitivity_caption(gate: _Gate) -> str:

@@ -33,8 +33,8 @@ from tula_hpc.formatting import (
 )
 from tula_hpc.records import Candidate, Configuration, Footprint, Plan
 
-# share of the samples that full batches leave out
-DROPPED_SHARE = 0.1
+# share of the samples that full batches leave out; a training of 100 epochs loses one at that
+DROPPED_SHARE = 0.01
 # share of the expected time that rare checkpoints cost
 BOUND_SHARE = 0.05
 # measured over fitted step time, or the reverse; single runs of real clusters reach 1.4
@@ -57,15 +57,12 @@ def about_measurements(summary: Summary, sweep: SweepSpec, workers_per_node: int
     """List doubts about the measurements themselves."""
     profiles = summary.profiles
     slow = [p for p in profiles if loader_decides(p.times)]
-    # where the loader decides, steps are as uneven as its items, which has a warning of its own
-    unsettled = [p for p in profiles if not p.converged and not loader_decides(p.times)]
     shared = [p for p in profiles if not p.exclusive]
     emulated = [p for p in profiles if p.emulated]
     short = [p for p in profiles if p.memory.ran_short]
     other = [p for p in profiles if p.configuration.workers_per_node != workers_per_node]
     found = [
         *summary.warnings,
-        *_listed(unsettled, "stopped before the step time had settled"),
         *_listed(shared, "shared their nodes with other jobs"),
         *_listed(emulated, "shared one machine between their nodes; real nodes will differ"),
         *_listed(short, SHORT_OF_MEMORY),
@@ -139,7 +136,7 @@ def about_choice(chosen: int, fitted: Fitted) -> list[str]:
     global_batch = int(fitted.table.global_batch[chosen])
     samples = fitted.parts[fitted.table.part[chosen]].summary.dataset_samples
     share = samples % global_batch / samples
-    if share > DROPPED_SHARE:
+    if share >= DROPPED_SHARE:
         batches = f"full batches of {global_batch:,}"
         found.append(f"{batches} leave out {share:.0%} of the {samples:,} samples in every epoch")
     return found

@@ -15,6 +15,7 @@ from tula_hpc.analysis.report.scaling_text import STEMS, scaling_files, scaling_
 from tula_hpc.analysis.report.tables import (
     SUMMARY_COLUMNS,
     SummaryRow,
+    account_table,
     candidate_table,
     event_table,
     failure_table,
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 
 TEMPLATE = "report_template.html"
+# before the line below which all is for studying: what decides fits on two printed pages
+MOST_WARNINGS = 6
 
 
 def write_report(run: RunDirectory) -> list[Path]:
@@ -54,8 +57,8 @@ def write_report(run: RunDirectory) -> list[Path]:
     """
     # matplotlib takes half a second; the tables do without
     with loaded_elsewhere():
-        from tula_hpc.analysis.figures.all import FIGURES, draw_all
-    from tula_hpc.analysis.figures.drawing import render_pdf
+        from tula_hpc.analysis.figures.all import DECIDING, FIGURES, draw_all
+    from tula_hpc.analysis.figures.drawing import STUDY_TITLE, render_pdf
 
     contents = read_run(run)
     drawn = draw_all(contents)
@@ -63,25 +66,29 @@ def write_report(run: RunDirectory) -> list[Path]:
     summary = _summary(contents)
     page = _page(contents, drawn, svgs)
     page["summary"] = summary_table(summary)
+    page |= {"deciding": DECIDING, "study_title": STUDY_TITLE}
     files: dict[str, bytes] = {"report.html": render_page(TEMPLATE, page).encode()}
     files |= figure_files(drawn.drawings, svgs)
     if drawn.scaling:
         files |= scaling_files(drawn.scaling)
     # last: it changes the layout of the figures
-    files["report.pdf"] = render_pdf(_title_page(page, summary), drawn.drawings)
+    files["report.pdf"] = render_pdf(_title_page(page, summary), drawn.drawings, DECIDING)
     return replace_files(run.report, {*FIGURES, *STEMS}, files)
 
 
 def _page(contents: RunContents, drawn: Figures, svgs: Sequence[str]) -> dict[str, Any]:
+    doubts = warnings(contents)
     page = {
         **shared_content(contents.name, contents.events, drawn, svgs),
         "subtitle": _subtitle(contents),
         "answer": answer(contents),
         "about_plan": about_plan(contents),
-        "warnings": warnings(contents),
+        "warnings": doubts[:MOST_WARNINGS],
+        "more_warnings": doubts[MOST_WARNINGS:],
         "scaling": scaling_sections(drawn.scaling) if drawn.scaling else [],
         "facts": how_measured(contents),
         "failures": failure_table(contents.measurements),
+        "accounts": account_table(contents.accounts),
         "failed": sum(item.status != "ok" for item in contents.measurements),
         "models": [],
         "fallbacks": None,
@@ -142,4 +149,7 @@ def _title_page(page: Mapping[str, Any], summary: Sequence[SummaryRow]) -> Title
 
     rows = [summary_cells(row)[: len(SUMMARY_COLUMNS)] for row in summary]
     head = (page["title"], page["subtitle"], page["answer"])
-    return TitlePage(*head, SUMMARY_COLUMNS, rows, page["about_plan"], page["warnings"])
+    told = list(page["warnings"])
+    if more := len(page["more_warnings"]):
+        told.append(f"{more} more are in report.html.")
+    return TitlePage(*head, SUMMARY_COLUMNS, rows, page["about_plan"], told)

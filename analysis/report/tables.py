@@ -25,7 +25,15 @@ from tula_hpc.formatting import (
     format_percent,
     plural,
 )
-from tula_hpc.records import Candidate, Configuration, Event, Measurement, Plan, TrainResult
+from tula_hpc.records import (
+    Candidate,
+    Configuration,
+    Event,
+    JobAccount,
+    Measurement,
+    Plan,
+    TrainResult,
+)
 
 
 class SummaryRow(NamedTuple):
@@ -270,6 +278,20 @@ def failure_table(measurements: Iterable[Measurement]) -> TextTable:
         configuration = str(item.configuration)
         rows.append((configuration, item.status, reason, cut(item.detail), item.job_id))
     return TextTable(("configuration", "status", "reason", "detail", "job"), rows)
+
+
+def account_table(accounts: Sequence[JobAccount]) -> TextTable:
+    """Return every run of every job as accounting has it; of very many the first and the last."""
+    rows: list[tuple[str, ...]] = []
+    for account in ends(accounts, None):
+        if account is None:
+            left_out = f"{len(accounts) - MOST_ROWS:,} more are in accounting.jsonl"
+            rows.append((left_out, "", "", "", "", ""))
+            continue
+        state = account.state if account.over else f"{account.state}, when it was asked"
+        used = (format_duration(account.elapsed_s), format_number(account.node_seconds))
+        rows.append((account.job_id, account.stage, str(account.nodes), *used, state))
+    return TextTable(("job", "stage", "nodes", "time", "node-seconds", "state"), rows)
 
 
 def event_table(events: Sequence[Event]) -> TextTable:

@@ -33,7 +33,7 @@ from tula_hpc.formatting import (
     format_score,
     plural,
 )
-from tula_hpc.records import Candidate, Measurement, Plan, TrainResult
+from tula_hpc.records import Candidate, Measurement, Plan, RunHistory, TrainResult
 
 SECONDS_PER_HOUR = 3600
 # hosts and the like that are named, the others are counted
@@ -271,16 +271,38 @@ def how_measured(run: RunContents) -> list[tuple[str, str]]:
 
 
 def profiling_cost(run: RunContents) -> str:
-    """Return node-seconds of all profile jobs, and their price where nodes are paid by the hour."""
-    used = _used_by_profiling(run)
+    """Return node-seconds of all profile jobs, and their price where nodes are paid by the hour.
+
+    They are accounting's where it has all these jobs: it also has the seconds in which a job ends.
+    """
+    noted = _used_by_profiling(run)
+    used = _accounted(run, "profile") or noted
     node_seconds = sum(used.values())
     node_hours = format_number(node_seconds / SECONDS_PER_HOUR, 2)
     text = f"{format_number(node_seconds)} node-seconds ({node_hours} node-hours)"
+    if used is not noted:
+        own = format_number(sum(noted.values()))
+        text += f" by Slurm's accounting (by the run's own records {own})"
     prices = _usd_per_node_hour(run.cluster) if run.cluster else {}
     if used and all(name in prices for name in used):
         usd = sum(seconds / SECONDS_PER_HOUR * prices[name] for name, seconds in used.items())
         text += f", {format_money(usd)}"
     return text
+
+
+def _accounted(run: RunContents, stage: str) -> dict[str, float]:
+    """Return accounting's node-seconds by partition; none unless it has the end of every job."""
+    jobs = {job.job_id: job for job in RunHistory(run.events).submissions(stage)}
+    of_stage = [account for account in run.accounts if account.job_id in jobs]
+    # a requeued job has several runs, the last one last
+    is_over = {account.job_id: account.over for account in of_stage}
+    if is_over.keys() != jobs.keys() or not all(is_over.values()):
+        return {}
+    total: dict[str, float] = {}
+    for account in of_stage:
+        name = jobs[account.job_id].partition or ""
+        total[name] = total.get(name, 0.0) + account.node_seconds
+    return total
 
 
 def _used_by_profiling(run: RunContents) -> dict[str, float]:

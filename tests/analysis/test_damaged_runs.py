@@ -109,8 +109,9 @@ STUDY_COMMANDS: dict[str, Command] = {
     "study status": lambda at: status.main([str(at / "study")]),
 }
 SWEEP_FILES = (
-    "sweep.toml", "cluster.toml", "plan.json", "events.jsonl", "footprint.json", "profile/4-8.jsonl",
-    "profile/4-8.notes", "train/main/metrics.jsonl", "train/main/result.json", "train/main/drift.json", ".lock",
+    "sweep.toml", "cluster.toml", "plan.json", "events.jsonl", "accounting.jsonl", "footprint.json",
+    "profile/4-8.jsonl", "profile/4-8.notes", "train/main/metrics.jsonl", "train/main/result.json",
+    "train/main/drift.json", ".lock",
 )  # fmt: skip
 PLAN_FILES = ("profile/4-8.jsonl", "footprint.json", "sweep.toml", "profile/4-8.notes", "train/main/metrics.jsonl")
 STUDY_FILES = (

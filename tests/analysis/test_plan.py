@@ -225,7 +225,6 @@ def warnings_of(rows: list[Measurement], objective: str = "time", samples: int =
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"converged": False}, "stopped before the step time had settled: N=1 b=32"),
         ({"exclusive": False}, "shared their nodes with other jobs: N=1 b=32"),
         ({"emulated": True}, "shared one machine between their nodes"),
         ({"dataset_samples": 5}, "data sets of different size"),
@@ -257,6 +256,15 @@ def test_candidates_beyond_the_profiled_range_become_a_warning() -> None:
 def test_samples_that_full_batches_leave_out_become_a_warning() -> None:
     assert "full batches of 1,024 leave out 49% of the 2,000 samples" in warnings_of(CORNERS, samples=2000)
     assert "leave out" not in warnings_of(CORNERS, samples=2 * 1024)
+
+
+@pytest.mark.parametrize(("left_out", "is_said"), [(1023, True), (1004, True), (1003, False)])
+def test_left_out_samples_are_said_from_one_percent_on(left_out: int, is_said: bool) -> None:
+    # the fastest candidate takes batches of 1,024
+    samples = 97 * 1024 + left_out
+    assert (left_out / samples >= 0.01) == is_said
+    said = f"full batches of 1,024 leave out 1% of the {samples:,} samples in every epoch"
+    assert (said in warnings_of(CORNERS, samples=samples)) == is_said
 
 
 def test_the_knee_is_that_of_the_fitted_curve() -> None:

@@ -21,10 +21,11 @@ from tests.run_factory import (
     write_training,
 )
 from tula_hpc.analysis.costs import interruptions as checkpoints
-from tula_hpc.analysis.figures.all import FIGURES
+from tula_hpc.analysis.figures.all import DECIDING, FIGURES
+from tula_hpc.analysis.figures.drawing import STUDY_TITLE
 from tula_hpc.analysis.figures.style import COLOURS
 from tula_hpc.analysis.report.__main__ import main
-from tula_hpc.analysis.report.page import write_report
+from tula_hpc.analysis.report.page import MOST_WARNINGS, write_report
 from tula_hpc.analysis.report.tables import (
     SUMMARY_COLUMNS,
     candidate_table,
@@ -36,11 +37,12 @@ from tula_hpc.analysis.report.tables import (
 from tula_hpc.analysis.report.text import about_plan, answer, how_measured, warnings
 from tula_hpc.analysis.run_contents import median_epoch_s, predicted, read_run, trained_candidate
 from tula_hpc.analysis.search.profiling_cost import profiling_cost
-from tula_hpc.cli.pipeline import carry_out, print_summary
+from tula_hpc.cli.pipeline import carry_out, print_summary, report_stage
 from tula_hpc.config import ClusterSpec, PricingSpec, load_cluster, load_sweep
 from tula_hpc.errors import RunDirectoryError, StorageError
 from tula_hpc.formatting import format_duration
-from tula_hpc.records import Configuration, EpochMetrics, JobNote, RunDirectory, TrainResult, append_record
+from tula_hpc.launch.slurm import AccountedRun
+from tula_hpc.records import Configuration, EpochMetrics, JobAccount, JobNote, RunDirectory, TrainResult, append_record
 from tula_hpc.records.metrics import OLD_LINES
 from tula_hpc.stages.context import Sweep
 
@@ -130,10 +132,44 @@ def test_every_file_is_there_and_nothing_else(finished: Written) -> None:
     assert finished.paths[0] == finished.run.report / "report.html"
 
 
-def test_the_pdf_has_a_page_for_the_answer_and_for_each_figure(finished: Written) -> None:
+def test_the_pdf_has_a_sheet_for_the_answer_one_for_what_decides_and_one_for_each_other_figure(
+    finished: Written,
+) -> None:
     content = (finished.run.report / "report.pdf").read_bytes()
     assert content.startswith(b"%PDF")
-    assert len(re.findall(rb"/Type /Page\b", content)) == 1 + len(FIGURES)
+    assert len(re.findall(rb"/Type /Page\b", content)) == 2 + len(FIGURES) - len(DECIDING)
+    heights = [float(height) for height in re.findall(rb"/MediaBox \[ 0 0 [\d.]+ ([\d.]+) \]", content)]
+    # A4 is 842 points high
+    assert len(heights) == len(FIGURES)
+    assert max(heights[:2]) < 842.5
+
+
+def test_what_decides_stands_before_a_line_and_what_is_for_studying_behind_it(finished: Written) -> None:
+    deciding, line, studying = finished.html.partition('<h2 class="line"')
+    assert line
+    shown = [re.findall(r'<figure id="(\w+)">', part) for part in (deciding, studying)]
+    assert shown == [list(DECIDING), [name for name in FIGURES if name not in DECIDING]]
+    assert studying.partition(">")[2].startswith(f"{STUDY_TITLE}</h2>")
+    for heading in ("All candidates", "How it was measured", "Models", "Will it scale?", "Events", "<details>"):
+        assert heading not in deciding
+        assert heading in studying
+    for words in ("Train on ", "About the choice", "same batch, "):
+        assert words in deciding
+    # on paper the line begins a page
+    assert ".line { break-before: page;" in deciding
+
+
+@pytest.mark.usefixtures("no_figure")
+def test_many_warnings_do_not_push_what_decides_off_its_two_pages(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", stage="plan")
+    doubts = [f"doubt {number} of many, " + "which is a long sentence, " * 6 for number in range(30)]
+    write_plan(run, run.read_plan().model_copy(update={"warnings": doubts}))
+    deciding, _, studying = write_report(run)[0].read_text().partition('<h2 class="line"')
+    assert deciding.count("Doubt ") == MOST_WARNINGS
+    assert f">{30 - MOST_WARNINGS} more</a>" in deciding
+    assert studying.count("Doubt ") == 30 - MOST_WARNINGS
+    (height,) = re.findall(rb"/MediaBox \[ 0 0 [\d.]+ ([\d.]+) \]", (run.report / "report.pdf").read_bytes())
+    assert float(height) < 842.5
 
 
 def inline_svgs(page: str) -> list[str]:
@@ -533,6 +569,47 @@ def test_profiling_cost_is_that_of_the_jobs_where_they_left_notes(tmp_path: Path
     assert profiling_cost(contents.measurements, contents.job_notes).node_seconds == 3_600.0
     said = dict(how_measured(contents))["cost of profiling"]
     assert said == "3,600 node-seconds (1 node-hours), 2.80 USD"  # 0.8 hours at 1 USD, 0.2 at 10 USD
+
+
+def accounted(run: RunDirectory, *rows: tuple[str, str, bool, int, float]) -> None:
+    """A note of accounting on each of these profile jobs: on which partition, whether it is over, nodes and seconds."""
+    for job_id, partition, over, nodes, elapsed_s in rows:
+        run.log_event("submitted", "profile", job_id=job_id, data={"partition": partition})
+        fields = {"job_id": job_id, "stage": "profile", "state": "COMPLETED" if over else "RUNNING", "over": over}
+        append_record(run.accounting_file, JobAccount(**fields, nodes=nodes, elapsed_s=elapsed_s))
+
+
+@pytest.mark.usefixtures("no_figure", "no_pages")
+def test_profiling_costs_what_accounting_says_where_it_has_every_job(tmp_path: Path) -> None:
+    run = of_two_partitions(tmp_path / "run")
+    run.events_file.unlink()
+    own = dict(how_measured(read_run(run)))["cost of profiling"]
+    assert "accounting" not in own
+    accounted(run, ("7", "a", True, 4, 720.0))
+    run.log_event("submitted", "profile", job_id="8", data={"partition": "b"})
+    assert dict(how_measured(read_run(run)))["cost of profiling"] == own, "it has not every job"
+    accounted(run, ("8", "b", False, 1, 600.0))
+    assert dict(how_measured(read_run(run)))["cost of profiling"] == own, "one has not ended"
+    accounted(run, ("8", "b", True, 1, 120.0))
+    said = dict(how_measured(read_run(run)))["cost of profiling"]
+    told = "3,600 node-seconds (1 node-hours) by Slurm's accounting (by the run's own records 2,880), 2.80 USD"
+    # 0.8 hours at 1 USD, 0.2 at 10 USD: both runs of the job that was requeued
+    assert said == told
+    page = Page(write_report(run)[0].read_text()).words
+    assert "Jobs by Slurm's accounting (3)" in page
+    assert "RUNNING, when it was asked" in page
+
+
+@pytest.mark.usefixtures("no_figure", "no_pages")
+def test_a_sweep_writes_down_what_accounting_has_before_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run")
+    ids = [job.job_id for job in run.history().submissions()]
+    known = {job_id: [AccountedRun(job_id, "COMPLETED", 90.0, 4)] for job_id in ids}
+    monkeypatch.setattr("tula_hpc.launch.launcher.accounted_runs", lambda *_, **__: known)
+    report_stage(Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run))
+    assert "by Slurm's accounting" in Page((run.report / "report.html").read_text()).words
 
 
 def test_a_note_that_a_training_has_outdated_is_left_out(tmp_path: Path) -> None:

@@ -62,6 +62,15 @@ def ask_runs(_: Path) -> object:
     return [(run.state, run.node_seconds) for run in runs.get("12_0", [])]
 
 
+def ask_accounts(folder: Path) -> object:
+    """What a command writes down for those that cannot ask."""
+    ours = launcher(folder)
+    for task in TASKS:
+        ours.run.log_event("submitted", "train", job_id=task)
+    ours.note_accounts()
+    return [(run.stage, run.state, run.over, run.node_seconds) for run in ours.run.accounts()]
+
+
 def ask_about_site(folder: Path) -> object:
     site = ask_site(launcher(folder), 2)
     return site.partitions, [each.count for each in site.nodes], [each.accepted for each in site.answers]
@@ -86,6 +95,9 @@ QUESTIONS = {
         {"12_0": JobState("RUNNING", "None"), "12_1": JobState("PENDING", "Resources")},
     ),
     "accounted runs": Question("sacct", ask_runs, [("PREEMPTED", 60.0), ("COMPLETED", 140.0)], without=GONE),
+    "accounts on file": Question(
+        "sacct", ask_accounts, [("train", "PREEMPTED", True, 60.0), ("train", "COMPLETED", True, 140.0)], without=GONE
+    ),
     "steps": Question("sacct", lambda _: [row.state for row in slurm.steps(["12_0"])["12_0"]], ["FAILED"] * 2, GONE),
     "hosts": Question("sacct", lambda _: slurm.hosts_of("12_0"), ["n1", "n2"], without=GONE),
     "hosts by their list": Question("scontrol", lambda _: slurm.hosts_of("12_0"), ["n1", "n2"], without=GONE),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.profiling.timing import halves_of
 from tula_hpc.records import Configuration, JobNote, Measurement, RunDirectory, notes_file, read_records
 from tula_hpc.stages.context import Sweep
 from tula_hpc.stages.profile import profile_stage
@@ -63,6 +64,18 @@ def test_the_bare_all_reduce_is_timed_once_for_each_size(nested: RunDirectory) -
         assert len(times) == 1
         assert min(times) > 0
         assert sum("allreduce" in m.samples for m in records if m.nodes == nodes) == 1
+
+
+def test_both_halves_of_the_rounds_are_on_record(tmp_path: Path) -> None:
+    run = profiled(
+        tmp_path, ClusterSpec(), dict(WORKLOAD), cluster_sizes=[1], max_batch=32, max_steps=12, ci_width=1e-9
+    )
+    (measured,) = run.measurements().records
+    halves = halves_of(measured.samples["step"])
+    assert halves is not None
+    assert measured.times is not None
+    times = measured.times
+    assert (times.first_half_s, times.second_half_s, times.halves_scatter_s) == pytest.approx(halves, rel=1e-2)
 
 
 def test_a_job_says_what_it_does_before_it_does_it(nested: RunDirectory) -> None:

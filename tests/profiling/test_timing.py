@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_hpc.profiling.timing import LEAST_ROUNDS, ROUND_S, StoppingRule, mean_interval, time_rounds
+from tula_hpc.profiling.timing import (
+    LEAST_ROUNDS,
+    ROUND_S,
+    StoppingRule,
+    halves_of,
+    mean_interval,
+    time_rounds,
+)
+from tula_hpc.records import StepTimes
 
 seconds = st.floats(min_value=1e-6, max_value=1e3)
 RULE = StoppingRule(min_steps=15, max_steps=200, max_seconds=60, ci_width=0.02)
@@ -72,6 +80,42 @@ def test_what_happens_in_every_fourth_step_is_counted(rounds: int) -> None:
     steps = [1.0, 1.0, 1.0, 5.0] * rounds
     means = [sum(steps[at : at + 4]) / 4 for at in range(0, len(steps), 4)]
     assert mean_interval(means).mean_s == 2.0
+
+
+def drift_of(rounds: list[float]) -> float:
+    """As a measurement over these rounds would record it."""
+    first, second, scatter = halves_of(rounds) or (None, None, None)
+    zeros = dict.fromkeys(name for name, field in StepTimes.model_fields.items() if field.is_required())
+    halves = {"first_half_s": first, "second_half_s": second, "halves_scatter_s": scatter}
+    return StepTimes.model_validate({**dict.fromkeys(zeros, 0.0), **halves}).drift
+
+
+@pytest.mark.parametrize("rounds", [6, 8, 11, 25])
+def test_rounds_that_only_scatter_are_called_a_drift_at_most_one_time_in_twenty(rounds: int) -> None:
+    source = random.Random(0)
+    found = sum(drift_of([source.gauss(0.1, 0.002) for _ in range(rounds)]) != 0.0 for _ in range(2000))
+    assert found <= 0.06 * 2000
+
+
+@pytest.mark.parametrize("rounds", [10, 11, 40])
+@pytest.mark.parametrize("change", [0.1, -0.2])
+def test_steps_that_become_slower_or_faster_are_a_drift_of_half_their_change(rounds: int, change: float) -> None:
+    source = random.Random(0)
+    slope = [0.1 * (1.0 + change * place / (rounds - 1)) * source.gauss(1.0, 0.003) for place in range(rounds)]
+    assert drift_of(slope) == pytest.approx(change / 2 / (1 + change / 4), rel=0.25)
+    jump = [0.1 if place < rounds / 2 else 0.1 * (1.0 + change) for place in range(rounds)]
+    assert drift_of(jump) == pytest.approx(change, rel=0.25)
+
+
+@given(st.lists(st.floats(0.99, 1.01), min_size=10, max_size=30), st.floats(0.0, 1e6), st.integers(0, 30))
+def test_a_single_disturbance_is_no_drift_of_the_rest(rounds: list[float], disturbed: float, place: int) -> None:
+    rounds.insert(place % (len(rounds) + 1), disturbed)
+    assert abs(drift_of(rounds)) <= 0.03
+
+
+def test_a_few_rounds_are_not_halved() -> None:
+    assert halves_of([0.1, 0.1, 0.1, 0.2, 0.2]) is None
+    assert drift_of([0.1]) == 0.0
 
 
 @pytest.mark.parametrize("multiple_of", [1, 2, 8, 12])

@@ -164,6 +164,14 @@ def test_the_report_and_the_table_are_there(digits: Finished) -> None:
     assert "Chosen configuration" in digits.done.stdout
 
 
+def test_what_profiling_cost_is_told_by_accounting(digits: Finished) -> None:
+    accounts = {account.job_id: account for account in digits.run.accounts()}
+    profiled = {job.job_id for job in digits.run.history().submissions("profile")}
+    assert profiled <= accounts.keys()
+    assert all(accounts[job].over and accounts[job].node_seconds > 0 for job in profiled)
+    assert "by Slurm's accounting" in (digits.run.report / "report.html").read_text().replace("&#39;", "'")
+
+
 def test_the_same_command_again_submits_nothing(digits: Finished, slurm_env: dict[str, str]) -> None:
     before = digits.run.events_file.read_text()
     again = sweep(DIGITS, digits.folder, slurm_env)

@@ -908,6 +908,31 @@ def test_profiling_is_paid_until_now_while_it_runs(tmp_path: Path, cluster: Fake
     assert over.node_hours == pytest.approx(4 * 150 / 3600, rel=0.02), "until its last word"
 
 
+def test_profiling_costs_what_accounting_says_where_it_has_every_job(tmp_path: Path, cluster: FakeSlurm) -> None:
+    """It also counts the seconds in which a job ends, which no job can note."""
+    run = new_run(tmp_path / "run")
+    for job in ("7", "8"):
+        submit(run, job)
+        for note, at in (("began", 1000.0), ("ready", 1010.0), ("ended", 1900.0)):
+            fields = {"note": note, "time": at, "job_id": job, "allocated_nodes": 1, "began_at": 1000.0}
+            append_record(run.profile / f"{job}.notes", JobNote.model_validate(fields))
+    cluster.accounted = ["7|tula-cifar100-vgg11-profile-abc|COMPLETED|1000|1"]
+    part = status.status_of(run.root).cost.profile
+    assert part is not None
+    assert part.source == "notes"
+    assert part.node_hours == pytest.approx(0.5)
+    cluster.accounted.append("8|tula-cifar100-vgg11-profile-def|COMPLETED|800|1")
+    whole = status.status_of(run.root).cost.profile
+    assert whole is not None
+    assert whole.source == "sacct"
+    assert whole.node_hours == pytest.approx(0.5)
+    assert whole.queue_s is not None
+    cluster.accounted[1] = cluster.accounted[1].replace("800", "1200")
+    more = status.status_of(run.root).cost.profile
+    assert more is not None
+    assert more.node_hours == pytest.approx(2200 / 3600)
+
+
 def test_a_clock_that_was_set_makes_no_job_longer_than_its_limit(tmp_path: Path) -> None:
     """The command and its job are two processes, whose first looks at the clock may be years apart."""
     run = new_run(tmp_path / "run", executor="local")

@@ -71,6 +71,8 @@ def report_stage(sweep: Sweep) -> list[Path]:
     """Write figures and report."""
     from tula_hpc.analysis.report.page import write_report
 
+    # analysis has no scheduler to ask
+    sweep.launcher.note_accounts()
     return write_report(sweep.run)
 
 
@@ -105,6 +107,7 @@ def _run_stages(sweep: Sweep, last: int) -> int:
         profile_stage(sweep)
         if named := out_of_memory(sweep.run):
             print(f"out of memory: {', '.join(named)}")
+        sweep.launcher.note_accounts()
         print(f"profiling cost: {_profiling_cost(sweep) or 'unknown'}")
     if last == STAGES.index("profile"):
         # as it was asked to, for `status`

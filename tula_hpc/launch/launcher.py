@@ -20,9 +20,9 @@ from tula_hpc.formatting import in_short_lines
 from tula_hpc.launch.executor import Executor, Notice, Request, Submitted
 from tula_hpc.launch.local_executor import LocalJobs
 from tula_hpc.launch.reasons import classify, complaining_nodes, ends, explain, read_logs
-from tula_hpc.launch.slurm import JobState
+from tula_hpc.launch.slurm import OVER, JobState, accounted_runs
 from tula_hpc.launch.slurm_executor import SlurmJobs
-from tula_hpc.records import RunDirectory, read_document, write_atomically
+from tula_hpc.records import JobAccount, RunDirectory, read_document, write_atomically
 from tula_hpc.records.broken_hosts import BrokenHost, broken_hosts, list_hosts
 from tula_hpc.records.events import CONTROL
 
@@ -44,6 +44,8 @@ LOG_TAIL_LINES = 15
 LOG_READ_LINES = 100
 # between attempts while a limit on submitted jobs holds
 ROOM_PAUSE_S = 30.0
+# for accounting's answer, which nothing waits for
+ACCOUNTING_S = 8.0
 NOTICE = "submission.json"
 REFUSED = "never_submitted.json"
 EXECUTORS: Mapping[str, Callable[[ClusterSpec], Executor]] = {
@@ -328,6 +330,28 @@ class Launcher:
             LaunchError: Slurm does not answer.
         """
         self.executor.cancel(jobs)
+
+    def note_accounts(self) -> None:
+        """Write down what accounting has of all jobs so far, for those who cannot ask it.
+
+        Nothing is written where there is no accounting, or it does not answer in seconds.
+        """
+        jobs = {job.job_id: job for job in self.run.history().submissions()}
+        if self.cluster.executor != "slurm" or not jobs:
+            return
+        since = min(job.submitted_at for job in jobs.values())
+        prefix = f"{self.name}-"
+        try:
+            known = accounted_runs(jobs, name_prefix=prefix, since=since, timeout_s=ACCOUNTING_S)
+        except LaunchError:
+            return
+        lines = []
+        for job_id, runs in known.items():
+            for run in runs:
+                fields = {**run._asdict(), "stage": jobs[job_id].stage, "over": run.state in OVER}
+                lines.append(f"{JobAccount.model_validate(fields).model_dump_json()}\n")
+        if lines:
+            write_atomically(self.run.accounting_file, "".join(lines))
 
     def _ended(self, jobs: Sequence[Submitted]) -> list[Ended]:
         rows = self.executor.ended(jobs)

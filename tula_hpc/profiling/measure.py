@@ -38,6 +38,7 @@ from tula_hpc.profiling.timing import (
     StoppingRule,
     agreed_s,
     calls_in_round,
+    halves_of,
     mean_interval,
     round_s,
     rounds_apart,
@@ -384,6 +385,7 @@ class StepProfile:
             statistics.median(self.samples["forward"] or [0.0]),
         )
         allreduce = self.shared.allreduce_s.setdefault(self.worker.env.world_size, allreduce)
+        first, second, scatter = halves_of(self.samples["step"]) or (None, None, None)
         return StepTimes(
             step_time_s=whole.mean_s,
             step_time_low_s=whole.low_s,
@@ -394,6 +396,9 @@ class StepProfile:
             allreduce_time_s=allreduce,
             update_time_s=update,
             forward_time_s=forward or None,
+            first_half_s=first,
+            second_half_s=second,
+            halves_scatter_s=scatter,
         )
 
     def _mean(self, part: str) -> float:

@@ -23,6 +23,8 @@ ROUND_S = 0.25
 BRIEF_ROUND_S = 0.05
 # an interval from fewer rounds ends no measurement
 LEAST_ROUNDS = 5
+# of fewer, a half with its extremes pulled in says nothing of scatter
+LEAST_HALVED = 6
 # max_steps should hold as many: the interval of ten is about half as wide as that of five
 USUAL_ROUNDS = 10
 # 97.5 % quantiles of Student's t for 1, 2, … degrees of freedom
@@ -60,11 +62,9 @@ def mean_interval(rounds: Sequence[float]) -> Interval:
     Args:
         rounds: Mean seconds of a step in each round, at least one.
     """
-    ordered, count = sorted(rounds), len(rounds)
-    kept = count
-    if count >= LEAST_ROUNDS:
-        ordered[0], ordered[-1] = ordered[1], ordered[-2]
-        kept = count - 2
+    count = len(rounds)
+    kept = count - 2 if count >= LEAST_ROUNDS else count
+    ordered = sorted(pulled_in(rounds))
     # fmean rounds: the mean of equal values may differ from them in the last digit
     mean = min(max(statistics.fmean(ordered), ordered[0]), ordered[-1])
     if count == 1:
@@ -72,6 +72,41 @@ def mean_interval(rounds: Sequence[float]) -> Interval:
     error = statistics.stdev(ordered, mean) / math.sqrt(count)
     half = _student_t(kept - 1) * (count - 1) / (kept - 1) * error
     return Interval(mean, max(0.0, mean - half), mean + half)
+
+
+def pulled_in(rounds: Sequence[float]) -> list[float]:
+    """Return the rounds in their order, the largest and the smallest as in `mean_interval`."""
+    if len(rounds) < LEAST_ROUNDS:
+        return list(rounds)
+    _, low, *_, high, _ = sorted(rounds)
+    return [min(max(seconds, low), high) for seconds in rounds]
+
+
+class Halves(NamedTuple):
+    """Means of the first and of the second half of the rounds, seconds."""
+
+    first_s: float
+    second_s: float
+    # by more they differ in less than one of 20 measurements whose rounds only scatter
+    scatter_s: float
+
+
+def halves_of(rounds: Sequence[float]) -> Halves | None:
+    """Return both halves of the rounds, to tell a drift from scatter; None for fewer than six.
+
+    The round in the middle of an odd number is in neither. For m rounds in each half, whose
+    deviation s around the half's own mean is pooled, Student's test asks for a difference of
+    `t(2m−2) · s · √(2/m)`. Rounds are pulled in as in `mean_interval`, and s is widened likewise.
+    """
+    count = len(rounds)
+    if count < LEAST_HALVED:
+        return None
+    half = count // 2
+    known = pulled_in(rounds)
+    first, second = known[:half], known[-half:]
+    pooled = math.sqrt((statistics.variance(first) + statistics.variance(second)) / 2)
+    scatter = _student_t(2 * half - 2) * (count - 1) / (count - 3) * pooled * math.sqrt(2 / half)
+    return Halves(statistics.fmean(first), statistics.fmean(second), scatter)
 
 
 def _student_t(degrees: int) -> float:

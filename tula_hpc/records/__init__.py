@@ -5,7 +5,15 @@ is skipped and counted.
 """
 
 from tula_hpc.records.base import Batch, Configuration, JobId, Nodes, Record, WorkersPerNode
-from tula_hpc.records.events import MAIN_LABEL, Event, JobNote, RunHistory, StopReason, Submission
+from tula_hpc.records.events import (
+    MAIN_LABEL,
+    Event,
+    JobAccount,
+    JobNote,
+    RunHistory,
+    StopReason,
+    Submission,
+)
 from tula_hpc.records.identity import (
     Identity,
     in_short,
@@ -68,6 +76,7 @@ __all__ = [
     "Event",
     "Footprint",
     "Identity",
+    "JobAccount",
     "JobId",
     "JobNote",
     "Knee",

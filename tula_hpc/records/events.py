@@ -71,6 +71,25 @@ class JobNote(Record):
     detail: str = ""
 
 
+class JobAccount(Record):
+    """One run of a job as the scheduler's accounting has it: a line of accounting.jsonl."""
+
+    job_id: JobId
+    stage: Stage
+    # the scheduler's word
+    state: str
+    # it will not run on
+    over: bool
+    nodes: int = Field(ge=0, le=10**15)
+    # of the allocation
+    elapsed_s: float = Field(ge=0.0, le=1e15)
+
+    @property
+    def node_seconds(self) -> float:
+        """Nodes × seconds of the allocation."""
+        return self.nodes * self.elapsed_s
+
+
 class Event(Record):
     """One line of events.jsonl."""
 

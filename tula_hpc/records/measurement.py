@@ -52,6 +52,24 @@ class StepTimes(Record):
     update_time_s: float = 0.0
     # a local batch as evaluation takes it, median of passes; None: unknown
     forward_time_s: float | None = None
+    # means of a step over the first and over the second half of its rounds; None: not recorded
+    first_half_s: float | None = None
+    second_half_s: float | None = None
+    # by so much the two may differ where the rounds only scatter
+    halves_scatter_s: float | None = None
+
+    @property
+    def drift(self) -> float:
+        """Return by which share steps became slower from the first half of the rounds to the second.
+
+        0 where the rounds' own scatter explains the difference, or none was recorded.
+        """
+        halves = (self.first_half_s, self.second_half_s)
+        known = [s for s in halves if s is not None and MOMENT_S < s < CREDIBLE_S]
+        if len(known) < len(halves) or self.halves_scatter_s is None:
+            return 0.0
+        first, second = known
+        return second / first - 1.0 if abs(second - first) > self.halves_scatter_s else 0.0
 
     @property
     def are_credible(self) -> bool:

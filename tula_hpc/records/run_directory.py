@@ -21,7 +21,14 @@ from tula_hpc.env import unix_time
 from tula_hpc.errors import RunDirectoryError, StorageError
 from tula_hpc.files import foreign_link, in_words, make_private, mistrust, open_to_all
 from tula_hpc.invocation import command_line
-from tula_hpc.records.events import MAIN_LABEL, Event, EventName, JobNote, RunHistory
+from tula_hpc.records.events import (
+    MAIN_LABEL,
+    Event,
+    EventName,
+    JobAccount,
+    JobNote,
+    RunHistory,
+)
 from tula_hpc.records.measurement import (
     Footprint,
     Measurement,
@@ -132,7 +139,8 @@ class RunDirectory:
         """
         rooms = (self.slurm, self.profile, self.root / "train", self.report)
         left = [room for room in rooms if room.is_dir() and any(room.iterdir())]
-        documents = (self.events_file, self.trial_file, *self.root.glob("footprint*.json"))
+        documents = [self.events_file, self.trial_file, self.accounting_file]
+        documents += self.root.glob("footprint*.json")
         left += [path for path in documents if path.exists()]
         if not left:
             return None
@@ -315,6 +323,11 @@ class RunDirectory:
         """Return the log of all stages."""
         return self.root / "events.jsonl"
 
+    @property
+    def accounting_file(self) -> Path:
+        """Return the file of what the scheduler's accounting has of the run's jobs."""
+        return self.root / "accounting.jsonl"
+
     def train(self, label: str = MAIN_LABEL) -> TrainDirectory:
         """Return the files of one training.
 
@@ -345,6 +358,10 @@ class RunDirectory:
     def job_notes(self) -> list[JobNote]:
         """Read the notes of all profile jobs, job by job."""
         return read_records(JobNote, sorted(self.profile.glob("*.notes"))).records
+
+    def accounts(self) -> list[JobAccount]:
+        """Read what accounting had of all jobs when it was asked last; none where there is none."""
+        return read_records(JobAccount, [self.accounting_file]).records
 
     def events(self) -> list[Event]:
         """Read all events, in the order they were written."""

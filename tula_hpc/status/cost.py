@@ -186,11 +186,14 @@ def _price(facts: Facts, stage: str, partition: str) -> float | None:
 
 
 def _profiling(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) -> _Use | None:
-    """Use the jobs' notes; for older runs accounting, or else the measurements."""
+    """Use accounting where it has every job, or else the jobs' notes, or the measurements."""
     limit_s = _limit_s(facts, "profile")
     runs = job_runs(facts.notes, facts.measurements, limit_s=limit_s)
+    by_accounting = _by_accounting(facts, jobs, "profile", accounted)
     if not runs:
-        return _by_accounting(facts, jobs, "profile", accounted) or _measured(facts)
+        return by_accounting or _measured(facts)
+    if by_accounting and all(job.job_id in accounted for job in jobs if job.stage == "profile"):
+        return by_accounting._replace(queue_s=only_waiting_s(runs))
     running = {
         job.job_id for job in jobs if job.stage == "profile" and job.phase is JobPhase.RUNNING
     }

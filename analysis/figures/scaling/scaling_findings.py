@@ -20,14 +20,18 @@ QUANTITIES = (
 def finding(curve: Curve) -> str:
     """Return speed-up and efficiency on the most nodes within what was measured, and on the most.
 
-    For example "Strong scaling of batch 1,024: 4 nodes are 3.3 times as fast as 1 (efficiency
-    82 %), 16 would be 7.9 times as fast (50 %)".
+    Only measured nodes "are" so fast, others "would be". For example "Strong scaling of batch 1,024: 4
+    nodes are 3.3 times as fast as 1 (efficiency 82 %), 16 would be 7.9 times as fast (50 %)".
     """
     within = [row for row in curve.rows[1:] if row.basis != "extrapolated"]
     last = curve.rows[-1]
     clauses = []
     if within:
-        clauses.append(f"{plural(within[-1].nodes, 'node')} {_outdo(curve, within[-1])}")
+        predicted = curve.measured_speed_up(within[-1]) is None
+        nodes = plural(within[-1].nodes, "node")
+        if predicted:
+            nodes += " would"
+        clauses.append(f"{nodes} {_outdo(curve, within[-1], would=predicted)}")
     if not within or last is not within[-1]:
         nodes = f"{last.nodes:,}" if within else plural(last.nodes, "node")
         clauses.append(f"{nodes} would {_outdo(curve, last, would=True)}")

@@ -1,0 +1,1 @@
+"""Draw the time of a step: its breakdown, the model's error, and the speed of computing."""

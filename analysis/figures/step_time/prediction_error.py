@@ -1,0 +1,180 @@
+"""Error of the step-time model: of what it was fitted to, of what it predicted, of trainings."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from tula_hpc.analysis.figures import style
+from tula_hpc.analysis.figures.drawing import CONFIGURATION_COLUMNS, Cell, Drawing, Missing, Table
+from tula_hpc.analysis.figures.step_time.step_breakdown import short_name
+from tula_hpc.analysis.run_contents import RunContents, find_candidate, trained_candidate
+from tula_hpc.formatting import format_percent
+from tula_hpc.records import Configuration
+
+
+class Error(NamedTuple):
+    """Prediction against measurement, of a profiled step or of a training's epoch."""
+
+    configuration: Configuration
+    predicted_s: float
+    measured_s: float
+    # label, where it is one
+    training: str = ""
+    # the model was fitted to this measurement
+    fitted: bool = False
+
+    @property
+    def relative(self) -> float:
+        """(predicted − measured) / measured."""
+        return self.predicted_s / self.measured_s - 1
+
+
+def draw_prediction_error(run: RunContents) -> Drawing | Missing:
+    """Draw relative errors of predicted step times by cluster size, and of trainings' epochs."""
+    if run.plan is None:
+        why = "there are no predictions before the plan"
+        return Missing("prediction_error", "prediction error", why)
+    steps = list(_step_errors(run))
+    trainings = list(_training_errors(run))
+    if not steps and not trainings:
+        why = "no candidate of the plan has been measured"
+        return Missing("prediction_error", "prediction error", why)
+    title = _error_title(steps, trainings)
+    with style.styled():
+        figure, (axes,) = style.new_figure(title, 3.4)
+        _draw_errors(axes, steps, trainings, run.cluster_sizes)
+    caption = (
+        "Predicted over measured time of a step, minus one: above zero the model is too slow, "
+        "below too fast. One marker per profiled configuration, from the smallest batch (left) to "
+        "the largest within each number of nodes; the bar is the median, the box holds the middle "
+        "half. The model was fitted to these very measurements, so that their errors are those of "
+        "the fit and not of predictions."
+    )
+    if not all(error.fitted for error in steps):
+        caption += " Hollow markers were measured after the plan, which predicted them."
+    if trainings:
+        caption += (
+            " The star compares an epoch of the real training, which the model has not seen, with "
+            "its prediction."
+        )
+    table = _error_table([*steps, *trainings])
+    return Drawing("prediction_error", title, caption, figure, table)
+
+
+def _step_errors(run: RunContents) -> Iterable[Error]:
+    for item in run.ok:
+        candidate = find_candidate(run.plan, item.configuration)
+        if candidate is not None and item.times is not None and item.times.step_time_s > 0:
+            times = candidate.model_s, item.times.step_time_s
+            yield Error(item.configuration, *times, fitted=candidate.measured)
+
+
+def _training_errors(run: RunContents) -> Iterable[Error]:
+    for training in run.trainings:
+        candidate = trained_candidate(run, training)
+        if candidate is not None and training.epoch_time_s:
+            times = candidate.epoch_time_s, training.epoch_time_s
+            yield Error(candidate.configuration, *times, training.label)
+
+
+def _draw_errors(
+    axes: Axes, steps: Sequence[Error], trainings: Sequence[Error], sizes: list[int]
+) -> None:
+    axes.axhline(0, color=style.MUTED.light, linewidth=1)
+    names: list[str] = []
+    for nodes in sizes:
+        group = [error for error in steps if error.configuration.nodes == nodes]
+        if group:
+            _draw_group(axes, len(names), group, style.size_style(sizes, nodes))
+            names.append(f"N = {nodes}")
+    for error in trainings:
+        look = style.size_style(sizes, error.configuration.nodes)
+        _draw_training(axes, len(names), error, look)
+        name = f"training {error.training}" if len(trainings) > 1 else "training"
+        names.append("\n".join([name, *short_name(error.configuration).split(", ")]))
+    axes.set_xticks(range(len(names)), names)
+    axes.set_xlim(-0.5, len(names) - 0.5)
+    widest = 100 * max(abs(error.relative) for error in (*steps, *trainings))
+    axes.set_ylim(-max(12.0, widest * 1.15), max(12.0, widest * 1.15))
+    axes.yaxis.set_major_locator(MaxNLocator(7, symmetric=True))
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: format_percent(value / 100, signed=True).replace(".0", ""))
+    )
+    axes.set_ylabel("error of the model's time")
+
+
+def _draw_group(axes: Axes, x: int, group: Sequence[Error], look: style.SizeStyle) -> None:
+    errors = [100 * error.relative for error in group]
+    colour = look.colour
+    if len(errors) >= 4:
+        low, _, high = statistics.quantiles(errors, n=4, method="inclusive")
+        (box,) = axes.bar(x, high - low, bottom=low, width=0.62, color=colour, linewidth=0)
+        box.set(alpha=0.16, zorder=1)
+    middle = statistics.median(errors)
+    axes.plot([x - 0.31, x + 0.31], [middle, middle], "-", color=colour, linewidth=2, zorder=2)
+    places = np.linspace(x - 0.25, x + 0.25, len(errors)) if len(errors) > 1 else [float(x)]
+    for place, error, value in zip(places, group, errors, strict=True):
+        (mark,) = axes.plot([place], [value], look.marker, color=colour, markersize=6)
+        if error.fitted:
+            mark.set(markeredgecolor=style.PAPER.light, markeredgewidth=0.6)
+        else:
+            mark.set(fillstyle="none", markeredgewidth=1.4)
+
+
+def _draw_training(axes: Axes, x: int, error: Error, look: style.SizeStyle) -> None:
+    value = 100 * error.relative
+    (star,) = axes.plot([x], [value], "*", color=look.colour, markersize=13)
+    star.set(markeredgecolor=style.INK.light, markeredgewidth=0.7)
+    text = format_percent(error.relative, signed=True)
+    style.write_beside(axes, text, (x, value), (9, 0), va="center", size=8.5)
+
+
+def _error_title(steps: Sequence[Error], trainings: Sequence[Error]) -> str:
+    """Tell errors of the fit from those of predictions: the former say little of the latter."""
+    clauses = []
+    fitted = [error for error in steps if error.fitted]
+    if fitted:
+        clauses.append(f"the model fits its own measurements to {_median(fitted)} (median)")
+    if len(fitted) < len(steps):
+        later = [error for error in steps if not error.fitted]
+        clauses.append(f"measurements after the plan were predicted {_median(later)} off (median)")
+    sizes = []
+    for item in trainings:
+        direction = "long" if item.relative >= 0 else "short"
+        sizes.append(f"{format_percent(abs(item.relative))} too {direction}")
+    if sizes:
+        clauses.append(f"the training's epochs were predicted {' and '.join(sizes)}")
+    else:
+        worst = max(steps, key=lambda error: abs(error.relative))
+        at_most = f"{format_percent(abs(worst.relative))} at most"
+        clauses.append(f"{at_most} ({short_name(worst.configuration)})")
+    title = "; ".join(clauses)
+    return title[:1].upper() + title[1:]
+
+
+def _median(errors: Sequence[Error]) -> str:
+    return format_percent(statistics.median(abs(error.relative) for error in errors))
+
+
+def _error_table(errors: Sequence[Error]) -> Table:
+    columns = (
+        "quantity",
+        *CONFIGURATION_COLUMNS,
+        "predicted_s",
+        "measured_s",
+        "relative_error_percent",
+        "fitted",
+    )
+    rows: list[tuple[Cell, ...]] = []
+    for error in errors:
+        quantity = f"training_epoch {error.training}" if error.training else "profiled_step"
+        where = (*error.configuration, error.configuration.global_batch)
+        times = (error.predicted_s, error.measured_s, 100 * error.relative)
+        rows.append((quantity, *where, *times, error.fitted))
+    return Table(columns, rows)

@@ -1,0 +1,155 @@
+"""Steps that had not settled when their measurement ended, or changed while it lasted.
+
+Both are said only where they matter, with what to do: where the choice is another one somewhere
+within what was measured of a configuration, or where the chosen one itself drifted, as a training
+takes as long as its steps do in the end. The choice is that of the plan's own code, with the models
+fitted again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from tula_hpc.analysis.models.data_loading import loader_decides
+from tula_hpc.analysis.models.profiles import Profile, Summary, summarize
+from tula_hpc.analysis.models.step_time import fit_step_time
+from tula_hpc.analysis.planning.partitions import of_partition, prefixed
+from tula_hpc.analysis.search.decision import DecisionModel
+from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec
+from tula_hpc.formatting import format_duration, format_percent
+from tula_hpc.records import Configuration, Measurement, Plan, is_usable
+
+# of the chosen configuration: its training takes by about half of it longer or shorter
+NOTABLE_DRIFT = 0.05
+# so many times as many steps give an interval half as wide
+LONGER = 4
+# a step that may be longer or shorter by this factor, as after two rounds, says nothing
+WIDEST = 2.0
+# configurations whose ends are tried, those with the widest range first: each end is a fit
+MOST_TRIED = 8
+# measured configurations in all these fits together
+MOST_ROWS = 512
+
+
+class Unsteady(NamedTuple):
+    """Measured configuration whose step is not known to a point."""
+
+    profile: Profile
+    # 95 % interval, and both halves where they differ
+    low_s: float
+    high_s: float
+
+    @property
+    def drift(self) -> float:
+        """Change from the first half of the rounds to the second; 0 where there is none."""
+        return self.profile.times.drift
+
+    def describe(self) -> str:
+        """Describe what was measured."""
+        times = self.profile.times
+        if not self.drift or times.first_half_s is None or times.second_half_s is None:
+            between = f"{format_duration(self.low_s)} and {format_duration(self.high_s)}"
+            return f"the step of {self.profile.configuration} had not settled, at between {between}"
+        halves = (
+            f"{format_duration(times.first_half_s)}, then {format_duration(times.second_half_s)}"
+        )
+        way = "slower" if self.drift > 0 else "faster"
+        changed = f"{format_percent(abs(self.drift))} {way} while it was measured ({halves})"
+        return f"the step of {self.profile.configuration} became {changed}"
+
+
+def unsteady(profiles: Iterable[Profile]) -> list[Unsteady]:
+    """Return the configurations that had not settled, or drifted, the widest range first.
+
+    Where the loader decides, steps are as uneven as its items, which has a warning of its own.
+    """
+    found = []
+    for profile in profiles:
+        times = profile.times
+        ends = [times.step_time_s]
+        if not profile.converged and not loader_decides(times):
+            ends += [times.step_time_low_s, times.step_time_high_s]
+        if times.drift:
+            ends += [times.first_half_s or 0.0, times.second_half_s or 0.0]
+        least, most = times.step_time_s / WIDEST, times.step_time_s * WIDEST
+        known = [min(max(end, least), most) for end in ends if math.isfinite(end)]
+        if max(known) > min(known):
+            found.append(Unsteady(profile, min(known), max(known)))
+    return sorted(found, key=lambda one: one.low_s / one.high_s)
+
+
+def with_steadiness(
+    plan: Plan, sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement]
+) -> Plan:
+    """Add what the plan has to say of unsteady steps on the partition that it chose."""
+    name = plan.chosen.partition
+    part = dict(zip(cluster.part_names(), cluster.parts(), strict=True))[name]
+    usable = [row for row in of_partition(measurements, name) if is_usable(row)]
+    summary = summarize(usable)
+    chosen = plan.chosen.configuration
+    found = []
+    usual: Configuration | None = None
+    tried = min(MOST_TRIED, MOST_ROWS // max(1, 2 * len(summary.profiles)))
+    for index, one in enumerate(unsteady(summary.profiles)):
+        effect = ""
+        if index < tried:
+            decision = DecisionModel(sweep.objective.kind, sweep, part)
+            usual = usual or _choice(decision, sweep.search, summary)
+            effect = _effect(one, usual, decision, sweep.search, summary)
+        is_chosen = one.profile.configuration == chosen
+        if not effect and is_chosen and abs(one.drift) >= NOTABLE_DRIFT:
+            effect = _on_training(one)
+        if effect:
+            text = f"{one.describe()}: {effect}; {_what_to_do(one, sweep.search, usable)}"
+            found.append(prefixed(name, text))
+    return plan.model_copy(update={"warnings": [*plan.warnings, *found]}) if found else plan
+
+
+def _effect(
+    one: Unsteady,
+    usual: Configuration | None,
+    decision: DecisionModel,
+    search: SearchSpec,
+    summary: Summary,
+) -> str:
+    """Return what else would be chosen at an end of the range; "" if nothing is."""
+    for seconds in (one.low_s, one.high_s):
+        if seconds == one.profile.times.step_time_s:
+            continue
+        times = one.profile.times.model_copy(update={"step_time_s": seconds})
+        changed = one.profile._replace(times=times)
+        profiles = tuple(changed if each is one.profile else each for each in summary.profiles)
+        other = _choice(decision, search, summary._replace(profiles=profiles))
+        if usual is not None and other not in (None, usual):
+            return f"at {format_duration(seconds)} the plan would choose {other} instead of {usual}"
+    return ""
+
+
+def _choice(decision: DecisionModel, search: SearchSpec, summary: Summary) -> Configuration | None:
+    choices = decision.choices(summary, fit_step_time(summary.profiles, search.form))
+    return choices[-1].configuration if choices else None
+
+
+def _on_training(one: Unsteady) -> str:
+    later = (one.profile.times.second_half_s or 0.0) / one.profile.times.step_time_s - 1.0
+    way = "longer" if later > 0 else "shorter"
+    return f"if it stays as it was at the end, training takes {format_percent(abs(later))} {way}"
+
+
+def _what_to_do(one: Unsteady, search: SearchSpec, usable: Iterable[Measurement]) -> str:
+    """Name the key: of the limit that ended the measurement, or of the steps before it."""
+    anew = "and a new --run-dir, measures"
+    if one.drift < 0:
+        steps = LONGER * search.warmup_steps
+        return (
+            f"a new sweep, with --set search.warmup_steps={steps} {anew} it when it has warmed up"
+        )
+    key = f"search.max_seconds={LONGER * search.max_seconds:g}"
+    for row in usable:
+        # the next round would have been one too many
+        is_own = row.configuration == one.profile.configuration
+        if is_own and row.steps + row.round_steps.get("step", 1) > search.max_steps:
+            key = f"search.max_steps={LONGER * search.max_steps}"
+    return f"a new sweep, with --set {key} {anew} it for longer"

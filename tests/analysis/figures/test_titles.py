@@ -1,0 +1,224 @@
+"""Titles of figures say no more than their data: each case here is one of which a title would lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.run_factory import candidate, configurations, make_run, measurement, plan
+from tests.study_factory import SWEEP, make_study
+from tula_hpc.analysis.figures.all import FIGURES
+from tula_hpc.analysis.figures.drawing import Drawing
+from tula_hpc.analysis.figures.gradients import BINS, ONE, Used, draw_used
+from tula_hpc.analysis.figures.scaling.scaling_findings import finding
+from tula_hpc.analysis.figures.study import draw_study_delta, draw_study_scale
+from tula_hpc.analysis.run_contents import Interval, RunContents, read_run
+from tula_hpc.analysis.scaling import Curve, ScalingRow
+from tula_hpc.analysis.study_results import make_table, read_study
+from tula_hpc.config import StudyCell
+from tula_hpc.records import Configuration, Measurement
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunContents:
+    """A finished run; read only."""
+    return read_run(make_run(tmp_path_factory.mktemp("titles") / "run"))
+
+
+def title_of(contents: RunContents, name: str) -> str:
+    result = FIGURES[name](contents)
+    assert isinstance(result, Drawing)
+    return result.title
+
+
+def logged(contents: RunContents, field: str, values: Sequence[float]) -> RunContents:
+    """The run with these values in the log of its training, each for as many steps as any other."""
+    (training,) = contents.trainings
+    steps = training.metrics.steps
+    changed = [
+        row.model_copy(update={field: values[index * len(values) // len(steps)]}) for index, row in enumerate(steps)
+    ]
+    return contents._replace(trainings=[training._replace(metrics=training.metrics._replace(steps=changed))])
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([0.2, 0.003, 1.1, 0.2], "went between 0.003 and 1.1, and ended where it began, at 0.2"),
+        ([0.2, 0.21, 0.19, 0.2], "stayed at about 0.2"),
+        ([1.0, 50.0, 3.0], "rose from 1 to 3, by way of 50"),
+        ([3.0, 0.01, 1.0], "fell from 3 to 1, by way of 0.01"),
+        ([1.0, 2.0, 3.0], "rose from 1 to 3"),
+    ],
+)
+def test_what_began_and_ended_alike_has_not_stayed_there(run: RunContents, values: list[float], words: str) -> None:
+    assert title_of(logged(run, "gradient_norm", values), "gradient_norm") == f"The gradient's norm {words}"
+    beside = title_of(logged(run, "sensitivity", values), "variability")
+    assert beside.startswith(f"Gradient variability {words} as test accuracy")
+
+
+@pytest.mark.parametrize(("values", "words"), [([0.1, 1.9], "(0.1 to 1.9)"), ([1.02, 1.0], "average")])
+def test_a_mean_scale_stands_beside_its_range(run: RunContents, values: list[float], words: str) -> None:
+    """The mean of 0.1 and 1.9 is 1, which is what no scaling at all has."""
+    contents = logged(logged(run, "scale_mean", values), "scale_share", [1.0])
+    assert title_of(contents, "sensitivity").endswith(words)
+
+
+def test_of_several_trainings_the_title_names_its_own(run: RunContents) -> None:
+    (training,) = run.trainings
+    both = run._replace(trainings=[training, training._replace(label="other")])
+    assert title_of(both, "training").startswith("main: ")
+    assert not title_of(run, "training").startswith("main")
+
+
+@pytest.mark.parametrize(
+    ("counts", "below", "above", "words"),
+    [
+        # a twelfth of an octave is in the bin around 1
+        (
+            {ONE: 9, ONE + 1: 1},
+            0.0,
+            0.0,
+            "90.0 % of the updates were scaled by 1, to 6 %; the median of the scale is 1",
+        ),
+        ({ONE: 1}, 9.0, 0.0, "the median of the scale is below 0.016"),
+        ({ONE: 1}, 0.0, 9.0, "the median of the scale is above 64"),
+    ],
+)
+def test_scales_that_only_round_to_one_are_not_called_unscaled(
+    counts: dict[int, int], below: float, above: float, words: str
+) -> None:
+    bins = [float(counts.get(place, 0)) for place in range(BINS)]
+    used = Used("main", np.array(bins), below, above)
+    assert draw_used([used], "scale_density").title.endswith(words)
+
+
+def timed(nodes: int, batch: int, compute_s: float) -> Measurement:
+    row = measurement(Configuration(nodes, 1, batch))
+    assert row.times is not None
+    return row.model_copy(update={"times": row.times.model_copy(update={"compute_time_s": compute_s})})
+
+
+@pytest.mark.parametrize(
+    ("speeds", "words"),
+    [
+        # 64 is fast, 128 is not: "from 64 on" would be wrong
+        (
+            {32: 50, 64: 100, 128: 40, 256: 100},
+            "100 samples a second, nearly as many from b = 256 on; at b = 128 it is 40 %",
+        ),
+        ({32: 50, 64: 100, 128: 40}, "100 samples a second, at b = 64; at b = 128 it is 40 % of that"),
+        ({32: 95, 64: 100, 128: 92}, "at every batch nearly as many"),
+    ],
+)
+def test_speed_is_not_said_to_stay_where_it_falls_again(run: RunContents, speeds: dict[int, int], words: str) -> None:
+    rows = [timed(1, batch, batch / speed) for batch, speed in speeds.items()]
+    assert words in title_of(run._replace(measurements=rows, plan=None), "computation")
+
+
+@pytest.mark.parametrize(("middle", "is_average"), [(1.0, False), (6.0, True)])
+def test_memory_that_grows_in_jumps_is_said_to_grow_on_average(
+    run: RunContents, middle: float, is_average: bool
+) -> None:
+    rows = [measurement(Configuration(1, 1, batch)) for batch in (64, 128, 256)]
+    used = (1e9, 1e9 + middle * 64e6, 1e9 + 192e6)
+    for place, (row, reserved) in enumerate(zip(rows, used, strict=True)):
+        assert row.memory is not None
+        memory = row.memory.model_copy(update={"reserved_bytes": int(reserved)})
+        rows[place] = row.model_copy(update={"memory": memory})
+    title = title_of(run._replace(measurements=rows, plan=None, trainings=[]), "memory")
+    assert "A worker needs 977 KiB for each further sample of its batch" in title
+    assert ("on average" in title) == is_average
+
+
+def test_the_errors_of_fitted_measurements_are_called_those_of_the_fit(run: RunContents) -> None:
+    assert run.plan is not None
+    contents = run._replace(trainings=[])
+    title = title_of(contents, "prediction_error")
+    assert title.startswith("The model fits its own measurements to ")
+    assert "predict" not in title
+    trained = title_of(run, "prediction_error")
+    assert trained.startswith("The model fits its own measurements to ")
+    assert "; the training's epochs were predicted " in trained
+
+
+def test_measurements_after_the_plan_are_told_from_those_that_it_was_fitted_to(run: RunContents) -> None:
+    planned = [candidate(item, error=0.3 if late else 0.01, measured=not late) for item, late in BY_TIME.items()]
+    contents = run._replace(plan=plan(planned), trainings=[])
+    result = FIGURES["prediction_error"](contents)
+    assert isinstance(result, Drawing)
+    fit, later, _ = result.title.split("; ")
+    assert fit.startswith("The model fits its own measurements to ")
+    assert float(fit.split()[-3]) < 5
+    assert later.startswith("measurements after the plan were predicted ")
+    assert float(later.split()[-4]) > 20
+    assert later.endswith(" % off (median)")
+    assert "Hollow markers were measured after the plan" in result.caption
+    place = result.table.columns.index("fitted")
+    assert [row[place] for row in result.table.rows].count(False) == sum(BY_TIME[item.configuration] for item in run.ok)
+
+
+# whether it was measured after the plan
+BY_TIME = {item: item.nodes == 4 for item in configurations()}
+
+
+def scaled_on(nodes: int, measured_s: float | None) -> ScalingRow:
+    item = candidate(Configuration(nodes, 1, 32), measured=measured_s is not None)
+    factor = Interval(0.8 * nodes, 0.7 * nodes, 0.9 * nodes)
+    return ScalingRow(item, "measured" if measured_s else "predicted", factor, factor.times(1 / nodes), measured_s)
+
+
+@pytest.mark.parametrize(
+    ("base_s", "last_s", "words"), [(1.0, 0.4, "are"), (None, 0.4, "would be"), (1.0, None, "would be")]
+)
+def test_only_measured_nodes_are_as_fast_as_the_title_says(
+    base_s: float | None, last_s: float | None, words: str
+) -> None:
+    curve = Curve("strong", 128, [scaled_on(1, base_s), scaled_on(4, last_s)])
+    assert finding(curve) == f"Strong scaling of batch 128: 4 nodes {words} 3.2 times as fast as 1 (efficiency 80 %)"
+
+
+DELTAS = {f"d{delta}": {"training": {"method": "ags", "delta": delta}} for delta in (0.1, 0.4, 2.0)}
+
+
+def ablation(root: Path, reached: dict[str, Sequence[float | None]]) -> str:
+    study = {"methods": ["lbt"], "batches": [256], "seeds": [0, 1, 2], "small_batch": 128, "variants": DELTAS}
+    contents = read_study(make_study(root, {**SWEEP, "study": study}, lambda cell: reached_by(cell, reached)))
+    drawn = draw_study_delta(contents, make_table(contents.study, contents.outcomes))
+    assert isinstance(drawn, Drawing)
+    return drawn.title
+
+
+def reached_by(cell: StudyCell, reached: dict[str, Sequence[float | None]]) -> float | None:
+    return reached.get(cell.column, (0.5, 0.5, 0.5))[cell.seed]
+
+
+@pytest.mark.parametrize(
+    ("reached", "title"),
+    [
+        # ahead by a hair, which seeds alone explain
+        (
+            {"d0.1": (0.70, 0.74, 0.72), "d0.4": (0.71, 0.73, 0.719), "d2.0": (0.5, 0.5, 0.5)},
+            "At B = 256, d0.1 with δ = 0.1 has the highest mean of 3, 1 of which is within its standard deviation",
+        ),
+        # the mean of what did not diverge
+        (
+            {"d0.1": (0.99, None, None), "d0.4": (0.7, 0.7, 0.7), "d2.0": (0.5, 0.5, 0.5)},
+            "At B = 256, d0.4 with δ = 0.4 has the highest mean of 3",
+        ),
+    ],
+)
+def test_a_lead_within_the_seeds_deviation_is_no_best(
+    tmp_path: Path, reached: dict[str, Sequence[float | None]], title: str
+) -> None:
+    assert ablation(tmp_path / "run", reached) == title
+
+
+def test_a_studys_mean_factor_stands_beside_its_range(tmp_path: Path) -> None:
+    contents = read_study(make_study(tmp_path / "run"))
+    drawn = draw_study_scale(contents, make_table(contents.study, contents.outcomes))
+    assert isinstance(drawn, Drawing)
+    assert drawn.title.count(" to ") == drawn.title.count("ags")

@@ -1,0 +1,97 @@
+"""Unsettled or drifting steps are said with what they change and what to do, or not at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.planning_data import cluster, grid, ok, sweep, times
+from tula_hpc.analysis.plan import make_plan
+from tula_hpc.records import Configuration, Measurement, Plan
+
+ROWS = grid()
+
+
+def planned(rows: list[Measurement], **search: Any) -> Plan:
+    return make_plan(sweep("time", mode="full", **search), cluster(), rows)
+
+
+def with_step(where: Configuration, step: dict[str, float] | None = None, **changes: Any) -> list[Measurement]:
+    """All measurements, that of one configuration with these factors on its own step time."""
+    nodes, _, batch = where
+    seconds = times(nodes, batch).step_time_s
+    fields = {f"{name}_s": factor * seconds for name, factor in (step or {}).items()}
+    fields |= {"halves_scatter_s": 0.02 * seconds} if "first_half" in (step or {}) else {}
+    changed = ok(nodes, batch, times=times(nodes, batch, **fields), **changes)
+    return [changed if row.configuration == where else row for row in ROWS]
+
+
+def told(plan: Plan, where: Configuration) -> list[str]:
+    return [text for text in plan.warnings if f"the step of {where} " in text]
+
+
+USUAL = planned(ROWS)
+CHOSEN, NEXT, LAST = (item.configuration for item in (USUAL.chosen, USUAL.runners_up[0], USUAL.candidates[0]))
+WIDE = {"step_time_low": 0.5, "step_time_high": 1.5}
+UNSETTLED: dict[str, Any] = {"converged": False, "steps": 40, "round_steps": {"step": 4}}
+
+
+@pytest.mark.parametrize("where", [CHOSEN, NEXT])
+def test_what_had_not_settled_is_said_where_another_choice_lies_within(where: Configuration) -> None:
+    plan = planned(with_step(where, WIDE, **UNSETTLED))
+    assert plan.chosen.configuration == CHOSEN
+    (text,) = told(plan, where)
+    assert f"the step of {where} had not settled, at between " in text
+    assert f"the plan would choose {NEXT} instead of {CHOSEN}; " in text
+    assert text.endswith("a new sweep, with --set search.max_seconds=240 and a new --run-dir, measures it for longer")
+
+
+@pytest.mark.parametrize(
+    ("where", "step", "changes"),
+    [
+        # however it came out, it would not be chosen
+        (LAST, WIDE, UNSETTLED),
+        # however it came out, it would be
+        (CHOSEN, {"step_time_low": 0.995, "step_time_high": 1.005}, UNSETTLED),
+        # it had settled
+        (NEXT, WIDE, {}),
+    ],
+)
+def test_what_changes_nothing_is_not_said(
+    where: Configuration, step: dict[str, float], changes: dict[str, Any]
+) -> None:
+    plan = planned(with_step(where, step, **changes))
+    assert plan.warnings == USUAL.warnings
+    assert plan.chosen.configuration == CHOSEN
+
+
+def test_the_limit_that_ended_the_measurement_is_the_one_to_raise() -> None:
+    rows = with_step(NEXT, WIDE, **{**UNSETTLED, "steps": 197})
+    assert "--set search.max_steps=800 and" in told(planned(rows), NEXT)[0]
+    assert "--set search.max_seconds=40 and" in told(planned(rows, max_steps=500, max_seconds=10.0), NEXT)[0]
+
+
+def test_a_drift_of_what_is_chosen_is_said_with_what_it_does_to_training() -> None:
+    slower = {"first_half": 0.97, "second_half": 1.03}
+    (text,) = told(planned(with_step(CHOSEN, slower)), CHOSEN)
+    assert f"{CHOSEN} became 6.2 % slower while it was measured (" in text
+    assert "if it stays as it was at the end, training takes 3.0 % longer" in text
+    assert "search.max_seconds=240" in text
+    faster = {"first_half": 1.03, "second_half": 0.97}
+    (text,) = told(planned(with_step(CHOSEN, faster)), CHOSEN)
+    assert "became 5.8 % faster" in text
+    assert "training takes 3.0 % shorter" in text
+    assert "--set search.warmup_steps=20 and a new --run-dir, measures it when it has warmed up" in text
+
+
+@pytest.mark.parametrize(("where", "halves"), [(LAST, (0.9, 1.1)), (CHOSEN, (0.98, 1.02)), (CHOSEN, (0.991, 1.009))])
+def test_a_drift_that_matters_to_nothing_is_not_said(where: Configuration, halves: tuple[float, float]) -> None:
+    first, second = halves
+    assert planned(with_step(where, {"first_half": first, "second_half": second})).warnings == USUAL.warnings
+
+
+def test_a_drift_within_which_another_choice_lies_is_said_of_any_configuration() -> None:
+    (text,) = told(planned(with_step(NEXT, {"first_half": 0.5, "second_half": 1.5})), NEXT)
+    assert "became 200 % slower while it was measured (" in text
+    assert f"the plan would choose {NEXT} instead of {CHOSEN}" in text
