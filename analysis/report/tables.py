@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
+from tula_hpc.analysis.costs.training_bill import TrainingBill
 from tula_hpc.analysis.planning.partitions import of_partition
 from tula_hpc.analysis.run_contents import (
     MOST_ROWS,
     Interval,
-    cut,
     ends,
     measured_epochs,
     predicted,
@@ -39,7 +39,7 @@ class SummaryRow(NamedTuple):
     predicted_epoch_s: Interval
     # by the profile
     measured_epoch_s: float | None
-    # predicted / measured − 1
+    # predicted / measured − 1: of the training where it ran, else the model's on the profile
     relative_error: float | None
     # predicted, all epochs
     train_time_s: float
@@ -51,6 +51,9 @@ class SummaryRow(NamedTuple):
     trained_epoch_s: float | None = None
     test_accuracy: float | None = None
     test_loss: float | None = None
+    # of that training: seconds of all steps, and what it cost
+    trained_s: float | None = None
+    paid: float | None = None
 
 
 SUMMARY_COLUMNS = (
@@ -69,17 +72,18 @@ def summary_rows(
     measurements: Sequence[Measurement],
     result: TrainResult | None,
     trained_epoch_s: float | None = None,
+    bill: TrainingBill | None = None,
 ) -> list[SummaryRow]:
     """Return the chosen configuration, its next smaller and larger batch, its batch on other nodes.
 
     All are of the chosen partition. `trained_epoch_s` is the training's own time of an epoch, see
-    `run_contents.median_epoch_s`.
+    `run_contents.median_epoch_s`, and `bill` what the whole of it cost.
     """
     measured = measured_epochs(
         of_partition(measurements, plan.chosen.partition), plan.dataset_samples
     )
     return [
-        _summary_row(role, item, measured, result, trained_epoch_s)
+        _with_training(_summary_row(role, item, measured), item, result, trained_epoch_s, bill)
         for role, item in _chosen_and_neighbours(plan)
     ]
 
@@ -104,11 +108,9 @@ def _summary_row(
     role: str,
     item: Candidate,
     measured: Mapping[Configuration, float],
-    result: TrainResult | None,
-    trained_epoch_s: float | None,
 ) -> SummaryRow:
     epoch = measured.get(item.configuration)
-    row = SummaryRow(
+    return SummaryRow(
         role=role,
         configuration=item.configuration,
         feasible=item.feasible,
@@ -120,12 +122,27 @@ def _summary_row(
         currency=item.currency,
         peak_memory_bytes=item.peak_memory_bytes,
     )
+
+
+def _with_training(
+    row: SummaryRow,
+    item: Candidate,
+    result: TrainResult | None,
+    trained_epoch_s: float | None,
+    bill: TrainingBill | None,
+) -> SummaryRow:
+    """Return the row with what a training at its configuration measured."""
     if not result or (result.nodes, result.global_batch) != (item.nodes, item.global_batch):
         return row
+    if trained_epoch_s:
+        # the model was not fitted to it
+        row = row._replace(relative_error=item.epoch_time_s / trained_epoch_s - 1)
     return row._replace(
         trained_epoch_s=trained_epoch_s,
         test_accuracy=result.test_accuracy,
         test_loss=result.test_loss,
+        trained_s=result.train_time_s,
+        paid=bill.cost.actual if bill else None,
     )
 
 
@@ -134,7 +151,13 @@ def summary_cells(row: SummaryRow) -> tuple[str, ...]:
     role = row.role if row.feasible else f"{row.role}, not feasible"
     measured = format_duration(row.measured_epoch_s)
     if row.trained_epoch_s is not None:
-        measured += f"\n{format_duration(row.trained_epoch_s)} in training"
+        profiled = "" if row.measured_epoch_s is None else f"\n{measured} profiled"
+        measured = f"{format_duration(row.trained_epoch_s)} in training{profiled}"
+    time, cost = _time_and_cost(row.train_time_s, row.cost, row.currency)
+    if row.trained_s:
+        time += f"\n{format_duration(row.trained_s)} in training"
+    if row.paid is not None:
+        cost += f"\n{format_money(row.paid, row.currency)} paid"
     reached = format_percent(row.test_accuracy)
     if row.test_accuracy is None and row.test_loss is not None:
         reached = format_number(row.test_loss, 3)
@@ -143,7 +166,8 @@ def summary_cells(row: SummaryRow) -> tuple[str, ...]:
         format_interval(row.predicted_epoch_s),
         measured,
         format_percent(row.relative_error, signed=True),
-        *_time_and_cost(row.train_time_s, row.cost, row.currency),
+        time,
+        cost,
         format_bytes(row.peak_memory_bytes),
         reached,
     )
@@ -265,6 +289,15 @@ def failure_table(measurements: Iterable[Measurement]) -> TextTable:
         configuration = str(item.configuration)
         rows.append((configuration, item.status, reason, cut(item.detail), item.job_id))
     return TextTable(("configuration", "status", "reason", "detail", "job"), rows)
+
+
+# of a cell
+MOST_LETTERS = 1_000
+
+
+def cut(text: str) -> str:
+    """Return the beginning of a text that is too long for a cell."""
+    return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]} …"
 
 
 def event_table(events: Sequence[Event]) -> TextTable:

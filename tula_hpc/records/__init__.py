@@ -51,7 +51,15 @@ from tula_hpc.records.storage import (
     with_rank_files,
     write_atomically,
 )
-from tula_hpc.records.training import Drift, RateTrial, StepParts, TrainResult, TunedRates
+from tula_hpc.records.training import (
+    AccountedUse,
+    Accounting,
+    Drift,
+    RateTrial,
+    StepParts,
+    TrainResult,
+    TunedRates,
+)
 
 __all__ = [
     "CREDIBLE_S",
@@ -59,6 +67,8 @@ __all__ = [
     "MAX_LINE_BYTES",
     "SCALE_BINS_PER_OCTAVE",
     "SCALE_OCTAVES",
+    "AccountedUse",
+    "Accounting",
     "AnyMetrics",
     "Batch",
     "Candidate",
