@@ -175,7 +175,9 @@ def keep_accounting(sweep: Sweep) -> None:
     deadline = time.monotonic() + ACCOUNTING_WAIT_S
     while runs := _accounted(sweep):
         if not any(run.state in UNDER_WAY for run in runs):
-            text = Accounting(runs=tuple(runs)).model_dump_json(indent=1)
+            # a run that never had nodes used none
+            uses = tuple(AccountedUse(**run._asdict()) for run in runs if run.nodes > 0)
+            text = Accounting(runs=uses).model_dump_json(indent=1)
             write_atomically(files.accounting_file, text)
             return
         if time.monotonic() > deadline:
@@ -183,7 +185,7 @@ def keep_accounting(sweep: Sweep) -> None:
         time.sleep(1.0)
 
 
-def _accounted(sweep: Sweep) -> list[AccountedUse]:
+def _accounted(sweep: Sweep) -> list[slurm.AccountedRun]:
     """Return the runs of the training's jobs by accounting; none if it does not know one of them."""
     jobs = [job for job in sweep.run.history().submissions("train") if job.label == MAIN_LABEL]
     job_ids = {job.job_id for job in jobs}
@@ -198,12 +200,7 @@ def _accounted(sweep: Sweep) -> list[AccountedUse]:
         return []
     if found.keys() != job_ids:
         return []
-    runs = [run for job_id in sorted(found) for run in found[job_id]]
-    return [
-        AccountedUse(job_id=run.job_id, state=run.state, elapsed_s=run.elapsed_s, nodes=run.nodes)
-        for run in runs
-        if run.nodes > 0
-    ]
+    return [run for job_id in sorted(found) for run in found[job_id]]
 
 
 def _see_to(
