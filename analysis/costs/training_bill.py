@@ -95,6 +95,13 @@ class TrainingBill(NamedTuple):
                 off.append(part)
         return sorted(off, key=lambda part: -abs(self.parts[part].excess))
 
+    def most_of_it(self) -> TimePart | None:
+        """Return the part that moved the whole most, where that is outside of its interval."""
+        if self.whole.verdict not in (Verdict.MORE, Verdict.LESS) or not self.parts:
+            return None
+        way = 1.0 if self.whole.verdict is Verdict.MORE else -1.0
+        return max(self.parts, key=lambda part: way * self.parts[part].excess)
+
 
 def training_bill(
     promised: Candidate,

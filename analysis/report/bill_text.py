@@ -59,11 +59,12 @@ def bill_sentences(bill: TrainingBill, name: str = "The training") -> Iterator[s
     took = f"{name} took {format_duration(whole.actual)} in all {SOURCES[bill.source]}"
     yield f"{took}, {_judged(whole, format_duration)}."
     paid = f"It cost {format_money(cost.actual, bill.currency)}"
-    yield f"{paid}; {format_money(cost.expected, bill.currency)} was predicted."
+    yield f"{paid}; {_predicted(cost, lambda amount: format_money(amount, bill.currency))}."
     if off := [_off(part, bill.parts[part]) for part in bill.parts_off()]:
-        yield f"Off: {'; '.join(off)}."
-    elif whole.verdict in (Verdict.MORE, Verdict.LESS):
-        yield "No part of it was off by itself."
+        yield f"Outside of their intervals: {'; '.join(off)}."
+    most = bill.most_of_it()
+    if most is not None and most not in bill.parts_off():
+        yield f"Most of the difference: {_off(most, bill.parts[most])}."
     if bill.source is Source.NOTES and bill.unknown_runs:
         killed = plural(bill.unknown_runs, "run")
         yield f"Not in it: {killed} of the job, killed without a note."
@@ -76,6 +77,14 @@ def _judged(compared: Compared, words: Callable[[float], str]) -> str:
         return f"beside {predicted}"
     low, high = map(words, compared.interval)
     return f"{JUDGED[compared.verdict]} {predicted} ({low} to {high})"
+
+
+def _predicted(compared: Compared, words: Callable[[float], str]) -> str:
+    text = f"{words(compared.expected)} was predicted"
+    if compared.interval is None:
+        return text
+    low, high = map(words, compared.interval)
+    return f"{text} ({low} to {high})"
 
 
 def _off(part: TimePart, seconds: Compared) -> str:

@@ -127,9 +127,22 @@ def test_parts_that_were_off_are_named_once_they_matter() -> None:
     said = " ".join(bill_sentences(billed(150.0)))
     assert "longer than the 90 % interval of the predicted 2 min 12 s" in said
     assert "by Slurm's accounting" in said
-    assert "Off: end of the job 14.0 s for 1.5 s." in said, "a second of starts and checkpoints moves nobody"
+    assert "2.00 USD was predicted (1.80 USD to 2.20 USD)." in said
+    assert "Outside of their intervals: end of the job 14.0 s for 1.5 s." in said, (
+        "a second moves nobody"
+    )
     assert billed(150.0).parts_off() == [TimePart.ENDS]
     assert billed(150.0).parts[TimePart.STARTS].verdict is Verdict.MORE
+
+
+def test_where_no_part_is_off_by_itself_the_one_that_moved_the_whole_is_named() -> None:
+    sure = {"interval_90": {"wall_time_s": (131.0, 132.0), "cost": (1.8, 2.2)}}
+    slow = result(**TIMED | {"train_time_s": 109.0})
+    bill = training_bill(promised(**sure), slow, [], accounted(109.0 + 31.0 + 1.5))
+    assert bill is not None
+    said = " ".join(bill_sentences(bill))
+    assert "Most of the difference: steps 1 min 49 s for 1 min 40 s." in said
+    assert "Most of the difference" not in " ".join(bill_sentences(billed(133.0)))
 
 
 def test_the_table_has_every_part_and_its_verdict() -> None:
