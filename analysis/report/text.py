@@ -52,9 +52,10 @@ def answer(run: RunContents) -> str:
     sentences = list(_advice(run.plan))
     for training in run.trainings:
         name = _name_of(run, training)
-        if bill := bill_of(run.plan, run.events, training):
-            first += bill_sentences(bill, name)
-        sentences += _outcome(run, training, name)
+        bill = bill_of(run.plan, run.events, training)
+        told = list(bill_sentences(bill, name)) if bill else []
+        first += told
+        sentences += _outcome(run, training, f"{name}'s steps" if told else name)
     return " ".join([*first, *sentences])
 
 

@@ -487,6 +487,7 @@ def test_what_the_training_took_and_cost_is_said_first_and_last(
     said = answer(read_run(run))
     assert said.startswith("The training took 2 h 30 min in all by Slurm's accounting, longer than the 90 % interval")
     assert said.index("It cost ") < said.index("Train on 4 nodes")
+    assert "The training's steps (ags) took" in said
     run.log_event("submitted", "train", job_id="21", data={"label": "main"})
     sweep = Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run)
     for until in ("train", "report"):
