@@ -37,7 +37,8 @@ QUICKSTART = ROOT / "sweeps" / "quickstart.toml"
 CLUSTER_FILE = ROOT / "slurm_templates" / "testcluster.toml"
 COMMAND_S = 540
 
-MEDIUM = {"workload.model": "tula_hpc.workloads.small_cnns:medium_cnn"}
+# network and epochs; the largest takes ten times as long a step as the smallest
+LENGTHS = (("compact", 4), ("medium", 4), ("compact", 10), ("plain", 6), ("compact", 25), ("depthwise", 8))
 NARROW = {"search.min_batch": 64, "search.max_batch": 128}
 
 
@@ -57,11 +58,9 @@ def variants() -> list[Variant]:
     """Return the sweeps: the quickstart itself, and combinations of workload, objective and epochs."""
     found = [Variant("quickstart-0", {}), Variant("quickstart-1", {})]
     kinds = ("knee", "time", "cost")
-    # the larger network takes ten times as long a step
-    lengths = (("compact", 4), ("medium", 4), ("compact", 10), ("medium", 2), ("compact", 25), ("medium", 3))
-    for (model, epochs), kind in itertools.product(lengths, kinds):
-        own = MEDIUM if model == "medium" else {}
-        keys = {**NARROW, **own, "objective.kind": kind, "workload.epochs": epochs, "search.max_seconds": 1.0}
+    for (model, epochs), kind in itertools.product(LENGTHS, kinds):
+        own = {"workload.model": f"tula_hpc.workloads.small_cnns:{model}_cnn", "workload.epochs": epochs}
+        keys = {**NARROW, **own, "objective.kind": kind, "search.max_seconds": 1.0}
         found.append(Variant(f"{model}-{kind}-{epochs}", keys))
     return found
 
