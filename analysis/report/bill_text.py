@@ -89,14 +89,14 @@ def _predicted(compared: Compared, words: Callable[[float], str]) -> str:
 
 def _off(part: TimePart, seconds: Compared) -> str:
     took, expected = format_duration(seconds.actual), format_duration(seconds.expected)
-    return f"{PART_NAMES.get(part, part)} {took} for {expected}"
+    return f"{PART_NAMES.get(part, str(part))} {took} for {expected}"
 
 
 def bill_table(bill: TrainingBill) -> TextTable:
     """Return whole, parts and cost, each with its verdict; a cell's second line is its interval."""
     rows = [_row("whole training", bill.whole, format_duration)]
     for part, seconds in bill.parts.items():
-        rows.append(_row(PART_NAMES.get(part, part), seconds, format_duration))
+        rows.append(_row(PART_NAMES.get(part, str(part)), seconds, format_duration))
     rows.append(_row("cost", bill.cost, lambda amount: format_money(amount, bill.currency)))
     return TextTable(COLUMNS, rows)
 
