@@ -31,6 +31,7 @@ from tula_hpc.files import read_bounded
 from tula_hpc.formatting import format_number, plural
 from tula_hpc.records import (
     MAIN_LABEL,
+    Accounting,
     Candidate,
     Configuration,
     EpochMetrics,
@@ -99,8 +100,6 @@ MOST_DRAWN = 400
 MOST_POINTS = 2_000
 # of a table
 MOST_ROWS = 1_000
-# of a cell
-MOST_LETTERS = 1_000
 
 T = TypeVar("T")
 Gap = TypeVar("Gap")
@@ -144,11 +143,6 @@ def ends(rows: Sequence[T], gap: Gap, most: int = MOST_ROWS) -> list[T | Gap]:
     return [*rows[: most // 2], gap, *rows[-(most // 2) :]]
 
 
-def cut(text: str) -> str:
-    """Return the beginning of a text that is too long for a cell."""
-    return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]} …"
-
-
 class Interval(NamedTuple):
     """A number with the ends of its interval, in the unit of the quantity."""
 
@@ -169,6 +163,8 @@ class Training(NamedTuple):
     result: TrainResult | None
     # see `trained_partition`
     partition: str | None = None
+    # of its jobs
+    accounting: Accounting | None = None
 
     @property
     def epoch_time_s(self) -> float | None:
@@ -380,7 +376,7 @@ def _read_trainings(
             notes.append(f"Of {steps} {len(metrics.steps):,} are shown, evenly spread.")
         if metrics.steps or metrics.epochs or result:
             partition = trained_partition(events, folder.name)
-            yield Training(folder.name, metrics, result, partition)
+            yield Training(folder.name, metrics, result, partition, files.read_accounting())
 
 
 def _read_result(path: Path, notes: list[str]) -> TrainResult | None:
@@ -436,9 +432,9 @@ def predicted(candidate: Candidate, quantity: str) -> Interval:
     """Return a predicted quantity of a candidate with its 90 % interval, where the plan has one.
 
     Step, epoch and training time are multiples of one another: the interval of one gives those of
-    the others, and that of the cost.
+    the others, and in older plans that of the cost.
     """
-    if quantity == "cost":
+    if quantity == "cost" and not candidate.part_intervals_90:
         time = predicted(candidate, "train_time_s")
         paces = [seconds / time.value if time.value > 0 else 1.0 for seconds in time]
         return Interval(*(cost_at(candidate, pace) for pace in paces))
@@ -476,16 +472,21 @@ def find_candidate(
 
 def trained_candidate(run: RunContents, training: Training) -> Candidate | None:
     """Return the candidate that a training ran with; None if its batch changed."""
-    if run.plan is None:
+    return candidate_of(run.plan, training)
+
+
+def candidate_of(plan: Plan | None, training: Training) -> Candidate | None:
+    """Do so for a plan alone."""
+    if plan is None:
         return None
-    configuration = run.plan.chosen.configuration
+    configuration = plan.chosen.configuration
     result = training.result
     if result is not None:
         configuration = Configuration(result.nodes, result.workers_per_node, result.local_batch)
     batches = {epoch.global_batch for epoch in training.metrics.epochs}
     if not batches <= {configuration.global_batch}:
         return None
-    return find_candidate(run.plan, configuration, training.partition)
+    return find_candidate(plan, configuration, training.partition)
 
 
 def used_bytes(item: Measurement) -> int | None:

@@ -1,7 +1,7 @@
 """Cost and energy of trainings, on every basis of `[pricing]`, over columns of candidates.
 
 Paid is expected wall time, that is training, evaluation after every epoch (`evaluation`), the start
-of the job, checkpoints, and the work that preemptions of spot nodes and requeues at the time limit
+and the end of the job, checkpoints, and the work that preemptions of spot nodes and requeues at the time limit
 repeat (`interruptions`). Waiting in the queue is not paid for.
 
 Energy is E = N × P × T × PUE, in kilowatt-hours of the site. P, the power of a node, is the figure
@@ -62,12 +62,13 @@ def energy_kwh(nodes: Quantity, time_s: Quantity, watts: float, pue: float) -> Q
 
 
 def fixed_share(wall_parts_s: Mapping[str, float]) -> float:
-    """Return the share of evaluation and starts in the wall time; 0 where it is unknown.
+    """Return the share of evaluation, starts and ends in the wall time; 0 where it is unknown.
 
     They do not depend on how long a step takes.
     """
     whole_s = sum(wall_parts_s.values())
-    return (wall_parts_s["evaluation"] + wall_parts_s["starts"]) / whole_s if whole_s > 0 else 0.0
+    fixed_s = sum(wall_parts_s.get(name, 0.0) for name in ("evaluation", "starts", "ends"))
+    return fixed_s / whole_s if whole_s > 0 else 0.0
 
 
 class Usage(NamedTuple):
@@ -81,6 +82,8 @@ class Usage(NamedTuple):
     # all evaluations together, on top of train_time_s
     evaluation_s: Array | float = 0.0
     epochs: Array | float = 1.0
+    # of each job
+    end_s: Array | float = 0.0
 
 
 class Bill(NamedTuple):
@@ -158,7 +161,8 @@ def bill(
     limited = under_time_limit(work_s, until_warning_s, interval_s, pricing.start_s)
     if resume is Resume.NOTHING:
         limited = anew_under_time_limit(work_s, until_warning_s, pricing.start_s)
-    wall_s = np.minimum(limited.time_s, FOREVER_S)
+    ends_s = (1.0 + np.minimum(limited.requeues, FOREVER_S)) * usage.end_s
+    wall_s = np.minimum(limited.time_s + ends_s, FOREVER_S)
     kwh = np.full_like(wall_s, np.nan)
     if power:
         kwh = energy_kwh(usage.nodes, wall_s, power.watts, pricing.pue)

@@ -68,7 +68,8 @@ class Summary(NamedTuple):
     warnings: tuple[str, ...]
     # of an evaluation; likewise
     test_samples: int = 0
-    # from the start of a job to its first step, median over the jobs that measured it
+    # from the start of a job to its first step, of each job that measured it, and their median
+    starts_s: tuple[float, ...] = ()
     start_s: float | None = None
     # samples, at the weights that were profiled; None: it was not measured
     critical_batch: float | None = None
@@ -148,8 +149,8 @@ def summarize(measurements: Iterable[Measurement]) -> Summary:
     rows = [row for group in usable.values() for row in group]
     samples = _counts(row.dataset_samples for row in rows)
     parameters = _counts(row.parameters for row in rows)
-    starts_s = [row.start_s for row in rows if 0.0 < row.start_s < CREDIBLE_S]
     noise = critical_batch(rows)
+    starts_s = tuple(sorted(row.start_s for row in rows if 0.0 < row.start_s < CREDIBLE_S))
     failed = {}
     for configuration in sorted(other):
         if configuration not in usable and configuration not in out:
@@ -162,6 +163,7 @@ def summarize(measurements: Iterable[Measurement]) -> Summary:
         parameters=_most_common(parameters),
         warnings=tuple(_mixed(samples, parameters)),
         test_samples=_most_common(_counts(row.test_samples for row in rows)),
+        starts_s=starts_s,
         start_s=median(starts_s) if starts_s else None,
         critical_batch=noise.batch if noise else None,
     )

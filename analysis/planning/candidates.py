@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from tula_hpc.analysis.costs.evaluation import Evaluation
 from tula_hpc.analysis.costs.interruptions import Resume, SaveCost
-from tula_hpc.analysis.costs.pricing import FOREVER_S, NodePower, Usage, bill, fixed_share
+from tula_hpc.analysis.costs.pricing import FOREVER_S, NodePower, Usage, bill
+from tula_hpc.analysis.costs.spread import Spread, whole_factors
 from tula_hpc.analysis.models.fitted import Models, UpdateTime
 from tula_hpc.analysis.models.memory import checkpoint_copy_bytes
 from tula_hpc.analysis.models.profiles import Summary
@@ -25,7 +26,6 @@ from tula_hpc.analysis.planning.memory_limit import memory_limit_bytes
 from tula_hpc.config import (
     GIB,
     ClusterSpec,
-    PricingSpec,
     SearchSpec,
     SweepSpec,
     TrainingSpec,
@@ -118,6 +118,10 @@ class Part(NamedTuple):
     models: Models
     power: NodePower | None
     evaluation: Evaluation
+    # of the parts of a training's time
+    spread: Spread
+    # of each job, see `evaluation`
+    end_s: float = 0.0
     # measured by a training
     save: SaveCost | None = None
     # samples; None: the gradient's noise was not measured
@@ -229,7 +233,7 @@ def priced(index: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) ->
     epoch += _updates_per_epoch(part, grid, sweep) * models.update_time_s.predict(workers)
     train = sweep.workload.epochs * epoch
     evaluation = sweep.workload.epochs * part.evaluation.seconds(workers, batch)
-    usage = Usage(nodes, per_node, train, peak, evaluation, sweep.workload.epochs)
+    usage = Usage(nodes, per_node, train, peak, evaluation, sweep.workload.epochs, part.end_s)
     paid = bill(usage, part.cluster, sweep.training, part.power, part.save, resume=part.resume)
     return CandidateTable(
         part=np.full(grid.nodes.shape, index, dtype=np.int64),
@@ -357,8 +361,7 @@ def as_records(
 ) -> list[Candidate]:
     """Return candidates as records, with their 90 % intervals.
 
-    All intervals are that of the step time, scaled; evaluation and starts take as long whatever a
-    step takes.
+    Those of steps are the step time's, scaled; `spread` has those of the whole time and the cost.
 
     Args:
         table: The rows.
@@ -397,14 +400,13 @@ def _record(
     names = ("step_time_s", "epoch_time_s", "train_time_s", "wall_time_s", "cost")
     numbers = {name: float(getattr(row, name)) for name in names}
     kwh = float(row.energy_kwh)
-    parts_s = _wall_parts_s(row, part.cluster.pricing)
-    fixed = fixed_share(parts_s)
+    parts_s = _wall_parts_s(row, part)
+    each_s = part.cluster.pricing.start_s + float(row.checkpoint_s) / 2.0
+    part_ends = part.spread.of_parts(parts_s, ends, each_s)
+    whole = whole_factors(parts_s, part_ends, ends)
     intervals = {}
     for name, value in numbers.items():
-        low, high = ends
-        if name in ("wall_time_s", "cost"):
-            low = fixed + (1.0 - fixed) * low
-            high = fixed + (1.0 - fixed) * high
+        low, high = whole if name in ("wall_time_s", "cost") else ends
         intervals[name] = (value * low, value * high)
     progress_s = None
     if not math.isnan(float(row.progress)):
@@ -426,6 +428,7 @@ def _record(
         progress_time_s=progress_s,
         peak_memory_bytes=int(row.peak_bytes),
         wall_parts_s=parts_s,
+        part_intervals_90=part_ends,
         interval_90=intervals,
         feasible=int(row.why) == FEASIBLE,
         measured=bool(row.measured),
@@ -434,14 +437,15 @@ def _record(
     )
 
 
-def _wall_parts_s(row: CandidateTable, pricing: PricingSpec) -> dict[str, float]:
+def _wall_parts_s(row: CandidateTable, part: Part) -> dict[str, float]:
     """Return the parts of the expected wall time, seconds; empty where it would never end."""
     wall_s = float(row.wall_time_s)
     if wall_s >= FOREVER_S:
         return {}
-    starts_s = pricing.start_s * (1.0 + float(row.requeues))
+    jobs = 1.0 + float(row.requeues)
     known = {"steps": float(row.train_time_s), "evaluation": float(row.evaluation_s)}
-    known |= {"checkpoints": float(row.saving_s), "starts": starts_s}
+    known |= {"checkpoints": float(row.saving_s)}
+    known |= {"starts": jobs * part.cluster.pricing.start_s, "ends": jobs * part.end_s}
     return known | {"repeated": max(0.0, wall_s - sum(known.values()))}
 
 

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tula_hpc.analysis.costs.evaluation import evaluation_of, with_start
+from tula_hpc.analysis.costs.evaluation import end_s, evaluation_of, with_start
 from tula_hpc.analysis.costs.interruptions import measured_cost, resume_of
 from tula_hpc.analysis.costs.pricing import node_power
+from tula_hpc.analysis.costs.spread import MEASURED_SAVES, Spread, last_save_s, start_factors
 from tula_hpc.analysis.models.critical_batch import CriticalBatch, critical_batch
 from tula_hpc.analysis.models.fitted import Models, fit_models
 from tula_hpc.analysis.models.profiles import Summary, summarize
@@ -19,6 +20,7 @@ from tula_hpc.analysis.planning.candidates import (
     Part,
     allowed_bytes,
     candidate_grid,
+    checkpoint_copy,
     predict,
     stacked,
 )
@@ -112,7 +114,13 @@ def _corrected(parts: list[Part], trained: Trained) -> list[Part]:
     if trained.metrics is None or not where:
         return parts
     found = where[0].evaluation.corrected(trained.metrics.epochs)
-    return [part._replace(evaluation=part.evaluation.corrected_as(found)) for part in parts]
+    corrected = [part.evaluation.corrected_as(found) for part in parts]
+    return [
+        part._replace(
+            evaluation=evaluation, spread=part.spread._replace(evaluation=evaluation.factors)
+        )
+        for part, evaluation in zip(parts, corrected, strict=True)
+    ]
 
 
 def _too_large(sweep: SweepSpec, cluster: ClusterSpec) -> list[str]:
@@ -160,9 +168,13 @@ def _fit(
     bound = max(summary.oom_bound(alone=True), summary.oom_bound(alone=False))
     possible = {batch for batch in wanted if batch < bound}
     models = fit_models(summary, fitting_limit(cluster, summary), sweep.search.form, possible)
-    return part_of(name, sweep, cluster, summary, models)._replace(
-        save=measured_cost(trained.events)
-    )
+    part = part_of(name, sweep, cluster, summary, models)
+    save = measured_cost(trained.events)
+    if save is None:
+        return part
+    last_s = last_save_s(checkpoint_copy(summary), save.seconds)
+    spread = part.spread._replace(saves=MEASURED_SAVES, last_save_s=last_s)
+    return part._replace(save=save, spread=spread)
 
 
 def _no_candidate(search: SearchSpec, cluster: ClusterSpec) -> str:
@@ -188,11 +200,24 @@ def part_of(
     )
     priced = with_start(cluster, summary.start_s)
     power = node_power(summary.profiles, cluster.pricing)
+    ends_s = end_s(summary.start_s, priced.pricing)
+    spread = Spread(
+        start_factors(summary.starts_s if cluster.pricing.restart_s is None else ()),
+        evaluation.factors,
+        last_save_s=last_save_s(checkpoint_copy(summary), cluster.pricing.checkpoint_write_s),
+    )
     kept = any(profile.kept for profile in summary.profiles)
-    resume = resume_of(sweep.workload, kept)
-    noise = summary.critical_batch
     return Part(
-        name, priced, summary, models, power, evaluation, resume=resume, critical_batch=noise
+        name,
+        priced,
+        summary,
+        models,
+        power,
+        evaluation,
+        spread,
+        ends_s,
+        resume=resume_of(sweep.workload, kept),
+        critical_batch=summary.critical_batch,
     )
 
 

@@ -132,7 +132,7 @@ def slowed(candidate: Candidate, factor: float, evaluation: float = 1.0) -> Cand
         factor: Of the step time.
         evaluation: Factor of the time of evaluations.
     """
-    other_factors = {"evaluation": evaluation, "starts": 1.0}
+    other_factors = {"evaluation": evaluation, "starts": 1.0, "ends": 1.0}
     parts = {}
     for name, seconds in candidate.wall_parts_s.items():
         parts[name] = seconds * other_factors.get(name, factor)
@@ -151,7 +151,8 @@ def slowed(candidate: Candidate, factor: float, evaluation: float = 1.0) -> Cand
         if name in intervals:
             low, high = intervals[name]
             intervals[name] = (after + factor * (low - before), after + factor * (high - before))
-    return candidate.model_copy(update=changes | {"interval_90": intervals, "wall_parts_s": parts})
+    changes |= {"interval_90": intervals, "wall_parts_s": parts, "part_intervals_90": {}}
+    return candidate.model_copy(update=changes)
 
 
 def _meets(candidate: Candidate, objective: ObjectiveSpec) -> bool:

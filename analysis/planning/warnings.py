@@ -251,9 +251,9 @@ def about_checkpoints(chosen: int, fitted: Fitted, sweep: SweepSpec) -> list[str
     # as the user would set it
     minutes = float(f"{best_s / 60.0:.2g}")
     often = training.model_copy(update={"checkpoint_minutes": minutes})
-    usage = Usage(
-        nodes, per_node, row.train_time_s, row.peak_bytes, row.evaluation_s, sweep.workload.epochs
-    )
+    epochs = sweep.workload.epochs
+    needs = (row.train_time_s, row.peak_bytes, row.evaluation_s, epochs, part.end_s)
+    usage = Usage(nodes, per_node, *needs)
     paid = bill(usage, part.cluster, often, part.power, part.save)
     spared = 1.0 - float(paid.wall_time_s[0] / row.wall_time_s[0])
     if spared < BOUND_SHARE:

@@ -6,15 +6,17 @@ machine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tula_hpc.analysis.report.bill_text import bill_of, bill_table
 from tula_hpc.analysis.report.output import figure_files, render_page, replace_files
 from tula_hpc.analysis.report.scaling_text import STEMS, scaling_files, scaling_sections
 from tula_hpc.analysis.report.tables import (
     SUMMARY_COLUMNS,
     SummaryRow,
+    TextTable,
     account_table,
     candidate_table,
     event_table,
@@ -67,6 +69,7 @@ def write_report(run: RunDirectory) -> list[Path]:
     page = _page(contents, drawn, svgs)
     page["summary"] = summary_table(summary)
     page |= {"deciding": DECIDING, "study_title": STUDY_TITLE}
+    page["bills"] = list(_bills(contents))
     files: dict[str, bytes] = {"report.html": render_page(TEMPLATE, page).encode()}
     files |= figure_files(drawn.drawings, svgs)
     if drawn.scaling:
@@ -130,9 +133,19 @@ def _summary(contents: RunContents) -> list[SummaryRow]:
     here = (None, contents.plan.chosen.partition)
     for training in contents.trainings:
         if training.result and training.partition in here:
-            result = training.result
-            return summary_rows(contents.plan, contents.measurements, result, training.epoch_time_s)
+            bill = bill_of(contents.plan, contents.events, training)
+            trained = (training.result, training.epoch_time_s, bill)
+            return summary_rows(contents.plan, contents.measurements, *trained)
     return summary_rows(contents.plan, contents.measurements, None)
+
+
+def _bills(contents: RunContents) -> Iterator[tuple[str, TextTable]]:
+    """Yield expected against actual of each training that ended, with a heading."""
+    for training in contents.trainings:
+        bill = bill_of(contents.plan, contents.events, training)
+        if bill is not None and bill.whole.actual is not None:
+            label = "" if len(contents.trainings) == 1 else f" (training {training.label})"
+            yield f"Predicted and actual{label}", bill_table(bill)
 
 
 def _subtitle(contents: RunContents) -> str:

@@ -109,7 +109,11 @@ def add_columns(
 NEIGHBOUR_FACTOR = 4
 FRONT_MARK = "◆"
 # of `Candidate.wall_parts_s`
-PART_NAMES = {"starts": "start-up", "repeated": "work repeated after interruptions"}
+PART_NAMES = {
+    "starts": "start-up",
+    "ends": "end of the job",
+    "repeated": "work repeated after interruptions",
+}
 # columns where the output is no terminal
 PLAN_WIDTH = 120
 

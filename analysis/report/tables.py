@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
+from tula_hpc.analysis.costs.training_bill import TrainingBill
 from tula_hpc.analysis.planning.partitions import of_partition
 from tula_hpc.analysis.run_contents import (
     MOST_ROWS,
     Interval,
-    cut,
     ends,
     measured_epochs,
     predicted,
@@ -47,7 +47,7 @@ class SummaryRow(NamedTuple):
     predicted_epoch_s: Interval
     # by the profile
     measured_epoch_s: float | None
-    # predicted / measured − 1
+    # predicted / measured − 1: of the training where it ran, else the model's on the profile
     relative_error: float | None
     # predicted, all epochs
     train_time_s: float
@@ -59,6 +59,9 @@ class SummaryRow(NamedTuple):
     trained_epoch_s: float | None = None
     test_accuracy: float | None = None
     test_loss: float | None = None
+    # of that training: seconds of all steps, and what it cost
+    trained_s: float | None = None
+    paid: float | None = None
 
 
 SUMMARY_COLUMNS = (
@@ -77,17 +80,18 @@ def summary_rows(
     measurements: Sequence[Measurement],
     result: TrainResult | None,
     trained_epoch_s: float | None = None,
+    bill: TrainingBill | None = None,
 ) -> list[SummaryRow]:
     """Return the chosen configuration, its next smaller and larger batch, its batch on other nodes.
 
     All are of the chosen partition. `trained_epoch_s` is the training's own time of an epoch, see
-    `run_contents.median_epoch_s`.
+    `run_contents.median_epoch_s`, and `bill` what the whole of it cost.
     """
     measured = measured_epochs(
         of_partition(measurements, plan.chosen.partition), plan.dataset_samples
     )
     return [
-        _summary_row(role, item, measured, result, trained_epoch_s)
+        _with_training(_summary_row(role, item, measured), item, result, trained_epoch_s, bill)
         for role, item in _chosen_and_neighbours(plan)
     ]
 
@@ -112,11 +116,9 @@ def _summary_row(
     role: str,
     item: Candidate,
     measured: Mapping[Configuration, float],
-    result: TrainResult | None,
-    trained_epoch_s: float | None,
 ) -> SummaryRow:
     epoch = measured.get(item.configuration)
-    row = SummaryRow(
+    return SummaryRow(
         role=role,
         configuration=item.configuration,
         feasible=item.feasible,
@@ -128,12 +130,27 @@ def _summary_row(
         currency=item.currency,
         peak_memory_bytes=item.peak_memory_bytes,
     )
+
+
+def _with_training(
+    row: SummaryRow,
+    item: Candidate,
+    result: TrainResult | None,
+    trained_epoch_s: float | None,
+    bill: TrainingBill | None,
+) -> SummaryRow:
+    """Return the row with what a training at its configuration measured."""
     if not result or (result.nodes, result.global_batch) != (item.nodes, item.global_batch):
         return row
+    if trained_epoch_s:
+        # the model was not fitted to it
+        row = row._replace(relative_error=item.epoch_time_s / trained_epoch_s - 1)
     return row._replace(
         trained_epoch_s=trained_epoch_s,
         test_accuracy=result.test_accuracy,
         test_loss=result.test_loss,
+        trained_s=result.train_time_s,
+        paid=bill.cost.actual if bill else None,
     )
 
 
@@ -142,7 +159,13 @@ def summary_cells(row: SummaryRow) -> tuple[str, ...]:
     role = row.role if row.feasible else f"{row.role}, not feasible"
     measured = format_duration(row.measured_epoch_s)
     if row.trained_epoch_s is not None:
-        measured += f"\n{format_duration(row.trained_epoch_s)} in training"
+        profiled = "" if row.measured_epoch_s is None else f"\n{measured} profiled"
+        measured = f"{format_duration(row.trained_epoch_s)} in training{profiled}"
+    time, cost = _time_and_cost(row.train_time_s, row.cost, row.currency)
+    if row.trained_s:
+        time += f"\n{format_duration(row.trained_s)} in training"
+    if row.paid is not None:
+        cost += f"\n{format_money(row.paid, row.currency)} paid"
     reached = format_percent(row.test_accuracy)
     if row.test_accuracy is None and row.test_loss is not None:
         reached = format_number(row.test_loss, 3)
@@ -151,7 +174,8 @@ def summary_cells(row: SummaryRow) -> tuple[str, ...]:
         format_interval(row.predicted_epoch_s),
         measured,
         format_percent(row.relative_error, signed=True),
-        *_time_and_cost(row.train_time_s, row.cost, row.currency),
+        time,
+        cost,
         format_bytes(row.peak_memory_bytes),
         reached,
     )
@@ -292,6 +316,15 @@ def account_table(accounts: Sequence[JobAccount]) -> TextTable:
         used = (format_duration(account.elapsed_s), format_number(account.node_seconds))
         rows.append((account.job_id, account.stage, str(account.nodes), *used, state))
     return TextTable(("job", "stage", "nodes", "time", "node-seconds", "state"), rows)
+
+
+# of a cell
+MOST_LETTERS = 1_000
+
+
+def cut(text: str) -> str:
+    """Return the beginning of a text that is too long for a cell."""
+    return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]} …"
 
 
 def event_table(events: Sequence[Event]) -> TextTable:

@@ -11,6 +11,7 @@ from tula_hpc.analysis.models.profiles import is_out_of_memory, summarize
 from tula_hpc.analysis.planning import warnings as plan_warnings
 from tula_hpc.analysis.planning.partitions import name_of, of_partition, prefixed
 from tula_hpc.analysis.planning.planner import AGAIN
+from tula_hpc.analysis.report.bill_text import bill_of, bill_sentences
 from tula_hpc.analysis.report.plan_text import background, why_not_better
 from tula_hpc.analysis.report.tables import format_time
 from tula_hpc.analysis.run_contents import (
@@ -41,13 +42,21 @@ LISTED = 16
 
 
 def answer(run: RunContents) -> str:
-    """Return a paragraph with the advice and its cost, or with how far the run has come."""
+    """Return a paragraph with the advice and its cost, or with how far the run has come.
+
+    What a training took of what it was to take comes first.
+    """
     if run.plan is None:
         return " ".join(_without_plan(run))
+    first: list[str] = []
     sentences = list(_advice(run.plan))
     for training in run.trainings:
-        sentences += _outcome(run, training)
-    return " ".join(sentences)
+        name = _name_of(run, training)
+        bill = bill_of(run.plan, run.events, training)
+        told = list(bill_sentences(bill, name)) if bill else []
+        first += told
+        sentences += _outcome(run, training, f"{name}'s steps" if told else name)
+    return " ".join([*first, *sentences])
 
 
 def _without_plan(run: RunContents) -> Iterator[str]:
@@ -126,10 +135,11 @@ def _outdated_notes(run: RunContents) -> set[str]:
     return notes
 
 
-def _outcome(run: RunContents, training: Training) -> Iterator[str]:
-    name = f"Training {training.label}"
-    if len(run.trainings) == 1:
-        name = "The training"
+def _name_of(run: RunContents, training: Training) -> str:
+    return "The training" if len(run.trainings) == 1 else f"Training {training.label}"
+
+
+def _outcome(run: RunContents, training: Training, name: str) -> Iterator[str]:
     result = training.result
     if result is None:
         done = "no epoch is done yet"

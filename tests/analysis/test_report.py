@@ -42,7 +42,18 @@ from tula_hpc.config import ClusterSpec, PricingSpec, load_cluster, load_sweep
 from tula_hpc.errors import RunDirectoryError, StorageError
 from tula_hpc.formatting import format_duration
 from tula_hpc.launch.slurm import AccountedRun
-from tula_hpc.records import Configuration, EpochMetrics, JobAccount, JobNote, RunDirectory, TrainResult, append_record
+from tula_hpc.records import (
+    AccountedUse,
+    Accounting,
+    Configuration,
+    EpochMetrics,
+    JobAccount,
+    JobNote,
+    RunDirectory,
+    TrainResult,
+    append_record,
+    write_atomically,
+)
 from tula_hpc.records.metrics import OLD_LINES
 from tula_hpc.stages.context import Sweep
 
@@ -483,6 +494,69 @@ def test_the_answer_says_that_the_prediction_is_held_against_the_median_epoch(fi
     plan = contents.plan.model_copy(update={"chosen": chosen, "candidates": [chosen]})
     said = answer(contents._replace(plan=plan, trainings=[training._replace(result=result)]))
     assert f"took {format_duration(result.train_time_s)} (its median epoch was predicted 10.0 % too short)" in said
+
+
+def with_bill(root: Path, elapsed_s: float) -> RunDirectory:
+    """A run whose plan told the parts of its time, and whose training took so long by accounting."""
+    run = make_run(root)
+    made = run.read_plan()
+    steps_s = made.chosen.train_time_s
+    parts = {"steps": steps_s, "evaluation": 0.0, "checkpoints": 0.0, "starts": 60.0, "repeated": 0.0}
+    ends = {"wall_time_s": (0.9 * (steps_s + 60.0), 1.1 * (steps_s + 60.0))}
+    changes = {
+        "wall_time_s": steps_s + 60.0,
+        "wall_parts_s": parts,
+        "interval_90": made.chosen.interval_90 | ends,
+    }
+    chosen = made.chosen.model_copy(update=changes)
+    candidates = [chosen if item == made.chosen else item for item in made.candidates]
+    write_plan(run, made.model_copy(update={"chosen": chosen, "candidates": candidates}))
+    use = AccountedUse(job_id="21", state="COMPLETED", elapsed_s=elapsed_s, nodes=chosen.nodes)
+    write_atomically(run.train().accounting_file, Accounting(runs=(use,)).model_dump_json())
+    return run
+
+
+@pytest.mark.usefixtures("no_figure", "no_pages")
+def test_what_the_training_took_and_cost_is_said_first_and_last(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = with_bill(tmp_path / "run", 9_000.0)
+    said = answer(read_run(run))
+    assert said.startswith("The training took 2 h 30 min in all by Slurm's accounting, longer than the 90 % interval")
+    assert said.index("It cost ") < said.index("Train on 4 nodes")
+    assert "The training's steps (ags) took" in said
+    run.log_event("submitted", "train", job_id="21", data={"label": "main"})
+    sweep = Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run)
+    for until in ("train", "report"):
+        carry_out(sweep, until)
+        assert any(
+            line.startswith("The training took 2 h 30 min") for line in capsys.readouterr().out.splitlines()[-5:]
+        )
+    words = Page((run.report / "report.html").read_text()).words
+    assert words.index("The training took 2 h 30 min") < words.index("Predicted and actual") < words.index("N = 4, B =")
+    assert "whole training" in words
+    assert " USD paid" in words
+
+
+def test_damaged_accounting_leaves_the_rest_of_the_report(tmp_path: Path) -> None:
+    run = with_bill(tmp_path / "run", 9_000.0)
+    run.train().accounting_file.write_text("{")
+    said = answer(read_run(run))
+    assert said.startswith("Train on 4 nodes"), "results of old tell no starts"
+    assert "The training (ags) took" in said
+
+
+def test_the_error_of_what_was_trained_is_the_trainings(finished: Written) -> None:
+    """Not that of the profile that the model was fitted to, with or without one."""
+    made, measured = finished.run.read_plan(), finished.run.measurements().records
+    result = TrainResult.model_validate_json(finished.run.train().result_file.read_bytes())
+    for rows in (measured, []):
+        chosen, *others = summary_rows(made, rows, result, 12.5)
+        assert chosen.relative_error == pytest.approx(made.chosen.epoch_time_s / 12.5 - 1)
+        assert others == summary_rows(made, rows, None)[1:]
+        cells = summary_cells(chosen)
+        assert cells[2].startswith("12.5 s in training")
+        assert "–" not in "".join(cells[2:4])
 
 
 def test_a_training_counts_only_where_it_ran(finished: Written) -> None:

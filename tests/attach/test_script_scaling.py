@@ -24,7 +24,7 @@ from tula_hpc.records import Configuration
 
 WORKERS, STEPS, BATCH, SAMPLES = 2, 12, 16, 128
 SCRIPT = {"module": "no.such", "arguments": ["{local_batch}"], "samples": SAMPLES, "epochs": 3}
-CASES = {
+CASES: dict[str, Any] = {
     "sgd": (partial(SGD, lr=0.1, momentum=0.9), 1, {"method": "ags"}),
     "adamw": (partial(AdamW, lr=0.01), 1, {"method": "ags"}),
     "accumulated": (partial(SGD, lr=0.1), 2, {"method": "ags"}),
@@ -51,7 +51,7 @@ def passes(model: DistributedDataParallel, inputs: Tensor, targets: Tensor, accu
     parts = list(zip(inputs.chunk(accumulation), targets.chunk(accumulation), strict=True))
     for part, (some, labels) in enumerate(parts):
         model.require_backward_grad_sync = part == len(parts) - 1
-        (nn.functional.cross_entropy(model(some), labels) / accumulation).backward()
+        torch.autograd.backward(nn.functional.cross_entropy(model(some), labels) / accumulation)
 
 
 class Driver(Listener):

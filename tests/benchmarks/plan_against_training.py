@@ -80,8 +80,7 @@ def main(data: Path, work: Path, output: Path, others: list[str]) -> None:
             "median": median(abs(row["error"]) for row in rows),
             "worst": max(abs(row["error"]) for row in rows),
             "by_workload": {
-                workload: median(row["error"] for row in rows if row["workload"] == workload)
-                for workload in CHOSEN
+                workload: median(row["error"] for row in rows if row["workload"] == workload) for workload in CHOSEN
             },
             "sweeps": rows,
         }

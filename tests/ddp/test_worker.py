@@ -192,6 +192,22 @@ def test_timing_a_forward_pass_leaves_no_trace() -> None:
     assert all(p.grad is None for p in worker.parameters)
 
 
+@pytest.mark.parametrize("local_batch", [1, 24, 64, 65])
+def test_a_forward_pass_is_timed_at_a_batch_that_evaluation_takes(
+    monkeypatch: pytest.MonkeyPatch, local_batch: int
+) -> None:
+    """Smaller ones are repeated, and their time is the share of one: a pass at 0.1 s a call."""
+    taken: list[tuple[int, int]] = []
+    monkeypatch.setattr(Worker, "score", lambda _, *batch: taken.append((len(batch[0]), len(batch[1]))))
+    monkeypatch.setattr("tula_hpc.profiling.probes.round_s", lambda _, step: step() or 0.1)
+    worker = Worker(sweep(), ClusterSpec(), CONFIGURATION, ALONE)
+    inputs, targets = next(worker.batches())
+    few = [torch.cat([part] * 65)[:local_batch] for part in (inputs, targets)]
+    copies = -(-64 // local_batch)
+    assert time_forward(worker, *few) == pytest.approx([0.1 / copies] * PASSES)
+    assert taken == [(copies * local_batch,) * 2] * PASSES
+
+
 def test_a_forward_pass_without_memory_leaves_the_rest_of_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -31,6 +31,8 @@ from tula_hpc.launch.launcher import NOTICE
 from tula_hpc.launch.reasons import explain, read_logs
 from tula_hpc.launch.slurm import JobState
 from tula_hpc.records import (
+    AccountedUse,
+    Accounting,
     Configuration,
     EpochMetrics,
     Event,
@@ -1017,6 +1019,23 @@ def test_the_time_beside_the_planned_cost_is_the_whole_time(tmp_path: Path, clus
     assert "10 h and " in text_of(status.status_of(run.root))
     write_plan(run, made.model_copy(update={"chosen": made.chosen.model_copy(update={"wall_time_s": None})}))
     assert f"{format_duration(made.chosen.train_time_s)} and " in text_of(status.status_of(run.root))
+
+
+def test_a_training_that_ended_is_held_against_its_plan(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = make_run(tmp_path / "run")
+    made = run.read_plan()
+    assert status.status_of(run.root).promise is None, "its plan has no whole time"
+    interval = {"wall_time_s": (3_400.0, 3_800.0)}
+    chosen = made.chosen.model_copy(update={"wall_time_s": 3_600.0, "cost": 8.0, "interval_90": interval})
+    write_plan(run, made.model_copy(update={"chosen": chosen, "candidates": [chosen]}))
+    assert status.status_of(run.root).promise is None, "nothing tells what it took"
+    use = AccountedUse(job_id="21", elapsed_s=5_400.0, nodes=chosen.nodes)
+    write_atomically(run.train().accounting_file, Accounting(runs=(use,)).model_dump_json())
+    told = status.status_of(run.root)
+    assert told.promise is not None
+    assert (told.promise.actual_s, told.promise.verdict, told.promise.paid) == (5_400.0, "more", 12.0)
+    text = re.sub(r"\s+", " ", text_of(told))
+    assert "1 h 30 min, for 1 h predicted (56 min 40 s to 1 h 3 min, 90 %: more); 12.00 USD for 8.00 USD" in text
 
 
 PRICES: dict[str, dict[str, object]] = {

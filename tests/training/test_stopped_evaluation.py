@@ -93,7 +93,9 @@ def end(run: RunDirectory) -> tuple[TrainResult, dict[str, Any]]:
     loaded = CheckpointStore(run.train().checkpoints).load_latest()
     assert loaded is not None
     result = TrainResult.model_validate_json(run.train().result_file.read_bytes())
-    same = {"train_time_s": 0.0, "wall_time_s": 0.0}
+    parts_s = result.starts_s, result.evaluation_s, result.saving_s
+    assert all(seconds is not None and seconds > 0.0 for seconds in parts_s)
+    same = dict.fromkeys(("train_time_s", "wall_time_s", "starts_s", "evaluation_s", "saving_s"), 0.0)
     return result.model_copy(update=same), loaded.state
 
 

@@ -1,7 +1,7 @@
 """Work of the commands in an open run directory: a sweep's stages, or a study.
 
 The summary at the end compares the chosen configuration and its neighbours, predicted and measured,
-and tells the cost of profiling.
+tells the cost of profiling, and what the training took and cost of what it was to take and cost.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from tula_hpc.errors import StageError
 from tula_hpc.formatting import format_duration, format_money, printable, with_own_escapes
 
 if TYPE_CHECKING:
+    from tula_hpc.analysis.costs.training_bill import TrainingBill
     from tula_hpc.analysis.report.plan_text import TextColumn
     from tula_hpc.analysis.report.tables import TextTable
     from tula_hpc.records import Measurement, Metrics, Plan, RunDirectory, TrainResult
@@ -35,6 +36,8 @@ def print_summary(
     result: TrainResult | None,
     profiling_cost: str = "",
     trained_epoch_s: float | None = None,
+    *,
+    bill: TrainingBill | None = None,
 ) -> None:
     """Print the table with rich, and the cost of profiling; see `report.tables.summary_rows`."""
     from rich.console import Console
@@ -46,7 +49,7 @@ def print_summary(
 
     console = Console(file=with_own_escapes(sys.stdout), highlight=False, markup=False)
     console.width = console.width if console.is_terminal else SUMMARY_WIDTH
-    content = summary_table(summary_rows(plan, measurements, result, trained_epoch_s))
+    content = summary_table(summary_rows(plan, measurements, result, trained_epoch_s, bill))
     where = f" on {plan.chosen.partition}" if plan.chosen.partition else ""
     title = Text(printable(f"Chosen configuration and its neighbours{where}"))
     table = Table(
@@ -131,7 +134,9 @@ def _run_stages(sweep: Sweep, last: int) -> int:
     elif result is not None:
         from tula_hpc.records import read_metrics
 
-        _warn_of_loss(sweep, read_metrics(sweep.run.train().metrics_file))
+        metrics = read_metrics(sweep.run.train().metrics_file)
+        _say_bill(_bill(sweep, plan, result, metrics))
+        _warn_of_loss(sweep, metrics)
     return 0
 
 
@@ -143,15 +148,36 @@ def _say_summary(sweep: Sweep, plan: Plan, result: TrainResult | None) -> None:
     # which the table is about
     here = trained_partition(sweep.run.events()) in (None, plan.chosen.partition)
     trained = result if here else None
+    bill = None if result is None else _bill(sweep, plan, result, metrics)
     print_summary(
         plan,
         sweep.run.measurements().records,
         trained,
         _profiling_cost(sweep),
         median_epoch_s(metrics.epochs),
+        bill=bill,
     )
+    _say_bill(bill)
     if result is not None:
         _warn_of_loss(sweep, metrics)
+
+
+def _bill(sweep: Sweep, plan: Plan, result: TrainResult, metrics: Metrics) -> TrainingBill | None:
+    from tula_hpc.analysis.report.bill_text import bill_of
+    from tula_hpc.analysis.run_contents import Training, trained_partition
+    from tula_hpc.records import MAIN_LABEL
+
+    events = sweep.run.events()
+    accounting = sweep.run.train().read_accounting()
+    partition = trained_partition(events)
+    return bill_of(plan, events, Training(MAIN_LABEL, metrics, result, partition, accounting))
+
+
+def _say_bill(bill: TrainingBill | None) -> None:
+    from tula_hpc.analysis.report.bill_text import bill_sentences
+
+    for sentence in bill_sentences(bill) if bill else ():
+        print(printable(sentence))
 
 
 def _warn_of_loss(sweep: Sweep, metrics: Metrics) -> None:

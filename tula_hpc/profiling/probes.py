@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tula_hpc.batches import Batch, map_tensors, take
+from tula_hpc.batches import Batch, map_tensors, samples_in, take
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.optim import gradient_square, noise_scale, noise_trace
 from tula_hpc.process_memory import out_of_memory
@@ -156,14 +156,18 @@ def _flat_gradient(worker: Worker, inputs: Batch, targets: Batch) -> Tensor:
 
 # each takes about a quarter of a training step; the median ignores a first one with set-up
 FORWARD_PASSES = 3
+# no evaluation takes a smaller one, see `training.evaluation`
+EVALUATED_BATCH = 64
 
 
 def time_forward(worker: Worker, inputs: Batch, targets: Batch) -> list[float]:
     """Return the seconds of some passes; none where memory does not suffice. Not collective.
 
     A pass is an evaluation's work on a loaded batch, `Worker.score`. It takes a training batch:
-    nothing else has to be loaded, and where a training step fits, a pass without gradients does.
-    Weights, buffers, modes and random numbers stay.
+    nothing else has to be loaded, and where a training step fits, a pass without gradients does. A
+    batch below `EVALUATED_BATCH` is taken as many times over as reach it, and counts for its share:
+    small batches pay for each call what an evaluation does not. Weights, buffers, modes and random
+    numbers stay.
 
     Args:
         worker: Gives the model.
@@ -175,9 +179,13 @@ def time_forward(worker: Worker, inputs: Batch, targets: Batch) -> list[float]:
         with torch.random.fork_rng(gpus), worker.evaluating():
             # moving the batch to the device, in the model's memory format, is part of a pass
             batch = worker.as_loaded(inputs, targets)
+            copies = -(-EVALUATED_BATCH // samples_in(targets))
+            if copies > 1:
+                batch = map_tensors(lambda tensor: torch.cat([tensor] * copies), batch)
             if gpus:
                 batch = map_tensors(Tensor.pin_memory, batch)
-            return [round_s(worker, lambda: worker.score(*batch)) for _ in range(FORWARD_PASSES)]
+            seconds = [round_s(worker, lambda: worker.score(*batch)) for _ in range(FORWARD_PASSES)]
+            return [each / copies for each in seconds]
     except (RuntimeError, MemoryError) as error:
         if out_of_memory(error) is None:
             raise

@@ -59,7 +59,15 @@ from tula_hpc.records.storage import (
     with_rank_files,
     write_atomically,
 )
-from tula_hpc.records.training import Drift, RateTrial, StepParts, TrainResult, TunedRates
+from tula_hpc.records.training import (
+    AccountedUse,
+    Accounting,
+    Drift,
+    RateTrial,
+    StepParts,
+    TrainResult,
+    TunedRates,
+)
 
 __all__ = [
     "CREDIBLE_S",
@@ -67,6 +75,8 @@ __all__ = [
     "MAX_LINE_BYTES",
     "SCALE_BINS_PER_OCTAVE",
     "SCALE_OCTAVES",
+    "AccountedUse",
+    "Accounting",
     "AnyMetrics",
     "Batch",
     "Candidate",

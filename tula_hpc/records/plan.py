@@ -40,8 +40,11 @@ class Candidate(Record):
     energy_kwh: float | None = None
     # between two checkpoints, as time and cost reckon; training measures anew
     checkpoint_minutes: float | None = None
-    # of wall_time_s: steps, evaluation, checkpoints, starts, repeated (what restarts do again)
+    # of wall_time_s: steps, evaluation, checkpoints, starts and ends of jobs, repeated (what restarts
+    # do again)
     wall_parts_s: dict[str, float] = Field(default={})
+    # of each of them, seconds; empty in older plans
+    part_intervals_90: dict[str, tuple[float, float]] = Field(default={})
     peak_memory_bytes: int
     interval_90: dict[str, tuple[float, float]] = Field(default={})
     feasible: bool = True

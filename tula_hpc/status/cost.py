@@ -12,11 +12,13 @@ from typing import Literal, NamedTuple
 
 from tula_hpc.analysis.costs import slurm_billing as billing
 from tula_hpc.analysis.costs.pricing import SECONDS_PER_HOUR, train_cost_usd
+from tula_hpc.analysis.costs.training_bill import Verdict, training_bill
 from tula_hpc.analysis.costs.usage import actual_use, job_runs, only_waiting_s
+from tula_hpc.analysis.run_contents import find_candidate
 from tula_hpc.config import ClusterSpec
 from tula_hpc.formatting import format_money, format_number
 from tula_hpc.launch.slurm import AccountedRun
-from tula_hpc.records import Measurement, Record
+from tula_hpc.records import MAIN_LABEL, Configuration, Measurement, Record
 from tula_hpc.status.jobs import JobPhase, JobStatus
 from tula_hpc.status.run_files import Facts, TrainingFacts
 
@@ -112,6 +114,48 @@ class CostStatus(Record):
     control: StageCost | None = None
     node_hours: float = 0.0
     cost: float | None = None
+
+
+class PromiseStatus(Record):
+    """Training that ended, against its plan."""
+
+    # seconds
+    expected_s: float
+    # at 90 %; None in plans without one
+    interval_s: tuple[float, float] | None
+    actual_s: float
+    # within, more, less or unknown
+    verdict: Verdict
+    # in the plan's currency
+    expected_cost: float
+    paid: float | None
+    promised_currency: str
+    # accounting or notes
+    told_by: str
+
+
+def promise_kept(facts: Facts) -> PromiseStatus | None:
+    """Return the comparison; None before the plan's training has ended, and where nothing tells."""
+    files = facts.trainings.get(MAIN_LABEL)
+    if facts.plan is None or files is None or files.result is None:
+        return None
+    result = files.result
+    ran_at = Configuration(result.nodes, result.workers_per_node, result.local_batch)
+    promised = find_candidate(facts.plan, ran_at) or facts.plan.chosen
+    accounting = facts.run.train().read_accounting()
+    bill = training_bill(promised, result, facts.history.of_training(MAIN_LABEL), accounting)
+    if bill is None or bill.whole.actual is None:
+        return None
+    return PromiseStatus(
+        expected_s=bill.whole.expected,
+        interval_s=bill.whole.interval,
+        actual_s=bill.whole.actual,
+        verdict=bill.whole.verdict,
+        expected_cost=bill.cost.expected,
+        paid=bill.cost.actual,
+        promised_currency=bill.currency,
+        told_by=bill.source.value,
+    )
 
 
 class _Use(NamedTuple):

@@ -16,7 +16,13 @@ from tula_hpc.records import MAIN_LABEL, Plan, Record, is_usable
 from tula_hpc.records.broken_hosts import BrokenHost, broken_hosts, first_line
 from tula_hpc.records.events import JobFailure, StageFailure
 from tula_hpc.stages.train import Verdict, study_policy
-from tula_hpc.status.cost import Accounted, CostStatus, cost_so_far
+from tula_hpc.status.cost import (
+    Accounted,
+    CostStatus,
+    PromiseStatus,
+    cost_so_far,
+    promise_kept,
+)
 from tula_hpc.status.jobs import Answer, JobPhase, JobStatus, job_statuses
 from tula_hpc.status.run_files import Facts
 from tula_hpc.status.trainings import TrainingStatus, training_statuses
@@ -160,6 +166,8 @@ class RunStatus(Record):
     doubts: list[str]
     # hosts that its jobs are kept off
     avoided: list[BrokenHost] = Field(default=[])
+    # of the training, once it has ended
+    promise: PromiseStatus | None = None
 
 
 class _Parts(NamedTuple):
@@ -227,6 +235,7 @@ def describe(
         cost=cost_so_far(facts, jobs, accounted),
         doubts=facts.doubts,
         avoided=broken_hosts(facts.history.events, facts.now) if facts.executor == "slurm" else [],
+        promise=None if parts.study else promise_kept(facts),
     )
 
 

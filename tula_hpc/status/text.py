@@ -18,7 +18,7 @@ from tula_hpc.formatting import (
 )
 from tula_hpc.records import Configuration
 from tula_hpc.records.broken_hosts import first_line
-from tula_hpc.status.cost import CostStatus, StageCost
+from tula_hpc.status.cost import CostStatus, PromiseStatus, StageCost
 from tula_hpc.status.jobs import JobPhase, JobStatus
 from tula_hpc.status.state import CommandStatus, PlanStatus, ProfileStatus, RunStatus, StudyStatus
 from tula_hpc.status.trainings import TrainingStatus
@@ -128,6 +128,8 @@ def _stages(status: RunStatus) -> Iterator[Line]:
         yield "plan", _plan(status.plan)
     if status.training is not None:
         yield from _training_lines(status.training)
+    if status.promise is not None:
+        yield "promise", _promise(status.promise)
     yield "report", "written" if status.report else "not yet"
 
 
@@ -154,6 +156,17 @@ def _plan(plan: PlanStatus) -> str:
         f"{chosen}{where}: predicted {format_duration(plan.epoch_time_s)} an epoch, "
         f"{format_duration(plan.whole_time_s)} and {format_money(plan.cost, plan.currency)} in all"
     )
+
+
+def _promise(promise: PromiseStatus) -> str:
+    taken = f"{format_duration(promise.actual_s)}, for {format_duration(promise.expected_s)}"
+    if promise.interval_s is not None:
+        low, high = map(format_duration, promise.interval_s)
+        taken += f" predicted ({low} to {high}, 90 %: {promise.verdict})"
+    currency = promise.promised_currency
+    paid = format_money(promise.paid, currency)
+    told_by = {"accounting": "accounting", "notes": "the run's own notes"}[promise.told_by]
+    return f"{taken}; {paid} for {format_money(promise.expected_cost, currency)}; by {told_by}"
 
 
 def _training_lines(training: TrainingStatus) -> Iterator[Line]:

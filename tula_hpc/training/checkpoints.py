@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from dataclasses import asdict
 from typing import Any
 
@@ -64,6 +65,7 @@ class Checkpoints:
         Args:
             wait: Return when the checkpoint is on disk, not while it is being written.
         """
+        started = time.perf_counter()
         # or the losses since the last line would be lost to a resumed run
         self.log.flush()
         self.saving.save(
@@ -73,6 +75,7 @@ class Checkpoints:
             wait=wait,
         )
         self.log_cost()
+        self.training.progress.saving_s += time.perf_counter() - started
         # the time of saving is no step's time
         self.log.restart_window()
 

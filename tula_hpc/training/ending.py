@@ -159,6 +159,9 @@ def write_result(
         diverged=bool(diverged),
         train_accuracy=on_training_samples.accuracy if on_training_samples else None,
         train_top5_accuracy=on_training_samples.top5_accuracy if on_training_samples else None,
+        starts_s=progress.starts_s,
+        evaluation_s=progress.evaluation_s,
+        saving_s=progress.saving_s,
     )
     write_atomically(training.files.result_file, result.model_dump_json(indent=1))
     training.log_event("finished", diverged or test.text)

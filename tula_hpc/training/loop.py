@@ -12,7 +12,7 @@ from tula_hpc.ddp.agreement import Agreed, Decision, EvaluationStopped
 from tula_hpc.ddp.methods import learning_rate
 from tula_hpc.ddp.process_group import process_group
 from tula_hpc.ddp.stop_signals import StopRequest, Suspensions
-from tula_hpc.env import WorkerEnvironment, join_job
+from tula_hpc.env import WorkerEnvironment, job_started_at, join_job, unix_time
 from tula_hpc.errors import DivergedError, Failure
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.process_memory import out_of_memory
@@ -78,6 +78,7 @@ class Trainer:
 
     def run(self) -> str:
         """Train all epochs, or until asked to stop."""
+        self.training.progress.starts_s += max(0.0, unix_time() - job_started_at())
         try:
             with self.suspensions.blamed():
                 return self._train_or_leave()
@@ -108,6 +109,7 @@ class Trainer:
             evaluation = NO_EVALUATION
             if self.hooks.is_evaluated(progress.epoch + 1):
                 evaluation = self.evaluator.test()
+                progress.evaluation_s += evaluation.seconds
             self._end_epoch(evaluation)
         return self._finish(evaluation or self.evaluator.test())
 

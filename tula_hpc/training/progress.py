@@ -39,6 +39,10 @@ class Progress:
     stopped: bool = False
     # mean over the last whole epoch
     last_loss: float = 0.0
+    # see `TrainResult`
+    starts_s: float = 0.0
+    evaluation_s: float = 0.0
+    saving_s: float = 0.0
 
 
 class Training:

@@ -1,0 +1,137 @@
+"""Uncertainty of a training's whole time: what each of its parts, and their sum, may be off by.
+
+Every part has a 90 % interval of its own. The ends of the sum T = Σ t follow from those of the
+parts in quadrature, on either side by itself:
+
+    high − T = √Σ (high_i − t_i)²        T − low = √Σ (t_i − low_i)²
+
+Parts are taken as independent: the error of the steps is that of their model, the error of a start
+is that of nodes and file system at that moment, the error of evaluations that of another model.
+For independent normal errors the sum is exact, and adding the ends themselves, as if all parts were
+late together, would be too wide by up to the square root of their number.
+
+- Steps: the interval of the step time's model.
+- Starts: the factor e^(±z s √(1 + 1/n)) around the median of n measured starts. s² is their
+  variance on a logarithmic scale, pooled with `START_SPREAD`² as if `PRIOR_STARTS` more had been
+  measured: a run has a handful. Stated and assumed starts: `STATED_SPREAD`.
+- Ends of jobs, from the last work to when the nodes are free: `END_FACTORS`, see `evaluation`, and
+  the second of which accounting counts whole ones.
+- Evaluation: `Evaluation.factors`.
+- Checkpoints: a cost that was assumed may be nothing, or twice as much; one that a training
+  measured half or twice. The last save is waited for, which the expectation leaves out: it counts
+  above, at `SLOW_DISK` but at most at the cost of a save.
+- Repeated work: that of k interruptions, whose count is Poisson's: 1 ± z/√k.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from statistics import fmean
+from typing import NamedTuple
+
+Ends = tuple[float, float]
+
+# of a normal distribution, 90 % lie within so many standard deviations
+Z_90 = 1.645
+# of a training's start against the median of its profile jobs: 2 to 23 % in seven trainings on the
+# test cluster, with and without neighbours
+START_SPREAD = 0.15
+PRIOR_STARTS = 4
+STATED_SPREAD = 0.35
+END_FACTORS = (0.5, 2.0)
+# a job's time by accounting is that of two clocks without fractions
+ACCOUNTED_S = 1.0
+MEASURED_SAVES = (0.5, 2.0)
+ASSUMED_SAVES = (0.0, 2.0)
+# bytes per second
+SLOW_DISK = 50e6
+# of interruptions, where hardly any is expected
+FEWEST = 0.01
+MOMENT_S = 1e-9
+
+
+class TimePart(StrEnum):
+    """Part of a training's whole time, as `Candidate.wall_parts_s` names it."""
+
+    STARTS = "starts"
+    STEPS = "steps"
+    EVALUATION = "evaluation"
+    CHECKPOINTS = "checkpoints"
+    REPEATED = "repeated"
+    ENDS = "ends"
+
+
+class Spread(NamedTuple):
+    """Factors between which the parts lie with 90 % probability, on one kind of nodes."""
+
+    starts: Ends
+    evaluation: Ends
+    saves: Ends = ASSUMED_SAVES
+    # of the save at the end, at most
+    last_save_s: float = 0.0
+
+    def of_parts(
+        self, parts_s: Mapping[str, float], pace: Ends, interruption_s: float
+    ) -> dict[str, Ends]:
+        """Return the interval of each part, seconds.
+
+        Args:
+            parts_s: As `Candidate.wall_parts_s`; empty where a training would never end.
+            pace: Factors of the step time.
+            interruption_s: What one interruption repeats: a start, and half an interval between
+                checkpoints.
+        """
+        expected = parts_s.get(TimePart.REPEATED, 0.0) / max(interruption_s, MOMENT_S)
+        more = Z_90 / math.sqrt(max(expected, FEWEST))
+        factors = {
+            TimePart.STARTS: self.starts,
+            TimePart.STEPS: pace,
+            TimePart.EVALUATION: self.evaluation,
+            TimePart.CHECKPOINTS: self.saves,
+            TimePart.REPEATED: (max(0.0, 1.0 - more), 1.0 + more),
+            TimePart.ENDS: END_FACTORS,
+        }
+        found = {}
+        for part, (low, high) in factors.items():
+            if part in parts_s:
+                found[str(part)] = (parts_s[part] * low, parts_s[part] * high)
+        if TimePart.CHECKPOINTS in found:
+            low, high = found[TimePart.CHECKPOINTS]
+            found[str(TimePart.CHECKPOINTS)] = (low, high + self.last_save_s)
+        if TimePart.ENDS in found:
+            low, high = found[TimePart.ENDS]
+            found[str(TimePart.ENDS)] = (max(0.0, low - ACCOUNTED_S), high + ACCOUNTED_S)
+        return found
+
+
+def start_factors(measured_s: Sequence[float]) -> Ends:
+    """Return the factors of a start, around the median of those measured; without any, assumed."""
+    count = len(measured_s)
+    if not count:
+        half = Z_90 * STATED_SPREAD
+        return math.exp(-half), math.exp(half)
+    logs = [math.log(seconds) for seconds in measured_s]
+    center = fmean(logs)
+    square = sum((each - center) ** 2 for each in logs) + PRIOR_STARTS * START_SPREAD**2
+    variance = square / (PRIOR_STARTS + count - 1)
+    half = Z_90 * math.sqrt(variance * (1.0 + 1.0 / count))
+    return math.exp(-half), math.exp(half)
+
+
+def last_save_s(state_bytes: float, save_s: float) -> float:
+    """Return the most that the save at a training's end is expected to take, seconds."""
+    return min(state_bytes / SLOW_DISK, save_s)
+
+
+def whole_factors(parts_s: Mapping[str, float], intervals: Mapping[str, Ends], pace: Ends) -> Ends:
+    """Return the interval of the sum as factors of it; the steps' own where no parts are known."""
+    whole_s = sum(parts_s.values())
+    if whole_s <= 0.0:
+        return pace
+    below = above = 0.0
+    for part, (low, high) in intervals.items():
+        below = math.hypot(below, parts_s[part] - low)
+        above = math.hypot(above, high - parts_s[part])
+    return max(0.0, 1.0 - below / whole_s), 1.0 + above / whole_s

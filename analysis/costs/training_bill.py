@@ -1,0 +1,203 @@
+"""A training's promise and its bill: what the plan expected, what it took, and which part was off.
+
+Seconds are those of the training's jobs, from when the scheduler gave them nodes to when it had
+them back, without queueing. The scheduler's accounting tells them, where there is one
+(accounting.json). The run's own notes tell them up to the last work of each job; how long a job
+takes to end is then taken as planned. The price of a second is the plan's, so that a bill differs
+from its promise by the time alone.
+
+The steps, evaluations and saves of a training are timed by itself, and the start of each of its
+jobs. What accounting has on top of them is the end of the job; after interruptions it is the work
+that was lost with them, too, and counts as repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from tula_hpc.analysis.costs.evaluation import END_SHARE
+from tula_hpc.analysis.costs.pricing import FOREVER_S
+from tula_hpc.analysis.costs.spread import TimePart
+from tula_hpc.analysis.costs.usage import actual_use
+from tula_hpc.records import Accounting, Candidate, EpochMetrics, Event, TrainResult
+
+# of the whole time as expected: a part that differs by less moves nobody's plans
+NOTEWORTHY_SHARE = 0.01
+
+
+class Verdict(StrEnum):
+    """Place of what was measured against the 90 % interval of what was expected."""
+
+    WITHIN = "within"
+    MORE = "more"
+    LESS = "less"
+    UNKNOWN = "unknown"
+
+
+class Source(StrEnum):
+    """Origin of a whole time and its cost."""
+
+    ACCOUNTING = "accounting"
+    NOTES = "notes"
+    UNKNOWN = "unknown"
+
+
+class Compared(NamedTuple):
+    """A quantity as it was expected and as it came."""
+
+    expected: float
+    # at 90 %; None where the plan has none
+    interval: tuple[float, float] | None
+    # None: not known
+    actual: float | None
+
+    @property
+    def verdict(self) -> Verdict:
+        """Return where the actual value lies."""
+        if self.actual is None or self.interval is None:
+            return Verdict.UNKNOWN
+        low, high = self.interval
+        if self.actual > high:
+            return Verdict.MORE
+        return Verdict.LESS if self.actual < low else Verdict.WITHIN
+
+    @property
+    def excess(self) -> float:
+        """Return actual less expected; 0 where the former is not known."""
+        return 0.0 if self.actual is None else self.actual - self.expected
+
+
+class TrainingBill(NamedTuple):
+    """Expected against actual, of a training that ended."""
+
+    # seconds
+    whole: Compared
+    parts: Mapping[TimePart, Compared]
+    # in the currency
+    cost: Compared
+    currency: str
+    # of whole time and cost
+    source: Source
+    # of the job, restarts included
+    runs: int
+    # of them killed without a note, and in no figure here
+    unknown_runs: int
+
+    def parts_off(self) -> list[TimePart]:
+        """Return the parts outside their intervals that matter to the whole, the largest first."""
+        least_s = NOTEWORTHY_SHARE * self.whole.expected
+        off = []
+        for part, seconds in self.parts.items():
+            outside = seconds.verdict in (Verdict.MORE, Verdict.LESS)
+            if outside and abs(seconds.excess) >= least_s:
+                off.append(part)
+        return sorted(off, key=lambda part: -abs(self.parts[part].excess))
+
+    def most_of_it(self) -> TimePart | None:
+        """Return the part that moved the whole most, where that is outside of its interval."""
+        if self.whole.verdict not in (Verdict.MORE, Verdict.LESS) or not self.parts:
+            return None
+        way = 1.0 if self.whole.verdict is Verdict.MORE else -1.0
+        return max(self.parts, key=lambda part: way * self.parts[part].excess)
+
+
+def training_bill(
+    promised: Candidate,
+    result: TrainResult,
+    events: Iterable[Event],
+    accounting: Accounting | None = None,
+    epochs: Sequence[EpochMetrics] = (),
+) -> TrainingBill | None:
+    """Compare a training with its plan; None for plans of old, and for what would never end.
+
+    Args:
+        promised: The candidate that was trained, as planned.
+        result: Of the training.
+        events: Of this training alone.
+        accounting: Of its jobs.
+        epochs: Have the evaluations of results that do not tell them.
+    """
+    whole_s = promised.wall_time_s
+    if whole_s is None or not 0.0 < whole_s < FOREVER_S:
+        return None
+    used = _used(result, events, accounting)
+    price = promised.cost / (whole_s * promised.nodes)
+    paid = None if used.node_seconds is None else used.node_seconds * price
+    parts = _parts(promised, _actual_parts_s(result, used, epochs))
+    return TrainingBill(
+        whole=Compared(whole_s, promised.interval_90.get("wall_time_s"), used.seconds),
+        parts=parts,
+        cost=Compared(promised.cost, promised.interval_90.get("cost"), paid),
+        currency=promised.currency,
+        source=used.source,
+        runs=used.runs,
+        unknown_runs=used.unknown_runs,
+    )
+
+
+class _Used(NamedTuple):
+    seconds: float | None
+    node_seconds: float | None
+    source: Source
+    runs: int
+    unknown_runs: int = 0
+
+
+def _used(result: TrainResult, events: Iterable[Event], accounting: Accounting | None) -> _Used:
+    if accounting is not None and accounting.elapsed_s > 0.0:
+        seconds, node_seconds = accounting.elapsed_s, accounting.node_seconds
+        return _Used(seconds, node_seconds, Source.ACCOUNTING, len(accounting.runs))
+    use = actual_use(events, result)
+    if result.starts_s is None:
+        return _Used(None, None, Source.UNKNOWN, use.runs, use.unknown_runs)
+    work_s = use.node_seconds / result.nodes
+    if work_s <= 0.0:
+        # events were lost; without restarts nothing but work lies between
+        work_s = result.wall_time_s
+    seconds = work_s + (1.0 + END_SHARE) * result.starts_s
+    return _Used(seconds, seconds * result.nodes, Source.NOTES, use.runs, use.unknown_runs)
+
+
+def _actual_parts_s(
+    result: TrainResult, used: _Used, epochs: Sequence[EpochMetrics]
+) -> dict[TimePart, float | None]:
+    found: dict[TimePart, float | None] = {
+        TimePart.STARTS: result.starts_s,
+        TimePart.STEPS: result.train_time_s,
+        TimePart.EVALUATION: result.evaluation_s,
+        TimePart.CHECKPOINTS: result.saving_s,
+        TimePart.REPEATED: None,
+        TimePart.ENDS: None,
+    }
+    timed_s = [row.evaluation_time_s for row in epochs if row.evaluation_time_s is not None]
+    if result.evaluation_s is None and timed_s:
+        found[TimePart.EVALUATION] = sum(timed_s)
+    known_s = [found[part] for part in list(TimePart)[:4]]
+    if used.seconds is None or None in known_s:
+        return found
+    rest_s = max(0.0, used.seconds - sum(seconds or 0.0 for seconds in known_s))
+    if result.restarts:
+        found[TimePart.REPEATED] = max(0.0, rest_s - END_SHARE * (result.starts_s or 0.0))
+    else:
+        found[TimePart.REPEATED] = 0.0
+        # notes end with the last work
+        if used.source is Source.ACCOUNTING:
+            found[TimePart.ENDS] = rest_s
+    return found
+
+
+def _parts(
+    promised: Candidate, actual_s: Mapping[TimePart, float | None]
+) -> dict[TimePart, Compared]:
+    """Return the parts that were expected or came, in the order of `TimePart`."""
+    intervals = dict(promised.part_intervals_90)
+    if "train_time_s" in promised.interval_90:
+        intervals.setdefault(TimePart.STEPS, promised.interval_90["train_time_s"])
+    found = {}
+    for part in TimePart:
+        expected_s = promised.wall_parts_s.get(part, 0.0)
+        if expected_s > 0.0 or (actual_s[part] or 0.0) > 0.0:
+            found[part] = Compared(expected_s, intervals.get(part), actual_s[part])
+    return found

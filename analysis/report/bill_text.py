@@ -1,0 +1,109 @@
+"""A training's promise and its bill in words and as a table: see `costs.training_bill`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from tula_hpc.analysis.costs.spread import TimePart
+from tula_hpc.analysis.costs.training_bill import (
+    Compared,
+    Source,
+    TrainingBill,
+    Verdict,
+    training_bill,
+)
+from tula_hpc.analysis.report.plan_text import PART_NAMES
+from tula_hpc.analysis.report.tables import TextTable
+from tula_hpc.analysis.run_contents import Training, candidate_of
+from tula_hpc.formatting import UNKNOWN, format_duration, format_money, plural
+from tula_hpc.records import Event, Plan, RunHistory
+
+COLUMNS = ("", "predicted (90 %)", "actual", "verdict")
+SOURCES = {
+    Source.ACCOUNTING: "by Slurm's accounting",
+    Source.NOTES: "by the run's own notes",
+    Source.UNKNOWN: "",
+}
+VERDICTS = {
+    Verdict.WITHIN: "as predicted",
+    Verdict.MORE: "more than predicted",
+    Verdict.LESS: "less than predicted",
+    Verdict.UNKNOWN: UNKNOWN,
+}
+JUDGED = {
+    Verdict.WITHIN: "within the 90 % interval of",
+    Verdict.MORE: "longer than the 90 % interval of",
+    Verdict.LESS: "shorter than the 90 % interval of",
+}
+
+
+def bill_of(plan: Plan | None, events: Iterable[Event], training: Training) -> TrainingBill | None:
+    """Return the bill of a training that ended; None where it has not, or the plan is too old.
+
+    What changed its batch on the way is held against the plan's choice: that was the promise.
+    """
+    if plan is None or training.result is None:
+        return None
+    promised = candidate_of(plan, training) or plan.chosen
+    own = RunHistory(events).of_training(training.label)
+    return training_bill(
+        promised, training.result, own, training.accounting, training.metrics.epochs
+    )
+
+
+def bill_sentences(bill: TrainingBill, name: str = "The training") -> Iterator[str]:
+    """Yield the whole time and cost with their verdict, and each part that was off."""
+    whole, cost = bill.whole, bill.cost
+    if whole.actual is None:
+        return
+    took = f"{name} took {format_duration(whole.actual)} in all {SOURCES[bill.source]}"
+    yield f"{took}, {_judged(whole, format_duration)}."
+    paid = f"It cost {format_money(cost.actual, bill.currency)}"
+    yield f"{paid}; {_predicted(cost, lambda amount: format_money(amount, bill.currency))}."
+    if off := [_off(part, bill.parts[part]) for part in bill.parts_off()]:
+        yield f"Outside of their intervals: {'; '.join(off)}."
+    most = bill.most_of_it()
+    if most is not None and most not in bill.parts_off():
+        yield f"Most of the difference: {_off(most, bill.parts[most])}."
+    if bill.source is Source.NOTES and bill.unknown_runs:
+        killed = plural(bill.unknown_runs, "run")
+        yield f"Not in it: {killed} of the job, killed without a note."
+
+
+def _judged(compared: Compared, words: Callable[[float], str]) -> str:
+    """Compare with what was predicted: "longer than the 90 % interval of the predicted 19.3 s"."""
+    predicted = f"the predicted {words(compared.expected)}"
+    if compared.interval is None or compared.verdict is Verdict.UNKNOWN:
+        return f"beside {predicted}"
+    low, high = map(words, compared.interval)
+    return f"{JUDGED[compared.verdict]} {predicted} ({low} to {high})"
+
+
+def _predicted(compared: Compared, words: Callable[[float], str]) -> str:
+    text = f"{words(compared.expected)} was predicted"
+    if compared.interval is None:
+        return text
+    low, high = map(words, compared.interval)
+    return f"{text} ({low} to {high})"
+
+
+def _off(part: TimePart, seconds: Compared) -> str:
+    took, expected = format_duration(seconds.actual), format_duration(seconds.expected)
+    return f"{PART_NAMES.get(part, str(part))} {took} for {expected}"
+
+
+def bill_table(bill: TrainingBill) -> TextTable:
+    """Return whole, parts and cost, each with its verdict; a cell's second line is its interval."""
+    rows = [_row("whole training", bill.whole, format_duration)]
+    for part, seconds in bill.parts.items():
+        rows.append(_row(PART_NAMES.get(part, str(part)), seconds, format_duration))
+    rows.append(_row("cost", bill.cost, lambda amount: format_money(amount, bill.currency)))
+    return TextTable(COLUMNS, rows)
+
+
+def _row(name: str, compared: Compared, words: Callable[[float | None], str]) -> tuple[str, ...]:
+    predicted = words(compared.expected)
+    if compared.interval is not None:
+        low, high = map(words, compared.interval)
+        predicted += f"\n{low} – {high}"
+    return name, predicted, words(compared.actual), VERDICTS[compared.verdict]

@@ -1,0 +1,163 @@
+"""What a training was to take and cost, against what it took and cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.run_factory import EPOCHS, candidate
+from tula_hpc.analysis.costs.evaluation import END_SHARE
+from tula_hpc.analysis.costs.spread import TimePart
+from tula_hpc.analysis.costs.training_bill import Compared, Source, TrainingBill, Verdict, training_bill
+from tula_hpc.analysis.report.bill_text import bill_sentences, bill_table
+from tula_hpc.records import AccountedUse, Accounting, Candidate, Configuration, EpochMetrics, Event, TrainResult
+
+WHERE = Configuration(2, 1, 64)
+PARTS_S = {"steps": 100.0, "evaluation": 20.0, "checkpoints": 2.0, "starts": 8.0, "ends": 1.5, "repeated": 0.0}
+# what it took
+TIMED: dict[str, Any] = {"starts_s": 9.0, "evaluation_s": 21.0, "saving_s": 1.0, "train_time_s": 105.0}
+
+
+def promised(**changes: Any) -> Candidate:
+    """Every part may be a tenth off, and so may the whole; 2 USD for it all."""
+    whole_s = sum(PARTS_S.values())
+    fields: dict[str, Any] = {
+        "wall_parts_s": PARTS_S,
+        "wall_time_s": whole_s,
+        "cost": 2.0,
+        "part_intervals_90": {part: (0.9 * s, 1.1 * s) for part, s in PARTS_S.items()},
+        "interval_90": {"wall_time_s": (0.9 * whole_s, 1.1 * whole_s), "cost": (1.8, 2.2)},
+    }
+    return candidate(WHERE).model_copy(update=fields | changes)
+
+
+def result(**changes: Any) -> TrainResult:
+    counts = dict.fromkeys(("steps", "samples_seen"), 1) | {"epochs": EPOCHS, "restarts": 0}
+    where = WHERE._asdict() | {"global_batch": WHERE.global_batch, "label": "main", "method": "ags"}
+    scores = dict.fromkeys(("final_loss", "test_accuracy", "test_top5_accuracy"), 0.5)
+    return TrainResult.model_validate(counts | where | scores | {"wall_time_s": 127.0} | TIMED | changes)
+
+
+def accounted(*elapsed_s: float) -> Accounting:
+    runs = [AccountedUse(job_id="7", state="COMPLETED", elapsed_s=s, nodes=2) for s in elapsed_s]
+    return Accounting(runs=tuple(runs))
+
+
+def billed(*elapsed_s: float, plan: dict[str, Any] | None = None, events: list[Event] | None = None) -> TrainingBill:
+    found = training_bill(promised(**(plan or {})), result(), events or [], accounted(*elapsed_s))
+    assert found is not None
+    return found
+
+
+def event(name: str, time: float) -> Event:
+    return Event.model_validate({"event": name, "time": time, "stage": "train"})
+
+
+@given(st.floats(0.0, 10.0), st.floats(0.0, 5.0), st.floats(0.0, 5.0))
+def test_the_verdict_is_where_it_lies(actual: float, low: float, width: float) -> None:
+    found = Compared(1.0, (low, low + width), actual).verdict
+    assert (found is Verdict.WITHIN) == (low <= actual <= low + width)
+    assert (found is Verdict.MORE) == (actual > low + width)
+    assert Compared(1.0, None, actual).verdict is Compared(1.0, (low, low), None).verdict is Verdict.UNKNOWN
+
+
+def test_accounting_tells_the_whole_and_the_price_is_the_plans() -> None:
+    bill = billed(140.0)
+    assert (bill.source, bill.runs) == (Source.ACCOUNTING, 1)
+    assert bill.whole.actual == 140.0
+    assert bill.cost.actual == pytest.approx(2.0 * 140.0 / sum(PARTS_S.values()))
+    assert bill.whole.verdict is Verdict.WITHIN
+    assert billed(150.0).whole.verdict is billed(150.0).cost.verdict is Verdict.MORE
+    assert billed(110.0).whole.verdict is billed(110.0).cost.verdict is Verdict.LESS
+
+
+def test_the_parts_add_up_to_the_whole() -> None:
+    bill = billed(140.0)
+    assert sum(row.actual or 0.0 for row in bill.parts.values()) == pytest.approx(140.0)
+    assert bill.parts[TimePart.ENDS].actual == pytest.approx(140.0 - 136.0)
+    assert TimePart.REPEATED not in bill.parts, "neither expected nor seen"
+
+
+def test_after_interruptions_what_nobody_timed_was_repeated() -> None:
+    bill = training_bill(promised(), result(restarts=1), [], accounted(60.0, 140.0))
+    assert bill is not None
+    assert (bill.whole.actual, bill.runs) == (200.0, 2)
+    assert bill.parts[TimePart.ENDS].actual is None
+    assert bill.parts[TimePart.REPEATED].actual == pytest.approx(200.0 - 136.0 - 9.0 * END_SHARE)
+    assert bill.parts_off()[0] is TimePart.REPEATED
+
+
+def test_without_accounting_the_notes_tell() -> None:
+    events = [event("preempted", 60.0), event("resumed", 200.0), event("finished", 327.0)]
+    bill = training_bill(promised(), result(wall_time_s=317.0, restarts=1), events)
+    assert bill is not None
+    assert (bill.source, bill.runs) == (Source.NOTES, 2)
+    # from 10 to 60 and 200 to 327, and the starts and ends of both
+    assert bill.whole.actual == pytest.approx(50.0 + 127.0 + 9.0 * (1 + END_SHARE))
+    assert bill.parts[TimePart.ENDS].actual is None
+    assert "by the run's own notes" in " ".join(bill_sentences(bill))
+
+
+def test_notes_that_were_lost_leave_the_results_own_time() -> None:
+    bill = training_bill(promised(), result(), [])
+    assert bill is not None
+    assert bill.whole.actual == pytest.approx(127.0 + 9.0 * (1 + END_SHARE))
+
+
+def test_a_result_of_old_has_no_bill_but_its_parts() -> None:
+    old = result(**dict.fromkeys(("starts_s", "evaluation_s", "saving_s")))
+    line = dict.fromkeys(EpochMetrics.model_fields, 1) | {"kind": "epoch", "evaluation_time_s": 11.0}
+    epochs = [EpochMetrics.model_validate(line)] * 2
+    bill = training_bill(promised(), old, [], None, epochs)
+    assert bill is not None
+    assert (bill.source, bill.whole.actual, bill.cost.actual) == (Source.UNKNOWN, None, None)
+    assert bill.parts[TimePart.EVALUATION].actual == 22.0
+    assert list(bill_sentences(bill)) == []
+
+
+@pytest.mark.parametrize("whole_s", [None, 0.0, 1e12])
+def test_a_plan_without_a_whole_promises_none(whole_s: float | None) -> None:
+    assert training_bill(promised(wall_time_s=whole_s), result(), [], accounted(1.0)) is None
+
+
+def test_parts_that_were_off_are_named_once_they_matter() -> None:
+    said = " ".join(bill_sentences(billed(150.0)))
+    assert "longer than the 90 % interval of the predicted 2 min 12 s" in said
+    assert "by Slurm's accounting" in said
+    assert "2.00 USD was predicted (1.80 USD to 2.20 USD)." in said
+    assert "Outside of their intervals: end of the job 14.0 s for 1.5 s." in said, "a second moves nobody"
+    assert billed(150.0).parts_off() == [TimePart.ENDS]
+    assert billed(150.0).parts[TimePart.STARTS].verdict is Verdict.MORE
+
+
+def test_where_no_part_is_off_by_itself_the_one_that_moved_the_whole_is_named() -> None:
+    sure = {"interval_90": {"wall_time_s": (131.0, 132.0), "cost": (1.8, 2.2)}}
+    slow = result(**TIMED | {"train_time_s": 109.0})
+    bill = training_bill(promised(**sure), slow, [], accounted(109.0 + 31.0 + 1.5))
+    assert bill is not None
+    said = " ".join(bill_sentences(bill))
+    assert "Most of the difference: steps 1 min 49 s for 1 min 40 s." in said
+    assert "Most of the difference" not in " ".join(bill_sentences(billed(133.0)))
+
+
+def test_the_table_has_every_part_and_its_verdict() -> None:
+    table = bill_table(billed(150.0))
+    names, _, actual, verdicts = zip(*table.rows, strict=True)
+    assert names[0] == "whole training"
+    assert (names[1], names[-1]) == ("start-up", "cost")
+    assert verdicts[0] == "more than predicted"
+    assert actual[0] == "2 min 30 s"
+    assert all(len(row) == len(table.columns) for row in table.rows)
+
+
+@given(st.lists(st.floats(0.0, 1e6), max_size=3), st.floats(0.0, 1e6), st.integers(0, 3))
+def test_whatever_was_measured_can_be_said(elapsed_s: list[float], starts_s: float, restarts: int) -> None:
+    told = result(starts_s=starts_s, restarts=restarts)
+    bill = training_bill(promised(), told, [event("finished", 5.0)], accounted(*elapsed_s))
+    assert bill is not None
+    assert all(row.actual is None or row.actual >= 0.0 for row in bill.parts.values())
+    assert bill_table(bill).rows
+    assert all(sentence.endswith(".") for sentence in bill_sentences(bill))
