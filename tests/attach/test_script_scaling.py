@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from tests.forked import start_workers
 from tula_hpc.attach.step_hooks import Hooks, Listener
-from tula_hpc.attach.train.scaling import ScriptScaling
+from tula_hpc.attach.train.script_scaling import ScriptScaling
 from tula_hpc.config import SweepSpec
 from tula_hpc.ddp.methods import ReferenceBatch, scaling_options
 from tula_hpc.errors import InputError

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc.attach.reporting import ChildSpec, Mode, Said, leave
 from tula_hpc.attach.train.peers import Peers
-from tula_hpc.attach.train.scaling import ScriptScaling
+from tula_hpc.attach.train.script_scaling import ScriptScaling
 from tula_hpc.config import SweepSpec
 from tula_hpc.ddp.agreement import Agreed, Wish
 from tula_hpc.ddp.stop_signals import StopRequest
