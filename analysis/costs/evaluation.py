@@ -27,8 +27,8 @@ overrides that.
 
 A job's end lasts from its last work until the scheduler has its nodes back: interpreters end, the
 step and the job are cleaned up. No job can measure its own. In twelve jobs of the test cluster, whose
-starts took 7.4 to 16.8 s, it took 0.14 to 0.21 of a start by the controller's log, median
-`END_SHARE`; it is added where starts were measured, a stated start is taken to hold it.
+starts took 7.4 to 16.8 s, it took 0.13 to 0.21 of a start by the controller's log. `END_SHARE` of it
+is added where starts were measured; a stated start is taken to hold it.
 """
 
 from __future__ import annotations

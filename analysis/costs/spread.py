@@ -35,8 +35,8 @@ Ends = tuple[float, float]
 
 # of a normal distribution, 90 % lie within so many standard deviations
 Z_90 = 1.645
-# of a training's start against the median of its profile jobs: 2 to 23 % in seven trainings on the
-# test cluster, with and without neighbours
+# of a training's start against the median of its profile jobs: 0 to 21 % off in seven trainings on
+# the test cluster without neighbours, before the sweeps of tests/benchmarks/promise.py
 START_SPREAD = 0.15
 PRIOR_STARTS = 4
 STATED_SPREAD = 0.35
