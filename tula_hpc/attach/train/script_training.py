@@ -7,11 +7,13 @@ sweep names; a shorter batch right after that was the epoch's last one.
 from __future__ import annotations
 
 import math
+import signal
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -116,6 +118,18 @@ class StepWindow:
         self.seconds = self.waited_s = 0.0
 
 
+class Waits:
+    """Times from the end of a step to the next forward pass."""
+
+    def __init__(self) -> None:
+        self.count, self.mean_s = 0, 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one."""
+        self.count += 1
+        self.mean_s += (seconds - self.mean_s) / self.count
+
+
 class ScriptTraining(Mode):
     """Counts the steps of a script and logs them, and ends it at a stop. Every worker has one.
 
@@ -143,6 +157,7 @@ class ScriptTraining(Mode):
         # a forward pass has begun since the last step
         self.is_open = False
         self.window = StepWindow()
+        self.waits = Waits()
         self._agreed: Agreed | None = None
         # of this step, on this worker
         self._samples = 0
@@ -156,7 +171,16 @@ class ScriptTraining(Mode):
     def begin(self) -> None:
         """See `Mode`. A script's own handlers take the place of ours, and obey as they like."""
         self.stop.install()
+        self._noted = signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGUSR2, self._take_user_signal)
         super().begin()
+
+    def _take_user_signal(self, number: int, frame: FrameType | None) -> None:
+        """Stop as at TERM, which is the one that scripts have handlers for."""
+        if signal.getsignal(signal.SIGTERM) == self._noted:
+            self.stop.received = signal.Signals(number)
+        else:
+            signal.raise_signal(signal.SIGTERM)
 
     def ended(self, code: int) -> Said:
         """See `Mode`."""
@@ -196,11 +220,13 @@ class ScriptTraining(Mode):
             return
         self.is_open = True
         now = time.perf_counter()
-        if self._ended is None:
-            self._began = now
-        else:
-            self._began = self._ended
-            self.window.waited_s += now - self._ended
+        # after a pause the batch may have been waited for as long as others, which is not seen
+        waited_s = self.waits.mean_s
+        if self._ended is not None:
+            waited_s = now - self._ended
+            self.waits.add(waited_s)
+        self._began = now - waited_s
+        self.window.waited_s += waited_s
 
     def gradients_ready(self) -> None:
         """See `Listener`."""

@@ -1,0 +1,107 @@
+"""The rest of an epoch of any loader, found again by its random numbers; the three lines where nothing is around."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
+
+import tula_hpc.attach as tula
+from tula_hpc.attach.train.loaders import Passed, Stream, batch_size_of, random_state, set_random_state
+
+SAMPLES, BATCH = 22, 4
+
+
+class Noisy(Dataset[Any]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        return index + torch.rand(()) + random.random()
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return (torch.rand(()) for _ in range(SAMPLES))
+
+
+class Buckets(Sampler[list[int]]):
+    """Batches of a sampler of the user's own, of unequal sizes."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(SAMPLES).tolist()
+        for start, end in ((0, 3), (3, 10), (10, 12), (12, 20), (20, 22)):
+            yield order[start:end]
+
+    def __len__(self) -> int:
+        return 5
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(7)
+
+
+LOADERS: dict[str, Callable[[], Iterable[Any]]] = {
+    "shuffled": lambda: DataLoader(Noisy(), BATCH, shuffle=True),
+    "in order, whole batches": lambda: DataLoader(Noisy(), BATCH, drop_last=True),
+    "own generator": lambda: DataLoader(Noisy(), BATCH, shuffle=True, generator=generator()),
+    "sampler with a generator": lambda: DataLoader(
+        Noisy(), BATCH, sampler=RandomSampler(Noisy(), generator=generator())
+    ),
+    "drawn with replacement": lambda: DataLoader(
+        Noisy(), BATCH, sampler=RandomSampler(Noisy(), replacement=True, num_samples=70, generator=generator())
+    ),
+    "weighted": lambda: DataLoader(Noisy(), BATCH, sampler=WeightedRandomSampler([1.0] * SAMPLES, 30)),
+    "own batches": lambda: DataLoader(Noisy(), batch_sampler=Buckets()),
+    "no batches": lambda: DataLoader(Noisy(), batch_size=None, shuffle=True),
+    "a stream": lambda: DataLoader(Endless(), BATCH),
+    "no loader": lambda: [torch.full((2,), n) for n in range(5)],
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("passed", [1, 3, None])
+def test_the_rest_of_an_epoch_and_the_next_are_as_without_a_stop(name: str, passed: int | None) -> None:
+    torch.manual_seed(3)
+    loader = LOADERS[name]()
+    began = random_state(loader)
+    stream = iter(loader)
+    done = [batch for _, batch in zip(range(passed or 1000), stream, strict=False)]
+    now = random_state(loader)
+    expected = [*stream, *loader]
+    torch.manual_seed(99)
+    random.seed(99)
+    again = LOADERS[name]()
+    sampler = getattr(getattr(again, "batch_sampler", None), "sampler", None)
+    set_random_state(began, again)
+    resumed = Stream(again, Passed(len(done), batch_size_of(again), 1), 1)
+    set_random_state(now, again)
+    found = list(resumed.batches)
+    resumed.close()
+    found += list(again)
+    assert len(found) == len(expected) > 0
+    assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
+    assert getattr(getattr(again, "batch_sampler", None), "sampler", None) is sampler
+
+
+@pytest.mark.parametrize(("batch", "workers", "left"), [(2, 1, 14), (8, 1, 14), (4, 2, 18), (1, 4, 20)])
+def test_what_is_left_is_counted_in_samples_of_all_workers(batch: int, workers: int, left: int) -> None:
+    """Two batches of 4 were passed by each of `workers`; half as many workers have twice as many each, and so on."""
+    loader = DataLoader(Noisy(), batch)
+    stream = Stream(loader, Passed(2, 4, 1), workers)
+    assert sum(len(part) for part in stream.batches) == left
+    assert len(loader) == -(-SAMPLES // batch)
+    stream.close()
+
+
+def test_without_anything_around_the_three_lines_do_nothing() -> None:
+    loader = DataLoader(Noisy(), BATCH)
+    tula.keep(model=object())
+    assert list(tula.epochs(3)) == [0, 1, 2]
+    assert tula.batches(loader) is loader
+    tula.report(test_accuracy=0.5, anything=1.0)
