@@ -1,8 +1,7 @@
 """Contents of a run directory, read once for the report and its figures.
 
-Everything is optional: a report over measurements alone, over a plan without training, over a
-training in progress, or over logs that were copied to another machine must work. Of very many
-measurements, epochs and events a part is shown, so that a page stays a page.
+Everything is optional: measurements alone, a plan without training, a training in progress, and
+logs from another machine are reported. Of very many rows a part is shown.
 """
 
 from __future__ import annotations
@@ -375,8 +374,8 @@ def _read_trainings(
             steps = f"{plural(metrics.logged, 'logged step')} in train/{folder.name}/metrics.jsonl"
             notes.append(f"Of {steps} {len(metrics.steps):,} are shown, evenly spread.")
         if metrics.steps or metrics.epochs or result:
-            partition = trained_partition(events, folder.name)
-            yield Training(folder.name, metrics, result, partition, files.read_accounting())
+            where = trained_partition(events, folder.name)
+            yield Training(folder.name, metrics, result, where, files.read_accounting())
 
 
 def _read_result(path: Path, notes: list[str]) -> TrainResult | None:

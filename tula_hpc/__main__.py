@@ -38,6 +38,10 @@ COMMANDS = {
     ),
     "study": Command("tula_hpc.study", "compare methods of training: methods × batches × seeds"),
     "init": Command("tula_hpc.init.__main__", "write a cluster file for this login node's cluster"),
+    "attach": Command(
+        "tula_hpc.attach.__main__",
+        "run a training script here for some steps, and say what was seen",
+    ),
     "check": Command("tula_hpc.check.__main__", "check a cluster before anything is trained there"),
     "footprint": Command(
         "tula_hpc.workloads.footprint", "estimate a worker's memory before anything ran"

@@ -70,7 +70,7 @@ def by_configuration(plan: Plan) -> dict[Configuration, Candidate]:
 
 
 def test_a_plan_predicts_every_candidate_from_four_corners() -> None:
-    plan = make_plan(sweep(), cluster(), CORNERS)
+    plan = make_plan(sweep("cost"), cluster(), CORNERS)
     assert len(plan.candidates) == 18
     assert [c.configuration for c in plan.candidates if c.measured] == [row.configuration for row in CORNERS]
     for candidate in plan.candidates:

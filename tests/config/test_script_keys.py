@@ -87,7 +87,6 @@ def test_a_module_is_found_and_not_imported() -> None:
         *(
             ("epochs = 3", f'epochs = 3\n[training]\nmethod = "{method}"', rf'training\.method: "{method}" {words}')
             for method, words in {
-                "ags": "changes gradients within the step, which is not done to a script",
                 "lars": "has a rate of its own for each layer",
                 "lamb": "has a rate of its own for each layer",
                 "polo": "averages models in place of gradients",
