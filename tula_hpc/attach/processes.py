@@ -25,7 +25,13 @@ from torch.distributed import Store  # type: ignore[attr-defined] # documented, 
 from tula_hpc.attach.reporting import ChildSpec, Said, read_said
 from tula_hpc.attach.script import Script, own_folder, torchrun_variables
 from tula_hpc.ddp.rendezvous import LOOPBACK
-from tula_hpc.env import WorkerEnvironment, adopt_orphans, environment_of_script, unix_time
+from tula_hpc.env import (
+    WorkerEnvironment,
+    adopt_orphans,
+    environment_of_script,
+    granted_gpus,
+    unix_time,
+)
 from tula_hpc.errors import (
     DeviceError,
     DivergedError,
@@ -149,8 +155,9 @@ class Child:
         self.process.wait()
         with contextlib.suppress(OSError):
             os.close(self._end)
+        _LIVING.discard(self.process.pid)
         # orphans are this process's children now, see `adopt_orphans`; some may start others
-        while left := set(descendants("self")) - self._others:
+        while left := set(descendants("self")) - self._others - _of_living():
             for process in left:
                 _kill(process)
 
@@ -160,6 +167,14 @@ class Child:
         if said is None or said.state == "stepping":
             said = unexplained(self.spec.program, said, code)
         return Outcome(self.spec.rank, said, str(self.log))
+
+
+# ids of the scripts' processes that this process has started and not ended yet
+_LIVING: set[int] = set()
+
+
+def _of_living() -> set[int]:
+    return _LIVING.union(*(set(descendants(process)) for process in _LIVING))
 
 
 def _kill(process: int) -> None:
@@ -207,6 +222,7 @@ def start(
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
+    _LIVING.add(process.pid)
     return Child(spec, process, log, others)
 
 
@@ -311,8 +327,9 @@ def worst(outcomes: list[Outcome]) -> Outcome:
 @contextlib.contextmanager
 def own_output(folder: Path, rank: int, home: Path) -> Iterator[tuple[Path, IO[bytes]]]:
     """Make the folder in which a start's scripts run, and open this one's log beside it."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    own_folder(folder / "work", home)
+    # rank 0 has made it for all, but in tests
+    if not (folder / "work").is_dir():
+        own_folder(folder / "work", home)
     log = folder / f"rank-{rank}.log"
     with log.open("ab") as output:
         yield folder / "work", output
@@ -320,7 +337,12 @@ def own_output(folder: Path, rank: int, home: Path) -> Iterator[tuple[Path, IO[b
 
 def variables_of(env: WorkerEnvironment, workers_per_node: int, meeting: Meeting) -> dict[str, str]:
     """Return the variables by which a script's process finds its place among the others."""
-    return torchrun_variables(env, workers_per_node, (meeting.host, meeting.port), meeting.run_id)
+    found = torchrun_variables(env, workers_per_node, (meeting.host, meeting.port), meeting.run_id)
+    gpus = granted_gpus()
+    if 0 < gpus < workers_per_node:
+        # Slurm binds each task to GPUs of its own, and a script takes its device by its local rank
+        found["LOCAL_RANK"] = str(int(found["LOCAL_RANK"]) % gpus)
+    return found
 
 
 _ERRORS: dict[Failure, type[TulaError]] = {
