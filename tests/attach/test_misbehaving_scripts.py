@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,9 @@ import pytest
 from tests.attach.script_runs import BATCH, SCRIPTS, measurement_of, profiled
 from tula_hpc.attach.processes import Outcome, error_of, worst
 from tula_hpc.errors import Failure, InputError
+from tula_hpc.process_memory import descendants
 
+ROOT = Path(__file__).resolve().parents[2]
 MISBEHAVING = SCRIPTS / "misbehaving.py"
 
 
@@ -62,6 +67,36 @@ def test_a_process_that_a_script_leaves_goes_with_it(tmp_path: Path) -> None:
     process = int((tmp_path / "work" / "left.pid").read_text())
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
+
+
+def test_a_process_ends_with_its_worker(tmp_path: Path) -> None:
+    """Whatever the worker dies of."""
+    program = f"""
+from pathlib import Path
+from tests.attach.script_runs import profiled
+profiled(Path({str(MISBEHAVING)!r}), ("handles TERM", "4"), Path({str(tmp_path)!r}))
+"""
+    said, told = tmp_path / "rank-0.said", tmp_path / "rank-0.spec"
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT) as worker:
+        wait_for(said.exists)
+        (child,) = (pid for pid in descendants(worker.pid) if str(told) in command_of(pid))
+        worker.kill()
+    wait_for(lambda: not command_of(child))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+
+
+def command_of(process: int) -> str:
+    """Empty once the process has ended."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_text()
+    except OSError:
+        return ""
 
 
 def test_several_workers_have_to_train_together(tmp_path: Path) -> None:

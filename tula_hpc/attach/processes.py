@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import secrets
+import select
 import signal
 import socket
 import subprocess
@@ -39,7 +40,7 @@ from tula_hpc.process_memory import descendants
 from tula_hpc.records import parse_record, write_atomically
 from tula_hpc.search_path import start_of_python
 
-POLL_S = 0.2
+POLL_S = 0.5
 # after its last word a process has nothing left to do
 GRACE_S = 10.0
 # a signal that ended a script's process reaches its worker as well, which knows what to do
@@ -110,27 +111,31 @@ class Child:
         self.spec, self.process, self.log = spec, process, log
         # descendants of this process that were there before
         self._others = others
+        # readable once it has ended
+        self._end = os.pidfd_open(process.pid)
         self._told_at = time.monotonic()
         self._stamp = 0
+        self._said: Said | None = None
 
     def said(self) -> Said | None:
         """Return what it has said so far."""
-        return read_said(self.spec.said)
-
-    def quiet_s(self) -> float:
-        """Return the seconds since its last sign of life, or since its start."""
         with contextlib.suppress(OSError):
             stamp = self.spec.said.stat().st_mtime_ns
             if stamp != self._stamp:
                 self._stamp, self._told_at = stamp, time.monotonic()
+                self._said = read_said(self.spec.said)
+        return self._said
+
+    def quiet_s(self) -> float:
+        """Return the seconds since its last sign of life, or since its start."""
+        self.said()
         return time.monotonic() - self._told_at
 
     def wait(self, seconds: float) -> int | None:
         """Return its exit code, or None if it lives on after so many seconds."""
-        try:
-            return self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return None
+        # `Popen.wait` would look twenty times a second, on the core of the training
+        select.select([self._end], [], [], seconds)
+        return self.process.poll()
 
     def signal(self, number: signal.Signals) -> None:
         """Send it a signal, if it lives."""
@@ -142,6 +147,8 @@ class Child:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.wait()
+        with contextlib.suppress(OSError):
+            os.close(self._end)
         # orphans are this process's children now, see `adopt_orphans`; some may start others
         while left := set(descendants("self")) - self._others:
             for process in left:

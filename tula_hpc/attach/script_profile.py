@@ -19,7 +19,6 @@ import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 
 from tula_hpc import process_memory
 from tula_hpc.attach import was_kept
@@ -366,19 +365,16 @@ class ScriptProfile(MeasuredSteps):
         )
 
     def _identity(self) -> Identity:
-        """Return what tells the model and its code from others.
+        """Return what tells the model and its code from others, by the parameters that are trained.
 
-        Types of layers do not count: scripts exchange them by the number of workers
-        (SyncBatchNorm).
+        Names and layers do not count: scripts exchange layers by the number of workers
+        (SyncBatchNorm), and what a framework wraps has other names than what a single worker calls.
         """
-        model = self.hooks.inner_model or self.found[0]
-        tensors = [*model.named_parameters(), *model.named_buffers()]
-        lines = sorted(f"{name} {_kind_of(tensor)}" for name, tensor in tensors)
-        counted = [p for p in model.parameters() if not is_lazy(p)]
+        kinds = (f"{p.dtype} {tuple(p.shape)}" for p in self.parameters)
         return Identity(
-            parameters=sum(p.numel() for p in counted),
-            gradient_bytes=bytes_of(p for p in counted if p.requires_grad),
-            structure=hashlib.sha256("\n".join(lines).encode(errors="replace")).hexdigest()[:32],
+            parameters=sum(p.numel() for p in self.parameters),
+            gradient_bytes=bytes_of(self.parameters),
+            structure=hashlib.sha256("\n".join(sorted(kinds)).encode()).hexdigest()[:32],
             train_samples=self.settings.samples,
             test_samples=0,
             sources=self.settings.sources,
@@ -400,11 +396,6 @@ class ScriptProfile(MeasuredSteps):
             "loader_workers": self.loader_workers,
             "samples": self.loaded_samples,
         }
-
-
-def _kind_of(tensor: Tensor) -> str:
-    shape = "lazy" if is_lazy(tensor) else str(tuple(tensor.shape))
-    return f"{tensor.dtype} {shape} {tensor.requires_grad}"
 
 
 def _squared(vector: Tensor) -> float:

@@ -119,8 +119,9 @@ class Hooks:
         self._forward_hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
-        # evaluation takes no gradients
-        if module.training and torch.is_grad_enabled():
+        # evaluation takes no gradients; Lightning switches the mode of the inner model alone
+        inner = self.inner_model or module
+        if inner.training and torch.is_grad_enabled():
             self.listener.forward_begins(samples_of((args, kwargs)))
         else:
             self.listener.evaluating()
