@@ -23,7 +23,7 @@ from typing import Any
 from tula_hpc.command_errors import exit_code_of
 from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.env import WorkerEnvironment
-from tula_hpc.errors import InputError
+from tula_hpc.errors import InputError, TulaError
 from tula_hpc.files import write_out
 from tula_hpc.formatting import (
     format_bytes,
@@ -72,6 +72,9 @@ def _run(options: argparse.Namespace) -> int:
     folder = Path(tempfile.mkdtemp(prefix="tula-attach-"))
     sys.stderr.write(f"running {options.script} until it is measured; its output: {folder} ...\n")
     result = _look(script, module, options, folder)
+    if isinstance(result, TulaError):
+        sys.stderr.write(f"{result}\n")
+        return 1
     shutil.rmtree(folder, ignore_errors=True)
     lines = [*_told(result), "", *_table(options, result)]
     write_out("\n".join(lines) + "\n")
@@ -80,12 +83,8 @@ def _run(options: argparse.Namespace) -> int:
 
 def _look(
     script: Path | None, module: str | None, options: argparse.Namespace, folder: Path
-) -> dict[str, Any]:
-    """Return what the script's process says of its steps.
-
-    Raises:
-        TulaError: It could not be measured.
-    """
+) -> dict[str, Any] | TulaError:
+    """Return what the script's process says of its steps, or why it could not be measured."""
     import torch
 
     from tula_hpc.attach.processes import (
@@ -127,7 +126,7 @@ def _look(
         outcome = watch(child, Peers(None, meeting.run_id), PATIENCE_S)
     if not outcome.is_done:
         sys.stderr.write(f"{end_of(log)}\n")
-        raise error_of(outcome, "")
+        return error_of(outcome, "")
     return outcome.said.result
 
 

@@ -197,9 +197,7 @@ class MeasuredSteps(Mode):
         """
         name, world = self.spec.program.name, self.env.world_size
         model, _ = self.found
-        held = set(model.parameters())
-        owned = (p for group in self._groups() for p in group["params"])
-        self.parameters = [p for p in owned if p.requires_grad and p in held]
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
         if not self.parameters:
             raise InputError(f"{name}: its optimizer has no parameters that are trained")
         self.device = self.parameters[0].device

@@ -25,7 +25,13 @@ from torch.distributed import Store  # type: ignore[attr-defined] # documented, 
 from tula_hpc.attach.reporting import ChildSpec, Said, read_said
 from tula_hpc.attach.script import Script, own_folder, torchrun_variables
 from tula_hpc.ddp.rendezvous import LOOPBACK
-from tula_hpc.env import WorkerEnvironment, adopt_orphans, environment_of_script, unix_time
+from tula_hpc.env import (
+    WorkerEnvironment,
+    adopt_orphans,
+    environment_of_script,
+    granted_gpus,
+    unix_time,
+)
 from tula_hpc.errors import (
     DeviceError,
     DivergedError,
@@ -311,8 +317,9 @@ def worst(outcomes: list[Outcome]) -> Outcome:
 @contextlib.contextmanager
 def own_output(folder: Path, rank: int, home: Path) -> Iterator[tuple[Path, IO[bytes]]]:
     """Make the folder in which a start's scripts run, and open this one's log beside it."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    own_folder(folder / "work", home)
+    # rank 0 has made it for all, but in tests
+    if not (folder / "work").is_dir():
+        own_folder(folder / "work", home)
     log = folder / f"rank-{rank}.log"
     with log.open("ab") as output:
         yield folder / "work", output
@@ -320,7 +327,12 @@ def own_output(folder: Path, rank: int, home: Path) -> Iterator[tuple[Path, IO[b
 
 def variables_of(env: WorkerEnvironment, workers_per_node: int, meeting: Meeting) -> dict[str, str]:
     """Return the variables by which a script's process finds its place among the others."""
-    return torchrun_variables(env, workers_per_node, (meeting.host, meeting.port), meeting.run_id)
+    found = torchrun_variables(env, workers_per_node, (meeting.host, meeting.port), meeting.run_id)
+    gpus = granted_gpus()
+    if 0 < gpus < workers_per_node:
+        # Slurm binds each task to GPUs of its own, and a script takes its device by its local rank
+        found["LOCAL_RANK"] = str(int(found["LOCAL_RANK"]) % gpus)
+    return found
 
 
 _ERRORS: dict[Failure, type[TulaError]] = {

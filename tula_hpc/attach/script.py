@@ -146,7 +146,8 @@ def own_folder(path: Path, home: Path) -> Path:
     Each thing there is a symbolic link: it can be read under its own name, and what the script
     writes anew stays in the folder.
     """
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700, parents=True)
     for entry in home.iterdir():
         # another worker was faster, or the script has made one of this name
         with contextlib.suppress(FileExistsError):

@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tula_hpc.attach.script import forward_batch, script_of
+from tula_hpc.attach.script import forward_batch, own_folder, script_of
 from tula_hpc.ddp.exit_at_once import leaving_at_once
 from tula_hpc.env import WorkerEnvironment, job_started_at, join_job, loading_libraries, unix_time
 from tula_hpc.errors import Failure, StorageError
@@ -85,10 +85,10 @@ class Session:
             TulaError: It failed, for another reason than lack of memory.
             SystemExit: Memory ran out, which is recorded.
         """
-        from tula_hpc.attach.processes import Peers, choose_meeting, meeting_from, worst
+        from tula_hpc.attach.processes import Peers, meeting_from, worst
         from tula_hpc.ddp.process_group import place_among
 
-        meeting = meeting_from(self.allocation.broadcast(lambda: choose_meeting(self.env)))
+        meeting = meeting_from(self.allocation.broadcast(lambda: self._prepare(configuration)))
         peers = Peers(self.allocation.store, meeting.run_id)
         place = place_among(self.env, configuration.nodes, configuration.workers_per_node)
         mine = None
@@ -106,6 +106,14 @@ class Session:
         self.measured += place is not None
         first = next(each for each in outcomes if each.rank == 0)
         self._record(configuration, first.said.result, meeting)
+
+    def _prepare(self, configuration: Configuration) -> str:
+        """Make the folder of a start, and return where its processes meet; on rank 0."""
+        from tula_hpc.attach.processes import choose_meeting, meeting_from
+
+        chosen = choose_meeting(self.env)
+        own_folder(self._folder(configuration, meeting_from(chosen)) / "work", Path.cwd())
+        return chosen
 
     def _watch(
         self, configuration: Configuration, place: WorkerEnvironment, meeting: Meeting, peers: Any

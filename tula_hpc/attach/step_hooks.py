@@ -166,6 +166,7 @@ class Hooks:
             if found is None or not self._may_count(found):
                 return
             if self.model is not None and _size(found) <= _size(self.model):
+                self._await_whole(owned)
                 return
             self._watch(found)
         elif owned.isdisjoint(self.model.parameters()):
@@ -174,6 +175,24 @@ class Hooks:
             self.others.append(self.optimizer)
             self.listener.begins_anew()
         self.optimizer = optimizer
+
+    def _await_whole(self, others: set[Tensor]) -> None:
+        """Count passes of the module that holds these parameters too, once it is called.
+
+        Two optimizers may share one model. A module that only keeps two models is never called.
+        """
+        mine = set(self.model.parameters()) if self.model is not None else set()
+        whole = _module_of(mine | others)
+        if whole is None or not self._may_count(whole):
+            return
+
+        def begin(*_: Any) -> None:
+            handle.remove()
+            if torch.is_grad_enabled() and self.model is not whole:
+                self._watch(whole)
+                self.listener.begins_anew()
+
+        handle = whole.register_forward_pre_hook(begin)
 
 
 def _after(kind: type, name: str, then: Callable[[Any], None]) -> None:

@@ -1,0 +1,61 @@
+"""`python -m tula_hpc.attach`: what it prints of a script can be pasted into a sweep file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.attach.script_runs import SCRIPTS
+from tula_hpc.attach.__main__ import with_placeholders
+from tula_hpc.config import load_sweep
+
+
+def look(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tula_hpc.attach", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=200)
+
+
+def test_what_is_seen_can_be_pasted(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text((SCRIPTS / "plain.py").read_text())
+    done = look(tmp_path, "train.py", "--batch-size", "16", "--epochs", "500", "--samples", "640")
+    assert done.returncode == 0, done.stderr
+    assert "16 samples a forward pass, 1 forward pass a step" in done.stdout
+    path = tmp_path / "mine.toml"
+    path.write_text(f'name = "mine"\n{done.stdout[done.stdout.index("[workload]") :]}')
+    work = load_sweep(path).workload
+    assert work.script == script
+    assert work.arguments == ("--batch-size", "{local_batch}", "--epochs", "{epochs}", "--samples", "640")
+    assert (work.samples, work.epochs) == (640, 500)
+
+
+def test_a_script_that_fails_is_told_in_one_line(tmp_path: Path) -> None:
+    done = look(tmp_path, str(SCRIPTS / "misbehaving.py"), "imports nothing", "4")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "ModuleNotFoundError: No module named 'no_such_module' (misbehaving.py:" in done.stderr.splitlines()[-1]
+
+
+def test_a_script_that_is_not_there(tmp_path: Path) -> None:
+    done = look(tmp_path, "gone.py")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"SCRIPT: no such file: {tmp_path / 'gone.py'}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "batch", "passes", "expected"),
+    [
+        (["--batch-size", "64"], 64, 1, ["--batch-size", "{local_batch}"]),
+        (["--batch-size=64", "--width=64"], 64, 1, ["--batch-size={local_batch}", "--width=64"]),
+        (["--width", "64", "-b", "64", "--bs", "64"], 64, 1, ["--width", "64", "-b", "64", "--bs", "{local_batch}"]),
+        (["train.batch=64", "epochs=3"], 32, 2, ["train.batch={global_batch}", "epochs={epochs}"]),
+        (["64"], 64, 1, ["{local_batch}"]),
+        (["--lr", "0.1"], 64, 1, ["--lr", "0.1"]),
+    ],
+)
+def test_the_argument_that_carries_the_batch_is_found(
+    arguments: list[str], batch: int, passes: int, expected: list[str]
+) -> None:
+    assert with_placeholders(arguments, batch, passes)[0] == expected

@@ -1,0 +1,80 @@
+"""A script's command line, place and folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tula_hpc.attach.processes import Meeting, variables_of
+from tula_hpc.attach.script import filled, own_folder, script_of, values_of
+from tula_hpc.config import SweepSpec
+from tula_hpc.config.workload import PLACEHOLDERS
+from tula_hpc.env import WorkerEnvironment
+from tula_hpc.records import Configuration
+
+MEETING = Meeting("node1", 12345, "abc", 0.0)
+
+
+def spec(method: str = "lbt", **workload: object) -> SweepSpec:
+    arguments = ["{local_batch}"] if method == "lbt" else ["{local_batch}", "{lr_scale}"]
+    keys = {"script": "/train.py", "arguments": arguments, "samples": 1000, "epochs": 3, **workload}
+    tables = {"name": "x", "workload": keys, "training": {"method": method, "base_batch": 64}}
+    return SweepSpec.model_validate(tables, context={"check_paths": False})
+
+
+def test_each_placeholder_has_a_value() -> None:
+    values = values_of(spec(accumulation=2), Configuration(2, 4, 16), Path("/run"))
+    assert values.keys() == PLACEHOLDERS.keys()
+    assert values == {
+        "local_batch": "8", "global_batch": "128", "accumulation": "2", "nodes": "2", "workers": "8", "epochs": "3",
+        "lr_scale": "1", "seed": "0", "run_dir": "/run",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "scale"), [("lbt", "1"), ("lrs", "4"), ("sqrt", "2")])
+def test_the_factor_of_the_rate_goes_from_the_base_batch_to_the_batch(method: str, scale: str) -> None:
+    assert values_of(spec(method), Configuration(2, 1, 128), Path())["lr_scale"] == scale
+
+
+def test_arguments_of_resuming_come_last() -> None:
+    sweep = spec(resume_arguments=["--resume", "{run_dir}/last.pt"])
+    assert script_of(sweep, Configuration(1, 1, 8), Path("/r")).arguments == ("8",)
+    resumed = script_of(sweep, Configuration(1, 1, 8), Path("/r"), resumes=True)
+    assert resumed.arguments == ("8", "--resume", "/r/last.pt")
+
+
+def test_other_braces_stay() -> None:
+    assert filled(["{a}-{a}", "${a}", '{"b": {a}}', "{}"], {"a": "1"}) == ("1-1", "${a}", '{"b": 1}', "{}")
+
+
+def environment(rank: int) -> WorkerEnvironment:
+    return WorkerEnvironment(rank, 4, rank % 2, rank // 2, "7", 0, ("node1", "node2"), on_slurm=True)
+
+
+def test_a_worker_finds_its_place_as_under_torchrun() -> None:
+    found = variables_of(environment(3), 2, MEETING)
+    assert {name: found[name] for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")} == {
+        "RANK": "3", "LOCAL_RANK": "1", "GROUP_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2",
+    }  # fmt: skip
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"], found["GROUP_WORLD_SIZE"]) == ("node1", "12345", "2")
+
+
+def test_a_worker_with_a_gpu_of_its_own_has_the_first_that_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert variables_of(environment(3), 2, MEETING)["LOCAL_RANK"] == "0"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert variables_of(environment(3), 2, MEETING)["LOCAL_RANK"] == "1"
+
+
+def test_a_folder_shows_what_lies_in_the_working_directory_and_keeps_what_is_new(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    (home / "data").mkdir(parents=True)
+    (home / "data" / "x").write_text("1")
+    own = own_folder(tmp_path / "own", home)
+    assert (own / "data" / "x").read_text() == "1"
+    (own / "last.pt").write_text("2")
+    own_folder(own, home)
+    assert [path.name for path in home.iterdir()] == ["data"]
+    assert (own / "last.pt").read_text() == "2"

@@ -1,0 +1,167 @@
+"""Where steps begin and end, as hooks see them: each case in a process of its own, since hooks are for good."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.forked import start_workers
+from tula_hpc.attach.step_hooks import Hooks, Listener, samples_of
+
+
+class Told(Listener):
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def loading_begins(self, loader: object) -> None:
+        self.told.append("begin")
+
+    def batch_loaded(self, loader: object, batch: object, waited_s: float) -> None:
+        self.told.append("batch")
+
+    def evaluating(self) -> None:
+        self.told.append("evaluation")
+
+    def forward_begins(self, samples: int) -> None:
+        self.told.append(f"forward {samples}")
+
+    def gradients_ready(self) -> None:
+        self.told.append("ready")
+
+    def step_ends(self) -> None:
+        self.told.append("step")
+
+    def begins_anew(self) -> None:
+        self.told.append("anew")
+
+
+def backward(model: nn.Module, batch: int, width: int = 4) -> torch.Tensor:
+    loss: torch.Tensor = model(torch.randn(batch, width)).square().mean()
+    torch.autograd.backward(loss)
+    return loss
+
+
+def plain() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(model, 3)
+        optimizer.step()
+    with torch.no_grad():
+        model(torch.randn(1, 4))
+    model.eval()
+    model(torch.randn(1, 4))
+
+
+def with_closures() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(2):
+        optimizer.step(lambda: backward(model, 3).item())
+
+
+def with_two_optimizers() -> None:
+    """As a GAN; the smaller model steps first."""
+    small, large = nn.Linear(4, 1), nn.Linear(4, 9)
+    first, second = torch.optim.Adam(small.parameters()), torch.optim.SGD(large.parameters(), 0.1)
+    for _ in range(2):
+        for model, optimizer in ((small, first), (large, second)):
+            backward(model, 5)
+            optimizer.step()
+
+
+def with_parts_of_a_model() -> None:
+    """Two optimizers that share a model: the first one's steps are the model's, as soon as both are known."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizers = [torch.optim.Adam(part.parameters()) for part in model]
+    for _ in range(2):
+        backward(model, 5)
+        for optimizer in optimizers:
+            optimizer.step()
+    backward(model, 6)
+
+
+def with_loaders() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        for (inputs,) in DataLoader(TensorDataset(torch.randn(6, 4)), 3):
+            torch.autograd.backward(model(inputs).sum())
+            optimizer.step()
+
+
+def wrapped() -> None:
+    """What is wrapped is known before its first pass, and frozen layers may be evaluated in training."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    backward(model, 3)
+    optimizer.step()
+    # as Lightning does
+    model.training = False
+    backward(model, 3)
+    optimizer.step()
+
+
+CASES: dict[str, tuple[Callable[[], None], str]] = {
+    # a model that nothing wraps is known from its first step on
+    "plain": (plain, "ready step, forward 3 ready step, evaluation evaluation"),
+    "with closures": (with_closures, "forward 3 ready step, forward 3 ready step"),
+    "with two optimizers": (with_two_optimizers, "ready step anew ready step, forward 5 ready step"),
+    "with parts of a model": (with_parts_of_a_model, "ready step, anew ready step, forward 6"),
+    "with loaders": (
+        with_loaders,
+        "begin batch ready step, batch forward 3 ready step, "
+        "begin batch forward 3 ready step, batch forward 3 ready step",
+    ),
+    "wrapped": (wrapped, "forward 3 ready step, forward 3 ready step"),
+}
+
+
+def tell(case: str, rank: int, folder: Path) -> None:
+    listener = Told()
+    Hooks(listener).install()
+    CASES[case][0]()
+    (folder / "told.json").write_text(json.dumps(listener.told))
+
+
+class Case:
+    """A case as work for a process."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, rank: int, folder: Path) -> None:
+        tell(self.name, rank, folder)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_are_told_in_order(name: str, tmp_path: Path) -> None:
+    start_workers(1, Case(name), tmp_path)
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert " ".join(told) == CASES[name][1].replace(",", "")
+
+
+@pytest.mark.parametrize(
+    ("value", "samples"),
+    [
+        ((torch.zeros(5, 2),), 5),
+        (({"input_ids": torch.zeros(7, 2)}, torch.zeros(3)), 7),
+        (("text", [torch.tensor(1.0), torch.zeros(2)]), 2),
+        ((1, "text"), 0),
+    ],
+)
+def test_samples_are_the_first_dimension_of_the_first_tensor(value: Any, samples: int) -> None:
+    assert samples_of(value) == samples
