@@ -60,7 +60,8 @@ class Keeper:
         self.steps, self.stop = steps, steps.stop
         self.spec, self.settings = steps.spec, steps.settings
         self.store = CheckpointStore(steps.files.checkpoints)
-        self.loaded = self.store.load_latest()
+        # looked for where the script begins to keep; until it is in force
+        self.loaded: LoadedCheckpoint | None = None
         self.restart_count = steps.settings.restart_count
         self.kept: dict[str, Any] = {}
         if steps.scaling is not None:
@@ -77,7 +78,6 @@ class Keeper:
         self.generators: dict[str, list[str]] = {}
         self.peers: Peers | None = None
         self.marked = 0.0
-        self._restore_progress()
 
     def keep(self, things: Mapping[str, Any]) -> None:
         """Keep these, and give them the states of the checkpoint, if there is one.
@@ -87,6 +87,9 @@ class Keeper:
         """
         if self.peers is not None:
             raise InputError("expected before tula.epochs", source="tula.keep")
+        if not self.kept:
+            self.loaded = self.store.load_latest()
+            self._restore_progress()
         for name, thing in things.items():
             for method in ("state_dict", "load_state_dict"):
                 if not callable(getattr(thing, method, None)):

@@ -211,6 +211,10 @@ class ScriptTraining(Mode):
         """See `Listener`."""
         self.models.append(model)
 
+    def evaluating(self) -> None:
+        """See `Listener`. What comes before the next step is none of training."""
+        self.pause()
+
     def forward_begins(self, samples: int) -> None:
         """See `Listener`."""
         self._samples += samples

@@ -1,0 +1,117 @@
+"""Epochs and times of a script's training, as its steps tell them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tula_hpc.attach.reporting import ChildSpec
+from tula_hpc.attach.train import script_training
+from tula_hpc.attach.train.script_training import ScriptTraining, TrainSettings
+from tula_hpc.errors import InputError
+from tula_hpc.records import Metrics, RunDirectory, read_metrics
+
+STEP_S, WAIT_S = 1.0, 0.25
+
+
+class Clock:
+    """Stands still until it is told."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(script_training, "time", made)
+    return made
+
+
+class Told:
+    """A training of one worker that is told of steps, and never asked to stop."""
+
+    def __init__(self, folder: Path, clock: Clock, samples: int) -> None:
+        self.run, self.clock = RunDirectory(folder / "run").create(), clock
+        self.run.make_train()
+        settings = TrainSettings(
+            root=self.run.root, label="main", job_id="1", samples=samples, global_batch=8, log_interval_steps=3,
+            between_s=3600.0,
+        )  # fmt: skip
+        said = folder / "said.json"
+        spec = ChildSpec(
+            mode="train", script=Path("x.py"), home=folder, said=said, parent=0, settings=settings.model_dump()
+        )
+        self.training = ScriptTraining(spec)
+
+    def step(self, samples: int = 8, parts: int = 1, *, evaluated_s: float = 0.0) -> None:
+        """One step, after a wait and perhaps an evaluation."""
+        if evaluated_s:
+            self.training.evaluating()
+            self.clock.now += evaluated_s
+        self.clock.now += WAIT_S
+        for _ in range(parts):
+            self.training.forward_begins(samples // parts)
+            self.clock.now += STEP_S / parts
+        self.training.gradients_ready()
+        self.training.step_ends()
+
+    def metrics(self) -> Metrics:
+        return read_metrics(self.run.train().metrics_file)
+
+
+def test_epochs_end_with_their_last_whole_batch(tmp_path: Path, clock: Clock) -> None:
+    told = Told(tmp_path, clock, samples=29)
+    for _ in range(2 * 3):
+        told.step()
+    rows = told.metrics()
+    assert [(row.epoch, row.step, row.steps) for row in rows.epochs] == [(1, 3, 3), (2, 6, 3)]
+    assert [row.epoch for row in rows.steps] == [1.0, 2.0]
+
+
+def test_a_shorter_batch_is_the_last_of_its_epoch(tmp_path: Path, clock: Clock) -> None:
+    told = Told(tmp_path, clock, samples=29)
+    for _ in range(2):
+        for samples in (8, 8, 8, 5):
+            told.step(samples)
+    rows = told.metrics().epochs
+    assert [(row.epoch, row.step, row.samples_seen) for row in rows] == [(1, 3, 24), (2, 7, 29 + 24)]
+
+
+def test_an_epoch_takes_its_steps_and_waits_but_no_evaluation(tmp_path: Path, clock: Clock) -> None:
+    told = Told(tmp_path, clock, samples=32)
+    for _ in range(2):
+        told.step(parts=2)
+        told.step()
+        told.step(evaluated_s=100.0)
+        told.step()
+        clock.now += 1000.0
+    first, second = told.metrics().epochs
+    # nothing was waited for yet when the first step began
+    assert first.epoch_time_s == pytest.approx(4 * STEP_S + 3 * WAIT_S)
+    assert second.epoch_time_s == pytest.approx(4 * (STEP_S + WAIT_S))
+
+
+def test_scores_are_of_the_epoch_that_was_over(tmp_path: Path, clock: Clock) -> None:
+    told = Told(tmp_path, clock, samples=16)
+    for accuracy in (50.0, 0.6):
+        told.step()
+        told.training.report({"test_accuracy": accuracy, "test_loss": float("nan"), "other": 1.0})
+        told.step()
+    assert [row.test_accuracy for row in told.metrics().epochs] == [0.5, 0.6]
+    assert [row.test_loss for row in told.metrics().epochs] == [None, None]
+
+
+def test_another_model_than_was_measured_is_refused(tmp_path: Path, clock: Clock) -> None:
+    told = Told(tmp_path, clock, samples=16)
+    told.training.settings = told.training.settings.model_copy(update={"parameters": 7})
+    told.training.hooks.model = torch.nn.Linear(2, 2)
+    with pytest.raises(InputError, match="6 parameters now, 7 when it was measured"):
+        told.step()
