@@ -109,7 +109,9 @@ def describe_slow_loader(profile: Profile, loader_workers: int | None) -> str:
         f"{share} of a step at {profile.configuration}"
     )
     if loader_workers is None:
-        return f"{found}: give the script's loader more processes, or items that are cheaper to load"
+        return (
+            f"{found}: give the script's loader more processes, or items that are cheaper to load"
+        )
     processes = processes_needed(profile.times, loader_workers)
     cores = cores_needed(profile)
     if processes > MOST_PROCESSES:
