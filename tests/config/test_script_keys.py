@@ -63,7 +63,7 @@ def test_a_module_is_found_and_not_imported() -> None:
         ('"train.py"', '"gone.py"', r'workload\.script: no such file: ".*/gone\.py"; check the path'),
         ('"train.py"', '"package"', r"workload\.script: no such file"),
         ('"train.py"', '"broken.py"', r"workload\.script: .*/broken\.py is not valid Python: invalid syntax .*line 2"),
-        ('script = "train.py"', 'module = "package.gone"', r"workload\.module: no module 'package\.gone' that can be run"),
+        ('script = "train.py"', 'module = "package.gone"', r"workload\.module: no module 'package\.gone'"),
         ('script = "train.py"', 'module = "package"', r"workload\.module: no module 'package' that can be run"),
         ('script = "train.py"', 'module = "a b"', r"workload\.module: .*characters that are not allowed"),
         ("samples = 5000", "", r"workload\.samples: is required with a script, which cannot be asked; add it"),
@@ -78,7 +78,7 @@ def test_a_module_is_found_and_not_imported() -> None:
         (
             "{local_batch}",
             "{local_bach}",
-            rf"workload\.arguments: {{local_bach}} is unknown \(did you mean 'local_batch'\?\); known are {re.escape(LIST)}",
+            rf"workload\.arguments: {{local_bach}} .*did you mean 'local_batch'\?\); known are {re.escape(LIST)}",
         ),
         ("epochs = 3", "epochs = 3\naccumulation = 3", r"workload\.accumulation: expected a power of two"),
         ("epochs = 3", 'epochs = 3\nmetric = "(?P<accuracy>"', r"workload\.metric: .* is no regular expression"),
@@ -96,7 +96,7 @@ def test_a_module_is_found_and_not_imported() -> None:
         ),
         ('{local_batch}"', '{local_batch}", "{lr_scale}"', r"training\.method: {lr_scale} is 1 for every batch with"),
         ("epochs = 3", "epochs = 3\n[training]\nclip_norm = 1.0", r"training\.clip_norm: a script does that by itself"),
-        ("epochs = 3", "epochs = 3\n[study]\nbatches = [64]\nmethods = [\"lbt\"]", r"study: compares methods of the built-in"),
+        ("epochs = 3", "epochs = 3\n[study]\nbatches = [64]\nmethods = [\"lbt\"]", r"study: compares methods"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(was: str, now: str, said: str) -> None:

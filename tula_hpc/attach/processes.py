@@ -157,8 +157,9 @@ class Child:
         self.process.wait()
         with contextlib.suppress(OSError):
             os.close(self._end)
+        _LIVING.discard(self.process.pid)
         # orphans are this process's children now, see `adopt_orphans`; some may start others
-        while left := set(descendants("self")) - self._others:
+        while left := set(descendants("self")) - self._others - _of_living():
             for process in left:
                 _kill(process)
 
@@ -168,6 +169,14 @@ class Child:
         if said is None or said.state == "stepping":
             said = unexplained(self.spec.program, said, code)
         return Outcome(self.spec.rank, said, str(self.log))
+
+
+# ids of the scripts' processes that this process has started and not ended yet
+_LIVING: set[int] = set()
+
+
+def _of_living() -> set[int]:
+    return _LIVING.union(*(set(descendants(process)) for process in _LIVING))
 
 
 def _kill(process: int) -> None:
@@ -215,6 +224,7 @@ def start(
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
+    _LIVING.add(process.pid)
     return Child(spec, process, log, others)
 
 
