@@ -49,6 +49,8 @@ from tula_hpc.search_path import start_of_python
 POLL_S = 0.5
 # after its last word a process has nothing left to do
 GRACE_S = 10.0
+# but what a training has made may still be uploaded
+TRAINED_GRACE_S = 60.0
 # a signal that ended a script's process reaches its worker as well, which knows what to do
 SIGNAL_GRACE_S = 3.0
 # of a script's output, shown where it failed
@@ -290,7 +292,7 @@ def watch(
                 look(child)
             said = child.said()
             if said is not None and said.state != "stepping":
-                code = child.wait(GRACE_S)
+                code = child.wait(TRAINED_GRACE_S if in_training else GRACE_S)
                 break
             if peers.have_failed():
                 return _stopped(child, Failure.KILLED, "ended with the others", follows=True)

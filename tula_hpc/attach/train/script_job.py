@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tula_hpc.attach.script import script_of
+from tula_hpc.attach.script import own_folder, script_of
 from tula_hpc.ddp.exit_at_once import leaving_at_once
 from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.env import join_job, loading_libraries, unix_time
@@ -138,7 +138,8 @@ class ScriptJob:
     # begin
 
     def _start(self) -> dict[str, Any]:
-        """Return the `Start`, and put on record that this job begins with the training."""
+        """Return the `Start`, make the script's folder, and put on record that a job begins."""
+        own_folder(self._work, Path.cwd())
         record = self.folder / "start.json"
         start = Start(started_at=unix_time())
         if record.exists():
