@@ -30,7 +30,6 @@ from tula_hpc.files import read_bounded
 from tula_hpc.formatting import format_number, plural
 from tula_hpc.records import (
     MAIN_LABEL,
-    Accounting,
     Candidate,
     Configuration,
     EpochMetrics,
@@ -162,8 +161,8 @@ class Training(NamedTuple):
     result: TrainResult | None
     # see `trained_partition`
     partition: str | None = None
-    # of its jobs
-    accounting: Accounting | None = None
+    # of its jobs; see `RunHistory.accounted`
+    accounts: Sequence[JobAccount] = ()
 
     @property
     def epoch_time_s(self) -> float | None:
@@ -293,6 +292,7 @@ def read_run(run: RunDirectory) -> RunContents:
     # frozen: data and modules may be on another machine
     sweep = _read_input(load_frozen_sweep, run.sweep_file, notes)
     events = run.events()
+    accounts = run.accounts()
     return RunContents(
         name=sweep.name if sweep else run.root.name,
         sweep_text=_read_text(run.sweep_file, notes),
@@ -303,10 +303,10 @@ def read_run(run: RunDirectory) -> RunContents:
         measurements=measurements.records,
         plan=_read_plan(run, notes),
         events=events,
-        trainings=list(_read_trainings(run, events, notes)),
+        trainings=list(_read_trainings(run, RunHistory(events), accounts, notes)),
         job_notes=run.job_notes(),
         notes=notes,
-        accounts=run.accounts(),
+        accounts=accounts,
     )
 
 
@@ -321,10 +321,8 @@ def _refuse_empty(run: RunDirectory) -> None:
         raise RunDirectoryError("no such run directory", source=run.root)
     parts = (run.sweep_file, run.plan_file, run.events_file)
     if not any(part.exists() for part in parts) and not any(run.profile.glob("*.jsonl")):
-        message = (
-            "is not a run directory: "
-            "expected at least sweep.toml, plan.json, events.jsonl or profile/*.jsonl in it"
-        )
+        message = "is not a run directory: expected at least sweep.toml, plan.json, "
+        message += "events.jsonl or profile/*.jsonl in it"
         raise RunDirectoryError(message, source=run.root)
 
 
@@ -359,7 +357,7 @@ def _read_plan(run: RunDirectory, notes: list[str]) -> Plan | None:
 
 
 def _read_trainings(
-    run: RunDirectory, events: Sequence[Event], notes: list[str]
+    run: RunDirectory, history: RunHistory, accounts: Sequence[JobAccount], notes: list[str]
 ) -> Iterable[Training]:
     # the training of the plan comes first
     folders = (path for path in (run.root / "train").glob("*") if path.is_dir())
@@ -374,8 +372,9 @@ def _read_trainings(
             steps = f"{plural(metrics.logged, 'logged step')} in train/{folder.name}/metrics.jsonl"
             notes.append(f"Of {steps} {len(metrics.steps):,} are shown, evenly spread.")
         if metrics.steps or metrics.epochs or result:
-            where = trained_partition(events, folder.name)
-            yield Training(folder.name, metrics, result, where, files.read_accounting())
+            where = trained_partition(history.events, folder.name)
+            paid = history.accounted(folder.name, accounts)
+            yield Training(folder.name, metrics, result, where, paid)
 
 
 def _read_result(path: Path, notes: list[str]) -> TrainResult | None:
@@ -451,7 +450,7 @@ def cost_at(candidate: Candidate, pace: float) -> float:
     """Return the cost if steps took `pace` times as long as predicted.
 
     With f the share of the expected wall time that evaluation and starts take, `C · (f + (1 − f) ·
-    pace)`: the cost follows the wall time. Plans without its parts have steps alone.
+    pace)`: the cost follows the wall time.
     """
     fixed = fixed_share(candidate.wall_parts_s)
     return candidate.cost * (fixed + (1.0 - fixed) * pace)

@@ -2,7 +2,7 @@
 
 Seconds are those of the training's jobs, from when the scheduler gave them nodes to when it had
 them back, without queueing. The scheduler's accounting tells them, where there is one
-(accounting.json). The run's own notes tell them up to the last work of each job; how long a job
+(accounting.jsonl). The run's own notes tell them up to the last work of each job; how long a job
 takes to end is then taken as planned. The price of a second is the plan's, so that a bill differs
 from its promise by the time alone.
 
@@ -21,7 +21,7 @@ from tula_hpc.analysis.costs.evaluation import END_SHARE
 from tula_hpc.analysis.costs.pricing import FOREVER_S
 from tula_hpc.analysis.costs.spread import TimePart
 from tula_hpc.analysis.costs.usage import actual_use
-from tula_hpc.records import Accounting, Candidate, EpochMetrics, Event, TrainResult
+from tula_hpc.records import Candidate, EpochMetrics, Event, JobAccount, TrainResult
 
 # of the whole time as expected: a part that differs by less moves nobody's plans
 NOTEWORTHY_SHARE = 0.01
@@ -107,7 +107,7 @@ def training_bill(
     promised: Candidate,
     result: TrainResult,
     events: Iterable[Event],
-    accounting: Accounting | None = None,
+    accounts: Sequence[JobAccount] = (),
     epochs: Sequence[EpochMetrics] = (),
 ) -> TrainingBill | None:
     """Compare a training with its plan; None for plans of old, and for what would never end.
@@ -116,13 +116,13 @@ def training_bill(
         promised: The candidate that was trained, as planned.
         result: Of the training.
         events: Of this training alone.
-        accounting: Of its jobs.
+        accounts: Every run of its jobs, which are over; none where accounting does not tell.
         epochs: Have the evaluations of results that do not tell them.
     """
     whole_s = promised.wall_time_s
     if whole_s is None or not 0.0 < whole_s < FOREVER_S:
         return None
-    used = _used(result, events, accounting)
+    used = _used(result, events, accounts)
     price = promised.cost / (whole_s * promised.nodes)
     paid = None if used.node_seconds is None else used.node_seconds * price
     parts = _parts(promised, _actual_parts_s(result, used, epochs))
@@ -145,10 +145,11 @@ class _Used(NamedTuple):
     unknown_runs: int = 0
 
 
-def _used(result: TrainResult, events: Iterable[Event], accounting: Accounting | None) -> _Used:
-    if accounting is not None and accounting.elapsed_s > 0.0:
-        seconds, node_seconds = accounting.elapsed_s, accounting.node_seconds
-        return _Used(seconds, node_seconds, Source.ACCOUNTING, len(accounting.runs))
+def _used(result: TrainResult, events: Iterable[Event], accounts: Sequence[JobAccount]) -> _Used:
+    seconds = sum(account.elapsed_s for account in accounts)
+    if seconds > 0.0:
+        node_seconds = sum(account.node_seconds for account in accounts)
+        return _Used(seconds, node_seconds, Source.ACCOUNTING, len(accounts))
     use = actual_use(events, result)
     if result.starts_s is None:
         return _Used(None, None, Source.UNKNOWN, use.runs, use.unknown_runs)

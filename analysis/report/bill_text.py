@@ -46,9 +46,7 @@ def bill_of(plan: Plan | None, events: Iterable[Event], training: Training) -> T
         return None
     promised = candidate_of(plan, training) or plan.chosen
     own = RunHistory(events).of_training(training.label)
-    return training_bill(
-        promised, training.result, own, training.accounting, training.metrics.epochs
-    )
+    return training_bill(promised, training.result, own, training.accounts, training.metrics.epochs)
 
 
 def bill_sentences(bill: TrainingBill, name: str = "The training") -> Iterator[str]:

@@ -43,8 +43,6 @@ from tula_hpc.errors import RunDirectoryError, StorageError
 from tula_hpc.formatting import format_duration
 from tula_hpc.launch.slurm import AccountedRun
 from tula_hpc.records import (
-    AccountedUse,
-    Accounting,
     Configuration,
     EpochMetrics,
     JobAccount,
@@ -52,7 +50,6 @@ from tula_hpc.records import (
     RunDirectory,
     TrainResult,
     append_record,
-    write_atomically,
 )
 from tula_hpc.records.metrics import OLD_LINES
 from tula_hpc.stages.context import Sweep
@@ -511,8 +508,11 @@ def with_bill(root: Path, elapsed_s: float) -> RunDirectory:
     chosen = made.chosen.model_copy(update=changes)
     candidates = [chosen if item == made.chosen else item for item in made.candidates]
     write_plan(run, made.model_copy(update={"chosen": chosen, "candidates": candidates}))
-    use = AccountedUse(job_id="21", state="COMPLETED", elapsed_s=elapsed_s, nodes=chosen.nodes)
-    write_atomically(run.train().accounting_file, Accounting(runs=(use,)).model_dump_json())
+    run.log_event("submitted", "train", job_id="21", data={"label": "main"})
+    ids = [job.job_id for job in run.history().submissions("train")]
+    for job_id, seconds in zip(ids, [elapsed_s, *[0.0] * len(ids)], strict=False):
+        fields = {"job_id": job_id, "stage": "train", "state": "COMPLETED", "over": True, "nodes": chosen.nodes}
+        append_record(run.accounting_file, JobAccount.model_validate({**fields, "elapsed_s": seconds}))
     return run
 
 
@@ -525,7 +525,6 @@ def test_what_the_training_took_and_cost_is_said_first_and_last(
     assert said.startswith("The training took 2 h 30 min in all by Slurm's accounting, longer than the 90 % interval")
     assert said.index("It cost ") < said.index("Train on 4 nodes")
     assert "The training's steps (ags) took" in said
-    run.log_event("submitted", "train", job_id="21", data={"label": "main"})
     sweep = Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run)
     for until in ("train", "report"):
         carry_out(sweep, until)
@@ -540,7 +539,7 @@ def test_what_the_training_took_and_cost_is_said_first_and_last(
 
 def test_damaged_accounting_leaves_the_rest_of_the_report(tmp_path: Path) -> None:
     run = with_bill(tmp_path / "run", 9_000.0)
-    run.train().accounting_file.write_text("{")
+    run.accounting_file.write_text("{")
     said = answer(read_run(run))
     assert said.startswith("Train on 4 nodes"), "results of old tell no starts"
     assert "The training (ags) took" in said

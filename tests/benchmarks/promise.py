@@ -67,7 +67,7 @@ def variants() -> list[Variant]:
 
 def sweep(variant: Variant, run: Path, environment: dict[str, str]) -> None:
     """Run one sweep to the end of its training, if that has not been done."""
-    if (run / "train" / "main" / "accounting.json").exists():
+    if (run / "train" / "main" / "result.json").exists():
         return
     command = [sys.executable, "-m", "tula_hpc.sweep", str(QUICKSTART), "--cluster", str(CLUSTER_FILE)]
     command += ["--run-dir", str(run), "--until", "train", *variant.options]

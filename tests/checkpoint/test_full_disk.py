@@ -255,7 +255,7 @@ def test_a_command_on_a_full_disk_says_so_and_later_goes_on(
     """At every byte: whatever the command had still room for, the same command goes on when there is more."""
     (tmp_path / "s.toml").write_text(SWEEP_TOML.replace("/nowhere/cifar100", str(tmp_path)))
     (tmp_path / "c.toml").write_text(CLUSTER_TOML)
-    monkeypatch.setattr("tula_hpc.sweep.work", lambda sweep, until, detach=False: _use(sweep.run))
+    monkeypatch.setattr("tula_hpc.sweep.work", lambda sweep, until, detach=False, here=False: _use(sweep.run))
     arguments = [str(tmp_path / "s.toml"), "--cluster", str(tmp_path / "c.toml"), "--run-dir", str(small_disk / "run")]
     ballast, failed = fill(small_disk), 0
     for _ in range(50):
@@ -319,6 +319,7 @@ def test_every_write_of_a_run_goes_through_one_of_these() -> None:
         if any(word in path.read_text() for word in (".write_text(", ".write_bytes(", 'open("w', 'open("a', "mkstemp("))
     }
     assert writers == {
+        "attach/processes.py",  # opens the file of a script's own output
         "checkpoint/store.py",
         "data/image_tree.py",
         "process_memory.py",  # /proc/self/clear_refs

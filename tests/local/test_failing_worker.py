@@ -94,7 +94,10 @@ def test_workers_end_with_their_controller(tmp_path: Path) -> None:
     os.kill(controller, signal.SIGKILL)
     (end,) = local.wait([job])
     assert end.failure is Failure.KILLED
-    assert processes_of(job) == []
+    # the kernel kills them in its own time
+    while processes_of(job):
+        assert time.monotonic() < deadline, "a worker goes on without its controller"
+        time.sleep(0.05)
 
 
 def test_a_job_that_is_killed_as_a_whole_is_told_from_one_that_ends_by_itself(tmp_path: Path) -> None:

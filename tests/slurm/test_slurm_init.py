@@ -23,7 +23,8 @@ def test_slurm_takes_jobs_as_the_written_file_asks_for_them(
     said = capsys.readouterr().out
     assert all(name in said for name in ("batch", "cancel", "urgent", "steady"))
     spec = load_cluster(target)
-    assert (spec.partition, spec.device, spec.workers_per_node) == (partition or "batch", "cuda", 4)
+    # nodes of four GPUs and two cores
+    assert (spec.partition, spec.device, spec.workers_per_node) == (partition or "batch", "cuda", 2)
     launcher = Launcher(spec, RunDirectory(tmp_path / "run").create(), "x")
     script = launcher.script(stage="train", nodes=spec.max_nodes, minutes=spec.train_minutes, tasks=1)
     assert "to start at" in could_start(script)

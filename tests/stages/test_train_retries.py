@@ -16,7 +16,7 @@ from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.launch.launcher import Ended
 from tula_hpc.launch.slurm import AccountedRun
-from tula_hpc.records import Accounting, Configuration, Event, RunDirectory, RunHistory, StopReason, append_record
+from tula_hpc.records import Configuration, Event, JobAccount, RunDirectory, RunHistory, StopReason, append_record
 from tula_hpc.records.events import JobFailure
 from tula_hpc.stages import train as stages
 from tula_hpc.stages.context import Sweep, stage_progress
@@ -278,7 +278,7 @@ def test_nor_does_a_study_try_again(
     assert failures == {"a": f"preempted: {SENTENCE}"}
 
 
-def accounted(run: RunDirectory, *answers: list[AccountedRun], executor: str = "slurm") -> Accounting | None:
+def accounted(run: RunDirectory, *answers: list[AccountedRun], executor: str = "slurm") -> tuple[JobAccount, ...]:
     """What is kept of a training that two jobs did, where accounting gives these answers in turn."""
     for job_id in ("7", "8"):
         run.log_event("submitted", "train", job_id=job_id, data={"label": "main"})
@@ -286,16 +286,16 @@ def accounted(run: RunDirectory, *answers: list[AccountedRun], executor: str = "
     asked = iter(answers)
 
     def ask(job_ids: set[str], **_: object) -> dict[str, list[AccountedRun]]:
-        assert job_ids == {"7", "8"}
+        assert set(job_ids) == {"7", "8"}
         if (rows := next(asked, None)) is None:
             raise LaunchError("Slurm accounting storage is disabled")
         return {job_id: [row for row in rows if row.job_id == job_id] for job_id in {row.job_id for row in rows}}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tula_hpc.launch.slurm.accounted_runs", ask)
+        patch.setattr("tula_hpc.launch.launcher.accounted_runs", ask)
         patch.setattr("time.sleep", lambda _: None)
         keep_accounting(Sweep(SPEC, ClusterSpec.model_validate({"executor": executor}), run))
-    return run.train().read_accounting()
+    return run.history().accounted("main", run.accounts())
 
 
 FIRST = [AccountedRun("7", "REQUEUED", 60.0, 4), AccountedRun("7", "TIMEOUT", 100.0, 4)]
@@ -305,12 +305,12 @@ ENDED = AccountedRun("8", "COMPLETED", 40.0, 2)
 def test_what_accounting_knows_of_a_training_is_kept_once_all_its_jobs_are_over(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run").create()
     found = accounted(run, [*FIRST, ENDED._replace(state="RUNNING", elapsed_s=39.0)], [*FIRST, ENDED])
-    assert found is not None
-    assert (len(found.runs), found.elapsed_s, found.node_seconds) == (3, 200.0, 4 * 160.0 + 2 * 40.0)
+    assert len(found) == 3
+    assert sum(account.node_seconds for account in found) == 4 * 160.0 + 2 * 40.0
     assert accounted(run) == found, "it is not asked again"
 
 
 def test_without_accounting_or_with_a_part_of_it_nothing_is_kept(tmp_path: Path) -> None:
     for number, answers in enumerate(([], [FIRST], [[*FIRST, ENDED._replace(nodes=0, state="RUNNING")], FIRST])):
-        assert accounted(RunDirectory(tmp_path / str(number)).create(), *answers) is None
-    assert accounted(RunDirectory(tmp_path / "here").create(), [*FIRST, ENDED], executor="local") is None
+        assert accounted(RunDirectory(tmp_path / str(number)).create(), *answers) == ()
+    assert accounted(RunDirectory(tmp_path / "here").create(), [*FIRST, ENDED], executor="local") == ()

@@ -31,11 +31,10 @@ from tula_hpc.launch.launcher import NOTICE
 from tula_hpc.launch.reasons import explain, read_logs
 from tula_hpc.launch.slurm import JobState
 from tula_hpc.records import (
-    AccountedUse,
-    Accounting,
     Configuration,
     EpochMetrics,
     Event,
+    JobAccount,
     JobNote,
     RunDirectory,
     StepMetrics,
@@ -1029,8 +1028,11 @@ def test_a_training_that_ended_is_held_against_its_plan(tmp_path: Path, cluster:
     chosen = made.chosen.model_copy(update={"wall_time_s": 3_600.0, "cost": 8.0, "interval_90": interval})
     write_plan(run, made.model_copy(update={"chosen": chosen, "candidates": [chosen]}))
     assert status.status_of(run.root).promise is None, "nothing tells what it took"
-    use = AccountedUse(job_id="21", elapsed_s=5_400.0, nodes=chosen.nodes)
-    write_atomically(run.train().accounting_file, Accounting(runs=(use,)).model_dump_json())
+    run.log_event("submitted", "train", job_id="21", data={"label": "main"})
+    ids = [job.job_id for job in run.history().submissions("train") if job.label == "main"]
+    for job_id, seconds in zip(ids, [5_400.0, *[0.0] * len(ids)], strict=False):
+        fields = {"job_id": job_id, "stage": "train", "state": "COMPLETED", "over": True, "nodes": chosen.nodes}
+        append_record(run.accounting_file, JobAccount.model_validate({**fields, "elapsed_s": seconds}))
     told = status.status_of(run.root)
     assert told.promise is not None
     assert (told.promise.actual_s, told.promise.verdict, told.promise.paid) == (5_400.0, "more", 12.0)

@@ -1,7 +1,7 @@
 """First contact with a training script: run it here for some steps, and say what was seen.
 
-    python -m tula_hpc.attach train.py --batch-size 64
-    python -m tula_hpc.attach -m package.train --batch-size 64
+    tula attach train.py --batch-size 64
+    tula attach -m package.train --batch-size 64
 
 One worker runs it, in a folder of its own in which it sees what lies here. It ends the table
 `[workload]` of a sweep file that would profile it on a cluster.
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tula_hpc.attach",
+        prog="tula attach",
         description="Run a training script here for some steps, and say what was seen: its "
         "optimizer, batch, step time and its parts, memory, and the [workload] to paste.",
     )

@@ -168,9 +168,9 @@ def _bill(sweep: Sweep, plan: Plan, result: TrainResult, metrics: Metrics) -> Tr
     from tula_hpc.records import MAIN_LABEL
 
     events = sweep.run.events()
-    accounting = sweep.run.train().read_accounting()
+    accounts = sweep.run.history().accounted(MAIN_LABEL, sweep.run.accounts())
     partition = trained_partition(events)
-    return bill_of(plan, events, Training(MAIN_LABEL, metrics, result, partition, accounting))
+    return bill_of(plan, events, Training(MAIN_LABEL, metrics, result, partition, accounts))
 
 
 def _say_bill(bill: TrainingBill | None) -> None:

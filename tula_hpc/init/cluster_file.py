@@ -72,13 +72,14 @@ def _shape(place: Place) -> Iterator[_Line]:
     nodes = place.nodes
     if nodes is None:
         return
+    # a worker needs a core
+    workers = max(1, min(place.gpus, nodes.cpus))
     if place.gpus:
-        gres = f"gpu:{place.gpu_type}:{place.gpus}" if place.gpu_type else f"gpu:{place.gpus}"
-        yield _Line("gres", gres, f"all GPUs of a node; Slurm lists {nodes.gres}")
+        gres = f"gpu:{place.gpu_type}:{workers}" if place.gpu_type else f"gpu:{workers}"
+        yield _Line("gres", gres, f"of {place.gpus} GPUs a node; Slurm lists {nodes.gres}")
     others = f"; {place.others} other kinds of nodes are in it" if place.others else ""
     count = min(nodes.count, place.most_nodes or nodes.count)
     yield _Line("max_nodes", max(1, count), f"{nodes.count} nodes of one kind can be used{others}")
-    workers = max(1, place.gpus)
     yield _Line(
         "workers_per_node", workers, "one for each GPU" if place.gpus else "processes a node"
     )

@@ -20,7 +20,7 @@ from tula_hpc.formatting import in_short_lines
 from tula_hpc.launch.executor import Executor, Notice, Request, Submitted
 from tula_hpc.launch.local_executor import LocalJobs
 from tula_hpc.launch.reasons import classify, complaining_nodes, ends, explain, read_logs
-from tula_hpc.launch.slurm import OVER, JobState, accounted_runs
+from tula_hpc.launch.slurm import JobState, accounted_runs
 from tula_hpc.launch.slurm_executor import SlurmJobs
 from tula_hpc.records import JobAccount, RunDirectory, read_document, write_atomically
 from tula_hpc.records.broken_hosts import BrokenHost, broken_hosts, list_hosts
@@ -331,27 +331,28 @@ class Launcher:
         """
         self.executor.cancel(jobs)
 
-    def note_accounts(self) -> None:
+    def note_accounts(self) -> bool:
         """Write down what accounting has of all jobs so far, for those who cannot ask it.
 
-        Nothing is written where there is no accounting, or it does not answer in seconds.
+        Return False where it knows of none, does not answer in seconds, or is not there.
         """
         jobs = {job.job_id: job for job in self.run.history().submissions()}
         if self.cluster.executor != "slurm" or not jobs:
-            return
+            return False
         since = min(job.submitted_at for job in jobs.values())
         prefix = f"{self.name}-"
         try:
             known = accounted_runs(jobs, name_prefix=prefix, since=since, timeout_s=ACCOUNTING_S)
         except LaunchError:
-            return
+            return False
         lines = []
         for job_id, runs in known.items():
             for run in runs:
-                fields = {**run._asdict(), "stage": jobs[job_id].stage, "over": run.state in OVER}
+                fields = {**run._asdict(), "stage": jobs[job_id].stage, "over": run.is_over}
                 lines.append(f"{JobAccount.model_validate(fields).model_dump_json()}\n")
         if lines:
             write_atomically(self.run.accounting_file, "".join(lines))
+        return bool(lines)
 
     def _ended(self, jobs: Sequence[Submitted]) -> list[Ended]:
         rows = self.executor.ended(jobs)

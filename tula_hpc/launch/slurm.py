@@ -43,6 +43,10 @@ OVER = {
 }  # fmt: skip
 
 
+# of a run in accounting that has not ended
+UNDER_WAY = ("PENDING", "RUNNING", "COMPLETING", "SUSPENDED")
+
+
 class JobState(NamedTuple):
     """State of one job in squeue, and the reason for which it waits."""
 
@@ -447,6 +451,11 @@ class AccountedRun(NamedTuple):
     state: str
     elapsed_s: float
     nodes: int
+
+    @property
+    def is_over(self) -> bool:
+        """Tell whether this run has ended, requeued runs included."""
+        return self.state not in UNDER_WAY
 
     @property
     def node_seconds(self) -> float:

@@ -473,7 +473,7 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         if all(factor is None for factor in self.gradscale):
             message = "nothing has been scaled: call update_gradscale or observe_small, which give the factors"
             # through what `untraced` adds
-            warnings.warn(f"after {self.steps} steps {message}", stacklevel=6)
+            warnings.warn(f"after {self.steps} steps {message}", stacklevel=7)
 
     def _step_on_gradients(self, closure: Callable[[], float] | None) -> float | None:
         if closure is None:

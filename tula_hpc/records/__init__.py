@@ -60,8 +60,6 @@ from tula_hpc.records.storage import (
     write_atomically,
 )
 from tula_hpc.records.training import (
-    AccountedUse,
-    Accounting,
     Drift,
     RateTrial,
     StepParts,
@@ -75,8 +73,6 @@ __all__ = [
     "MAX_LINE_BYTES",
     "SCALE_BINS_PER_OCTAVE",
     "SCALE_OCTAVES",
-    "AccountedUse",
-    "Accounting",
     "AnyMetrics",
     "Batch",
     "Candidate",

@@ -451,6 +451,17 @@ class RunHistory:
         """Tell whether anything of a stage is on record."""
         return any(event.stage == stage for event in self.events)
 
+    def accounted(self, label: str, accounts: Iterable[JobAccount]) -> tuple[JobAccount, ...]:
+        """Return the runs of a training's jobs that had nodes.
+
+        None where accounting does not know one of its jobs, or one was not over.
+        """
+        job_ids = {job.job_id for job in self.submissions("train") if job.label == label}
+        mine = [account for account in accounts if account.job_id in job_ids]
+        if {account.job_id for account in mine} != job_ids or not all(a.over for a in mine):
+            return ()
+        return tuple(account for account in mine if account.nodes > 0)
+
     def of_training(self, label: str) -> list[Event]:
         """Return a training's events; jobs that nobody submitted are the main one's."""
         return self._by_label.get(label, [])

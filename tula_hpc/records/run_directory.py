@@ -38,7 +38,7 @@ from tula_hpc.records.measurement import (
 )
 from tula_hpc.records.plan import Plan
 from tula_hpc.records.storage import ReadResult, append_record, read_document, read_records
-from tula_hpc.records.training import Accounting, TrainResult, TunedRates
+from tula_hpc.records.training import TrainResult, TunedRates
 
 
 class TrainDirectory(NamedTuple):
@@ -65,17 +65,6 @@ class TrainDirectory(NamedTuple):
     def result_file(self) -> Path:
         """Return the file that is written once, at the end of training."""
         return self.root / "result.json"
-
-    @property
-    def accounting_file(self) -> Path:
-        """Return the file with what the scheduler's accounting knows of an ended training."""
-        return self.root / "accounting.json"
-
-    def read_accounting(self) -> Accounting | None:
-        """Read accounting.json; None without one, and where it is damaged: notes do as well."""
-        with contextlib.suppress(FileNotFoundError, RunDirectoryError):
-            return read_document(Accounting, self.accounting_file)
-        return None
 
     def read_result(self) -> TrainResult | None:
         """Read result.json; None where training has not ended.

@@ -1,16 +1,11 @@
-"""result.json, accounting.json and drift.json of a training; study_rates.json of a study.
+"""result.json and drift.json of a training; study_rates.json of a study.
 
 study_rates.json of a study.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from pydantic import Field
-
-from tula_hpc.records.base import Batch, Configuration, JobId, Nodes, Record, WorkersPerNode
-from tula_hpc.records.measurement import CREDIBLE_S
+from tula_hpc.records.base import Batch, Configuration, Nodes, Record, WorkersPerNode
 
 
 class TrainResult(Record):
@@ -47,32 +42,6 @@ class TrainResult(Record):
     evaluation_s: float | None = None
     # for which steps stood still while a checkpoint was copied, or waited for
     saving_s: float | None = None
-
-
-class AccountedUse(Record):
-    """One run of a training's job by the scheduler's accounting."""
-
-    job_id: JobId
-    # the scheduler's word
-    state: str = ""
-    elapsed_s: Annotated[float, Field(ge=0.0, lt=CREDIBLE_S * 1000)]
-    nodes: Nodes
-
-
-class Accounting(Record):
-    """accounting.json: every run of a training's jobs, after the last of them ended."""
-
-    runs: tuple[AccountedUse, ...]
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds of all runs, without queueing."""
-        return sum(run.elapsed_s for run in self.runs)
-
-    @property
-    def node_seconds(self) -> float:
-        """Nodes × seconds of all runs."""
-        return sum(run.nodes * run.elapsed_s for run in self.runs)
 
 
 class StepParts(Record):

@@ -16,16 +16,13 @@ from typing import NamedTuple
 
 from tula_hpc.analysis.drift import describe_drift
 from tula_hpc.env import unix_time
-from tula_hpc.errors import Failure, LaunchError, StageError
+from tula_hpc.errors import Failure, StageError
 from tula_hpc.formatting import format_score
-from tula_hpc.launch import slurm
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.launch.launcher import Ended
 from tula_hpc.launch.reasons import telling_line
 from tula_hpc.records import (
     MAIN_LABEL,
-    AccountedUse,
-    Accounting,
     Candidate,
     Plan,
     RunDirectory,
@@ -38,7 +35,6 @@ from tula_hpc.records import (
     measured_identity,
     read_document,
     read_metrics,
-    write_atomically,
 )
 from tula_hpc.records.broken_hosts import RETRIES, why_given_up
 from tula_hpc.records.events import JobEvents, JobFailure
@@ -61,8 +57,6 @@ INTERRUPTIONS = (Failure.PREEMPTED, Failure.TIMED_OUT, Failure.NODE_FAILED)
 RESULT_WAIT_S = 90.0
 # accounting hears of the end of a job a moment after the queue
 ACCOUNTING_WAIT_S = 10.0
-ACCOUNTING_TIMEOUT_S = 8.0
-UNDER_WAY = ("PENDING", "RUNNING", "COMPLETING", "SUSPENDED")
 
 
 class Verdict(Enum):
@@ -165,42 +159,15 @@ def train_stage(sweep: Sweep, plan: Plan) -> TrainResult:
 
 
 def keep_accounting(sweep: Sweep) -> None:
-    """Write down what accounting knows of the training's jobs: reports are read elsewhere, later.
+    """Wait until accounting knows the end of the training's jobs, and write it down.
 
-    Nothing without accounting, or where that does not know the end of all of them in seconds.
+    Reports are read elsewhere, later. Not long, and not where there is no accounting.
     """
-    files = sweep.run.train()
-    if sweep.cluster.executor != "slurm" or files.accounting_file.exists():
-        return
     deadline = time.monotonic() + ACCOUNTING_WAIT_S
-    while runs := _accounted(sweep):
-        if not any(run.state in UNDER_WAY for run in runs):
-            # a run that never had nodes used none
-            uses = tuple(AccountedUse(**run._asdict()) for run in runs if run.nodes > 0)
-            text = Accounting(runs=uses).model_dump_json(indent=1)
-            write_atomically(files.accounting_file, text)
-            return
-        if time.monotonic() > deadline:
+    while not sweep.run.history().accounted(MAIN_LABEL, sweep.run.accounts()):
+        if not sweep.launcher.note_accounts() or time.monotonic() > deadline:
             return
         time.sleep(1.0)
-
-
-def _accounted(sweep: Sweep) -> list[slurm.AccountedRun]:
-    """Return the runs of the training's jobs by accounting; none if it does not know one of them."""
-    jobs = [job for job in sweep.run.history().submissions("train") if job.label == MAIN_LABEL]
-    job_ids = {job.job_id for job in jobs}
-    try:
-        found = slurm.accounted_runs(
-            job_ids,
-            name_prefix=f"{sweep.spec.job_name}-",
-            since=min((job.submitted_at for job in jobs), default=0.0),
-            timeout_s=ACCOUNTING_TIMEOUT_S,
-        )
-    except LaunchError:
-        return []
-    if found.keys() != job_ids:
-        return []
-    return [run for job_id in sorted(found) for run in found[job_id]]
 
 
 def _see_to(

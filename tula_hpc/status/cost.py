@@ -142,8 +142,8 @@ def promise_kept(facts: Facts) -> PromiseStatus | None:
     result = files.result
     ran_at = Configuration(result.nodes, result.workers_per_node, result.local_batch)
     promised = find_candidate(facts.plan, ran_at) or facts.plan.chosen
-    accounting = facts.run.train().read_accounting()
-    bill = training_bill(promised, result, facts.history.of_training(MAIN_LABEL), accounting)
+    accounts = facts.history.accounted(MAIN_LABEL, facts.run.accounts())
+    bill = training_bill(promised, result, facts.history.of_training(MAIN_LABEL), accounts)
     if bill is None or bill.whole.actual is None:
         return None
     return PromiseStatus(

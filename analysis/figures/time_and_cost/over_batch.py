@@ -364,9 +364,10 @@ def _time_title(curves: Curves) -> str:
         best = min(curves.measured, key=lambda point: point.interval.value)
         time = format_duration(best.interval.value)
         return f"Fastest epoch so far: {time}, measured on {_place(best.configuration)}"
-    title = f"{_place(chosen)}: an epoch in {format_duration(chosen.epoch_time_s)}"
+    how = "" if chosen.measured else ", predicted"
+    title = f"{_place(chosen)}: an epoch in {format_duration(chosen.epoch_time_s)}{how}"
     first = min(
-        curves.predicted,
+        (point for point in curves.predicted if point.feasible),
         key=lambda point: (point.configuration.nodes, point.configuration.local_batch),
         default=None,
     )
@@ -385,7 +386,7 @@ def _cost_title(plan: Plan) -> str:
     cheapest = min(feasible, key=lambda item: item.cost, default=chosen)
     price = format_money(chosen.cost, chosen.currency)
     least = format_money(cheapest.cost, cheapest.currency)
-    title = f"The chosen configuration costs {price}"
+    title = f"The chosen configuration would cost {price}"
     if cheapest.cost >= chosen.cost or least == price:
         return f"{title}, as cheap as any"
     where = f"{plural(cheapest.nodes, 'node')}, batch {cheapest.global_batch:,}"
@@ -396,8 +397,8 @@ def _cost_title(plan: Plan) -> str:
 def _compare_times(time_s: float, chosen_s: float) -> str:
     time, chosen = format_duration(time_s), format_duration(chosen_s)
     if time == chosen:
-        return "and is as fast"
-    return f"{'but' if time_s > chosen_s else 'and'} takes {time} instead of {chosen}"
+        return "and be as fast"
+    return f"{'but' if time_s > chosen_s else 'and'} take {time} instead of {chosen}"
 
 
 def _table(curves: Curves, quantity: Quantity) -> Table:

@@ -128,7 +128,7 @@ def _where(item: Candidate) -> str:
 def _title(plan: Plan) -> str:
     fastest, cheapest = plan.pareto[0], plan.pareto[-1]
     if fastest == cheapest:
-        return f"{_where(fastest)}: no other candidate is faster, and none is cheaper"
+        return f"{_where(fastest)}: no other feasible candidate is faster, and none is cheaper"
     currency = plan.chosen.currency
     least_cost = format_money(cheapest.cost, currency)
     most_cost = format_money(fastest.cost, currency)

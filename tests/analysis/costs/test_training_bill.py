@@ -13,7 +13,7 @@ from tula_hpc.analysis.costs.evaluation import END_SHARE
 from tula_hpc.analysis.costs.spread import TimePart
 from tula_hpc.analysis.costs.training_bill import Compared, Source, TrainingBill, Verdict, training_bill
 from tula_hpc.analysis.report.bill_text import bill_sentences, bill_table
-from tula_hpc.records import AccountedUse, Accounting, Candidate, Configuration, EpochMetrics, Event, TrainResult
+from tula_hpc.records import Candidate, Configuration, EpochMetrics, Event, JobAccount, TrainResult
 
 WHERE = Configuration(2, 1, 64)
 PARTS_S = {"steps": 100.0, "evaluation": 20.0, "checkpoints": 2.0, "starts": 8.0, "ends": 1.5, "repeated": 0.0}
@@ -41,9 +41,9 @@ def result(**changes: Any) -> TrainResult:
     return TrainResult.model_validate(counts | where | scores | {"wall_time_s": 127.0} | TIMED | changes)
 
 
-def accounted(*elapsed_s: float) -> Accounting:
-    runs = [AccountedUse(job_id="7", state="COMPLETED", elapsed_s=s, nodes=2) for s in elapsed_s]
-    return Accounting(runs=tuple(runs))
+def accounted(*elapsed_s: float) -> list[JobAccount]:
+    fields = {"job_id": "7", "stage": "train", "state": "COMPLETED", "over": True, "nodes": 2}
+    return [JobAccount.model_validate({**fields, "elapsed_s": s}) for s in elapsed_s]
 
 
 def billed(*elapsed_s: float, plan: dict[str, Any] | None = None, events: list[Event] | None = None) -> TrainingBill:
@@ -111,7 +111,7 @@ def test_a_result_of_old_has_no_bill_but_its_parts() -> None:
     old = result(**dict.fromkeys(("starts_s", "evaluation_s", "saving_s")))
     line = dict.fromkeys(EpochMetrics.model_fields, 1) | {"kind": "epoch", "evaluation_time_s": 11.0}
     epochs = [EpochMetrics.model_validate(line)] * 2
-    bill = training_bill(promised(), old, [], None, epochs)
+    bill = training_bill(promised(), old, [], (), epochs)
     assert bill is not None
     assert (bill.source, bill.whole.actual, bill.cost.actual) == (Source.UNKNOWN, None, None)
     assert bill.parts[TimePart.EVALUATION].actual == 22.0

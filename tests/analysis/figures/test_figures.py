@@ -260,11 +260,11 @@ def test_start_up_costs_the_same_however_long_steps_take(run: RunContents) -> No
 @pytest.mark.parametrize(
     ("cost", "pace", "ending"),
     [
-        (0.99, 2.0, "0.99 USD, but takes 4.0 s instead of 2.0 s"),
-        (0.99, 0.5, "0.99 USD, and takes 1.0 s instead of 2.0 s"),
-        (0.99, 1.01, "0.99 USD, and is as fast"),
-        (0.999, 0.5, "costs 1.00 USD, as cheap as any"),
-        (1.5, 0.5, "costs 1.00 USD, as cheap as any"),
+        (0.99, 2.0, "0.99 USD, but take 4.0 s instead of 2.0 s"),
+        (0.99, 0.5, "0.99 USD, and take 1.0 s instead of 2.0 s"),
+        (0.99, 1.01, "0.99 USD, and be as fast"),
+        (0.999, 0.5, "cost 1.00 USD, as cheap as any"),
+        (1.5, 0.5, "cost 1.00 USD, as cheap as any"),
     ],
 )
 def test_the_cheapest_is_told_by_the_digits_that_are_shown(
@@ -281,7 +281,7 @@ def test_the_time_beside_a_cost_is_the_one_that_is_paid_for(run: RunContents) ->
     other = candidate(Configuration(1, 1, 32)).model_copy(update={"cost": 0.5, "train_time_s": 3.0})
     made = plan([chosen.model_copy(update={"wall_time_s": 9.0}), other.model_copy(update={"wall_time_s": 5.0})])
     title = drawn(run._replace(plan=made.model_copy(update={"chosen": made.candidates[0]})), "cost").title
-    assert title.endswith("0.50 USD, and takes 5.0 s instead of 9.0 s")
+    assert title.endswith("0.50 USD, and take 5.0 s instead of 9.0 s")
 
 
 @pytest.mark.parametrize(
