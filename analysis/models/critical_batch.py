@@ -79,7 +79,19 @@ def _from_metrics(metrics: Metrics) -> CriticalBatch | None:
     return _estimate(np.array(later).reshape(-1, 2), np.ones(len(later)), "training", 0)
 
 
+def profiled_batch(measurements: Iterable[Measurement]) -> float | None:
+    """Return the critical batch by profiles alone, without its interval; None where unknown."""
+    terms, weights, _ = _profiled_terms(measurements)
+    return _ratio_of_means(*_finite(terms, weights))
+
+
 def _from_measurements(measurements: Iterable[Measurement]) -> CriticalBatch | None:
+    terms, weights, samples = _profiled_terms(measurements)
+    return _estimate(terms, weights, "profile", samples)
+
+
+def _profiled_terms(measurements: Iterable[Measurement]) -> tuple[Array, Array, int]:
+    """Return |G|² and tr(Σ) of each pass, (n, 2), weights, (n,), and the samples of all."""
     # |G|², tr(Σ) and weight of each pass
     passes: list[tuple[float, float, float]] = []
     samples = 0
@@ -91,7 +103,20 @@ def _from_measurements(measurements: Iterable[Measurement]) -> CriticalBatch | N
             samples += row.noise_samples
     # in one order, whatever that of the measurements is: sums of floats depend on it
     table = np.array(sorted(passes)).reshape(-1, 3)
-    return _estimate(table[:, :2], table[:, 2], "profile", samples)
+    return table[:, :2], table[:, 2], samples
+
+
+def _finite(terms: Array, weights: Array) -> tuple[Array, Array]:
+    known = np.isfinite(terms).all(axis=1)
+    return terms[known], weights[known]
+
+
+def _ratio_of_means(terms: Array, weights: Array) -> float | None:
+    """Return tr(Σ)/|G|² of weighted means; None for too few, and where noise hides the gradient."""
+    if len(terms) < MIN_TERMS:
+        return None
+    square, trace = weights @ terms
+    return None if square <= 0 or trace <= 0 else float(trace / square)
 
 
 def _estimate(
@@ -101,12 +126,9 @@ def _estimate(
 
     `terms` are (n, 2): |G|² and tr(Σ).
     """
-    known = np.isfinite(terms).all(axis=1)
-    terms, weights = terms[known], weights[known]
-    if len(terms) < MIN_TERMS:
-        return None
-    square, trace = weights @ terms
-    if square <= 0 or trace <= 0:
+    terms, weights = _finite(terms, weights)
+    batch = _ratio_of_means(terms, weights)
+    if batch is None:
         return None
     random = np.random.default_rng(0)
     if len(terms) > MAX_TERMS:
@@ -115,7 +137,6 @@ def _estimate(
     drawn = random.integers(len(terms), size=(RESAMPLES, len(terms)))
     ratios = _ratio(np.einsum("rn,rnk->rk", weights[drawn], terms[drawn]))
     low, high = np.quantile(ratios, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], method="nearest")
-    batch = float(trace / square)
     return CriticalBatch(batch, min(float(low), batch), max(float(high), batch), source, samples)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import Any, NamedTuple, TypeVar, cast
 
-from tula_hpc.analysis.models.critical_batch import critical_batch
+from tula_hpc.analysis.models.critical_batch import profiled_batch
 from tula_hpc.records import (
     CREDIBLE_S,
     Configuration,
@@ -149,7 +149,6 @@ def summarize(measurements: Iterable[Measurement]) -> Summary:
     rows = [row for group in usable.values() for row in group]
     samples = _counts(row.dataset_samples for row in rows)
     parameters = _counts(row.parameters for row in rows)
-    noise = critical_batch(rows)
     starts_s = tuple(sorted(row.start_s for row in rows if 0.0 < row.start_s < CREDIBLE_S))
     failed = {}
     for configuration in sorted(other):
@@ -165,7 +164,7 @@ def summarize(measurements: Iterable[Measurement]) -> Summary:
         test_samples=_most_common(_counts(row.test_samples for row in rows)),
         starts_s=starts_s,
         start_s=median(starts_s) if starts_s else None,
-        critical_batch=noise.batch if noise else None,
+        critical_batch=profiled_batch(rows),
     )
     return summary._replace(warnings=(*summary.warnings, *_contradictions(summary)))
 

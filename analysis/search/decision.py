@@ -37,6 +37,7 @@ from tula_hpc.analysis.planning.knee import (
 from tula_hpc.analysis.planning.objective import choose, objective_time_s, weighted_score
 from tula_hpc.analysis.planning.partitions import fitting_limit, part_of, plannable
 from tula_hpc.config import ClusterSpec, ObjectiveSpec, SweepSpec
+from tula_hpc.config.search import KNEES
 from tula_hpc.errors import NotEnoughDataError
 from tula_hpc.records import Configuration
 
@@ -110,7 +111,7 @@ class DecisionModel(NamedTuple):
     @property
     def has_knee(self) -> bool:
         """True if the choice follows a knee of the curve of time over batch."""
-        return self.kind in {"knee", "kneedle"}
+        return self.kind in KNEES
 
     def conceivable(self, candidates: Sequence[Configuration]) -> list[Configuration]:
         """Return the candidates with a batch that the constraints allow; all if they allow none."""

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class _Around(Protocol):
-    """What runs the script; see `attach.keeping`."""
+    """Runner of the script; see `attach.train.keeping`."""
 
     def keep(self, things: Mapping[str, Any]) -> None:
         """See `keep`."""

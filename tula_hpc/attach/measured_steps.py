@@ -177,7 +177,7 @@ class MeasuredSteps(Mode):
         return max(time.perf_counter() - started - self._left_out_s, 1e-9) / steps
 
     def agreed_round(self, steps: int) -> Steps:
-        """As `round_of`, the slowest worker's, the same on all. Collective."""
+        """Return `round_of` of the slowest worker, the same on all. Collective."""
         mine = yield from self.round_of(steps)
         (slowest,) = self.agree(mine)
         return slowest

@@ -15,10 +15,11 @@ import select
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, NoReturn
 
 from torch.distributed import Store  # type: ignore[attr-defined] # documented, though not in __all__
 
@@ -43,7 +44,7 @@ from tula_hpc.errors import (
     TulaError,
 )
 from tula_hpc.process_memory import descendants
-from tula_hpc.records import parse_record, write_atomically
+from tula_hpc.records import Configuration, parse_record, write_atomically
 from tula_hpc.search_path import start_of_python
 
 POLL_S = 0.5
@@ -369,6 +370,46 @@ def error_of(outcome: Outcome, key: str) -> TulaError:
     if kind is InputError and not said.detail.startswith("workload."):
         return InputError(words, key=key)
     return kind(words)
+
+
+def end_as(
+    found: Outcome,
+    key: str,
+    configuration: Configuration,
+    rank: int | None,
+    record_oom: Callable[[Failure], object],
+) -> NoReturn:
+    """End a job's worker as the script's process that failed has ended.
+
+    Args:
+        found: How that process ended.
+        key: Of the sweep file, for mistakes of the script.
+        configuration: What it ran at.
+        rank: Of the process that this worker started; None: it started none.
+        record_oom: Called where memory ran out, by the worker of that process.
+
+    Raises:
+        TulaError: With the reason, and where the script's output is.
+        SystemExit: Memory ran out, which is recorded; or another worker tells the reason.
+    """
+    failure = found.said.failure
+    is_mine = found.rank == rank
+    if failure is not None and failure.is_oom:
+        if is_mine:
+            record_oom(failure)
+        raise SystemExit(f"out of memory ({failure}) at {configuration}: recorded")
+    if is_mine:
+        sys.stderr.write(f"{end_of(Path(found.log))}\n")
+    sys.stderr.flush()
+    error = error_of(found, key)
+    if failure is Failure.KILLED and is_mine and found.said.detail.endswith("SIGKILL"):
+        # as the kernel kills for lack of memory: the scheduler, and peers, are to see the same
+        sys.stderr.write(f"{error}\n")
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if is_mine or failure is Failure.BAD_INPUT:
+        raise error
+    raise SystemExit(f"rank {found.rank} at {configuration}: {error}")
 
 
 def end_of(log: Path) -> str:

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -205,28 +204,15 @@ class Session:
             TulaError: With the reason, and where the script's output is.
             SystemExit: Memory ran out, which is recorded; or another worker tells the reason.
         """
-        from tula_hpc.attach.processes import end_of, error_of
+        from tula_hpc.attach.processes import end_as
         from tula_hpc.profiling.record import oom_record
 
-        failure, is_mine = found.said.failure, found.rank == self._rank_in(configuration)
-        if failure is not None and failure.is_oom:
-            if is_mine:
-                record = oom_record(self.job.cluster, configuration, self.env, failure)
-                record = record.model_copy(update={"partition": self.job.partition})
-                append_record(rank_file(self.job.output, self.env.rank), record)
-            raise SystemExit(f"out of memory ({failure}) at {configuration}: recorded")
-        if is_mine:
-            sys.stderr.write(f"{end_of(Path(found.log))}\n")
-        sys.stderr.flush()
-        error = error_of(found, KEY)
-        if failure is Failure.KILLED and is_mine and found.said.detail.endswith("SIGKILL"):
-            # as the kernel kills for lack of memory: the scheduler, and peers, are to see the same
-            sys.stderr.write(f"{error}\n")
-            sys.stderr.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
-        if is_mine or failure is Failure.BAD_INPUT:
-            raise error
-        raise SystemExit(f"rank {found.rank} at {configuration}: {error}")
+        def record_oom(failure: Failure) -> None:
+            record = oom_record(self.job.cluster, configuration, self.env, failure)
+            record = record.model_copy(update={"partition": self.job.partition})
+            append_record(rank_file(self.job.output, self.env.rank), record)
+
+        end_as(found, KEY, configuration, self._rank_in(configuration), record_oom)
 
     def _rank_in(self, configuration: Configuration) -> int | None:
         from tula_hpc.ddp.process_group import place_among

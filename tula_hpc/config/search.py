@@ -109,6 +109,10 @@ def batches_timed_apart(
     return sorted(b for b in set().union(*batches.values()) if 1 < b < local_batch)
 
 
+# kinds of objective that follow a knee of the curve of time over batch
+KNEES = frozenset({"knee", "kneedle"})
+
+
 class ObjectiveSpec(Spec):
     """`[objective]`: goal and constraints of the chosen configuration."""
 
@@ -125,7 +129,7 @@ class ObjectiveSpec(Spec):
     @property
     def has_knee(self) -> bool:
         """True if the choice follows a knee of the curve of time over batch."""
-        return self.kind in {"knee", "kneedle"}
+        return self.kind in KNEES
 
     @field_validator("deadline_hours", mode="before")
     @classmethod

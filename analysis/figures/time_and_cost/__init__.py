@@ -1,1 +1,1 @@
-"""What candidates take and cost: over the global batch, and against each other."""
+"""Draw the time and cost of candidates, over the global batch and against each other."""

@@ -145,10 +145,10 @@ def draw_progress(run: RunContents) -> Drawing | Missing:
     chosen = run.plan.chosen
     feasible = [c for c in run.plan.candidates if c.feasible and c.progress_time_s]
     best = min(feasible, key=lambda c: c.progress_time_s or math.inf, default=chosen)
-    least, own = best.progress_time_s or 0.0, chosen.progress_time_s
-    title = f"Soonest to the same progress: {_place(best)}, {format_duration(least)}"
+    least = format_duration(best.progress_time_s)
+    title = f"Soonest to the same progress: {_place(best)}, {least}"
     if best.configuration != chosen.configuration:
-        title += f"; the chosen one takes {format_duration(own)}"
+        title += f"; the chosen one takes {format_duration(chosen.progress_time_s)}"
     caption = (
         f"Expected time to the progress of {plural(run.plan.epochs, 'epoch')} at "
         "training.base_batch, if nothing scales the gradients: beyond the critical batch a larger "

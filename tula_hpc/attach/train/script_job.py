@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -304,26 +303,11 @@ class ScriptJob:
             TulaError: With the reason, and where the script's output is.
             SystemExit: Memory ran out, which is recorded; or another worker tells the reason.
         """
-        from tula_hpc.attach.processes import end_of, error_of
+        from tula_hpc.attach.processes import end_as
         from tula_hpc.training.ending import record_oom
 
-        failure, is_mine = found.said.failure, found.rank == self.place.rank
-        if failure is not None and failure.is_oom:
-            if is_mine:
-                record_oom(self.job, self.env, failure)
-            raise SystemExit(f"out of memory ({failure}) at {self.job.configuration}: recorded")
-        if is_mine:
-            sys.stderr.write(f"{end_of(Path(found.log))}\n")
-        sys.stderr.flush()
-        error = error_of(found, KEY)
-        if failure is Failure.KILLED and is_mine and found.said.detail.endswith("SIGKILL"):
-            # as the kernel kills for lack of memory: the scheduler, and peers, are to see the same
-            sys.stderr.write(f"{error}\n")
-            sys.stderr.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
-        if is_mine or failure is Failure.BAD_INPUT:
-            raise error
-        raise SystemExit(f"rank {found.rank}: {error}")
+        at, rank = self.job.configuration, self.place.rank
+        end_as(found, KEY, at, rank, lambda failure: record_oom(self.job, self.env, failure))
 
     def _leave(self) -> str:
         """Ask for a requeue; see `ending.leave`."""
