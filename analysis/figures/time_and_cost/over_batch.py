@@ -78,8 +78,9 @@ class Curves(NamedTuple):
 
     @property
     def knee_batch(self) -> float | None:
-        """Position of the knee, if the curve has one."""
-        return self.knee.global_batch if self.knee is not None else None
+        """Position of the knee, if the curve has one among these batches."""
+        batch = self.knee.global_batch if self.knee is not None else None
+        return None if batch is None or batch > max(self.batches) else batch
 
 
 def _on(nodes: int, points: Iterable[Point]) -> list[Point]:
@@ -191,7 +192,7 @@ def _draw(
         style.batch_axis(axes, curves.batches, BATCH_LABEL, right=0.13 if beside else 0.05)
         style.value_axis(axes, values, label=quantity.label, durations=quantity.durations)
         _shade_infeasible(axes, curves)
-        _draw_knee(axes, curves.knee)
+        _draw_knee(axes, curves)
         for nodes in sizes:
             look = style.size_style(sizes, nodes)
             _draw_predicted(axes, _on(nodes, curves.predicted), look.colour)
@@ -254,8 +255,9 @@ def _shade_infeasible(axes: Axes, curves: Curves) -> None:
     note.set(ha="right", va="top", color=style.MUTED.light)
 
 
-def _draw_knee(axes: Axes, knee: Knee | None) -> None:
+def _draw_knee(axes: Axes, curves: Curves) -> None:
     """Draw a line at the knee in a band as wide as its interval."""
+    knee = curves.knee
     if knee is None or knee.global_batch is None:
         return
     grey = style.MUTED.light
@@ -263,8 +265,8 @@ def _draw_knee(axes: Axes, knee: Knee | None) -> None:
     if knee.interval_90 is not None:
         low, high = np.clip(knee.interval_90, left, right).tolist()
         axes.axvspan(low, high, color=grey, alpha=0.16, linewidth=0, zorder=1)
-    if knee.global_batch < right:
-        axes.axvline(knee.global_batch, color=grey, linestyle="--", linewidth=1.0, zorder=1)
+    if curves.knee_batch is not None:
+        axes.axvline(curves.knee_batch, color=grey, linestyle="--", linewidth=1.0, zorder=1)
 
 
 def _draw_out_of_memory(axes: Axes, curves: Curves, sizes: list[int]) -> None:

@@ -174,6 +174,17 @@ def test_the_knee_stands_in_a_band_as_wide_as_its_interval(run: RunContents) -> 
     assert f"{knee.interval_90[0]:,.0f} to {knee.interval_90[1]:,.0f}" in drawing.caption
 
 
+def test_a_knee_beyond_the_batches_is_said_and_not_drawn(run: RunContents) -> None:
+    assert run.plan is not None
+    far = run.plan.model_copy(update={"knee": Knee(global_batch=1e6, interval_90=(5e5, 2e6))})
+    drawing = drawn(run._replace(plan=far), "epoch_time")
+    assert "The knee, at B = 1,000,000, lies beyond these batches" in drawing.caption
+    assert not any(1e6 in list(line.get_xdata()) for line in lines_of(drawing))
+    legend = drawing.figure.axes[0].get_legend()
+    assert legend is not None
+    assert "knee" not in [text.get_text() for text in legend.get_texts()]
+
+
 def test_without_a_knee_there_is_no_band_of_it(run: RunContents) -> None:
     assert run.plan is not None
     none, rare = (Knee(global_batch=None, interval_90=interval) for interval in (None, (360.0, 500.0)))
