@@ -167,6 +167,8 @@ class ScriptTraining(Mode):
         self._reported: dict[str, float] = {}
         # the last step of which an epoch's line tells
         self._written = 0
+        # on rank 0
+        self._last_line: EpochMetrics | None = None
 
     def begin(self) -> None:
         """See `Mode`. A script's own handlers take the place of ours, and obey as they like."""
@@ -366,6 +368,15 @@ class ScriptTraining(Mode):
             **dict.fromkeys(SCORES) | self._reported,
         )
         append_record(self.files.metrics_file, line)
+        self._last_line = line
+
+    def add_to_last_epoch(self) -> None:
+        """Add scores to the line of the epoch that is over."""
+        line = self._last_line
+        if line is not None:
+            self._last_line = line.model_copy(update=self._reported)
+            append_record(self.files.metrics_file, self._last_line)
+        self._reported = {}
 
     def _end_open_epoch(self) -> None:
         """Count the epoch in which the script has ended, if most of it was done."""
