@@ -30,10 +30,10 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: .venv/.ready
 	@$(BIN)/python -m tula_hpc.sweep sweeps/quickstart.toml
 
-# jobs on the test cluster, jobs on this machine, each one test after another, and beside them, with what they leave of the
-# processors, all that starts no jobs; at last what measures
+# jobs on the test cluster, jobs on this machine, scripts of a user's own, each one test after another, and beside them,
+# with what they leave of the processors, all that starts no jobs; at last what measures
 test: .venv/.ready
-	@cores=$$(nproc); $(BIN)/python -m pytest --numprocesses $$((cores < 4 ? cores + 1 : 5)) \
+	@cores=$$(nproc); $(BIN)/python -m pytest --numprocesses $$((cores < 4 ? cores + 2 : 6)) \
 		--dist loadscope --no-loadscope-reorder -m "not alone"
 	@$(BIN)/python -m pytest -m alone tests/slurm
 

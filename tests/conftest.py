@@ -18,7 +18,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("busy machines", deadline=None)  # an example may wait for a processor
 settings.load_profile("busy machines")
 
-JOBS = ("tests/slurm/", "tests/local/")  # those that take longest first
+# those that take longest first
+JOBS = ("tests/slurm/", "tests/local/", "tests/attach/")
 LESS_URGENT = 5  # of 19: a third of a usual claim to a processor
 
 
