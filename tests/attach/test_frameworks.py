@@ -57,7 +57,7 @@ CASES = [
     Case(LIGHTNING, 1, 3, ("--by-hand", "--samples", "64")),
     Case(ACCELERATE, 2, 3),
     Case(ACCELERATE, 2, 8, ("--accumulate", "2", "--samples", "256")),
-    Case(ACCELERATE, 1, 3, ("--samples", "64")),
+    Case(ACCELERATE, 1, 3, ("--samples", "64", "--seedable")),
 ]
 
 

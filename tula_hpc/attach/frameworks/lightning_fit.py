@@ -126,8 +126,8 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         loop = self.trainer.fit_loop
         for loader in combined.flattened:
             for sampler in (getattr(loader, "sampler", None), _inner_sampler(loader)):
-                if callable(getattr(sampler, "set_epoch", None)):
-                    # Lightning does so too late where the loader's processes begin at once
+                # Lightning does so too late where the loader's processes begin at once
+                if hasattr(sampler, "set_epoch"):
                     sampler.set_epoch(loop.epoch_progress.current.processed)
         only = combined.flattened[0] if len(combined.flattened) == 1 else combined
         self.stream = self.keeper.open(only, _Begun(begin))
@@ -182,7 +182,7 @@ class _Begun:
         return self._begin()
 
 
-def _inner_sampler(loader: object) -> object:
+def _inner_sampler(loader: object) -> Any:
     return getattr(getattr(loader, "batch_sampler", None), "sampler", None)
 
 
