@@ -54,8 +54,8 @@ CASES = [
     Case(TRAINER, 2, 3),
     Case(TRAINER, 2, 8, ("--accumulate", "2", "--samples", "256")),
     Case(LIGHTNING, 2, 3),
-    Case(LIGHTNING, 2, 8),
-    Case(LIGHTNING, 1, 3, ("--by-hand", "--samples", "64")),
+    Case(LIGHTNING, 2, 8, ("--accumulate", "2", "--samples", "256")),
+    Case(LIGHTNING, 1, 3, ("--by-hand", "--samples", "64", "--max-steps", "14")),
     Case(ACCELERATE, 2, 3),
     Case(ACCELERATE, 2, 8, ("--accumulate", "2", "--samples", "256")),
     Case(ACCELERATE, 1, 3, ("--samples", "64", "--seedable")),
@@ -73,8 +73,8 @@ def test_stopped_twice_and_killed_once_it_ends_as_undisturbed(tmp_path: Path, al
     assert story.start(2) == [STOPPED] * workers
     assert story.start() == [EXITED] * workers
     assert_same(whole, story, lines=set)
-    # only the kill had work done again
-    assert 0 <= len(story.lines(0)) - len(whole.lines(0)) <= 4
+    # only the kill had work done again, of one start of at most 8 steps of 2 passes
+    assert 0 <= len(story.lines(0)) - len(whole.lines(0)) <= 16
     metrics = read_metrics(story.run.train().metrics_file)
     assert [row.epoch for row in metrics.epochs] == [1, 2]
     assert [row.samples_seen for row in metrics.epochs] == [n * 8 * 8 * workers for n in (1, 2)] or arguments

@@ -105,7 +105,8 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         return None if self.found is None else str(self.found)
 
     def _save(self, folder: Path) -> None:
-        self.trainer.save_checkpoint(folder / FILE)
+        # with all that is no weight
+        self.trainer.save_checkpoint(folder / FILE, weights_only=False)
 
     def _note(self, folder: Path) -> None:
         self.found = folder / FILE
@@ -167,7 +168,9 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
             or 0 < loop.max_epochs <= loop.epoch_progress.current.processed
             or 0 < loop.max_steps <= trainer.global_step
         )
-        self.keeper.end_epoch(is_last=is_last)
+        # one that counts steps alone would take the epoch for unfinished
+        saves = is_last or not loop._iteration_based_training()
+        self.keeper.end_epoch(is_last=is_last, saves=saves)
         if not is_last:
             self.keeper.begin_epoch()
 
