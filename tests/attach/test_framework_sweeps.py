@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -18,11 +19,19 @@ SAMPLES, BATCH, EPOCHS = 128, 16, 2
 STEPS = EPOCHS * SAMPLES // BATCH
 
 
-def swept(folder: Path, script: str, method: str, *arguments: str, **workload: Any) -> tuple[RunDirectory, str]:
-    """A run of two workers at one batch, from profile to report, and what the command printed."""
+class Case(NamedTuple):
+    until: str
+    method: str = "lbt"
+    arguments: tuple[str, ...] = ()
+    # keys of [workload]
+    more: Mapping[str, Any] = MappingProxyType({})
+
+
+def swept(folder: Path, script: str, case: Case) -> RunDirectory:
+    """A run of two workers at one batch."""
     sweep = folder / "mine.toml"
-    given = ["--batch-size", "{local_batch}", "--epochs", "{epochs}", "--samples", str(SAMPLES), *arguments]
-    more = "\n".join(f"{key} = {json.dumps(value)}" for key, value in workload.items())
+    given = ["--batch-size", "{local_batch}", "--epochs", "{epochs}", "--samples", str(SAMPLES), *case.arguments]
+    more = "\n".join(f"{key} = {json.dumps(value)}" for key, value in case.more.items())
     sweep.write_text(f"""
 name = "mine"
 [workload]
@@ -39,30 +48,30 @@ warmup_steps = 1
 min_steps = 5
 max_steps = 5
 [training]
-method = "{method}"
+method = "{case.method}"
 base_batch = 8
 log_interval_steps = 1
 """)
     command = [sys.executable, "-m", "tula_hpc.sweep", str(sweep), "--run-dir", str(folder / "run")]
+    command += ["--until", case.until]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=400)
     assert done.returncode == 0, done.stderr + done.stdout
-    return RunDirectory(folder / "run"), done.stdout
+    return RunDirectory(folder / "run")
 
 
-@pytest.mark.parametrize(
-    ("script", "method", "more"),
-    [
-        ("on_trainer.py", "ags", {}),
-        ("on_lightning.py", "ags", {}),
-        ("on_accelerate.py", "lbt", {"accumulation": 2, "arguments": ["--accumulate", "{accumulation}"]}),
-        ("on_timm.py", "ags", {"metric": r"Acc@1 (?P<test_accuracy>[\d.]+)"}),
-    ],
-)
-def test_a_script_is_profiled_planned_trained_and_reported(
-    tmp_path: Path, script: str, method: str, more: dict[str, Any]
-) -> None:
-    workload = dict(more)
-    run, said = swept(tmp_path, script, method, *workload.pop("arguments", []), **workload)
+CASES = {
+    "on_trainer.py": Case("plan"),
+    "on_lightning.py": Case("report", "ags"),
+    "on_accelerate.py": Case("plan", arguments=("--accumulate", "{accumulation}"), more={"accumulation": 2}),
+    "on_timm.py": Case("report", "ags", more={"metric": r"Acc@1 (?P<test_accuracy>[\d.]+)"}),
+}
+
+
+@pytest.mark.parametrize("script", CASES)
+def test_a_script_is_profiled_planned_trained_and_reported(tmp_path: Path, script: str) -> None:
+    """Trainings on the Trainer and accelerate are in test_frameworks.py."""
+    case = CASES[script]
+    run = swept(tmp_path, script, case)
     (measured,) = run.measurements().records
     assert is_usable(measured)
     assert (measured.nodes, measured.local_batch, measured.backend) == (2, BATCH // 2, "gloo")
@@ -70,11 +79,11 @@ def test_a_script_is_profiled_planned_trained_and_reported(
     plan = run.read_plan()
     assert plan is not None
     assert plan.chosen.global_batch == BATCH
+    if case.until == "plan":
+        return
     metrics = read_metrics(run.train().metrics_file)
     assert [row.step for row in metrics.steps] == list(range(1, STEPS + 1))
     assert [row.epoch for row in metrics.epochs] == list(range(1, EPOCHS + 1))
     assert all(0.0 <= (row.test_accuracy or -1.0) <= 1.0 for row in metrics.epochs)
-    if method == "ags":
-        assert all(row.scale_mean is not None for row in metrics.steps)
-    assert re.search(r"report", said)
-    assert list(run.root.glob("*.html")) or list(run.root.rglob("report*"))
+    assert len({row.scale_mean for row in metrics.steps} - {None}) > STEPS // 2
+    assert (run.root / "report" / "report.html").exists()
