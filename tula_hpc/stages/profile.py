@@ -117,16 +117,20 @@ def profile_stage(sweep: Sweep) -> None:
     """Measure until the search proposes nothing more, on each partition of the cluster.
 
     Raises:
-        InputError: By an estimate no batch fits into memory.
+        InputError: By an estimate no batch fits into memory on any partition.
         StageError: Nothing could be measured at all, and the message holds the first failure's log;
             or the user's own code failed in a job, and the message says where.
     """
     with stage_progress("profile") as progress:
         parts = parts_of(sweep)
         trusted = [_trusted_batch(part, progress) for part in parts]
-        _refuse_if_none_fits(sweep, parts)
+        left_out = _parts_without_room(sweep, parts)
+        for words in left_out.values():
+            progress.update(0, 1, words)
         failures: list[Ended] = []
         for part, trusted_batch in zip(parts, trusted, strict=True):
+            if part.partition in left_out:
+                continue
             failures += _profile_part(part, progress, trusted_batch)
             if _wrong(failures):
                 break
@@ -164,27 +168,28 @@ def parts_of(sweep: Sweep) -> list[Sweep]:
     ]
 
 
-def _refuse_if_none_fits(sweep: Sweep, parts: Sequence[Sweep]) -> None:
+def _parts_without_room(sweep: Sweep, parts: Sequence[Sweep]) -> dict[str, str]:
     stored = sweep.run.footprints(part.partition for part in parts)
-    if words := none_fits([(part, stored.get(part.partition)) for part in parts]):
+    said = {part.partition: none_fits(part, stored.get(part.partition)) for part in parts}
+    if said and all(said.values()):
+        words = "\n".join(said.values())
         # for `status`
         sweep.run.log_event("failed", "profile", detail=words[:2000])
         raise InputError(f"{words}\n{NOTHING}")
+    return {name: words for name, words in said.items() if words}
 
 
-def none_fits(parts: Sequence[tuple[Sweep, Footprint | None]]) -> str:
-    """Say why no batch fits on any partition, by estimates that are wanted; "" if one may.
+def none_fits(part: Sweep, footprint: Footprint | None) -> str:
+    """Say why no batch fits on a partition, by an estimate that is wanted; "" if one may.
 
     Args:
-        parts: The sweep on each partition, with its estimate of memory.
+        part: The sweep on the partition.
+        footprint: Its estimate of memory, if there is one.
     """
-    lines = []
-    for part, footprint in parts:
-        wanted = part.spec.search.estimate and not _measured_anything(part)
-        if footprint is None or footprint.largest_local_batch != 0 or not wanted:
-            return ""
-        lines.append(_why_none_fits(part, footprint))
-    return "\n".join(lines)
+    wanted = part.spec.search.estimate and not _measured_anything(part)
+    if footprint is None or footprint.largest_local_batch != 0 or not wanted:
+        return ""
+    return _why_none_fits(part, footprint)
 
 
 def _why_none_fits(part: Sweep, footprint: Footprint) -> str:
