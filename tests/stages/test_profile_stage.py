@@ -200,7 +200,12 @@ def test_a_partition_where_no_batch_fits_is_left_out_and_the_others_are_profiled
     sizes = {"small": TOO_LARGE, "large": FOOTPRINT}
     monkeypatch.setattr("tula_hpc.stages.profile.estimate", lambda *_, partition, **__: Estimate(sizes[partition]))
     profiled: list[str] = []
-    monkeypatch.setattr("tula_hpc.stages.profile._profile_part", lambda part, *_: profiled.append(part.partition) or [])
+
+    def profile(part: Sweep, *_: object) -> list[Ended]:
+        profiled.append(part.partition)
+        return []
+
+    monkeypatch.setattr("tula_hpc.stages.profile._profile_part", profile)
     sweep = part_with_limit(tmp_path)
     parts = [sweep._replace(partition=name) for name in sizes]
     monkeypatch.setattr("tula_hpc.stages.profile.parts_of", lambda _: parts)

@@ -13,8 +13,9 @@ from tula_hpc.errors import Failure, StageError
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.launcher import Ended
 from tula_hpc.records import Configuration, Measurement, RunDirectory, append_record, rank_file, write_atomically
+from tula_hpc.records.events import SubmissionData
 from tula_hpc.stages.context import LineProgress, Sweep, describe_failures
-from tula_hpc.stages.plan import plan_stage
+from tula_hpc.stages.plan import AS_BEGUN, plan_stage
 from tula_hpc.stages.train import next_candidate, training_tick
 from tula_hpc.status.run_files import read_facts
 
@@ -79,6 +80,13 @@ def test_a_lost_plan_of_a_training_is_made_again_which_status_and_the_command_sa
     assert capsys.readouterr().err == f"{words}\n"
     assert run.read_plan() == made
     assert read_facts(run).doubts == []
+    other = next(each for each in made.candidates if each != made.chosen)
+    run.events_file.write_text("")
+    began = SubmissionData(configuration=other.configuration)
+    run.log_event("submitted", "train", job_id="1", data=began.model_dump(mode="json", exclude_defaults=True))
+    run.plan_file.unlink()
+    made = plan_stage(Sweep(load_frozen_sweep(run.sweep_file), load_cluster(run.cluster_file), run))
+    assert (made.chosen, made.reason) == (other, AS_BEGUN), "what trains goes on"
 
 
 def test_who_waits_for_a_training_that_went_on_hears_from_where(
