@@ -11,12 +11,13 @@ from torch.utils.data import default_collate
 
 from tula_hpc.checkpoint.background import Saving
 from tula_hpc.checkpoint.interval import Cadence, expected_interruptions
+from tula_hpc.checkpoint.per_worker_states import LocalStates
 from tula_hpc.checkpoint.store import CheckpointStore, LoadedCheckpoint
 from tula_hpc.env import unix_time
 from tula_hpc.errors import StageError, StorageError
 from tula_hpc.files import HeldFolder
-from tula_hpc.training.per_worker_states import LocalStates
-from tula_hpc.training.progress import Progress, Training
+from tula_hpc.training.journal import Progress
+from tula_hpc.training.progress import Training
 from tula_hpc.training.training_log import TrainingLog
 
 
@@ -114,7 +115,7 @@ class Checkpoints:
             "optimizer": optimizer_state,
             "scaler": worker.scaler.state_dict(),
             "progress": asdict(training.progress),
-            "critical_batch": self.log.critical_batch.state_dict(),
+            "critical_batch": self.log.journal.critical_batch.state_dict(),
             "global_batch": training.global_batch,
             **({"observer": observer_state} if observer_state else {}),
         }
@@ -142,9 +143,7 @@ class Checkpoints:
         # one
         self.restart_count = max(self.restart_count, loaded.restart_count + 1)
         training.progress = progress = Progress(**loaded.state["progress"])
-        progress.restarts += 1
-        progress.interruptions += not progress.stopped
-        progress.stopped = False
+        progress.go_on()
         self.log.resume(loaded.state)
         self._log_resume(loaded)
 

@@ -167,9 +167,7 @@ class Trainer:
         self.worker.seed(hash(seed) % 2**63)
         self.guard.count_update()
         loss = self.worker.train_step(inputs, targets)
-        progress.offset += size
-        progress.samples_seen += size
-        progress.step += 1
+        progress.count_step(size)
         progress.epoch_steps += 1
         self.log.add_step(loss)
 
@@ -192,15 +190,12 @@ class Trainer:
 
     def _end_epoch(self, evaluation: Evaluation) -> None:
         progress = self.training.progress
-        progress.epoch += 1
-        progress.train_time_s += progress.epoch_time_s
+        progress.count_epoch()
         progress.epoch_loss = float(self.log.epoch_loss)
         self.hooks.on_epoch_end(evaluation)
         progress.last_loss = progress.epoch_loss / max(1, progress.epoch_steps)
         self.log.write_epoch(evaluation)
-        progress.offset = 0
-        progress.epoch_steps = 0
-        progress.epoch_time_s = 0.0
+        progress.begin_epoch()
         self.log.epoch_loss.zero_()
         is_last = progress.epoch >= self.training.epochs
         if is_last or self.training.any(self.saving.may_save):

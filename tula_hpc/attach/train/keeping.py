@@ -120,9 +120,7 @@ class Keeper:
         # a resubmitted job counts its restarts from 0 again, and would be fenced out as stale
         self.restart_count = max(self.restart_count, loaded.restart_count + 1)
         self.steps.progress = progress = ScriptProgress(**loaded.state["progress"])
-        progress.restarts += 1
-        progress.interruptions += not progress.stopped
-        progress.stopped = False
+        progress.go_on()
         # of this worker; another number of workers draws other numbers
         self.found = {
             moment: texts[self.spec.rank % len(texts)]
