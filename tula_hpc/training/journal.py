@@ -1,83 +1,17 @@
-"""Progress of a training, and the one writer of its metrics.jsonl, whoever takes the steps."""
+"""The one writer of a training's metrics.jsonl, whoever takes the steps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from tula_hpc.checkpoint.safe_points import Progress
 from tula_hpc.optim import CriticalBatch, NoiseReading
 from tula_hpc.records import EpochMetrics, StepMetrics, append_record
-
-
-@dataclass
-class Progress:
-    """Progress of a training, saved with every checkpoint.
-
-    It is counted in samples, not steps: the batch may change on the way.
-    """
-
-    # epochs completed
-    epoch: int = 0
-    # samples seen of the current epoch, over all workers
-    offset: int = 0
-    samples_seen: int = 0
-    step: int = 0
-    # steps of this epoch that were timed
-    epoch_steps: int = 0
-    epoch_time_s: float = 0.0
-    # sum of the steps' losses on rank 0 in this epoch
-    epoch_loss: float = 0.0
-    train_time_s: float = 0.0
-    # Unix time of the first start
-    started_at: float = 0.0
-    restarts: int = 0
-    # restarts after which work had to be done again
-    interruptions: int = 0
-    # saved at a stop: its process did no more
-    stopped: bool = False
-    # mean over the last whole epoch
-    last_loss: float = 0.0
-    # see `TrainResult`
-    starts_s: float = 0.0
-    evaluation_s: float = 0.0
-    saving_s: float = 0.0
-
-    def count_step(self, samples: int) -> None:
-        """Count a step with so many samples over all workers."""
-        self.offset += samples
-        self.samples_seen += samples
-        self.step += 1
-
-    def count_epoch(self) -> None:
-        """Count the current epoch, which `begin_epoch` forgets."""
-        self.epoch += 1
-        self.train_time_s += self.epoch_time_s
-
-    def begin_epoch(self) -> None:
-        """Begin the next epoch, of which nothing was seen."""
-        self.offset = 0
-        self.epoch_steps = 0
-        self.epoch_time_s = 0.0
-
-    def go_on(self) -> None:
-        """Count a start with this progress, which a checkpoint had."""
-        self.restarts += 1
-        self.interruptions += not self.stopped
-        self.stopped = False
-
-    def epoch_ends(self, samples: int, batch: int) -> bool:
-        """Tell whether the current epoch, of so many samples, has no further whole batch."""
-        return self.offset + batch > samples
-
-    def epoch_share(self, samples: int, batch: int) -> float:
-        """Return the share of the epoch's whole batches that are trained on; 1 at its end."""
-        left = max(0, samples - self.offset) // batch * batch
-        return self.offset / (self.offset + left) if self.offset > 0 else 0.0
 
 
 class StepWindow:
@@ -130,8 +64,7 @@ class Journal:
         self.global_batch, self.workers = global_batch, workers
         # rank 0 alone reads the noise
         self.critical_batch = CriticalBatch()
-        # the last epoch that was written, and its critical batch
-        self._written: tuple[int, float | None] = (0, None)
+        self._last: EpochMetrics | None = None
 
     def write_steps(
         self,
@@ -183,9 +116,9 @@ class Journal:
         """
         if self.file is None:
             return
-        if self._written[0] != epoch:
-            self._written = (epoch, finite_or_none(self.critical_batch.take()))
-        line = EpochMetrics(
+        again = [line for line in (self._last,) if line is not None and line.epoch == epoch]
+        critical_batch = again[0].critical_batch if again else self.critical_batch.take()
+        self._last = EpochMetrics(
             epoch=epoch,
             step=progress.step,
             samples_seen=progress.samples_seen,
@@ -193,12 +126,12 @@ class Journal:
             epoch_time_s=progress.epoch_time_s,
             steps=progress.epoch_steps,
             noise_scale=finite_or_none(readings.noise().noise_scale),
-            critical_batch=self._written[1],
+            critical_batch=finite_or_none(critical_batch),
             evaluation_time_s=evaluation_time_s,
             workers=self.workers,
             **scores,
         )
-        append_record(self.file, line)
+        append_record(self.file, self._last)
 
 
 def finite_or_none(value: float | None) -> float | None:

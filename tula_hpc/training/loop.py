@@ -69,7 +69,7 @@ class Trainer:
         self.suspensions = Suspensions().install()
         # of the last step
         self.batch: tuple[Batch, Batch] | None = None
-        self.checkpoints = Checkpoints(self.training, self.log)
+        self.checkpoints = Checkpoints(self.training, self.log, self.suspensions)
         self.saving = self.checkpoints.saving
         self.agreed = Agreed(self.worker, stop, self.saving.wish, self.guard.look_every_s)
         # after a stop at an epoch's last step the next save comes before any step
@@ -121,33 +121,11 @@ class Trainer:
             self._train_step(batches)
             decision = self.agreed.decide(self.guard.readings)
             self.guard.clock.stop()
-            self._count_time(started, decision)
-            if decision.failed:
-                # all workers raise it here
-                self.saving.settle()
-            if decision.save:
-                self.training.progress.stopped = decision.stop
-                self.checkpoints.save(wait=decision.stop)
+            self.checkpoints.step_ended(started, decision)
             if decision.stop:
                 return False
             self._watch_drift(decision)
         return True
-
-    def _count_time(self, started: float, decision: Decision) -> None:
-        landed = self.saving.has_landed
-        if decision.save or landed:
-            # the device's queue is the steps' time, not a save's
-            self.worker.synchronize_device()
-        seconds = time.perf_counter() - started
-        if self.suspensions.take():
-            # the step says nothing about the time of steps and saves
-            self.log.exclude(seconds)
-            seconds = 0.0
-        self.training.progress.epoch_time_s += seconds
-        self.saving.cadence.worked(seconds)
-        if landed:
-            self.saving.note()
-            self.checkpoints.log_cost()
 
     def _watch_drift(self, decision: Decision) -> None:
         started = time.perf_counter()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from tula_hpc.checkpoint.safe_points import Progress
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import RunDirectory, refuse_another
 from tula_hpc.records.events import EventName
-from tula_hpc.training.journal import Progress
 
 
 class Training:

@@ -23,15 +23,16 @@ from torch.nn.parallel import DistributedDataParallel
 from tula_hpc.attach.reporting import ChildSpec, Mode, Said, leave
 from tula_hpc.attach.train.peers import Peers
 from tula_hpc.attach.train.script_scaling import ScriptScaling
+from tula_hpc.checkpoint.safe_points import Progress
 from tula_hpc.config import SweepSpec
 from tula_hpc.ddp.agreement import Agreed, Wish
-from tula_hpc.ddp.stop_signals import StopRequest
+from tula_hpc.ddp.stop_signals import StopRequest, Suspensions
 from tula_hpc.errors import InputError
 from tula_hpc.optim import NoObserver
 from tula_hpc.records import Configuration, RunDirectory
 from tula_hpc.records.base import Record
 from tula_hpc.records.events import EventName
-from tula_hpc.training.journal import Journal, Progress, Readings, StepWindow
+from tula_hpc.training.journal import Journal, Readings, StepWindow
 
 SCORES = ("test_accuracy", "test_top5_accuracy", "test_loss", "train_loss")
 
@@ -79,6 +80,7 @@ class TrainedSoFar(Record):
     step: int = 0
     samples_seen: int = 0
     train_time_s: float = 0.0
+    saving_s: float = 0.0
     started_at: float = 0.0
     restarts: int = 0
 
@@ -124,6 +126,7 @@ class ScriptTraining(Mode):
         super().__init__(spec)
         self.settings = TrainSettings.model_validate(spec.settings)
         self.stop = StopRequest()
+        self.suspensions = Suspensions()
         self.run = RunDirectory(self.settings.root)
         self.files = self.run.train(self.settings.label)
         self.progress = ScriptProgress(
@@ -160,6 +163,7 @@ class ScriptTraining(Mode):
     def begin(self) -> None:
         """See `Mode`. A script's own handlers take the place of ours, and obey as they like."""
         self.stop.install()
+        self.suspensions.install()
         self._noted = signal.getsignal(signal.SIGTERM)
         signal.signal(signal.SIGUSR2, self._take_user_signal)
         super().begin()
@@ -185,6 +189,7 @@ class ScriptTraining(Mode):
             step=self.progress.step,
             samples_seen=self.progress.samples_seen,
             train_time_s=self.progress.train_time_s,
+            saving_s=self.progress.saving_s,
             started_at=self.progress.started_at,
             restarts=self.progress.restarts,
         )
@@ -276,7 +281,8 @@ class ScriptTraining(Mode):
         progress.count_step(samples)
 
     def _count_time(self, now: float) -> None:
-        if self.is_open:
+        # a step with a suspension says nothing about the time of steps
+        if self.is_open and not self.suspensions.take():
             self.progress.epoch_steps += 1
             self.progress.epoch_time_s += now - self._began
             self.window.add(seconds=now - self._began)
