@@ -345,6 +345,7 @@ class ScriptJob:
             train_time_s=told.train_time_s,
             wall_time_s=max(told.train_time_s, unix_time() - told.started_at),
             restarts=told.restarts,
+            saving_s=told.saving_s,
         )
         write_atomically(self.files.result_file, result.model_dump_json(indent=1))
         self.log_event("finished", format_score(result.test_accuracy, result.test_loss))

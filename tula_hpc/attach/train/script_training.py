@@ -23,13 +23,16 @@ from torch.nn.parallel import DistributedDataParallel
 from tula_hpc.attach.reporting import ChildSpec, Mode, Said, leave
 from tula_hpc.attach.train.peers import Peers
 from tula_hpc.attach.train.script_scaling import ScriptScaling
+from tula_hpc.checkpoint.safe_points import Progress
 from tula_hpc.config import SweepSpec
 from tula_hpc.ddp.agreement import Agreed, Wish
-from tula_hpc.ddp.stop_signals import StopRequest
+from tula_hpc.ddp.stop_signals import StopRequest, Suspensions
 from tula_hpc.errors import InputError
-from tula_hpc.records import Configuration, EpochMetrics, RunDirectory, StepMetrics, append_record
+from tula_hpc.optim import NoObserver
+from tula_hpc.records import Configuration, RunDirectory
 from tula_hpc.records.base import Record
 from tula_hpc.records.events import EventName
+from tula_hpc.training.journal import Journal, Readings, StepWindow
 
 SCORES = ("test_accuracy", "test_top5_accuracy", "test_loss", "train_loss")
 
@@ -77,45 +80,27 @@ class TrainedSoFar(Record):
     step: int = 0
     samples_seen: int = 0
     train_time_s: float = 0.0
+    saving_s: float = 0.0
     started_at: float = 0.0
     restarts: int = 0
 
 
 @dataclass
-class ScriptProgress:
-    """Progress of a script's training; saved with a checkpoint, where it keeps one."""
+class ScriptProgress(Progress):
+    """Progress of a script's training, with its place in `tula.batches`."""
 
-    # completed
-    epoch: int = 0
     # of `tula.batches` in this epoch that are over, and batches of the next one
     calls: int = 0
     batches: int = 0
     # by which these were cut
     batch_size: int = 0
     workers: int = 1
-    # seen of the current epoch, over all workers
-    offset: int = 0
-    samples_seen: int = 0
-    step: int = 0
-    # steps of this epoch that were timed
-    epoch_steps: int = 0
-    epoch_time_s: float = 0.0
-    train_time_s: float = 0.0
-    # Unix time of the first start
-    started_at: float = 0.0
-    restarts: int = 0
-    # restarts after which work had to be done again
-    interruptions: int = 0
-    # saved at a stop: its process did no more
-    stopped: bool = False
 
-
-class StepWindow:
-    """Steps since the last logged line."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.seconds = self.waited_s = 0.0
+    def begin_epoch(self) -> None:
+        """See `Progress`."""
+        super().begin_epoch()
+        self.calls = 0
+        self.batches = 0
 
 
 class Waits:
@@ -141,6 +126,7 @@ class ScriptTraining(Mode):
         super().__init__(spec)
         self.settings = TrainSettings.model_validate(spec.settings)
         self.stop = StopRequest()
+        self.suspensions = Suspensions()
         self.run = RunDirectory(self.settings.root)
         self.files = self.run.train(self.settings.label)
         self.progress = ScriptProgress(
@@ -156,6 +142,12 @@ class ScriptTraining(Mode):
         self.is_kept = False
         # a forward pass has begun since the last step
         self.is_open = False
+        self.journal = Journal(
+            self.files.metrics_file if spec.rank == 0 else None,
+            self.settings.samples,
+            self.settings.global_batch,
+            spec.world_size,
+        )
         self.window = StepWindow()
         self.waits = Waits()
         self._agreed: Agreed | None = None
@@ -171,6 +163,7 @@ class ScriptTraining(Mode):
     def begin(self) -> None:
         """See `Mode`. A script's own handlers take the place of ours, and obey as they like."""
         self.stop.install()
+        self.suspensions.install()
         self._noted = signal.getsignal(signal.SIGTERM)
         signal.signal(signal.SIGUSR2, self._take_user_signal)
         super().begin()
@@ -196,6 +189,7 @@ class ScriptTraining(Mode):
             step=self.progress.step,
             samples_seen=self.progress.samples_seen,
             train_time_s=self.progress.train_time_s,
+            saving_s=self.progress.saving_s,
             started_at=self.progress.started_at,
             restarts=self.progress.restarts,
         )
@@ -236,7 +230,7 @@ class ScriptTraining(Mode):
         """See `Listener`."""
         optimizer, model = self.hooks.optimizer, self.hooks.inner_model
         if self.scaling is not None and optimizer is not None and model is not None:
-            epochs_seen = self.progress.epoch + self._epoch_share()
+            epochs_seen = self.progress.epoch + self._epoch_share
             self.scaling.gradients_ready(optimizer, model, epochs_seen)
 
     def step_ends(self) -> None:
@@ -252,7 +246,7 @@ class ScriptTraining(Mode):
             return
         self.count_step()
         self._count_progress()
-        is_last = self.progress.offset + self.settings.global_batch > self.settings.samples
+        is_last = self.progress.epoch_ends(self.settings.samples, self.settings.global_batch)
         is_logged = is_last or self.progress.step % self.settings.log_interval_steps == 0
         if is_logged:
             _synchronize()
@@ -284,16 +278,14 @@ class ScriptTraining(Mode):
         if not self.is_kept and progress.offset == 0 and samples < whole:
             # the last, shorter batch of the epoch before
             progress.offset = -samples
-        progress.step += 1
-        progress.offset += samples
-        progress.samples_seen += samples
+        progress.count_step(samples)
 
     def _count_time(self, now: float) -> None:
-        if self.is_open:
+        # a step with a suspension says nothing about the time of steps
+        if self.is_open and not self.suspensions.take():
             self.progress.epoch_steps += 1
             self.progress.epoch_time_s += now - self._began
-            self.window.steps += 1
-            self.window.seconds += now - self._began
+            self.window.add(seconds=now - self._began)
         self._ended = now
 
     def pause(self) -> None:
@@ -309,26 +301,18 @@ class ScriptTraining(Mode):
     def write_steps(self) -> None:
         """Write a line for the steps since the last one, if there are any."""
         window, self.window = self.window, StepWindow()
-        if not window.steps or self.spec.rank != 0:
-            return
-        progress, optimizer = self.progress, self.hooks.optimizer
-        line = StepMetrics(
-            step=progress.step,
-            samples_seen=progress.samples_seen,
-            epoch=progress.epoch + self._epoch_share(),
-            loss=None,
-            lr=float(optimizer.param_groups[0]["lr"]) if optimizer is not None else 0.0,
-            step_time_s=window.seconds / window.steps,
-            data_time_s=window.waited_s / window.steps,
-            **(self.scaling.metrics(window.steps) if self.scaling is not None else {}),
-        )
-        append_record(self.files.metrics_file, line, durable=False)
+        if window.steps:
+            optimizer = self.hooks.optimizer
+            lr = float(optimizer.param_groups[0]["lr"]) if optimizer is not None else 0.0
+            self.journal.write_steps(self.progress, window, self._readings, lr=lr)
 
+    @property
+    def _readings(self) -> Readings:
+        return NoObserver() if self.scaling is None else self.scaling.readings
+
+    @property
     def _epoch_share(self) -> float:
-        """Return the share of the epoch's whole batches that were trained on."""
-        size, offset = self.settings.global_batch, self.progress.offset
-        left = max(0, self.settings.samples - offset) // size * size
-        return offset / (offset + left) if offset > 0 else 0.0
+        return self.progress.epoch_share(self.settings.samples, self.settings.global_batch)
 
     def end_steps_of_epoch(self) -> None:
         """Write the line of the epoch whose steps are over, unless it is there."""
@@ -340,36 +324,21 @@ class ScriptTraining(Mode):
     def end_epoch(self) -> None:
         """Count an epoch, add its scores to its line, and begin the next one."""
         self.end_steps_of_epoch()
-        progress = self.progress
         if self._reported:
             self._write_epoch()
         self._reported = {}
-        progress.epoch += 1
-        progress.train_time_s += progress.epoch_time_s
-        progress.offset = progress.calls = progress.batches = 0
-        progress.epoch_steps = 0
-        progress.epoch_time_s = 0.0
+        self.progress.count_epoch()
+        self.progress.begin_epoch()
 
     def _write_epoch(self) -> None:
         progress = self.progress
         self._written = progress.step
-        if self.spec.rank != 0:
-            return
-        line = EpochMetrics(
-            epoch=progress.epoch + 1,
-            step=progress.step,
-            samples_seen=progress.samples_seen,
-            global_batch=self.settings.global_batch,
-            epoch_time_s=progress.epoch_time_s,
-            steps=progress.epoch_steps,
-            workers=self.spec.world_size,
-            **dict.fromkeys(SCORES) | self._reported,
-        )
-        append_record(self.files.metrics_file, line)
+        scores = dict.fromkeys(SCORES) | self._reported
+        self.journal.write_epoch(progress, progress.epoch + 1, self._readings, scores)
 
     def _end_open_epoch(self) -> None:
         """Count the epoch in which the script has ended, if most of it was done."""
-        if not self.is_kept and self._epoch_share() > 0.5:
+        if not self.is_kept and self._epoch_share > 0.5:
             self.end_epoch()
         self.write_steps()
 
