@@ -23,7 +23,7 @@ from tula_hpc.records import RunDirectory, read_metrics
 SCRIPT = Path(__file__).parent / "scripts" / "three_lines.py"
 SAMPLES = 128
 STOPPED, EXITED, KILLED = "stopped", "exited", -signal.SIGKILL
-PLACE = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+PLACE = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_RUN_ID": "1"}
 Arguments = Sequence[str]
 
 
@@ -57,8 +57,10 @@ def ended(spec: ChildSpec) -> str:
 class Story:
     """A training of the script and its disturbances."""
 
-    def __init__(self, folder: Path, workers: int, arguments: Arguments, *, around: bool = True) -> None:
-        self.run = RunDirectory(folder)
+    def __init__(
+        self, folder: Path, workers: int, arguments: Arguments, *, around: bool = True, script: Path = SCRIPT
+    ) -> None:
+        self.run, self.script = RunDirectory(folder), script
         self.log, self.workers, self.around = folder / "log", workers, around
         self.arguments = ["--log", str(self.log), *arguments]
         self.starts = 0
@@ -72,7 +74,8 @@ class Story:
         """Run all its processes to their end; return why they ended, or the exit code of one that does not say."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            place = {"WORLD_SIZE": str(self.workers), "MASTER_PORT": str(free.getsockname()[1])}
+            count = str(self.workers)
+            place = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": str(free.getsockname()[1])}
         specs = [self.spec(rank, batch) for rank in range(self.workers)]
         self.starts += 1
         processes = []
@@ -96,8 +99,8 @@ class Story:
             log_interval_steps=1, restart_count=self.starts, between_s=3600.0, fixed_s=1e-6,
         )  # fmt: skip
         return ChildSpec(
-            mode="train", script=SCRIPT, home=SCRIPT.parent, said=self.run.root / f"{rank}.json", parent=0, rank=rank,
-            world_size=self.workers, settings=settings.model_dump(mode="json"),
+            mode="train", script=self.script, home=SCRIPT.parent, said=self.run.root / f"{rank}.json", parent=0,
+            rank=rank, world_size=self.workers, settings=settings.model_dump(mode="json"),
             arguments=("--batch-size", str(batch), "--epochs", "2", *self.arguments),
         )  # fmt: skip
 

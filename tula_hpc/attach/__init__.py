@@ -8,6 +8,10 @@ Three lines in a script give it an exact resume. Without tula_hpc around it they
         for inputs, targets in tula.batches(loader):
             ...
         tula.report(test_accuracy=accuracy)
+
+With a framework it is one: `tula.trainer_callback()` among the callbacks of Hugging Face's Trainer,
+`tula.lightning_callback()` among Lightning's, and for accelerate `tula.keep(accelerator=…)` in a
+plain loop.
 """
 
 from __future__ import annotations
@@ -50,13 +54,18 @@ def was_kept() -> bool:
     return _is_kept
 
 
+def _note_kept() -> None:
+    global _is_kept  # noqa: PLW0603 - see above
+    _is_kept = True
+
+
 def keep(**things: Any) -> None:
     """Keep what has `state_dict` and `load_state_dict`: model, optimizer, scheduler, averages.
 
-    What a checkpoint has of it is loaded here.
+    Of accelerate an `Accelerator` is enough, with all that it has prepared. What a checkpoint has
+    of it is loaded here.
     """
-    global _is_kept  # noqa: PLW0603 - see above
-    _is_kept = True
+    _note_kept()
     if _around is not None:
         _around.keep(things)
 
@@ -80,6 +89,22 @@ def report(**scores: float) -> None:
     """Report test_accuracy, test_top5_accuracy, test_loss or train_loss of the present epoch."""
     if _around is not None:
         _around.report(scores)
+
+
+def trainer_callback() -> Any:
+    """Return a callback for Hugging Face's Trainer, which keeps its training and reports scores."""
+    _note_kept()
+    from tula_hpc.attach.frameworks.huggingface import callback_for
+
+    return callback_for(_around)
+
+
+def lightning_callback() -> Any:
+    """Return a callback for Lightning's Trainer, which keeps its training and reports scores."""
+    _note_kept()
+    from tula_hpc.attach.frameworks.lightning_fit import callback_for
+
+    return callback_for(_around)
 
 
 class _Loop(Generic[T]):

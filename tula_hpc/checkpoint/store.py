@@ -23,7 +23,7 @@ import struct
 import tempfile
 import zipfile
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -130,8 +130,16 @@ class CheckpointStore:
         self.keep = 1
         self._prune()
 
-    def load_latest(self, map_location: str | torch.device = "cpu") -> LoadedCheckpoint | None:
+    def load_latest(
+        self,
+        map_location: str | torch.device = "cpu",
+        check: Callable[[dict[str, Any]], object] = bool,
+    ) -> LoadedCheckpoint | None:
         """Load the newest usable checkpoint; None if there is no file at all.
+
+        Args:
+            map_location: See `torch.load`.
+            check: Raises a CheckpointError where a state that was loaded cannot be used.
 
         Raises:
             CheckpointError: There are files, but none can be used. To start from the beginning
@@ -141,6 +149,7 @@ class CheckpointStore:
         for path in reversed(self.paths()):
             try:
                 state = self.load(path, map_location)
+                check(state)
             except CheckpointError as error:
                 rejected.append((path, str(error).removeprefix(f"{path}: ")))
                 continue

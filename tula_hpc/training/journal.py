@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
@@ -132,6 +132,12 @@ class Journal:
             **scores,
         )
         append_record(self.file, self._last)
+
+    def add_scores(self, scores: Mapping[str, Any]) -> None:
+        """Add scores to the last line of an epoch, if they came after it."""
+        if self._last is not None:
+            self._last = self._last.model_copy(update=dict(scores))
+            append_record(cast("Path", self.file), self._last)
 
 
 def finite_or_none(value: float | None) -> float | None:

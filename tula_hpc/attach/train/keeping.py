@@ -4,27 +4,25 @@ The script asks for its epochs and batches here (`tula.epochs`, `tula.batches`).
 the next batch, the batch before is done: there all workers agree to save or to stop, unless
 gradients are being accumulated over batches. A checkpoint has the states of what is kept, from rank
 0, and every worker's random numbers.
-
-DDP regroups its gradient buckets after the first backward pass, which changes the order of
-additions. A resumed script passes its first batch once more beforehand and throws the gradients
-away, so that it adds in the same order as an uninterrupted one.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc.attach import be_around
+from tula_hpc.attach.frameworks.folders import batch_of, check_folders, kept_in_folder
 from tula_hpc.attach.reporting import ChildSpec, Mode, Said
+from tula_hpc.attach.train.first_pass import rehearse_first_pass
 from tula_hpc.attach.train.loaders import (
     Passed,
     Stream,
@@ -67,6 +65,11 @@ class Keeper(SafePoints):
         # looked for where the script begins to keep; until it is in force
         self.loaded: LoadedCheckpoint | None = None
         self.kept: dict[str, Any] = {}
+        self._has_looked = False
+        # what is done to a model's first pass after a resume
+        self.rehearse: Callable[[DistributedDataParallel], None] = rehearse_first_pass
+        # steps at the last batch's end
+        self._stepped = 0
         if steps.scaling is not None:
             self._keep_one(SCALING, steps.scaling)
         # calls of `batches` in this epoch, in this process
@@ -91,15 +94,35 @@ class Keeper(SafePoints):
         """
         if self.has_begun:
             raise InputError("expected before tula.epochs", source="tula.keep")
-        if not self.kept:
-            self.loaded = self.store.load_latest()
+        if not self._has_looked:
+            self._has_looked = True
+            self.loaded = self._latest()
             self._restore_progress()
-        for name, thing in things.items():
+            if self.loaded is not None and SCALING in self.kept:
+                self._restore(SCALING, self.kept[SCALING], self.loaded)
+        for name, given in things.items():
+            thing = kept_in_folder(name, given, self)
             for method in ("state_dict", "load_state_dict"):
                 if not callable(getattr(thing, method, None)):
                     kind = type(thing).__name__
                     raise InputError(f"a {kind} has no {method}", source=f"tula.keep({name}=…)")
             self._keep_one(name, thing)
+
+    def _latest(self) -> LoadedCheckpoint | None:
+        """Return the newest checkpoint that the script can go on from."""
+        loaded = self.store.load_latest(check=partial(check_folders, self.store.folder))
+        if loaded is None:
+            return None
+        # a resubmitted job counts its restarts from 0 again, and would be fenced out as stale
+        self.restart_count = max(self.restart_count, loaded.restart_count + 1)
+        before, now = batch_of(loaded.state), self.settings.global_batch
+        if before in (0, now):
+            return loaded
+        if self.spec.rank == 0:
+            detail = f"begins anew: the framework saved at a global batch of {before}, now {now}"
+            data = {"step": 0, "samples_seen": 0, "epoch": 0}
+            self.steps.log_event("resumed", detail, data)
+        return None
 
     def _keep_one(self, name: str, thing: Any) -> None:
         self.kept[name] = thing
@@ -191,13 +214,56 @@ class Keeper(SafePoints):
             self.progress.calls, self.progress.batches = self.calls, 0
             self.steps.end_steps_of_epoch()
 
-    def _stream(self, loader: Iterable[Any]) -> Stream:
+    # loops of frameworks, which go through their batches by themselves
+
+    def begin_epoch(self) -> None:
+        """Note that an epoch begins, or what is left of one. Collective."""
+        self._begin()
+        self.in_epoch, self._stepped = True, self.progress.step
+        self._mark()
+
+    def open(self, loader: Iterable[Any], around: Iterable[Any]) -> Stream:
+        """Begin to go through a loader, in an epoch that was interrupted where it stopped.
+
+        Args:
+            loader: Of the training.
+            around: See `Stream`.
+        """
+        self.loaders[self.calls] = loader
+        set_generator_states(loader, self.generators.pop(str(self.calls), []))
+        self._begin_epoch()
+        return self._stream(loader, around)
+
+    def end_batch(self) -> None:
+        """Save or stop after a batch, unless gradients are being accumulated. Collective."""
+        is_step = self.progress.step > self._stepped
+        if is_step and not self.steps.is_open:
+            self._after_step()
+        self._stepped = self.progress.step
+
+    def end_epoch(self, *, is_last: bool) -> None:
+        """Count an epoch with all that belongs to it; save or stop. Collective."""
+        self.in_epoch = False
+        self.steps.end_epoch()
+        self._end_epoch(is_last=is_last)
+
+    def meet(self) -> bool:
+        """Wait for the other workers; tell whether this one is rank 0. Collective."""
+        self.worker.agree(0.0)
+        return self.is_main
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples trained on so far, over all workers."""
+        return self.progress.samples_seen
+
+    def _stream(self, loader: Iterable[Any], around: Iterable[Any] | None = None) -> Stream:
         progress, passed = self.progress, None
         if "loader" in self.found:
             set_random_state(self.found.pop("loader"), loader)
             passed = Passed(progress.batches, progress.batch_size, progress.workers)
         self.began["loader"] = random_state(loader)
-        stream = Stream(loader, passed, self.spec.world_size)
+        stream = Stream(loader, passed, self.spec.world_size, around)
         if "now" in self.found:
             set_random_state(self.found.pop("now"), loader)
         self._recount(loader, passed)
@@ -284,7 +350,7 @@ class Keeper(SafePoints):
         self.agreed = Agreed(self.worker, self.stop, self.saving.wish)
         if self.loaded is not None:
             for model in self.steps.models:
-                rehearse_first_pass(model)
+                self.rehearse(model)
             self.log_resume(self.loaded)
         # its tensors are in what is kept by now
         self.loaded = None
@@ -317,8 +383,10 @@ class Keeper(SafePoints):
         }
 
     def report(self, scores: Mapping[str, Any]) -> None:
-        """Take scores of this epoch; see `tula_hpc.attach.report`."""
+        """Take scores of this epoch, or of the last one; see `tula_hpc.attach.report`."""
         self.steps.report(scores)
+        if self.has_begun and not self.in_epoch:
+            self.steps.add_to_last_epoch()
 
     def close(self) -> None:
         """See `SafePoints`."""
@@ -375,37 +443,3 @@ def _plain(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_plain(item) for item in value)
     return value
-
-
-def rehearse_first_pass(model: DistributedDataParallel) -> None:
-    """Have a model pass its first batch in training twice; nothing is left of the first time."""
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module.training and torch.is_grad_enabled():
-            handle.remove()
-            _rehearse(model, args, kwargs)
-
-    handle = model.register_forward_pre_hook(before, with_kwargs=True)
-
-
-def _rehearse(
-    model: DistributedDataParallel, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    numbers, synchronizes = random_state(), model.require_backward_grad_sync
-    for parameter, _ in gradients:
-        parameter.grad = None
-    model.require_backward_grad_sync = True
-    # not the module itself, whose hooks would count another pass
-    outputs = model.forward(*args, **kwargs)  # type: ignore[no-untyped-call] # torch's
-    sums: list[Tensor] = [t.float().sum() for t in tensors_of(outputs) if t.requires_grad]
-    if sums:
-        torch.stack(sums).sum().backward()  # type: ignore[no-untyped-call] # torch's
-    model.require_backward_grad_sync = synchronizes
-    set_random_state(numbers)
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient

@@ -25,6 +25,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from tula_hpc.data.loader import stop_signals_blocked
 
+# before a number among the states of generators, which are base64
+PASSES = "passes:"
+
 
 class Passed(NamedTuple):
     """Batches of a loader that a worker has had, and what they were cut by."""
@@ -64,14 +67,22 @@ def set_random_state(text: str, loader: object = None) -> None:
 
 
 def generator_states(loader: object) -> list[str]:
-    """Return the states of a loader's own generators."""
-    return [_text(generator.get_state()) for generator in _generators(loader)]
+    """Return the states of a loader's own generators, and how often it was gone through.
+
+    accelerate's loaders count that, and order their samples by it.
+    """
+    states = [_text(generator.get_state()) for generator in _generators(loader)]
+    passes = getattr(loader, "iteration", None)
+    return [*states, f"{PASSES}{passes}"] if isinstance(passes, int) else states
 
 
-def set_generator_states(loader: object, states: list[str]) -> None:
+def set_generator_states(loader: Any, states: list[str]) -> None:
     """Go back to states that `generator_states` returned."""
-    for generator, state in zip(_generators(loader), states, strict=False):
+    numbers = [state for state in states if not state.startswith(PASSES)]
+    for generator, state in zip(_generators(loader), numbers, strict=False):
         generator.set_state(_tensor(state))
+    for state in states[len(numbers) :]:
+        loader.iteration = int(state.removeprefix(PASSES))
 
 
 def _text(state: torch.Tensor) -> str:
@@ -85,15 +96,17 @@ def _tensor(text: str) -> torch.Tensor:
 def _generators(loader: object) -> list[torch.Generator]:
     """Return the generators of a loader and its samplers, each once."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    holders = (
-        loader,
-        getattr(loader, "sampler", None),
-        batch_sampler,
-        getattr(batch_sampler, "sampler", None),
-    )
+    holders = [
+        (loader, "generator"),
+        # accelerate's, whose batch sampler wraps another
+        (loader, "synchronized_generator"),
+        (getattr(loader, "sampler", None), "generator"),
+        (batch_sampler, "generator"),
+        (getattr(batch_sampler, "sampler", None), "generator"),
+    ]
     found: list[torch.Generator] = []
-    for holder in holders:
-        generator = getattr(holder, "generator", None)
+    for holder, name in holders:
+        generator = getattr(holder, name, None)
         if isinstance(generator, torch.Generator) and all(generator is not g for g in found):
             found.append(generator)
     return found
@@ -111,7 +124,8 @@ def length_of(loader: Any) -> int | None:
     """Return the number of batches; None where it is unknown."""
     try:
         return len(loader)
-    except (TypeError, NotImplementedError):
+    # Lightning's have none before they are gone through
+    except (TypeError, NotImplementedError, RuntimeError):
         return None
 
 
@@ -122,12 +136,20 @@ class Stream:
         loader: Any iterable.
         passed: To be left out; None: nothing.
         workers: Of the script now.
+        around: What is gone through, where that wraps the loader; else the loader itself.
     """
 
-    def __init__(self, loader: Iterable[Any], passed: Passed | None, workers: int) -> None:
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        passed: Passed | None,
+        workers: int,
+        around: Iterable[Any] | None = None,
+    ) -> None:
         self.loader = loader
+        self.around = loader if around is None else around
         self._sampled: tuple[BatchSampler, Any] | None = None
-        self.batches = self._begin(passed, workers) if passed else _begun(loader)
+        self.batches = self._begin(passed, workers) if passed else _begun(self.around)
 
     def close(self) -> None:
         """Leave the loader as it was."""
@@ -140,7 +162,9 @@ class Stream:
         loader = self.loader
         size = batch_size_of(loader)
         is_same = (passed.batch_size, passed.workers) == (size, workers)
-        if is_same and passed.batches == length_of(loader):
+        # what counts how often it was gone through has to come to its end
+        is_plain = self.around is loader and not hasattr(loader, "iteration")
+        if is_plain and is_same and passed.batches == length_of(loader):
             return iter(())
         if _is_indexed(loader) and not (is_same and loader.num_workers):
             samples = passed.batches * passed.batch_size * passed.workers // workers
@@ -148,7 +172,7 @@ class Stream:
         batches = passed.batches
         if not is_same and size:
             batches = passed.batches * passed.batch_size * passed.workers // (size * workers)
-        stream = _begun(loader)
+        stream = _begun(self.around)
         for _ in itertools.islice(stream, batches):
             pass
         return stream
@@ -158,7 +182,7 @@ class Stream:
         rest = _Rest(batch_sampler.sampler, samples)
         self._sampled = (batch_sampler, batch_sampler.sampler)
         batch_sampler.sampler = rest
-        stream = _begun(loader)
+        stream = _begun(self.around)
         # the sampler draws its numbers here, as it did before the first batch
         iter(rest)
         return stream
@@ -174,6 +198,8 @@ def _is_indexed(loader: object) -> TypeGuard[DataLoader[Any]]:
     """Tell whether a loader cuts a sampler's indices into batches, as torch's own do by default."""
     return (
         isinstance(loader, DataLoader)
+        # not accelerate's, which begins only when it is asked for the first batch
+        and type(loader).__iter__ is DataLoader.__iter__
         and not isinstance(loader.dataset, IterableDataset)
         and type(loader.batch_sampler) is BatchSampler
     )

@@ -336,6 +336,11 @@ class ScriptTraining(Mode):
         scores = dict.fromkeys(SCORES) | self._reported
         self.journal.write_epoch(progress, progress.epoch + 1, self._readings, scores)
 
+    def add_to_last_epoch(self) -> None:
+        """Add what was reported to the line of the epoch that is over."""
+        self.journal.add_scores(self._reported)
+        self._reported = {}
+
     def _end_open_epoch(self) -> None:
         """Count the epoch in which the script has ended, if most of it was done."""
         if not self.is_kept and self._epoch_share > 0.5:

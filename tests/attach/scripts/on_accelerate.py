@@ -1,0 +1,56 @@
+"""accelerate in a plain loop; kept by three lines where tula_hpc is around it.
+
+on_accelerate.py --batch-size 8 --epochs 2 [--samples 128] [--accumulate 2] [--log FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import tula_hpc.attach as tula
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", type=int, required=True)
+    parser.add_argument("--epochs", type=int, required=True)
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--log", type=Path, default=Path("log"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=options.accumulate)
+    set_seed(0)
+    data = TensorDataset(torch.randn(options.samples, 16), torch.randint(0, 4, (options.samples,)))
+    model: nn.Module = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.5)
+    loader = DataLoader(data, options.batch_size, shuffle=True)
+    set_seed(accelerator.process_index)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    tula.keep(accelerator=accelerator)
+    options.log.mkdir(exist_ok=True)
+    with (options.log / f"losses-{accelerator.process_index}.txt").open("a") as log:
+        for epoch in tula.epochs(options.epochs):
+            for inputs, targets in tula.batches(loader):
+                with accelerator.accumulate(model):
+                    loss = nn.functional.cross_entropy(model(inputs), targets)
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                log.write(f"{float(loss).hex()} {float(inputs.sum()).hex()}\n")
+                log.flush()
+            tula.report(test_accuracy=0.25 + 0.1 * epoch)
+    torch.save(model.state_dict(), options.log / f"weights-{accelerator.process_index}.pt")
+
+
+if __name__ == "__main__":
+    main()

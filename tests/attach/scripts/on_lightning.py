@@ -1,0 +1,104 @@
+"""Lightning, whose optimizer steps by a closure or by hand; kept by one line where tula_hpc is around it.
+
+on_lightning.py --batch-size 8 --epochs 2 [--samples 128] [--by-hand] [--accumulate 2] [--log FOLDER] [--pause 0.1]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import tula_hpc.attach as tula
+
+
+class Noisy(Dataset[Any]):
+    def __init__(self, samples: int) -> None:
+        numbers = torch.Generator().manual_seed(1)
+        self.inputs = torch.randn(samples, 16, generator=numbers)
+        self.targets = torch.randint(0, 4, (samples,), generator=numbers)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index] + 0.1 * torch.randn(16), self.targets[index]
+
+
+class Classifier(lightning.LightningModule):  # type: ignore[misc] # no types are read from lightning
+    def __init__(self, log_file: Any, by_hand: bool, pause_s: float) -> None:
+        super().__init__()
+        self.log_file, self.automatic_optimization, self.pause_s = log_file, not by_hand, pause_s
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 4))
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.layers(inputs)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        time.sleep(self.pause_s)
+        inputs, targets = batch
+        loss = nn.functional.cross_entropy(self(inputs), targets)
+        self.log("train_loss", loss)
+        self.log_file.write(f"{float(loss).hex()} {float(inputs.sum()).hex()}\n")
+        self.log_file.flush()
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        outputs = self(batch[0])
+        self.log("val_loss", nn.functional.cross_entropy(outputs, batch[1]))
+        self.log("val_acc", (outputs.argmax(1) == batch[1]).float().mean())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", type=int, required=True)
+    parser.add_argument("--epochs", type=int, required=True)
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--by-hand", action="store_true")
+    parser.add_argument("--log", type=Path, default=Path("log"))
+    parser.add_argument("--pause", type=float, default=0.0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rank, world, here = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    lightning.seed_everything(rank, verbose=False)
+    options.log.mkdir(exist_ok=True)
+    validation = TensorDataset(torch.randn(16, 16), torch.randint(0, 4, (16,)))
+    trainer = lightning.Trainer(
+        max_epochs=options.epochs,
+        accelerator="cpu",
+        devices=max(1, here),
+        num_nodes=max(1, world) // max(1, here),
+        strategy="ddp" if world > 1 else "auto",
+        accumulate_grad_batches=options.accumulate,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[tula.lightning_callback()],
+    )
+    with (options.log / f"losses-{rank}.txt").open("a") as log:
+        model = Classifier(log, options.by_hand, options.pause)
+        loader = DataLoader(Noisy(options.samples), options.batch_size, shuffle=True)
+        trainer.fit(model, loader, DataLoader(validation, 8))
+    torch.save(model.state_dict(), options.log / f"weights-{rank}.pt")
+
+
+if __name__ == "__main__":
+    main()

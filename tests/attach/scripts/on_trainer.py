@@ -1,0 +1,99 @@
+"""Hugging Face's Trainer on a small GPT-2 with made texts; kept by one line where tula_hpc is around it.
+
+on_trainer.py --batch-size 8 --epochs 2 [--samples 128] [--accumulate 2] [--log FOLDER] [--pause 0.1]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+
+import tula_hpc.attach as tula
+
+WORDS, LENGTH = 64, 16
+
+
+class Texts(Dataset[Any]):
+    def __init__(self, samples: int, seed: int) -> None:
+        numbers = torch.Generator().manual_seed(seed)
+        self.tokens = torch.randint(0, WORDS, (samples, LENGTH), generator=numbers)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+
+class Logged(Trainer):  # type: ignore[misc] # no types are read from transformers
+    """Writes the loss of each batch."""
+
+    log_file: Any = None
+    pause_s = 0.0
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        if model.training:
+            time.sleep(self.pause_s)
+            self.log_file.write(f"{float(loss).hex()} {int(inputs['input_ids'].sum())}\n")
+            self.log_file.flush()
+        return (loss, outputs) if return_outputs else loss
+
+
+def accuracy(predictions: Any) -> dict[str, float]:
+    words = np.argmax(predictions.predictions[:, :-1], axis=-1)
+    return {"accuracy": float((words == predictions.label_ids[:, 1:]).mean())}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", type=int, required=True)
+    parser.add_argument("--epochs", type=int, required=True)
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--log", type=Path, default=Path("log"))
+    parser.add_argument("--pause", type=float, default=0.0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    set_seed(0)
+    options.log.mkdir(exist_ok=True)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2))
+    arguments = TrainingArguments(
+        output_dir=str(options.log / "out"),
+        use_cpu=True,
+        per_device_train_batch_size=options.batch_size,
+        gradient_accumulation_steps=options.accumulate,
+        num_train_epochs=options.epochs,
+        lr_scheduler_type="cosine",
+        learning_rate=1e-3,
+        eval_strategy="epoch",
+        save_strategy="no",
+        logging_steps=4,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = Logged(
+        model=model,
+        args=arguments,
+        train_dataset=Texts(options.samples, 1),
+        eval_dataset=Texts(16, 2),
+        compute_metrics=accuracy,
+        callbacks=[tula.trainer_callback()],
+    )
+    rank = arguments.process_index
+    with (options.log / f"losses-{rank}.txt").open("a") as log:
+        trainer.log_file, trainer.pause_s = log, options.pause
+        trainer.train()
+    torch.save(model.state_dict(), options.log / f"weights-{rank}.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Frameworks that train by a loop and checkpoints of their own."""

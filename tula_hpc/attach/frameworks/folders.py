@@ -1,0 +1,198 @@
+"""Checkpoints that a framework writes by itself: a folder each, which a checkpoint of ours names.
+
+The folder lies beside our checkpoints and is called like the one that it belongs to. That one is
+written when the folder is whole, with the size and the digest of each file: a training goes on from
+a folder only if its checkpoint is on disk and every file is as it was. Interval, fencing and the
+fall back to an older checkpoint are those of `checkpoint.store`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from tula_hpc.checkpoint.store import CheckpointStore, file_name
+from tula_hpc.errors import CheckpointError, InputError
+from tula_hpc.files import in_words, make_private
+
+_KEYS = frozenset(("folder", "batch", "files"))
+_NAME = re.compile(r"checkpoint-r(\d{4,})-\d{12,}\.\w+")
+
+
+class Keeper(Protocol):
+    """Keeper of a script's state, as frameworks see it; see `attach.train.keeping`."""
+
+    store: CheckpointStore
+    restart_count: int
+    # of the training
+    settings: Any
+    # done to a wrapped model after a resume
+    rehearse: Callable[..., None]
+
+    @property
+    def progress(self) -> Any:
+        """Progress of the script."""
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples trained on so far."""
+
+    def meet(self) -> bool:
+        """Wait for the other workers; tell whether this one is rank 0. Collective."""
+
+    def keep(self, things: Mapping[str, Any]) -> None:
+        """Keep these, and give them the states of the checkpoint."""
+
+    def begin_epoch(self) -> None:
+        """Note that an epoch begins, or what is left of one. Collective."""
+
+    def open(self, loader: Iterable[Any], around: Iterable[Any]) -> Any:
+        """Begin to go through a loader where it stopped."""
+
+    def end_batch(self) -> None:
+        """Save or stop after a batch. Collective."""
+
+    def end_epoch(self, *, is_last: bool) -> None:
+        """Count an epoch; save or stop. Collective."""
+
+    def report(self, scores: Mapping[str, Any]) -> None:
+        """Take scores of this epoch, or of the last one."""
+
+
+class FolderState:
+    """State that a framework keeps in a folder; kept as other things are by their states.
+
+    Args:
+        kind: Name of what it is, one word.
+        save: Writes into a folder that is there and empty. All workers call it.
+        load: Takes such a folder, whole.
+        holder: Keeps it.
+        batch: Global batch of the training, where the framework counts by it; 0: it does not.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        save: Callable[[Path], object],
+        load: Callable[[Path], object],
+        holder: Keeper,
+        batch: int = 0,
+    ) -> None:
+        self.kind, self.save, self.load, self.holder = kind, save, load, holder
+        self.batch = batch
+        # by this process: at an epoch's end the same samples may be saved once more
+        self.saves = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Save, and return what was written; {} on other workers than rank 0. Collective.
+
+        Raises:
+            CheckpointError: The folder cannot be made or read.
+            InputError: The framework wrote to another place.
+        """
+        holder = self.holder
+        place = holder.store.folder
+        name = Path(file_name(holder.restart_count, holder.samples_seen)).stem
+        folder = place / f"{name}.{self.kind}{self.saves}"
+        self.saves += 1
+        is_main = holder.meet()
+        try:
+            if is_main:
+                _make(folder, holder.restart_count)
+            holder.meet()
+            self.save(folder)
+            if not holder.meet():
+                return {}
+            files = {str(file.relative_to(folder)): _noted(file) for file in _files(folder)}
+            _sync_folders(folder)
+        except OSError as error:
+            raise CheckpointError(f"{folder}: cannot be saved: {in_words(error)}") from error
+        if not files:
+            raise InputError(
+                f"the {self.kind} saved to another place than {folder}; leave the naming of "
+                "checkpoints to tula (accelerate: no automatic_checkpoint_naming)",
+                source="tula.keep",
+            )
+        return {"folder": folder.name, "batch": self.batch, "files": files}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what was saved so."""
+        self.load(self.holder.store.folder / state["folder"])
+
+
+def kept_in_folder(name: str, thing: Any, holder: Keeper) -> Any:
+    """Return what is kept of a thing: of accelerate's Accelerator a folder, else the thing."""
+    methods = (getattr(thing, method, None) for method in ("save_state", "load_state"))
+    if not all(map(callable, methods)):
+        return thing
+    return FolderState(
+        name,
+        lambda folder: thing.save_state(str(folder)),
+        lambda folder: thing.load_state(str(folder)),
+        holder,
+    )
+
+
+def check_folders(place: Path, state: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint whose folders are not as they were.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+    """
+    for kept in _folders_of(state):
+        folder = place / Path(kept["folder"]).name
+        for name, noted in kept["files"].items():
+            try:
+                now = _noted(folder / name)
+            except OSError as error:
+                raise CheckpointError(f"{folder / name}: {in_words(error)}") from error
+            if now != noted:
+                raise CheckpointError(f"{folder / name} is damaged")
+
+
+def batch_of(state: Mapping[str, Any]) -> int:
+    """Return the global batch by which a framework's checkpoint counts; 0: it does not."""
+    return max((int(kept["batch"]) for kept in _folders_of(state)), default=0)
+
+
+def _folders_of(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    kept = state.get("kept", {}).values()
+    return [each for each in kept if isinstance(each, dict) and each.keys() == _KEYS]
+
+
+def _make(folder: Path, restart_count: int) -> None:
+    """Make a folder anew, and delete those that belong to no checkpoint."""
+    make_private(folder.parent)
+    for other in folder.parent.iterdir():
+        found = _NAME.fullmatch(other.name)
+        # a later restart may be writing its own just now
+        is_mine = found is not None and int(found[1]) <= restart_count
+        if is_mine and other.is_dir() and not other.with_suffix(".tula").exists():
+            shutil.rmtree(other)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _noted(file: Path) -> list[Any]:
+    """Return a file's size and digest, once it is on the disk."""
+    with file.open("rb") as content:
+        os.fsync(content.fileno())
+        return [file.stat().st_size, hashlib.file_digest(content, "sha256").hexdigest()]
+
+
+def _sync_folders(folder: Path) -> None:
+    for each in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
+        number = os.open(each, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)

@@ -1,0 +1,147 @@
+"""Hugging Face's Trainer: kept by its own checkpoints, and resumed where it stopped.
+
+The Trainer resumes exactly from two places: the beginning of an epoch, and after a step whose next
+batch is of the same epoch. There it is saved, once all that belongs to the step is over: logs,
+evaluation, checkpoints of the user's own. Ours are in the run, and the Trainer's output folder has
+what it would have without us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+
+from tula_hpc.attach.frameworks.folders import FolderState, Keeper
+from tula_hpc.errors import InputError
+
+# of its evaluations, as records have them
+SCORES = {
+    "eval_loss": "test_loss",
+    "eval_accuracy": "test_accuracy",
+    "eval_top5_accuracy": "test_top5_accuracy",
+}
+# while it saves for us
+OURS = {
+    "save_strategy": "no",
+    "save_only_model": False,
+    "save_on_each_node": False,
+    "save_total_limit": None,
+    "push_to_hub": False,
+}
+
+
+def callback_for(keeper: Any) -> TrainerCallback:
+    """Return a callback that does nothing unless a keeper is around."""
+    return TrainerCallback() if keeper is None else KeptTrainer(keeper)
+
+
+class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read from transformers
+    """Callback of a Trainer whose training is kept.
+
+    Args:
+        keeper: Of this process.
+    """
+
+    def __init__(self, keeper: Keeper) -> None:
+        self.keeper = keeper
+        self.trainer: Any = None
+        # of the checkpoint
+        self.found: Path | None = None
+        self.in_epoch = False
+        # the Trainer's step after which it was last looked for a stop
+        self.looked = 0
+        self._wrap_train()
+
+    def _wrap_train(self) -> None:
+        """Have the Trainer with this callback begin where it stopped."""
+        original, callback = Trainer.train, self
+
+        @wraps(original)
+        def train(
+            trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
+        ) -> Any:
+            if callback in trainer.callback_handler.callbacks:
+                resume_from_checkpoint = callback.take(trainer) or resume_from_checkpoint
+            return original(trainer, resume_from_checkpoint, *args, **kwargs)
+
+        Trainer.train = train
+
+    def take(self, trainer: Any) -> str | None:
+        """Keep a Trainer that is about to train; return the checkpoint that it goes on from.
+
+        Raises:
+            InputError: It has trained before.
+        """
+        if self.trainer is not None:
+            raise InputError("one call of Trainer.train is kept", source="tula.trainer_callback")
+        self.trainer = trainer
+        batch = self.keeper.settings.global_batch
+        self.keeper.keep(
+            {"trainer": FolderState("trainer", self._save, self._note, self.keeper, batch)}
+        )
+        return None if self.found is None else str(self.found)
+
+    def _save(self, folder: Path) -> None:
+        with _changed(self.trainer.args, {**OURS, "output_dir": str(folder)}):
+            self.trainer._save_checkpoint(self.trainer.model_wrapped, trial=None)
+
+    def _note(self, folder: Path) -> None:
+        (self.found,) = folder.glob("checkpoint-*")
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """End the epoch before, whose evaluation is over, and begin this one."""
+        self._end_open_epoch(is_last=False)
+        self.keeper.begin_epoch()
+        self.in_epoch, self.looked = True, state.global_step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Save or stop after the step before, unless it was of another epoch."""
+        if state.global_step > self.looked:
+            self.looked = state.global_step
+            self.keeper.end_batch()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """End the last epoch."""
+        self._end_open_epoch(is_last=True)
+
+    def _end_open_epoch(self, *, is_last: bool) -> None:
+        if self.in_epoch:
+            self.in_epoch = False
+            self.keeper.end_epoch(is_last=is_last)
+
+    def on_evaluate(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        metrics: Mapping[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        """Report the scores that records know."""
+        found = {SCORES[name]: value for name, value in (metrics or {}).items() if name in SCORES}
+        self.keeper.report(found)
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any
+    ) -> None:
+        """Report the mean loss of the steps since the last log."""
+        if self.in_epoch and "loss" in (logs or {}):
+            self.keeper.report({"train_loss": (logs or {})["loss"]})
+
+
+@contextmanager
+def _changed(thing: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    """Have attributes of a thing other values in the block."""
+    before = {name: getattr(thing, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(thing, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(thing, name, value)

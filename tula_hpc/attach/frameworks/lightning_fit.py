@@ -1,0 +1,211 @@
+"""Lightning's Trainer: kept by its own checkpoints, and resumed where it stopped.
+
+Lightning restores its loops in mid-epoch, but neither random numbers nor the place in the data
+loader. Both are noted when it begins to go through the loader, and found again there. It is saved
+where a batch or an epoch is over with all that belongs to it: validation, schedules, callbacks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.utilities import CombinedLoader
+
+from tula_hpc.attach.frameworks.folders import FolderState, Keeper
+from tula_hpc.errors import InputError
+
+# names under which people log them in a validation, best first
+SCORES = {
+    "test_loss": ("val_loss", "valid_loss", "test_loss"),
+    "test_accuracy": ("val_acc", "val_accuracy", "valid_acc", "test_acc", "test_accuracy"),
+    "test_top5_accuracy": ("val_acc5", "val_top5_accuracy", "test_top5_accuracy"),
+}
+# within a folder of ours
+FILE = "lightning.ckpt"
+
+
+def callback_for(keeper: Any) -> Callback:
+    """Return a callback that does nothing unless a keeper is around."""
+    return Callback() if keeper is None else KeptFit(keeper)
+
+
+class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightning
+    """Callback of a Trainer whose training is kept.
+
+    Args:
+        keeper: Of this process.
+    """
+
+    def __init__(self, keeper: Keeper) -> None:
+        self.keeper = keeper
+        self.trainer: Any = None
+        # of the checkpoint
+        self.found: Path | None = None
+        # of the epoch's loader
+        self.stream: Any = None
+        self.handler = signal.getsignal(signal.SIGTERM)
+        self._wrap_fit()
+        self._wrap_loading()
+
+    def _wrap_fit(self) -> None:
+        """Have the Trainer with this callback begin where it stopped."""
+        original, callback = Trainer.fit, self
+        signature = inspect.signature(original)
+
+        @wraps(original)
+        def fit(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(trainer, *args, **kwargs)
+            if callback in trainer.callbacks:
+                found = callback.take(trainer)
+                if found is not None:
+                    given.arguments["ckpt_path"] = found
+            return original(*given.args, **given.kwargs)
+
+        Trainer.fit = fit
+
+    def _wrap_loading(self) -> None:
+        """Lead the training's loader to where it stopped, each time that it is begun."""
+        original, callback = CombinedLoader.__iter__, self
+
+        @wraps(original)
+        def begin(combined: Any) -> Any:
+            trainer = callback.trainer
+            if trainer is None or combined is not trainer.fit_loop._combined_loader:
+                return original(combined)
+            callback.open(combined, partial(original, combined))
+            return combined
+
+        CombinedLoader.__iter__ = begin
+
+    def take(self, trainer: Any) -> str | None:
+        """Keep a Trainer that is about to train; return the checkpoint that it goes on from.
+
+        Raises:
+            InputError: It has trained before.
+        """
+        if self.trainer is not None:
+            raise InputError("one call of Trainer.fit is kept", source="tula.lightning_callback")
+        self.trainer = trainer
+        batch = self.keeper.settings.global_batch
+        rehearse = self.keeper.rehearse
+        self.keeper.rehearse = lambda model: self._rehearse(model, rehearse)
+        self.keeper.keep(
+            {"lightning": FolderState("lightning", self._save, self._note, self.keeper, batch)}
+        )
+        loop = trainer.fit_loop
+        _after(loop.epoch_loop, "on_advance_end", self._end_batch)
+        _after(loop, "on_advance_end", self._end_epoch)
+        return None if self.found is None else str(self.found)
+
+    def _save(self, folder: Path) -> None:
+        self.trainer.save_checkpoint(folder / FILE)
+
+    def _note(self, folder: Path) -> None:
+        self.found = folder / FILE
+
+    def _rehearse(self, model: Any, rehearse: Callable[..., None]) -> None:
+        """Have a model pass its first batch twice, where that matters and can be undone.
+
+        Two workers add in either order alike. With optimization by hand a pass takes a step.
+        """
+        module = self.trainer.lightning_module
+        if self.trainer.world_size > 2 and module.automatic_optimization:
+            rehearse(model, lambda: _without_logs(module))
+
+    def open(self, combined: Any, begin: Callable[[], Any]) -> None:
+        """Begin an epoch's loading."""
+        if self.stream is not None:
+            self.stream.close()
+        loop = self.trainer.fit_loop
+        for loader in combined.flattened:
+            for sampler in (getattr(loader, "sampler", None), _inner_sampler(loader)):
+                if callable(getattr(sampler, "set_epoch", None)):
+                    # Lightning does so too late where the loader's processes begin at once
+                    sampler.set_epoch(loop.epoch_progress.current.processed)
+        only = combined.flattened[0] if len(combined.flattened) == 1 else combined
+        self.stream = self.keeper.open(only, _Begun(begin))
+
+    # what Lightning tells
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin; and obey a stop as before, not by Lightning's own handler."""
+        signal.signal(signal.SIGTERM, self.handler)
+        self.keeper.begin_epoch()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Report the scores that records know."""
+        if trainer.sanity_checking:
+            return
+        metrics = trainer.callback_metrics
+        found = {}
+        for score, names in SCORES.items():
+            known = [float(metrics[name]) for name in names if name in metrics]
+            if known:
+                found[score] = known[0]
+        if "train_loss" in metrics:
+            found["train_loss"] = float(metrics["train_loss"])
+        self.keeper.report(found)
+
+    def _end_batch(self, data_fetcher: Any) -> None:
+        loop = self.trainer.fit_loop.epoch_loop
+        self.keeper.progress.batches = loop.batch_progress.current.completed
+        # it would not validate again after a resume, nor end the epoch
+        if not loop._is_training_done and not loop._should_check_val_fx(data_fetcher):
+            self.keeper.end_batch()
+
+    def _end_epoch(self) -> None:
+        trainer, loop = self.trainer, self.trainer.fit_loop
+        is_last = (
+            trainer.should_stop
+            or 0 < loop.max_epochs <= loop.epoch_progress.current.processed
+            or 0 < loop.max_steps <= trainer.global_step
+        )
+        self.keeper.end_epoch(is_last=is_last)
+        if not is_last:
+            self.keeper.begin_epoch()
+
+
+class _Begun:
+    """Something that is gone through by a function."""
+
+    def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
+        self._begin = begin
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._begin()
+
+
+def _inner_sampler(loader: object) -> object:
+    return getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+
+
+def _after(thing: Any, name: str, then: Callable[..., None]) -> None:
+    """Call a function with the same arguments after a method of a thing has run."""
+    original = getattr(thing, name)
+
+    @wraps(original)
+    def method(*args: Any) -> None:
+        original(*args)
+        then(*args)
+
+    setattr(thing, name, method)
+
+
+@contextmanager
+def _without_logs(module: Any) -> Iterator[None]:
+    """Have what a module logs in the block thrown away."""
+    names = ("log", "log_dict")
+    for name in names:
+        vars(module)[name] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        for name in names:
+            del vars(module)[name]

@@ -1,0 +1,66 @@
+"""First pass of a resumed script's model, which it takes twice.
+
+DDP regroups its gradient buckets after the first backward pass, which changes the order of
+additions. A resumed script passes its first batch once more beforehand and throws the gradients
+away, so that it adds in the same order as an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tula_hpc.attach.train.loaders import random_state, set_random_state
+from tula_hpc.batches import tensors_of
+
+
+def rehearse_first_pass(
+    model: DistributedDataParallel,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> None:
+    """Have a model pass its first batch in training twice; nothing is left of the first time.
+
+    Args:
+        model: Wrapped, and not passed yet.
+        around: Entered for the first time, to undo what that does to others.
+    """
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module.training and torch.is_grad_enabled():
+            handle.remove()
+            with around():
+                _rehearse(model, args, kwargs)
+
+    handle = model.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def _rehearse(
+    model: DistributedDataParallel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    numbers, synchronizes = random_state(), model.require_backward_grad_sync
+    # Lightning has another method called once, by a `forward` that removes itself
+    replaced = vars(model.module).get("forward")
+    for parameter, _ in gradients:
+        parameter.grad = None
+    model.require_backward_grad_sync = True
+    # not the module itself, whose hooks would count another pass
+    outputs = model.forward(*args, **kwargs)  # type: ignore[no-untyped-call] # torch's
+    sums: list[Tensor] = [t.float().sum() for t in tensors_of(outputs) if t.requires_grad]
+    if sums:
+        torch.stack(sums).sum().backward()  # type: ignore[no-untyped-call] # torch's
+    model.require_backward_grad_sync = synchronizes
+    if replaced is not None:
+        vars(model.module)["forward"] = replaced
+    set_random_state(numbers)
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
