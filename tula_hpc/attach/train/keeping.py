@@ -34,7 +34,6 @@ from tula_hpc.attach.train.loaders import (
 )
 from tula_hpc.attach.train.peers import Peers
 from tula_hpc.attach.train.script_training import ScriptProgress, ScriptTraining
-from tula_hpc.batches import tensors_of
 from tula_hpc.checkpoint.interval import Interruptions
 from tula_hpc.checkpoint.safe_points import SafePoints
 from tula_hpc.checkpoint.store import CheckpointStore, LoadedCheckpoint
