@@ -110,6 +110,38 @@ def test_lack_of_memory_is_a_record(tmp_path: Path) -> None:
     assert {(m.status, m.failure) for m in records} == {("oom", Failure.DEVICE_OOM)}
 
 
+def test_a_batch_that_memory_forbids_is_taken_in_parts(tmp_path: Path) -> None:
+    path = tmp_path / "parts.toml"
+    path.write_text(f"""
+name = "parts"
+[workload]
+script = "{SCRIPTS / "averaging.py"}"
+arguments = [
+    "--batch-size", "{{local_batch}}", "--accumulate", "{{accumulation}}", "--largest-batch", "16"
+]
+samples = 4096
+epochs = 2
+[objective]
+kind = "time"
+[search]
+cluster_sizes = [1]
+min_batch = 8
+max_batch = 64
+""")
+    done = sweep(path, tmp_path, *QUICK)
+    assert done.returncode == 0, done.stderr + done.stdout
+    run = RunDirectory(tmp_path / "run")
+    found = [(m.local_batch, m.accumulation, m.status) for m in run.measurements().records]
+    good, out = [(8, 1, "ok"), (16, 1, "ok"), (32, 2, "ok"), (64, 4, "ok")], [(32, 1, "oom")]
+    assert sorted(found) == sorted(good + out)
+    plan = run.read_plan()
+    assert plan is not None
+    assert [(c.local_batch, c.accumulation, c.feasible) for c in plan.candidates] == [
+        (batch, passes, True) for batch, passes, _ in good
+    ]
+    assert "in 4 parts" in done.stdout
+
+
 def test_a_mistake_in_the_file_is_told_before_any_job(tmp_path: Path) -> None:
     path = mine(tmp_path, "trains")
     path.write_text(path.read_text().replace("misbehaving.py", "gone.py"))

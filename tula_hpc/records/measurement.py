@@ -169,6 +169,9 @@ class Measurement(Record):
     identity: Identity | None = None
     # in so many a step takes the local batch, one after another
     parts: int = Field(default=1, ge=1, le=10**6)
+    # forward passes in which a script that is told their number takes the local batch; None: it is
+    # not told
+    accumulation: int | None = Field(default=None, ge=1, le=2**31)
     smaller_computes: tuple[SmallerCompute, ...] = Field(default=(), max_length=48)
     device: str = ""
     backend: str = ""
