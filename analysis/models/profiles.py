@@ -49,6 +49,8 @@ class Profile(NamedTuple):
     kept: bool = False
     # forward passes in which a script that is told their number took the local batch
     accumulation: int = 1
+    # of an epoch of a script, and not of its steps; None: no repeat has it
+    between_epochs_s: float | None = None
 
     @property
     def part_batch(self) -> float:
@@ -228,6 +230,7 @@ def _grouped(measurements: Iterable[Measurement]) -> tuple[Groups, Groups, Group
 def _profile(configuration: Configuration, passes: int, rows: Sequence[Measurement]) -> Profile:
     used = [row.processor for row in rows if row.processor]
     watts = [row.watts_per_node for row in rows if row.watts_per_node > 0.0]
+    between_s = [row.between_epochs_s for row in rows if row.between_epochs_s is not None]
     smaller = medians_by_batch(pair for row in rows for pair in row.smaller_computes)
     return Profile(
         configuration,
@@ -244,6 +247,7 @@ def _profile(configuration: Configuration, passes: int, rows: Sequence[Measureme
         processor=_medians(used, ProcessorUse, float) if used else None,
         kept=rows[-1].kept,
         accumulation=passes,
+        between_epochs_s=median(between_s) if between_s else None,
     )
 
 

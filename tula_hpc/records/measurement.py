@@ -163,6 +163,8 @@ class Measurement(Record):
     # of AGS's gradient scale, on average
     updates_per_epoch: float = 0.0
     parameters: int = 0
+    # of an epoch of a script, not of its steps: evaluation, saving, start of loaders; None: not seen
+    between_epochs_s: float | None = Field(default=None, ge=0.0, lt=CREDIBLE_S)
     # a script keeps its state here, so that it goes on exactly where it was
     kept: bool = False
     # of model, code and data; None: a record of an earlier version, or of a job that was killed

@@ -332,12 +332,14 @@ class Keeper:
 
     def _save(self, *, wait: bool) -> None:
         self.steps.write_steps()
+        began = time.perf_counter()
         self.saving.save(
             self._state,
             samples_seen=self.progress.samples_seen,
             restart_count=self.restart_count,
             wait=wait,
         )
+        self.steps.leave_out(time.perf_counter() - began)
         self._log_cost()
 
     def _log_cost(self) -> None:

@@ -163,6 +163,11 @@ class ScriptTraining(Mode):
         self._samples = 0
         # when the last step ended; None: what came since was no training
         self._ended: float | None = None
+        # when it did, whatever came since; of this epoch what was none of its steps
+        self._stepped_at: float | None = None
+        self._paused_s = 0.0
+        # the last epoch's, while the time until the next one is not known
+        self._line: EpochMetrics | None = None
         self._began = 0.0
         self._reported: dict[str, float] = {}
         # the last step of which an epoch's line tells
@@ -185,6 +190,8 @@ class ScriptTraining(Mode):
     def ended(self, code: int) -> Said:
         """See `Mode`."""
         self._end_open_epoch()
+        if code == 0 and self._stepped_at is not None:
+            self._count_pause(time.perf_counter() - self._stepped_at)
         return self._told("exited", code)
 
     def _told(self, end: Literal["stopped", "exited"], code: int = 0) -> Said:
@@ -229,6 +236,8 @@ class ScriptTraining(Mode):
         if self._ended is not None:
             waited_s = now - self._ended
             self.waits.add(waited_s)
+        elif self._stepped_at is not None:
+            self._count_pause(now - self._stepped_at)
         self._began = now - waited_s
         self.window.waited_s += waited_s
 
@@ -294,11 +303,26 @@ class ScriptTraining(Mode):
             self.progress.epoch_time_s += now - self._began
             self.window.steps += 1
             self.window.seconds += now - self._began
-        self._ended = now
+        self._ended = self._stepped_at = now
 
     def pause(self) -> None:
         """Count the time up to the next forward pass as no training's."""
         self._ended = None
+
+    def leave_out(self, seconds: float) -> None:
+        """Count a checkpoint in a pause as none of the script's own time."""
+        self._paused_s -= seconds
+
+    def _count_pause(self, seconds: float) -> None:
+        """Count time of the script that is none of its steps'; of the epoch before at its end."""
+        self._paused_s += seconds
+        if self.progress.epoch_steps:
+            return
+        line, self._line = self._line, None
+        paused_s, self._paused_s = max(0.0, self._paused_s), 0.0
+        if line is not None:
+            known = line.model_copy(update={"evaluation_time_s": paused_s})
+            append_record(self.files.metrics_file, known)
 
     def _stop_if_asked(self) -> None:
         if self._agreed is None:
@@ -365,6 +389,7 @@ class ScriptTraining(Mode):
             workers=self.spec.world_size,
             **dict.fromkeys(SCORES) | self._reported,
         )
+        self._line = line
         append_record(self.files.metrics_file, line)
 
     def _end_open_epoch(self) -> None:
