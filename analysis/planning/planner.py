@@ -6,6 +6,7 @@ one, its fallbacks and some of the Pareto front.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -136,7 +137,16 @@ def _notes(part: Part) -> list[str]:
         f"while a checkpoint is written, the first node holds {copy} more in host memory, "
         f"{counted}",
         *describe_limit(part.cluster, part.summary.memory_uses),
+        *_describe_passes(part),
     ]
+
+
+def _describe_passes(part: Part) -> list[str]:
+    most = part.summary.passes.most
+    if math.isinf(most):
+        return []
+    at_once = plural(round(most), "sample")
+    return [f"a worker takes at most {at_once} in one forward pass, more of them in several parts"]
 
 
 def _without_warnings(sweep: SweepSpec, fitted: Fitted, choice: Choice) -> Plan:

@@ -332,7 +332,7 @@ def _columns(plan: Plan, shown: Sequence[Candidate]) -> list[TextColumn]:
         # signs stand first, where they are never cut off
         TextColumn("", [_mark(item, plan.chosen) for item in shown]),
         numbers("nodes", lambda c: c.nodes),
-        numbers("local batch", lambda c: c.local_batch),
+        numbers("local batch", lambda c: f"{c.local_batch}{c.in_parts}"),
         numbers("global batch", lambda c: c.global_batch),
         numbers("step", lambda c: format_duration(c.step_time_s), spare=3),
         numbers("epoch", lambda c: format_duration(c.epoch_time_s), spare=1),

@@ -269,7 +269,7 @@ def candidate_table(plan: Plan, measurements: Sequence[Measurement]) -> TextTabl
 def _candidate_cells(item: Candidate, measured: Mapping[Configuration, float]) -> tuple[str, ...]:
     return (
         str(item.nodes),
-        f"{item.global_batch:,}\n{item.local_batch:,} per worker",
+        f"{item.global_batch:,}\n{item.local_batch:,} per worker{item.in_parts}",
         format_duration(item.step_time_s),
         format_interval(predicted(item, "epoch_time_s")),
         format_duration(measured.get(item.configuration)),

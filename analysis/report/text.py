@@ -100,13 +100,14 @@ def _advice(plan: Plan) -> Iterator[str]:
     memory = format_bytes(chosen.peak_memory_bytes)
     if plan.memory_limit_bytes:
         memory += f" of {format_bytes(plan.memory_limit_bytes)}"
+    each = f"{plural(chosen.local_batch, 'sample')} per worker{chosen.in_parts}"
     expected = ""
     if chosen.expected_time_s > chosen.train_time_s:
         parts = "evaluation, checkpoints, starts and interruptions"
         expected = f"{format_duration(chosen.expected_time_s)} expected with {parts}, "
     yield (
         f"Train on {plural(chosen.nodes, 'node')}{where} with global batch "
-        f"{chosen.global_batch:,} ({plural(chosen.local_batch, 'sample')} per worker): predicted "
+        f"{chosen.global_batch:,} ({each}): predicted "
         f"{duration} for {plural(plan.epochs, 'epoch')}, {expected}"
         f"{format_money(chosen.cost, chosen.currency)}, {memory} of memory per worker."
     )

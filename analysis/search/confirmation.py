@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tula_hpc.analysis.models.accumulation import Passes
 from tula_hpc.analysis.models.profiles import Summary, summarize
 from tula_hpc.analysis.models.step_time import StepTimeModel, fit_step_time
 from tula_hpc.analysis.models.step_time_fit import FormName
@@ -173,7 +174,7 @@ def _surprises(
         before = prediction_before(configuration, usable, sweep.search.form)
         if before is None or not before.is_contradicted:
             continue
-        choices = decision.choices(before.summary, before.model) or []
+        choices = decision.choices(decision.known(before.summary), before.model) or []
         if configuration in {choice.configuration for choice in choices}:
             yield _Surprise(configuration, before, len(order) - index - 1)
 
@@ -196,7 +197,9 @@ def prediction_before(
     if len({row.configuration for row in earlier}) < AT_LEAST:
         return None
     summary = summarize(earlier)
-    model = fit_step_time(summary.profiles, form)
+    # as it was measured
+    passes = Passes(least=max(row.accumulation or 1 for row in own))
+    model = fit_step_time(summary.profiles, form, passes)
     nodes, per_node, batch = configuration
     low_s, high_s = model.interval(nodes, batch, per_node)
     measured_s = np.median([row.times.step_time_s for row in own if row.times])

@@ -87,7 +87,8 @@ def with_steadiness(
     name = plan.chosen.partition
     part = dict(zip(cluster.part_names(), cluster.parts(), strict=True))[name]
     usable = [row for row in of_partition(measurements, name) if is_usable(row)]
-    summary = summarize(usable)
+    decision = DecisionModel(sweep.objective.kind, sweep, part)
+    summary = decision.known(summarize(usable))
     chosen = plan.chosen.configuration
     found = []
     usual: Configuration | None = None
@@ -95,7 +96,6 @@ def with_steadiness(
     for index, one in enumerate(unsteady(summary.profiles)):
         effect = ""
         if index < tried:
-            decision = DecisionModel(sweep.objective.kind, sweep, part)
             usual = usual or _choice(decision, sweep.search, summary)
             effect = _effect(one, usual, decision, sweep.search, summary)
         is_chosen = one.profile.configuration == chosen
@@ -128,7 +128,8 @@ def _effect(
 
 
 def _choice(decision: DecisionModel, search: SearchSpec, summary: Summary) -> Configuration | None:
-    choices = decision.choices(summary, fit_step_time(summary.profiles, search.form))
+    model = fit_step_time(summary.profiles, search.form, summary.passes)
+    choices = decision.choices(summary, model)
     return choices[-1].configuration if choices else None
 
 

@@ -7,10 +7,19 @@ from pathlib import Path
 import pytest
 
 from tests.attach.script_runs import QUICK, SCRIPTS, measurement_of, profiled
+from tula_hpc.attach.measured_steps import between_epochs_s
 from tula_hpc.attach.processes import Outcome
 from tula_hpc.profiling.timing import halves_of
 from tula_hpc.records import Configuration, Measurement
 from tula_hpc.records.measurement import is_usable
+
+
+@pytest.mark.parametrize(
+    ("pauses", "seconds"), [([], None), ([(30, 5.0)], 5.0), ([(20, 9.0), (70, 2.0), (120, 2.0), (170, 2.0)], 4.0)]
+)
+def test_an_epoch_has_as_many_pauses_as_were_seen(pauses: list[tuple[int, float]], seconds: float | None) -> None:
+    """The last case pauses every 50 steps, twice an epoch of 100."""
+    assert between_epochs_s(pauses, 100) == seconds
 
 
 @pytest.fixture(scope="module")

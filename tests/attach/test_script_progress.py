@@ -11,7 +11,7 @@ from tula_hpc.attach.reporting import ChildSpec
 from tula_hpc.attach.train import script_training
 from tula_hpc.attach.train.script_training import ScriptTraining, TrainSettings
 from tula_hpc.errors import InputError
-from tula_hpc.records import Metrics, RunDirectory, read_metrics
+from tula_hpc.records import Metrics, RunDirectory, append_record, read_metrics
 
 STEP_S, WAIT_S = 1.0, 0.25
 
@@ -97,6 +97,26 @@ def test_an_epoch_takes_its_steps_and_waits_but_no_evaluation(tmp_path: Path, cl
     # nothing was waited for yet when the first step began
     assert first.epoch_time_s == pytest.approx(4 * STEP_S + 3 * WAIT_S)
     assert second.epoch_time_s == pytest.approx(4 * (STEP_S + WAIT_S))
+
+
+def test_what_an_epoch_does_beside_its_steps_stands_in_its_line(tmp_path: Path, clock: Clock) -> None:
+    told = Told(tmp_path, clock, samples=16)
+    for _ in range(2):
+        told.step()
+        # within the epoch, and after it
+        told.step(evaluated_s=10.0)
+        told.training.report({"test_accuracy": 0.5})
+        clock.now += 100.0
+    told.training.leave_out(7.0)
+    told.training.ended(0)
+    first, second = told.metrics().epochs
+    assert first.evaluation_time_s == pytest.approx(10.0 + 100.0 + 2 * WAIT_S)
+    assert second.evaluation_time_s == pytest.approx(10.0 + 100.0 + WAIT_S - 7.0)
+    # lines of one epoch add to each other
+    assert first.test_accuracy is None
+    append_record(told.run.train().metrics_file, first.model_copy(update={"evaluation_time_s": None, "test_loss": 0.5}))
+    first, _ = told.metrics().epochs
+    assert (first.test_loss, first.evaluation_time_s is None) == (0.5, False)
 
 
 def test_scores_are_of_the_epoch_that_was_over(tmp_path: Path, clock: Clock) -> None:

@@ -12,6 +12,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -66,6 +68,8 @@ class MeasuredSteps(Mode):
         self._loaded = False
         self._apart = False
         self._steps_apart = 0
+        # before which step each was, and its seconds
+        self.pauses: list[tuple[int, float]] = []
         self._mark = self.waits.mark()
 
     # what the hooks tell
@@ -145,6 +149,7 @@ class MeasuredSteps(Mode):
         self.forward_samples.clear()
         self.step_forwards.clear()
         self._steps_apart = self._forwards = 0
+        self.pauses.clear()
 
     def after_step(self) -> None:
         """Do what is to be done between this step and the next."""
@@ -160,7 +165,9 @@ class MeasuredSteps(Mode):
         if self._apart and 2 * self._steps_apart < self.steps:
             self.synchronize_device()
             self.waits.back_to(self._mark)
-            self.left_out_s += time.perf_counter() - self._ended_at
+            seconds = time.perf_counter() - self._ended_at
+            self.left_out_s += seconds
+            self.pauses.append((self.steps, seconds))
         elif not self._loaded:
             self.waits.arrived(time.perf_counter() - self._ended_at)
 
@@ -245,6 +252,25 @@ class MeasuredSteps(Mode):
             next(self.loader)
         self.waits.take()
         self._mark = self.waits.mark()
+
+
+def between_epochs_s(pauses: Sequence[tuple[int, float]], epoch_steps: int) -> float | None:
+    """Return the seconds of an epoch that are none of its steps'; None where nothing was seen.
+
+    A script may evaluate several times an epoch.
+
+    Args:
+        pauses: Before which step each was, and its seconds.
+        epoch_steps: Steps of an epoch.
+    """
+    if not pauses:
+        return None
+    steps = [step for step, _ in pauses]
+    typical_s = median(seconds for _, seconds in pauses)
+    if len(steps) < 2:
+        return typical_s
+    apart = median(later - earlier for earlier, later in pairwise(steps))
+    return typical_s * max(1, round(epoch_steps / max(1, apart)))
 
 
 @contextlib.contextmanager

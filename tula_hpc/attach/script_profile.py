@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc import process_memory
 from tula_hpc.attach import was_kept
-from tula_hpc.attach.measured_steps import MeasuredSteps, captured
+from tula_hpc.attach.measured_steps import MeasuredSteps, between_epochs_s, captured
 from tula_hpc.attach.reporting import ChildSpec, Said, leave
 from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.ddp.stop_signals import Suspensions
@@ -168,12 +168,20 @@ class ScriptProfile(MeasuredSteps):
             watts_per_node=self.power.mean(),
             dataset_samples=settings.samples,
             parameters=identity.parameters,
+            between_epochs_s=self._between_epochs_s(),
             kept=was_kept(),
             identity=identity,
             start_s=self.course.started_s(settings.job_began_at),
             finished_at=unix_time(),
             **facts,
         )
+
+    def _between_epochs_s(self) -> float | None:
+        """Return the longest time of any worker between two epochs. Collective."""
+        steps = self.settings.samples // self.configuration.global_batch
+        mine = between_epochs_s(self.pauses, steps)
+        (longest,) = self.agree(-1.0 if mine is None else mine)
+        return None if longest < 0.0 else longest
 
     def _memory_use(self) -> MemoryUse:
         model, optimizer = self.found

@@ -260,6 +260,14 @@ def check_together(
         _check_accumulation(sweep, part, sweep_file)
 
 
+def in_passes(sweep: SweepSpec, passes: int) -> SweepSpec:
+    """Return the sweep of a script that takes the batch of a worker in so many forward passes."""
+    if not sweep.workload.accumulates:
+        return sweep
+    workload = sweep.workload.model_copy(update={"accumulation": passes})
+    return sweep.model_copy(update={"workload": workload})
+
+
 def _check_accumulation(sweep: SweepSpec, part: ClusterSpec, sweep_file: Path | str) -> None:
     search, accumulation = sweep.search, sweep.workload.accumulation
     for nodes in cluster_sizes(search, part):

@@ -163,7 +163,7 @@ OF_BOTH = frozenset({"metric", "samples", "epochs", "seed"})
 PLACEHOLDERS = {
     "local_batch": "samples of one forward pass of one worker",
     "global_batch": "samples of a step over all workers",
-    "accumulation": "workload.accumulation",
+    "accumulation": "forward passes of a step: workload.accumulation, more where memory asks for it",
     "nodes": "nodes",
     "workers": "workers on all nodes",
     "epochs": "workload.epochs",
@@ -194,7 +194,7 @@ class WorkloadSpec(Spec):
     arguments: tuple[Argument, ...] = Field(default=(), max_length=1000)
     # appended where it goes on after an interruption; none: it begins anew
     resume_arguments: tuple[Argument, ...] = Field(default=(), max_length=1000)
-    # forward passes of a step
+    # forward passes of a step; with {accumulation} in the arguments the least number of them
     accumulation: int = Field(default=1, ge=1, le=2**20)
     # class of the model whose steps count, where a script has several; None: the largest
     counted_model: str | None = Field(default=None, max_length=200)
@@ -349,6 +349,11 @@ class WorkloadSpec(Spec):
     def placeholders(self) -> frozenset[str]:
         """Names in braces that the script's arguments hold."""
         return frozenset(_placeholders_in(self.arguments + self.resume_arguments))
+
+    @property
+    def accumulates(self) -> bool:
+        """True if a script is told in how many forward passes it takes its batch."""
+        return "accumulation" in _placeholders_in(self.arguments)
 
     @property
     def entry_points(self) -> list[str]:

@@ -68,6 +68,8 @@ class JobNote(Record):
     began_at: float = 0.0
     # about to be measured
     configuration: Configuration | None = None
+    # of a script, see `Measurement`
+    accumulation: int | None = None
     detail: str = ""
 
 
@@ -149,6 +151,8 @@ class SubmissionData(EventData):
     partition: str | None = None
     # of a training
     configuration: Configuration | None = None
+    # of a script, see `Measurement`
+    accumulation: int | None = None
     # to be profiled
     configurations: tuple[Configuration, ...] = ()
     # in the run directory: measurements of a profile job
@@ -327,6 +331,8 @@ class Submission(JobEvents):
     folder: str = ""
     # of a training
     configuration: Configuration | None = None
+    # of a script, see `Measurement`
+    accumulation: int | None = None
     # to be profiled
     configurations: tuple[Configuration, ...] = ()
     # in the run directory: measurements of a profile job

@@ -123,7 +123,8 @@ class EpochMetrics(Record):
     noise_scale: float | None = None
     # samples, mean tr(Σ) over mean |G|² of the readings since the last such line
     critical_batch: float | None = None
-    # of the test set, after the epoch's steps
+    # of the test set, after the epoch's steps; of a script all that it does between its epochs, and
+    # evaluates within them
     evaluation_time_s: float | None = None
     # over all nodes
     workers: int | None = None
@@ -189,15 +190,26 @@ def parse_metrics(line: bytes) -> AnyMetrics:
 
 
 def split(rows: Iterable[AnyMetrics], skipped: int) -> Metrics:
-    """Split lines by kind; the later of two for the same samples or epoch counts."""
+    """Split lines by kind; the later of two for the same samples or epoch counts.
+
+    What a later line of an epoch does not tell counts as the earlier one told it: a script's scores
+    and the time until its next epoch are known at different moments.
+    """
     steps: dict[int, StepMetrics] = {}
     epochs: dict[int, EpochMetrics] = {}
     for row in rows:
         if isinstance(row, StepMetrics):
             steps[row.samples_seen] = row
         else:
-            epochs[row.epoch] = row
+            epochs[row.epoch] = _joined(epochs.get(row.epoch), row)
     return Metrics(_in_order(steps), _in_order(epochs), skipped)
+
+
+def _joined(before: EpochMetrics | None, row: EpochMetrics) -> EpochMetrics:
+    if before is None or before.step != row.step:
+        return row
+    known = {name: value for name, value in before if getattr(row, name) is None}
+    return row.model_copy(update=known)
 
 
 def _in_order(rows: dict[int, R]) -> list[R]:

@@ -18,6 +18,8 @@ class Candidate(Record):
     workers_per_node: WorkersPerNode = 1
     local_batch: Batch
     global_batch: Batch
+    # forward passes in which a script takes the local batch, as memory forbids it at once
+    accumulation: int = Field(default=1, ge=1, le=2**31)
     # as measured, where it was
     step_time_s: float
     # of the fitted model, measured or not; None in older plans, where step_time_s is that
@@ -58,6 +60,11 @@ class Candidate(Record):
     def configuration(self) -> Configuration:
         """Return the configuration alone."""
         return Configuration(self.nodes, self.workers_per_node, self.local_batch)
+
+    @property
+    def in_parts(self) -> str:
+        """Return " in 4 parts" where a script takes its batch so; else ""."""
+        return f" in {self.accumulation} parts" if self.accumulation > 1 else ""
 
     @property
     def model_s(self) -> float:

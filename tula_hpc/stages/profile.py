@@ -366,6 +366,7 @@ def _record_end(part: Sweep, job: Submission, end: Ended) -> bool:
     preempted = end.failure is Failure.PREEMPTED
     if blamed is not None and not preempted and not _is_tried_again(part, blamed, end):
         record = failed_measurement(part.cluster, blamed, end, part.partition)
+        record = record.model_copy(update={"accumulation": _last_passes(output)})
         # what made an earlier command's job fail may have been mended
         if job.submitted_at < part.started_at:
             record = record.model_copy(update={"finished_at": job.submitted_at})
@@ -476,6 +477,11 @@ def _new_output(part: Sweep, nodes: int, group: Sequence[Configuration]) -> Path
     path = part.run.profile / f"{stem}-{taken}.jsonl"
     path.touch(mode=0o600)
     return path
+
+
+def _last_passes(output: Path) -> int | None:
+    notes = read_records(JobNote, [notes_file(output)]).records
+    return notes[-1].accumulation if notes else None
 
 
 def died_of(group: Sequence[Configuration], output: Path) -> Configuration | None:

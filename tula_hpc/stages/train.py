@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
 from typing import NamedTuple
 
 from tula_hpc.analysis.drift import describe_drift
+from tula_hpc.config import in_passes
 from tula_hpc.env import unix_time
 from tula_hpc.errors import Failure, StageError
 from tula_hpc.formatting import format_score
@@ -24,6 +25,7 @@ from tula_hpc.launch.reasons import telling_line
 from tula_hpc.records import (
     MAIN_LABEL,
     Candidate,
+    Measurement,
     Plan,
     RunDirectory,
     RunHistory,
@@ -280,7 +282,8 @@ def _record_oom(sweep: Sweep, job: Submission, end: Ended, events: JobEvents) ->
     )
     record = failed_measurement(sweep.cluster, at, end, job.partition or "")
     append_record(
-        sweep.run.profile / "train-main.jsonl", record.model_copy(update={"stage": "train"})
+        sweep.run.profile / "train-main.jsonl",
+        record.model_copy(update={"stage": "train", "accumulation": job.accumulation}),
     )
     sweep.run.log_event("oom", "train", failure=end.failure, job_id=end.job.job_id, detail=str(at))
 
@@ -297,15 +300,15 @@ def _why_given_up(run: RunDirectory, outcome: Outcome) -> str:
 def next_candidate(plan: Plan, run: RunDirectory, max_fallbacks: int) -> Candidate:
     """Return the chosen configuration, or after OOM the first fallback below every failed batch.
 
+    A script that is told the number of its forward passes takes the same batch in more of them.
     Batches that ran out of memory on another partition do not count.
 
     Raises:
         StageError: No smaller batch is left, or there were more fallbacks than allowed.
     """
     records = run.measurements().records
-    failed = {
-        (m.partition, m.local_batch) for m in records if m.status == "oom" and m.stage == "train"
-    }
+    out = [m for m in records if m.status == "oom" and m.stage == "train"]
+    failed = {(m.partition, m.local_batch, m.accumulation) for m in out}
     if not failed:
         return plan.chosen
     if len(failed) > max_fallbacks:
@@ -313,22 +316,36 @@ def next_candidate(plan: Plan, run: RunDirectory, max_fallbacks: int) -> Candida
             f"train: out of memory {len(failed)} times; training.max_fallbacks = {max_fallbacks}"
         )
     for candidate in (plan.chosen, *plan.fallbacks):
-        if not any(
-            where == candidate.partition and batch <= candidate.local_batch
-            for where, batch in failed
-        ):
-            return candidate
-    smallest = min(batch for _, batch in failed)
+        here = [m for m in out if m.partition == candidate.partition]
+        if smaller := _below_failed(candidate, here):
+            return smaller
+    smallest = min(batch for _, batch, _ in failed)
     raise StageError(
         f"train: out of memory at local batch {smallest}, and plan.json has no smaller fallback"
     )
 
 
+def _below_failed(candidate: Candidate, failed: Sequence[Measurement]) -> Candidate | None:
+    """Return a candidate with a batch below those that ran out of memory, in more passes if needed.
+
+    None where that is not possible.
+    """
+    least = min((m.local_batch // (m.accumulation or 1) for m in failed), default=UNBOUNDED)
+    passes = candidate.accumulation
+    if all(m.accumulation is not None for m in failed):
+        while passes < candidate.local_batch and candidate.local_batch // passes >= least:
+            passes *= 2
+    if candidate.local_batch // passes >= least:
+        return None
+    return candidate.model_copy(update={"accumulation": passes})
+
+
 def _submit_training(sweep: Sweep, candidate: Candidate, tick: Callable[[str], None]) -> None:
     sweep.run.make_train()
     there, at = sweep.on(candidate.partition), candidate.configuration
+    spec = in_passes(sweep.spec, candidate.accumulation)
     job = TrainJob(
-        sweep.spec,
+        spec,
         there.cluster,
         at,
         sweep.run.root,
@@ -341,6 +358,8 @@ def _submit_training(sweep: Sweep, candidate: Candidate, tick: Callable[[str], N
         "configuration": list(at),
         "partition": candidate.partition,
     }
+    if spec.workload.accumulates:
+        data["accumulation"] = candidate.accumulation
     submitted = there.launcher.submit(
         [job],
         stage="train",
@@ -348,7 +367,7 @@ def _submit_training(sweep: Sweep, candidate: Candidate, tick: Callable[[str], N
         minutes=there.cluster.train_minutes,
         data=[data],
     )
-    tick(f"submitted as job {submitted[0].job_id} at {at}")
+    tick(f"submitted as job {submitted[0].job_id} at {at}{candidate.in_parts}")
 
 
 def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[str], None]:

@@ -133,10 +133,10 @@ class Journal:
         )
         append_record(self.file, self._last)
 
-    def add_scores(self, scores: Mapping[str, Any]) -> None:
-        """Add scores to the last line of an epoch, if they came after it."""
+    def amend(self, known: Mapping[str, Any]) -> None:
+        """Add to the last line of an epoch what is known by now."""
         if self._last is not None:
-            self._last = self._last.model_copy(update=dict(scores))
+            self._last = self._last.model_copy(update=dict(known))
             append_record(cast("Path", self.file), self._last)
 
 

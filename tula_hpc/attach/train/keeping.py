@@ -311,6 +311,12 @@ class Keeper(SafePoints):
         """See `SafePoints`."""
         self.steps.pause()
 
+    def save(self, *, wait: bool = False) -> None:
+        """See `SafePoints`."""
+        before_s = self.progress.saving_s
+        super().save(wait=wait)
+        self.steps.leave_out(self.progress.saving_s - before_s)
+
     def _after_step(self) -> None:
         decision = self.agreed.decide()
         self.step_ended(self.marked, decision)

@@ -155,6 +155,11 @@ class ScriptTraining(Mode):
         self._samples = 0
         # when the last step ended; None: what came since was no training
         self._ended: float | None = None
+        # when it did, whatever came since; of this epoch what was none of its steps
+        self._stepped_at: float | None = None
+        self._paused_s = 0.0
+        # an epoch's line is written, and the time until the next one is not known
+        self._is_between = False
         self._began = 0.0
         self._reported: dict[str, float] = {}
         # the last step of which an epoch's line tells
@@ -178,6 +183,8 @@ class ScriptTraining(Mode):
     def ended(self, code: int) -> Said:
         """See `Mode`."""
         self._end_open_epoch()
+        if code == 0 and self._stepped_at is not None:
+            self._count_pause(time.perf_counter() - self._stepped_at)
         return self._told("exited", code)
 
     def _told(self, end: Literal["stopped", "exited"], code: int = 0) -> Said:
@@ -223,6 +230,8 @@ class ScriptTraining(Mode):
         if self._ended is not None:
             waited_s = now - self._ended
             self.waits.add(waited_s)
+        elif self._stepped_at is not None:
+            self._count_pause(now - self._stepped_at)
         self._began = now - waited_s
         self.window.waited_s += waited_s
 
@@ -286,11 +295,25 @@ class ScriptTraining(Mode):
             self.progress.epoch_steps += 1
             self.progress.epoch_time_s += now - self._began
             self.window.add(seconds=now - self._began)
-        self._ended = now
+        self._ended = self._stepped_at = now
 
     def pause(self) -> None:
         """Count the time up to the next forward pass as no training's."""
         self._ended = None
+
+    def leave_out(self, seconds: float) -> None:
+        """Count a checkpoint in a pause as none of the script's own time."""
+        self._paused_s -= seconds
+
+    def _count_pause(self, seconds: float) -> None:
+        """Count time of the script that is none of its steps'; of the epoch before at its end."""
+        self._paused_s += seconds
+        if self.progress.epoch_steps:
+            return
+        paused_s, self._paused_s = max(0.0, self._paused_s), 0.0
+        if self._is_between:
+            self.journal.amend({"evaluation_time_s": paused_s})
+        self._is_between = False
 
     def _stop_if_asked(self) -> None:
         if self._agreed is None:
@@ -333,12 +356,13 @@ class ScriptTraining(Mode):
     def _write_epoch(self) -> None:
         progress = self.progress
         self._written = progress.step
+        self._is_between = True
         scores = dict.fromkeys(SCORES) | self._reported
         self.journal.write_epoch(progress, progress.epoch + 1, self._readings, scores)
 
     def add_to_last_epoch(self) -> None:
         """Add what was reported to the line of the epoch that is over."""
-        self.journal.add_scores(self._reported)
+        self.journal.amend(self._reported)
         self._reported = {}
 
     def _end_open_epoch(self) -> None:
