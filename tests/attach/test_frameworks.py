@@ -13,8 +13,9 @@ import lightning
 import pytest
 import transformers
 
-from tests.attach.test_keeping import EXITED, KILLED, STOPPED, Story, assert_same
+from tests.attach.test_keeping import EXITED, KILLED, SAMPLES, STOPPED, Story, assert_same
 from tula_hpc.attach import lightning_callback, trainer_callback
+from tula_hpc.config import SweepSpec
 from tula_hpc.records import read_metrics
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -53,11 +54,11 @@ CASES = [
     Case(TRAINER, 2, 3),
     Case(TRAINER, 2, 8, ("--accumulate", "2", "--samples", "256")),
     Case(LIGHTNING, 2, 3),
-    Case(LIGHTNING, 2, 8),
-    Case(LIGHTNING, 1, 3, ("--by-hand", "--samples", "64")),
+    Case(LIGHTNING, 2, 8, ("--accumulate", "2", "--samples", "256")),
+    Case(LIGHTNING, 1, 3, ("--by-hand", "--samples", "64", "--max-steps", "14")),
     Case(ACCELERATE, 2, 3),
     Case(ACCELERATE, 2, 8, ("--accumulate", "2", "--samples", "256")),
-    Case(ACCELERATE, 1, 3, ("--samples", "64")),
+    Case(ACCELERATE, 1, 3, ("--samples", "64", "--seedable")),
 ]
 
 
@@ -72,8 +73,8 @@ def test_stopped_twice_and_killed_once_it_ends_as_undisturbed(tmp_path: Path, al
     assert story.start(2) == [STOPPED] * workers
     assert story.start() == [EXITED] * workers
     assert_same(whole, story, lines=set)
-    # only the kill had work done again
-    assert 0 <= len(story.lines(0)) - len(whole.lines(0)) <= 4
+    # only the kill had work done again, of one start of at most 8 steps of 2 passes
+    assert 0 <= len(story.lines(0)) - len(whole.lines(0)) <= 16
     metrics = read_metrics(story.run.train().metrics_file)
     assert [row.epoch for row in metrics.epochs] == [1, 2]
     assert [row.samples_seen for row in metrics.epochs] == [n * 8 * 8 * workers for n in (1, 2)] or arguments
@@ -84,6 +85,32 @@ def test_stopped_twice_and_killed_once_it_ends_as_undisturbed(tmp_path: Path, al
     checkpoints = story.run.train().checkpoints
     assert len(list(checkpoints.glob("*.tula"))) == 2
     assert 2 <= sum(path.is_dir() for path in checkpoints.iterdir()) <= 4
+
+
+def test_a_method_that_scales_goes_on_with_its_averages(tmp_path: Path) -> None:
+    arguments = ["--batch-size", "{local_batch}"]
+    workload = {"script": TRAINER, "arguments": arguments, "samples": SAMPLES, "epochs": 2}
+    sweep = SweepSpec.model_validate(
+        {"name": "x", "workload": workload, "training": {"method": "ags", "small_batch": 4}}
+    )
+    whole, cut = (Story(tmp_path / name, 2, (), script=TRAINER) for name in ("whole", "cut"))
+    whole.sweep = cut.sweep = sweep.model_dump(mode="json")
+    assert whole.start() == [EXITED] * 2
+    assert cut.start(6) == [STOPPED] * 2
+    assert cut.start() == [EXITED] * 2
+    assert_same(whole, cut)
+    scales = [[row.scale_mean for row in read_metrics(story.run.train().metrics_file).steps] for story in (whole, cut)]
+    assert scales[0] == scales[1]
+    assert len(set(scales[0])) > 8
+
+
+def test_with_another_batch_a_framework_begins_anew_and_says_so(tmp_path: Path) -> None:
+    story = Story(tmp_path / "run", 1, ("--samples", "64"), script=TRAINER)
+    assert story.start(3) == [STOPPED]
+    assert story.start(batch=4) == [EXITED]
+    (resumed,) = [event for event in story.run.events() if event.event == "resumed"]
+    assert resumed.detail == "begins anew: the framework saved at a global batch of 8, now 4"
+    assert read_metrics(story.run.train().metrics_file).epochs[-1].samples_seen == 2 * 64
 
 
 def test_without_tula_around_the_callbacks_are_the_frameworks_own() -> None:

@@ -9,6 +9,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,14 +36,16 @@ def run_script(place: dict[str, str], spec: ChildSpec, struck: tuple[int, int] |
         return
     at, number = struck
     steps = 0
+    original = KeptTraining.gradients_ready
 
-    def gradients_ready(_: object) -> None:
+    def gradients_ready(training: KeptTraining) -> None:
         nonlocal steps
+        original(training)
         steps += 1
         if steps == at:
             os.kill(os.getpid(), number)
 
-    KeptTraining.gradients_ready = gradients_ready  # type: ignore[assignment, method-assign] # of this process alone
+    KeptTraining.gradients_ready = gradients_ready  # type: ignore[method-assign] # of this process alone
     told = spec.said.with_suffix(".spec")
     told.write_text(spec.model_copy(update={"parent": os.getppid()}).model_dump_json())
     child.main([str(told)])
@@ -64,6 +67,8 @@ class Story:
         self.log, self.workers, self.around = folder / "log", workers, around
         self.arguments = ["--log", str(self.log), *arguments]
         self.starts = 0
+        # of a method that scales gradients
+        self.sweep: dict[str, Any] = {}
         folder.mkdir(mode=0o700)
         if around:
             self.run.make_train()
@@ -97,6 +102,7 @@ class Story:
         settings = TrainSettings(
             root=self.run.root, label="main", job_id="1", samples=SAMPLES, global_batch=batch * self.workers,
             log_interval_steps=1, restart_count=self.starts, between_s=3600.0, fixed_s=1e-6,
+            sweep=self.sweep, configuration=(1, self.workers, batch),
         )  # fmt: skip
         return ChildSpec(
             mode="train", script=self.script, home=SCRIPT.parent, said=self.run.root / f"{rank}.json", parent=0,

@@ -129,6 +129,19 @@ def test_scores_are_of_the_epoch_that_was_over(tmp_path: Path, clock: Clock) -> 
     assert [row.test_loss for row in told.metrics().epochs] == [None, None]
 
 
+def test_scores_after_the_last_epoch_are_added_to_it(tmp_path: Path, clock: Clock) -> None:
+    told = Told(tmp_path, clock, samples=8)
+    told.training.add_to_last_epoch()
+    for _ in range(2):
+        told.step()
+    told.training.report({"test_accuracy": 0.5})
+    told.training.add_to_last_epoch()
+    told.training.report({"test_loss": 2.0})
+    told.training.add_to_last_epoch()
+    rows = told.metrics().epochs
+    assert [(row.epoch, row.test_accuracy, row.test_loss) for row in rows] == [(1, None, None), (2, 0.5, 2.0)]
+
+
 def test_another_model_than_was_measured_is_refused(tmp_path: Path, clock: Clock) -> None:
     told = Told(tmp_path, clock, samples=16)
     told.training.settings = told.training.settings.model_copy(update={"parameters": 7})

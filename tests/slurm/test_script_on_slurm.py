@@ -1,4 +1,6 @@
-"""A training script with the three lines on the real cluster: preempted and requeued, it ends as undisturbed."""
+"""A training script with the three lines, and one on Lightning, on the real cluster: preempted and requeued, it ends as
+undisturbed.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.attach.test_keeping import Story
 from tests.slurm.faulty_training import Settings, Training
 from tests.slurm.stories import REQUEUES
 from tests.slurm.testcluster import MiniCluster
@@ -14,7 +17,8 @@ from tula_hpc.config import SweepSpec
 from tula_hpc.records import Configuration, read_metrics
 
 pytestmark = pytest.mark.usefixtures("quick_nodes")
-SCRIPT = Path(__file__).parents[1] / "attach" / "scripts" / "three_lines.py"
+SCRIPTS = Path(__file__).parents[1] / "attach" / "scripts"
+SCRIPT = SCRIPTS / "three_lines.py"
 STEPS = 24
 SPEC = SweepSpec.model_validate(
     {
@@ -54,6 +58,28 @@ def test_preempted_a_script_is_requeued_and_ends_as_undisturbed(slurm_cluster: M
         assert all(torch.equal(value, weights(cut, rank)[name]) for name, value in weights(whole, rank).items())
         assert losses(cut, rank) == losses(whole, rank)
     assert [row.epoch for row in read_metrics(cut.files.metrics_file).epochs] == [1, 2, 3]
+
+
+def test_preempted_a_script_on_lightning_is_requeued_and_ends_as_undisturbed(
+    slurm_cluster: MiniCluster, tmp_path: Path
+) -> None:
+    alone = Story(tmp_path / "alone", 2, (), around=False, script=SCRIPTS / "on_lightning.py")
+    assert alone.start() == [0, 0]
+    workload = SPEC.workload.model_copy(update={"script": alone.script, "epochs": 2})
+    spec = SPEC.model_copy(update={"workload": workload})
+    cut = Training(
+        "lightning", slurm_cluster, tmp_path / "cut", Settings(Configuration(2, 1, 8), {}, REQUEUES, spec=spec)
+    )
+    cut.start()
+    cut.wait_for_steps(4)
+    cut.strike(lambda: slurm_cluster.preempt(cut.job_id))
+    cut.wait_for_event("resumed")
+    cut.end()
+    assert (cut.result().steps, cut.result().restarts) == (16, 1), cut.account()
+    assert cut.result().test_accuracy is not None
+    for rank in range(2):
+        assert all(torch.equal(value, weights(cut, rank)[name]) for name, value in alone.weights(rank).items())
+        assert losses(cut, rank) == alone.lines(rank)
 
 
 def log_of(training: Training) -> Path:

@@ -1,6 +1,6 @@
 """accelerate in a plain loop; kept by three lines where tula_hpc is around it.
 
-on_accelerate.py --batch-size 8 --epochs 2 [--samples 128] [--accumulate 2] [--log FOLDER]
+on_accelerate.py --batch-size 8 --epochs 2 [--samples 128] [--accumulate 2] [--seedable] [--log FOLDER]
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,10 +23,12 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--seedable", action="store_true")
     parser.add_argument("--log", type=Path, default=Path("log"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=options.accumulate)
+    loading = DataLoaderConfiguration(use_seedable_sampler=options.seedable)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=options.accumulate, dataloader_config=loading)
     set_seed(0)
     data = TensorDataset(torch.randn(options.samples, 16), torch.randint(0, 4, (options.samples,)))
     model: nn.Module = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 4))

@@ -1,6 +1,7 @@
 """Lightning, whose optimizer steps by a closure or by hand; kept by one line where tula_hpc is around it.
 
-on_lightning.py --batch-size 8 --epochs 2 [--samples 128] [--by-hand] [--accumulate 2] [--log FOLDER] [--pause 0.1]
+on_lightning.py --batch-size 8 --epochs 2 [--samples 128] [--by-hand] [--accumulate 2] [--max-steps 14]
+                [--log FOLDER] [--pause 0.1]
 """
 
 from __future__ import annotations
@@ -71,17 +72,19 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--max-steps", type=int, default=-1)
     parser.add_argument("--by-hand", action="store_true")
     parser.add_argument("--log", type=Path, default=Path("log"))
     parser.add_argument("--pause", type=float, default=0.0)
     options = parser.parse_args()
     torch.set_num_threads(1)
     rank, world, here = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    lightning.seed_everything(rank, verbose=False)
+    lightning.seed_everything(0, verbose=False)
     options.log.mkdir(exist_ok=True)
     validation = TensorDataset(torch.randn(16, 16), torch.randint(0, 4, (16,)))
     trainer = lightning.Trainer(
-        max_epochs=options.epochs,
+        max_epochs=options.epochs if options.max_steps < 0 else None,
+        max_steps=options.max_steps,
         accelerator="cpu",
         devices=max(1, here),
         num_nodes=max(1, world) // max(1, here),

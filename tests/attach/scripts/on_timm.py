@@ -14,9 +14,9 @@ import timm
 import torch
 import torch.distributed as dist
 from PIL import Image
-from timm.data import create_loader
-from timm.optim import create_optimizer_v2
-from timm.scheduler import create_scheduler_v2
+from timm.data import create_loader  # type: ignore[attr-defined] # timm's own way to export
+from timm.optim import create_optimizer_v2  # type: ignore[attr-defined] # timm's own way to export
+from timm.scheduler import create_scheduler_v2  # type: ignore[attr-defined] # timm's own way to export
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
@@ -56,7 +56,7 @@ def main() -> None:
     optimizer = create_optimizer_v2(model, opt="sgd", lr=0.05, weight_decay=1e-4)
     schedule, _ = create_scheduler_v2(optimizer, sched="cosine", num_epochs=options.epochs)
     loader = create_loader(
-        Images(options.samples),
+        Images(options.samples),  # type: ignore[arg-type] # it needs no more
         SIZE,
         options.batch_size,
         is_training=True,

@@ -57,7 +57,7 @@ class Keeper(Protocol):
     def end_batch(self) -> None:
         """Save or stop after a batch. Collective."""
 
-    def end_epoch(self, *, is_last: bool) -> None:
+    def end_epoch(self, *, is_last: bool, saves: bool = True) -> None:
         """Count an epoch; save or stop. Collective."""
 
     def report(self, scores: Mapping[str, Any]) -> None:

@@ -105,7 +105,8 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         return None if self.found is None else str(self.found)
 
     def _save(self, folder: Path) -> None:
-        self.trainer.save_checkpoint(folder / FILE)
+        # with all that is no weight
+        self.trainer.save_checkpoint(folder / FILE, weights_only=False)
 
     def _note(self, folder: Path) -> None:
         self.found = folder / FILE
@@ -126,8 +127,8 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         loop = self.trainer.fit_loop
         for loader in combined.flattened:
             for sampler in (getattr(loader, "sampler", None), _inner_sampler(loader)):
-                if callable(getattr(sampler, "set_epoch", None)):
-                    # Lightning does so too late where the loader's processes begin at once
+                # Lightning does so too late where the loader's processes begin at once
+                if hasattr(sampler, "set_epoch"):
                     sampler.set_epoch(loop.epoch_progress.current.processed)
         only = combined.flattened[0] if len(combined.flattened) == 1 else combined
         self.stream = self.keeper.open(only, _Begun(begin))
@@ -167,7 +168,9 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
             or 0 < loop.max_epochs <= loop.epoch_progress.current.processed
             or 0 < loop.max_steps <= trainer.global_step
         )
-        self.keeper.end_epoch(is_last=is_last)
+        # one that counts steps alone would take the epoch for unfinished
+        saves = is_last or not loop._iteration_based_training()
+        self.keeper.end_epoch(is_last=is_last, saves=saves)
         if not is_last:
             self.keeper.begin_epoch()
 
@@ -182,7 +185,7 @@ class _Begun:
         return self._begin()
 
 
-def _inner_sampler(loader: object) -> object:
+def _inner_sampler(loader: object) -> Any:
     return getattr(getattr(loader, "batch_sampler", None), "sampler", None)
 
 

@@ -240,11 +240,17 @@ class Keeper(SafePoints):
             self._after_step()
         self._stepped = self.progress.step
 
-    def end_epoch(self, *, is_last: bool) -> None:
-        """Count an epoch with all that belongs to it; save or stop. Collective."""
+    def end_epoch(self, *, is_last: bool, saves: bool = True) -> None:
+        """Count an epoch with all that belongs to it; save or stop. Collective.
+
+        Args:
+            is_last: The training is over.
+            saves: The framework goes on exactly from here.
+        """
         self.in_epoch = False
         self.steps.end_epoch()
-        self._end_epoch(is_last=is_last)
+        if saves:
+            self._end_epoch(is_last=is_last)
 
     def meet(self) -> bool:
         """Wait for the other workers; tell whether this one is rank 0. Collective."""
