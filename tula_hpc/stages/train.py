@@ -353,7 +353,7 @@ def _submit_training(sweep: Sweep, candidate: Candidate, tick: Callable[[str], N
         candidate.partition,
         measured_identity(sweep.run.measurements().records),
     )
-    data = {
+    data: dict[str, object] = {
         "label": MAIN_LABEL,
         "configuration": list(at),
         "partition": candidate.partition,
