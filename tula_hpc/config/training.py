@@ -292,6 +292,10 @@ def check_script(training: TrainingSpec, *, scales: bool) -> None:
             f'training.method: "{method}" needs {{lr_scale}} in workload.arguments, by which the '
             "script multiplies its learning rate"
         )
+    if training.replan_on_drift:
+        raise ValueError(
+            "training.replan_on_drift: a script's training keeps its batch; expected false"
+        )
     for key in _SCRIPTS_OWN:
         if getattr(training, key) != TrainingSpec.model_fields[key].default:
             raise ValueError(f"training.{key}: a script does that by itself; remove it")

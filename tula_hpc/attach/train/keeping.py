@@ -228,7 +228,7 @@ class Keeper:
         return self.steps.progress
 
     def _after_step(self) -> None:
-        decision = self.agreed.decide()
+        decision = self.agreed.decide(lambda: self.steps.readings(self._peers()))
         landed = self.saving.has_landed
         if decision.save or landed:
             # the device's queue is the steps' time, not a save's
@@ -246,6 +246,7 @@ class Keeper:
             self.steps.pause()
         if decision.stop:
             self.steps.leave_stopped()
+        self.steps.look(decision.shared, self._peers())
         self._mark()
 
     def _look_once_more(self) -> None:
@@ -282,7 +283,7 @@ class Keeper:
             Cadence(interruptions, settings.fixed_s),
             HeldFolder(self.steps.files.root) if is_main else None,
         )
-        self.agreed = Agreed(peers, self.stop, self.saving.wish)
+        self.agreed = Agreed(peers, self.stop, self.saving.wish, self.steps.look_every_s)
         if self.loaded is not None:
             self._note_resume(self.loaded)
         # its tensors are in what is kept by now

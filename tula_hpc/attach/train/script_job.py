@@ -99,6 +99,8 @@ class ScriptJob:
         self.place = place_among(self.env, nodes, per_node) or self.env
         # known at the end
         self.progress: TrainedSoFar
+        # the plan's steps, see `script_drift`
+        self.compared_with: dict[str, Any] | None = None
         self._passed_on = False
 
     @property
@@ -114,6 +116,7 @@ class ScriptJob:
         self.folder.mkdir(mode=0o700, exist_ok=True)
         meeting = meeting_from(self.allocation.broadcast(lambda: choose_meeting(self.env)))
         start = Start(**json.loads(self.allocation.broadcast(lambda: json.dumps(self._start()))))
+        self.compared_with = json.loads(self.allocation.broadcast(self._planned_steps))
         peers = Peers(self.allocation.store, meeting.run_id)
         mine = self._judged(self._watch(start, meeting, peers), peers)
         peers.announce(mine)
@@ -129,6 +132,13 @@ class ScriptJob:
             return self._leave()
         self._write_result()
         return "finished"
+
+    def _planned_steps(self) -> str:
+        """Return what step times are compared with, as JSON; on rank 0."""
+        from tula_hpc.attach.train.script_drift import drift_settings
+
+        found = drift_settings(self.job)
+        return "null" if found is None else found.model_dump_json()
 
     def any(self, mine: bool) -> bool:
         """Tell whether it is true on rank 0, which alone asks. Collective."""
@@ -246,6 +256,7 @@ class ScriptJob:
             fixed_s=None if options.checkpoint_minutes is None else options.checkpoint_s,
             sweep=job.sweep.model_dump(mode="json") if options.scales else {},
             configuration=job.configuration,
+            drift=self.compared_with,
         )
         return settings.model_dump(mode="json")
 
