@@ -32,6 +32,7 @@ from tula_hpc.records.events import EventName
 
 if TYPE_CHECKING:
     from tula_hpc.attach.processes import Child, Meeting, Outcome
+    from tula_hpc.attach.reporting import ChildSpec
     from tula_hpc.attach.train.script_training import TrainedSoFar
     from tula_hpc.ddp.process_group import Allocation
 
@@ -197,25 +198,14 @@ class ScriptJob:
     def _watch(self, start: Start, meeting: Meeting, peers: Any) -> Outcome:
         """Start the script's process of this rank, and wait for its end."""
         from tula_hpc.attach import processes
-        from tula_hpc.attach.reporting import ChildSpec
+        from tula_hpc.attach.train.hangs import HangWatch
         from tula_hpc.attach.train.scores import Scores
 
-        work, home = self.job.sweep.workload, Path.cwd()
-        with processes.own_output(self.folder, self.place.rank, home) as (own, output):
-            script = script_of(self.job.sweep, self.job.configuration, own, resumes=start.resumes)
-            spec = ChildSpec(
-                mode="train",
-                script=script.path,
-                module=script.module,
-                arguments=script.arguments,
-                home=home,
-                said=self.folder / f"rank-{self.place.rank}.said",
-                parent=os.getpid(),
-                rank=self.place.rank,
-                world_size=self.place.world_size,
-                counted_model=work.counted_model,
-                settings=self._settings(start),
-            )
+        work = self.job.sweep.workload
+        world, rank = self.place.world_size, self.place.rank
+        hangs = HangWatch(peers, rank, world, 60.0 * work.hang_minutes)
+        with processes.own_output(self.folder, rank, Path.cwd()) as (own, output):
+            spec = self._spec(start, own)
             place = processes.variables_of(
                 self.place, self.job.configuration.workers_per_node, meeting
             )
@@ -225,11 +215,30 @@ class ScriptJob:
                 child = processes.start(spec, place, own, log, scores.output)
                 scores.read(child.process)
 
-                def look(child: Child) -> None:
+                def look(child: Child) -> str | None:
                     self._pass_on(child, peers)
                     scores.write()
+                    return hangs.look(child)
 
                 return processes.watch(child, peers, first_step_s, look, in_training=True)
+
+    def _spec(self, start: Start, own: Path) -> ChildSpec:
+        from tula_hpc.attach.reporting import ChildSpec
+
+        script = script_of(self.job.sweep, self.job.configuration, own, resumes=start.resumes)
+        return ChildSpec(
+            mode="train",
+            script=script.path,
+            module=script.module,
+            arguments=script.arguments,
+            home=Path.cwd(),
+            said=self.folder / f"rank-{self.place.rank}.said",
+            parent=os.getpid(),
+            rank=self.place.rank,
+            world_size=self.place.world_size,
+            counted_model=self.job.sweep.workload.counted_model,
+            settings=self._settings(start),
+        )
 
     def _settings(self, start: Start) -> dict[str, Any]:
         from tula_hpc.attach.train.script_training import TrainSettings

@@ -228,7 +228,12 @@ class ScriptTraining(Mode):
 
     def evaluating(self) -> None:
         """See `Listener`. What comes before the next step is none of training."""
+        self.give_sign()
         self.pause()
+
+    def batch_loaded(self, loader: object, batch: object, waited_s: float) -> None:
+        """See `Listener`."""
+        self.give_sign()
 
     def forward_begins(self, samples: int) -> None:
         """See `Listener`."""
