@@ -260,12 +260,14 @@ _OUTSIDE = {
 }
 
 
-def check_script(training: TrainingSpec, *, scales: bool) -> None:
+def check_script(training: TrainingSpec, *, scales: bool, of_study: bool = False) -> None:
     """Refuse what cannot be done to a training script from outside.
 
     Args:
         training: The table.
         scales: Whether the script takes a factor of its rate, {lr_scale}.
+        of_study: Whether other columns of a study have the same arguments, so that the factor may
+            be 1 for this one.
 
     Raises:
         ValueError: With the key in front.
@@ -277,7 +279,7 @@ def check_script(training: TrainingSpec, *, scales: bool) -> None:
             'expected "lbt" (its own rate), "ags", "adascale" or "static", or "lrs" or "sqrt" with '
             "{lr_scale} in its arguments"
         )
-    if method not in ("lrs", "sqrt") and scales:
+    if method not in ("lrs", "sqrt") and scales and not of_study:
         raise ValueError(
             f'training.method: {{lr_scale}} is 1 for every batch with "{method}"; expected "lrs" '
             '(linear) or "sqrt"'

@@ -24,7 +24,8 @@ from tula_hpc.analysis.models.fitted import fit_models
 from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.search.propose import largest_pass, propose
-from tula_hpc.config import GIB, SweepSpec, in_passes
+from tula_hpc.config import GIB, SweepSpec
+from tula_hpc.launch.job_specs import in_passes
 from tula_hpc.records import Candidate, Configuration, Measurement, Plan, RunDirectory, append_record
 from tula_hpc.stages.train import next_candidate
 
