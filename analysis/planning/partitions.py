@@ -238,7 +238,7 @@ def with_passes(sweep: SweepSpec, cluster: ClusterSpec, summary: Summary) -> Sum
 
 
 def _largest_pass(sweep: SweepSpec, cluster: ClusterSpec, summary: Summary) -> float:
-    sizes = 2.0 ** np.arange(sweep.search.max_batch.bit_length())
+    sizes = np.exp2(np.arange(sweep.search.max_batch.bit_length(), dtype=np.float64))
     bound = min(summary.oom_bound(alone=True), summary.oom_bound(alone=False))
     fits = sizes < bound
     limit = fitting_limit(cluster, summary)

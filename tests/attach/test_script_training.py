@@ -156,6 +156,13 @@ def test_a_script_that_fails_ends_the_job_with_one_line(tmp_path: Path) -> None:
     assert "own_checkpoints.py ended with exit code 7 after 6 steps" in ended.log_tail
 
 
+def test_a_script_that_hangs_is_ended_in_one_line(tmp_path: Path) -> None:
+    workload = {**OWN, "arguments": [*OWN["arguments"], "--fails", "hang"], "hang_minutes": 0.05}
+    _, ended = train(tmp_path / "run", workload)
+    assert ended.failure is Failure.BUG
+    assert "own_checkpoints.py hangs: no step, batch, evaluation or output of any of its 2 workers" in ended.log_tail
+
+
 def test_out_of_memory_falls_back_to_the_next_smaller_batch(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run").create()
     large, small = (candidate(Configuration(1, 2, batch)).model_copy(update={"feasible": True}) for batch in (8, 4))

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tula_hpc.attach.script import forward_batch, own_folder, script_of
-from tula_hpc.config import in_passes
 from tula_hpc.ddp.exit_at_once import leaving_at_once
 from tula_hpc.env import WorkerEnvironment, job_started_at, join_job, loading_libraries, unix_time
 from tula_hpc.errors import Failure, StorageError
 from tula_hpc.files import HeldFolder
-from tula_hpc.launch.job_specs import ProfileJob
+from tula_hpc.launch.job_specs import ProfileJob, in_passes
 from tula_hpc.own_sources import digests_of
 from tula_hpc.profiling.work_queue import Agenda
 from tula_hpc.records import Configuration, Measurement, append_record, rank_file

@@ -15,6 +15,7 @@ from tula_hpc.errors import InputError
 # is; all else is measured
 FREE_OF_WORKLOAD = frozenset({
     "epochs", "lr", "schedule", "milestones", "gamma", "warmup_epochs", "data_dir", "resume_arguments",
+    "hang_minutes",
 })  # fmt: skip
 MEASURED_OF_WORKLOAD = tuple(
     key for key in WorkloadSpec.model_fields if key not in FREE_OF_WORKLOAD

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
@@ -9,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from tula_hpc.config.training import Method
 from tula_hpc.config.validation import Name, Spec, nearest, shown
+from tula_hpc.config.workload import WorkloadSpec
 
 MOST_TRAININGS = 100_000
 # optimizers that share a learning rate at a small batch
@@ -132,6 +134,29 @@ class StudySpec(Spec):
         for seed in self.seeds:
             cells += [StudyCell(*pair, seed) for pair in dict.fromkeys(pairs)]
         return cells
+
+
+def check_script_study(work: WorkloadSpec, study: StudySpec) -> None:
+    """Refuse what a study of a training script cannot compare, or set, from outside.
+
+    Raises:
+        ValueError: With the key in front.
+    """
+    if study.base_lrs:
+        raise ValueError("study.base_lrs: a script has its own rate; remove it")
+    if study.evaluate_every != 1:
+        raise ValueError("study.evaluate_every: a script evaluates by itself; remove it")
+    if len(study.seeds) > 1 and "seed" not in work.placeholders:
+        raise ValueError(
+            "study.seeds: the trainings of all seeds would be the same; expected {seed} in "
+            "workload.arguments, or one seed"
+        )
+    needed = "test_top5_accuracy" if study.metric == "top5" else "test_accuracy"
+    # without an expression the script may tell it by `tula.report`
+    if work.metric is not None and needed not in re.compile(work.metric).groupindex:
+        raise ValueError(
+            f"workload.metric: a study compares accuracies; expected a group named {needed}"
+        )
 
 
 def _check_once(key: str, values: list[str]) -> None:

@@ -260,12 +260,14 @@ _OUTSIDE = {
 }
 
 
-def check_script(training: TrainingSpec, *, scales: bool) -> None:
+def check_script(training: TrainingSpec, *, scales: bool, of_study: bool = False) -> None:
     """Refuse what cannot be done to a training script from outside.
 
     Args:
         training: The table.
         scales: Whether the script takes a factor of its rate, {lr_scale}.
+        of_study: Whether other columns of a study have the same arguments, so that the factor may
+            be 1 for this one.
 
     Raises:
         ValueError: With the key in front.
@@ -277,7 +279,7 @@ def check_script(training: TrainingSpec, *, scales: bool) -> None:
             'expected "lbt" (its own rate), "ags", "adascale" or "static", or "lrs" or "sqrt" with '
             "{lr_scale} in its arguments"
         )
-    if method not in ("lrs", "sqrt") and scales:
+    if method not in ("lrs", "sqrt") and scales and not of_study:
         raise ValueError(
             f'training.method: {{lr_scale}} is 1 for every batch with "{method}"; expected "lrs" '
             '(linear) or "sqrt"'
@@ -291,6 +293,10 @@ def check_script(training: TrainingSpec, *, scales: bool) -> None:
         raise ValueError(
             f'training.method: "{method}" needs {{lr_scale}} in workload.arguments, by which the '
             "script multiplies its learning rate"
+        )
+    if training.replan_on_drift:
+        raise ValueError(
+            "training.replan_on_drift: a script's training keeps its batch; expected false"
         )
     for key in _SCRIPTS_OWN:
         if getattr(training, key) != TrainingSpec.model_fields[key].default:

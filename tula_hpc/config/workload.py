@@ -155,9 +155,10 @@ def _hidden(module: str, found: Path) -> str:
 
 
 # keys of a script, and those that scripts and the built-in training have
-OF_SCRIPTS = frozenset(
-    {"script", "module", "arguments", "resume_arguments", "accumulation", "counted_model"}
-)
+OF_SCRIPTS = frozenset({
+    "script", "module", "arguments", "resume_arguments", "accumulation", "counted_model",
+    "hang_minutes",
+})  # fmt: skip
 OF_BOTH = frozenset({"metric", "samples", "epochs", "seed"})
 # what may stand in braces in a script's arguments, and what each is replaced with
 PLACEHOLDERS = {
@@ -198,6 +199,8 @@ class WorkloadSpec(Spec):
     accumulation: int = Field(default=1, ge=1, le=2**20)
     # class of the model whose steps count, where a script has several; None: the largest
     counted_model: str | None = Field(default=None, max_length=200)
+    # without any sign of life in training, after which a script hangs; 0: any time is allowed
+    hang_minutes: float = Field(default=30.0, ge=0, le=1e6)
     # user's function, share of a sample that is right; None: accuracy of labels. Of a script: a
     # regular expression for its output
     metric: str | None = Field(default=None, max_length=200)
@@ -286,7 +289,7 @@ class WorkloadSpec(Spec):
     def _script_is_whole(self, info: ValidationInfo) -> WorkloadSpec:
         given = self.model_fields_set
         if not self.is_script:
-            for key in ("arguments", "resume_arguments", "accumulation", "counted_model"):
+            for key in sorted(OF_SCRIPTS - {"script", "module"}):
                 if getattr(self, key) != type(self).model_fields[key].default:
                     raise ValueError(f"{key}: is of a script; expected script or module as well")
             return self
@@ -379,6 +382,8 @@ class WorkloadSpec(Spec):
     @property
     def class_count(self) -> int | None:
         """Number of classes; None if it is known only from the data."""
+        if self.is_script:
+            return None
         if self.classes or self.dataset not in DATASETS:
             return self.classes
         return DATASETS[self.dataset].classes
@@ -389,6 +394,8 @@ class WorkloadSpec(Spec):
 
         CIFAR as folders of images may hold other samples than the published ones.
         """
+        if self.is_script:
+            return None
         if self.test_samples is not None:
             return self.test_samples
         facts = DATASETS.get(self.dataset)

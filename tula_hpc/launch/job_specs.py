@@ -20,6 +20,14 @@ def resolve(name: str) -> Callable[[Any], Any]:
     return found
 
 
+def in_passes(sweep: SweepSpec, passes: int) -> SweepSpec:
+    """Return the sweep of a script that takes the batch of a worker in so many forward passes."""
+    if not sweep.workload.accumulates:
+        return sweep
+    workload = sweep.workload.model_copy(update={"accumulation": passes})
+    return sweep.model_copy(update={"workload": workload})
+
+
 class Requeueable:
     """A job that submitit may start again unchanged, since its progress is on disk.
 

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tula_hpc.analysis.drift import describe_drift
-from tula_hpc.config import in_passes
 from tula_hpc.env import unix_time
 from tula_hpc.errors import Failure, StageError
 from tula_hpc.formatting import format_score
-from tula_hpc.launch.job_specs import TrainJob
+from tula_hpc.launch.job_specs import TrainJob, in_passes
 from tula_hpc.launch.launcher import Ended
 from tula_hpc.launch.reasons import telling_line
 from tula_hpc.records import (
@@ -353,7 +352,7 @@ def _submit_training(sweep: Sweep, candidate: Candidate, tick: Callable[[str], N
         candidate.partition,
         measured_identity(sweep.run.measurements().records),
     )
-    data = {
+    data: dict[str, object] = {
         "label": MAIN_LABEL,
         "configuration": list(at),
         "partition": candidate.partition,

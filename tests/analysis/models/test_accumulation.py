@@ -24,7 +24,8 @@ from tula_hpc.analysis.models.fitted import fit_models
 from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.search.propose import largest_pass, propose
-from tula_hpc.config import GIB, SweepSpec, in_passes
+from tula_hpc.config import GIB, SweepSpec
+from tula_hpc.launch.job_specs import in_passes
 from tula_hpc.records import Candidate, Configuration, Measurement, Plan, RunDirectory, append_record
 from tula_hpc.stages.train import next_candidate
 
@@ -93,8 +94,8 @@ def test_the_plan_offers_what_memory_forbids_in_parts() -> None:
         assert candidate.measured == (passes == 1 and candidate.nodes != 2 and candidate.local_batch <= 64)
     assert Plan.model_validate_json(plan.model_dump_json(by_alias=True)) == plan
     assert "at most 64 samples in one forward pass" in " ".join(plan.notes)
-    largest = max(plan.candidates, key=lambda c: c.global_batch)
-    assert largest.in_parts == " in 4 parts"
+    largest = max(plan.candidates, key=lambda c: c.local_batch)
+    assert largest.in_parts == " in 16 parts"
 
 
 def test_without_the_placeholder_it_is_left_out() -> None:
@@ -130,7 +131,9 @@ def test_a_search_ends_where_one_sample_is_too_many() -> None:
 
 
 def test_the_memory_model_says_what_fits_before_it_is_tried() -> None:
-    assert largest_pass(sweep(*PLACEHOLDER), LIMIT, AT_ONCE[:2]) == 64
+    # two batches believe in one twice as large, four in all that fit
+    assert largest_pass(sweep(*PLACEHOLDER), LIMIT, AT_ONCE[:2]) == 32
+    assert largest_pass(sweep(*PLACEHOLDER), LIMIT, AT_ONCE) == 64
     assert largest_pass(sweep(*PLACEHOLDER), cluster(memory_gb=1000.0), AT_ONCE) is None
     assert largest_pass(sweep(), LIMIT, AT_ONCE) is None
 

@@ -324,10 +324,11 @@ class Keeper(SafePoints):
         self.steps.leave_out(self.progress.saving_s - before_s)
 
     def _after_step(self) -> None:
-        decision = self.agreed.decide()
+        decision = self.agreed.decide(lambda: self.steps.readings(self.worker))
         self.step_ended(self.marked, decision)
         if decision.stop:
             self.steps.leave_stopped()
+        self.steps.look(decision.shared, self.worker)
         self._mark()
 
     def _look_once_more(self) -> None:
@@ -358,7 +359,7 @@ class Keeper(SafePoints):
         )
         root = self.steps.files.root
         self.begin_saving(interruptions, settings.fixed_s, _NothingOfItsOwn(), root)
-        self.agreed = Agreed(self.worker, self.stop, self.saving.wish)
+        self.agreed = Agreed(self.worker, self.stop, self.saving.wish, self.steps.look_every_s)
         if self.loaded is not None:
             for model in self.steps.models:
                 self.rehearse(model)

@@ -22,10 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc.attach.reporting import ChildSpec, Mode, Said, leave
 from tula_hpc.attach.train.peers import Peers
+from tula_hpc.attach.train.script_drift import DriftSettings, ScriptDrift
 from tula_hpc.attach.train.script_scaling import ScriptScaling
 from tula_hpc.checkpoint.safe_points import Progress
 from tula_hpc.config import SweepSpec
-from tula_hpc.ddp.agreement import Agreed, Wish
+from tula_hpc.ddp.agreement import CHECK_EVERY_S, Agreed, Wish
 from tula_hpc.ddp.stop_signals import StopRequest, Suspensions
 from tula_hpc.errors import InputError
 from tula_hpc.optim import NoObserver
@@ -65,6 +66,8 @@ class TrainSettings(Record):
     between_s: float
     between_is_known: bool = False
     fixed_s: float | None = None
+    # None: step times are compared with nothing
+    drift: DriftSettings | None = None
 
 
 class TrainedSoFar(Record):
@@ -138,6 +141,10 @@ class ScriptTraining(Mode):
         )
         self.models: list[DistributedDataParallel] = []
         self.scaling = scaling_of(self.settings)
+        self.drift: ScriptDrift | None = None
+        if (told := self.settings.drift) is not None:
+            settings = self.settings
+            self.drift = ScriptDrift(told, self.run, settings.label, settings.job_id)
         # a keeper knows where epochs end, and obeys the stop
         self.is_kept = False
         # a forward pass has begun since the last step
@@ -151,6 +158,7 @@ class ScriptTraining(Mode):
         self.window = StepWindow()
         self.waits = Waits()
         self._agreed: Agreed | None = None
+        self._peers: Peers
         # of this step, on this worker
         self._samples = 0
         # when the last step ended; None: what came since was no training
@@ -160,7 +168,7 @@ class ScriptTraining(Mode):
         self._paused_s = 0.0
         # an epoch's line is written, and the time until the next one is not known
         self._is_between = False
-        self._began = 0.0
+        self._began = self._waited_s = 0.0
         self._reported: dict[str, float] = {}
         # the last step of which an epoch's line tells
         self._written = 0
@@ -214,7 +222,12 @@ class ScriptTraining(Mode):
 
     def evaluating(self) -> None:
         """See `Listener`. What comes before the next step is none of training."""
+        self.give_sign()
         self.pause()
+
+    def batch_loaded(self, loader: object, batch: object, waited_s: float) -> None:
+        """See `Listener`."""
+        self.give_sign()
 
     def forward_begins(self, samples: int) -> None:
         """See `Listener`."""
@@ -233,6 +246,7 @@ class ScriptTraining(Mode):
         elif self._stepped_at is not None:
             self._count_pause(now - self._stepped_at)
         self._began = now - waited_s
+        self._waited_s = waited_s
         self.window.waited_s += waited_s
 
     def gradients_ready(self) -> None:
@@ -295,6 +309,8 @@ class ScriptTraining(Mode):
             self.progress.epoch_steps += 1
             self.progress.epoch_time_s += now - self._began
             self.window.add(seconds=now - self._began)
+            if self.drift is not None:
+                self.drift.count(now - self._began, self._waited_s)
         self._ended = self._stepped_at = now
 
     def pause(self) -> None:
@@ -317,9 +333,33 @@ class ScriptTraining(Mode):
 
     def _stop_if_asked(self) -> None:
         if self._agreed is None:
-            self._agreed = Agreed(Peers(self.spec.world_size), self.stop, lambda: Wish.NOTHING)
-        if self._agreed.decide().stop:
+            peers = Peers(self.spec.world_size)
+            self._agreed = Agreed(peers, self.stop, lambda: Wish.NOTHING, self.look_every_s)
+            self._peers = peers
+        decision = self._agreed.decide(lambda: self.readings(self._peers))
+        if decision.stop:
             self.leave_stopped()
+        self.look(decision.shared, self._peers)
+
+    @property
+    def look_every_s(self) -> float:
+        """Seconds between two agreements of the workers."""
+        return CHECK_EVERY_S if self.drift is None else self.drift.watch.look_every_s
+
+    def readings(self, peers: Peers) -> tuple[float, ...]:
+        """Return what the drift watch needs of this worker at an agreement; nothing without one."""
+        return () if self.drift is None else self.drift.readings(peers)
+
+    def look(self, shared: tuple[float, ...], peers: Peers) -> None:
+        """Compare the workers' step times with the plan's. Collective."""
+        model = self.hooks.inner_model
+        if self.drift is None or model is None:
+            return
+        trained = [p for p in model.parameters() if p.requires_grad]
+        began = time.perf_counter()
+        if self.drift.look(shared, peers, trained):
+            self.leave_out(time.perf_counter() - began)
+            self.pause()
 
     def write_steps(self) -> None:
         """Write a line for the steps since the last one, if there are any."""
