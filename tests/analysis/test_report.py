@@ -241,6 +241,16 @@ def test_a_second_report_replaces_the_first(tmp_path: Path) -> None:
     assert {path.name for path in run.report.iterdir()} == second
 
 
+@pytest.mark.usefixtures("no_figure", "no_pages")
+def test_a_program_is_told_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", stage="plan")
+    assert main([str(run.root), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["schema_version"], told["kind"], told["run_directory"]) == (1, "run", str(run.root))
+    assert told["files"][0] == told["page"] == str(run.report / "report.html")
+    assert {Path(path).name for path in told["files"]} == {path.name for path in run.report.iterdir()}
+
+
 @pytest.mark.usefixtures("cost_figure")
 def test_reports_grow_with_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", stage="profile")

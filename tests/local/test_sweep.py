@@ -112,9 +112,14 @@ def test_metrics_tell_of_every_epoch_and_of_the_scale(finished: RunDirectory) ->
 
 def test_running_again_does_nothing_twice(finished: RunDirectory) -> None:
     before = finished.events_file.read_text()
-    again = sweep(finished.root.parent)
+    again = sweep(finished.root.parent, "--json")
     assert again.returncode == 0, again.stderr
     assert finished.events_file.read_text() == before
+    # a program has the object of `tula status --json` alone, and the lines are beside it
+    told = json.loads(again.stdout)
+    assert (told["state"], told["name"], told["report"]) == ("finished", "small", True)
+    assert told["plan"]["nodes"] == finished.read_plan().chosen.nodes
+    assert "Chosen configuration" in again.stderr
 
 
 def test_a_stopped_training_is_started_again_and_ends_the_same(finished: RunDirectory, tmp_path: Path) -> None:

@@ -35,6 +35,11 @@ def add_input_options(parser: argparse.ArgumentParser) -> None:
         help="override a key of the sweep, or of the cluster as cluster.key=value, and of one of its partitions as "
         "cluster.partitions.NAME.key=value; repeatable",
     )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="at the end print one JSON object, that of tula status --json; lines go to standard error",
+    )
     who = parser.add_mutually_exclusive_group()
     who.add_argument(
         "--detach",
@@ -54,6 +59,8 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
     Raises:
         InputError: One line per mistake.
     """
+    if getattr(options, "json", False) and getattr(options, "dry_run", False):
+        raise InputError("is of a run, and --dry-run makes none; leave out either", source="--json")
     from tula_hpc.config import (
         hidden_peers,
         idle_keys,

@@ -37,28 +37,32 @@ class StudyCell(NamedTuple):
 class StudySpec(Spec):
     """`[study]`: methods × global batches × seeds, each trained once; nothing is planned."""
 
-    # values of training.method or names of variants; each is a column of the table
     methods: tuple[Name, ...] = ()
+    """Columns of the table: values of `training.method`, or names of variants."""
     batches: tuple[Annotated[int, Field(ge=1, le=2**30)], ...] = Field(min_length=1)
+    """Global batches that every method is trained at."""
     seeds: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = Field(
         default=(0, 1, 2), min_length=1
     )
-    # global batch of the reference, method lbt; 0: none
+    """Seeds of weights, order and augmentation, each a training of its own."""
     small_batch: int = Field(default=128, ge=0, le=2**30)
-    # of every training
+    """Global batch of the reference, method lbt; 0: there is none."""
     nodes: int = Field(default=1, ge=1, le=65_536)
-    # accuracy in the table
+    """Nodes of every training."""
     metric: Literal["top1", "top5"] = "top1"
-    # epochs between evaluations on the test set; the last is always evaluated
+    """Accuracy that is compared."""
     evaluate_every: int = Field(default=1, ge=1, le=100_000)
-    # candidates for workload.lr by family; the best is chosen
+    """Epochs between two evaluations on the test set; the last epoch is always evaluated."""
     base_lrs: dict[
         Family, Annotated[list[Annotated[float, Field(gt=0)]], Field(max_length=100)]
     ] = Field(default={})
-    # share of the training samples that decides between them
+    """Candidates for `workload.lr`, of which the best at the small batch is chosen; a list, or a
+    table by optimizer.
+    """
     tuning_holdout: float = Field(default=0.1, gt=0, lt=1)
-    # changed keys of the sweep by the variant's name
+    """Share of the training samples that decides between them."""
     variants: dict[Name, dict[str, Any]] = Field(default={}, max_length=1000)
+    """Further columns by name, each with the keys of [workload] and [training] that it changes."""
 
     @field_validator("base_lrs", mode="before")
     @classmethod

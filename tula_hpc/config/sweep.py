@@ -29,12 +29,17 @@ class SweepSpec(Spec):
     """Sweep file."""
 
     name: Name
+    """Name of the run and its jobs: letters, digits, dots, underscores, hyphens."""
     workload: WorkloadSpec = WorkloadSpec()
+    """See [workload]."""
     search: SearchSpec = SearchSpec()
+    """See [search]."""
     objective: ObjectiveSpec = ObjectiveSpec()
+    """See [objective]."""
     training: TrainingSpec = TrainingSpec()
-    # makes the sweep a study: nothing is profiled or planned
+    """See [training]."""
     study: StudySpec | None = None
+    """Makes the sweep a study, in which nothing is profiled or planned; see [study]."""
 
     @model_validator(mode="after")
     def _fits_a_script(self, info: ValidationInfo) -> SweepSpec:

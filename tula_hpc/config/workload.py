@@ -179,63 +179,83 @@ PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
 # what a script's output may tell
 METRIC_GROUPS = ("test_accuracy", "test_loss")
 Argument = Annotated[str, Field(max_length=10_000)]
+Epoch = Annotated[int, Field(ge=0, le=100_000)]
 
 
 class WorkloadSpec(Spec):
     """`[workload]`: model, data and training procedure, or a script that has them."""
 
     model: str = Field(default="resnet18", max_length=200)
+    """A torchvision classifier, or your own as "package.module:function"."""
     dataset: str = Field(default="digits", max_length=200)
-    # user's function; None: cross-entropy
+    """Data set by its name, a tree of image folders (imagefolder), or your own likewise."""
     loss: str | None = Field(default=None, max_length=200)
-    # the user's own, a file or the name of a module; before `metric`, which depends on it
+    """Your own loss of each sample; without it cross-entropy of labels."""
+    # above `metric`, whose check depends on it
     script: Path | None = None
+    """Training script of your own, in the working directory or beside the sweep file."""
     module: str | None = Field(default=None, max_length=200, pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*$")
-    # of the script, with placeholders
+    """The same as a module, which is run as with `python -m`."""
     arguments: tuple[Argument, ...] = Field(default=(), max_length=1000)
-    # appended where it goes on after an interruption; none: it begins anew
+    """Arguments of the script, with names in braces for what the sweep chooses."""
     resume_arguments: tuple[Argument, ...] = Field(default=(), max_length=1000)
-    # forward passes of a step; with {accumulation} in the arguments the least number of them
+    """Appended when the script goes on after an interruption; without them it begins anew."""
     accumulation: int = Field(default=1, ge=1, le=2**20)
-    # class of the model whose steps count, where a script has several; None: the largest
+    """Forward passes of a step of the script, a power of two; with {accumulation} the least number."""
     counted_model: str | None = Field(default=None, max_length=200)
-    # without any sign of life in training, after which a script hangs; 0: any time is allowed
+    """Class of the model whose steps count, where a script has several; without it the largest."""
     hang_minutes: float = Field(default=30.0, ge=0, le=1e6)
-    # user's function, share of a sample that is right; None: accuracy of labels. Of a script: a
-    # regular expression for its output
+    """Minutes without a sign of life after which a script in training hangs; 0: any time is allowed."""
     metric: str | None = Field(default=None, max_length=200)
+    """Your own share of each sample that is right; of a script a regular expression for its output."""
     data_dir: Path | None = None
+    """Folder of the data; digits and synthetic need none."""
     image_size: int | None = Field(default=None, ge=8, le=1024)
-    # trained on, the first ones of a fixed random order; None: all
+    """Edge of the images; without it the data set's own."""
     samples: int | None = Field(default=None, ge=1, le=2**40)
-    # tested on, the first ones of a fixed random order; None: all. Not with holdout
+    """Training samples, a fixed random choice; without it all. A script requires it, of an epoch."""
     test_samples: int | None = Field(default=None, ge=1, le=2**40)
-    # share of them that is tested on instead
+    """Test samples, a fixed random choice; without it all."""
     holdout: float = Field(default=0.0, ge=0, lt=1)
-    # only the first ones; None: all
+    """Share of the training samples that is not trained on but tested on, instead of the test set."""
     classes: int | None = Field(default=None, ge=2, le=10**6)
+    """Only the first so many classes; without it all."""
     epochs: int = Field(default=10, ge=1, le=100_000)
+    """Epochs of the whole training."""
     precision: Literal["fp32", "fp16", "bf16"] = "fp32"
+    """Precision of the computation; weights stay fp32."""
     tf32: bool = True
+    """Round factors of fp32 products to 10 bits on GPUs since A100, for several times the speed."""
     cudnn_benchmark: bool = True
+    """Let cuDNN try its kernels at the first step; false for trainings that repeat bit for bit."""
     channels_last: bool = False
-    # keep only the blocks' inputs and recompute the rest in the backward pass
+    """Memory layout that suits convolutions on new GPUs."""
     activation_checkpointing: bool = False
-    # 1: each worker keeps its share of the optimizer's states
+    """Keep only the blocks' inputs, and compute the rest again in the backward pass."""
     zero_stage: Literal[0, 1] = 0
+    """1: each worker keeps only its share of the optimizer's states."""
     augment: bool = True
+    """Crop and flip at random, as is usual for the data set."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
+    """Optimizer that the method works with."""
     lr: float = Field(default=0.05, gt=0)
+    """Learning rate at `training.base_batch`."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
+    """Momentum of sgd."""
     weight_decay: float = Field(default=5e-4, ge=0)
+    """Weight decay."""
     schedule: Literal["constant", "step", "cosine"] = "cosine"
-    milestones: tuple[Annotated[int, Field(ge=0, le=100_000)], ...] = Field(
-        default=(), max_length=1000
-    )
+    """Course of the learning rate: constant, changed at the milestones (step), or to 0 (cosine)."""
+    milestones: tuple[Epoch, ...] = Field(default=(), max_length=1000)
+    """Epochs at which `schedule = "step"` multiplies the rate by `gamma`."""
     gamma: float = Field(default=0.1, gt=0, le=1)
+    """Factor of the rate at a milestone."""
     warmup_epochs: float = Field(default=0.0, ge=0)
+    """Epochs in which the rate grows to its value."""
     loader_workers: int = Field(default=2, ge=0, le=256)
+    """Loader processes of each worker."""
     seed: int = Field(default=0, ge=0, lt=2**31)
+    """Seed of weights, order and augmentation."""
 
     @field_validator("model")
     @classmethod
@@ -390,7 +410,7 @@ class WorkloadSpec(Spec):
 
     @property
     def test_set_size(self) -> int | None:
-        """Size of the test set, with classes of equal size; None if it is known only from the data.
+        """Size of the test set, with classes of equal size; None if only the data tell it.
 
         CIFAR as folders of images may hold other samples than the published ones.
         """
