@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_hpc.errors import StageError
-from tula_hpc.formatting import format_duration, format_money, printable, with_own_escapes
+from tula_hpc.formatting import (
+    format_duration,
+    format_money,
+    format_score,
+    plural,
+    printable,
+    with_own_escapes,
+)
 
 if TYPE_CHECKING:
     from tula_hpc.analysis.costs.training_bill import TrainingBill
@@ -129,7 +136,9 @@ def _run_stages(sweep: Sweep, last: int) -> int:
     result = train_stage(sweep, plan) if last >= STAGES.index("train") else None
     if last == STAGES.index("report"):
         paths = report_stage(sweep)
-        _say_summary(sweep, plan, result)
+        bill = _say_summary(sweep, plan, result)
+        print(f"decided: {_decision(plan, result)}")
+        print(f"cost: {_cost(sweep, plan, bill)}")
         print(f"report: {next(path for path in paths if path.suffix == '.html')}")
     elif result is not None:
         from tula_hpc.records import read_metrics
@@ -140,7 +149,39 @@ def _run_stages(sweep: Sweep, last: int) -> int:
     return 0
 
 
-def _say_summary(sweep: Sweep, plan: Plan, result: TrainResult | None) -> None:
+def _decision(plan: Plan, result: TrainResult | None) -> str:
+    """Return what was chosen, and what came of it."""
+    chosen = plan.chosen
+    where = f" on {chosen.partition}" if chosen.partition else ""
+    text = f"{plural(chosen.nodes, 'node')}{where} and a batch of {chosen.global_batch:,} samples"
+    if result is None:
+        return f"{text}; not trained yet"
+    if result.global_batch != chosen.global_batch:
+        text = f"{text}; {result.global_batch:,} were trained, which fit into memory"
+    score = format_score(result.test_accuracy, result.test_loss)
+    epochs = plural(result.epochs, "epoch")
+    return f"{text}; trained {epochs} in {format_duration(result.wall_time_s)}: {score}"
+
+
+def _cost(sweep: Sweep, plan: Plan, bill: TrainingBill | None) -> str:
+    """Return what training and profiling cost, at the plan's price of a node and second."""
+    from tula_hpc.analysis.search.profiling_cost import profiling_cost
+
+    chosen = plan.chosen
+    node_seconds = chosen.nodes * chosen.expected_time_s
+    price = chosen.cost / node_seconds if node_seconds else 0.0
+    spent = profiling_cost(sweep.run.measurements().records, sweep.run.job_notes()).node_seconds
+    profiling = f"profiling about {format_money(spent * price, chosen.currency)}"
+    if bill is None or bill.cost.actual is None:
+        return f"{profiling}; what the training cost is not known"
+    paid = format_money(bill.cost.actual, bill.currency)
+    expected = format_money(bill.cost.expected, bill.currency)
+    whole = format_money(bill.cost.actual + spent * price, bill.currency)
+    return f"about {whole}: training {paid} ({expected} were predicted), {profiling}"
+
+
+def _say_summary(sweep: Sweep, plan: Plan, result: TrainResult | None) -> TrainingBill | None:
+    """Print table and bill; returns the latter."""
     from tula_hpc.analysis.run_contents import median_epoch_s, trained_partition
     from tula_hpc.records import read_metrics
 
@@ -160,6 +201,7 @@ def _say_summary(sweep: Sweep, plan: Plan, result: TrainResult | None) -> None:
     _say_bill(bill)
     if result is not None:
         _warn_of_loss(sweep, metrics)
+    return bill
 
 
 def _bill(sweep: Sweep, plan: Plan, result: TrainResult, metrics: Metrics) -> TrainingBill | None:
