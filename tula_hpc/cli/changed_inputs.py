@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # it.
 OF_SUBMISSION = frozenset({
     "account", "qos", "profile_minutes", "train_minutes", "array_parallelism",
-    "controller_minutes", "controller_partition", "controller_memory_gb",
+    "controller_minutes", "controller_partition", "controller_memory_gb", "on_event",
 })  # fmt: skip
 # of what differs
 SHOWN_LINES = 40

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tula_hpc.errors import StageError
+from tula_hpc.errors import StageError, TulaError
 from tula_hpc.formatting import (
     format_duration,
     format_money,
@@ -99,31 +99,32 @@ def carry_out(sweep: Sweep, until: str) -> int:
         StageError: A stage failed.
         StillRunningError: Jobs are on their way, and the sweep is detached.
     """
+    from tula_hpc.stages.notify import tell
+
     sweep.launcher.find_lost()
-    if sweep.spec.study is not None:
-        return _run_study(sweep, report=until == "report")
-    return _run_stages(sweep, STAGES.index(until))
+    try:
+        if sweep.spec.study is not None:
+            return _run_study(sweep, report=until == "report")
+        return _run_stages(sweep, STAGES.index(until))
+    except TulaError as error:
+        tell(sweep, "sweep_failed", str(error))
+        raise
 
 
 def _run_stages(sweep: Sweep, last: int) -> int:
+    from tula_hpc.stages.notify import tell
     from tula_hpc.stages.plan import plan_stage, training_began
-    from tula_hpc.stages.profile import out_of_memory, profile_stage
     from tula_hpc.stages.rehearsal import try_before_jobs
     from tula_hpc.stages.train import train_stage
 
-    is_tried = True
-    if not training_began(sweep.run):
-        is_tried = try_before_jobs(sweep)
-        profile_stage(sweep)
-        if named := out_of_memory(sweep.run):
-            print(f"out of memory: {', '.join(named)}")
-        sweep.launcher.note_accounts()
-        print(f"profiling cost: {_profiling_cost(sweep) or 'unknown'}")
+    is_tried = training_began(sweep.run) or _profile(sweep)
     if last == STAGES.index("profile"):
         # as it was asked to, for `status`
         sweep.run.log_event("ended", "profile")
         return 0
     plan = plan_stage(sweep)
+    if not training_began(sweep.run):
+        tell(sweep, "stage_ended", f"planned: {plan.chosen.configuration}: {plan.reason}", "plan")
     _say_plan(sweep, plan)
     if last == STAGES.index("plan"):
         sweep.run.log_event("ended", "plan")
@@ -135,11 +136,7 @@ def _run_stages(sweep: Sweep, last: int) -> int:
         try_before_jobs(sweep)
     result = train_stage(sweep, plan) if last >= STAGES.index("train") else None
     if last == STAGES.index("report"):
-        paths = report_stage(sweep)
-        bill = _say_summary(sweep, plan, result)
-        print(f"decided: {_decision(plan, result)}")
-        print(f"cost: {_cost(sweep, plan, bill)}")
-        print(f"report: {next(path for path in paths if path.suffix == '.html')}")
+        _say_end(sweep, plan, result)
     elif result is not None:
         from tula_hpc.records import read_metrics
 
@@ -147,6 +144,35 @@ def _run_stages(sweep: Sweep, last: int) -> int:
         _say_bill(_bill(sweep, plan, result, metrics))
         _warn_of_loss(sweep, metrics)
     return 0
+
+
+def _profile(sweep: Sweep) -> bool:
+    """Profile until the search has seen enough; return whether the workload was tried here."""
+    from tula_hpc.stages.notify import tell
+    from tula_hpc.stages.profile import out_of_memory, profile_stage
+    from tula_hpc.stages.rehearsal import try_before_jobs
+
+    is_tried = try_before_jobs(sweep)
+    profile_stage(sweep)
+    measured = plural(len(sweep.run.measurements().records), "measurement")
+    tell(sweep, "stage_ended", f"profiling is done: {measured}", "profile")
+    if named := out_of_memory(sweep.run):
+        print(f"out of memory: {', '.join(named)}")
+    sweep.launcher.note_accounts()
+    print(f"profiling cost: {_profiling_cost(sweep) or 'unknown'}")
+    return is_tried
+
+
+def _say_end(sweep: Sweep, plan: Plan, result: TrainResult | None) -> None:
+    """Write the report; say what was decided, what it cost, and where the report is."""
+    from tula_hpc.stages.notify import tell
+
+    paths = report_stage(sweep)
+    bill = _say_summary(sweep, plan, result)
+    lines = [f"decided: {_decision(plan, result)}", f"cost: {_cost(sweep, plan, bill)}"]
+    lines.append(f"report: {next(path for path in paths if path.suffix == '.html')}")
+    print("\n".join(lines))
+    tell(sweep, "sweep_ended", "; ".join(lines))
 
 
 def _decision(plan: Plan, result: TrainResult | None) -> str:
@@ -266,6 +292,7 @@ def _say_what_follows(sweep: Sweep, plan: Plan) -> None:
 
 
 def _run_study(sweep: Sweep, *, report: bool) -> int:
+    from tula_hpc.stages.notify import tell
     from tula_hpc.stages.rehearsal import try_before_jobs
     from tula_hpc.stages.study import study_stage
 
@@ -273,6 +300,11 @@ def _run_study(sweep: Sweep, *, report: bool) -> int:
     if not all(sweep.run.train(cell.label).result_file.exists() for cell in cells):
         try_before_jobs(sweep)
     failures = study_stage(sweep)
+    tell(
+        sweep,
+        "sweep_ended",
+        f"{len(cells) - len(failures)} of {plural(len(cells), 'training')} done",
+    )
     code = report_study(sweep.run) if report else 0
     if failures:
         raise StageError(_describe(failures))

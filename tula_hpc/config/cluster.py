@@ -188,6 +188,8 @@ class ClusterSpec(Spec):
     signal_delay_s: int = Field(default=90, ge=1, le=65_535)
     srun_args: tuple[Line, ...] = Field(default=("-K1",), max_length=100)
     setup: tuple[Line, ...] = Field(default=(), max_length=1000, repr=False)
+    # for a shell, when something happens that a person wants to know; see stages/notify.py
+    on_event: Annotated[Line, Field(min_length=1)] | None = Field(default=None, repr=False)
     # further sbatch options, by long name
     sbatch: dict[SbatchOption, SlurmWord | Annotated[int, Field(ge=-(2**31), lt=2**31)] | bool] = (
         Field(default={}, max_length=100)

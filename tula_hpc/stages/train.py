@@ -47,6 +47,7 @@ from tula_hpc.stages.context import (
     stage_progress,
     submitted_job,
 )
+from tula_hpc.stages.notify import tell_news
 
 # jobs in a row that were killed before they got any further: then the training itself is the cause
 KILLS = 3
@@ -177,6 +178,7 @@ def _see_to(
     there = sweep.on(job.partition or "")
     (end,) = there.launcher.wait([submitted_job(sweep.run, job)], tick)
     outcome = settle(there, job, end, policy)
+    tell_news(sweep)
     if outcome.verdict is Verdict.GIVE_UP:
         raise StageError(f"train: {_why_given_up(sweep.run, outcome)}")
 
@@ -357,6 +359,7 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
     metrics_file, epochs = sweep.run.train().metrics_file, sweep.spec.workload.epochs
 
     def tick(now: JobsNow) -> None:
+        tell_news(sweep, now.running)
         metrics = read_metrics(metrics_file)
         done = metrics.steps[-1].epoch if metrics.steps else 0.0
         shown = [f"{round(done, 1):g} of {plural(epochs, 'epoch')} done", now.text]

@@ -21,6 +21,7 @@ from tula_hpc.records import Submission
 from tula_hpc.records.broken_hosts import why_given_up
 from tula_hpc.records.events import JobFailure
 from tula_hpc.stages.context import StageProgress, Sweep, describe_failures, submitted_job
+from tula_hpc.stages.notify import tell_news
 from tula_hpc.stages.train import ATTEMPTS, Outcome, Verdict, report_deletion, settle, study_policy
 
 # at once: many sites allow fewer jobs a user than Slurm allows tasks an array
@@ -146,6 +147,7 @@ class Trainings:
     def _settle(self, end: Ended) -> None:
         job = self.running.pop(end.job.job_id)
         outcome = settle(self.sweep, job, end, self.policy)
+        tell_news(self.sweep)
         if outcome.verdict is Verdict.DONE:
             return
         self._refuse_hopeless(outcome)
