@@ -73,7 +73,7 @@ def _told(key: Key, was: Any, now: Any) -> tuple[Any, Any]:
 
 def is_always_free(key: Key) -> bool:
     """Tell whether neither a measurement nor a training depends on a key."""
-    return is_of_submission(key) or key == ("workload", "data_dir")
+    return is_of_submission(key) or key in (("workload", "data_dir"), ("training", "log_to"))
 
 
 def is_of_submission(key: Key) -> bool:

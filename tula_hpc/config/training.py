@@ -118,6 +118,8 @@ CHECKPOINT_MINUTES = 5.0
 PASS_SHARE = 0.02
 Method = Literal["ags", "static", "lbt", "lrs", "sqrt", "lars", "lamb", "polo", "adascale"]
 
+TrackerName = Literal["tensorboard", "wandb", "mlflow"]
+
 
 class TrainingSpec(Spec):
     """`[training]`: method for the large batch, checkpoints and restarts."""
@@ -153,6 +155,8 @@ class TrainingSpec(Spec):
     # gradients are clipped to this norm before they are scaled
     clip_norm: float | None = Field(default=None, gt=0)
     log_interval_steps: int = Field(default=10, ge=1, le=10**9)
+    # where the lines of metrics.jsonl go, too; see tracking/trackers.py
+    log_to: tuple[TrackerName, ...] = Field(default=(), max_length=3)
     # None: from what saving costs, at most 5
     checkpoint_minutes: float | None = Field(default=None, gt=0, le=1e6)
     # mean time to the first kill without time to save
