@@ -183,9 +183,12 @@ class WeightsAndBiases:
             self.run.log({**values_of(row), "step": row.step}, step=number)
 
     def close(self) -> None:
-        """Finish the offline run."""
+        """Finish the offline run, and wait until wandb's own process has written it."""
         if self.run is not None:
+            import wandb
+
             self.run.finish()
+            wandb.teardown()
 
 
 class MLflow:
@@ -204,8 +207,12 @@ class MLflow:
 
     def begin(self, position: Position) -> Position:
         """Create a run, or ask one how far it came."""
+        from mlflow import environment_variables
         from mlflow.tracking import MlflowClient
 
+        # newer versions ask for it: a database would need more than their small package
+        if allowed := getattr(environment_variables, "MLFLOW_ALLOW_FILE_STORE", None):
+            allowed.set(True)
         given = with_variables({}).get("MLFLOW_TRACKING_URI")
         self.client = MlflowClient(tracking_uri=given or (self.root / "mlflow").as_uri())
         self.run = position.run
