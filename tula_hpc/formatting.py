@@ -53,6 +53,14 @@ def _two(whole_s: int, large_s: int, large: str, small_s: int, small: str) -> st
     return f"{first:,} {large} {rest} {small}"
 
 
+def format_left(seconds: float) -> str:
+    """Format an estimate of what is left: "about 4 min left", in whole minutes."""
+    minutes = round(seconds / MINUTE_S)
+    if minutes < 1:
+        return "less than a minute left"
+    return f"about {format_duration(float(MINUTE_S * minutes))} left"
+
+
 def format_bytes(count: float | None) -> str:
     """Format bytes in binary units with two or three digits: 2_040_109_465 → "1.9 GiB"."""
     if count is None or not math.isfinite(count):

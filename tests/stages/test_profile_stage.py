@@ -99,7 +99,9 @@ class Said(LineProgress):
         super().__init__("profile")
         self.lines: list[str] = []
 
-    def update(self, done: float, total: float, text: str) -> None:
+    def update(
+        self, done: float, total: float, text: str, left_s: float | None = None, notes: Sequence[str] = ()
+    ) -> None:
         self.lines.append(text)
 
 

@@ -12,6 +12,9 @@ from tula_hpc.errors import InputError
 if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec, SweepSpec
 
+# as pip knows this package
+DISTRIBUTION = "tula_hpc"
+
 
 def add_input_options(parser: argparse.ArgumentParser) -> None:
     """Add the sweep file, the cluster file, the run directory, and single keys."""
@@ -86,11 +89,28 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
         sys.stderr.write(f"warning: {options.cluster or 'cluster'}: {key}: {why}\n")
     if missing:
         sys.stderr.write(f"warning: {missing}\n")
+    _refuse_missing_trackers(options, spec)
     if getattr(options, "detach", False) and cluster.executor != "slurm":
         raise InputError(
             'needs a cluster with executor = "slurm"; here use nohup or tmux', source="--detach"
         )
     return spec, cluster
+
+
+def _refuse_missing_trackers(options: argparse.Namespace, spec: SweepSpec) -> None:
+    """Refuse a tracker whose package is not here, unless only the nodes are to have it.
+
+    Raises:
+        InputError: There is one.
+    """
+    from tula_hpc.tracking.trackers import missing
+
+    if spec.search.estimate and (names := missing(spec.training.log_to)):
+        message = (
+            f"{names[0]} is not installed; pip install '{DISTRIBUTION}[{','.join(names)}]', or set "
+            "search.estimate = false where only the nodes have it"
+        )
+        raise InputError(message, source=options.sweep, key="training.log_to")
 
 
 def _load_without_paths(

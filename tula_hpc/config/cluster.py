@@ -226,6 +226,8 @@ class ClusterSpec(Spec):
     """Options of srun, each with its value in one word."""
     setup: tuple[Line, ...] = Field(default=(), max_length=1000, repr=False)
     """Shell lines that every job runs first."""
+    on_event: Annotated[Line, Field(min_length=1)] | None = Field(default=None, repr=False)
+    """A line for a shell, run when something happens that a person wants to know."""
     sbatch: dict[SbatchOption, SlurmWord | Annotated[int, Field(ge=-(2**31), lt=2**31)] | bool] = (
         Field(default={}, max_length=100)
     )

@@ -107,6 +107,8 @@ CHECKPOINT_MINUTES = 5.0
 PASS_SHARE = 0.02
 Method = Literal["ags", "static", "lbt", "lrs", "sqrt", "lars", "lamb", "polo", "adascale"]
 
+TrackerName = Literal["tensorboard", "wandb", "mlflow"]
+
 
 class TrainingSpec(Spec):
     """`[training]`: method for the large batch, checkpoints and restarts."""
@@ -169,6 +171,8 @@ class TrainingSpec(Spec):
     """Longer gradients are shortened to this norm before they are scaled."""
     log_interval_steps: int = Field(default=10, ge=1, le=10**9)
     """Steps between two lines of metrics.jsonl."""
+    log_to: tuple[TrackerName, ...] = Field(default=(), max_length=3)
+    """Where the lines of metrics.jsonl go, too."""
     checkpoint_minutes: float | None = Field(default=None, gt=0, le=1e6)
     """Time between two checkpoints; without it what loses least by the measured cost of one, at
     most 5.

@@ -24,7 +24,7 @@ class Spec(BaseModel):
 
 
 # tables whose values may be passwords
-HIDDEN = ("environment", "setup")
+HIDDEN = ("environment", "on_event", "setup")
 # a list of tables, each with a name
 PARTITIONS = "partitions"
 VALUE = "a value that is not shown"

@@ -37,6 +37,7 @@ from tula_hpc.records.measurement import (
     recorded_in,
 )
 from tula_hpc.records.metrics import (
+    RECENT_STEPS,
     SCALE_BINS_PER_OCTAVE,
     SCALE_OCTAVES,
     AnyMetrics,
@@ -44,6 +45,9 @@ from tula_hpc.records.metrics import (
     Metrics,
     StepMetrics,
     read_metrics,
+    samples_a_step,
+    steps_left_s,
+    training_left_s,
 )
 from tula_hpc.records.plan import Candidate, Knee, Plan
 from tula_hpc.records.run_directory import RunDirectory, TrainDirectory
@@ -71,6 +75,7 @@ __all__ = [
     "CREDIBLE_S",
     "MAIN_LABEL",
     "MAX_LINE_BYTES",
+    "RECENT_STEPS",
     "SCALE_BINS_PER_OCTAVE",
     "SCALE_OCTAVES",
     "AnyMetrics",
@@ -124,6 +129,9 @@ __all__ = [
     "recorded_in",
     "refuse_another",
     "refuse_several",
+    "samples_a_step",
+    "steps_left_s",
+    "training_left_s",
     "with_rank_files",
     "write_atomically",
 ]

@@ -386,6 +386,15 @@ class Sign(NamedTuple):
     kind: Literal["started", "resumed", "stopped", "finished"]
 
 
+class News(NamedTuple):
+    """Event of a training that a person may want to hear of."""
+
+    kind: Literal["training_preempted", "training_failed", "training_finished"]
+    # of the training
+    label: str
+    text: str
+
+
 _SIGNS: Mapping[EventName, Literal["started", "resumed", "stopped", "finished"]] = {
     "started": "started",
     "resumed": "resumed",
@@ -568,6 +577,27 @@ class RunHistory:
             if event.stage == "train" and event.event in _SIGNS
         ]
         return sorted(found, key=lambda sign: sign.time)
+
+    def news(self, since: int) -> list[News]:
+        """Return the news of trainings in the events from that number on."""
+        found = []
+        for event, label in list(zip(self.events, self._labels, strict=True))[since:]:
+            if event.stage != "train":
+                continue
+            kind = event.failure.value.replace("_", " ") if event.failure else "failed"
+            name = label or MAIN_LABEL
+            if event.event == "preempted":
+                found.append(News("training_preempted", name, event.detail))
+            elif event.event == "finished":
+                found.append(News("training_finished", name, event.detail))
+            elif event.event == "fell_back":
+                found.append(
+                    News("training_failed", name, f"{event.detail}; a smaller batch is next")
+                )
+            # as the command saw it; the job's own word is in it
+            elif event.event == "failed" and "label" in event.data:
+                found.append(News("training_failed", name, f"{kind}: {event.detail}"))
+        return found
 
     def samples_seen(self) -> list[tuple[EventName, int]]:
         """Return which events of trainings happened after how many samples, where that is known."""

@@ -17,9 +17,9 @@ from pydantic import ValidationError
 from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
 from tula_hpc.env import unix_time
 from tula_hpc.errors import Failure, InputError, StageError
-from tula_hpc.formatting import format_bytes, plural
+from tula_hpc.formatting import format_bytes
 from tula_hpc.launch.job_specs import ProfileJob
-from tula_hpc.launch.launcher import Ended
+from tula_hpc.launch.launcher import Ended, JobsNow
 from tula_hpc.launch.reasons import telling_line
 from tula_hpc.records import (
     Configuration,
@@ -43,6 +43,7 @@ from tula_hpc.stages.context import (
     Sweep,
     describe_failures,
     failed_measurement,
+    profiling_left_s,
     stage_progress,
     submitted_job,
 )
@@ -121,7 +122,7 @@ def profile_stage(sweep: Sweep) -> None:
         StageError: Nothing could be measured at all, and the message holds the first failure's log;
             or the user's own code failed in a job, and the message says where.
     """
-    with stage_progress("profile") as progress:
+    with stage_progress("profiling") as progress:
         parts = parts_of(sweep)
         trusted = [_trusted_batch(part, progress) for part in parts]
         left_out = _parts_without_room(sweep, parts)
@@ -136,11 +137,8 @@ def profile_stage(sweep: Sweep) -> None:
                 break
         good = sum(m.status == "ok" for m in sweep.run.measurements().records)
         tried = len(_tried(sweep))
-        progress.update(
-            tried if good else 0,
-            tried,
-            plural(good, "measurement") if good else "nothing was measured",
-        )
+        text = f"{good} of {tried} measured" if good else "nothing was measured"
+        progress.update(tried if good else 0, tried, text)
     if not good and failures and failures[-1].failure is Failure.DEVICE_FAILED:
         job_id = failures[-1].job.job_id
         raise StageError(f"profile: {why_given_up(sweep.run.events(), job_id, unix_time())}")
@@ -337,15 +335,24 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
     wanted = {(part.partition, each) for job in submitted.values() for each in job.configurations}
     expected = len(_tried(part) | wanted)
 
-    def tick(text: str) -> None:
+    def tick(now: JobsNow) -> None:
         done = len(_tried(part))
-        progress.update(done, max(done, expected), text)
+        most = max(done, expected)
+        left_s = _left_s(part, most - done) if now.running else None
+        progress.update(done, most, f"{done} of {most} done, {now.text}", left_s)
 
     jobs = [submitted_job(part.run, job) for job in submitted.values()]
     ended = part.launcher.wait(jobs, tick) if jobs else []
     dead = [end for end in ended if _record_end(part, submitted[end.job.job_id], end)]
     mended = {j.job_id for j in submitted.values() if j.submitted_at < part.started_at}
     return [e for e in dead if not (e.failure is Failure.BAD_INPUT and e.job.job_id in mended)]
+
+
+def _left_s(part: Sweep, left: int) -> float | None:
+    rows = part.run.measurements().records
+    mine = [row for row in rows if row.partition == part.partition and is_usable(row)]
+    recent = [row for row in mine if row.finished_at >= part.started_at]
+    return profiling_left_s(recent, left, unix_time())
 
 
 def _tried(sweep: Sweep) -> set[tuple[str, Configuration]]:

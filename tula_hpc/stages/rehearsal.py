@@ -198,7 +198,7 @@ def _try_with_progress(sweep: Sweep) -> Trial | None:
     parts = parts_of(sweep) if sweep.spec.study is None else []
     # also where there is an estimate: it may be of another model
     memory = [part.partition for part in parts if wants_estimate(part)]
-    with stage_progress("try") as progress:
+    with stage_progress("trying") as progress:
         progress.update(0, 1, TRYING)
         files = (sweep.run.sweep_file, sweep.run.cluster_file)
         tried = rehearse(sweep.spec, sweep.cluster, files, memory)

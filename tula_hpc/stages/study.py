@@ -104,7 +104,7 @@ def _choose_rates(sweep: Sweep, partition: str) -> dict[str, float]:
     trials = trial_specs(sweep.spec)
     batch = sweep.spec.study.small_batch if sweep.spec.study else 1
     jobs = [_job(sweep, partition, batch, spec, label) for label, spec in trials.items()]
-    with stage_progress("rate") as progress:
+    with stage_progress("learning rate") as progress:
         failures = Trainings(sweep, jobs).run(progress)
     if failures:
         label, words = next(iter(failures.items()))

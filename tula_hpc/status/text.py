@@ -8,6 +8,7 @@ from itertools import groupby
 
 from tula_hpc.formatting import (
     format_duration,
+    format_left,
     format_money,
     format_number,
     format_percent,
@@ -146,7 +147,8 @@ def _profile(profile: ProfileStatus) -> str:
         "stopped": "not going on",
         "unknown": "not over as far as the files tell",
     }.get(profile.stand, profile.stand)
-    return f"{stand}: {', '.join(counts)}; {plural(profile.jobs, 'job')}"
+    left = [] if profile.left_s is None else [format_left(profile.left_s)]
+    return "; ".join([f"{stand}: {', '.join(counts)}", plural(profile.jobs, "job"), *left])
 
 
 def _plan(plan: PlanStatus) -> str:
