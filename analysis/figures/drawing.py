@@ -201,9 +201,8 @@ class TitlePage(NamedTuple):
     columns: tuple[str, ...]
     # the first is the chosen one
     rows: list[tuple[str, ...]]
-    # the choice
-    about: list[str]
-    warnings: list[str]
+    # by heading
+    lists: dict[str, list[str]]
 
 
 def render_pdf(
@@ -336,7 +335,7 @@ def _title_page(first: TitlePage) -> Figure:
         notes_top += TABLE_ROW_IN * (len(first.rows) + 2)
     needed = 0.0
     lists = {}
-    for name, items in (("About the choice", first.about), ("Warnings", first.warnings)):
+    for name, items in first.lists.items():
         if items:
             lists[name] = _bullets(items)
             needed += LINE_IN * (len(lists[name]) + LIST_EXTRA_LINES)

@@ -11,6 +11,7 @@ from tula_hpc.records.events import (
     JobAccount,
     JobNote,
     RunHistory,
+    Sign,
     StopReason,
     Submission,
 )
@@ -45,7 +46,7 @@ from tula_hpc.records.metrics import (
     StepMetrics,
     read_metrics,
 )
-from tula_hpc.records.plan import Candidate, Knee, Plan
+from tula_hpc.records.plan import Candidate, Doubt, Knee, Plan, Remedy
 from tula_hpc.records.run_directory import RunDirectory, TrainDirectory
 from tula_hpc.records.storage import (
     MAX_LINE_BYTES,
@@ -77,6 +78,7 @@ __all__ = [
     "Batch",
     "Candidate",
     "Configuration",
+    "Doubt",
     "Drift",
     "EpochMetrics",
     "Event",
@@ -95,8 +97,10 @@ __all__ = [
     "RateTrial",
     "ReadResult",
     "Record",
+    "Remedy",
     "RunDirectory",
     "RunHistory",
+    "Sign",
     "StepMetrics",
     "StepParts",
     "StepTimes",
