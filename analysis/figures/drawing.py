@@ -104,6 +104,7 @@ class Drawing(NamedTuple):
             _adapt_to_page(element, f"{self.name}-")
         root.set("role", "img")
         root.set("aria-label", printable(self.title))
+        root.set("aria-describedby", f"{self.name}-caption")
         return ElementTree.tostring(root, encoding="unicode", short_empty_elements=True)
 
     def _render(self, print_to: Callable[..., None], metadata: dict[str, None]) -> bytes:

@@ -374,6 +374,22 @@ def event_table(events: Sequence[Event]) -> TextTable:
     return TextTable(("time (UTC)", "stage", "event", "detail", "job"), rows)
 
 
+# of a figure's numbers on the page; its CSV file has all
+MOST_NUMBERS = 40
+
+
+def numbers_as_text(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> TextTable:
+    """Return the numbers below a figure; of many rows the first and the last."""
+    found: list[tuple[str, ...]] = []
+    for row in ends(rows, None, MOST_NUMBERS):
+        if row is None:
+            left_out = f"… {len(rows) - MOST_NUMBERS:,} more"
+            found.append((left_out, *[""] * (len(columns) - 1)))
+        else:
+            found.append(tuple(cut(_plain(cell)) for cell in row))
+    return TextTable(tuple(name.replace("_", " ") for name in columns), found)
+
+
 def format_time(unix_s: float) -> str:
     """Return date and time in UTC, to the second; a dash for a number that is no time."""
     try:

@@ -21,8 +21,8 @@ from tests.run_factory import make_run
 from tests.study_factory import make_study
 from tests.workloads.test_workloads_own import write_module
 from tula_hpc.analysis.figures.all import draw_all
-from tula_hpc.analysis.report.tables import summary_rows, summary_table
 from tula_hpc.analysis.report.first_page import first_page
+from tula_hpc.analysis.report.tables import summary_rows, summary_table
 from tula_hpc.analysis.run_contents import read_run
 from tula_hpc.analysis.study_results import read_study
 from tula_hpc.checkpoint.store import CheckpointStore
