@@ -13,7 +13,7 @@ from tula_hpc.analysis.models.profiles import is_out_of_memory
 from tula_hpc.analysis.planning.partitions import name_of
 from tula_hpc.analysis.report.bill_text import bill_of, bill_sentences
 from tula_hpc.analysis.report.plan_text import against, beats, knee_sentences, why_not_better
-from tula_hpc.analysis.report.text import as_sentence, doubts, of_partition_in_words
+from tula_hpc.analysis.report.text import HEADINGS, as_sentence, doubts, of_partition_in_words
 from tula_hpc.analysis.run_contents import (
     RunContents,
     Training,
@@ -245,13 +245,13 @@ def _next(run: RunContents) -> list[str]:
     remedies = {doubt.remedy for doubt in doubts(run)}
     if run.plan is None:
         return [f"Go on measuring: {GO_ON}. {IS_RUN}"]
-    found = []
-    if Remedy.CHANGE in remedies:
-        found.append("See “Change the job” below.")
     if any(training.result is None for training in run.trainings):
-        return [*found, f"Wait for the training; tula status RUN tells how far it is. {IS_RUN}"]
+        return [f"Wait for the training; tula status RUN tells how far it is. {IS_RUN}"]
+    todo = [HEADINGS[remedy] for remedy in (Remedy.MEASURE, Remedy.CHANGE) if remedy in remedies]
+    below = " and ".join(f"“{heading}”" for heading in todo)
     if run.trainings:
-        return found or ["Nothing: the training is done."]
-    if Remedy.MEASURE in remedies:
-        found.append("Before a long training, see “Measure more” below.")
+        if not below:
+            return ["Nothing: the training is done."]
+        return [f"The training is done; before a longer one see {below} below."]
+    found = [f"Before a long training see {below} below."] if below else []
     return [*found, f"To train it: {GO_ON}. To plan otherwise: {ANOTHER}. {IS_RUN}"]

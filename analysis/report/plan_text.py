@@ -24,6 +24,7 @@ from tula_hpc.formatting import (
     format_number,
     format_percent,
     in_samples,
+    percent_in_short,
     plural,
     printable,
 )
@@ -250,7 +251,7 @@ def _compared(value: float, base: float, more: str, less: str) -> str:
         return more
     if base <= 0.0 or abs(value / base - 1.0) < 0.0005:
         return "as fast" if more == "slower" else "as dear"
-    return f"{format_percent(abs(value / base - 1.0))} {more if value > base else less}"
+    return f"{percent_in_short(value / base - 1.0)} {more if value > base else less}"
 
 
 def knee_sentences(plan: Plan) -> list[str]:

@@ -183,7 +183,7 @@ def test_many_warnings_do_not_push_what_decides_off_its_two_pages(tmp_path: Path
     write_plan(run, run.read_plan().model_copy(update={"warnings": doubts}))
     deciding, _, studying = write_report(run)[0].read_text().partition('<h2 class="line"')
     assert deciding.count("Doubt ") == MOST_WARNINGS
-    assert "Good to know</h2>" in deciding
+    assert "Good to know</h3>" in deciding
     assert f">{30 - MOST_WARNINGS} more</a>" in deciding
     assert studying.count("Doubt ") == 30 - MOST_WARNINGS
     (height,) = re.findall(rb"/MediaBox \[ 0 0 [\d.]+ ([\d.]+) \]", (run.report / "report.pdf").read_bytes())
