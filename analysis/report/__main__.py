@@ -1,7 +1,8 @@
-"""Command that writes the report of a run or study: `tula report RUN`.
+"""Command that writes the report of a run or study, or of several runs: `tula report RUN …`.
 
-`--json` prints one object: schema_version, run_directory, kind ("run" or "study"), page (path of
-the HTML page) and files (paths of all that was written, the page first). Paths are absolute.
+`--json` prints one object: schema_version, run_directory, kind ("run", "study" or "runs"), page
+(path of the HTML page) and files (paths of all that was written, the page first). Paths are
+absolute; the run directory is the first one.
 """
 
 from __future__ import annotations
@@ -21,9 +22,16 @@ from tula_hpc.records import RunDirectory
 @printable_output()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0 done, 1 failed, 2 bad input."""
-    options = _parser().parse_args(arguments)
-    run = RunDirectory(options.run)
-    return exit_code_of(lambda: _write(run, as_json=options.json), run.root)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    runs = [RunDirectory(path) for path in options.runs]
+    if options.out is not None and len(runs) == 1:
+        parser.error("--out: a run's own report stands in RUN/report")
+
+    def write() -> None:
+        _write(runs, options.out, as_json=options.json)
+
+    return exit_code_of(write, runs[0].root)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -31,28 +39,42 @@ def _parser() -> argparse.ArgumentParser:
         prog="tula report",
         description=(
             "Write figures, tables and the report of a run into RUN/report, from the files in RUN "
-            "alone."
+            "alone. With several runs: one page of them side by side."
         ),
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run directory, finished or not")
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN", help="a run directory, finished or not"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="where the page of several runs goes (default: the first run's report folder)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
-def _write(run: RunDirectory, *, as_json: bool) -> None:
+def _write(runs: Sequence[RunDirectory], folder: Path | None, *, as_json: bool) -> None:
     from tula_hpc.analysis.report.page import write_report
+    from tula_hpc.analysis.report.several.runs_page import write_runs_report
     from tula_hpc.analysis.report.study_page import write_study_report
     from tula_hpc.analysis.run_contents import holds_study
 
-    is_study = holds_study(run)
-    paths = write_study_report(run) if is_study else write_report(run)
+    first = runs[0]
+    if len(runs) > 1:
+        kind, paths = "runs", write_runs_report(runs, folder)
+    elif holds_study(first):
+        kind, paths = "study", write_study_report(first)
+    else:
+        kind, paths = "run", write_report(first)
     if not as_json:
         print(paths[0])
         return
     told = {
         "schema_version": 1,
-        "run_directory": str(run.root.absolute()),
-        "kind": "study" if is_study else "run",
+        "run_directory": str(first.root.absolute()),
+        "kind": kind,
         "page": str(paths[0].absolute()),
         "files": [str(path.absolute()) for path in paths],
     }

@@ -22,6 +22,7 @@ from tula_hpc.analysis.models.profiles import Summary, summarize
 from tula_hpc.analysis.models.step_time import StepTimeModel, fit_step_time
 from tula_hpc.analysis.models.step_time_fit import FormName
 from tula_hpc.analysis.planning.partitions import name_of, of_partition, prefixed
+from tula_hpc.analysis.planning.warnings import to_measure
 from tula_hpc.analysis.search.decision import Chosen, DecisionModel
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.formatting import format_duration, format_percent, plural
@@ -82,7 +83,7 @@ def with_confirmation(
     name = plan.chosen.partition
     usable = [row for row in of_partition(measurements, name) if is_usable(row)]
     notes = list(plan.notes)
-    warnings = list(plan.warnings)
+    warnings: list[str] = []
     # a warning names what the search has yet to measure
     if not plan.chosen.measured and not pending:
         share = profile_share(usable, plan.chosen.step_time_s, plan.chosen.expected_time_s)
@@ -92,7 +93,7 @@ def with_confirmation(
     if sweep.search.mode == "adaptive":
         told = surprises(plan.chosen.configuration, sweep, parts[name], usable)
         warnings += [prefixed(name, text) for text in told]
-    return plan.model_copy(update={"notes": notes, "warnings": warnings})
+    return plan.model_copy(update={"notes": notes}).with_doubts(to_measure(warnings))
 
 
 def _unmeasured(plan: Plan, sweep: SweepSpec, share: float, profiles: int) -> str:

@@ -16,6 +16,7 @@ from tula_hpc.analysis.models.data_loading import loader_decides
 from tula_hpc.analysis.models.profiles import Profile, Summary, summarize
 from tula_hpc.analysis.models.step_time import fit_step_time
 from tula_hpc.analysis.planning.partitions import of_partition, prefixed
+from tula_hpc.analysis.planning.warnings import to_measure
 from tula_hpc.analysis.search.decision import DecisionModel
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec
 from tula_hpc.formatting import format_duration, format_percent
@@ -104,7 +105,7 @@ def with_steadiness(
         if effect:
             text = f"{one.describe()}: {effect}; {_what_to_do(one, sweep.search, usable)}"
             found.append(prefixed(name, text))
-    return plan.model_copy(update={"warnings": [*plan.warnings, *found]}) if found else plan
+    return plan.with_doubts(to_measure(found))
 
 
 def _effect(

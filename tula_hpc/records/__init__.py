@@ -11,6 +11,7 @@ from tula_hpc.records.events import (
     JobAccount,
     JobNote,
     RunHistory,
+    Sign,
     StopReason,
     Submission,
 )
@@ -49,7 +50,7 @@ from tula_hpc.records.metrics import (
     steps_left_s,
     training_left_s,
 )
-from tula_hpc.records.plan import Candidate, Knee, Plan
+from tula_hpc.records.plan import Candidate, Doubt, Knee, Plan, Remedy
 from tula_hpc.records.run_directory import RunDirectory, TrainDirectory
 from tula_hpc.records.storage import (
     MAX_LINE_BYTES,
@@ -82,6 +83,7 @@ __all__ = [
     "Batch",
     "Candidate",
     "Configuration",
+    "Doubt",
     "Drift",
     "EpochMetrics",
     "Event",
@@ -100,8 +102,10 @@ __all__ = [
     "RateTrial",
     "ReadResult",
     "Record",
+    "Remedy",
     "RunDirectory",
     "RunHistory",
+    "Sign",
     "StepMetrics",
     "StepParts",
     "StepTimes",

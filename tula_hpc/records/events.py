@@ -384,6 +384,11 @@ class Sign(NamedTuple):
     # Unix time
     time: float
     kind: Literal["started", "resumed", "stopped", "finished"]
+    # to be shown: the name of the event
+    title: str = ""
+    job_id: str = ""
+    # of the training
+    label: str = MAIN_LABEL
 
 
 class News(NamedTuple):
@@ -571,11 +576,12 @@ class RunHistory:
 
     def signs(self) -> list[Sign]:
         """Return the signs of life of all trainings, in the order of time."""
-        found = [
-            Sign(event.time, _SIGNS[event.event])
-            for event in self.events
-            if event.stage == "train" and event.event in _SIGNS
-        ]
+        found = []
+        for label, events in self._by_label.items():
+            for event in events:
+                if event.event in _SIGNS:
+                    kind = _SIGNS[event.event]
+                    found.append(Sign(event.time, kind, event.title, event.job_id, label))
         return sorted(found, key=lambda sign: sign.time)
 
     def news(self, since: int) -> list[News]:

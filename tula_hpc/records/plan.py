@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Iterable
+from enum import StrEnum
+from itertools import zip_longest
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import ConfigDict, Field
 
@@ -93,6 +96,22 @@ class Knee(Record):
     share_without_knee: float = 0.0
 
 
+class Remedy(StrEnum):
+    """What the reader of a doubt should do about it."""
+
+    MEASURE = "measure"
+    CHANGE = "change"
+    # nothing
+    KNOW = "know"
+
+
+class Doubt(NamedTuple):
+    """A warning with what the reader should do about it."""
+
+    text: str
+    remedy: Remedy
+
+
 class Plan(Record):
     """plan.json: the chosen configuration, every candidate, and what to fall back to."""
 
@@ -121,6 +140,8 @@ class Plan(Record):
     notes: list[str] = Field(default=[])
     models: dict[str, Any]
     warnings: list[str] = Field(default=[])
+    # of each of them, in their order; empty in older plans
+    remedies: list[Remedy] = Field(default=[])
     dataset_samples: int
     epochs: int
     memory_limit_bytes: int | None = None
@@ -132,3 +153,16 @@ class Plan(Record):
         """Return the Pareto front of expected wall time and cost, fastest first."""
         front = (candidate for candidate in self.candidates if candidate.pareto)
         return sorted(front, key=lambda candidate: (candidate.expected_time_s, candidate.cost))
+
+    @property
+    def doubts(self) -> list[Doubt]:
+        """Return the warnings with their remedies; in older plans there is nothing to do."""
+        pairs = zip_longest(self.warnings, self.remedies[: len(self.warnings)])
+        return [Doubt(text, remedy or Remedy.KNOW) for text, remedy in pairs]
+
+    def with_doubts(self, doubts: Iterable[Doubt]) -> Self:
+        """Return the plan with more warnings at the end."""
+        every = [*self.doubts, *doubts]
+        warnings = [doubt.text for doubt in every]
+        remedies = [doubt.remedy for doubt in every]
+        return self.model_copy(update={"warnings": warnings, "remedies": remedies})

@@ -723,7 +723,9 @@ def test_figures_without_data_are_named_with_the_reason(tmp_path: Path, stage: s
 
 def test_a_plan_without_measurements_is_drawn(run: RunContents) -> None:
     result = draw_all(run._replace(measurements=[], trainings=[]))
-    assert {drawing.name for drawing in result.drawings} == {"epoch_time", "progress", "cost", "pareto", "memory"}
+    assert {drawing.name for drawing in result.drawings} == {
+        "epoch_time", "progress", "cost", "pareto", "memory", "timeline"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(FIGURES))
@@ -757,7 +759,7 @@ def test_each_file_takes_one_drawing(run: RunContents, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Figure, "draw", noting)
     drawing = drawn(run, "memory")
-    for made in (drawing.svg, drawing.png, lambda: render_pdf(TitlePage("", "", "", (), [], [], []), [drawing])):
+    for made in (drawing.svg, drawing.png, lambda: render_pdf(TitlePage("", "", "", (), [], {}), [drawing])):
         drawings.clear()
         assert made()
         assert drawings.count(drawing.figure) == 1
