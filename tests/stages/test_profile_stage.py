@@ -25,15 +25,13 @@ from tula_hpc.records import (
     notes_file,
 )
 from tula_hpc.stages.context import LineProgress, Sweep
+from tula_hpc.stages.memory_room import Estimate, none_fits, out_of_memory
 from tula_hpc.stages.profile import (
-    Estimate,
     _broken_rounds,
     _record_end,
     _trusted_batch,
     allocated_nodes,
     first_wave,
-    none_fits,
-    out_of_memory,
     parts_of,
     profile_stage,
 )

@@ -22,14 +22,12 @@ from tula_hpc.records import (
     write_atomically,
 )
 from tula_hpc.stages.context import Sweep
+from tula_hpc.stages.memory_room import Estimate, estimate, none_fits
 from tula_hpc.stages.plan import plan_is_good, training_began
 from tula_hpc.stages.preview import Preview, Script, script_of
 from tula_hpc.stages.profile import (
-    Estimate,
     allocated_nodes,
-    estimate,
     first_wave,
-    none_fits,
     parts_of,
     propose_on,
     wants_estimate,

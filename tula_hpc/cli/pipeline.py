@@ -148,8 +148,9 @@ def _run_stages(sweep: Sweep, last: int) -> int:
 
 def _profile(sweep: Sweep) -> bool:
     """Profile until the search has seen enough; return whether the workload was tried here."""
+    from tula_hpc.stages.memory_room import out_of_memory
     from tula_hpc.stages.notify import tell
-    from tula_hpc.stages.profile import out_of_memory, profile_stage
+    from tula_hpc.stages.profile import profile_stage
     from tula_hpc.stages.rehearsal import try_before_jobs
 
     is_tried = try_before_jobs(sweep)

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from tula_hpc.config.training import Method
 from tula_hpc.config.validation import Name, Spec, nearest, shown
-from tula_hpc.config.workload import WorkloadSpec
+from tula_hpc.config.workload import DATASETS, WorkloadSpec
 
 MOST_TRAININGS = 100_000
 # optimizers that share a learning rate at a small batch
@@ -140,7 +140,27 @@ class StudySpec(Spec):
         return cells
 
 
-def check_script_study(work: WorkloadSpec, study: StudySpec) -> None:
+def check_accuracy(work: WorkloadSpec, study: StudySpec) -> None:
+    """Refuse a workload without an accuracy of the kind that the study compares.
+
+    Raises:
+        ValueError: With the key in front.
+    """
+    if work.is_script:
+        _check_script_study(work, study)
+        return
+    if work.loss is not None and work.metric is None and work.dataset not in DATASETS:
+        raise ValueError(
+            "workload.metric: a study compares accuracies, and own data with an own loss may have "
+            "none; expected a function that returns the share of each sample that is right"
+        )
+    if work.metric is not None and study.metric == "top5":
+        raise ValueError(
+            'study.metric: "top5" is of labels, and workload.metric is given; expected "top1"'
+        )
+
+
+def _check_script_study(work: WorkloadSpec, study: StudySpec) -> None:
     """Refuse what a study of a training script cannot compare, or set, from outside.
 
     Raises:

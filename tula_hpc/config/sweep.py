@@ -15,10 +15,10 @@ from pydantic import ValidationError, ValidationInfo, model_validator
 
 from tula_hpc.config.cluster import ClusterSpec
 from tula_hpc.config.search import ObjectiveSpec, SearchSpec, local_batches
-from tula_hpc.config.study import StudySpec, check_script_study
+from tula_hpc.config.study import StudySpec, check_accuracy
 from tula_hpc.config.training import AgsOptions, Method, TrainingSpec, check_script
 from tula_hpc.config.validation import Name, Spec, explain, shown
-from tula_hpc.config.workload import DATASETS, WorkloadSpec
+from tula_hpc.config.workload import WorkloadSpec
 from tula_hpc.errors import InputError
 
 # prefix of the names of all jobs
@@ -145,26 +145,6 @@ class SweepSpec(Spec):
             return 0.0
         interval = max(1, round(options.update_interval_epochs * steps))
         return max(0, steps * epochs - 1) // interval / epochs
-
-
-def check_accuracy(work: WorkloadSpec, study: StudySpec) -> None:
-    """Refuse a workload without an accuracy of the kind that the study compares.
-
-    Raises:
-        ValueError: With the key in front.
-    """
-    if work.is_script:
-        check_script_study(work, study)
-        return
-    if work.loss is not None and work.metric is None and work.dataset not in DATASETS:
-        raise ValueError(
-            "workload.metric: a study compares accuracies, and own data with an own loss may have "
-            "none; expected a function that returns the share of each sample that is right"
-        )
-    if work.metric is not None and study.metric == "top5":
-        raise ValueError(
-            'study.metric: "top5" is of labels, and workload.metric is given; expected "top1"'
-        )
 
 
 def study_column(sweep: SweepSpec, column: str, *, check_paths: bool = True) -> SweepSpec:

@@ -36,14 +36,8 @@ from tula_hpc.records import (
 )
 from tula_hpc.search_path import start_of_python
 from tula_hpc.stages.context import Sweep, stage_progress
-from tula_hpc.stages.profile import (
-    NOTHING,
-    TIMEOUT_S,
-    Estimate,
-    last_line,
-    parts_of,
-    wants_estimate,
-)
+from tula_hpc.stages.memory_room import TIMEOUT_S, Estimate, last_line
+from tula_hpc.stages.profile import NOTHING, parts_of, wants_estimate
 
 TRYING = "trying the workload on this machine (search.estimate)"
 ELSEWHERE = (
