@@ -77,7 +77,7 @@ def test_what_a_cluster_cannot_run_is_one_line(study: str, workers: int, keys: d
     cluster = Path("here.toml")
     cluster.write_text(cluster_text(workers))
     text = sweep_text(f"{study}\nseeds = [0]\nsmall_batch = 0", **keys)
-    line = complaint(lambda path, overrides: load_together(path, cluster, overrides), text)
+    line = complaint(lambda path, overrides: load_together(path, cluster, overrides)[0], text)
     assert said in line
 
 

@@ -17,8 +17,8 @@ seconds):
     detached        None, or since, until, job_id and phase of the last controller job (of its guard where that acts)
     scheduler       executor, answered, words (why not)
     profile         stand, measured, out_of_memory, failed, wanted, jobs, left_s; None for a study
-    plan            nodes, workers_per_node, local_batch, global_batch, partition, epoch_time_s, train_time_s,
-                    wall_time_s, cost, currency, reason
+    plan            nodes, workers_per_node, local_batch, global_batch, accumulation, partition, epoch_time_s,
+                    train_time_s, wall_time_s, cost, currency, reason
     training        label, stand, job_id, jobs, epoch, epochs, share, step, samples_seen, global_batch, step_time_s,
                     left_s, test_accuracy, test_loss, test_epoch, restarts, checkpoint_age_s,
                     fallbacks, drift

@@ -154,8 +154,9 @@ def _profile(profile: ProfileStatus) -> str:
 def _plan(plan: PlanStatus) -> str:
     where = f" on {plan.partition}" if plan.partition else ""
     chosen = Configuration(plan.nodes, plan.workers_per_node, plan.local_batch)
+    parts = f" in {plan.accumulation} parts" if plan.accumulation > 1 else ""
     return (
-        f"{chosen}{where}: predicted {format_duration(plan.epoch_time_s)} an epoch, "
+        f"{chosen}{parts}{where}: predicted {format_duration(plan.epoch_time_s)} an epoch, "
         f"{format_duration(plan.whole_time_s)} and {format_money(plan.cost, plan.currency)} in all"
     )
 
