@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 
 from tula_hpc.config import (
     ClusterSpec,
+    ContainerSpec,
     ObjectiveSpec,
     PartitionSpec,
     PricingSpec,
@@ -45,7 +46,12 @@ TABLES: dict[str, dict[str, type[Spec]]] = {
         "[training]": TrainingSpec,
         "[study]": StudySpec,
     },
-    "slurm_templates/README.md": {"": ClusterSpec, "[pricing]": PricingSpec, "[[partitions]]": PartitionSpec},
+    "slurm_templates/README.md": {
+        "": ClusterSpec,
+        "[container]": ContainerSpec,
+        "[pricing]": PricingSpec,
+        "[[partitions]]": PartitionSpec,
+    },
 }
 # by the end of a key's name; the first that fits
 UNITS = {

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from tula_hpc.cli.changed_inputs import changes_of, freeze, is_always_free
 from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.containers import describe, folders_of
 from tula_hpc.env import unix_time
 from tula_hpc.errors import InputError
 from tula_hpc.formatting import plural
@@ -32,7 +33,7 @@ from tula_hpc.stages.profile import (
     propose_on,
     wants_estimate,
 )
-from tula_hpc.stages.rehearsal import TRYING, is_here, refuse_another_model, rehearse
+from tula_hpc.stages.rehearsal import TRYING, is_here, is_tried, refuse_another_model, rehearse
 from tula_hpc.stages.train import next_candidate
 
 
@@ -72,7 +73,7 @@ def describe_submission(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Pr
     if not training_began(sweep.run):
         tried = try_dry(sweep)
         begun = [_beginning(part, tried) for part in parts_of(sweep)]
-    lines = [head, *_on_their_way(sweep)]
+    lines = [head, *_container(sweep), *_on_their_way(sweep)]
     said = [none_fits(each.part, each.estimate and each.estimate.footprint) for each in begun]
     if said and all(said):
         raise InputError("\n".join(said))
@@ -94,6 +95,12 @@ def describe_submission(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Pr
         for script in _train_script(part, max(part.spec.search.cluster_sizes))
     ]
     return Preview([*lines, *map(_training, parts)], scripts)
+
+
+def _container(sweep: Sweep) -> Iterator[str]:
+    if sweep.cluster.container is not None:
+        folders = folders_of(sweep.spec.workload)
+        yield f"jobs run {describe(sweep.cluster, folders, sweep.run.root)}"
 
 
 def _on_their_way(sweep: Sweep) -> Iterator[str]:
@@ -136,7 +143,7 @@ def try_dry(sweep: Sweep) -> Trial | None:
         InputError: The sweep would be refused.
     """
     spec, cluster = sweep.spec, sweep.cluster
-    if spec.workload.is_script or not spec.search.estimate or not is_here(spec):
+    if not is_tried(spec, cluster) or not is_here(spec):
         return None
     parts = parts_of(sweep) if spec.study is None else []
     memory = [part.partition for part in parts if wants_estimate(part)]

@@ -89,7 +89,8 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
         sys.stderr.write(f"warning: {options.cluster or 'cluster'}: {key}: {why}\n")
     if missing:
         sys.stderr.write(f"warning: {missing}\n")
-    _refuse_missing_trackers(options, spec)
+    if cluster.container is None:
+        _refuse_missing_trackers(options, spec)
     if getattr(options, "detach", False) and cluster.executor != "slurm":
         raise InputError(
             'needs a cluster with executor = "slurm"; here use nohup or tmux', source="--detach"

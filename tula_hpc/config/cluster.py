@@ -137,6 +137,41 @@ MOST_MINUTES = 10**6
 Line = Annotated[str, Field(pattern=r"^[\t\P{Cc}--\x{2028}\x{2029}]*$", max_length=1000)]
 # a long option of sbatch; those that this program sets itself are refused, see `_OWN_OPTIONS`
 SbatchOption = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,63}$")]
+# PATH, or PATH:PATH-INSIDE, or with :ro or :rw; the runtimes separate by these characters
+Mount = Annotated[
+    str, Field(pattern=r"^/[^,:\x00-\x1f]*(:/[^,:\x00-\x1f]*(:r[ow])?)?$", max_length=1000)
+]
+
+
+class ContainerSpec(Spec):
+    """`[container]`: image in which jobs run; see `tula_hpc.containers`."""
+
+    image: Annotated[Line, Field(min_length=1)]
+    """Image file, or what the runtime takes for one."""
+    runtime: Literal["apptainer", "pyxis"] = "apptainer"
+    """What runs the image."""
+    python: Annotated[Line, Field(min_length=1)] = "python3"
+    """Python of the image."""
+    mounts: tuple[Mount, ...] = Field(default=(), max_length=100)
+    """Folders of the host that are mounted beside those that jobs need."""
+    options: tuple[Line, ...] = Field(default=(), max_length=100)
+    """Further options of `apptainer exec`, or of pyxis for srun."""
+
+    @field_validator("options")
+    @classmethod
+    def _options_only(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return _only_options(value, "--writable-tmpfs")
+
+
+def _only_options(words: tuple[str, ...], example: str) -> tuple[str, ...]:
+    for word in words:
+        # it would be taken for the program that is to run
+        if not re.match(r"--?[A-Za-z]", word):
+            expected = f'options with their values in one word, for example "{example}"'
+            raise ValueError(f"expected {expected}, got {shown(word)}")
+    return words
+
+
 # options that [sbatch] may not hold, each with the key to use: jobs would not be found again, or
 # would differ from the plan
 _OWN_OPTIONS = {
@@ -236,6 +271,8 @@ class ClusterSpec(Spec):
         Field(default={}, max_length=1000, repr=False)
     )
     """Variables of the jobs."""
+    container: ContainerSpec | None = None
+    """Image that jobs run in; see [container]."""
     pricing: PricingSpec = PricingSpec()
     """See [pricing]."""
     partitions: tuple[PartitionSpec, ...] = Field(default=(), max_length=100)
@@ -256,12 +293,7 @@ class ClusterSpec(Spec):
     @field_validator("srun_args")
     @classmethod
     def _options_only(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for word in value:
-            # srun would take it for the program that it is to run
-            if not re.match(r"--?[A-Za-z]", word):
-                expected = 'options with their values in one word, for example "--mpi=pmix"'
-                raise ValueError(f"expected {expected}, got {shown(word)}")
-        return value
+        return _only_options(value, "--mpi=pmix")
 
     @field_validator("sbatch")
     @classmethod
@@ -282,6 +314,10 @@ class ClusterSpec(Spec):
             return self
         if self.device == "cuda" and self.executor == "slurm":
             check_gpus(self)
+        if self.executor == "local" and self.container and self.container.runtime == "pyxis":
+            raise ValueError(
+                'container.runtime: "pyxis" is a plug-in of Slurm; expected "apptainer"'
+            )
         shortest_s = 60 * min(self.profile_minutes, self.train_minutes)
         if self.executor == "slurm" and self.signal_delay_s >= shortest_s:
             raise ValueError(
@@ -316,6 +352,8 @@ class ClusterSpec(Spec):
             "gres": None,
             "constraint": None,
             "exclusive": False,
+            # they need Slurm's commands, and nothing else
+            "container": None,
             "account": first.account,
             "qos": first.qos,
             "sbatch": sbatch,

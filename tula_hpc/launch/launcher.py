@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tula_hpc.config import ClusterSpec
+from tula_hpc.config import ClusterSpec, WorkloadSpec
+from tula_hpc.containers import NO_FOLDERS, Folders, folders_of
 from tula_hpc.env import SECRET_FILE, slurm_job_id, unix_time
 from tula_hpc.errors import Failure, LaunchError, RefusedError, StorageError, SubmitLimitError
 from tula_hpc.files import full_disk, in_words, make_private
@@ -48,7 +49,7 @@ ROOM_PAUSE_S = 30.0
 ACCOUNTING_S = 8.0
 NOTICE = "submission.json"
 REFUSED = "never_submitted.json"
-EXECUTORS: Mapping[str, Callable[[ClusterSpec], Executor]] = {
+EXECUTORS: Mapping[str, Callable[[ClusterSpec, Folders], Executor]] = {
     "local": LocalJobs,
     "slurm": SlurmJobs,
 }
@@ -113,16 +114,24 @@ class Launcher:
         run: The run directory; logs and pickles go to its slurm/ folder.
         name: Base of the job names, unique to the sweep.
         detached: Whether to raise `StillRunningError` instead of waiting.
+        work: Whose folders are mounted where jobs run in a container.
     """
 
     def __init__(
-        self, cluster: ClusterSpec, run: RunDirectory, name: str, *, detached: bool = False
+        self,
+        cluster: ClusterSpec,
+        run: RunDirectory,
+        name: str,
+        *,
+        detached: bool = False,
+        work: WorkloadSpec | None = None,
     ) -> None:
         self.cluster = cluster
         self.run = run
         self.name = name
         self.detached = detached
-        self.executor = EXECUTORS[cluster.executor](cluster)
+        folders = folders_of(work) if cluster.container and work else NO_FOLDERS
+        self.executor = EXECUTORS[cluster.executor](cluster, folders)
 
     def submit(
         self,

@@ -187,7 +187,8 @@ class Sweep(NamedTuple):
     @property
     def launcher(self) -> Launcher:
         """Return the launcher of this sweep; job names tell sweeps of one user apart."""
-        return Launcher(self.cluster, self.run, self.spec.job_name, detached=self.detached)
+        work, name = self.spec.workload, self.spec.job_name
+        return Launcher(self.cluster, self.run, name, detached=self.detached, work=work)
 
     def command(self, *options: str) -> str:
         """Return the shell line that goes on with this run, by its own copies of the inputs."""

@@ -180,7 +180,7 @@ def wants_estimate(part: Sweep) -> bool:
 
     A script's model is not known before it runs.
     """
-    if part.spec.workload.is_script:
+    if part.spec.workload.is_script or part.cluster.container is not None:
         return False
     measured = any(m.partition == part.partition for m in part.run.measurements().records)
     return (

@@ -153,7 +153,7 @@ def try_before_jobs(sweep: Sweep) -> bool:
     """
     if slurm_job_id() is not None:
         return True
-    if sweep.spec.workload.is_script or not sweep.spec.search.estimate:
+    if not is_tried(sweep.spec, sweep.cluster):
         _warn_of_sources(sweep)
         return True
     before = sweep.run.trial()
@@ -220,6 +220,11 @@ def _say_changed(names: Sequence[str], consequence: str) -> None:
         sys.stderr.write(
             f"warning: changed since the measurements: {in_short(names)}; {consequence}\n"
         )
+
+
+def is_tried(spec: SweepSpec, cluster: ClusterSpec) -> bool:
+    """Tell whether a workload is tried before any job; what it needs may be in a container alone."""
+    return spec.search.estimate and not spec.workload.is_script and cluster.container is None
 
 
 def is_here(spec: SweepSpec) -> bool:
