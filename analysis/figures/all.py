@@ -16,7 +16,10 @@ from tula_hpc.analysis.figures.scaling.scaling_panels import (
     draw_weak_scaling,
 )
 from tula_hpc.analysis.figures.step_time.computation import draw_computation
-from tula_hpc.analysis.figures.step_time.prediction_error import draw_prediction_error
+from tula_hpc.analysis.figures.step_time.prediction_error import (
+    draw_memory_error,
+    draw_prediction_error,
+)
 from tula_hpc.analysis.figures.step_time.step_breakdown import draw_step_breakdown
 from tula_hpc.analysis.figures.study import (
     draw_study_accuracy,
@@ -54,6 +57,7 @@ FIGURES = {
     "step_breakdown": draw_step_breakdown,
     "computation": draw_computation,
     "prediction_error": draw_prediction_error,
+    "memory_error": draw_memory_error,
     "sensitivity": draw_sensitivity,
     "variability": draw_variability,
     "gradient_norm": draw_gradient_norm,
@@ -77,6 +81,7 @@ OF_NODES = (
     "step_breakdown",
     "computation",
     "prediction_error",
+    "memory_error",
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.run_factory import make_run
@@ -77,7 +78,7 @@ def test_the_figure_tells_of_waiting_and_interruptions(base: RunContents) -> Non
     )
     assert len(drawing.table.rows) == len(stretches(base))
     crosses = [line for line in drawing.figure.axes[0].get_lines() if line.get_marker() == "X"]
-    assert [float(line.get_xdata()[0]) for line in crosses] == [130.0]
+    assert [np.asarray(line.get_xdata()).tolist() for line in crosses] == [[130.0]]
 
 
 def test_very_many_jobs_are_drawn_and_no_job_is_none(base: RunContents) -> None:
