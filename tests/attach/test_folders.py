@@ -33,9 +33,9 @@ class Writer:
 
     def save(self, samples: int) -> Path:
         self.samples_seen, self.text = samples, f"after {samples}"
-        state = {"kept": {"made": self.state.state_dict()}}
-        self.store.save(state, samples_seen=samples, restart_count=self.restart_count)
-        return self.store.folder / state["kept"]["made"]["folder"]
+        kept = self.state.state_dict()
+        self.store.save({"kept": {"made": kept}}, samples_seen=samples, restart_count=self.restart_count)
+        return self.store.folder / str(kept["folder"])
 
     def load(self) -> str:
         loaded = self.store.load_latest(check=lambda state: check_folders(self.store.folder, state))

@@ -18,7 +18,7 @@ from tests.forked import context_of_workers
 from tula_hpc.attach import child
 from tula_hpc.attach.reporting import ChildSpec, read_said
 from tula_hpc.attach.train.keeping import KeptTraining
-from tula_hpc.attach.train.script_training import TrainSettings
+from tula_hpc.attach.train.script_training import ScriptTraining, TrainSettings
 from tula_hpc.records import RunDirectory, read_metrics
 
 SCRIPT = Path(__file__).parent / "scripts" / "three_lines.py"
@@ -38,14 +38,14 @@ def run_script(place: dict[str, str], spec: ChildSpec, struck: tuple[int, int] |
     steps = 0
     original = KeptTraining.gradients_ready
 
-    def gradients_ready(training: KeptTraining) -> None:
+    def gradients_ready(training: ScriptTraining) -> None:
         nonlocal steps
         original(training)
         steps += 1
         if steps == at:
             os.kill(os.getpid(), number)
 
-    KeptTraining.gradients_ready = gradients_ready  # type: ignore[method-assign] # of this process alone
+    KeptTraining.gradients_ready = gradients_ready  # type: ignore[assignment, method-assign] # of this process alone
     told = spec.said.with_suffix(".spec")
     told.write_text(spec.model_copy(update={"parent": os.getppid()}).model_dump_json())
     child.main([str(told)])

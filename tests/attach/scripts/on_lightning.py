@@ -1,6 +1,6 @@
 """Lightning, whose optimizer steps by a closure or by hand; kept by one line where tula_hpc is around it.
 
-on_lightning.py --batch-size 8 --epochs 2 [--samples 128] [--by-hand] [--accumulate 2] [--max-steps 14]
+on_lightning.py --batch-size 8 --epochs 2 [--samples 128] [--by-hand] [--accumulate 2] [--max-steps 14] [--width 32]
                 [--log FOLDER] [--pause 0.1]
 """
 
@@ -34,7 +34,7 @@ class Noisy(Dataset[Any]):
 
 
 class Classifier(lightning.LightningModule):  # type: ignore[misc] # no types are read from lightning
-    def __init__(self, log_file: Any, by_hand: bool, pause_s: float) -> None:
+    def __init__(self, log_file: Any, by_hand: bool, pause_s: float, width: int) -> None:
         super().__init__()
         self.log_file, self.automatic_optimization, self.pause_s = log_file, not by_hand, pause_s
         self.layers = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 4))
@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--max-steps", type=int, default=-1)
     parser.add_argument("--by-hand", action="store_true")
     parser.add_argument("--log", type=Path, default=Path("log"))
@@ -97,7 +98,7 @@ def main() -> None:
         callbacks=[tula.lightning_callback()],
     )
     with (options.log / f"losses-{rank}.txt").open("a") as log:
-        model = Classifier(log, options.by_hand, options.pause)
+        model = Classifier(log, options.by_hand, options.pause, options.width)
         loader = DataLoader(Noisy(options.samples), options.batch_size, shuffle=True)
         trainer.fit(model, loader, DataLoader(validation, 8))
     torch.save(model.state_dict(), options.log / f"weights-{rank}.pt")

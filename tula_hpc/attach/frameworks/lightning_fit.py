@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
@@ -125,11 +125,10 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         if self.stream is not None:
             self.stream.close()
         loop = self.trainer.fit_loop
-        for loader in combined.flattened:
-            for sampler in (getattr(loader, "sampler", None), _inner_sampler(loader)):
-                # Lightning does so too late where the loader's processes begin at once
-                if hasattr(sampler, "set_epoch"):
-                    sampler.set_epoch(loop.epoch_progress.current.processed)
+        for sampler in _samplers(combined.flattened):
+            # Lightning does so too late where the loader's processes begin at once
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(loop.epoch_progress.current.processed)
         only = combined.flattened[0] if len(combined.flattened) == 1 else combined
         self.stream = self.keeper.open(only, _Begun(begin))
 
@@ -185,8 +184,10 @@ class _Begun:
         return self._begin()
 
 
-def _inner_sampler(loader: object) -> Any:
-    return getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+def _samplers(loaders: Iterable[Any]) -> Iterator[Any]:
+    for loader in loaders:
+        yield getattr(loader, "sampler", None)
+        yield getattr(getattr(loader, "batch_sampler", None), "sampler", None)
 
 
 def _after(thing: Any, name: str, then: Callable[..., None]) -> None:
