@@ -23,9 +23,8 @@ from tula_hpc.records import RunDirectory
 
 
 def cluster_in(image: Path | str = "/image.sif", executor: str = "slurm", **container: Any) -> ClusterSpec:
-    fields = {"executor": executor, "environment": {"MINE": "a secret"}, "container": {"image": str(image)}}
-    fields["container"] |= container
-    return ClusterSpec.model_validate(fields)
+    fields = {"executor": executor, "environment": {"MINE": "a secret"}}
+    return ClusterSpec.model_validate({**fields, "container": {"image": str(image), **container}})
 
 
 @pytest.fixture

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.examples.slow import PACE_FILE
 from tests.run_factory import LATE_SWEEP, late_plan
+from tests.tracking.test_trackers import scalars
 from tula_hpc.config import ClusterSpec, SweepSpec, load_sweep
 from tula_hpc.errors import Failure
 from tula_hpc.launch.job_specs import TrainJob
@@ -58,6 +60,8 @@ def sweep(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     path.write_text(SWEEP)
     tells = f'cluster.on_event=printf "%s\\n" "$TULA_EVENT" >>{folder}/told'
     mine = ["--run-dir", str(folder / "run"), "--set", tells, *options]
+    if find_spec("tensorboard") is not None:
+        mine += ["--set", 'training.log_to=["tensorboard"]']
     command = [sys.executable, "-m", "tula_hpc.sweep", str(path), *mine]
     # a user whose shell lets everybody write to new files
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=300, umask=0)
@@ -121,6 +125,13 @@ def test_the_end_says_what_was_decided_what_it_cost_and_where_the_report_is(fini
     )
     assert re.fullmatch(r"cost: about .* USD: training .* USD \(.* predicted\), profiling about .* USD", cost)
     assert report == f"report: {finished.report / 'report.html'}"
+
+
+def test_a_tracker_has_every_line_of_the_training(finished: RunDirectory) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is an extra that is not installed here")
+    folder, metrics = finished.train().root / "tensorboard" / "metrics", read_metrics(finished.train().metrics_file)
+    assert scalars(folder, "train/lr") == pytest.approx({row.step: row.lr for row in metrics.steps})
+    assert list(scalars(folder, "epoch/test_accuracy")) == [row.step for row in metrics.epochs]
 
 
 def test_running_again_does_nothing_twice(finished: RunDirectory) -> None:
