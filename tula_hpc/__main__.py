@@ -69,7 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; without one, show the way."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given:
-        given = ["--help"]
+        # the whole page, but not as what was asked for: a script that lost its command has to notice
+        _parser().print_help(sys.stderr)
+        raise SystemExit(2)
     # the rest is for the command's own parser
     name = _parser().parse_args(given[:1]).command
     return int(importlib.import_module(COMMANDS[name].module).main(given[1:]))

@@ -1,10 +1,11 @@
 """Command `tula completion`: print a script that completes the commands in bash or zsh.
 
-    source <(tula completion bash)      in ~/.bashrc
-    source <(tula completion zsh)       in ~/.zshrc, behind compinit
+    tula completion bash >~/.local/share/bash-completion/completions/tula
+    tula completion zsh >FOLDER/_tula       # a folder of $fpath
 
-The script is made from the parsers of the commands. It is complete in itself: a press of the tab
-key starts no Python.
+or, made anew by each shell, `source <(tula completion bash)` in ~/.bashrc, or with zsh in ~/.zshrc
+behind compinit. The script is made from the parsers of the commands. It is complete in itself: a
+press of the tab key starts no Python.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} completion",
         description="Print a script that completes commands, options and files of tula.",
-        epilog="bash: source <(tula completion bash) in ~/.bashrc; zsh: the same with zsh in "
-        "~/.zshrc, behind compinit.",
+        epilog="bash: tula completion bash >~/.local/share/bash-completion/completions/tula. "
+        "zsh: tula completion zsh >FOLDER/_tula, a folder of $fpath. "
+        "Or source <(tula completion SHELL) in the shell's own file, behind compinit in zsh.",
     )
     parser.add_argument("shell", choices=("bash", "zsh"))
     return parser

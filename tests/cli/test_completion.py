@@ -80,11 +80,13 @@ def test_making_the_script_loads_nothing_that_computes() -> None:
     assert done.stdout.endswith("complete -F _tula tula\nset()\n")
 
 
-def test_without_a_command_the_way_to_a_report_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("words", "code"), [(["--help"], 0), ([], 2)])
+def test_the_way_to_a_report_is_shown(words: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        main([])
-    shown = capsys.readouterr().out
-    assert end.value.code == 0
+        main(words)
+    said = capsys.readouterr()
+    assert end.value.code == code
+    shown = said.err if code else said.out
     places = [
         shown.index(f"\n  tula {words}") for words in ("init", "check", "attach", "sweep", "status", "plan", "report")
     ]

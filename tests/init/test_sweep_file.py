@@ -127,6 +127,7 @@ def test_what_the_source_does_not_say_is_unknown_and_asked_for(
     asked = [line for line in text.splitlines() if line.endswith("unknown")]
     assert [line.split()[1] for line in asked] == ["arguments", "arguments", "samples", "metric"]
     assert told["unknown"][str(tmp_path / "train.toml")] == ["arguments", "samples", "metric"]
+    assert told["required"] == ["samples"]
     assert 'resume_arguments = ["--resume", "last.pt"]' in text
     assert [line.partition("tula")[2].split()[0] for line in told["next"]] == ["attach", "check", "sweep"]
     assert (told["notes"], told["partition"]["name"]) == ([], "cpu")

@@ -12,6 +12,7 @@ is submitted. With `--script` the options of a training script are read from its
     others          the other partitions, likewise
     sweep_file      path; None without --script
     unknown         keys to fill in, by file
+    required        those of the sweep file without which nothing starts
     notes           sentences on what may go wrong
     next            command lines, in order
 """
@@ -202,7 +203,7 @@ def _chosen(survey: Survey, name: str | None) -> Place:
 
 def _as_json(cluster: _Cluster, script: Script | None) -> dict[str, object]:
     """Return what `--json` prints; see the module."""
-    from tula_hpc.init.sweep_file import unknown_keys
+    from tula_hpc.init.sweep_file import required_keys, unknown_keys
 
     written = [path for path in (cluster.file, script and script.target) if path is not None]
     return {
@@ -213,6 +214,7 @@ def _as_json(cluster: _Cluster, script: Script | None) -> dict[str, object]:
         "others": [_partition(place) for place in cluster.others],
         "sweep_file": str(script.target) if script else None,
         "unknown": {str(path): unknown_keys(path.read_text()) for path in written},
+        "required": required_keys(script.target.read_text()) if script else [],
         "notes": list(_notes(cluster, script)),
         "next": list(_next(cluster, script)),
     }
@@ -263,15 +265,15 @@ def _next(cluster: _Cluster, script: Script | None) -> Iterator[str]:
 
 
 def _words(cluster: _Cluster, script: Script | None) -> Iterator[str]:
-    from tula_hpc.init.sweep_file import unknown_keys
+    from tula_hpc.init.sweep_file import required_keys
 
     if cluster.place is not None:
         yield f"{cluster.file}: partition {_described(cluster.place)}."
     elif cluster.file is not None:
         yield f"{cluster.file}: is there already, and stays as it is."
     if script is not None:
-        keys = ", ".join(unknown_keys(script.target.read_text()))
-        yield f"{script.target}: a sweep of {script.path.name}. Fill in what is unknown: {keys}."
+        keys = " and ".join(required_keys(script.target.read_text()))
+        yield f"{script.target}: a sweep of {script.path.name}. Before it can start, fill in {keys}."
     yield from _notes(cluster, script)
     if cluster.others:
         yield "Other partitions (--partition NAME):"

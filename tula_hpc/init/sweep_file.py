@@ -57,7 +57,7 @@ def sweep_file(script: Script, cluster: ClusterSpec) -> str:
         "",
         "[training]",
         Line(
-            "base_batch", _base_batch(script, cluster), "global; your learning rate is for it"
+            "base_batch", _base_batch(script, cluster), "global batch that the learning rate is for"
         ).text(),
         "",
     ]
@@ -191,13 +191,17 @@ def unknown_keys(text: str) -> list[str]:
     return list(dict.fromkeys(line.split()[1] for line in lines if line.endswith(UNKNOWN)))
 
 
+# keys without which a sweep of a script does not begin
+_EXAMPLES = {"samples": 2**30, "epochs": 10, "arguments": ["{local_batch}"]}
+
+
+def required_keys(text: str) -> list[str]:
+    """Return the unknown keys of a sweep file that have to be filled in."""
+    asked = [key for key in unknown_keys(text) if key in _EXAMPLES]
+    # what else the script requires is a line with the key of those that are known
+    return [key for key in asked if not re.search(rf"^{key} = ", text, re.MULTILINE)]
+
+
 def filled_in(text: str) -> list[str]:
-    """Return example values for the unknown keys, as overrides under which the rest is valid."""
-    values = {"samples": 2**30, "epochs": 10, "arguments": ["{local_batch}"]}
-    asked = set(unknown_keys(text))
-    has_arguments = re.search(r"^arguments = ", text, re.MULTILINE) is not None
-    return [
-        f"workload.{key}={json.dumps(value)}"
-        for key, value in values.items()
-        if key in asked and not (key == "arguments" and has_arguments)
-    ]
+    """Return example values for the required keys, as overrides under which the rest is valid."""
+    return [f"workload.{key}={json.dumps(_EXAMPLES[key])}" for key in required_keys(text)]
