@@ -23,7 +23,7 @@ from tula_hpc.records import RunDirectory
 
 
 def cluster_in(image: Path | str = "/image.sif", executor: str = "slurm", **container: Any) -> ClusterSpec:
-    fields = {"executor": executor, "environment": {"MINE": "a secret"}}
+    fields: dict[str, Any] = {"executor": executor, "environment": {"MINE": "a secret"}}
     return ClusterSpec.model_validate({**fields, "container": {"image": str(image), **container}})
 
 
