@@ -3,6 +3,7 @@
 # make gpu     the tests that need a GPU, checks of process groups, streams and memory on one, and what an optimizer and
 #              checkpoints cost and a memory estimate misses there, into tests/benchmarks/results (ten minutes)
 # make slurm   install Slurm from Debian's packages for the real-Slurm tests (root)
+# make browser install chromium from Debian's packages for the tests of the report's page (root)
 # make lint    ruff and mypy
 # make .venv   the set-up alone
 
@@ -12,7 +13,7 @@ BIN := .venv/bin
 # a module is compiled once, not at every start of a process
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test gpu slurm lint .venv clean
+.PHONY: demo test gpu slurm browser lint .venv clean
 
 .venv: .venv/.ready
 
@@ -55,6 +56,11 @@ gpu: .venv/.ready
 
 slurm:
 	@$(PYTHON) tests/slurm/testcluster.py install
+
+browser:
+	@command -v chromium >/dev/null || { apt-get -o DPkg::Lock::Timeout=120 -qq update && \
+		DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=120 -qq --no-install-recommends install \
+		chromium fonts-dejavu-core >/dev/null; }
 
 lint: .venv/.ready
 	@$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """Plan from measurements: `make_plan`, and the command over it. Neither submits anything.
 
-    tula plan RUN [--objective knee|time|cost|weighted] [--set section.key=value ...] [--json]
-    [--write]
+    tula plan RUN [--objective knee|time|cost|weighted] [--set section.key=value ...] [--what-if]
+    [--json] [--write]
 
 Modules that compute with NumPy are imported late: `--help` and a mistake in the arguments are
 answered at once.
@@ -131,6 +131,12 @@ def _parser() -> argparse.ArgumentParser:
         "objective.deadline_hours=12, pricing.basis=spot or "
         "partitions.NAME.pricing.usd_per_node_hour=2",
     )
+    parser.add_argument(
+        "--what-if",
+        action="store_true",
+        help="also a table of what would be chosen with fewer nodes, other prices, a deadline or "
+        "another objective",
+    )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON (schema 1)")
     parser.add_argument("--write", action="store_true", help="replace RUN/plan.json")
     return parser
@@ -177,7 +183,22 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
     text = plan.model_dump_json(by_alias=True, indent=1) if options.json or options.write else ""
     if options.write:
         write_atomically(run.plan_file, text)
-    return printable(text) if options.json else _as_text(plan, sweep, cluster, read.records, run)
+    if options.json:
+        return printable(text)
+    text = _as_text(plan, sweep, cluster, read.records, run)
+    return f"{text}\n\n{_what_if(plan, sweep, cluster, read.records)}" if options.what_if else text
+
+
+def _what_if(
+    plan: Plan, sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement]
+) -> str:
+    from tula_hpc.analysis.report.plan_text import table_lines
+    from tula_hpc.analysis.report.tables import what_if_table
+    from tula_hpc.analysis.what_if import answers
+
+    rows = answers(sweep, cluster, measurements, plan)
+    # a plan that counts what a training measured may choose otherwise than its profiles alone
+    return table_lines(what_if_table(rows)) if rows else "No what-if: a training changed the plan."
 
 
 def _refuse_trained(run: RunDirectory) -> None:

@@ -35,6 +35,7 @@ def table_of(rows: Iterable[Row]) -> CandidateTable:
         workers_per_node=np.ones_like(nodes),
         local_batch=batch,
         global_batch=nodes * batch,
+        accumulation=np.ones_like(nodes),
         step_time_s=time,
         epoch_time_s=time,
         train_time_s=time,

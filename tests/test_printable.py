@@ -205,7 +205,7 @@ def test_no_words_in_a_figure_keep_it_from_being_drawn(tmp_path: Path, words: st
     drawing.png()
     for text in (svg, drawing.inline_svg(svg), drawing.table.to_csv()):
         assert not CONTROL.search(text)
-    page = TitlePage(words, words, words, (words,), [(words,)], [words], [words])
+    page = TitlePage(words, words, words, (words,), [(words,)], {words: [words]})
     assert render_pdf(page, [drawing]).startswith(b"%PDF")
 
 

@@ -24,8 +24,23 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "init": Command(
+        "tula_hpc.init.__main__", "write a cluster file, and a sweep file for a script"
+    ),
+    "check": Command("tula_hpc.check.__main__", "check a cluster before anything is trained there"),
+    "attach": Command(
+        "tula_hpc.attach.__main__",
+        "run a training script here for some steps, and say what was seen",
+    ),
+    "footprint": Command(
+        "tula_hpc.workloads.footprint", "estimate a worker's memory before anything ran"
+    ),
     "sweep": Command(
         "tula_hpc.sweep", "profile a training, plan it, train at the best, and report"
+    ),
+    "study": Command("tula_hpc.study", "compare methods of training: methods × batches × seeds"),
+    "status": Command(
+        "tula_hpc.status.__main__", "show a run's jobs, failures, costs and next steps"
     ),
     "plan": Command(
         "tula_hpc.analysis.plan", "plan again from a run's measurements; submits nothing"
@@ -33,38 +48,45 @@ COMMANDS = {
     "report": Command(
         "tula_hpc.analysis.report.__main__", "write the report of a run or study again"
     ),
-    "status": Command(
-        "tula_hpc.status.__main__", "show a run's jobs, failures, costs and next steps"
-    ),
-    "study": Command("tula_hpc.study", "compare methods of training: methods × batches × seeds"),
-    "init": Command("tula_hpc.init.__main__", "write a cluster file for this login node's cluster"),
-    "attach": Command(
-        "tula_hpc.attach.__main__",
-        "run a training script here for some steps, and say what was seen",
-    ),
-    "check": Command("tula_hpc.check.__main__", "check a cluster before anything is trained there"),
-    "footprint": Command(
-        "tula_hpc.workloads.footprint", "estimate a worker's memory before anything ran"
+    "completion": Command(
+        "tula_hpc.completion", "print the completion of commands for bash or zsh"
     ),
 }
+# what is typed, in order, and what comes of it
+WAY = (
+    ("init --script train.py", "cluster.toml and train.toml; fill in what is unknown there"),
+    ("check cluster.toml", "is the cluster as its file says? a job of 3 minutes"),
+    ("attach train.py --batch-size 64", "what the script does here, and its samples"),
+    ("sweep train.toml --cluster cluster.toml --until plan", "measure, and choose"),
+    ("status runs/train", "what runs and waits, and what it cost so far"),
+    ("plan runs/train --objective cost", "the same measurements, another question"),
+    ("sweep train.toml --cluster cluster.toml", "train what was planned, and report"),
+    ("report runs/train", "the report once more: runs/train/report/report.html"),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code."""
+    """Run a command and return its exit code; without one, show the way."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given:
+        # the whole page, but not as what was asked for: a script that lost its command has to notice
+        _parser().print_help(sys.stderr)
+        raise SystemExit(2)
     # the rest is for the command's own parser
     name = _parser().parse_args(given[:1]).command
     return int(importlib.import_module(COMMANDS[name].module).main(given[1:]))
 
 
 def _parser() -> argparse.ArgumentParser:
-    lines = "\n".join(f"  {name:<11}{command.help}" for name, command in COMMANDS.items())
+    way = "\n".join(f"  {PROGRAM} {line}\n      {what}" for line, what in WAY)
+    lines = "\n".join(f"  {name:<12}{command.help}" for name, command in COMMANDS.items())
     question = "How many nodes, which batch size, how long, and at what cost?"
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         usage=f"{PROGRAM} [-h] [--version] COMMAND ...",
-        description=f"{question}\n\ncommands:\n{lines}",
-        epilog=f"{PROGRAM} COMMAND --help shows the options of a command.",
+        description=f"{question}\n\nfrom a script to a report:\n{way}\n\ncommands:\n{lines}",
+        epilog=f"{PROGRAM} COMMAND --help shows the options of a command.\n"
+        f"{PROGRAM} init --examples FOLDER writes examples that run on this machine.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {tula_hpc.__version__}")

@@ -53,6 +53,72 @@ def _two(whole_s: int, large_s: int, large: str, small_s: int, small: str) -> st
     return f"{first:,} {large} {rest} {small}"
 
 
+def format_left(seconds: float) -> str:
+    """Format an estimate of what is left: "about 4 min left", in whole minutes."""
+    minutes = round(seconds / MINUTE_S)
+    if minutes < 1:
+        return "less than a minute left"
+    return f"about {format_duration(float(MINUTE_S * minutes))} left"
+
+
+# seconds to which durations are rounded
+_STEPS_S = (
+    *(1, 5, 10, 30),
+    *(MINUTE_S * step for step in (1, 5, 10, 30)),
+    *(HOUR_S * step for step in (1, 6)),
+    *(DAY_S * step for step in (1, 5, 10, 50, 100)),
+)
+
+
+def duration_within(seconds: float, low: float, high: float) -> str:
+    """Format seconds with the digits that an interval leaves them: 152 in 138 to 168 → "2 min 30 s".
+
+    Args:
+        seconds: The duration, or an end of the interval.
+        low: Lower end.
+        high: Upper end.
+    """
+    half = (high - low) / 2
+    if half <= 0 or not math.isfinite(half + seconds):
+        return format_duration(seconds)
+    if half < 1:
+        # never more than three digits
+        least = abs(seconds) / 300 or half
+        return _short_within(seconds, _power_of_ten(max(half, least)))
+    step = max(step for step in _STEPS_S if step <= half)
+    rounded = step * round(seconds / step)
+    return f"{rounded} s" if 0 <= rounded < MINUTE_S else format_duration(rounded)
+
+
+def _short_within(seconds: float, step: float) -> str:
+    rounded = step * round(seconds / step)
+    if abs(rounded) >= MINUTE_S:
+        return format_duration(rounded)
+    if abs(rounded) >= 1:
+        return f"{rounded:.{max(0, -round(math.log10(step)))}f} s"
+    return f"{format_number(1000 * rounded, 3)} ms"
+
+
+def _power_of_ten(value: float) -> float:
+    return 10.0 ** math.floor(math.log10(value))
+
+
+def money_within(amount: float, low: float, high: float, currency: str = "USD") -> str:
+    """Format an amount with the digits that its interval leaves: 2.48 in 2.1 to 2.9 → "2.5 USD"."""
+    half = (high - low) / 2
+    if half <= 0 or not math.isfinite(half + amount):
+        return format_money(amount, currency)
+    least = abs(amount) / 300 or half
+    step = _power_of_ten(max(half, least))
+    decimals = max(0, -round(math.log10(step)))
+    return f"{step * round(amount / step):,.{decimals}f} {currency}"
+
+
+def percent_in_short(share: float) -> str:
+    """Format a share of 1 in percent with two digits, for sentences: 0.3996 → "40 %"."""
+    return f"{format_number(100 * abs(share), 2)} %"
+
+
 def format_bytes(count: float | None) -> str:
     """Format bytes in binary units with two or three digits: 2_040_109_465 → "1.9 GiB"."""
     if count is None or not math.isfinite(count):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_hpc.cli.open_run import open_run, work
 from tula_hpc.cli.options import add_input_options, load_inputs, run_root
 from tula_hpc.command_errors import exit_code_of
 from tula_hpc.errors import InputError
+from tula_hpc.files import write_out
 from tula_hpc.formatting import printable_output
 from tula_hpc.invocation import command_line
 
@@ -73,9 +76,29 @@ def run(
         from tula_hpc.cli.pipeline import report_study
         from tula_hpc.records import RunDirectory
 
-        return report_study(RunDirectory(root))
+        with status_at_end(root, wanted=options.json):
+            return report_study(RunDirectory(root))
     sweep, until = open_run(spec, cluster, root), "report" if report else "train"
-    return work(sweep, until, detach=options.detach, here=options.take_over)
+    with status_at_end(root, wanted=options.json):
+        return work(sweep, until, detach=options.detach, here=options.take_over)
+
+
+@contextlib.contextmanager
+def status_at_end(root: Path, *, wanted: bool) -> Iterator[None]:
+    """Print the status of a run as JSON when its command ends, also by an error.
+
+    All that the command itself prints goes to standard error.
+    """
+    if not wanted:
+        yield
+        return
+    from tula_hpc.status.__main__ import status_of
+
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        write_out(status_of(root).model_dump_json(indent=1) + "\n")
 
 
 if __name__ == "__main__":

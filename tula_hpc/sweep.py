@@ -13,6 +13,7 @@ from tula_hpc.cli.pipeline import STAGES
 from tula_hpc.command_errors import exit_code_of
 from tula_hpc.errors import InputError
 from tula_hpc.formatting import printable_output
+from tula_hpc.study import run, status_at_end
 
 if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec, SweepSpec
@@ -53,12 +54,11 @@ def _run(options: argparse.Namespace) -> int:
         describe_submission(spec, cluster, root).show()
         return 0
     sweep = open_run(spec, cluster, root)
-    return work(sweep, options.until, detach=options.detach, here=options.take_over)
+    with status_at_end(root, wanted=options.json):
+        return work(sweep, options.until, detach=options.detach, here=options.take_over)
 
 
 def _run_study(options: argparse.Namespace, spec: SweepSpec, cluster: ClusterSpec) -> int:
-    from tula_hpc.study import run
-
     if options.until in ("profile", "plan"):
         raise InputError(
             f"a sweep with [study] has no stage {options.until!r}; expected 'train' or 'report'",

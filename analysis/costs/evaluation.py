@@ -21,6 +21,13 @@ large head), the median 0.25 to 0.27 by the run (the same command), which puts p
 The correction is the ratio of the evaluations that trainings of the same run measured to their
 predictions, on the kind of nodes where they ran, or 1. It is the same for all kinds.
 
+What a script does between its epochs (evaluation, saving, start of loaders) is not known by samples:
+
+    t_between = correction × (fixed + shared / W)
+
+as profiles saw it where they met the end of an epoch, else what the training's own epochs took. It
+stands in place of the evaluation; where neither saw it, it is unknown, and the plan says so.
+
 A job's start lasts until its first step: interpreter, torch, rendezvous, model and data. Every
 restart pays it. Profile jobs measure it, each with its first configuration; `pricing.restart_s`
 overrides that.
@@ -39,6 +46,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import nnls
 
 from tula_hpc.analysis.models.profiles import Profile
 from tula_hpc.config import ClusterSpec, PricingSpec, WorkloadSpec
@@ -87,24 +95,32 @@ class Evaluation(NamedTuple):
     correction: float = 1.0
     # evaluations that the correction comes from
     measured: int = 0
+    # of a script: seconds between two epochs, and of them what W workers share; None: unknown
+    between_s: tuple[float, float] | None = None
 
     def seconds(self, workers: Array, local_batch: Array) -> Array:
         """Predict seconds of one evaluation, see the module; all (n,)."""
+        if self.between_s is not None:
+            fixed_s, shared_s = self.between_s
+            return np.asarray(self.correction * (fixed_s + shared_s / workers))
         batch = np.clip(np.maximum(local_batch, LEAST_BATCH), self.batches[0], self.batches[-1])
         each = np.interp(batch, self.batches, self.seconds_per_batch) / batch
         return np.asarray(self.correction * np.ceil(self.samples.samples / workers) * each)
 
     def corrected(self, epochs: Iterable[EpochMetrics]) -> Evaluation:
         """Return a copy corrected by trainings' evaluations; itself if none was measured."""
+        rows = [row for row in epochs if 0.0 < (row.evaluation_time_s or 0.0) < MOST_EVALUATION_S]
+        if self.is_of_script and rows and self.between_s is None:
+            typical_s = median(row.evaluation_time_s or 0.0 for row in rows)
+            return self._replace(between_s=(typical_s, 0.0), measured=len(rows))
         ratios = []
-        for row in epochs:
-            measured_s = row.evaluation_time_s or 0.0
+        for row in rows:
             workers = row.workers or 0
-            seen = 0.0 < measured_s < MOST_EVALUATION_S and self.samples.samples > 0
-            if seen and 0 < workers <= row.global_batch:
+            if 0 < workers <= row.global_batch:
                 local_batch = np.array(row.global_batch / workers)
                 predicted_s = float(self.seconds(np.array(float(workers)), local_batch))
-                ratios.append(measured_s / predicted_s)
+                if predicted_s > 0.0:
+                    ratios.append((row.evaluation_time_s or 0.0) / predicted_s)
         if not ratios:
             return self
         return self._replace(correction=self.correction * median(ratios), measured=len(ratios))
@@ -114,14 +130,19 @@ class Evaluation(NamedTuple):
         return self._replace(correction=other.correction, measured=other.measured)
 
     @property
+    def is_of_script(self) -> bool:
+        """True of a script, whose test samples nobody knows."""
+        return self.samples.samples == 0
+
+    @property
     def factors(self) -> tuple[float, float]:
         """Factors between which evaluations lie with 90 % probability."""
         return TIMED_FACTORS if self.timed or self.measured else ASSUMED_FACTORS
 
     def describe(self) -> str:
         """Return a sentence on the samples and the source of the prediction."""
-        if self.samples.samples == 0:
-            return "what the script does between its epochs, evaluation included, comes on top"
+        if self.is_of_script:
+            return self._describe_between()
         if self.measured:
             source = f"corrected by {plural(self.measured, 'evaluation')} of this run's training"
         elif self.timed:
@@ -132,6 +153,17 @@ class Evaluation(NamedTuple):
         assumed = "" if self.samples.known else " (assumed)"
         samples = f"{self.samples.samples:,.0f} test samples{assumed}"
         return f"evaluation after every epoch: {samples}; {source}"
+
+    def _describe_between(self) -> str:
+        if self.between_s is None:
+            return (
+                "what the script does between its epochs, evaluation included, comes on top: it is "
+                "unknown, as no profile saw the end of an epoch"
+            )
+        what = "what the script does between its epochs (evaluation, saving, start of loaders)"
+        if self.measured:
+            return f"{what} is counted as {plural(self.measured, 'epoch')} of its training took it"
+        return f"{what} is counted as profiles saw it: {format_duration(sum(self.between_s))}"
 
 
 def evaluation_of(
@@ -151,13 +183,33 @@ def evaluation_of(
         seconds = by_batch.setdefault(row.configuration.local_batch, [])
         seconds.append(forward_s + row.times.data_time_s)
     batches = sorted(by_batch)
+    between_s = _between(profiles) if workload.is_script else None
     return Evaluation(
         evaluated_on(workload, train_samples, test_samples),
         np.array(batches, dtype=np.float64),
         np.array([median(by_batch[batch]) for batch in batches]),
-        timed=bool(shares),
+        timed=bool(shares) or between_s is not None,
         forward_share=share,
+        between_s=between_s,
     )
+
+
+def _between(profiles: Sequence[Profile]) -> tuple[float, float] | None:
+    """Fit the time between a script's epochs, on relative errors; None where none was seen."""
+    by_workers: dict[int, list[float]] = {}
+    for row in profiles:
+        if row.between_epochs_s is not None and row.between_epochs_s > 0.0:
+            found = by_workers.setdefault(row.configuration.world_size, [])
+            found.append(row.between_epochs_s)
+    if not by_workers:
+        return None
+    seconds = np.array([median(found) for found in by_workers.values()])
+    if len(seconds) == 1:
+        return float(seconds[0]), 0.0
+    workers = np.array(list(by_workers), dtype=np.float64)
+    columns = np.stack([np.ones_like(workers), 1.0 / workers], axis=1)
+    (fixed_s, shared_s), _ = nnls(columns / seconds[:, None], np.ones(len(seconds)))
+    return float(fixed_s), float(shared_s)
 
 
 def _forward_time_s(times: StepTimes) -> float | None:

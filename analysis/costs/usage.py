@@ -105,10 +105,10 @@ def only_waiting_s(runs: Sequence[JobRun]) -> float:
     """
     waiting = [(run.waited_from, run.began_at) for run in runs]
     running = [(run.began_at, run.ended_at) for run in runs]
-    return _length([*waiting, *running]) - _length(running)
+    return length_of_union([*waiting, *running]) - length_of_union(running)
 
 
-def _length(intervals: Iterable[tuple[float, float]]) -> float:
+def length_of_union(intervals: Iterable[tuple[float, float]]) -> float:
     """Return the length of the union of intervals."""
     total = 0.0
     reached = -math.inf

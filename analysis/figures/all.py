@@ -16,7 +16,10 @@ from tula_hpc.analysis.figures.scaling.scaling_panels import (
     draw_weak_scaling,
 )
 from tula_hpc.analysis.figures.step_time.computation import draw_computation
-from tula_hpc.analysis.figures.step_time.prediction_error import draw_prediction_error
+from tula_hpc.analysis.figures.step_time.prediction_error import (
+    draw_memory_error,
+    draw_prediction_error,
+)
 from tula_hpc.analysis.figures.step_time.step_breakdown import draw_step_breakdown
 from tula_hpc.analysis.figures.study import (
     draw_study_accuracy,
@@ -32,6 +35,7 @@ from tula_hpc.analysis.figures.time_and_cost.over_batch import (
     draw_progress,
 )
 from tula_hpc.analysis.figures.time_and_cost.pareto_front import draw_pareto
+from tula_hpc.analysis.figures.timeline import draw_timeline
 from tula_hpc.analysis.figures.training import draw_sensitivity, draw_training
 from tula_hpc.analysis.run_contents import RunContents
 from tula_hpc.analysis.scaling import Scaling, no_scaling, scaling_of
@@ -44,6 +48,7 @@ FIGURES = {
     "epoch_time": draw_epoch_time,
     "pareto": draw_pareto,
     "training": draw_training,
+    "timeline": draw_timeline,
     "progress": draw_progress,
     "cost": draw_cost,
     "strong_scaling": draw_strong_scaling,
@@ -52,6 +57,7 @@ FIGURES = {
     "step_breakdown": draw_step_breakdown,
     "computation": draw_computation,
     "prediction_error": draw_prediction_error,
+    "memory_error": draw_memory_error,
     "sensitivity": draw_sensitivity,
     "variability": draw_variability,
     "gradient_norm": draw_gradient_norm,
@@ -75,6 +81,7 @@ OF_NODES = (
     "step_breakdown",
     "computation",
     "prediction_error",
+    "memory_error",
 )
 
 

@@ -104,6 +104,7 @@ class Drawing(NamedTuple):
             _adapt_to_page(element, f"{self.name}-")
         root.set("role", "img")
         root.set("aria-label", printable(self.title))
+        root.set("aria-describedby", f"{self.name}-caption")
         return ElementTree.tostring(root, encoding="unicode", short_empty_elements=True)
 
     def _render(self, print_to: Callable[..., None], metadata: dict[str, None]) -> bytes:
@@ -201,9 +202,8 @@ class TitlePage(NamedTuple):
     columns: tuple[str, ...]
     # the first is the chosen one
     rows: list[tuple[str, ...]]
-    # the choice
-    about: list[str]
-    warnings: list[str]
+    # by heading
+    lists: dict[str, list[str]]
 
 
 def render_pdf(
@@ -336,7 +336,7 @@ def _title_page(first: TitlePage) -> Figure:
         notes_top += TABLE_ROW_IN * (len(first.rows) + 2)
     needed = 0.0
     lists = {}
-    for name, items in (("About the choice", first.about), ("Warnings", first.warnings)):
+    for name, items in first.lists.items():
         if items:
             lists[name] = _bullets(items)
             needed += LINE_IN * (len(lists[name]) + LIST_EXTRA_LINES)

@@ -187,7 +187,7 @@ def _allowed(
 
 def _fits(item: Candidate, summary: Summary, allowed: Mapping[int, float]) -> bool:
     workers = item.configuration.world_size
-    below = item.local_batch < summary.oom_bound(alone=workers == 1)
+    below = item.local_batch / item.accumulation < summary.oom_bound(alone=workers == 1)
     return below and item.peak_memory_bytes <= allowed[workers]
 
 

@@ -157,15 +157,21 @@ def _title_lines(title: str) -> list[str]:
 
 
 def new_figure(
-    title: str, body_in: float, ratios: Sequence[float] = (1,), columns: int = 1
+    title: str,
+    body_in: float,
+    ratios: Sequence[float] = (1,),
+    columns: int = 1,
+    *,
+    share_x: bool = True,
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure with a title, and panels that share the x axis, row by row.
+    """Return a figure with a title, and panels row by row.
 
     Args:
         title: The finding.
         body_in: Height of all rows together, inches.
         ratios: Heights of the rows, relative.
         columns: Panels in a row.
+        share_x: They have one x axis.
     """
     height = body_in + title_band_in(title)
     layout = ConstrainedLayoutEngine(rect=(0, 0, 1, body_in / height), h_pad=0.06, w_pad=EDGE_IN)
@@ -179,7 +185,7 @@ def new_figure(
     label.set_gid("title")
     label.set_in_layout(False)
     heights = {"height_ratios": list(ratios)}
-    grid = figure.subplots(len(ratios), columns, sharex=True, squeeze=False, gridspec_kw=heights)
+    grid = figure.subplots(len(ratios), columns, sharex=share_x, squeeze=False, gridspec_kw=heights)
     panels = list(grid.flat)
     for axes in panels:
         axes.set_facecolor("none")

@@ -113,7 +113,8 @@ def fit_models(
         NotEnoughDataError: Nothing ran, or fewer than two local batches did although more can.
     """
     _check_enough(summary, possible)
-    return with_step_time(summary, memory_limit_bytes, fit_step_time(summary.profiles, form))
+    step_time = fit_step_time(summary.profiles, form, summary.passes)
+    return with_step_time(summary, memory_limit_bytes, step_time)
 
 
 def with_step_time(
@@ -121,13 +122,14 @@ def with_step_time(
 ) -> Models:
     """Fit the other models beside a fitted step time; needs at least one profile."""
     local_batches = np.array(
-        [row.configuration.local_batch for row in summary.profiles], dtype=np.float64
+        [row.configuration.local_batch for row in summary.of_one_pass], dtype=np.float64
     )
     batch_bytes = np.array([row.memory.batch_bytes for row in summary.profiles], dtype=np.float64)
     loads = batch_bytes > 0
     batch_memory = None
     if loads.any():
         batch_memory = MemoryModel().fit(local_batches[loads], batch_bytes[loads])
+        batch_memory.passes = summary.passes
     memory = fit_memory(summary, memory_limit_bytes)
     return Models(step_time, memory, batch_memory, update_time(summary))
 
@@ -153,7 +155,7 @@ def _check_enough(summary: Summary, possible: Collection[int] | None) -> None:
         if possible is not None and not possible:
             remedy = MORE_MEMORY
         raise NotEnoughDataError(f"no usable measurement{because}; {remedy}")
-    seen = {row.configuration.local_batch for row in summary.profiles}
+    seen = {row.configuration.local_batch for row in summary.of_one_pass}
     if len(seen) < MIN_LOCAL_BATCHES and (possible is None or not seen.issuperset(possible)):
         raise NotEnoughDataError(
             f"only local batch {min(seen)} was measured{because}, "

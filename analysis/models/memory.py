@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import nnls
 
+from tula_hpc.analysis.models.accumulation import Passes
 from tula_hpc.analysis.models.profiles import Profile, Summary, equivalent_batches
 from tula_hpc.analysis.models.regression import (
     Array,
@@ -99,6 +100,8 @@ class MemoryModel:
     _fit: Fit
     # of a single worker, where its step takes the batch in micro-batches
     _alone: MemoryModel | None = None
+    # in which a script takes the batches that are asked for
+    passes: Passes = Passes()
 
     def fit(
         self,
@@ -233,7 +236,8 @@ class MemoryModel:
 
         Without `workers`: any number of them, of the kind that was measured (one, or several).
         """
-        return self._predicted(local_batch, self._default_workers(workers))
+        batch = self.passes.batch_of_one(local_batch)
+        return self._predicted(batch, self._default_workers(workers))
 
     def _predicted(self, local_batch: ArrayLike, workers: ArrayLike) -> Array:
         together = self._predicted_together(local_batch, workers)
@@ -284,10 +288,11 @@ class MemoryModel:
     ) -> tuple[Array, Array]:
         """Return the bytes between which a new measurement lies with probability `level`."""
         world = self._default_workers(workers)
-        low, high = self._interval(local_batch, level, world)
+        batch = self.passes.batch_of_one(local_batch)
+        low, high = self._interval(batch, level, world)
         if self._alone is None:
             return low, high
-        alone_low, alone_high = self._alone.interval(local_batch, level, 1)
+        alone_low, alone_high = self._alone.interval(batch, level, 1)
         is_alone = np.asarray(world) == 1
         return np.where(is_alone, alone_low, low), np.where(is_alone, alone_high, high)
 
@@ -434,6 +439,7 @@ def fit_memory(summary: Summary, limit_bytes: float | None = None) -> MemoryMode
     if alone:
         bounds = equivalent_batches(out, parts, alone=True)
         model._alone = _fit_profiles(alone, bounds, limit_bytes)
+    model.passes = summary.passes
     return model
 
 

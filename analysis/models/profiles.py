@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import Any, NamedTuple, TypeVar, cast
 
+from tula_hpc.analysis.models.accumulation import Passes, times_of_one_pass
 from tula_hpc.analysis.models.critical_batch import profiled_batch
 from tula_hpc.records import (
     CREDIBLE_S,
@@ -46,11 +47,26 @@ class Profile(NamedTuple):
     processor: ProcessorUse | None = None
     # a script goes on exactly where it was
     kept: bool = False
+    # forward passes in which a script that is told their number took the local batch
+    accumulation: int = 1
+    # of an epoch of a script, and not of its steps; None: no repeat has it
+    between_epochs_s: float | None = None
 
     @property
     def part_batch(self) -> float:
         """Samples of a worker that are on the device together."""
-        return self.configuration.local_batch / self.parts
+        return self.configuration.local_batch / self.parts / self.accumulation
+
+    @property
+    def of_one_pass(self) -> Profile:
+        """What it would have been with the batch of one of its forward passes alone."""
+        if self.accumulation == 1:
+            return self
+        return self._replace(
+            configuration=_of_one_pass(self.configuration, self.accumulation),
+            times=times_of_one_pass(self.times, self.accumulation),
+            accumulation=1,
+        )
 
 
 class Summary(NamedTuple):
@@ -58,6 +74,7 @@ class Summary(NamedTuple):
 
     # by configuration, ascending
     profiles: tuple[Profile, ...]
+    # of a script that takes its batch in several passes, with the batch of one
     out_of_memory: tuple[Configuration, ...]
     # configurations that only failed, with the last reason
     failed: dict[Configuration, str]
@@ -73,6 +90,22 @@ class Summary(NamedTuple):
     start_s: float | None = None
     # samples, at the weights that were profiled; None: it was not measured
     critical_batch: float | None = None
+    # in which a script takes its batches, see `planning.partitions.with_passes`
+    passes: Passes = Passes()
+
+    @property
+    def of_one_pass(self) -> list[Profile]:
+        """All profiles as the step-time model is fitted to them."""
+        return [row.of_one_pass for row in self.profiles]
+
+    @property
+    def as_planned(self) -> list[Profile]:
+        """Profiles that took their batch in as many passes as a training would."""
+        return [
+            row
+            for row in self.profiles
+            if row.accumulation == self.passes.of(row.configuration.local_batch)
+        ]
 
     @property
     def parts(self) -> int:
@@ -96,7 +129,7 @@ class Summary(NamedTuple):
     @property
     def short_of_memory(self) -> tuple[Configuration, ...]:
         """Configurations that ran only because the allocator freed its cache and tried again."""
-        return tuple(row.configuration for row in self.profiles if row.memory.ran_short)
+        return tuple(row.of_one_pass.configuration for row in self.profiles if row.memory.ran_short)
 
     @property
     def oom_reason(self) -> str:
@@ -128,6 +161,10 @@ def equivalent_batches(
     ]
 
 
+def _of_one_pass(configuration: Configuration, passes: int) -> Configuration:
+    return configuration._replace(local_batch=max(1, configuration.local_batch // passes))
+
+
 def is_out_of_memory(measurement: Measurement) -> bool:
     """Tell whether memory ran out, by status or by the kind of failure."""
     failure = measurement.failure
@@ -140,23 +177,25 @@ def is_short_of_memory(measurement: Measurement) -> bool:
     return is_usable(measurement) and memory is not None and memory.ran_short
 
 
-Groups = dict[Configuration, list[Measurement]]
+# a configuration may have been measured in several numbers of passes
+Groups = dict[tuple[Configuration, int], list[Measurement]]
 
 
 def summarize(measurements: Iterable[Measurement]) -> Summary:
     """Group measurements by configuration; the median keeps one disturbed profile from deciding."""
     usable, out, other = _grouped(measurements)
     rows = [row for group in usable.values() for row in group]
+    known = {configuration for configuration, _ in (*usable, *out)}
     samples = _counts(row.dataset_samples for row in rows)
     parameters = _counts(row.parameters for row in rows)
     starts_s = tuple(sorted(row.start_s for row in rows if 0.0 < row.start_s < CREDIBLE_S))
     failed = {}
-    for configuration in sorted(other):
-        if configuration not in usable and configuration not in out:
-            failed[configuration] = _last_reason(other[configuration])
+    for configuration, passes in sorted(other):
+        if configuration not in known:
+            failed[configuration] = _last_reason(other[configuration, passes])
     summary = Summary(
-        profiles=tuple(_profile(key, usable[key]) for key in sorted(usable)),
-        out_of_memory=tuple(sorted(out)),
+        profiles=tuple(_profile(*key, usable[key]) for key in sorted(usable)),
+        out_of_memory=tuple(sorted({_of_one_pass(*key) for key in out})),
         failed=failed,
         dataset_samples=_most_common(samples),
         parameters=_most_common(parameters),
@@ -172,7 +211,7 @@ def summarize(measurements: Iterable[Measurement]) -> Summary:
 def _grouped(measurements: Iterable[Measurement]) -> tuple[Groups, Groups, Groups]:
     """Group by configuration: usable measurements, those out of memory, all others."""
     # plain tuples hash faster than configurations, and there may be very many rows
-    groups: tuple[defaultdict[tuple[int, int, int], list[Measurement]], ...]
+    groups: tuple[defaultdict[tuple[int, int, int, int], list[Measurement]], ...]
     groups = defaultdict(list), defaultdict(list), defaultdict(list)
     for row in measurements:
         kind = 2
@@ -180,16 +219,18 @@ def _grouped(measurements: Iterable[Measurement]) -> tuple[Groups, Groups, Group
             kind = 0
         elif is_out_of_memory(row):
             kind = 1
-        groups[kind][row.nodes, row.workers_per_node, row.local_batch].append(row)
+        key = (row.nodes, row.workers_per_node, row.local_batch, row.accumulation or 1)
+        groups[kind][key].append(row)
     usable, out, other = (
-        {Configuration(*key): rows for key, rows in group.items()} for group in groups
+        {(Configuration(*key[:3]), key[3]): rows for key, rows in group.items()} for group in groups
     )
     return usable, out, other
 
 
-def _profile(configuration: Configuration, rows: Sequence[Measurement]) -> Profile:
+def _profile(configuration: Configuration, passes: int, rows: Sequence[Measurement]) -> Profile:
     used = [row.processor for row in rows if row.processor]
     watts = [row.watts_per_node for row in rows if row.watts_per_node > 0.0]
+    between_s = [row.between_epochs_s for row in rows if row.between_epochs_s is not None]
     smaller = medians_by_batch(pair for row in rows for pair in row.smaller_computes)
     return Profile(
         configuration,
@@ -205,6 +246,8 @@ def _profile(configuration: Configuration, rows: Sequence[Measurement]) -> Profi
         smaller_computes=tuple(smaller.items()),
         processor=_medians(used, ProcessorUse, float) if used else None,
         kept=rows[-1].kept,
+        accumulation=passes,
+        between_epochs_s=median(between_s) if between_s else None,
     )
 
 
@@ -271,7 +314,8 @@ def _contradictions(summary: Summary) -> list[str]:
     beyond = []
     for row in summary.profiles:
         bound = bound_alone if row.configuration.world_size == 1 else bound_of_several
-        if row.configuration.local_batch >= bound and not row.memory.ran_short:
+        at_once = row.of_one_pass.configuration.local_batch
+        if at_once >= bound and not row.memory.ran_short:
             beyond.append(str(row.configuration))
     if not beyond:
         return []

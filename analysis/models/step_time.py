@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import ndtri
 
+from tula_hpc.analysis.models.accumulation import Passes
 from tula_hpc.analysis.models.data_loading import held_up_by_storage, wait_per_sample_s
 from tula_hpc.analysis.models.profiles import Profile
 from tula_hpc.analysis.models.regression import (
@@ -66,6 +67,8 @@ class StepTimeModel:
         spread_: Relative standard deviation of a single measurement around the law, from residuals
             and prior.
         residual_median_: Median of |predicted / measured − 1| over the fitted steps.
+        passes: In which a script takes the batches that are asked for, see `accumulation`.
+        optimizer_s: Of a step, which several passes share.
     """
 
     parameters_: dict[str, float]
@@ -82,6 +85,8 @@ class StepTimeModel:
             raise ValueError(f"backend: {backend!r} is not one of: {', '.join(BELIEFS)}")
         self.form: FormName = form
         self.backend: Backend = backend
+        self.passes = Passes()
+        self.optimizer_s = 0.0
 
     def fit(  # noqa: PLR0917 - the columns of one table, in the order of their use
         self,
@@ -142,8 +147,8 @@ class StepTimeModel:
         self, nodes: ArrayLike, local_batch: ArrayLike, workers_per_node: ArrayLike = 1
     ) -> Array:
         """Predict seconds per step, in the shape that the arguments broadcast to."""
-        rows, shape = _points(nodes, local_batch, workers_per_node)
-        return self._fitted.law.seconds(self._fitted.fit.coefficients, rows).reshape(shape)
+        rows, more, shape = self._points(nodes, local_batch, workers_per_node)
+        return self._seconds(self._fitted.fit.coefficients, rows, more).reshape(shape)
 
     def interval(
         self,
@@ -158,8 +163,8 @@ class StepTimeModel:
         the batch or the cluster size was not measured, from their usual departure from the law.
         Between nodes, while a single node was measured, from the range of networks.
         """
-        rows, shape = _points(nodes, local_batch, workers_per_node)
-        found = self._fitted.law.evaluate(self._fitted.fit.coefficients, rows)
+        rows, more, shape = self._points(nodes, local_batch, workers_per_node)
+        found = self._evaluate(rows, more)
         seconds = np.maximum(found.seconds, TINY_S)
         width = relative_spread(
             self._fitted.fit,
@@ -171,7 +176,7 @@ class StepTimeModel:
         )
         below = above = width
         if self._fitted.network_spread:
-            slower, faster = self._by_network(rows, float(ndtri(0.5 + level / 2.0)))
+            slower, faster = self._by_network(rows, more, float(ndtri(0.5 + level / 2.0)))
             below = np.hypot(width, np.log(seconds / faster))
             above = np.hypot(width, np.log(slower / seconds))
         return (seconds * np.exp(-below)).reshape(shape), (seconds * np.exp(above)).reshape(shape)
@@ -189,9 +194,9 @@ class StepTimeModel:
         Returns:
             (m, m), for m points after broadcasting and raveling.
         """
-        rows, _ = _points(nodes, local_batch, workers_per_node)
+        rows, more, _ = self._points(nodes, local_batch, workers_per_node)
         fitted = self._fitted
-        found = fitted.law.evaluate(fitted.fit.coefficients, rows)
+        found = self._evaluate(rows, more)
         relative = found.gradients / np.maximum(found.seconds, TINY_S)[:, None]
         unseen_batch, unseen_size = self._unseen(rows, found)
         same_batch = rows.batch[:, None] == rows.batch
@@ -201,7 +206,7 @@ class StepTimeModel:
         of_size = same_size * np.sqrt(np.outer(unseen_size, unseen_size))
         together += of_batch + of_size
         if self._fitted.network_spread:
-            slower, faster = self._by_network(rows, 1.0)
+            slower, faster = self._by_network(rows, more, 1.0)
             of_network = 0.5 * np.log(slower / faster) / self.spread_
             together += np.outer(of_network, of_network)
         return np.asarray(together)
@@ -220,13 +225,45 @@ class StepTimeModel:
             by_size = np.sqrt(2.0) * by_size
         return of_batch, by_size**2 * (1.0 - np.sum(at_sizes**2, axis=1)) / scale
 
-    def _by_network(self, rows: Rows, deviations: float) -> tuple[Array, Array]:
+    def _points(
+        self, nodes: ArrayLike, local_batch: ArrayLike, workers_per_node: ArrayLike
+    ) -> tuple[Rows, Array, tuple[int, ...]]:
+        """Return steps of one pass (n,), how many passes more each has, and the arguments' shape."""
+        passes = self.passes.of(local_batch)
+        batch = np.asarray(local_batch, dtype=np.float64) / passes
+        rows, shape = _points(nodes, batch, workers_per_node)
+        more = np.broadcast_to(passes - 1.0, shape).ravel()
+        return rows, more, shape
+
+    def _seconds(self, coefficients: Array, rows: Rows, more: Array) -> Array:
+        seconds = self._fitted.law.seconds(coefficients, rows)
+        if not more.any():
+            return seconds
+        computes = self._fitted.law.seconds(coefficients, _computes(rows))
+        return np.asarray(seconds + more * np.maximum(computes - self.optimizer_s, 0.0))
+
+    def _evaluate(self, rows: Rows, more: Array) -> Evaluation:
+        coefficients = self._fitted.fit.coefficients
+        found = self._fitted.law.evaluate(coefficients, rows)
+        if not more.any():
+            return found
+        others = self._fitted.law.evaluate(coefficients, _computes(rows))
+        others = others._replace(seconds=np.maximum(others.seconds - self.optimizer_s, 0.0))
+        return Evaluation(
+            found.seconds + more * others.seconds,
+            found.gradients + more[:, None] * others.gradients,
+            found.by_batch_effect + more * others.by_batch_effect,
+            found.by_size_effect + more * others.by_size_effect,
+            found.by_storage_effect + more * others.by_storage_effect,
+        )
+
+    def _by_network(self, rows: Rows, more: Array, deviations: float) -> tuple[Array, Array]:
         """Predict (n,) for a network slower, and one faster by so many standard deviations."""
         found = []
         for sign in (1.0, -1.0):
             coefficients = self._fitted.fit.coefficients.copy()
             coefficients[SYNC] *= math.exp(sign * deviations * self._fitted.network_spread)
-            found.append(np.maximum(self._fitted.law.seconds(coefficients, rows), TINY_S))
+            found.append(np.maximum(self._seconds(coefficients, rows, more), TINY_S))
         return found[0], found[1]
 
     def samples(
@@ -247,13 +284,13 @@ class StepTimeModel:
             (count, *shape), shape as the arguments broadcast. The same seed draws the same models
             for all points.
         """
-        rows, shape = _points(nodes, local_batch, workers_per_node)
+        rows, more, shape = self._points(nodes, local_batch, workers_per_node)
         fitted = self._fitted
         drawn = draws(fitted.fit, self._steps, fitted.bounds, SCATTER, count=count, seed=seed)
         network = np.random.default_rng([seed, 0]).standard_normal(count)
         drawn[:, SYNC] *= np.exp(fitted.network_spread * network)
-        seconds = np.stack([fitted.law.seconds(coefficients, rows) for coefficients in drawn])
-        found = fitted.law.evaluate(fitted.fit.coefficients, rows)
+        seconds = np.stack([self._seconds(coefficients, rows, more) for coefficients in drawn])
+        found = self._evaluate(rows, more)
         of_size = self.spread_ * np.sqrt(self._unseen(rows, found)[1])
         sizes = np.stack([rows.nodes, rows.per_node], axis=1)
         for size in np.unique(sizes[of_size > 0.0], axis=0):
@@ -264,14 +301,25 @@ class StepTimeModel:
         return seconds.reshape((count, *shape))
 
 
-def fit_step_time(profiles: Sequence[Profile], form: FormName = "auto") -> StepTimeModel:
-    """Fit the model of a run's step times."""
+def fit_step_time(
+    profiles: Sequence[Profile],
+    form: FormName = "auto",
+    passes: Passes = Passes(),  # noqa: B008 - immutable
+) -> StepTimeModel:
+    """Fit the model of a run's step times.
+
+    Args:
+        profiles: At least one.
+        form: Of the collective.
+        passes: In which a script takes the batches that will be asked for.
+    """
+    profiles = [profile.of_one_pass for profile in profiles]
     alone_s = wait_per_sample_s(profiles)
     rows = [row for profile in profiles for row in _observations(profile, alone_s)]
     nodes, per_node, batch, step_s, compute_s, allreduce_s = np.array(rows, dtype=np.float64).T
     backend: Backend = "nccl" if any(row.backend == "nccl" for row in profiles) else "gloo"
     gradient_bytes = max(profile.memory.gradient_bytes for profile in profiles)
-    return StepTimeModel(form, backend).fit(
+    model = StepTimeModel(form, backend).fit(
         nodes,
         batch,
         step_s,
@@ -281,6 +329,9 @@ def fit_step_time(profiles: Sequence[Profile], form: FormName = "auto") -> StepT
         gradient_bytes or None,
         storage_decides=bool(held_up_by_storage(profiles)),
     )
+    model.passes = passes
+    model.optimizer_s = float(np.median([row.times.optimizer_time_s for row in profiles]))
+    return model
 
 
 def _observations(profile: Profile, alone_s: float) -> Iterator[tuple[float, ...]]:
@@ -314,6 +365,10 @@ def _points(
     check_positive(nodes=count, local_batch=batch, workers_per_node=per_node)
     shape = np.broadcast_shapes(*map(np.shape, (nodes, local_batch, workers_per_node)))
     return Rows(np.full(batch.shape, STEP), count, per_node, batch, batch), shape
+
+
+def _computes(rows: Rows) -> Rows:
+    return rows._replace(kind=np.full(rows.batch.shape, COMPUTE))
 
 
 def _rows(columns: Sequence[Array]) -> Rows:

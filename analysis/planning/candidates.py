@@ -143,6 +143,8 @@ class CandidateTable(NamedTuple):
     workers_per_node: Integers
     local_batch: Integers
     global_batch: Integers
+    # forward passes in which a script takes the local batch
+    accumulation: Integers
     step_time_s: Array
     epoch_time_s: Array
     train_time_s: Array
@@ -196,9 +198,12 @@ def as_measured(step_s: Array, grid: Grid, summary: Summary, model: StepTimeMode
     would. Where a measurement lies outside the model's own 90 % interval, the measured ratios reach
     to the neighbours, the less the more octaves of nodes and batch they are away.
     """
+    profiles = summary.as_planned
+    if not profiles:
+        return step_s
     # ascending, as the profiles are
-    measured = Grid(*np.array([row.configuration for row in summary.profiles], dtype=np.int64).T)
-    measured_s = np.array([row.times.step_time_s for row in summary.profiles])
+    measured = Grid(*np.array([row.configuration for row in profiles], dtype=np.int64).T)
+    measured_s = np.array([row.times.step_time_s for row in profiles])
     columns = measured.nodes, measured.local_batch, measured.workers_per_node
     low_s, high_s = model.interval(*columns)
     outside = (measured_s < low_s) | (measured_s > high_s)
@@ -239,6 +244,7 @@ def priced(index: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) ->
         part=np.full(grid.nodes.shape, index, dtype=np.int64),
         **grid._asdict(),
         global_batch=grid.global_batch,
+        accumulation=part.summary.passes.of(grid.local_batch).astype(np.int64),
         step_time_s=step,
         epoch_time_s=epoch,
         train_time_s=train,
@@ -274,7 +280,7 @@ def _why_not(part: Part, grid: Grid, peak: Array, on_top: Array, wall_time_s: Ar
     )
     against = [
         (Why.SAMPLES, grid.global_batch > part.summary.dataset_samples),
-        (Why.OUT_OF_MEMORY, grid.local_batch >= bound),
+        (Why.OUT_OF_MEMORY, part.summary.passes.batch_of_one(grid.local_batch) >= bound),
         (Why.MEMORY, peak + on_top > allowed),
         (Why.FOREVER, wall_time_s >= FOREVER_S),
         (Why.UNSEEN, _may_lack_memory(part, grid, allowed - on_top)),
@@ -287,7 +293,8 @@ def _why_not(part: Part, grid: Grid, peak: Array, on_top: Array, wall_time_s: Ar
 def _may_lack_memory(part: Part, grid: Grid, allowed: Array) -> NDArray[np.bool_]:
     """Mark batches far larger than any measured, whose memory may reach beyond what is allowed."""
     workers = grid.nodes * grid.workers_per_node
-    at_once = grid.local_batch / np.where(workers == 1, part.summary.parts, 1)
+    at_once = part.summary.passes.batch_of_one(grid.local_batch)
+    at_once /= np.where(workers == 1, part.summary.parts, 1)
     most = max(profile.part_batch for profile in part.summary.profiles)
     found = (at_once > BELIEVED_FACTOR * most) & np.isfinite(allowed)
     if found.any():
@@ -351,7 +358,7 @@ def allowed_bytes(limit: int | None, margin: float) -> float:
 
 
 def _measured(summary: Summary, grid: Grid) -> NDArray[np.bool_]:
-    measured = [profile.configuration for profile in summary.profiles]
+    measured = [profile.configuration for profile in summary.as_planned]
     rows = np.array(measured, dtype=np.int64).reshape(-1, 3)
     return np.isin(grid.keys(), Grid(*rows.T).keys())
 
@@ -420,6 +427,7 @@ def _record(
         workers_per_node=int(row.workers_per_node),
         local_batch=int(row.local_batch),
         global_batch=int(row.global_batch),
+        accumulation=int(row.accumulation),
         **numbers,
         model_step_time_s=model_s,
         currency=part.cluster.pricing.currency,

@@ -11,16 +11,20 @@ from tula_hpc.analysis.costs.evaluation import end_s, evaluation_of, with_start
 from tula_hpc.analysis.costs.interruptions import measured_cost, resume_of
 from tula_hpc.analysis.costs.pricing import node_power
 from tula_hpc.analysis.costs.spread import MEASURED_SAVES, Spread, last_save_s, start_factors
+from tula_hpc.analysis.models.accumulation import Passes, largest_fitting
 from tula_hpc.analysis.models.critical_batch import CriticalBatch, critical_batch
-from tula_hpc.analysis.models.fitted import Models, fit_models
+from tula_hpc.analysis.models.fitted import Models, fit_models, update_time
+from tula_hpc.analysis.models.memory import fit_memory
 from tula_hpc.analysis.models.profiles import Summary, summarize
 from tula_hpc.analysis.planning.candidates import (
+    BELIEVED_FACTOR,
     CandidateTable,
     Grid,
     Part,
     allowed_bytes,
     candidate_grid,
     checkpoint_copy,
+    on_top_bytes,
     predict,
     stacked,
 )
@@ -148,9 +152,8 @@ def prefixed(name: str, text: str) -> str:
 
 def name_of(candidate: Candidate) -> str:
     """Return the configuration of a candidate, and its partition, if it has one."""
-    if not candidate.partition:
-        return str(candidate.configuration)
-    return f"{candidate.configuration} on {candidate.partition}"
+    name = f"{candidate.configuration}{candidate.in_parts}"
+    return f"{name} on {candidate.partition}" if candidate.partition else name
 
 
 def _fit(
@@ -160,13 +163,14 @@ def _fit(
     measurements: Sequence[Measurement],
     trained: Trained,
 ) -> Part:
-    summary = summarize(measurements)
+    summary = with_passes(sweep, cluster, summarize(measurements))
     grid = candidate_grid(sweep.search, cluster)
-    wanted = grid.local_batch[conceivable(sweep.objective, grid.global_batch)].tolist()
-    if not wanted:
+    wanted = grid.local_batch[conceivable(sweep.objective, grid.global_batch)]
+    if not wanted.size:
         raise NotEnoughDataError(f"no candidate: {_no_candidate(sweep.search, cluster)}")
     bound = max(summary.oom_bound(alone=True), summary.oom_bound(alone=False))
-    possible = {batch for batch in wanted if batch < bound}
+    at_once = summary.passes.batch_of_one(wanted).astype(np.int64)
+    possible = {batch for batch in at_once.tolist() if batch < bound}
     models = fit_models(summary, fitting_limit(cluster, summary), sweep.search.form, possible)
     part = part_of(name, sweep, cluster, summary, models)
     save = measured_cost(trained.events)
@@ -219,6 +223,35 @@ def part_of(
         resume=resume_of(sweep.workload, kept),
         critical_batch=summary.critical_batch,
     )
+
+
+def with_passes(sweep: SweepSpec, cluster: ClusterSpec, summary: Summary) -> Summary:
+    """Return the summary with the number of passes in which a script takes its batches.
+
+    Each takes the smallest number whose batch of one pass fits: it is below every one that ran out
+    of memory, and the memory model believes in it, where two were measured.
+    """
+    if not sweep.workload.accumulates:
+        return summary
+    most = _largest_pass(sweep, cluster, summary)
+    return summary._replace(passes=Passes(most, sweep.workload.accumulation))
+
+
+def _largest_pass(sweep: SweepSpec, cluster: ClusterSpec, summary: Summary) -> float:
+    sizes = np.exp2(np.arange(sweep.search.max_batch.bit_length(), dtype=np.float64))
+    bound = min(summary.oom_bound(alone=True), summary.oom_bound(alone=False))
+    fits = sizes < bound
+    limit = fitting_limit(cluster, summary)
+    seen = {row.configuration.local_batch for row in summary.of_one_pass}
+    if limit is not None and len(seen) > 1:
+        memory = fit_memory(summary, limit)
+        workers = np.array(max(row.configuration.world_size for row in summary.profiles))
+        updates = update_time(summary)
+        allowed = limit - on_top_bytes(summary, updates, cluster, sweep.training, workers)
+        _, high = memory.interval(sizes, workers=workers)
+        believed = (sizes <= BELIEVED_FACTOR * max(seen)) | (high <= allowed)
+        fits &= believed & (memory.predict(sizes, workers) <= allowed)
+    return np.inf if fits.all() else largest_fitting(sizes, fits)
 
 
 def fitting_limit(cluster: ClusterSpec, summary: Summary) -> float | None:

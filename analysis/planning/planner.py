@@ -6,6 +6,7 @@ one, its fallbacks and some of the Pareto front.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ from tula_hpc.analysis.planning.partitions import (
 )
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.formatting import format_bytes, plural
-from tula_hpc.records import Candidate, Configuration, Footprint, Measurement, Plan
+from tula_hpc.records import Candidate, Configuration, Doubt, Footprint, Measurement, Plan
 
 RUNNERS_UP = 3
 # advice on missing measurements
@@ -80,25 +81,37 @@ def plan_candidates(
         pending = profiling.pending(part.cluster, of_partition(measurements, part.name))
         doubts += warnings.about_partition(part, sweep, pending, profiling.how)
     if skipped_lines:
-        doubts.append(f"{plural(skipped_lines, 'damaged line')} of the measurements skipped")
-    remarks = _remarks(sweep, fitted, curves)
-    remarks["warnings"] = [*choice.warnings, *fitted.warnings, *doubts]
-    return warnings.with_estimates(plan.model_copy(update=remarks), fitted, footprints)
+        skipped = f"{plural(skipped_lines, 'damaged line')} of the measurements skipped"
+        doubts += warnings.to_know([skipped])
+    plan = plan.model_copy(update=_remarks(sweep, fitted, curves)).with_doubts(doubts)
+    return warnings.with_estimates(plan, fitted, footprints)
 
 
-def _doubts(plan: Plan, sweep: SweepSpec, fitted: Fitted, choice: Choice) -> list[str]:
+def _doubts(plan: Plan, sweep: SweepSpec, fitted: Fitted, choice: Choice) -> list[Doubt]:
     row = int(choice.ranking[0])
-    return [
-        *warnings.about_choice(row, fitted),
+    to_measure = [
+        *fitted.warnings,
+        *warnings.about_extrapolation(row, fitted),
         *warnings.about_range(plan, sweep.search),
         *warnings.about_unseen_memory(fitted),
-        *warnings.about_batch(plan.chosen, fitted.critical),
+    ]
+    to_change = [
         *warnings.about_method(sweep),
         *warnings.about_interruptions(row, fitted, sweep),
         *warnings.about_beginning_anew(row, fitted),
         *warnings.about_checkpoints(row, fitted, sweep),
         *narrowly_kept(plan.chosen, sweep.objective),
         *lost_fallbacks(row, plan.fallbacks, fitted, sweep.objective),
+    ]
+    to_know = [
+        *choice.warnings,
+        *warnings.about_left_out_samples(row, fitted),
+        *warnings.about_batch(plan.chosen, fitted.critical),
+    ]
+    return [
+        *warnings.to_measure(to_measure),
+        *warnings.to_change(to_change),
+        *warnings.to_know(to_know),
     ]
 
 
@@ -136,7 +149,16 @@ def _notes(part: Part) -> list[str]:
         f"while a checkpoint is written, the first node holds {copy} more in host memory, "
         f"{counted}",
         *describe_limit(part.cluster, part.summary.memory_uses),
+        *_describe_passes(part),
     ]
+
+
+def _describe_passes(part: Part) -> list[str]:
+    most = part.summary.passes.most
+    if math.isinf(most):
+        return []
+    at_once = plural(round(most), "sample")
+    return [f"a worker takes at most {at_once} in one forward pass, more of them in several parts"]
 
 
 def _without_warnings(sweep: SweepSpec, fitted: Fitted, choice: Choice) -> Plan:

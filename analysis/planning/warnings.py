@@ -22,7 +22,7 @@ from tula_hpc.analysis.models.memory import estimate_error
 from tula_hpc.analysis.models.profiles import Profile, Summary
 from tula_hpc.analysis.planning.candidates import FEASIBLE, CandidateTable, Part, Why
 from tula_hpc.analysis.planning.partitions import Fitted, prefixed
-from tula_hpc.config import SearchSpec, SweepSpec
+from tula_hpc.config import SearchSpec, SweepSpec, WorkloadSpec
 from tula_hpc.formatting import (
     format_duration,
     format_money,
@@ -31,7 +31,7 @@ from tula_hpc.formatting import (
     in_samples,
     plural,
 )
-from tula_hpc.records import Candidate, Configuration, Footprint, Plan
+from tula_hpc.records import Candidate, Configuration, Doubt, Footprint, Plan, Remedy
 
 # share of the samples that full batches leave out; a training of 100 epochs loses one at that
 DROPPED_SHARE = 0.01
@@ -53,29 +53,46 @@ SCALED_NOTHING = (
 )
 
 
-def about_measurements(summary: Summary, sweep: SweepSpec, workers_per_node: int) -> list[str]:
+def to_measure(texts: Iterable[str]) -> list[Doubt]:
+    """Return warnings that more measurements would settle."""
+    return [Doubt(text, Remedy.MEASURE) for text in texts]
+
+
+def to_change(texts: Iterable[str]) -> list[Doubt]:
+    """Return warnings that another setting of the job would settle."""
+    return [Doubt(text, Remedy.CHANGE) for text in texts]
+
+
+def to_know(texts: Iterable[str]) -> list[Doubt]:
+    """Return warnings about which there is nothing to do."""
+    return [Doubt(text, Remedy.KNOW) for text in texts]
+
+
+def about_measurements(summary: Summary, workers_per_node: int) -> list[str]:
     """List doubts about the measurements themselves."""
     profiles = summary.profiles
-    slow = [p for p in profiles if loader_decides(p.times)]
     shared = [p for p in profiles if not p.exclusive]
     emulated = [p for p in profiles if p.emulated]
     short = [p for p in profiles if p.memory.ran_short]
     other = [p for p in profiles if p.configuration.workers_per_node != workers_per_node]
-    found = [
+    return [
         *summary.warnings,
         *_listed(shared, "shared their nodes with other jobs"),
         *_listed(emulated, "shared one machine between their nodes; real nodes will differ"),
         *_listed(short, SHORT_OF_MEMORY),
         *_listed(other, f"were not run with {plural(workers_per_node, 'worker')} per node"),
     ]
+
+
+def about_loading(profiles: Sequence[Profile], work: WorkloadSpec) -> list[str]:
+    """Say where the data, and not the computation, decides how long a step takes."""
     if stored := held_up_by_storage(profiles):
-        found.append(describe_slow_storage(stored))
-    elif slow:
-        worst = max(slow, key=lambda profile: wait_share(profile.times))
-        work = sweep.workload
-        loaders = None if work.is_script else work.loader_workers
-        found.append(describe_slow_loader(worst, loaders))
-    return found
+        return [describe_slow_storage(stored)]
+    slow = [profile for profile in profiles if loader_decides(profile.times)]
+    if not slow:
+        return []
+    worst = max(slow, key=lambda profile: wait_share(profile.times))
+    return [describe_slow_loader(worst, None if work.is_script else work.loader_workers)]
 
 
 def about_missing(
@@ -119,27 +136,36 @@ def about_model(part: Part) -> list[str]:
 
 def about_partition(
     part: Part, sweep: SweepSpec, pending: Iterable[Configuration], how_to_profile: str
-) -> list[str]:
+) -> list[Doubt]:
     """List doubts about the measurements and the model of a partition, and missing measurements."""
-    doubts = about_measurements(part.summary, sweep, part.cluster.workers_per_node)
-    doubts += about_model(part)
-    doubts += about_missing(part.summary, sweep.search, pending, how_to_profile)
-    return [prefixed(part.name, doubt) for doubt in doubts]
+    summary = part.summary
+    doubts = [
+        *to_measure(about_measurements(summary, part.cluster.workers_per_node)),
+        *to_change(about_loading(summary.profiles, sweep.workload)),
+        *to_measure(about_model(part)),
+        *to_measure(about_missing(summary, sweep.search, pending, how_to_profile)),
+    ]
+    return [Doubt(prefixed(part.name, doubt.text), doubt.remedy) for doubt in doubts]
 
 
-def about_choice(chosen: int, fitted: Fitted) -> list[str]:
-    """List doubts about the chosen row."""
+def about_extrapolation(chosen: int, fitted: Fitted) -> list[str]:
+    """Count the candidates beyond what was profiled, the chosen row perhaps among them."""
     found = []
     for index, part in enumerate(fitted.parts):
         texts = _extrapolated(chosen, index, fitted.table, part.summary.profiles)
         found += [prefixed(part.name, text) for text in texts]
+    return found
+
+
+def about_left_out_samples(chosen: int, fitted: Fitted) -> list[str]:
+    """Say where full batches of the chosen row leave out many samples."""
     global_batch = int(fitted.table.global_batch[chosen])
     samples = fitted.parts[fitted.table.part[chosen]].summary.dataset_samples
     share = samples % global_batch / samples
-    if share >= DROPPED_SHARE:
-        batches = f"full batches of {global_batch:,}"
-        found.append(f"{batches} leave out {share:.0%} of the {samples:,} samples in every epoch")
-    return found
+    if share < DROPPED_SHARE:
+        return []
+    batches = f"full batches of {global_batch:,}"
+    return [f"{batches} leave out {share:.0%} of the {samples:,} samples in every epoch"]
 
 
 def about_range(plan: Plan, search: SearchSpec) -> list[str]:
@@ -306,7 +332,7 @@ def with_estimates(plan: Plan, fitted: Fitted, footprints: Mapping[str, Footprin
     """
     parts = {part.name: part for part in fitted.parts}
     models = dict(plan.models)
-    warnings = list(plan.warnings)
+    warnings = []
     for name, footprint in footprints.items():
         if name not in parts:
             continue
@@ -321,7 +347,7 @@ def with_estimates(plan: Plan, fitted: Fitted, footprints: Mapping[str, Footprin
         if error > NOTEWORTHY_ERROR:
             off = f"off by {error:.0%} in the median"
             warnings.append(prefixed(name, f"the memory estimate before profiling was {off}"))
-    return plan.model_copy(update={"models": models, "warnings": warnings})
+    return plan.model_copy(update={"models": models}).with_doubts(to_know(warnings))
 
 
 def _with_error(models: dict[str, Any], error: float) -> dict[str, Any]:

@@ -1,16 +1,20 @@
-"""Command that writes the report of a run or study: `tula report RUN`."""
+"""Command that writes the report of a run or study, or of several runs: `tula report RUN …`.
+
+`--json` prints one object: schema_version, run_directory, kind ("run", "study" or "runs"), page
+(path of the HTML page) and files (paths of all that was written, the page first). Paths are
+absolute; the run directory is the first one.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from tula_hpc.analysis.report.output import exit_code_of
-from tula_hpc.analysis.report.page import write_report
-from tula_hpc.analysis.report.study_page import write_study_report
-from tula_hpc.analysis.run_contents import holds_study
+from tula_hpc.files import write_out
 from tula_hpc.formatting import printable_output
 from tula_hpc.records import RunDirectory
 
@@ -18,21 +22,63 @@ from tula_hpc.records import RunDirectory
 @printable_output()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0 done, 1 failed, 2 bad input."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    runs = [RunDirectory(path) for path in options.runs]
+    if options.out is not None and len(runs) == 1:
+        parser.error("--out: a run's own report stands in RUN/report")
+
+    def write() -> None:
+        _write(runs, options.out, as_json=options.json)
+
+    return exit_code_of(write, runs[0].root)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tula report",
         description=(
             "Write figures, tables and the report of a run into RUN/report, from the files in RUN "
-            "alone."
+            "alone. With several runs: one page of them side by side."
         ),
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run directory, finished or not")
-    run = RunDirectory(parser.parse_args(arguments).run)
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN", help="a run directory, finished or not"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="where the page of several runs goes (default: the first run's report folder)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
 
-    def write() -> None:
-        paths = write_study_report(run) if holds_study(run) else write_report(run)
+
+def _write(runs: Sequence[RunDirectory], folder: Path | None, *, as_json: bool) -> None:
+    from tula_hpc.analysis.report.page import write_report
+    from tula_hpc.analysis.report.several.runs_page import write_runs_report
+    from tula_hpc.analysis.report.study_page import write_study_report
+    from tula_hpc.analysis.run_contents import holds_study
+
+    first = runs[0]
+    if len(runs) > 1:
+        kind, paths = "runs", write_runs_report(runs, folder)
+    elif holds_study(first):
+        kind, paths = "study", write_study_report(first)
+    else:
+        kind, paths = "run", write_report(first)
+    if not as_json:
         print(paths[0])
-
-    return exit_code_of(write, run.root)
+        return
+    told = {
+        "schema_version": 1,
+        "run_directory": str(first.root.absolute()),
+        "kind": kind,
+        "page": str(paths[0].absolute()),
+        "files": [str(path.absolute()) for path in paths],
+    }
+    write_out(json.dumps(told, indent=1) + "\n")
 
 
 if __name__ == "__main__":

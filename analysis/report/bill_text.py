@@ -49,8 +49,13 @@ def bill_of(plan: Plan | None, events: Iterable[Event], training: Training) -> T
     return training_bill(promised, training.result, own, training.accounts, training.metrics.epochs)
 
 
-def bill_sentences(bill: TrainingBill, name: str = "The training") -> Iterator[str]:
-    """Yield the whole time and cost with their verdict, and each part that was off."""
+def bill_sentences(
+    bill: TrainingBill, name: str = "The training", *, parts: bool = True
+) -> Iterator[str]:
+    """Yield the whole time and cost with their verdict.
+
+    With `parts` each part that was off as well, which `bill_table` has, too.
+    """
     whole, cost = bill.whole, bill.cost
     if whole.actual is None:
         return
@@ -58,14 +63,19 @@ def bill_sentences(bill: TrainingBill, name: str = "The training") -> Iterator[s
     yield f"{took}, {_judged(whole, format_duration)}."
     paid = f"It cost {format_money(cost.actual, bill.currency)}"
     yield f"{paid}; {_predicted(cost, lambda amount: format_money(amount, bill.currency))}."
+    if parts:
+        yield from _parts_off(bill)
+    if bill.source is Source.NOTES and bill.unknown_runs:
+        killed = plural(bill.unknown_runs, "run")
+        yield f"Not in it: {killed} of the job, killed without a note."
+
+
+def _parts_off(bill: TrainingBill) -> Iterator[str]:
     if off := [_off(part, bill.parts[part]) for part in bill.parts_off()]:
         yield f"Outside of their intervals: {'; '.join(off)}."
     most = bill.most_of_it()
     if most is not None and most not in bill.parts_off():
         yield f"Most of the difference: {_off(most, bill.parts[most])}."
-    if bill.source is Source.NOTES and bill.unknown_runs:
-        killed = plural(bill.unknown_runs, "run")
-        yield f"Not in it: {killed} of the job, killed without a note."
 
 
 def _judged(compared: Compared, words: Callable[[float], str]) -> str:

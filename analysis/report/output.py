@@ -80,6 +80,9 @@ def render_page(template: str, page: Mapping[str, Any]) -> str:
 def _environment() -> jinja2.Environment:
     import jinja2
 
+    # late: it computes with NumPy, which a command's --help does without
+    from tula_hpc.analysis.report.tables import numbers_as_text
+
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(
         loader=loader,
@@ -89,4 +92,5 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters["keep_units"] = keep_units
+    environment.filters["as_text"] = lambda table: numbers_as_text(table.columns, table.rows)
     return environment

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tula_hpc.analysis.report.bill_text import bill_of, bill_table
+from tula_hpc.analysis.report.first_page import first_page
 from tula_hpc.analysis.report.output import figure_files, render_page, replace_files
 from tula_hpc.analysis.report.scaling_text import STEMS, scaling_files, scaling_sections
 from tula_hpc.analysis.report.tables import (
@@ -26,10 +27,13 @@ from tula_hpc.analysis.report.tables import (
     summary_cells,
     summary_rows,
     summary_table,
+    what_if_table,
 )
-from tula_hpc.analysis.report.text import about_plan, answer, how_measured, warnings
+from tula_hpc.analysis.report.text import assumptions, doubts, grouped, how_measured
 from tula_hpc.analysis.run_contents import RunContents, read_run
+from tula_hpc.analysis.what_if import what_if
 from tula_hpc.files import loaded_elsewhere
+from tula_hpc.formatting import plural
 from tula_hpc.records import Event, RunDirectory
 
 if TYPE_CHECKING:
@@ -80,20 +84,21 @@ def write_report(run: RunDirectory) -> list[Path]:
 
 
 def _page(contents: RunContents, drawn: Figures, svgs: Sequence[str]) -> dict[str, Any]:
-    doubts = warnings(contents)
+    shown, more = _shown_and_more(grouped(doubts(contents)))
     page = {
         **shared_content(contents.name, contents.events, drawn, svgs),
         "subtitle": _subtitle(contents),
-        "answer": answer(contents),
-        "about_plan": about_plan(contents),
-        "warnings": doubts[:MOST_WARNINGS],
-        "more_warnings": doubts[MOST_WARNINGS:],
+        "first": first_page(contents),
+        "groups": shown,
+        "more_groups": more,
+        "assumptions": assumptions(contents),
         "scaling": scaling_sections(drawn.scaling) if drawn.scaling else [],
         "facts": how_measured(contents),
         "failures": failure_table(contents.measurements),
         "accounts": account_table(contents.accounts),
         "failed": sum(item.status != "ok" for item in contents.measurements),
         "models": [],
+        "what_if": what_if_table(what_if(contents)),
         "fallbacks": None,
         "candidates": None,
         "inputs": [("sweep.toml", contents.sweep_text), ("cluster.toml", contents.cluster_text)],
@@ -103,6 +108,22 @@ def _page(contents: RunContents, drawn: Figures, svgs: Sequence[str]) -> dict[st
         page["fallbacks"] = fallback_table(contents.plan)
         page["candidates"] = candidate_table(contents.plan, contents.measurements)
     return page
+
+
+def _shown_and_more(
+    groups: Mapping[str, Sequence[str]],
+) -> tuple[dict[str, Sequence[str]], dict[str, Sequence[str]]]:
+    """Return what stands before the line of each group, and the rest: each group gets its turns."""
+    left = MOST_WARNINGS
+    kept = dict.fromkeys(groups, 0)
+    while left and any(kept[name] < len(texts) for name, texts in groups.items()):
+        for name, texts in groups.items():
+            if left and kept[name] < len(texts):
+                kept[name] += 1
+                left -= 1
+    shown = {name: texts[: kept[name]] for name, texts in groups.items() if kept[name]}
+    more = {name: texts[kept[name] :] for name, texts in groups.items() if texts[kept[name] :]}
+    return shown, more
 
 
 def shared_content(
@@ -161,8 +182,9 @@ def _title_page(page: Mapping[str, Any], summary: Sequence[SummaryRow]) -> Title
     from tula_hpc.analysis.figures.drawing import TitlePage
 
     rows = [summary_cells(row)[: len(SUMMARY_COLUMNS)] for row in summary]
-    head = (page["title"], page["subtitle"], page["answer"])
-    told = list(page["warnings"])
-    if more := len(page["more_warnings"]):
-        told.append(f"{more} more are in report.html.")
-    return TitlePage(*head, SUMMARY_COLUMNS, rows, page["about_plan"], told)
+    first = page["first"]
+    head = (page["title"], page["subtitle"], first.decision)
+    lists = {section.heading: section.sentences for section in first.sections} | page["groups"]
+    if more := sum(map(len, page["more_groups"].values())):
+        lists["More"] = [f"{plural(more, 'more remark')} in report.html."]
+    return TitlePage(*head, SUMMARY_COLUMNS, rows, lists)

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tula_hpc.analysis.planning.partitions import name_of
+from tula_hpc.analysis.report.tables import TextTable
 from tula_hpc.formatting import (
     format_bytes,
     format_duration,
@@ -23,6 +24,7 @@ from tula_hpc.formatting import (
     format_number,
     format_percent,
     in_samples,
+    percent_in_short,
     plural,
     printable,
 )
@@ -163,8 +165,8 @@ def background(plan: Plan) -> list[str]:
     return [
         *_alternatives(plan),
         *(f"Constraint: {text}." for text in plan.binding),
-        *_knee(plan),
-        *_critical_batch(plan),
+        *knee_sentences(plan),
+        *critical_batch_sentences(plan),
         *(f"Note: {note}." for note in plan.notes),
     ]
 
@@ -172,7 +174,7 @@ def background(plan: Plan) -> list[str]:
 def why_not_better(plan: Plan) -> list[str]:
     """Say why a candidate that is faster and no dearer was not chosen; empty without one."""
     chosen = plan.chosen
-    better = [c for c in plan.candidates if c.feasible and _beats(c, chosen)]
+    better = [c for c in plan.candidates if c.feasible and beats(c, chosen)]
     if not better:
         return []
     best = min(better, key=lambda c: (c.expected_time_s, c.cost))
@@ -180,12 +182,13 @@ def why_not_better(plan: Plan) -> list[str]:
     if plan.objective == "progress":
         why = "with its batch a training needs more samples to the same progress"
     return [
-        f"{name_of(best)} would be {_against(best, chosen)}, but {why}; "
+        f"{name_of(best)} would be {against(best, chosen)}, but {why}; "
         'objective.kind = "time" takes it.'
     ]
 
 
-def _beats(candidate: Candidate, chosen: Candidate) -> bool:
+def beats(candidate: Candidate, chosen: Candidate) -> bool:
+    """Tell whether a candidate is faster and no dearer."""
     return candidate.expected_time_s < chosen.expected_time_s and candidate.cost <= chosen.cost
 
 
@@ -226,18 +229,18 @@ def _alternatives(plan: Plan) -> list[str]:
     cheapest = min(feasible, key=lambda c: (c.cost, c.expected_time_s))
     named = [("Next best", candidate) for candidate in plan.runners_up]
     # one that is also cheaper has a sentence of its own
-    if not _beats(fastest, plan.chosen):
+    if not beats(fastest, plan.chosen):
         named.append(("Fastest", fastest))
     named.append(("Cheapest", cheapest))
     found = []
     for role, candidate in named:
         if candidate != plan.chosen:
-            found.append(f"{role}: {name_of(candidate)}, {_against(candidate, plan.chosen)}.")
+            found.append(f"{role}: {name_of(candidate)}, {against(candidate, plan.chosen)}.")
     return found
 
 
-def _against(candidate: Candidate, chosen: Candidate) -> str:
-    # for example "12 % slower, 3 % cheaper"
+def against(candidate: Candidate, chosen: Candidate) -> str:
+    """Compare with the chosen one, for example "12 % slower, 3 % cheaper"."""
     time = _compared(candidate.expected_time_s, chosen.expected_time_s, "slower", "faster")
     return f"{time}, {_compared(candidate.cost, chosen.cost, 'dearer', 'cheaper')}"
 
@@ -248,10 +251,11 @@ def _compared(value: float, base: float, more: str, less: str) -> str:
         return more
     if base <= 0.0 or abs(value / base - 1.0) < 0.0005:
         return "as fast" if more == "slower" else "as dear"
-    return f"{format_percent(abs(value / base - 1.0))} {more if value > base else less}"
+    return f"{percent_in_short(value / base - 1.0)} {more if value > base else less}"
 
 
-def _knee(plan: Plan) -> list[str]:
+def knee_sentences(plan: Plan) -> list[str]:
+    """Say where the knee lies, and between which batches; empty for objectives without one."""
     knee = plan.knee
     if knee is None:
         return []
@@ -272,7 +276,8 @@ def _knee(plan: Plan) -> list[str]:
     return [f"{text}."]
 
 
-def _critical_batch(plan: Plan) -> list[str]:
+def critical_batch_sentences(plan: Plan) -> list[str]:
+    """Say what the gradient's noise means for the batch; empty where it was not measured."""
     if plan.critical_batch is None:
         return []
     source = {
@@ -319,6 +324,22 @@ def _table(plan: Plan, width: int) -> Table:
     return table
 
 
+def table_lines(content: TextTable) -> str:
+    """Return a table of short cells as lines for the terminal."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PLAN_WIDTH
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
+    columns = [
+        TextColumn(name, cells)
+        for name, cells in zip(content.columns, zip(*content.rows, strict=True), strict=True)
+    ]
+    add_columns(table, columns, console.width, [""] * len(content.rows))
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get().rstrip("\n")
+
+
 def _is_near(candidate: Candidate, chosen: Candidate) -> bool:
     ratio = candidate.global_batch / chosen.global_batch
     return 1 / NEIGHBOUR_FACTOR <= ratio <= NEIGHBOUR_FACTOR
@@ -332,7 +353,7 @@ def _columns(plan: Plan, shown: Sequence[Candidate]) -> list[TextColumn]:
         # signs stand first, where they are never cut off
         TextColumn("", [_mark(item, plan.chosen) for item in shown]),
         numbers("nodes", lambda c: c.nodes),
-        numbers("local batch", lambda c: c.local_batch),
+        numbers("local batch", lambda c: f"{c.local_batch}{c.in_parts}"),
         numbers("global batch", lambda c: c.global_batch),
         numbers("step", lambda c: format_duration(c.step_time_s), spare=3),
         numbers("epoch", lambda c: format_duration(c.epoch_time_s), spare=1),

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from tula_hpc.analysis.costs.training_bill import TrainingBill
-from tula_hpc.analysis.planning.partitions import of_partition
+from tula_hpc.analysis.planning.partitions import name_of, of_partition
 from tula_hpc.analysis.run_contents import (
     MOST_ROWS,
     Interval,
@@ -16,13 +16,16 @@ from tula_hpc.analysis.run_contents import (
     measured_epochs,
     predicted,
 )
+from tula_hpc.analysis.what_if import WhatIf
 from tula_hpc.formatting import (
     UNKNOWN,
+    duration_within,
     format_bytes,
     format_duration,
     format_money,
     format_number,
     format_percent,
+    money_within,
     plural,
 )
 from tula_hpc.records import (
@@ -269,13 +272,44 @@ def candidate_table(plan: Plan, measurements: Sequence[Measurement]) -> TextTabl
 def _candidate_cells(item: Candidate, measured: Mapping[Configuration, float]) -> tuple[str, ...]:
     return (
         str(item.nodes),
-        f"{item.global_batch:,}\n{item.local_batch:,} per worker",
+        f"{item.global_batch:,}\n{item.local_batch:,} per worker{item.in_parts}",
         format_duration(item.step_time_s),
         format_interval(predicted(item, "epoch_time_s")),
         format_duration(measured.get(item.configuration)),
         *_time_and_cost(item.train_time_s, item.cost, item.currency),
         format_bytes(item.peak_memory_bytes),
         "" if item.feasible else f"not feasible\n{item.why}",
+    )
+
+
+WHAT_IF_COLUMNS = ("if", "nodes", "global batch", "expected time", "cost", "")
+
+
+def what_if_table(rows: Sequence[WhatIf]) -> TextTable:
+    """Return the plan's choice under each change, the first being none."""
+    first = rows[0].chosen if rows else None
+    return TextTable(WHAT_IF_COLUMNS, [_what_if_cells(row, first) for row in rows])
+
+
+def _what_if_cells(row: WhatIf, first: Candidate | None) -> tuple[str, ...]:
+    item = row.chosen
+    shown = item or row.nearest
+    if shown is None:
+        return (row.change, *[UNKNOWN] * 4, "nothing is possible")
+    where = f"\n{shown.partition}" if shown.partition else ""
+    time = predicted(shown, "train_time_s" if shown.wall_time_s is None else "wall_time_s")
+    cost = predicted(shown, "cost")
+    remark = "impossible; this comes nearest"
+    if item is not None:
+        same = first is not None and name_of(item) == name_of(first)
+        remark = "the same choice" if same else "another choice"
+    return (
+        row.change,
+        f"{shown.nodes}{where}",
+        f"{shown.global_batch:,}",
+        duration_within(*time),
+        money_within(*cost, shown.currency),
+        "" if item is not None and item is first else remark,
     )
 
 
@@ -338,6 +372,22 @@ def event_table(events: Sequence[Event]) -> TextTable:
         detail = cut(event.detail or str(event.failure or ""))
         rows.append((format_time(event.time), event.stage, event.title, detail, event.job_id))
     return TextTable(("time (UTC)", "stage", "event", "detail", "job"), rows)
+
+
+# of a figure's numbers on the page; its CSV file has all
+MOST_NUMBERS = 40
+
+
+def numbers_as_text(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> TextTable:
+    """Return the numbers below a figure; of many rows the first and the last."""
+    found: list[tuple[str, ...]] = []
+    for row in ends(rows, None, MOST_NUMBERS):
+        if row is None:
+            left_out = f"… {len(rows) - MOST_NUMBERS:,} more"
+            found.append((left_out, *[""] * (len(columns) - 1)))
+        else:
+            found.append(tuple(cut(_plain(cell)) for cell in row))
+    return TextTable(tuple(name.replace("_", " ") for name in columns), found)
 
 
 def format_time(unix_s: float) -> str:

@@ -1,4 +1,4 @@
-"""Sentences of the report: the answer, the warnings, and how it was measured."""
+"""Sentences of the report: doubts with their remedies, assumptions, and how it was measured."""
 
 from __future__ import annotations
 
@@ -9,119 +9,50 @@ from tula_hpc.analysis.costs import interruptions
 from tula_hpc.analysis.costs.usage import job_runs
 from tula_hpc.analysis.models.profiles import is_out_of_memory, summarize
 from tula_hpc.analysis.planning import warnings as plan_warnings
-from tula_hpc.analysis.planning.partitions import name_of, of_partition, prefixed
+from tula_hpc.analysis.planning.partitions import of_partition, prefixed
 from tula_hpc.analysis.planning.planner import AGAIN
-from tula_hpc.analysis.report.bill_text import bill_of, bill_sentences
-from tula_hpc.analysis.report.plan_text import background, why_not_better
+from tula_hpc.analysis.report.plan_text import critical_batch_sentences
 from tula_hpc.analysis.report.tables import format_time
 from tula_hpc.analysis.run_contents import (
     SMALLER_STEPS,
     RunContents,
-    Training,
     learned_nothing,
-    measured_epochs,
     predicted,
     trained_candidate,
 )
 from tula_hpc.analysis.search.propose import propose
 from tula_hpc.config import ClusterSpec, sweep_for
 from tula_hpc.formatting import (
-    format_bytes,
     format_duration,
     format_money,
     format_number,
-    format_percent,
-    format_score,
     plural,
 )
-from tula_hpc.records import Candidate, Measurement, Plan, RunHistory, TrainResult
+from tula_hpc.records import Doubt, Measurement, Remedy, RunHistory
 
 SECONDS_PER_HOUR = 3600
 # hosts and the like that are named, the others are counted
 LISTED = 16
+# of groups of doubts, the most pressing first
+HEADINGS = {
+    Remedy.MEASURE: "Measure more",
+    Remedy.CHANGE: "Change the job",
+    Remedy.KNOW: "Good to know",
+}
 
 
-def answer(run: RunContents) -> str:
-    """Return a paragraph with the advice and its cost, or with how far the run has come.
-
-    What a training took of what it was to take comes first.
-    """
-    if run.plan is None:
-        return " ".join(_without_plan(run))
-    first: list[str] = []
-    sentences = list(_advice(run.plan))
-    for training in run.trainings:
-        name = _name_of(run, training)
-        bill = bill_of(run.plan, run.events, training)
-        told = list(bill_sentences(bill, name)) if bill else []
-        first += told
-        sentences += _outcome(run, training, f"{name}'s steps" if told else name)
-    return " ".join([*first, *sentences])
-
-
-def _without_plan(run: RunContents) -> Iterator[str]:
-    yield "There is no plan yet."
-    ok = run.ok
-    if not ok:
-        yield "No configuration has been measured so far."
-        return
-    measured = f"{plural(_configurations(ok), 'configuration')} could be measured"
-    out = _configurations(filter(is_out_of_memory, run.measurements))
-    yield f"{measured}, {out} ran out of memory." if out else f"{measured} so far."
-    epochs = {}
-    for name in sorted({item.partition for item in ok}):
-        rows = [item for item in ok if item.partition == name]
-        for configuration, seconds in measured_epochs(rows, 0).items():
-            epochs[name, configuration] = seconds
-    if epochs:
-        name, best = min(epochs, key=lambda key: epochs[key])
-        yield (
-            f"The fastest is {plural(best.nodes, 'node')}{_of_partition(name)} with global batch "
-            f"{best.global_batch:,}: {format_duration(epochs[name, best])} for an epoch."
-        )
-
-
-def _configurations(measurements: Iterable[Measurement]) -> int:
-    return len({(item.partition, item.configuration) for item in measurements})
-
-
-def _of_partition(partition: str) -> str:
+def of_partition_in_words(partition: str) -> str:
+    """Return " of partition gpu"; empty without partitions."""
     return f" of partition {partition}" if partition else ""
 
 
-def _advice(plan: Plan) -> Iterator[str]:
-    chosen = plan.chosen
-    time = predicted(chosen, "train_time_s")
-    duration = format_duration(chosen.train_time_s)
-    if time.low < time.high:
-        ends = f"{format_duration(time.low)} to {format_duration(time.high)}"
-        duration += f" (90 % interval {ends})"
-    where = _of_partition(chosen.partition)
-    memory = format_bytes(chosen.peak_memory_bytes)
-    if plan.memory_limit_bytes:
-        memory += f" of {format_bytes(plan.memory_limit_bytes)}"
-    expected = ""
-    if chosen.expected_time_s > chosen.train_time_s:
-        parts = "evaluation, checkpoints, starts and interruptions"
-        expected = f"{format_duration(chosen.expected_time_s)} expected with {parts}, "
-    yield (
-        f"Train on {plural(chosen.nodes, 'node')}{where} with global batch "
-        f"{chosen.global_batch:,} ({plural(chosen.local_batch, 'sample')} per worker): predicted "
-        f"{duration} for {plural(plan.epochs, 'epoch')}, {expected}"
-        f"{format_money(chosen.cost, chosen.currency)}, {memory} of memory per worker."
-    )
-    if plan.reason:
-        yield _sentence(plan.reason.removeprefix(f"{name_of(chosen)}: "))
-    yield from why_not_better(plan)
-
-
-def about_plan(run: RunContents) -> list[str]:
-    """List what the plan's choice excludes and assumes; empty before there is a plan."""
+def assumptions(run: RunContents) -> list[str]:
+    """List what the plan assumes, and what the gradient's noise says of its batch."""
     if run.plan is None:
         return []
     outdated = _outdated_notes(run)
-    notes = [note for note in run.plan.notes if note not in outdated]
-    return background(run.plan.model_copy(update={"notes": notes}))
+    notes = [as_sentence(note) for note in run.plan.notes if note not in outdated]
+    return [*critical_batch_sentences(run.plan), *notes]
 
 
 def _outdated_notes(run: RunContents) -> set[str]:
@@ -135,73 +66,54 @@ def _outdated_notes(run: RunContents) -> set[str]:
     return notes
 
 
-def _name_of(run: RunContents, training: Training) -> str:
-    return "The training" if len(run.trainings) == 1 else f"Training {training.label}"
-
-
-def _outcome(run: RunContents, training: Training, name: str) -> Iterator[str]:
-    result = training.result
-    if result is None:
-        done = "no epoch is done yet"
-        if training.metrics.epochs:
-            last = training.metrics.epochs[-1]
-            score = format_score(last.test_accuracy, last.test_loss)
-            verb = "is" if last.epoch == 1 else "are"
-            done = f"{plural(last.epoch, 'epoch')} {verb} done, {score}"
-        yield f"{name} has started; {done}."
-        return
-    time = f"{format_duration(result.train_time_s)}{_against_prediction(run, training)}"
-    reached = format_score(result.test_accuracy, result.test_loss)
-    yield f"{name} ({result.method}) took {time} and reached {reached}."
-    if run.plan and not _ended_as(run.plan.chosen, training, result):
-        where = f"{plural(result.nodes, 'node')}{_of_partition(training.partition or '')}"
-        batch = f"global batch {result.global_batch:,}"
-        yield f"It ended on {where} with {batch}, not at the chosen configuration."
-    if result.restarts:
-        often = "once" if result.restarts == 1 else f"{result.restarts} times"
-        yield f"It was interrupted and resumed {often}."
-
-
-def _ended_as(chosen: Candidate, training: Training, result: TrainResult) -> bool:
-    same = (result.nodes, result.global_batch) == (chosen.nodes, chosen.global_batch)
-    return same and training.partition in (None, chosen.partition)
-
-
-def _against_prediction(run: RunContents, training: Training) -> str:
-    candidate = trained_candidate(run, training)
-    if candidate is None or not training.epoch_time_s:
-        return ""
-    # the median epoch: the sum of all holds the start of the first one, too
-    relative = candidate.epoch_time_s / training.epoch_time_s - 1
-    direction = "long" if relative >= 0 else "short"
-    off = f"{format_percent(abs(relative))} too {direction}"
-    return f" (its median epoch was predicted {off})"
-
-
-def warnings(run: RunContents) -> list[str]:
+def doubts(run: RunContents) -> list[Doubt]:
     """List everything that limits how far the numbers can be trusted."""
-    doubts = run.plan.warnings if run.plan else _doubts_before_plan(run)
+    known = run.plan.doubts if run.plan else _doubts_before_plan(run)
     names = {item.partition for item in run.measurements}
     if run.cluster:
         names.update(run.cluster.part_names())
-    found = [_sentence(doubt, names) for doubt in doubts]
-    found += [*_mixed_devices(run), *_off_prediction(run)]
-    return [*found, *_learned_nothing(run), *_scaled_nothing(run), *run.notes]
+    found = [Doubt(as_sentence(doubt.text, names), doubt.remedy) for doubt in known]
+    return [
+        *found,
+        *plan_warnings.to_know([*_mixed_devices(run), *_off_prediction(run)]),
+        *plan_warnings.to_change([*_learned_nothing(run), *_scaled_nothing(run)]),
+        *plan_warnings.to_know(run.notes),
+    ]
 
 
-def _doubts_before_plan(run: RunContents) -> list[str]:
+def grouped(every: Iterable[Doubt]) -> dict[str, list[str]]:
+    """Return the doubts under headings that say what to do about them; none without any."""
+    found: dict[str, list[str]] = {}
+    listed = list(every)
+    for remedy, heading in HEADINGS.items():
+        texts = [doubt.text for doubt in listed if doubt.remedy is remedy]
+        if texts:
+            found[heading] = texts
+    return found
+
+
+def _doubts_before_plan(run: RunContents) -> list[Doubt]:
     if run.sweep is None:
         return []
     cluster = run.cluster or ClusterSpec()
-    found: list[str] = []
+    found: list[Doubt] = []
     for name, part in zip(cluster.part_names(), cluster.parts(), strict=True):
         rows = of_partition(run.measurements, name)
         summary = summarize(rows)
-        doubts = plan_warnings.about_measurements(summary, run.sweep, part.workers_per_node)
         sweep = sweep_for(run.sweep, part)
         pending = propose(sweep, part, rows) if sweep else []
-        doubts += plan_warnings.about_missing(summary, run.sweep.search, pending, AGAIN)
-        found += [prefixed(name, doubt) for doubt in doubts]
+        known = [
+            *plan_warnings.to_measure(
+                plan_warnings.about_measurements(summary, part.workers_per_node)
+            ),
+            *plan_warnings.to_change(
+                plan_warnings.about_loading(summary.profiles, run.sweep.workload)
+            ),
+            *plan_warnings.to_measure(
+                plan_warnings.about_missing(summary, run.sweep.search, pending, AGAIN)
+            ),
+        ]
+        found += [Doubt(prefixed(name, doubt.text), doubt.remedy) for doubt in known]
     return found
 
 
@@ -242,12 +154,12 @@ def _mixed_devices(run: RunContents) -> Iterator[str]:
             devices.setdefault(item.partition, set()).add(item.device)
     for name, found in sorted(devices.items()):
         if len(found) > 1:
-            differ = f"The nodes{_of_partition(name)} differ: {', '.join(sorted(found))}"
+            differ = f"The nodes{of_partition_in_words(name)} differ: {', '.join(sorted(found))}"
             yield f"{differ}. One model for all of them is an average."
 
 
-def _sentence(text: str, partitions: Iterable[str] = ()) -> str:
-    # a name keeps its case
+def as_sentence(text: str, partitions: Iterable[str] = ()) -> str:
+    """Return a clause as a sentence; a partition's name in front keeps its case."""
     if not text.startswith(tuple(prefixed(name, "") for name in partitions if name)):
         text = text[:1].upper() + text[1:]
     return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -112,7 +112,8 @@ class AdaptiveSearch:
             return corners
         if len(measured) < AT_LEAST:
             return open_[:1]
-        return self._by_uncertainty(summarize(measurements), usable, open_)
+        summary = self.decision.known(summarize(measurements))
+        return self._by_uncertainty(summary, usable, open_)
 
     def choice(self, measurements: Sequence[Measurement]) -> Configuration | None:
         """Return what would be chosen from these measurements; None where nothing can be.
@@ -120,7 +121,7 @@ class AdaptiveSearch:
         Raises:
             ValueError: Nothing was measured.
         """
-        summary = summarize(measurements)
+        summary = self.decision.known(summarize(measurements))
         if not summary.profiles:
             raise ValueError("measurements: expected at least one with times and memory")
         predictions = self._predictions(summary, {p.configuration for p in summary.profiles})
@@ -156,7 +157,7 @@ class AdaptiveSearch:
         return before is not None and before.is_contradicted
 
     def _predictions(self, summary: Summary, measured: set[Configuration]) -> _Predictions:
-        model = fit_step_time(summary.profiles, self.form)
+        model = fit_step_time(summary.profiles, self.form, summary.passes)
         choices = self.decision.choices(summary, model)
         chosen = {each.configuration for each in choices or ()} & set(self.every)
         points = _thinned(self.every, keep=measured | chosen)

@@ -17,10 +17,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tula_hpc.analysis.models.accumulation import Passes
 from tula_hpc.analysis.models.profiles import Summary, summarize
 from tula_hpc.analysis.models.step_time import StepTimeModel, fit_step_time
 from tula_hpc.analysis.models.step_time_fit import FormName
 from tula_hpc.analysis.planning.partitions import name_of, of_partition, prefixed
+from tula_hpc.analysis.planning.warnings import to_measure
 from tula_hpc.analysis.search.decision import Chosen, DecisionModel
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.formatting import format_duration, format_percent, plural
@@ -81,7 +83,7 @@ def with_confirmation(
     name = plan.chosen.partition
     usable = [row for row in of_partition(measurements, name) if is_usable(row)]
     notes = list(plan.notes)
-    warnings = list(plan.warnings)
+    warnings: list[str] = []
     # a warning names what the search has yet to measure
     if not plan.chosen.measured and not pending:
         share = profile_share(usable, plan.chosen.step_time_s, plan.chosen.expected_time_s)
@@ -91,7 +93,7 @@ def with_confirmation(
     if sweep.search.mode == "adaptive":
         told = surprises(plan.chosen.configuration, sweep, parts[name], usable)
         warnings += [prefixed(name, text) for text in told]
-    return plan.model_copy(update={"notes": notes, "warnings": warnings})
+    return plan.model_copy(update={"notes": notes}).with_doubts(to_measure(warnings))
 
 
 def _unmeasured(plan: Plan, sweep: SweepSpec, share: float, profiles: int) -> str:
@@ -173,7 +175,7 @@ def _surprises(
         before = prediction_before(configuration, usable, sweep.search.form)
         if before is None or not before.is_contradicted:
             continue
-        choices = decision.choices(before.summary, before.model) or []
+        choices = decision.choices(decision.known(before.summary), before.model) or []
         if configuration in {choice.configuration for choice in choices}:
             yield _Surprise(configuration, before, len(order) - index - 1)
 
@@ -196,7 +198,9 @@ def prediction_before(
     if len({row.configuration for row in earlier}) < AT_LEAST:
         return None
     summary = summarize(earlier)
-    model = fit_step_time(summary.profiles, form)
+    # as it was measured
+    passes = Passes(least=max(row.accumulation or 1 for row in own))
+    model = fit_step_time(summary.profiles, form, passes)
     nodes, per_node, batch = configuration
     low_s, high_s = model.interval(nodes, batch, per_node)
     measured_s = np.median([row.times.step_time_s for row in own if row.times])

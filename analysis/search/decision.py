@@ -35,7 +35,7 @@ from tula_hpc.analysis.planning.knee import (
     sampled_knees,
 )
 from tula_hpc.analysis.planning.objective import choose, objective_time_s, weighted_score
-from tula_hpc.analysis.planning.partitions import fitting_limit, part_of, plannable
+from tula_hpc.analysis.planning.partitions import fitting_limit, part_of, plannable, with_passes
 from tula_hpc.config import ClusterSpec, ObjectiveSpec, SweepSpec
 from tula_hpc.config.search import KNEES
 from tula_hpc.errors import NotEnoughDataError
@@ -112,6 +112,12 @@ class DecisionModel(NamedTuple):
     def has_knee(self) -> bool:
         """True if the choice follows a knee of the curve of time over batch."""
         return self.kind in KNEES
+
+    def known(self, summary: Summary) -> Summary:
+        """Return the summary with the passes in which the plan's script takes its batches."""
+        if self.sweep is None or self.cluster is None:
+            return summary
+        return with_passes(self.sweep, self.cluster, summary)
 
     def conceivable(self, candidates: Sequence[Configuration]) -> list[Configuration]:
         """Return the candidates with a batch that the constraints allow; all if they allow none."""

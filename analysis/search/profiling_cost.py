@@ -80,7 +80,7 @@ def full_search(
         partition_sweep = sweep_for(sweep, partition)
         if partition_sweep is None or not any(row.elapsed_s > 0 for row in rows):
             continue
-        wanted = believed_to_fit(partition_sweep.search, partition, rows)
+        wanted = believed_to_fit(partition_sweep, partition, rows)
         if not wanted:
             continue
         elapsed_s = elapsed_times(rows, wanted)

@@ -58,7 +58,7 @@ def propose(
     `trusted_batch` fit by an estimate; None: any.
     """
     search = sweep.search
-    fitting = believed_to_fit(search, cluster, measurements)
+    fitting = believed_to_fit(sweep, cluster, measurements)
     if trusted_batch is not None and not any(is_usable(row) for row in measurements):
         fitting = [c for c in fitting if c.local_batch <= trusted_batch] or fitting[:1]
     done = _settled(measurements)
@@ -69,11 +69,34 @@ def propose(
 
 
 def believed_to_fit(
-    search: SearchSpec, cluster: ClusterSpec, measurements: Sequence[Measurement]
+    sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement]
 ) -> list[Configuration]:
-    """Return the candidates below every batch that ran out of memory or surely would, ascending."""
-    below = _below_bound(candidates(search, cluster.workers_per_node), measurements)
+    """Return the candidates below every batch that ran out of memory or surely would, ascending.
+
+    All of them, where a script takes a batch in as many passes as it needs, unless a single sample
+    did.
+    """
+    every = candidates(sweep.search, cluster.workers_per_node)
+    if sweep.workload.accumulates:
+        out = [row for row in measurements if is_out_of_memory(row)]
+        hopeless = any(row.local_batch <= (row.accumulation or 1) for row in out)
+        return [] if hopeless else every
+    below = _below_bound(every, measurements)
     return _within_memory(below, cluster, measurements)
+
+
+def largest_pass(
+    sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement]
+) -> float | None:
+    """Return the largest batch of one forward pass of a script that fits; None: any is tried."""
+    if not sweep.workload.accumulates:
+        return None
+    # late: they pull in the numeric libraries
+    from tula_hpc.analysis.models.profiles import summarize
+    from tula_hpc.analysis.planning.partitions import with_passes
+
+    most = with_passes(sweep, cluster, summarize(measurements)).passes.most
+    return None if math.isinf(most) else most
 
 
 def _adaptive(
@@ -92,6 +115,9 @@ def _settled(measurements: Sequence[Measurement]) -> set[Configuration]:
     attempts: Counter[Configuration] = Counter()
     settled: set[Configuration] = set()
     for row in measurements:
+        if row.accumulation is not None and is_out_of_memory(row):
+            # it comes again in more passes
+            continue
         attempts[row.configuration] += 1
         failure = row.failure
         # a broken device is only recorded after the last attempt, see `records.broken_hosts`

@@ -16,6 +16,7 @@ from tula_hpc.analysis.models.data_loading import loader_decides
 from tula_hpc.analysis.models.profiles import Profile, Summary, summarize
 from tula_hpc.analysis.models.step_time import fit_step_time
 from tula_hpc.analysis.planning.partitions import of_partition, prefixed
+from tula_hpc.analysis.planning.warnings import to_measure
 from tula_hpc.analysis.search.decision import DecisionModel
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec
 from tula_hpc.formatting import format_duration, format_percent
@@ -87,7 +88,8 @@ def with_steadiness(
     name = plan.chosen.partition
     part = dict(zip(cluster.part_names(), cluster.parts(), strict=True))[name]
     usable = [row for row in of_partition(measurements, name) if is_usable(row)]
-    summary = summarize(usable)
+    decision = DecisionModel(sweep.objective.kind, sweep, part)
+    summary = decision.known(summarize(usable))
     chosen = plan.chosen.configuration
     found = []
     usual: Configuration | None = None
@@ -95,7 +97,6 @@ def with_steadiness(
     for index, one in enumerate(unsteady(summary.profiles)):
         effect = ""
         if index < tried:
-            decision = DecisionModel(sweep.objective.kind, sweep, part)
             usual = usual or _choice(decision, sweep.search, summary)
             effect = _effect(one, usual, decision, sweep.search, summary)
         is_chosen = one.profile.configuration == chosen
@@ -104,7 +105,7 @@ def with_steadiness(
         if effect:
             text = f"{one.describe()}: {effect}; {_what_to_do(one, sweep.search, usable)}"
             found.append(prefixed(name, text))
-    return plan.model_copy(update={"warnings": [*plan.warnings, *found]}) if found else plan
+    return plan.with_doubts(to_measure(found))
 
 
 def _effect(
@@ -128,7 +129,8 @@ def _effect(
 
 
 def _choice(decision: DecisionModel, search: SearchSpec, summary: Summary) -> Configuration | None:
-    choices = decision.choices(summary, fit_step_time(summary.profiles, search.form))
+    model = fit_step_time(summary.profiles, search.form, summary.passes)
+    choices = decision.choices(summary, model)
     return choices[-1].configuration if choices else None
 
 

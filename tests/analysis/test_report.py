@@ -25,6 +25,7 @@ from tula_hpc.analysis.figures.all import DECIDING, FIGURES
 from tula_hpc.analysis.figures.drawing import STUDY_TITLE
 from tula_hpc.analysis.figures.style import COLOURS
 from tula_hpc.analysis.report.__main__ import main
+from tula_hpc.analysis.report.first_page import first_page
 from tula_hpc.analysis.report.page import MOST_WARNINGS, write_report
 from tula_hpc.analysis.report.tables import (
     SUMMARY_COLUMNS,
@@ -34,8 +35,8 @@ from tula_hpc.analysis.report.tables import (
     summary_rows,
     summary_table,
 )
-from tula_hpc.analysis.report.text import about_plan, answer, how_measured, warnings
-from tula_hpc.analysis.run_contents import median_epoch_s, predicted, read_run, trained_candidate
+from tula_hpc.analysis.report.text import assumptions, doubts, how_measured
+from tula_hpc.analysis.run_contents import RunContents, median_epoch_s, predicted, read_run, trained_candidate
 from tula_hpc.analysis.search.profiling_cost import profiling_cost
 from tula_hpc.cli.pipeline import carry_out, print_summary, report_stage
 from tula_hpc.config import ClusterSpec, PricingSpec, load_cluster, load_sweep
@@ -96,6 +97,14 @@ class Page(html.parser.HTMLParser):
     def words(self) -> str:
         """The text as a reader sees it, with plain spaces."""
         return re.sub(r"\s+", " ", "".join(self.text))
+
+
+def answer(run: RunContents) -> str:
+    return first_page(run).text
+
+
+def warnings(run: RunContents) -> list[str]:
+    return [doubt.text for doubt in doubts(run)]
 
 
 class Written:
@@ -161,7 +170,7 @@ def test_what_decides_stands_before_a_line_and_what_is_for_studying_behind_it(fi
     for heading in ("All candidates", "How it was measured", "Models", "Will it scale?", "Events", "<details>"):
         assert heading not in deciding
         assert heading in studying
-    for words in ("Train on ", "About the choice", "same batch, "):
+    for words in ("Train on ", "What would change it", "same batch, "):
         assert words in deciding
     # on paper the line begins a page
     assert ".line { break-before: page;" in deciding
@@ -174,6 +183,7 @@ def test_many_warnings_do_not_push_what_decides_off_its_two_pages(tmp_path: Path
     write_plan(run, run.read_plan().model_copy(update={"warnings": doubts}))
     deciding, _, studying = write_report(run)[0].read_text().partition('<h2 class="line"')
     assert deciding.count("Doubt ") == MOST_WARNINGS
+    assert "Good to know</h3>" in deciding
     assert f">{30 - MOST_WARNINGS} more</a>" in deciding
     assert studying.count("Doubt ") == 30 - MOST_WARNINGS
     (height,) = re.findall(rb"/MediaBox \[ 0 0 [\d.]+ ([\d.]+) \]", (run.report / "report.pdf").read_bytes())
@@ -223,7 +233,7 @@ def test_the_page_is_well_formed_and_self_contained(finished: Written) -> None:
 
 def test_the_page_says_what_to_do_and_what_came_of_it(finished: Written) -> None:
     words = finished.page.words
-    assert "Train on 4 nodes with global batch 1,024 (256 samples per worker): predicted" in words
+    assert "Train on 4 nodes with global batch 1,024 (256 samples per worker)." in words
     assert "The training (ags) took" in words
     assert "64.5 % test accuracy" in words
     for heading in ("Figures", "How it was measured", "Models", "All candidates (21)", "sweep.toml", "Events (4)"):
@@ -239,6 +249,16 @@ def test_a_second_report_replaces_the_first(tmp_path: Path) -> None:
     second = {path.name for path in write_report(run)}
     assert second < first
     assert {path.name for path in run.report.iterdir()} == second
+
+
+@pytest.mark.usefixtures("no_figure", "no_pages")
+def test_a_program_is_told_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", stage="plan")
+    assert main([str(run.root), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["schema_version"], told["kind"], told["run_directory"]) == (1, "run", str(run.root))
+    assert told["files"][0] == told["page"] == str(run.report / "report.html")
+    assert {Path(path).name for path in told["files"]} == {path.name for path in run.report.iterdir()}
 
 
 @pytest.mark.usefixtures("cost_figure")
@@ -460,11 +480,12 @@ def test_the_report_says_what_the_plan_says(tmp_path: Path) -> None:
     run = of_two_partitions(tmp_path / "run")
     words = Page(write_report(run)[0].read_text()).words
     expected = format_duration(3 * run.read_plan().chosen.train_time_s)
-    assert f"{expected} expected with evaluation, checkpoints, starts and interruptions" in words
+    assert f"About {expected} and " in words
+    assert "with evaluation, checkpoints, starts and interruptions" in words
     assert "Train on 4 nodes of partition a with" in words
     assert " It is best." in words
-    assert "Note: prices are guesses." in words
-    assert "Constraint: without objective.budget, N=1 would be chosen." in words
+    assert "Prices are guesses." in words
+    assert "Without objective.budget, N=1 would be chosen." in words
 
 
 def test_epochs_outside_of_their_interval_are_a_warning(finished: Written) -> None:
@@ -490,7 +511,7 @@ def test_the_answer_says_that_the_prediction_is_held_against_the_median_epoch(fi
     result = training.result.model_copy(update={"train_time_s": 2 * EPOCHS * epoch_s})
     plan = contents.plan.model_copy(update={"chosen": chosen, "candidates": [chosen]})
     said = answer(contents._replace(plan=plan, trainings=[training._replace(result=result)]))
-    assert f"took {format_duration(result.train_time_s)} (its median epoch was predicted 10.0 % too short)" in said
+    assert f"took {format_duration(result.train_time_s)} (its median epoch was predicted 10 % too short)" in said
 
 
 def with_bill(root: Path, elapsed_s: float) -> RunDirectory:
@@ -522,8 +543,9 @@ def test_what_the_training_took_and_cost_is_said_first_and_last(
 ) -> None:
     run = with_bill(tmp_path / "run", 9_000.0)
     said = answer(read_run(run))
-    assert said.startswith("The training took 2 h 30 min in all by Slurm's accounting, longer than the 90 % interval")
-    assert said.index("It cost ") < said.index("Train on 4 nodes")
+    assert "The training took 2 h 30 min in all by Slurm's accounting, longer than the 90 % interval" in said
+    assert said.index("Train on 4 nodes") < said.index("The training took") < said.index("It cost ")
+    assert "What it will take" not in [section.heading for section in first_page(read_run(run)).sections]
     assert "The training's steps (ags) took" in said
     sweep = Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run)
     for until in ("train", "report"):
@@ -689,20 +711,20 @@ def test_a_note_that_a_training_has_outdated_is_left_out(tmp_path: Path) -> None
     run = make_run(tmp_path / "run")
     assumed = checkpoints.describe(None, PricingSpec())
     write_plan(run, run.read_plan().model_copy(update={"notes": [assumed, "prices are guesses"]}))
-    assert f"Note: {assumed}." in about_plan(read_run(run))
+    assert f"{assumed[:1].upper()}{assumed[1:]}." in assumptions(read_run(run))
     run.log_event("checkpoint", "train", data={"cost_s": 0.01})
-    said = about_plan(read_run(run))
+    said = assumptions(read_run(run))
     assert not any("checkpoint" in sentence for sentence in said)
-    assert "Note: prices are guesses." in said
+    assert "Prices are guesses." in said
 
 
 def test_a_note_about_a_partition_that_a_training_has_outdated_is_left_out(tmp_path: Path) -> None:
     run = of_two_partitions(tmp_path / "run")
     assumed = [f"{name}: {checkpoints.describe(None, PricingSpec())}" for name in "ab"]
     write_plan(run, run.read_plan().model_copy(update={"notes": assumed}))
-    assert sum("checkpoint" in sentence for sentence in about_plan(read_run(run))) == 2
+    assert sum("checkpoint" in sentence for sentence in assumptions(read_run(run))) == 2
     run.log_event("checkpoint", "train", data={"cost_s": 0.01})
-    assert not any("checkpoint" in sentence for sentence in about_plan(read_run(run)))
+    assert not any("checkpoint" in sentence for sentence in assumptions(read_run(run)))
 
 
 def test_a_training_that_fell_back_says_so(finished: Written, tmp_path: Path) -> None:

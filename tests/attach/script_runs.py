@@ -41,8 +41,8 @@ def profiled(
 
     def run(place: WorkerEnvironment) -> Outcome:
         usual = {"configuration": Configuration(world, 1, BATCH), "forward_batch": BATCH, "accumulation": 1}
-        wanted = {**usual, "samples": 1000, **settings}
-        told = Settings(search=QUICK, cluster=ClusterSpec(), place=place, **wanted)
+        wanted = {**usual, "samples": 1000, "search": QUICK, **settings}
+        told = Settings(cluster=ClusterSpec(), place=place, **wanted)
         with own_output(folder, place.rank, Path.cwd()) as (work, output):
             spec = ChildSpec(
                 mode="profile",

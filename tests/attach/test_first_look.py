@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.attach.script_runs import SCRIPTS
-from tula_hpc.attach.__main__ import with_placeholders
+from tula_hpc.attach.__main__ import main, with_placeholders
 from tula_hpc.config import load_sweep
 
 
@@ -30,6 +31,25 @@ def test_what_is_seen_can_be_pasted(tmp_path: Path) -> None:
     assert work.script == script
     assert work.arguments == ("--batch-size", "{local_batch}", "--epochs", "{epochs}", "--samples", "640")
     assert (work.samples, work.epochs) == (640, 500)
+
+
+def test_a_program_gets_the_same_as_one_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").touch()
+    seen: dict[str, object] = {
+        "forward_batch": 64,
+        "accumulation": 1,
+        "samples": None,
+        "others": ["Critic"],
+        "measurement": {},
+    }
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tula_hpc.attach.__main__._look", lambda *_: seen)
+    assert main(["--json", "train.py", "--bs", "64", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["workload"]["arguments"] == ["--bs", "{local_batch}", "--json"]
+    assert (told["unknown"], told["others"], told["schema_version"]) == (["samples", "epochs"], ["Critic"], 1)
 
 
 def test_a_script_that_fails_is_told_in_one_line(tmp_path: Path) -> None:

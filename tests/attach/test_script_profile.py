@@ -6,10 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.attach.script_runs import SCRIPTS, measurement_of, profiled
+from tests.attach.script_runs import QUICK, SCRIPTS, measurement_of, profiled
+from tula_hpc.attach.measured_steps import between_epochs_s
 from tula_hpc.attach.processes import Outcome
+from tula_hpc.profiling.timing import halves_of
 from tula_hpc.records import Configuration, Measurement
 from tula_hpc.records.measurement import is_usable
+
+
+@pytest.mark.parametrize(
+    ("pauses", "seconds"), [([], None), ([(30, 5.0)], 5.0), ([(20, 9.0), (70, 2.0), (120, 2.0), (170, 2.0)], 4.0)]
+)
+def test_an_epoch_has_as_many_pauses_as_were_seen(pauses: list[tuple[int, float]], seconds: float | None) -> None:
+    """The last case pauses every 50 steps, twice an epoch of 100."""
+    assert between_epochs_s(pauses, 100) == seconds
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +90,14 @@ def test_what_was_seen_is_told(outcomes: list[Outcome]) -> None:
 def test_epochs_and_evaluations_are_left_out_of_steps(tmp_path: Path) -> None:
     """An epoch of four steps, with an evaluation of four batches after it."""
     arguments = ("--batch-size", "4", "--samples", "16", "--epochs", "1000")
-    (outcome,) = profiled(SCRIPTS / "plain.py", arguments, tmp_path)
+    never_settled = QUICK.model_copy(update={"max_steps": 10, "ci_width": 1e-9})
+    (outcome,) = profiled(SCRIPTS / "plain.py", arguments, tmp_path, search=never_settled)
     measured = measurement_of(outcome)
     assert measured.times is not None
     assert measured.times.step_time_s > measured.times.data_time_s
+    halves = (measured.times.first_half_s, measured.times.second_half_s, measured.times.halves_scatter_s)
+    assert halves == pytest.approx(halves_of(measured.samples["step"]), rel=1e-3, abs=1e-6)
+    assert measured.round_steps["step"] * len(measured.samples["step"]) == 10
 
 
 def test_loader_processes_are_seen(tmp_path: Path) -> None:

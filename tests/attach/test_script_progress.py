@@ -7,11 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.run_factory import candidate, measurement, plan, write_plan
 from tula_hpc.attach.reporting import ChildSpec
-from tula_hpc.attach.train import script_training
+from tula_hpc.attach.train import script_drift, script_training
+from tula_hpc.attach.train.script_drift import DriftSettings, drift_settings
 from tula_hpc.attach.train.script_training import ScriptTraining, TrainSettings
+from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.ddp import agreement
 from tula_hpc.errors import InputError
-from tula_hpc.records import Metrics, RunDirectory, read_metrics
+from tula_hpc.launch.job_specs import TrainJob
+from tula_hpc.records import Configuration, Drift, Metrics, RunDirectory, StepParts, append_record, read_metrics
 
 STEP_S, WAIT_S = 1.0, 0.25
 
@@ -31,25 +36,27 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(script_training, "time", made)
+    for module in (script_training, script_drift, agreement):
+        monkeypatch.setattr(module, "time", made)
     return made
 
 
 class Told:
     """A training of one worker that is told of steps, and never asked to stop."""
 
-    def __init__(self, folder: Path, clock: Clock, samples: int) -> None:
+    def __init__(self, folder: Path, clock: Clock, samples: int, drift: DriftSettings | None = None) -> None:
         self.run, self.clock = RunDirectory(folder / "run").create(), clock
         self.run.make_train()
         settings = TrainSettings(
             root=self.run.root, label="main", job_id="1", samples=samples, global_batch=8, log_interval_steps=3,
-            between_s=3600.0,
+            between_s=3600.0, drift=drift,
         )  # fmt: skip
         said = folder / "said.json"
         spec = ChildSpec(
             mode="train", script=Path("x.py"), home=folder, said=said, parent=0, settings=settings.model_dump()
         )
         self.training = ScriptTraining(spec)
+        self.training.hooks.model = torch.nn.Linear(2, 2)
 
     def step(self, samples: int = 8, parts: int = 1, *, evaluated_s: float = 0.0) -> None:
         """One step, after a wait and perhaps an evaluation."""
@@ -99,6 +106,26 @@ def test_an_epoch_takes_its_steps_and_waits_but_no_evaluation(tmp_path: Path, cl
     assert second.epoch_time_s == pytest.approx(4 * (STEP_S + WAIT_S))
 
 
+def test_what_an_epoch_does_beside_its_steps_stands_in_its_line(tmp_path: Path, clock: Clock) -> None:
+    told = Told(tmp_path, clock, samples=16)
+    for _ in range(2):
+        told.step()
+        # within the epoch, and after it
+        told.step(evaluated_s=10.0)
+        told.training.report({"test_accuracy": 0.5})
+        clock.now += 100.0
+    told.training.leave_out(7.0)
+    told.training.ended(0)
+    first, second = told.metrics().epochs
+    assert first.evaluation_time_s == pytest.approx(10.0 + 100.0 + 2 * WAIT_S)
+    assert second.evaluation_time_s == pytest.approx(10.0 + 100.0 + WAIT_S - 7.0)
+    # lines of one epoch add to each other
+    assert first.test_accuracy is None
+    append_record(told.run.train().metrics_file, first.model_copy(update={"evaluation_time_s": None, "test_loss": 0.5}))
+    first, _ = told.metrics().epochs
+    assert (first.test_loss, first.evaluation_time_s is None) == (0.5, False)
+
+
 def test_scores_are_of_the_epoch_that_was_over(tmp_path: Path, clock: Clock) -> None:
     told = Told(tmp_path, clock, samples=16)
     for accuracy in (50.0, 0.6):
@@ -128,3 +155,62 @@ def test_another_model_than_was_measured_is_refused(tmp_path: Path, clock: Clock
     told.training.hooks.model = torch.nn.Linear(2, 2)
     with pytest.raises(InputError, match="6 parameters now, 7 when it was measured"):
         told.step()
+
+
+AT = Configuration(1, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("data_s", "part"), [(WAIT_S, "compute"), (WAIT_S - 0.6, "loader")], ids=["slow computation", "slow loader"]
+)
+def test_steps_that_depart_from_the_plan_are_told_and_their_end_as_well(
+    tmp_path: Path, clock: Clock, data_s: float, part: str
+) -> None:
+    """Twice as long as planned, then as planned."""
+    planned_s = (STEP_S + WAIT_S) / 2
+    expected = StepParts(data_time_s=data_s, compute_time_s=0.3, allreduce_time_s=0.0)
+    settings = DriftSettings(
+        prediction=(planned_s, 0.9 * planned_s, 1.1 * planned_s), window_s=1.0, expected=expected, configuration=AT
+    )
+    told = Told(tmp_path, clock, 8 * 1000, settings)
+    for _ in range(60):
+        told.step()
+    (event,) = (each for each in told.run.events() if each.event == "drifted")
+    assert event.data["ratio"] == pytest.approx(2.0)
+    assert event.data["part"] == part
+    drift = Drift.model_validate_json(told.run.train().drift_file.read_bytes())
+    assert (drift.configuration, drift.part) == (AT, part)
+    for _ in range(60):
+        # the wait of a step that is as long as planned would be negative
+        clock.now -= planned_s
+        told.step()
+    assert [each.event for each in told.run.events() if each.stage == "train"] == ["drifted", "recovered"]
+    assert not told.run.train().drift_file.exists()
+
+
+def job(root: Path, **training: object) -> TrainJob:
+    workload = {"script": "/x.py", "arguments": ["{local_batch}"], "samples": 80, "epochs": 1}
+    tables = {"name": "x", "workload": workload, "training": training}
+    return TrainJob(SweepSpec.model_validate(tables, context={"check_paths": False}), ClusterSpec(), AT, root)
+
+
+def test_steps_are_compared_with_the_plan_and_the_profile(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    run.make_train()
+    assert drift_settings(job(run.root)) is None
+    known = candidate(AT)
+    append_record(run.profile / "1.jsonl", measurement(AT))
+    write_plan(run, plan([known] * 4, chosen=known, fallbacks=[]))
+    told = drift_settings(job(run.root))
+    assert told is not None
+    assert told.prediction[0] == known.step_time_s
+    times = measurement(AT).times
+    assert times is not None
+    assert (told.side, told.expected.compute_time_s) == (0, times.compute_time_s)
+    open_one = Drift(**AT._asdict(), measured_s=1.0, predicted_s=2.0, part="loader", measured=told.expected,
+                     expected=told.expected)  # fmt: skip
+    run.train().drift_file.write_text(open_one.model_dump_json())
+    again = drift_settings(job(run.root))
+    assert again is not None
+    assert again.side == -1
+    assert drift_settings(job(run.root, drift=False)) is None

@@ -89,7 +89,7 @@ def by_hooks(rank: int, name: str, *, clip: bool = False) -> tuple[list[Tensor],
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()
-    return [p.detach().clone() for p in model.parameters()], driver.scaling.metrics(STEPS)
+    return [p.detach().clone() for p in model.parameters()], driver.scaling.readings.step_metrics(STEPS)
 
 
 def in_the_loop(rank: int, name: str) -> list[Tensor]:

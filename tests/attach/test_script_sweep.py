@@ -62,7 +62,12 @@ def test_a_plan_is_made_of_them(planned: tuple[RunDirectory, str]) -> None:
     assert plan is not None
     assert plan.chosen.feasible
     assert plan.chosen.global_batch in (64, 128)
-    assert "what the script does between its epochs, evaluation included, comes on top" in run.plan_file.read_text()
+    # of the digits a profile sees many epochs
+    assert all(m.between_epochs_s for m in run.measurements().records)
+    assert plan.chosen.wall_parts_s["evaluation"] > 0
+    assert "between its epochs (evaluation, saving, start of loaders) is counted as profiles saw it" in " ".join(
+        plan.notes
+    )
     assert "profiling cost: 4 configurations in 2 jobs" in said
 
 
@@ -108,6 +113,38 @@ def test_lack_of_memory_is_a_record(tmp_path: Path) -> None:
     assert done.returncode == 1
     records = RunDirectory(tmp_path / "run").measurements().records
     assert {(m.status, m.failure) for m in records} == {("oom", Failure.DEVICE_OOM)}
+
+
+def test_a_batch_that_memory_forbids_is_taken_in_parts(tmp_path: Path) -> None:
+    path = tmp_path / "parts.toml"
+    path.write_text(f"""
+name = "parts"
+[workload]
+script = "{SCRIPTS / "averaging.py"}"
+arguments = [
+    "--batch-size", "{{local_batch}}", "--accumulate", "{{accumulation}}", "--largest-batch", "16"
+]
+samples = 4096
+epochs = 2
+[objective]
+kind = "time"
+[search]
+cluster_sizes = [1]
+min_batch = 16
+max_batch = 32
+""")
+    done = sweep(path, tmp_path, *QUICK)
+    assert done.returncode == 0, done.stderr + done.stdout
+    run = RunDirectory(tmp_path / "run")
+    found = [(m.local_batch, m.accumulation, m.status) for m in run.measurements().records]
+    good, out = [(16, 1, "ok"), (32, 2, "ok")], [(32, 1, "oom")]
+    assert sorted(found) == sorted(good + out)
+    plan = run.read_plan()
+    assert plan is not None
+    assert [(c.local_batch, c.accumulation, c.feasible) for c in plan.candidates] == [
+        (batch, passes, True) for batch, passes, _ in good
+    ]
+    assert "in 2 parts" in done.stdout
 
 
 def test_a_mistake_in_the_file_is_told_before_any_job(tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.run_factory import candidate, plan
+from tests.run_factory import candidate, measurement, plan, write_plan
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.errors import Failure
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.launch.launcher import Ended, Launcher
-from tula_hpc.records import Configuration, RunDirectory, TrainResult, read_metrics
+from tula_hpc.records import Configuration, RunDirectory, TrainResult, append_record, read_metrics
 from tula_hpc.stages.context import Sweep
 from tula_hpc.stages.train import train_stage
 
@@ -42,14 +42,17 @@ KEPT: dict[str, Any] = {
 
 
 def train(
-    root: Path, workload: dict[str, Any], strike: Callable[[RunDirectory, int], None] | None = None
+    root: Path,
+    workload: dict[str, Any],
+    strike: Callable[[RunDirectory, int], None] | None = None,
+    **training: Any,
 ) -> tuple[RunDirectory, Ended]:
     """A job that trains, and how it ended; `strike` is given the shell that started it."""
     spec = SweepSpec.model_validate(
         {
             "name": "x",
             "workload": workload,
-            "training": TRAINING,
+            "training": TRAINING | training,
         }
     )
     run = RunDirectory(root)
@@ -154,6 +157,28 @@ def test_a_script_that_fails_ends_the_job_with_one_line(tmp_path: Path) -> None:
     _, ended = train(tmp_path / "run", {**OWN, "arguments": [*OWN["arguments"], "--fails", "exit"]})
     assert ended.failure is Failure.BAD_INPUT
     assert "own_checkpoints.py ended with exit code 7 after 6 steps" in ended.log_tail
+
+
+def test_steps_that_take_longer_than_planned_are_told(tmp_path: Path) -> None:
+    """All workers time the all-reduce in mid-training, and go on."""
+    run = RunDirectory(tmp_path / "run").create()
+    known = candidate(Configuration(1, 2, 8)).model_copy(update={"step_time_s": 0.001, "interval_90": {}})
+    write_plan(run, plan([known] * 4, chosen=known, fallbacks=[]))
+    append_record(run.profile / "1.jsonl", measurement(known.configuration))
+    _, ended = train(run.root, {**KEPT, "epochs": 5}, drift_minutes=0.01)
+    assert result_of(run, ended).steps == 5 * 8
+    (event,) = (event for event in run.events() if event.event == "drifted")
+    assert event.data["ratio"] > 50
+    # it pauses before each forward pass
+    assert event.data["part"] == "loader"
+    assert event.data["parts"]["measured"]["allreduce_time_s"] > 0
+
+
+def test_a_script_that_hangs_is_ended_in_one_line(tmp_path: Path) -> None:
+    workload = {**OWN, "arguments": [*OWN["arguments"], "--fails", "hang"], "hang_minutes": 0.05}
+    _, ended = train(tmp_path / "run", workload)
+    assert ended.failure is Failure.BUG
+    assert "own_checkpoints.py hangs: no step, batch, evaluation or output of any of its 2 workers" in ended.log_tail
 
 
 def test_out_of_memory_falls_back_to_the_next_smaller_batch(tmp_path: Path) -> None:

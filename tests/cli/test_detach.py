@@ -305,7 +305,7 @@ def test_a_plain_command_on_a_detached_sweep_waits_and_leaves_it_alone(
     assert jobs == {"2": "3", "3": "b", "50": ""}, "nothing was cancelled"
     said = capsys.readouterr()
     assert "controller job 1 carries this sweep on, and this command waits for the end; --take-over" in said.out
-    assert "1 pending (Dependency); controller job 1 is next" in said.err
+    assert "1 waiting (the job that it follows is not over); controller job 1 is next" in said.err
     assert "controller job 3 is next" in said.err
     assert "is cancelled" not in said.out
     detach.look_on(sweep)
@@ -362,7 +362,8 @@ def test_who_interrupts_hears_what_goes_on_without_the_command(
     first, jobs = capsys.readouterr().err.splitlines()[-2:]
     here = sweep.command("--take-over")
     assert first == f"interrupted; the sweep goes on unattended, by controller job 1. To carry on here: {here}"
-    assert jobs == "jobs are left as they are (1 pending (Dependency)); to cancel them: scancel 1 2 50"
+    waits = "1 waiting (the job that it follows is not over)"
+    assert jobs == f"jobs are left as they are ({waits}); to cancel them: scancel 1 2 50"
     assert set(cluster.jobs) == {"1", "2", "50"}
     monkeypatch.setattr("tula_hpc.cli.pipeline.carry_out", lambda *_: interrupt())
     assert work(sweep, "train", here=True) == 130
@@ -370,7 +371,7 @@ def test_who_interrupts_hears_what_goes_on_without_the_command(
     assert said[-3:] == [
         f"interrupted. Run the same command again to continue: {sweep.command('--until', 'train')}",
         "no controller job is left: nothing goes on unattended",
-        "jobs are left as they are (1 pending (Dependency)); to cancel them: scancel 50",
+        "jobs are left as they are (1 waiting (the job that it follows is not over)); to cancel them: scancel 50",
     ]
     cluster.jobs.clear()
     assert work(sweep, "report") == 130

@@ -95,7 +95,23 @@ def test_a_module_is_found_and_not_imported() -> None:
         ),
         ('{local_batch}"', '{local_batch}", "{lr_scale}"', r"training\.method: {lr_scale} is 1 for every batch with"),
         ("epochs = 3", "epochs = 3\n[training]\nclip_norm = 1.0", r"training\.clip_norm: a script does that by itself"),
-        ("epochs = 3", "epochs = 3\n[study]\nbatches = [64]\nmethods = [\"lbt\"]", r"study: compares methods of"),
+        ("epochs = 3", "epochs = 3\n[training]\nreplan_on_drift = true", r"training\.replan_on_drift: a script's"),
+        *(
+            ("epochs = 3", f"epochs = 3{keys}\n[study]\nbatches = [64]\n{study}", said)
+            for keys, study, said in [
+                ("", 'methods = ["lars"]\nseeds = [0]', r'study\.methods\.lars: training\.method: "lars" has a rate'),
+                ("", 'methods = ["lbt", "lrs"]\nseeds = [0]', r'study\.methods\.lrs: .* "lrs" needs {lr_scale} in'),
+                ("", 'methods = ["lbt"]', r"study\.seeds: the trainings of all seeds would be the same"),
+                ("", 'methods = ["lbt"]\nbase_lrs = [0.1]', r"study\.base_lrs: a script has its own rate"),
+                ("", 'methods = ["lbt"]\nevaluate_every = 2', r"study\.evaluate_every: a script evaluates by itself"),
+                ("", 'seeds = [0]\n[study.variants.a]\n"workload.lr" = 0.1', r"study\.variants\.a: workload\.lr: the"),
+                (
+                    "\nmetric = 'x (?P<test_loss>.*)'",
+                    'methods = ["lbt"]\nseeds = [0]',
+                    r"workload\.metric: a study compares accuracies; expected a group named test_accuracy",
+                ),
+            ]
+        ),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(was: str, now: str, said: str) -> None:
@@ -104,7 +120,7 @@ def test_a_mistake_is_one_line(was: str, now: str, said: str) -> None:
     assert re.match(rf"in\.toml: {said}", line), line
 
 
-@pytest.mark.parametrize("key", ['arguments = ["x"]', "accumulation = 2", 'counted_model = "Net"'])
+@pytest.mark.parametrize("key", ['arguments = ["x"]', "accumulation = 2", 'counted_model = "Net"', "hang_minutes = 5"])
 def test_keys_of_a_script_need_one(key: str) -> None:
     line = complaint(load_sweep, f'name = "x"\n[workload]\n{key}\n')
     assert re.match(r"in\.toml: workload\.\w+: is of a script; expected script or module as well", line), line

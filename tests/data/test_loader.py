@@ -243,9 +243,9 @@ class _Broken(Noise):
     [
         (
             _Broken(12),
-            r"item 5 of the training set cannot be had: OSError: image file is truncated \(test_loader.py:\d+\)",
+            r"item 5 of the training set cannot be loaded: OSError: image file is truncated \(test_loader.py:\d+\)",
         ),
-        (Subset(_Broken(12), [3, 4, 5, 6]), "item 5 of the training set cannot be had"),
+        (Subset(_Broken(12), [3, 4, 5, 6]), "item 5 of the training set cannot be loaded"),
     ],
 )
 def test_an_item_that_cannot_be_loaded_is_told_in_a_line(loader_workers: int, data: Any, said: str) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from tests.run_factory import candidate, plan, write_plan
+from tula_hpc.checkpoint.per_worker_states import fold_into
 from tula_hpc.config import AgsOptions, ClusterSpec, Method, SweepSpec, TrainingSpec, load_sweep
 from tula_hpc.ddp import methods
 from tula_hpc.ddp.methods import build_stepper, synchronous_epochs
@@ -29,7 +30,6 @@ from tula_hpc.optim import post_local_sgd as post_local
 from tula_hpc.optim.post_local_sgd import AVERAGES_PER_EPOCH, EpochAverager, PostLocalSGD
 from tula_hpc.records import Configuration, RunDirectory
 from tula_hpc.training.drift import begin_drift_watch
-from tula_hpc.training.per_worker_states import fold_into
 from tula_hpc.workloads.fake_steps import Counts, Step
 from tula_hpc.workloads.optimizers import layers, norms_and_biases, own_states
 

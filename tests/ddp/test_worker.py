@@ -31,7 +31,7 @@ from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import DeviceError, DivergedError, InputError
 from tula_hpc.optim import TulaOptimizer
-from tula_hpc.profiling.measure import SharedTimes, StepProfile, _stopping_rule, _without_updates, measure
+from tula_hpc.profiling.measure import SharedTimes, StepProfile, _without_updates, measure
 from tula_hpc.profiling.meters import MemoryMeter, NodePower, Power
 from tula_hpc.profiling.meters import largest_over_workers as _largest
 from tula_hpc.profiling.probes import FORWARD_PASSES as PASSES
@@ -235,7 +235,7 @@ def test_a_profile_changes_no_weight() -> None:
     spec = sweep()
     worker = Worker(spec, ClusterSpec(), CONFIGURATION, ALONE)
     before = [p.detach().clone() for p in worker.parameters]
-    profile = StepProfile(worker, _stopping_rule(spec))
+    profile = StepProfile(worker, StoppingRule.of(spec.search))
     for _ in range(3):
         worker.train_step(*next(profile.batches))
     assert all(torch.equal(old, new) for old, new in zip(before, worker.parameters, strict=True))

@@ -506,7 +506,9 @@ def test_a_job_that_waits_for_what_does_not_come_is_told_apart() -> None:
     stuck = slurm.JobState("PENDING", "PartitionConfig")
     told = describe_states({"7": slurm.JobState("RUNNING", ""), "8": waiting, "9": waiting, "10": stuck})
     assert told == (
-        "1 running, 2 pending (Priority), "
-        "1 pending (PartitionConfig: asks for more than its partition has or allows; this does not go away by itself)"
+        "1 running, 2 waiting (other jobs go first), "
+        "1 waiting (asks for more than its partition has or allows; this does not go away by itself)"
     )
+    told = describe_states({"8": waiting, "9": waiting, "7": slurm.JobState("COMPLETING", "")}, {"8": 59.0, "9": 754.0})
+    assert told == "2 waiting for 12 min (other jobs go first), 1 completing"
     assert describe_states({}) == "ending"

@@ -209,9 +209,9 @@ def test_a_users_mistake_is_told_after_one_job_and_is_no_bug(
         ("submitted", None),
         ("ended", Failure.BAD_INPUT),
     ]
-    progress = [line for line in capsys.readouterr().err.splitlines() if line.startswith("profile: ")]
-    assert progress[0].startswith("profile: 0 of 1: 1 running")
-    assert progress[-1] == "profile: 0 of 1: nothing was measured"
+    progress = [line for line in capsys.readouterr().err.splitlines() if line.startswith("profiling: ")]
+    assert progress[0].startswith("profiling: 0 of 1 done, 1 running")
+    assert progress[-1] == "profiling: nothing was measured"
 
 
 def test_a_pickle_is_taken_once_by_its_job_or_by_whoever_gives_the_job_up(tmp_path: Path) -> None:

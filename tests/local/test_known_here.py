@@ -94,7 +94,7 @@ def test_a_bug_that_a_few_items_show_is_refused_before_any_job_and_by_a_dry_run(
 def test_a_bug_that_only_a_job_finds_ends_it_after_one_job_with_a_sentence(tmp_path: Path, loaders: int) -> None:
     done = sweep(tmp_path, OWN.replace("BROKEN = -1", "BROKEN = 77"), loaders=loaders)
     assert (done.returncode, jobs(tmp_path, "profile")) == (1, 1)
-    said = "workload.dataset: item 77 of the training set cannot be had: KeyError: 'colour' (mine.py:25)"
+    said = "workload.dataset: item 77 of the training set cannot be loaded: KeyError: 'colour' (mine.py:25)"
     assert f"profile: nothing could be measured; {said}\nlog: " in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tests.forked import fork_workers, give_secret, run_workers
+from tula_hpc.checkpoint.per_worker_states import LocalStates
 from tula_hpc.checkpoint.store import CheckpointStore, LoadedCheckpoint
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp import agreement as stopping
@@ -31,7 +32,6 @@ from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import Configuration, RunDirectory, read_metrics
 from tula_hpc.training import loop as trainer
 from tula_hpc.training.loop import run_training
-from tula_hpc.training.per_worker_states import LocalStates
 
 WORKERS, BATCH, STEPS = 2, 16, 3
 STEPS_PER_EPOCH, EPOCHS = 8, 3  # the first epoch is synchronous; then models are averaged after every second step

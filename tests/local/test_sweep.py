@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.examples.slow import PACE_FILE
 from tests.run_factory import LATE_SWEEP, late_plan
+from tests.tracking.test_trackers import scalars
 from tula_hpc.config import ClusterSpec, SweepSpec, load_sweep
 from tula_hpc.errors import Failure
 from tula_hpc.launch.job_specs import TrainJob
@@ -55,7 +58,11 @@ log_interval_steps = 2
 def sweep(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     path = folder / "small.toml"
     path.write_text(SWEEP)
-    command = [sys.executable, "-m", "tula_hpc.sweep", str(path), "--run-dir", str(folder / "run"), *options]
+    tells = f'cluster.on_event=printf "%s\\n" "$TULA_EVENT" >>{folder}/told'
+    mine = ["--run-dir", str(folder / "run"), "--set", tells, *options]
+    if find_spec("tensorboard") is not None:
+        mine += ["--set", 'training.log_to=["tensorboard"]']
+    command = [sys.executable, "-m", "tula_hpc.sweep", str(path), *mine]
     # a user whose shell lets everybody write to new files
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=300, umask=0)
 
@@ -66,6 +73,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     done = sweep(folder)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "Chosen configuration" in done.stdout
+    (folder / "said").write_text(done.stdout)
     return RunDirectory(folder / "run")
 
 
@@ -110,11 +118,35 @@ def test_metrics_tell_of_every_epoch_and_of_the_scale(finished: RunDirectory) ->
     assert metrics.steps[-1].lr < metrics.steps[0].lr
 
 
+def test_the_end_says_what_was_decided_what_it_cost_and_where_the_report_is(finished: RunDirectory) -> None:
+    decided, cost, report = (finished.root.parent / "said").read_text().splitlines()[-3:]
+    assert re.fullmatch(
+        r"decided: \d nodes? and a batch of \d+ samples; trained 2 epochs in .* % test accuracy", decided
+    )
+    assert re.fullmatch(r"cost: about .* USD: training .* USD \(.* predicted\), profiling about .* USD", cost)
+    assert report == f"report: {finished.report / 'report.html'}"
+
+
+def test_a_tracker_has_every_line_of_the_training(finished: RunDirectory) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is an extra that is not installed here")
+    folder, metrics = finished.train().root / "tensorboard" / "metrics", read_metrics(finished.train().metrics_file)
+    assert scalars(folder, "train/lr") == pytest.approx({row.step: row.lr for row in metrics.steps})
+    assert list(scalars(folder, "epoch/test_accuracy")) == [row.step for row in metrics.epochs]
+
+
 def test_running_again_does_nothing_twice(finished: RunDirectory) -> None:
+    """Nor is anything told twice."""
     before = finished.events_file.read_text()
-    again = sweep(finished.root.parent)
+    again = sweep(finished.root.parent, "--json")
     assert again.returncode == 0, again.stderr
     assert finished.events_file.read_text() == before
+    # a program has the object of `tula status --json` alone, and the lines are beside it
+    told = json.loads(again.stdout)
+    assert (told["state"], told["name"], told["report"]) == ("finished", "small", True)
+    assert told["plan"]["nodes"] == finished.read_plan().chosen.nodes
+    assert "Chosen configuration" in again.stderr
+    events = (finished.root.parent / "told").read_text().split()
+    assert events == ["stage_ended", "stage_ended", "training_started", "training_finished", "sweep_ended"]
 
 
 def test_a_stopped_training_is_started_again_and_ends_the_same(finished: RunDirectory, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from tula_hpc.analysis.drift import Detector, Prediction, Watch
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.profiling.measure import StepProfile
-from tula_hpc.profiling.timing import LoaderWaits, StoppingRule, mean_interval
+from tula_hpc.profiling.timing import LoaderWaits, StoppingRule, driven, mean_interval
 from tula_hpc.training.drift import StepClock
 
 STEP_S = 0.04
@@ -72,7 +72,8 @@ def profiled(monkeypatch: pytest.MonkeyPatch, fake: FakeWorker) -> StepProfile:
     for _ in range(5):
         next(profile.batches)
         fake.now += 10 * STEP_S * fake.loader.num_workers
-    profile._time_whole_steps(profile._settle_loader())
+    about_s = driven(profile.settled(), profile._whole_step)
+    driven(profile.timed(about_s), profile._whole_step)
     return profile
 
 

@@ -11,9 +11,10 @@ from tula_hpc.profiling.timing import (
     LEAST_ROUNDS,
     ROUND_S,
     StoppingRule,
+    driven,
     halves_of,
     mean_interval,
-    time_rounds,
+    rounds_of,
 )
 from tula_hpc.records import StepTimes
 
@@ -143,7 +144,7 @@ def test_never_exceeds_the_upper_bound_but_for_two_rounds(steps: int, rounds: in
     source = random.Random(1)
     rule = StoppingRule(min_steps=5, max_steps=23, max_seconds=60, ci_width=1e-9)
     calls: list[float] = []
-    samples = list(time_rounds(Alone(), rule, lambda: calls.append(source.random()), steps))
+    samples = driven(rounds_of(Alone(), rule, steps), lambda: calls.append(source.random()))
     assert (len(samples), len(calls)) == (rounds, rounds * steps)
 
 
@@ -156,5 +157,5 @@ def test_time_limit_ends_a_slow_measurement() -> None:
 
 def test_all_workers_take_as_many_rounds_as_the_one_that_needs_most(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
-    assert len(list(time_rounds(Alone(), RULE, lambda: None, 3))) == LEAST_ROUNDS
-    assert len(list(time_rounds(BesideASlowOne(looks=9), RULE, lambda: None, 3))) == 9
+    assert len(driven(rounds_of(Alone(), RULE, 3), list)) == LEAST_ROUNDS
+    assert len(driven(rounds_of(BesideASlowOne(looks=9), RULE, 3), list)) == 9

@@ -25,15 +25,13 @@ from tula_hpc.records import (
     notes_file,
 )
 from tula_hpc.stages.context import LineProgress, Sweep
+from tula_hpc.stages.memory_room import Estimate, none_fits, out_of_memory
 from tula_hpc.stages.profile import (
-    Estimate,
     _broken_rounds,
     _record_end,
     _trusted_batch,
     allocated_nodes,
     first_wave,
-    none_fits,
-    out_of_memory,
     parts_of,
     profile_stage,
 )
@@ -99,7 +97,9 @@ class Said(LineProgress):
         super().__init__("profile")
         self.lines: list[str] = []
 
-    def update(self, done: float, total: float, text: str) -> None:
+    def update(
+        self, done: float, total: float, text: str, left_s: float | None = None, notes: Sequence[str] = ()
+    ) -> None:
         self.lines.append(text)
 
 
@@ -185,15 +185,34 @@ def test_where_no_batch_fits_nothing_is_submitted_unless_the_estimate_is_not_wan
     assert end == "Nothing was submitted."
     assert not submitted
     assert [(event.event, event.detail) for event in sweep.run.events()] == [("failed", sentence)]
-    fits = part_with_limit(tmp_path)
-    assert none_fits([(sweep, TOO_LARGE), (fits, FOOTPRINT)]) == "", "another partition has room"
-    assert none_fits([(part_with_limit(tmp_path, estimate=False), TOO_LARGE)]) == ""
+    assert none_fits(part_with_limit(tmp_path, estimate=False), TOO_LARGE) == ""
     small_states = {"parameter_bytes": 1, "beside_bytes": 0, "host_baseline_bytes": 1024**3}
-    said = none_fits([(sweep, TOO_LARGE.model_copy(update=small_states))])
+    said = none_fits(sweep, TOO_LARGE.model_copy(update=small_states))
     assert "has 1.0 GiB before any batch (1.0 GiB of it interpreter and libraries) and 3.0 GiB with" in said
     assert "lower search.min_batch" in said
     append_record(sweep.run.profile / "n1.jsonl", measurement(Configuration(1, 1, 32)))
-    assert none_fits([(sweep, TOO_LARGE)]) == "", "it did fit"
+    assert none_fits(sweep, TOO_LARGE) == "", "it did fit"
+
+
+def test_a_partition_where_no_batch_fits_is_left_out_and_the_others_are_profiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"small": TOO_LARGE, "large": FOOTPRINT}
+    monkeypatch.setattr("tula_hpc.stages.profile.estimate", lambda *_, partition, **__: Estimate(sizes[partition]))
+    profiled: list[str] = []
+
+    def profile(part: Sweep, *_: object) -> list[Ended]:
+        profiled.append(part.partition)
+        return []
+
+    monkeypatch.setattr("tula_hpc.stages.profile._profile_part", profile)
+    sweep = part_with_limit(tmp_path)
+    parts = [sweep._replace(partition=name) for name in sizes]
+    monkeypatch.setattr("tula_hpc.stages.profile.parts_of", lambda _: parts)
+    with pytest.raises(StageError, match="nothing could be measured"):
+        profile_stage(sweep)
+    assert profiled == ["large"]
+    assert "no batch fits into memory of partition 'small'" in capsys.readouterr().err
 
 
 def test_where_every_configuration_ran_out_of_memory_one_sentence_says_so(tmp_path: Path) -> None:

@@ -10,11 +10,22 @@ import pytest
 from tests.run_factory import candidate, make_run, plan
 from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_frozen_sweep
 from tula_hpc.errors import Failure, StageError
+from tula_hpc.formatting import format_left
 from tula_hpc.launch.executor import Submitted
-from tula_hpc.launch.launcher import Ended
-from tula_hpc.records import Configuration, Measurement, RunDirectory, append_record, rank_file, write_atomically
-from tula_hpc.stages.context import LineProgress, Sweep, describe_failures
-from tula_hpc.stages.plan import plan_stage
+from tula_hpc.launch.launcher import Ended, JobsNow
+from tula_hpc.records import (
+    Configuration,
+    EpochMetrics,
+    Measurement,
+    RunDirectory,
+    StepMetrics,
+    append_record,
+    rank_file,
+    write_atomically,
+)
+from tula_hpc.records.events import SubmissionData
+from tula_hpc.stages.context import LineProgress, Sweep, describe_failures, profiling_left_s
+from tula_hpc.stages.plan import AS_BEGUN, plan_stage
 from tula_hpc.stages.train import next_candidate, training_tick
 from tula_hpc.status.run_files import read_facts
 
@@ -79,20 +90,62 @@ def test_a_lost_plan_of_a_training_is_made_again_which_status_and_the_command_sa
     assert capsys.readouterr().err == f"{words}\n"
     assert run.read_plan() == made
     assert read_facts(run).doubts == []
+    other = next(each for each in made.candidates if each != made.chosen)
+    run.events_file.write_text("")
+    began = SubmissionData(configuration=other.configuration)
+    run.log_event("submitted", "train", job_id="1", data=began.model_dump(mode="json", exclude_defaults=True))
+    run.plan_file.unlink()
+    made = plan_stage(Sweep(load_frozen_sweep(run.sweep_file), load_cluster(run.cluster_file), run))
+    assert (made.chosen, made.reason) == (other, AS_BEGUN), "what trains goes on"
 
 
 def test_who_waits_for_a_training_that_went_on_hears_from_where(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RunDirectory(tmp_path / "run").create()
-    tick = training_tick(Sweep(SweepSpec(name="x"), ClusterSpec(), run), LineProgress("train"))
+    tick = training_tick(Sweep(SweepSpec(name="x"), ClusterSpec(), run), LineProgress("training"))
     place = {"samples_seen": 5120, "step": 40}
     for data in ({}, place, {**place, "epochs_seen": 3.125}):
         run.log_event("resumed", "train", job_id="2", data={"label": "main", **data})
-        tick("1 running")
+        tick(JobsNow(1, "1 running"))
     before, after = capsys.readouterr().err.splitlines()
-    assert before == "train: 0 of 10: epochs; 1 running", "older versions did not note the place"
-    assert after == "train: 0 of 10: epochs; 1 running; went on from the checkpoint of epoch 3.125, step 40"
+    assert before == "training: 0 of 10 epochs done, 1 running", "older versions did not note the place"
+    assert after == f"{before}; went on from the checkpoint of epoch 3.125, step 40"
+
+
+def test_progress_says_what_is_left_at_the_pace_of_what_was_logged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half of the steps, of 12 s each, and 5 evaluations of a minute; nothing while no job runs."""
+    run = RunDirectory(tmp_path / "run").create()
+    metrics = run.make_train().metrics_file
+    for step in range(1, 51):
+        row = StepMetrics(step=step, samples_seen=64 * step, epoch=step / 10, loss=1.0, lr=0.1, step_time_s=12.0)
+        append_record(metrics, row)
+    epoch = {"epoch": 5, "step": 50, "samples_seen": 3200, "global_batch": 64, "epoch_time_s": 120.0, "steps": 10}
+    scores = {"train_loss": 1.0, "test_loss": 1.0, "test_accuracy": 0.645, "test_top5_accuracy": None}
+    append_record(metrics, EpochMetrics.model_validate({**epoch, **scores, "evaluation_time_s": 60.0}))
+    tick = training_tick(Sweep(SweepSpec(name="x"), ClusterSpec(), run), LineProgress("training"))
+    tick(JobsNow(1, "1 running"))
+    tick(JobsNow(0, "1 waiting for 3 min (other jobs go first)"))
+    runs, waits = capsys.readouterr().err.splitlines()
+    assert runs == "training: 5 of 10 epochs done, 1 running, 64.5 % test accuracy, about 15 min left"
+    assert waits == ("training: 5 of 10 epochs done, 1 waiting for 3 min (other jobs go first), 64.5 % test accuracy")
+
+
+def test_the_time_that_profiling_takes_follows_from_what_was_measured() -> None:
+    """Two at a time: three in 100 s are 33 s each, whatever a single one takes; time goes on meanwhile."""
+    one = Measurement(status="ok", nodes=1, workers_per_node=1, local_batch=8, finished_at=50.0, elapsed_s=50.0)
+    rows = [one, one, one.model_copy(update={"finished_at": 100.0})]
+    assert profiling_left_s([], 3, 100.0) is None
+    assert profiling_left_s(rows, 3, 100.0) == pytest.approx(100.0)
+    assert profiling_left_s(rows, 3, 130.0) == pytest.approx(70.0)
+    assert profiling_left_s(rows, 3, 900.0) == 0.0
+    assert [format_left(seconds) for seconds in (0.0, 250.0, 7_790.0)] == [
+        "less than a minute left",
+        "about 4 min left",
+        "about 2 h 10 min left",
+    ]
 
 
 def test_a_loss_that_is_not_finite_is_told_in_a_line(tmp_path: Path) -> None:

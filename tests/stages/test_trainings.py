@@ -66,7 +66,9 @@ class Scheduler:
 class Silent:
     """Progress that nobody sees."""
 
-    def update(self, done: float, total: float, text: str) -> None:
+    def update(
+        self, done: float, total: float, text: str, left_s: float | None = None, notes: Sequence[str] = ()
+    ) -> None:
         pass
 
 

@@ -3,8 +3,22 @@
     tula attach train.py --batch-size 64
     tula attach -m package.train --batch-size 64
 
-One worker runs it, in a folder of its own in which it sees what lies here. It ends the table
+One worker runs it, in a folder of its own in which it sees what lies here. It ends with the table
 `[workload]` of a sweep file that would profile it on a cluster.
+
+`--json`, before the script, prints one object. Its keys (None where not known):
+
+    schema_version
+    model, optimizer     names of their classes
+    wrapped              whether the model is in DistributedDataParallel
+    others               classes of models whose steps are not counted
+    forward_batch        samples of a forward pass
+    accumulation         forward passes of a step
+    samples              of an epoch
+    loader_workers       loader processes
+    measurement          as a line of a run's measurements: times, memory, identity, noise_scale
+    workload             the table
+    unknown              keys of it that have to be filled in
 """
 
 from __future__ import annotations
@@ -56,8 +70,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
     )
-    parser.add_argument("script", metavar="SCRIPT")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("script", metavar="SCRIPT", help="a file, or with -m the name of a module")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="of the script"
+    )
     return parser
 
 
@@ -76,7 +93,12 @@ def _run(options: argparse.Namespace) -> int:
         sys.stderr.write(f"{result}\n")
         return 1
     shutil.rmtree(folder, ignore_errors=True)
-    lines = [*_told(result), "", *_table(options, result)]
+    table, unknown = _table(options, result)
+    if options.json:
+        told = {"schema_version": 1, **result, "workload": table, "unknown": list(unknown)}
+        write_out(json.dumps(told, indent=1) + "\n")
+        return 0
+    lines = [*_told(result), "", *_in_toml(table), *unknown.values()]
     write_out("\n".join(lines) + "\n")
     return 0
 
@@ -163,8 +185,10 @@ def _told(result: dict[str, Any]) -> Iterator[str]:
     yield f"noise scale {noise}"
 
 
-def _table(options: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
-    """Yield the table `[workload]` that would profile the script."""
+def _table(
+    options: argparse.Namespace, result: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the table `[workload]` that would profile the script, and a line on what it lacks."""
     key = "module" if options.is_module else "script"
     arguments, epochs = with_placeholders(
         options.arguments, result["forward_batch"], result["accumulation"]
@@ -173,15 +197,24 @@ def _table(options: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]
     table |= {"samples": result["samples"] or 1, "epochs": epochs or 1}
     if result["accumulation"] > 1:
         table["accumulation"] = result["accumulation"]
+    unknown: dict[str, str] = {}
+    if not any("batch}" in argument for argument in arguments):
+        unknown["arguments"] = (
+            "# put {local_batch} into the argument that carries the batch: none of these is it"
+        )
+    if not result["samples"]:
+        unknown["samples"] = "# samples: of an epoch, over all workers; the loader does not say"
+    if epochs is None:
+        unknown["epochs"] = (
+            "# epochs: how many the whole training takes, as {epochs} in an argument"
+        )
+    return table, unknown
+
+
+def _in_toml(table: dict[str, Any]) -> Iterator[str]:
     yield "[workload]"
     # numbers, texts and lists of texts are the same in TOML
     yield from (f"{name} = {json.dumps(value)}" for name, value in table.items())
-    if not any("batch}" in argument for argument in arguments):
-        yield "# put {local_batch} into the argument that carries the batch: none of these is it"
-    if not result["samples"]:
-        yield "# samples: of an epoch, over all workers; the loader does not say"
-    if epochs is None:
-        yield "# epochs: how many the whole training takes, as {epochs} in an argument"
 
 
 def with_placeholders(

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,12 +24,11 @@ from torch.optim import Optimizer
 
 from tula_hpc.attach.reporting import ChildSpec, Mode
 from tula_hpc.attach.step_hooks import bytes_in
+from tula_hpc.attach.train.peers import Peers
 from tula_hpc.ddp.process_group import PROFILE_COLLECTIVE_TIMEOUT
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import InputError
 from tula_hpc.profiling.timing import LoaderWaits
-
-Steps = Generator[None, None, float]
 
 
 class MeasuredSteps(Mode):
@@ -55,7 +56,9 @@ class MeasuredSteps(Mode):
         self.unsynchronized = False
         # the optimizer's part of each step to come is timed
         self.optimizer_s: list[float] | None = None
-        self._group: dist.ProcessGroup | None = None
+        # of times that belong to no step, so far
+        self.left_out_s = 0.0
+        self._peers: Peers
         self._forwards = 0
         # while they are 0: a closure may be called several times in a step
         self._rates: list[Any] | None = None
@@ -65,7 +68,8 @@ class MeasuredSteps(Mode):
         self._loaded = False
         self._apart = False
         self._steps_apart = 0
-        self._left_out_s = 0.0
+        # before which step each was, and its seconds
+        self.pauses: list[tuple[int, float]] = []
         self._mark = self.waits.mark()
 
     # what the hooks tell
@@ -145,6 +149,7 @@ class MeasuredSteps(Mode):
         self.forward_samples.clear()
         self.step_forwards.clear()
         self._steps_apart = self._forwards = 0
+        self.pauses.clear()
 
     def after_step(self) -> None:
         """Do what is to be done between this step and the next."""
@@ -160,27 +165,13 @@ class MeasuredSteps(Mode):
         if self._apart and 2 * self._steps_apart < self.steps:
             self.synchronize_device()
             self.waits.back_to(self._mark)
-            self._left_out_s += time.perf_counter() - self._ended_at
+            seconds = time.perf_counter() - self._ended_at
+            self.left_out_s += seconds
+            self.pauses.append((self.steps, seconds))
         elif not self._loaded:
             self.waits.arrived(time.perf_counter() - self._ended_at)
 
     # for the course of a profile
-
-    def round_of(self, steps: int) -> Steps:
-        """Wait for so many steps of the script; return the mean seconds of one."""
-        self.synchronize_device()
-        self._left_out_s = 0.0
-        started = time.perf_counter()
-        for _ in range(steps):
-            yield
-        self.synchronize_device()
-        return max(time.perf_counter() - started - self._left_out_s, 1e-9) / steps
-
-    def agreed_round(self, steps: int) -> Steps:
-        """Return `round_of` of the slowest worker, the same on all. Collective."""
-        mine = yield from self.round_of(steps)
-        (slowest,) = self.agree(mine)
-        return slowest
 
     @property
     def found(self) -> tuple[nn.Module, Optimizer]:
@@ -207,40 +198,31 @@ class MeasuredSteps(Mode):
                 f"{name} trains on {self.device.type}, which is not the device to be measured, "
                 f"{self.expected_device} (device of the cluster file)"
             )
-        if world == 1:
-            return
-        if not isinstance(model, DistributedDataParallel):
+        if world > 1 and not isinstance(model, DistributedDataParallel):
             raise InputError(
                 f"{name} wraps no model in DistributedDataParallel, so that its {world} workers "
                 "train apart; expected torch.distributed.init_process_group, then "
                 "DistributedDataParallel(model), wherever WORLD_SIZE is above 1"
             )
-        if dist.get_world_size() != world:
+        if world > 1 and dist.get_world_size() != world:
             raise InputError(
                 f"{name} made a process group of {dist.get_world_size()} workers; expected {world}, "
                 "as in WORLD_SIZE"
             )
-        self._group = dist.new_group(backend="gloo", timeout=PROFILE_COLLECTIVE_TIMEOUT)
+        self._peers = Peers(world, PROFILE_COLLECTIVE_TIMEOUT)
+        self._peers.device = self.device
 
     def agree(self, *values: float) -> list[float]:
         """Return the largest of each value over all workers. Collective."""
-        return self._reduced(values, dist.ReduceOp.MAX)
+        return self._peers.agree(*values)
 
     def total(self, *values: float) -> list[float]:
         """Return the sum of each value over all workers. Collective."""
-        return self._reduced(values, dist.ReduceOp.SUM)
-
-    def _reduced(self, values: Sequence[float], operation: Any) -> list[float]:
-        if self._group is None:
-            return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, op=operation, group=self._group)
-        return [float(value) for value in tensor.tolist()]
+        return self._peers.total(*values)
 
     def synchronize_device(self) -> None:
         """Wait until the device's queue is empty."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        self._peers.synchronize_device()
 
     @property
     def loader_workers(self) -> int:
@@ -272,6 +254,25 @@ class MeasuredSteps(Mode):
         self._mark = self.waits.mark()
 
 
+def between_epochs_s(pauses: Sequence[tuple[int, float]], epoch_steps: int) -> float | None:
+    """Return the seconds of an epoch that are none of its steps'; None where nothing was seen.
+
+    A script may evaluate several times an epoch.
+
+    Args:
+        pauses: Before which step each was, and its seconds.
+        epoch_steps: Steps of an epoch.
+    """
+    if not pauses:
+        return None
+    steps = [step for step, _ in pauses]
+    typical_s = median(seconds for _, seconds in pauses)
+    if len(steps) < 2:
+        return typical_s
+    apart = median(later - earlier for earlier, later in pairwise(steps))
+    return typical_s * max(1, round(epoch_steps / max(1, apart)))
+
+
 @contextlib.contextmanager
 def captured(parameters: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
     """Yield a list that holds copies of the gradients that backward passes leave.
@@ -296,15 +297,3 @@ def captured(parameters: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def flat(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
-    """Return gradients as one vector; a parameter without one has 0."""
-    pairs = zip(gradients, parameters, strict=True)
-    return torch.cat([_vector(gradient, parameter) for gradient, parameter in pairs])
-
-
-def _vector(gradient: Tensor | None, parameter: Tensor) -> Tensor:
-    if gradient is None:
-        return torch.zeros_like(parameter, dtype=torch.float32).reshape(-1)
-    return gradient.reshape(-1)

@@ -122,8 +122,8 @@ class Child:
         self._others = others
         # readable once it has ended
         self._end = os.pidfd_open(process.pid)
-        self._told_at = time.monotonic()
-        self._stamp = 0
+        self._told_at = self._printed_at = time.monotonic()
+        self._stamp = self._size = 0
         self._said: Said | None = None
 
     def said(self) -> Said | None:
@@ -139,6 +139,14 @@ class Child:
         """Return the seconds since its last sign of life, or since its start."""
         self.said()
         return time.monotonic() - self._told_at
+
+    def silent_s(self) -> float:
+        """Return `quiet_s`, or the seconds since its last output where that is less."""
+        with contextlib.suppress(OSError):
+            size = self.log.stat().st_size
+            if size != self._size:
+                self._size, self._printed_at = size, time.monotonic()
+        return min(self.quiet_s(), time.monotonic() - self._printed_at)
 
     def wait(self, seconds: float) -> int | None:
         """Return its exit code, or None if it lives on after so many seconds."""
@@ -262,6 +270,20 @@ class Peers:
         """Tell whether another's has failed: this one would wait for it."""
         return self.store is not None and self.store.check([f"failed/{self.run_id}"])
 
+    def tell_quiet(self, rank: int, *, is_quiet: bool) -> None:
+        """Tell the others whether this worker's script gives no sign of life."""
+        if self.store is not None:
+            self.store.set(f"quiet/{self.run_id}/{rank}", str(is_quiet))
+
+    def are_all_quiet(self, world_size: int) -> bool:
+        """Tell whether no worker's does; where there are no others, this worker's is."""
+        if self.store is None:
+            return True
+        keys = [f"quiet/{self.run_id}/{rank}" for rank in range(world_size)]
+        if not self.store.check(keys):
+            return False
+        return all(self.store.get(key).decode() == str(True) for key in keys)
+
     def outcomes(self, world_size: int, mine: Outcome | None) -> list[Outcome]:
         """Return those of all workers of the start, once all have announced theirs."""
         if self.store is None:
@@ -274,7 +296,7 @@ def watch(
     child: Child,
     peers: Peers,
     step_s: float,
-    look: Callable[[Child], object] | None = None,
+    look: Callable[[Child], str | None] | None = None,
     *,
     in_training: bool = False,
 ) -> Outcome:
@@ -284,13 +306,15 @@ def watch(
         child: The process.
         peers: Those of the other workers.
         step_s: Limit of the time until its first step, and between two.
-        look: Called a few times a second.
+        look: Called a few times a second; returns a reason to end the process, if there is one.
         in_training: An evaluation or a save between two steps may take any time.
     """
     try:
         while (code := child.wait(POLL_S)) is None:
-            if look is not None:
-                look(child)
+            reason = look(child) if look is not None else None
+            if reason:
+                name = child.spec.program.name
+                return _stopped(child, Failure.BUG, f"{name} {reason}")
             said = child.said()
             if said is not None and said.state != "stepping":
                 code = child.wait(TRAINED_GRACE_S if in_training else GRACE_S)

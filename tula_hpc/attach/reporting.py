@@ -6,6 +6,7 @@ likes.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sys
@@ -165,14 +166,20 @@ class Mode(Listener):
     def count_step(self) -> None:
         """Count a step, and give a sign of life about once a second."""
         self.steps += 1
-        now = time.monotonic()
         if self.steps == 1:
             self.say(Said(state="stepping", steps=1))
-        elif now - self._beat_at > BEAT_S:
-            os.utime(self.spec.said)
+            self._beat_at = time.monotonic()
         else:
-            return
-        self._beat_at = now
+            self.give_sign()
+
+    def give_sign(self) -> None:
+        """Give a sign of life about once a second, from the first step on."""
+        now = time.monotonic()
+        if self.steps and now - self._beat_at > BEAT_S:
+            self._beat_at = now
+            # while the script's first step is told of anew there may be none
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(self.spec.said)
 
     def begins_anew(self) -> None:
         """Count from the next step on."""

@@ -1,51 +1,35 @@
 """Profile of a script, taken in its own process at the ends of its own steps.
 
-What is done between the script's steps is one generator, `ScriptProfile._course`, which reads like
-a profile of the built-in training: each `yield` in it waits for the end of the script's next step.
+What is done between the script's steps is one generator, `ScriptProfile._steps`, which reads like a
+profile of the built-in training: each `yield` in it waits for the end of the script's next step.
 When all is measured the process ends at once, whatever the script would do next.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from pydantic import Field
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc import process_memory
 from tula_hpc.attach import was_kept
-from tula_hpc.attach.measured_steps import MeasuredSteps, Steps, captured, flat
+from tula_hpc.attach.measured_steps import MeasuredSteps, between_epochs_s, captured
 from tula_hpc.attach.reporting import ChildSpec, Said, leave
-from tula_hpc.batches import tensors_of
 from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.ddp.stop_signals import Suspensions
-from tula_hpc.ddp.worker import bare_all_reduce
 from tula_hpc.env import WorkerEnvironment, unix_time
 from tula_hpc.errors import Failure, InputError
-from tula_hpc.optim import gradient_square, noise_scale, noise_trace
-from tula_hpc.profiling.measure import MOST_ATTEMPTS, SETTLING_S
-from tula_hpc.profiling.meters import (
-    MemoryMeter,
-    NodePower,
-    bytes_of,
-    cores_of,
-    largest_over_workers,
-    processor_seconds,
-)
-from tula_hpc.profiling.probes import PASSES, NoiseEstimate
+from tula_hpc.profiling.course import Course, without
+from tula_hpc.profiling.meters import MemoryMeter, NodePower, bytes_of, largest_over_workers
+from tula_hpc.profiling.probes import PASSES, estimate_from, flat, shared_norms, squared
 from tula_hpc.profiling.record import describe
-from tula_hpc.profiling.timing import StoppingRule, mean_interval, rounds_apart
-from tula_hpc.records import Configuration, Identity, Measurement, ProcessorUse, StepTimes
+from tula_hpc.profiling.timing import Steps, StoppingRule
+from tula_hpc.records import Configuration, Identity, Measurement, MemoryUse
 from tula_hpc.records.base import Record
-from tula_hpc.workloads.optimizers import own_states
 
 # in which the optimizer's part is timed
 OPTIMIZER_STEPS = 10
@@ -82,17 +66,10 @@ class ScriptProfile(MeasuredSteps):
     def __init__(self, spec: ChildSpec, settings: Settings) -> None:
         super().__init__(spec, settings.place, settings.cluster.device)
         self.settings, self.configuration = settings, settings.configuration
-        search = settings.search
-        self.rule = StoppingRule(
-            search.min_steps, search.max_steps, search.max_seconds, search.ci_width
-        )
-        self.samples: dict[str, list[float]] = {}
-        self.round_steps: dict[str, int] = {}
-        self.processor_s = (0.0, 0.0)
-        self.noise = NoiseEstimate()
-        self.stepped_at = math.inf
-        self.course = self._course()
         self.suspensions = Suspensions()
+        self.course = ScriptCourse(self)
+        self.power: NodePower
+        self._going = self._steps()
 
     def begin(self) -> None:
         """Watch from now on; what memory holds now is not the script's."""
@@ -105,12 +82,13 @@ class ScriptProfile(MeasuredSteps):
     def begins_anew(self) -> None:
         """Measure the larger model from its first step on."""
         super().begins_anew()
-        self.course = self._course()
+        self.course = ScriptCourse(self)
+        self._going = self._steps()
 
     def after_step(self) -> None:
         """Go on with the profile, and end the process after it."""
         try:
-            next(self.course)
+            next(self._going)
         except StopIteration:
             self.say(self._told())
             leave(0)
@@ -133,32 +111,16 @@ class ScriptProfile(MeasuredSteps):
         result = {"measurement": measured.model_dump(mode="json"), **self._seen()}
         return Said(state="done", steps=self.steps, result=result)
 
-    # the course of the profile
-
-    def _course(self) -> Iterator[None]:
+    def _steps(self) -> Iterator[None]:
         # the first step has just ended
         self.meet()
-        self.synchronize_device()
-        self.stepped_at = unix_time()
+        self.course.note_first_step()
         for _ in range(self.settings.search.warmup_steps):
             yield
         self._check_passes()
-        about_s = yield from self._settle()
-        power = NodePower(self.settings.cluster, self)
-        power.start()
-        self._meter("start")
-        # it takes back the memory that metering gave to the kernel
-        yield
-        yield from self._time_whole_steps(about_s)
-        self._meter("stop")
-        power.stop()
-        self.watts = power.mean()
-        yield from self._time_optimizer()
-        yield from self._time_computation()
-        if self.env.world_size > 1 and self.settings.allreduce_s is None:
-            rounds = rounds_apart(self, self.rule, bare_all_reduce(self), briefly=True)
-            self.samples["allreduce"], self.round_steps["allreduce"] = rounds
-        yield from self._probe_noise()
+        self.power = NodePower(self.settings.cluster, self)
+        yield from self.course.whole_steps(self.memory, self.power)
+        yield from self.course.parts()
 
     def _check_passes(self) -> None:
         """Refuse another batch, or another number of passes, than was asked for. Collective.
@@ -191,178 +153,40 @@ class ScriptProfile(MeasuredSteps):
     def _model_name(self) -> str:
         return type(self.hooks.inner_model).__name__
 
-    def _settle(self) -> Steps:
-        """Use up prefetched batches, then take some steps; return the seconds of one. Collective.
-
-        See `profiling.measure.StepProfile`.
-        """
-        self.use_up_batches()
-        about_s = yield from self.agreed_round(1)
-        steps = min(self._turn, math.ceil(SETTLING_S / max(about_s, 1e-6)))
-        about_s = yield from self.agreed_round(steps)
-        return about_s
-
-    @property
-    def _turn(self) -> int:
-        return max(1, self.loader_workers)
-
-    def _meter(self, action: str) -> None:
-        on_device: AbstractContextManager[Any] = nullcontext()
-        if self.device.type == "cuda":
-            on_device = torch.cuda.device(self.device)
-        with on_device:
-            getattr(self.memory, action)()
-
-    def _time_whole_steps(self, about_s: float) -> Iterator[None]:
-        steps = self.rule.steps_per_round(about_s, multiple_of=self._turn)
-        for _ in range(MOST_ATTEMPTS):
-            started = processor_seconds()
-            self.samples |= {"step": [], "data": []}
-            yield from self._rounds("step", steps)
-            ended = processor_seconds()
-            (suspended,) = self.agree(float(self.suspensions.take()))
-            if not suspended:
-                break
-        count = steps * len(self.samples["step"])
-        self.processor_s = ((ended[0] - started[0]) / count, (ended[1] - started[1]) / count)
-        self.round_steps |= {"step": steps, "data": steps}
-
-    def _rounds(self, name: str, steps: int) -> Iterator[None]:
-        """Time rounds of steps, and the waits in them, until all workers have enough. Collective."""
-        seconds = self.samples.setdefault(name, [])
-        waits = self.samples["data"] if name == "step" else []
-        self.waits.take()
-        unfinished = 1.0
-        while unfinished:
-            mean_s = yield from self.round_of(steps)
-            wait_s = self.waits.take() / steps
-            waits.append(wait_s)
-            seconds.append(mean_s if name == "step" else self._alone(mean_s, wait_s))
-            (unfinished,) = self.agree(0.0 if self.rule.done(seconds, steps) else 1.0)
-
-    def _alone(self, step_s: float, wait_s: float) -> float:
-        """Return a step's computation: what is neither waiting for data nor the optimizer."""
-        return max(step_s - wait_s - self._mean("optimizer"), 1e-9)
-
-    def _time_optimizer(self) -> Iterator[None]:
-        self.optimizer_s = []
-        for _ in range(OPTIMIZER_STEPS):
-            yield
-        self.samples["optimizer"], self.optimizer_s = self.optimizer_s, None
-        self.round_steps["optimizer"] = 1
-
-    def _time_computation(self) -> Iterator[None]:
-        """Time steps without synchronization; of a single worker all are."""
-        steps = self.round_steps["step"]
-        self.round_steps["compute"] = steps
-        if self.env.world_size == 1:
-            both = zip(self.samples["step"], self.samples["data"], strict=True)
-            self.samples["compute"] = [self._alone(step_s, wait_s) for step_s, wait_s in both]
-            return
-        self.unsynchronized = True
-        # the first has something to set up
-        yield
-        yield from self._rounds("compute", steps)
-        self.unsynchronized = False
-        yield
-
-    def _probe_noise(self) -> Iterator[None]:
-        """Estimate the noise scale from gradients at weights that stay as they are.
-
-        Parts are the workers' local batches; of a single worker, the batches of two steps.
-        """
-        world, batch = self.env.world_size, self.configuration.local_batch
-        # BatchNorm's statistics of one sample are none
-        if batch < 2:
-            return
-        steps = 1 if world > 1 else 2
-        large = batch * world * steps
-        terms: list[tuple[float, float]] = []
-        self.unsynchronized = world > 1
-        with captured(self.parameters) as gradients:
-            for _ in range(PASSES):
-                total: Tensor | None = None
-                squares = 0.0
-                for _ in range(steps):
-                    yield
-                    own = flat(gradients, self.parameters)
-                    squares += _squared(own)
-                    total = own if total is None else total + own
-                norms = self._norms(total, squares, world * steps)
-                square, trace = (f(*norms, batch, large) for f in (gradient_square, noise_trace))
-                terms.append((square, trace))
-        self.unsynchronized = False
-        if all(map(math.isfinite, chain.from_iterable(terms))):
-            sums = [sum(column) for column in zip(*terms, strict=True)]
-            scale = noise_scale(*sums)
-            scale = 0.0 if math.isnan(scale) else scale
-            self.noise = NoiseEstimate(scale, large * PASSES, tuple(terms))
-
-    def _norms(self, total: Tensor | None, squares: float, parts: int) -> tuple[float, float]:
-        """Return the parts' mean |g|² and |mean g|². Collective."""
-        if total is None:
-            return math.nan, math.nan
-        if self.env.world_size > 1:
-            dist.all_reduce(total)
-        (summed,) = self.total(squares)
-        return summed / parts, _squared(total / parts)
-
     # what was found
-
-    def _mean(self, part: str) -> float:
-        rounds = self.samples.get(part)
-        return mean_interval(rounds).mean_s if rounds else 0.0
-
-    def _times(self) -> StepTimes:
-        whole = mean_interval(self.samples["step"])
-        parts = ("data", "compute", "optimizer", "allreduce")
-        data, compute, optimizer, allreduce = self.agree(*map(self._mean, parts))
-        return StepTimes(
-            step_time_s=whole.mean_s,
-            step_time_low_s=whole.low_s,
-            step_time_high_s=whole.high_s,
-            data_time_s=data,
-            compute_time_s=compute,
-            optimizer_time_s=optimizer,
-            allreduce_time_s=self.settings.allreduce_s or allreduce,
-        )
 
     def _measurement(self) -> Measurement:
         """Return what was measured. Collective; whole on rank 0."""
-        settings, began_at = self.settings, self.settings.job_began_at
-        loader_s, worker_s, cores = self.agree(*self.processor_s, -cores_of(self))
-        identity = self._identity()
-        facts: dict[str, Any] = describe(self.configuration, settings.cluster, self.env)
+        settings, identity = self.settings, self._identity()
+        facts: dict[str, Any] = {
+            **describe(self.configuration, settings.cluster, self.env),
+            **self.course.measured(),
+        }
         return Measurement(
             status="ok",
-            times=self._times(),
             memory=largest_over_workers(self, self._memory_use()),
-            steps=len(self.samples["step"]) * self.round_steps["step"],
-            converged=self.rule.converged(self.samples["step"]),
-            samples={name: [round(s, 7) for s in rows] for name, rows in self.samples.items()},
-            round_steps=self.round_steps,
-            processor=ProcessorUse(loader_s=loader_s, worker_s=worker_s, cores=-cores),
-            noise_scale=self.noise.noise_scale,
-            noise_samples=self.noise.samples,
-            noise_terms=self.noise.terms,
-            watts_per_node=self.watts,
+            watts_per_node=self.power.mean(),
             dataset_samples=settings.samples,
             parameters=identity.parameters,
+            between_epochs_s=self._between_epochs_s(),
             kept=was_kept(),
             identity=identity,
-            start_s=0.0 if began_at is None else max(0.0, self.stepped_at - began_at),
+            start_s=self.course.started_s(settings.job_began_at),
             finished_at=unix_time(),
             **facts,
         )
 
-    def _memory_use(self) -> Any:
+    def _between_epochs_s(self) -> float | None:
+        """Return the longest time of any worker between two epochs. Collective."""
+        steps = self.settings.samples // self.configuration.global_batch
+        mine = between_epochs_s(self.pauses, steps)
+        (longest,) = self.agree(-1.0 if mine is None else mine)
+        return None if longest < 0.0 else longest
+
+    def _memory_use(self) -> MemoryUse:
         model, optimizer = self.found
-        return self.memory.use_with(
-            parameter_bytes=bytes_of(model.parameters()),
-            gradient_bytes=bytes_of(self.parameters),
-            optimizer_bytes=bytes_of(tensors_of(own_states(optimizer))),
-            batch_bytes=self.batch_bytes * max(1, self.prefetched),
-        )
+        batch_bytes = self.batch_bytes * max(1, self.prefetched)
+        return self.memory.use_by(model, self.parameters, optimizer, batch_bytes)
 
     def _identity(self) -> Identity:
         """Return what tells the model and its code from others, by the parameters that are trained.
@@ -398,5 +222,91 @@ class ScriptProfile(MeasuredSteps):
         }
 
 
-def _squared(vector: Tensor) -> float:
-    return float(vector.square().sum(dtype=torch.float64))
+class ScriptCourse(Course):
+    """Times of a script's steps and their parts.
+
+    Nothing of a step can be done by itself: a part is timed in the script's own steps, which leave
+    something out.
+    """
+
+    worker: ScriptProfile
+
+    def __init__(self, worker: ScriptProfile) -> None:
+        settings = worker.settings
+        known = (
+            {} if settings.allreduce_s is None else {worker.env.world_size: settings.allreduce_s}
+        )
+        super().__init__(worker, StoppingRule.of(settings.search), worker.waits, known)
+
+    @property
+    def turn(self) -> int:
+        """See `Course`."""
+        return max(1, self.worker.loader_workers)
+
+    def use_up_batches(self) -> None:
+        """See `Course`."""
+        self.worker.use_up_batches()
+
+    def left_out_s(self) -> float:
+        """See `Course`."""
+        return self.worker.left_out_s
+
+    def was_suspended(self) -> bool:
+        """See `Course`. A script cannot be begun again to measure all of it."""
+        (suspended,) = self.worker.agree(float(self.worker.suspensions.take()))
+        return bool(suspended)
+
+    def parts(self) -> Steps[None]:
+        """Time parts of steps; then look at gradients. Collective."""
+        yield from self._time_optimizer()
+        yield from self._time_computation()
+        self.time_all_reduce()
+        yield from self._probe_noise()
+
+    def _time_optimizer(self) -> Steps[None]:
+        seconds: list[float] = []
+        self.worker.optimizer_s = seconds
+        for _ in range(OPTIMIZER_STEPS):
+            yield
+        self.worker.optimizer_s = None
+        self.samples["optimizer"], self.round_steps["optimizer"] = seconds, 1
+
+    def _time_computation(self) -> Steps[None]:
+        """Time steps without synchronization; of a single worker all are."""
+        steps = self.round_steps["step"]
+        optimizer_s = self.mean_s("optimizer")
+        self.round_steps["compute"] = steps
+        if self.worker.env.world_size == 1:
+            both = zip(self.samples["step"], self.samples["data"], strict=True)
+            self.samples["compute"] = [without(whole, wait + optimizer_s) for whole, wait in both]
+            return
+        self.worker.unsynchronized = True
+        # the first has something to set up
+        yield
+        self.samples["compute"], _ = yield from self.rounds(steps, apart_s=optimizer_s)
+        self.worker.unsynchronized = False
+        yield
+
+    def _probe_noise(self) -> Steps[None]:
+        """Estimate the noise scale from gradients at weights that stay as they are.
+
+        Parts are the workers' local batches; of a single worker, the batches of two steps.
+        """
+        worker, batch = self.worker, self.worker.configuration.local_batch
+        world = worker.env.world_size
+        # BatchNorm's statistics of one sample are none
+        if batch < 2:
+            return
+        steps = 1 if world > 1 else 2
+        norms: list[tuple[float, float]] = []
+        worker.unsynchronized = world > 1
+        with captured(worker.parameters) as gradients:
+            for _ in range(PASSES):
+                own: list[torch.Tensor] = []
+                for _ in range(steps):
+                    yield
+                    own.append(flat(gradients, worker.parameters))
+                squares = sum(squared(each) for each in own)
+                norms.append(shared_norms(worker, sum(own[1:], own[0]), squares, steps))
+        worker.unsynchronized = False
+        self.noise = estimate_from(norms, batch, batch * world * steps)

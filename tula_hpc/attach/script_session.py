@@ -21,7 +21,7 @@ from tula_hpc.ddp.exit_at_once import leaving_at_once
 from tula_hpc.env import WorkerEnvironment, job_started_at, join_job, loading_libraries, unix_time
 from tula_hpc.errors import Failure, StorageError
 from tula_hpc.files import HeldFolder
-from tula_hpc.launch.job_specs import ProfileJob
+from tula_hpc.launch.job_specs import ProfileJob, in_passes
 from tula_hpc.own_sources import digests_of
 from tula_hpc.profiling.work_queue import Agenda
 from tula_hpc.records import Configuration, Measurement, append_record, rank_file
@@ -59,6 +59,8 @@ class Session:
     def __init__(self, job: ProfileJob, allocation: Allocation, agenda: Agenda) -> None:
         self.job, self.allocation, self.agenda = job, allocation, agenda
         self.env = allocation.env
+        # with the number of forward passes of the configuration that is measured
+        self.sweep = job.sweep
         self.folder = HeldFolder(job.output.parent)
         # of the bare all-reduce, by workers
         self.allreduce_s: dict[int, float] = {}
@@ -74,7 +76,11 @@ class Session:
 
     def _next(self) -> Configuration | None:
         """Return the next configuration of rank 0's queue, None at its end. Collective."""
-        fields = json.loads(self.allocation.broadcast(lambda: json.dumps(self.agenda.next())))
+        told = self.allocation.broadcast(
+            lambda: json.dumps([self.agenda.next(), self.agenda.passes])
+        )
+        fields, passes = json.loads(told)
+        self.sweep = in_passes(self.job.sweep, passes or 1)
         return None if fields is None else Configuration(*fields)
 
     def _measure(self, configuration: Configuration) -> None:
@@ -121,7 +127,7 @@ class Session:
         from tula_hpc.attach.processes import own_output, start, variables_of, watch
         from tula_hpc.attach.reporting import ChildSpec
 
-        work, home = self.job.sweep.workload, Path.cwd()
+        work, home = self.sweep.workload, Path.cwd()
         folder = self._folder(configuration, meeting)
         with own_output(folder, place.rank, home) as (own, output):
             script = script_of(self._long_enough(configuration), configuration, own)
@@ -149,7 +155,7 @@ class Session:
 
     def _long_enough(self, configuration: Configuration) -> Any:
         """Return the sweep with epochs enough for all that is measured, of a small data set."""
-        sweep = self.job.sweep
+        sweep = self.sweep
         search, work = sweep.search, sweep.workload
         # whole steps, computation, and what is timed briefly
         steps = search.warmup_steps + 3 * search.max_steps + 200
@@ -168,8 +174,8 @@ class Session:
             cluster=cluster,
             configuration=configuration,
             place=place,
-            forward_batch=forward_batch(job.sweep, configuration),
-            accumulation=job.sweep.workload.accumulation,
+            forward_batch=forward_batch(self.sweep, configuration),
+            accumulation=self.sweep.workload.accumulation,
             samples=job.sweep.workload.samples or 0,
             sources=self.sources,
             allreduce_s=self.allreduce_s.get(configuration.world_size),
@@ -188,6 +194,7 @@ class Session:
         elapsed_s = unix_time() - meeting.began_at
         told = {
             "partition": self.job.partition,
+            "accumulation": self._told_passes,
             "elapsed_s": elapsed_s,
             "node_seconds": self.job.nodes * elapsed_s,
         }
@@ -196,6 +203,11 @@ class Session:
             sys.stderr.write(f"{_which_counts(result)}\n")
         # its links are not followed; what the script has said stays
         shutil.rmtree(self._folder(configuration, meeting) / "work", ignore_errors=True)
+
+    @property
+    def _told_passes(self) -> int | None:
+        work = self.sweep.workload
+        return work.accumulation if work.accumulates else None
 
     def _fail(self, configuration: Configuration, found: Outcome) -> None:
         """End the job as a worker's process has ended.
@@ -209,7 +221,8 @@ class Session:
 
         def record_oom(failure: Failure) -> None:
             record = oom_record(self.job.cluster, configuration, self.env, failure)
-            record = record.model_copy(update={"partition": self.job.partition})
+            told = {"partition": self.job.partition, "accumulation": self._told_passes}
+            record = record.model_copy(update=told)
             append_record(rank_file(self.job.output, self.env.rank), record)
 
         end_as(found, KEY, configuration, self._rank_in(configuration), record_oom)

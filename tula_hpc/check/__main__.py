@@ -160,7 +160,7 @@ class _Check:
         self.cluster = cluster
         self.workload = workload
         self.looks_here = looks_here
-        self.launcher = Launcher(_for_check(cluster), run, f"{JOB_NAMES}check")
+        self.launcher = Launcher(_for_check(cluster), run, f"{JOB_NAMES}check", work=workload)
         several_hosts = self.launcher.executor.limits.several_hosts
         self.nodes = min(NODES, cluster.max_nodes) if several_hosts else 1
         folder = run.profile / (partition or "all")
@@ -175,11 +175,20 @@ class _Check:
     def begin(self) -> None:
         """Judge Slurm's answers, and submit the job unless it would be refused."""
         from tula_hpc.check.site import readable_here
-        from tula_hpc.check.site_verdicts import Topic, failed, judge_data_here
+        from tula_hpc.check.site_verdicts import (
+            Topic,
+            failed,
+            judge_container,
+            judge_data_here,
+        )
+        from tula_hpc.containers import folders_of
         from tula_hpc.errors import LaunchError
 
         if self.cluster.executor == "slurm" and not self._ask_slurm():
             return
+        self.verdicts += judge_container(
+            self.cluster, folders_of(self.workload), self.launcher.run.root
+        )
         folder = self.workload.data_dir
         if folder is not None:
             readable = readable_here(folder)
@@ -219,7 +228,8 @@ class _Check:
         """Return the launcher that a sweep would have, for its scripts."""
         from tula_hpc.launch.launcher import Launcher
 
-        return Launcher(self.cluster, self.launcher.run, self.launcher.name)
+        run, name = self.launcher.run, self.launcher.name
+        return Launcher(self.cluster, run, name, work=self.workload)
 
     def finish(self, wait_s: float) -> None:
         """Wait for the job and judge its workers' reports."""

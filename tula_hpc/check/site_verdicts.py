@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tula_hpc.check.site import Limits, Nodes, Site
 from tula_hpc.config import ClusterSpec, hidden_peers
+from tula_hpc.containers import Folders, describe
 from tula_hpc.formatting import format_bytes, plural
 from tula_hpc.invocation import command_line
 from tula_hpc.records import Record
@@ -36,6 +37,7 @@ class Topic(StrEnum):
     NODES = "nodes"
     HOST_MEMORY = "host memory"
     SBATCH = "sbatch"
+    CONTAINER = "container"
     DATA_HERE = "data folder here"
     JOB = "job"
     WORKERS = "workers"
@@ -85,6 +87,17 @@ def failed(topic: Topic, found: str, remedy: str, hosts: Iterable[str] = ()) -> 
 
 def _once(hosts: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(set(hosts)))
+
+
+def judge_container(cluster: ClusterSpec, folders: Folders, run: Path) -> list[Verdict]:
+    """Say in which container jobs run; judge whether its image is there, where it is a file."""
+    container = cluster.container
+    if container is None:
+        return []
+    if container.image.startswith(("/", ".")) and not Path(container.image).exists():
+        remedy = "put the image where all nodes see it, or mend container.image"
+        return [warning(Topic.CONTAINER, f"{container.image} is not on this machine", remedy)]
+    return [ok(Topic.CONTAINER, describe(cluster, folders, run))]
 
 
 def judge_site(cluster: ClusterSpec, site: Site) -> list[Verdict]:

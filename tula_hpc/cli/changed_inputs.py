@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # it.
 OF_SUBMISSION = frozenset({
     "account", "qos", "profile_minutes", "train_minutes", "array_parallelism",
-    "controller_minutes", "controller_partition", "controller_memory_gb",
+    "controller_minutes", "controller_partition", "controller_memory_gb", "on_event",
 })  # fmt: skip
 # of what differs
 SHOWN_LINES = 40
@@ -73,7 +73,7 @@ def _told(key: Key, was: Any, now: Any) -> tuple[Any, Any]:
 
 def is_always_free(key: Key) -> bool:
     """Tell whether neither a measurement nor a training depends on a key."""
-    return is_of_submission(key) or key == ("workload", "data_dir")
+    return is_of_submission(key) or key in (("workload", "data_dir"), ("training", "log_to"))
 
 
 def is_of_submission(key: Key) -> bool:

@@ -25,10 +25,11 @@ from tula_hpc.errors import (
     StorageError,
     TulaError,
 )
+from tula_hpc.formatting import plural
 from tula_hpc.launch import slurm
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.job_specs import ControlJob
-from tula_hpc.launch.launcher import StillRunningError, describe_states
+from tula_hpc.launch.launcher import JobsNow, StillRunningError
 from tula_hpc.records import RunDirectory
 from tula_hpc.records.events import CONTROL, GUARD
 from tula_hpc.stages.context import (
@@ -252,22 +253,24 @@ def _wait_for_controllers(sweep: Sweep) -> None:
             there = controllers(sweep)
             missed = 0 if there else missed + 1
             if there:
-                active = sweep.launcher.active(jobs_on_record(sweep.run, "profile", "train"))
-                states = describe_states(active) if active else "no job"
-                _show(sweep, progress, f"{states}; controller job {there[0].job_id} is next")
+                now = sweep.launcher.jobs_now(jobs_on_record(sweep.run, "profile", "train"))
+                _show(sweep, progress, now, f"controller job {there[0].job_id} is next")
             time.sleep(limits.pause_s(time.monotonic() - started))
 
 
-def _show(sweep: Sweep, progress: StageProgress, text: str) -> None:
+def _show(sweep: Sweep, progress: StageProgress, now: JobsNow, follows: str) -> None:
+    text = f"{now.text}; {follows}"
     if sweep.spec.study is not None:
         cells = sweep.spec.study.cells()
         done = sum(sweep.run.train(cell.label).result_file.exists() for cell in cells)
-        progress.update(done, len(cells), f"trainings; {text}")
+        shown = f"{done} of {plural(len(cells), 'training')} done"
+        progress.update(done, len(cells), f"{shown}, {text}")
     elif sweep.run.history().submissions("train"):
-        training_tick(sweep, progress)(text)
+        training_tick(sweep, progress)(now._replace(text=text))
     else:
         measured = sum(m.status == "ok" for m in sweep.run.measurements().records)
-        progress.update(measured, measured, f"measured; {text}")
+        shown = f"{plural(measured, 'configuration')} measured"
+        progress.update(measured, measured, f"{shown}, {text}")
 
 
 def take_over(sweep: Sweep) -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from tula_hpc.cli.changed_inputs import changes_of, freeze, is_always_free
 from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.containers import describe, folders_of
 from tula_hpc.env import unix_time
 from tula_hpc.errors import InputError
 from tula_hpc.formatting import plural
@@ -22,19 +23,17 @@ from tula_hpc.records import (
     write_atomically,
 )
 from tula_hpc.stages.context import Sweep
+from tula_hpc.stages.memory_room import Estimate, estimate, none_fits
 from tula_hpc.stages.plan import plan_is_good, training_began
 from tula_hpc.stages.preview import Preview, Script, script_of
 from tula_hpc.stages.profile import (
-    Estimate,
     allocated_nodes,
-    estimate,
     first_wave,
-    none_fits,
     parts_of,
     propose_on,
     wants_estimate,
 )
-from tula_hpc.stages.rehearsal import TRYING, is_here, refuse_another_model, rehearse
+from tula_hpc.stages.rehearsal import TRYING, is_here, is_tried, refuse_another_model, rehearse
 from tula_hpc.stages.train import next_candidate
 
 
@@ -74,9 +73,12 @@ def describe_submission(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Pr
     if not training_began(sweep.run):
         tried = try_dry(sweep)
         begun = [_beginning(part, tried) for part in parts_of(sweep)]
-        if words := none_fits([(b.part, b.estimate and b.estimate.footprint) for b in begun]):
-            raise InputError(words)
-    lines = [head, *_on_their_way(sweep)]
+    lines = [head, *_container(sweep), *_on_their_way(sweep)]
+    said = [none_fits(each.part, each.estimate and each.estimate.footprint) for each in begun]
+    if said and all(said):
+        raise InputError("\n".join(said))
+    lines += filter(None, said)
+    begun = [each for each, words in zip(begun, said, strict=True) if not words]
     lines += [line for beginning in begun for line in _profiling(beginning)]
     scripts = [script for each in begun for script in _profile_scripts(each.part, each.waves)]
     chosen = None if any(each.waves for each in begun) else _chosen(sweep)
@@ -93,6 +95,12 @@ def describe_submission(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Pr
         for script in _train_script(part, max(part.spec.search.cluster_sizes))
     ]
     return Preview([*lines, *map(_training, parts)], scripts)
+
+
+def _container(sweep: Sweep) -> Iterator[str]:
+    if sweep.cluster.container is not None:
+        folders = folders_of(sweep.spec.workload)
+        yield f"jobs run {describe(sweep.cluster, folders, sweep.run.root)}"
 
 
 def _on_their_way(sweep: Sweep) -> Iterator[str]:
@@ -135,7 +143,7 @@ def try_dry(sweep: Sweep) -> Trial | None:
         InputError: The sweep would be refused.
     """
     spec, cluster = sweep.spec, sweep.cluster
-    if spec.workload.is_script or not spec.search.estimate or not is_here(spec):
+    if not is_tried(spec, cluster) or not is_here(spec):
         return None
     parts = parts_of(sweep) if spec.study is None else []
     memory = [part.partition for part in parts if wants_estimate(part)]

@@ -12,6 +12,9 @@ from tula_hpc.errors import InputError
 if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec, SweepSpec
 
+# as pip knows this package
+DISTRIBUTION = "tula_hpc"
+
 
 def add_input_options(parser: argparse.ArgumentParser) -> None:
     """Add the sweep file, the cluster file, the run directory, and single keys."""
@@ -35,6 +38,11 @@ def add_input_options(parser: argparse.ArgumentParser) -> None:
         help="override a key of the sweep, or of the cluster as cluster.key=value, and of one of its partitions as "
         "cluster.partitions.NAME.key=value; repeatable",
     )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="at the end print one JSON object, that of tula status --json; lines go to standard error",
+    )
     who = parser.add_mutually_exclusive_group()
     who.add_argument(
         "--detach",
@@ -54,6 +62,8 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
     Raises:
         InputError: One line per mistake.
     """
+    if getattr(options, "json", False) and getattr(options, "dry_run", False):
+        raise InputError("is of a run, and --dry-run makes none; leave out either", source="--json")
     from tula_hpc.config import (
         hidden_peers,
         idle_keys,
@@ -79,11 +89,29 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
         sys.stderr.write(f"warning: {options.cluster or 'cluster'}: {key}: {why}\n")
     if missing:
         sys.stderr.write(f"warning: {missing}\n")
+    if cluster.container is None:
+        _refuse_missing_trackers(options, spec)
     if getattr(options, "detach", False) and cluster.executor != "slurm":
         raise InputError(
             'needs a cluster with executor = "slurm"; here use nohup or tmux', source="--detach"
         )
     return spec, cluster
+
+
+def _refuse_missing_trackers(options: argparse.Namespace, spec: SweepSpec) -> None:
+    """Refuse a tracker whose package is not here, unless only the nodes are to have it.
+
+    Raises:
+        InputError: There is one.
+    """
+    from tula_hpc.tracking.trackers import missing
+
+    if spec.search.estimate and (names := missing(spec.training.log_to)):
+        message = (
+            f"{names[0]} is not installed; pip install '{DISTRIBUTION}[{','.join(names)}]', or set "
+            "search.estimate = false where only the nodes have it"
+        )
+        raise InputError(message, source=options.sweep, key="training.log_to")
 
 
 def _load_without_paths(

@@ -11,8 +11,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tula_hpc.errors import StageError
-from tula_hpc.formatting import format_duration, format_money, printable, with_own_escapes
+from tula_hpc.errors import StageError, TulaError
+from tula_hpc.formatting import (
+    format_duration,
+    format_money,
+    format_score,
+    plural,
+    printable,
+    with_own_escapes,
+)
 
 if TYPE_CHECKING:
     from tula_hpc.analysis.costs.training_bill import TrainingBill
@@ -92,31 +99,32 @@ def carry_out(sweep: Sweep, until: str) -> int:
         StageError: A stage failed.
         StillRunningError: Jobs are on their way, and the sweep is detached.
     """
+    from tula_hpc.stages.notify import tell
+
     sweep.launcher.find_lost()
-    if sweep.spec.study is not None:
-        return _run_study(sweep, report=until == "report")
-    return _run_stages(sweep, STAGES.index(until))
+    try:
+        if sweep.spec.study is not None:
+            return _run_study(sweep, report=until == "report")
+        return _run_stages(sweep, STAGES.index(until))
+    except TulaError as error:
+        tell(sweep, "sweep_failed", str(error))
+        raise
 
 
 def _run_stages(sweep: Sweep, last: int) -> int:
+    from tula_hpc.stages.notify import tell
     from tula_hpc.stages.plan import plan_stage, training_began
-    from tula_hpc.stages.profile import out_of_memory, profile_stage
     from tula_hpc.stages.rehearsal import try_before_jobs
     from tula_hpc.stages.train import train_stage
 
-    is_tried = True
-    if not training_began(sweep.run):
-        is_tried = try_before_jobs(sweep)
-        profile_stage(sweep)
-        if named := out_of_memory(sweep.run):
-            print(f"out of memory: {', '.join(named)}")
-        sweep.launcher.note_accounts()
-        print(f"profiling cost: {_profiling_cost(sweep) or 'unknown'}")
+    is_tried = training_began(sweep.run) or _profile(sweep)
     if last == STAGES.index("profile"):
         # as it was asked to, for `status`
         sweep.run.log_event("ended", "profile")
         return 0
     plan = plan_stage(sweep)
+    if not training_began(sweep.run):
+        tell(sweep, "stage_ended", f"planned: {plan.chosen.configuration}: {plan.reason}", "plan")
     _say_plan(sweep, plan)
     if last == STAGES.index("plan"):
         sweep.run.log_event("ended", "plan")
@@ -128,9 +136,7 @@ def _run_stages(sweep: Sweep, last: int) -> int:
         try_before_jobs(sweep)
     result = train_stage(sweep, plan) if last >= STAGES.index("train") else None
     if last == STAGES.index("report"):
-        paths = report_stage(sweep)
-        _say_summary(sweep, plan, result)
-        print(f"report: {next(path for path in paths if path.suffix == '.html')}")
+        _say_end(sweep, plan, result)
     elif result is not None:
         from tula_hpc.records import read_metrics
 
@@ -140,7 +146,69 @@ def _run_stages(sweep: Sweep, last: int) -> int:
     return 0
 
 
-def _say_summary(sweep: Sweep, plan: Plan, result: TrainResult | None) -> None:
+def _profile(sweep: Sweep) -> bool:
+    """Profile until the search has seen enough; return whether the workload was tried here."""
+    from tula_hpc.stages.memory_room import out_of_memory
+    from tula_hpc.stages.notify import tell
+    from tula_hpc.stages.profile import profile_stage
+    from tula_hpc.stages.rehearsal import try_before_jobs
+
+    is_tried = try_before_jobs(sweep)
+    profile_stage(sweep)
+    measured = plural(len(sweep.run.measurements().records), "measurement")
+    tell(sweep, "stage_ended", f"profiling is done: {measured}", "profile")
+    if named := out_of_memory(sweep.run):
+        print(f"out of memory: {', '.join(named)}")
+    sweep.launcher.note_accounts()
+    print(f"profiling cost: {_profiling_cost(sweep) or 'unknown'}")
+    return is_tried
+
+
+def _say_end(sweep: Sweep, plan: Plan, result: TrainResult | None) -> None:
+    """Write the report; say what was decided, what it cost, and where the report is."""
+    from tula_hpc.stages.notify import tell
+
+    paths = report_stage(sweep)
+    bill = _say_summary(sweep, plan, result)
+    lines = [f"decided: {_decision(plan, result)}", f"cost: {_cost(sweep, plan, bill)}"]
+    lines.append(f"report: {next(path for path in paths if path.suffix == '.html')}")
+    print("\n".join(lines))
+    tell(sweep, "sweep_ended", "; ".join(lines))
+
+
+def _decision(plan: Plan, result: TrainResult | None) -> str:
+    """Return what was chosen, and what came of it."""
+    chosen = plan.chosen
+    where = f" on {chosen.partition}" if chosen.partition else ""
+    text = f"{plural(chosen.nodes, 'node')}{where} and a batch of {chosen.global_batch:,} samples"
+    if result is None:
+        return f"{text}; not trained yet"
+    if result.global_batch != chosen.global_batch:
+        text = f"{text}; {result.global_batch:,} were trained, which fit into memory"
+    score = format_score(result.test_accuracy, result.test_loss)
+    epochs = plural(result.epochs, "epoch")
+    return f"{text}; trained {epochs} in {format_duration(result.wall_time_s)}: {score}"
+
+
+def _cost(sweep: Sweep, plan: Plan, bill: TrainingBill | None) -> str:
+    """Return what training and profiling cost, at the plan's price of a node and second."""
+    from tula_hpc.analysis.search.profiling_cost import profiling_cost
+
+    chosen = plan.chosen
+    node_seconds = chosen.nodes * chosen.expected_time_s
+    price = chosen.cost / node_seconds if node_seconds else 0.0
+    spent = profiling_cost(sweep.run.measurements().records, sweep.run.job_notes()).node_seconds
+    profiling = f"profiling about {format_money(spent * price, chosen.currency)}"
+    if bill is None or bill.cost.actual is None:
+        return f"{profiling}; what the training cost is not known"
+    paid = format_money(bill.cost.actual, bill.currency)
+    expected = format_money(bill.cost.expected, bill.currency)
+    whole = format_money(bill.cost.actual + spent * price, bill.currency)
+    return f"about {whole}: training {paid} ({expected} were predicted), {profiling}"
+
+
+def _say_summary(sweep: Sweep, plan: Plan, result: TrainResult | None) -> TrainingBill | None:
+    """Print table and bill; returns the latter."""
     from tula_hpc.analysis.run_contents import median_epoch_s, trained_partition
     from tula_hpc.records import read_metrics
 
@@ -160,6 +228,7 @@ def _say_summary(sweep: Sweep, plan: Plan, result: TrainResult | None) -> None:
     _say_bill(bill)
     if result is not None:
         _warn_of_loss(sweep, metrics)
+    return bill
 
 
 def _bill(sweep: Sweep, plan: Plan, result: TrainResult, metrics: Metrics) -> TrainingBill | None:
@@ -224,6 +293,7 @@ def _say_what_follows(sweep: Sweep, plan: Plan) -> None:
 
 
 def _run_study(sweep: Sweep, *, report: bool) -> int:
+    from tula_hpc.stages.notify import tell
     from tula_hpc.stages.rehearsal import try_before_jobs
     from tula_hpc.stages.study import study_stage
 
@@ -231,6 +301,11 @@ def _run_study(sweep: Sweep, *, report: bool) -> int:
     if not all(sweep.run.train(cell.label).result_file.exists() for cell in cells):
         try_before_jobs(sweep)
     failures = study_stage(sweep)
+    tell(
+        sweep,
+        "sweep_ended",
+        f"{len(cells) - len(failures)} of {plural(len(cells), 'training')} done",
+    )
     code = report_study(sweep.run) if report else 0
     if failures:
         raise StageError(_describe(failures))

@@ -4,7 +4,7 @@ Every mistake becomes an `InputError` with one line per problem: the file, the d
 wrong and what is expected.
 """
 
-from tula_hpc.config.cluster import ClusterSpec, PartitionSpec, PricingSpec
+from tula_hpc.config.cluster import ClusterSpec, ContainerSpec, PartitionSpec, PricingSpec
 from tula_hpc.config.gpus import hidden_peers
 from tula_hpc.config.loading import (
     MAX_FILE_BYTES,
@@ -52,6 +52,7 @@ __all__ = [
     "REMOVED_KEYS",
     "AgsOptions",
     "ClusterSpec",
+    "ContainerSpec",
     "Family",
     "Gate",
     "Granularity",

@@ -15,6 +15,7 @@ from tula_hpc.errors import InputError
 # is; all else is measured
 FREE_OF_WORKLOAD = frozenset({
     "epochs", "lr", "schedule", "milestones", "gamma", "warmup_epochs", "data_dir", "resume_arguments",
+    "hang_minutes",
 })  # fmt: skip
 MEASURED_OF_WORKLOAD = tuple(
     key for key in WorkloadSpec.model_fields if key not in FREE_OF_WORKLOAD
@@ -27,7 +28,7 @@ MEASURED_OF_TRAINING = (
 # keys of a cluster, or of one of its partitions, that change a step
 MEASURED_OF_CLUSTER = (
     "executor", "device", "workers_per_node", "cpus_per_worker", "partition", "gres", "constraint",
-    "exclusive", "srun_args", "setup", "sbatch", "environment",
+    "exclusive", "srun_args", "setup", "sbatch", "environment", "container",
 )  # fmt: skip
 
 
@@ -79,7 +80,9 @@ def _changed(
 
 
 def _with(value: object) -> str:
-    return "without it" if value is None else f"with {shown(value)}"
+    if value is None:
+        return "without it"
+    return f"with {shown(value.model_dump() if isinstance(value, Spec) else value)}"
 
 
 def _refuse(lines: list[str]) -> None:

@@ -22,6 +22,7 @@ class PartitionSpec(Spec):
     """`[[partitions]]`: one kind of nodes; keys that are left out are those of the cluster file."""
 
     partition: PartitionName
+    """Name of the partition."""
     device: Literal["cpu", "cuda"] | None = None
     max_nodes: int | None = Field(default=None, ge=1, le=65_536)
     workers_per_node: int | None = Field(default=None, ge=1, le=64)
@@ -57,33 +58,51 @@ class PricingSpec(Spec):
     """`[pricing]`: price of training; `basis` picks the prices that count."""
 
     basis: Literal["node-hour", "memory", "tres", "spot", "energy"] = "node-hour"
+    """What is paid for: hours of nodes, memory in use, Slurm's billing units, spot nodes, or
+    energy.
+    """
     usd_per_node_hour: float = Field(default=1.0, ge=0)
+    """Price of a node for an hour, for `basis = "node-hour"`."""
     usd_per_gib_hour: float = Field(default=0.15, ge=0)
-    # for tres, Slurm's billing: weights per core, MiB, GPU, …; as text or table like slurm.conf's
+    """Price of a GiB of memory in use for an hour, for `basis = "memory"`."""
     tres_weights: dict[str, float] = Field(default={})
-    # PriorityFlags=MAX_TRES
+    """Billing weights for `basis = "tres"`, as a table or as the text that `scontrol show
+    partition` has.
+    """
     max_tres: bool = False
-    # of a billing unit for an hour; None: cost in service units
+    """Bill the largest of a node's weighted TRES instead of their sum, as with
+    PriorityFlags=MAX_TRES.
+    """
     usd_per_unit: float | None = Field(default=None, ge=0)
-    # of a whole node, for exclusive jobs
+    """Price of a billing unit for an hour; without it costs are in service units (SU)."""
     node_cpus: int | None = Field(default=None, ge=1, le=10**6)
+    """Cores of a whole node, for which exclusive jobs are billed; without it those that a job asks
+    for.
+    """
     node_memory_gb: float | None = Field(default=None, gt=0, le=MOST_GIB)
+    """Memory of a whole node, likewise."""
     node_gpus: int | None = Field(default=None, ge=0, le=10**6)
-    # for spot
+    """GPUs of a whole node, likewise."""
     usd_per_spot_node_hour: float = Field(default=0.3, ge=0)
-    # mean time between preemptions
+    """Price of a node for an hour, for `basis = "spot"`."""
     preemption_hours: float = Field(default=24.0, gt=0)
-    # unit that this time is of
+    """Mean time between preemptions of spot nodes."""
     preempted: Literal["node", "job"] = "node"
-    # for energy: of a whole node under load; used instead of measurements
+    """What that time is of: each node, so that more nodes are preempted more often, or the whole
+    job.
+    """
     watts_per_node: float | None = Field(default=None, gt=0)
+    """Power of a whole node under load; without it what profiles measure of processors and GPUs
+    counts.
+    """
     usd_per_kwh: float = Field(default=0.15, ge=0)
-    # power usage effectiveness: power of the site over that of its nodes
+    """Price of a kilowatt-hour, for `basis = "energy"`."""
     pue: float = Field(default=1.2, ge=1)
-    # for interruptions, whatever the basis: until a training of the run has measured it
+    """Power that the site draws for each watt of its nodes."""
     checkpoint_write_s: float = Field(default=5.0, ge=0)
-    # from the start of a job to its first step; None: as profiled
+    """Time that a checkpoint takes, until a training of the run has measured it."""
     restart_s: float | None = Field(default=None, ge=0)
+    """Time from the start of a job to its first step; without it as profiled."""
 
     @field_validator("tres_weights", mode="before")
     @classmethod
@@ -118,6 +137,41 @@ MOST_MINUTES = 10**6
 Line = Annotated[str, Field(pattern=r"^[\t\P{Cc}--\x{2028}\x{2029}]*$", max_length=1000)]
 # a long option of sbatch; those that this program sets itself are refused, see `_OWN_OPTIONS`
 SbatchOption = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,63}$")]
+# PATH, or PATH:PATH-INSIDE, or with :ro or :rw; the runtimes separate by these characters
+Mount = Annotated[
+    str, Field(pattern=r"^/[^,:\x00-\x1f]*(:/[^,:\x00-\x1f]*(:r[ow])?)?$", max_length=1000)
+]
+
+
+class ContainerSpec(Spec):
+    """`[container]`: image in which jobs run; see `tula_hpc.containers`."""
+
+    image: Annotated[Line, Field(min_length=1)]
+    """Image file, or what the runtime takes for one."""
+    runtime: Literal["apptainer", "pyxis"] = "apptainer"
+    """What runs the image."""
+    python: Annotated[Line, Field(min_length=1)] = "python3"
+    """Python of the image."""
+    mounts: tuple[Mount, ...] = Field(default=(), max_length=100)
+    """Folders of the host that are mounted beside those that jobs need."""
+    options: tuple[Line, ...] = Field(default=(), max_length=100)
+    """Further options of `apptainer exec`, or of pyxis for srun."""
+
+    @field_validator("options")
+    @classmethod
+    def _options_only(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return _only_options(value, "--writable-tmpfs")
+
+
+def _only_options(words: tuple[str, ...], example: str) -> tuple[str, ...]:
+    for word in words:
+        # it would be taken for the program that is to run
+        if not re.match(r"--?[A-Za-z]", word):
+            expected = f'options with their values in one word, for example "{example}"'
+            raise ValueError(f"expected {expected}, got {shown(word)}")
+    return words
+
+
 # options that [sbatch] may not hold, each with the key to use: jobs would not be found again, or
 # would differ from the plan
 _OWN_OPTIONS = {
@@ -160,44 +214,69 @@ class ClusterSpec(Spec):
     """Cluster file: where and how jobs run."""
 
     name: Name = "local"
+    """Name of the cluster, in reports."""
     executor: Literal["local", "slurm"] = "local"
+    """Run jobs as processes of this machine, or submit them to Slurm."""
     device: Literal["cpu", "cuda"] = "cpu"
+    """Train on processors, with collectives over gloo, or on GPUs, with collectives over nccl."""
     max_nodes: int = Field(default=64, ge=1, le=65_536)
+    """A sweep may not ask for more nodes."""
     workers_per_node: int = Field(default=1, ge=1, le=64)
+    """Processes on each node: as many as it has GPUs."""
     cpus_per_worker: int = Field(default=1, ge=1, le=1024)
-    # host memory per node; Slurm enforces it
+    """Cores of each worker, loader processes included."""
     memory_gb: float | None = Field(default=None, gt=0, le=MOST_GIB)
-    # per GPU
+    """Host memory of a node; Slurm enforces it, and on processors it bounds the batch."""
     device_memory_gb: float | None = Field(default=None, gt=0, le=MOST_GIB)
-    # share of the limit that plans leave free
+    """Memory of a GPU, which bounds the batch; without it what profiles measure."""
     memory_margin: float = Field(default=0.1, ge=0, lt=1)
+    """Share of the memory limit that plans leave free."""
     partition: SlurmWord | None = None
+    """Partition that jobs are submitted to."""
     account: SlurmWord | None = None
+    """Account that jobs are submitted with."""
     qos: SlurmWord | None = None
+    """Quality of service that jobs are submitted with."""
     gres: SlurmWord | None = None
+    """Generic resources of a node; needed for `device = "cuda"` on Slurm."""
     constraint: SlurmWord | None = None
+    """Feature that the nodes must have, so that all are of one kind."""
     exclusive: bool = True
+    """Nobody else's job is on the nodes."""
     profile_minutes: int = Field(default=20, ge=1, le=MOST_MINUTES)
+    """Time limit of each profiling job; what it does not reach, a next one measures."""
     train_minutes: int = Field(default=24 * 60, ge=1, le=MOST_MINUTES)
+    """Time limit of each training job, which then saves, requeues and goes on."""
     array_parallelism: int = Field(default=1, ge=1, le=10_000)
-    # of controller jobs, after --detach; None: as `partition`
+    """Profiling jobs that run at a time."""
     controller_partition: SlurmWord | None = None
+    """Partition of the controller jobs of a detached sweep; without it that of the others."""
     controller_minutes: int = Field(default=30, ge=2, le=MOST_MINUTES)
+    """Time limit of a controller job."""
     controller_memory_gb: float | None = Field(default=None, gt=0, le=MOST_GIB)
-    # from SIGUSR2 to the time limit; at most as Slurm allows
+    """Memory of a controller job; without it as the site gives it."""
     signal_delay_s: int = Field(default=90, ge=1, le=65_535)
+    """Warning before the time limit, long enough to save a checkpoint."""
     srun_args: tuple[Line, ...] = Field(default=("-K1",), max_length=100)
+    """Options of srun, each with its value in one word."""
     setup: tuple[Line, ...] = Field(default=(), max_length=1000, repr=False)
-    # further sbatch options, by long name
+    """Shell lines that every job runs first."""
+    on_event: Annotated[Line, Field(min_length=1)] | None = Field(default=None, repr=False)
+    """A line for a shell, run when something happens that a person wants to know."""
     sbatch: dict[SbatchOption, SlurmWord | Annotated[int, Field(ge=-(2**31), lt=2**31)] | bool] = (
         Field(default={}, max_length=100)
     )
+    """Further options of sbatch, by long name."""
     environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")], Line] = (
         Field(default={}, max_length=1000, repr=False)
     )
+    """Variables of the jobs."""
+    container: ContainerSpec | None = None
+    """Image that jobs run in; see [container]."""
     pricing: PricingSpec = PricingSpec()
-    # several kinds of nodes, each planned with its own measurements
+    """See [pricing]."""
     partitions: tuple[PartitionSpec, ...] = Field(default=(), max_length=100)
+    """Several kinds of nodes, each planned by its own measurements; see [[partitions]]."""
 
     @field_validator("setup")
     @classmethod
@@ -214,12 +293,7 @@ class ClusterSpec(Spec):
     @field_validator("srun_args")
     @classmethod
     def _options_only(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for word in value:
-            # srun would take it for the program that it is to run
-            if not re.match(r"--?[A-Za-z]", word):
-                expected = 'options with their values in one word, for example "--mpi=pmix"'
-                raise ValueError(f"expected {expected}, got {shown(word)}")
-        return value
+        return _only_options(value, "--mpi=pmix")
 
     @field_validator("sbatch")
     @classmethod
@@ -240,6 +314,10 @@ class ClusterSpec(Spec):
             return self
         if self.device == "cuda" and self.executor == "slurm":
             check_gpus(self)
+        if self.executor == "local" and self.container and self.container.runtime == "pyxis":
+            raise ValueError(
+                'container.runtime: "pyxis" is a plug-in of Slurm; expected "apptainer"'
+            )
         shortest_s = 60 * min(self.profile_minutes, self.train_minutes)
         if self.executor == "slurm" and self.signal_delay_s >= shortest_s:
             raise ValueError(
@@ -274,6 +352,8 @@ class ClusterSpec(Spec):
             "gres": None,
             "constraint": None,
             "exclusive": False,
+            # they need Slurm's commands, and nothing else
+            "container": None,
             "account": first.account,
             "qos": first.qos,
             "sbatch": sbatch,

@@ -17,14 +17,15 @@ class SearchSpec(Spec):
     cluster_sizes: tuple[Annotated[int, Field(ge=1, le=65_536)], ...] = Field(
         default=(1, 2, 4), min_length=1
     )
-    # global batch
+    """Numbers of nodes that are candidates."""
     min_batch: int = Field(default=32, ge=1, le=2**30)
-    # global batch; memory bounds it further
+    """Smallest global batch (over all workers) that is a candidate."""
     max_batch: int = Field(default=1024, ge=1, le=2**30)
+    """Largest global batch; memory may bound it further."""
     mode: Literal["adaptive", "full", "partial"] = "adaptive"
-    # configurations; an adaptive search ends there
+    """What is measured: what the decision needs, the four corners (partial), or everything."""
     max_profiles: int = Field(default=8, ge=3, le=100_000)
-    # of the step-time model
+    """Measured configurations after which an adaptive search ends at the latest."""
     form: Literal[
         "auto",
         "paper",
@@ -34,24 +35,33 @@ class SearchSpec(Spec):
         "parameter_server",
         "reduce_scatter_all_gather",
     ] = "auto"
-    # configurations of one N in one job; auto: always
+    """Form of the step-time model: chosen by the data, the paper's plain sum, or that of one
+    collective.
+    """
     pack: Literal["auto", "always", "never"] = "auto"
-    # all N inside one allocation of the largest; nodes that a smaller N does not use wait
+    """Whether one job measures several configurations of one cluster size; auto: always."""
     nest: bool = False
-    # before any job: the workload is tried on the machine of the command, and memory is estimated
-    # where a limit is known; data and modules need not be there without it
+    """Measure all cluster sizes inside one allocation of the largest; the nodes that a smaller one
+    does not use wait.
+    """
     estimate: bool = True
+    """Before any job, try the workload on the machine of the command, and estimate its memory where
+    a limit is known.
+    """
     warmup_steps: int = Field(default=5, ge=1, le=10_000)
+    """Steps before timing begins."""
     min_steps: int = Field(default=15, ge=5, le=100_000)
+    """Timed steps of a configuration, at least."""
     max_steps: int = Field(default=200, ge=5, le=100_000)
-    # per configuration and timed quantity
+    """Timed steps of a configuration, at most."""
     max_seconds: float = Field(default=60.0, gt=0, le=1e6)
-    # stop when the mean's 95 % interval is narrower, relative
+    """Time for each timed quantity of a configuration, at most."""
     ci_width: float = Field(default=0.02, gt=0, lt=1)
-    # of a script: until its first step, and between two steps
+    """Timing ends when the 95 % interval of the mean step time is narrower than this share of it."""
     first_step_minutes: float = Field(default=10.0, gt=0, le=1e6)
-    # training steps before the gradient noise is measured
+    """A script is given up after so long without an optimizer step."""
     noise_steps: int = Field(default=0, ge=0, le=10_000)
+    """Training steps, undone afterwards, before the noise of the gradient is measured."""
 
     @field_validator("cluster_sizes")
     @classmethod
@@ -117,14 +127,19 @@ class ObjectiveSpec(Spec):
     """`[objective]`: goal and constraints of the chosen configuration."""
 
     kind: Literal["knee", "kneedle", "time", "progress", "cost", "weighted"] = "knee"
-    # exponents of kind = "weighted": least time^a × cost^b
+    """What the plan minimizes: time up to the knee, the paper's knee, time, time to equal progress,
+    cost, or a product of time and cost.
+    """
     time_weight: float = Field(default=1.0, ge=0, le=100)
+    """Exponent of time for `kind = "weighted"`."""
     cost_weight: float = Field(default=1.0, ge=0, le=100)
-    # of expected wall time; also "12h", "90m", "2d"
+    """Exponent of cost for `kind = "weighted"`."""
     deadline_hours: float | None = Field(default=None, gt=0)
-    # in the unit of the prices: USD, or SU
+    """Largest expected wall time; also as text: "12h", "90m", "2d"."""
     budget: float | None = Field(default=None, gt=0)
+    """Largest cost."""
     max_global_batch: int | None = Field(default=None, ge=1, le=2**44)
+    """No larger batch is chosen, though larger ones may be measured."""
 
     @property
     def has_knee(self) -> bool:

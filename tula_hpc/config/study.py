@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
@@ -9,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from tula_hpc.config.training import Method
 from tula_hpc.config.validation import Name, Spec, nearest, shown
+from tula_hpc.config.workload import DATASETS, WorkloadSpec
 
 MOST_TRAININGS = 100_000
 # optimizers that share a learning rate at a small batch
@@ -35,28 +37,32 @@ class StudyCell(NamedTuple):
 class StudySpec(Spec):
     """`[study]`: methods × global batches × seeds, each trained once; nothing is planned."""
 
-    # values of training.method or names of variants; each is a column of the table
     methods: tuple[Name, ...] = ()
+    """Columns of the table: values of `training.method`, or names of variants."""
     batches: tuple[Annotated[int, Field(ge=1, le=2**30)], ...] = Field(min_length=1)
+    """Global batches that every method is trained at."""
     seeds: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = Field(
         default=(0, 1, 2), min_length=1
     )
-    # global batch of the reference, method lbt; 0: none
+    """Seeds of weights, order and augmentation, each a training of its own."""
     small_batch: int = Field(default=128, ge=0, le=2**30)
-    # of every training
+    """Global batch of the reference, method lbt; 0: there is none."""
     nodes: int = Field(default=1, ge=1, le=65_536)
-    # accuracy in the table
+    """Nodes of every training."""
     metric: Literal["top1", "top5"] = "top1"
-    # epochs between evaluations on the test set; the last is always evaluated
+    """Accuracy that is compared."""
     evaluate_every: int = Field(default=1, ge=1, le=100_000)
-    # candidates for workload.lr by family; the best is chosen
+    """Epochs between two evaluations on the test set; the last epoch is always evaluated."""
     base_lrs: dict[
         Family, Annotated[list[Annotated[float, Field(gt=0)]], Field(max_length=100)]
     ] = Field(default={})
-    # share of the training samples that decides between them
+    """Candidates for `workload.lr`, of which the best at the small batch is chosen; a list, or a
+    table by optimizer.
+    """
     tuning_holdout: float = Field(default=0.1, gt=0, lt=1)
-    # changed keys of the sweep by the variant's name
+    """Share of the training samples that decides between them."""
     variants: dict[Name, dict[str, Any]] = Field(default={}, max_length=1000)
+    """Further columns by name, each with the keys of [workload] and [training] that it changes."""
 
     @field_validator("base_lrs", mode="before")
     @classmethod
@@ -132,6 +138,49 @@ class StudySpec(Spec):
         for seed in self.seeds:
             cells += [StudyCell(*pair, seed) for pair in dict.fromkeys(pairs)]
         return cells
+
+
+def check_accuracy(work: WorkloadSpec, study: StudySpec) -> None:
+    """Refuse a workload without an accuracy of the kind that the study compares.
+
+    Raises:
+        ValueError: With the key in front.
+    """
+    if work.is_script:
+        _check_script_study(work, study)
+        return
+    if work.loss is not None and work.metric is None and work.dataset not in DATASETS:
+        raise ValueError(
+            "workload.metric: a study compares accuracies, and own data with an own loss may have "
+            "none; expected a function that returns the share of each sample that is right"
+        )
+    if work.metric is not None and study.metric == "top5":
+        raise ValueError(
+            'study.metric: "top5" is of labels, and workload.metric is given; expected "top1"'
+        )
+
+
+def _check_script_study(work: WorkloadSpec, study: StudySpec) -> None:
+    """Refuse what a study of a training script cannot compare, or set, from outside.
+
+    Raises:
+        ValueError: With the key in front.
+    """
+    if study.base_lrs:
+        raise ValueError("study.base_lrs: a script has its own rate; remove it")
+    if study.evaluate_every != 1:
+        raise ValueError("study.evaluate_every: a script evaluates by itself; remove it")
+    if len(study.seeds) > 1 and "seed" not in work.placeholders:
+        raise ValueError(
+            "study.seeds: the trainings of all seeds would be the same; expected {seed} in "
+            "workload.arguments, or one seed"
+        )
+    needed = "test_top5_accuracy" if study.metric == "top5" else "test_accuracy"
+    # without an expression the script may tell it by `tula.report`
+    if work.metric is not None and needed not in re.compile(work.metric).groupindex:
+        raise ValueError(
+            f"workload.metric: a study compares accuracies; expected a group named {needed}"
+        )
 
 
 def _check_once(key: str, values: list[str]) -> None:

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import ValidationError, model_validator
+from pydantic import ValidationError, ValidationInfo, model_validator
 
 from tula_hpc.config.cluster import ClusterSpec
 from tula_hpc.config.search import ObjectiveSpec, SearchSpec, local_batches
-from tula_hpc.config.study import StudySpec
+from tula_hpc.config.study import StudySpec, check_accuracy
 from tula_hpc.config.training import AgsOptions, Method, TrainingSpec, check_script
 from tula_hpc.config.validation import Name, Spec, explain, shown
-from tula_hpc.config.workload import DATASETS, WorkloadSpec
+from tula_hpc.config.workload import WorkloadSpec
 from tula_hpc.errors import InputError
 
 # prefix of the names of all jobs
@@ -29,28 +29,31 @@ class SweepSpec(Spec):
     """Sweep file."""
 
     name: Name
+    """Name of the run and its jobs: letters, digits, dots, underscores, hyphens."""
     workload: WorkloadSpec = WorkloadSpec()
+    """See [workload]."""
     search: SearchSpec = SearchSpec()
+    """See [search]."""
     objective: ObjectiveSpec = ObjectiveSpec()
+    """See [objective]."""
     training: TrainingSpec = TrainingSpec()
-    # makes the sweep a study: nothing is profiled or planned
+    """See [training]."""
     study: StudySpec | None = None
+    """Makes the sweep a study, in which nothing is profiled or planned; see [study]."""
 
     @model_validator(mode="after")
-    def _fits_a_script(self) -> SweepSpec:
+    def _fits_a_script(self, info: ValidationInfo) -> SweepSpec:
         if self.workload.is_script:
             # a script's own steps are taken as they are, unless something else is asked for
             if "method" not in self.training.model_fields_set:
                 self.__dict__["training"] = self.training.model_copy(update={"method": "lbt"})
-            if self.study is not None:
-                raise ValueError(
-                    "study: compares methods of the built-in training, not of a script"
-                )
+            of_study = self.study is not None or (info.context or {}).get("of_study", False)
             if self.search.noise_steps:
                 raise ValueError(
                     "search.noise_steps: a script is not trained while it is measured; remove it"
                 )
-            check_script(self.training, scales="lr_scale" in self.workload.placeholders)
+            scales = "lr_scale" in self.workload.placeholders
+            check_script(self.training, scales=scales, of_study=of_study)
         return self
 
     @model_validator(mode="after")
@@ -144,23 +147,6 @@ class SweepSpec(Spec):
         return max(0, steps * epochs - 1) // interval / epochs
 
 
-def check_accuracy(work: WorkloadSpec, study: StudySpec) -> None:
-    """Refuse a workload without an accuracy of the kind that the study compares.
-
-    Raises:
-        ValueError: With the key in front.
-    """
-    if work.loss is not None and work.metric is None and work.dataset not in DATASETS:
-        raise ValueError(
-            "workload.metric: a study compares accuracies, and own data with an own loss may have "
-            "none; expected a function that returns the share of each sample that is right"
-        )
-    if work.metric is not None and study.metric == "top5":
-        raise ValueError(
-            'study.metric: "top5" is of labels, and workload.metric is given; expected "top1"'
-        )
-
-
 def study_column(sweep: SweepSpec, column: str, *, check_paths: bool = True) -> SweepSpec:
     """Return the sweep of one column of its study.
 
@@ -172,7 +158,7 @@ def study_column(sweep: SweepSpec, column: str, *, check_paths: bool = True) -> 
     for key, value in overrides.items():
         section, _, last = key.partition(".")
         tables[section][last] = value
-    context = {"check_paths": check_paths}
+    context = {"check_paths": check_paths, "of_study": sweep.study is not None}
     changed = SweepSpec.model_validate_json(
         json.dumps(tables, default=str), strict=True, context=context
     )
@@ -335,6 +321,12 @@ def _check_study(
         if work.precision == "fp16" and part[1].device == "cpu":
             message = f'fp16 of {name} needs device = "cuda"; on CPU use "bf16" or "fp32"'
             raise InputError(message, source=sweep_file, key="workload.precision")
+        if work.is_script and column.training.adapts and workers == 1:
+            message = (
+                f"{name} takes the factors of a script's steps from the gradients of several "
+                f"workers, and here is one; raise study.nodes, or leave {name} out"
+            )
+            raise InputError(message, source=sweep_file, key="study.nodes")
         for batch in sorted({cell.batch for cell in study.cells()}):
             key = "study.batches" if batch in study.batches else "study.small_batch"
             _check_batch(batch, column, workers, sweep_file, key)
@@ -343,6 +335,12 @@ def _check_study(
 def _check_batch(batch: int, sweep: SweepSpec, workers: int, source: Path | str, key: str) -> None:
     if batch % workers:
         message = f"{batch} cannot be shared equally among {workers} workers; use a multiple"
+        raise InputError(message, source=source, key=key)
+    if batch // workers % sweep.workload.accumulation:
+        message = (
+            f"{batch // workers} samples of a worker cannot be taken in "
+            f"{sweep.workload.accumulation} parts (workload.accumulation)"
+        )
         raise InputError(message, source=source, key=key)
     if _is_above(batch, sweep, 1 - sweep.workload.holdout):
         raise InputError(f"{batch} is above {_samples(sweep)}; lower it", source=source, key=key)

@@ -15,36 +15,25 @@ LrScaling = Literal["none", "sqrt", "linear"]
 
 
 class AgsOptions(NamedTuple):
-    """Form of adaptive gradient scaling: the preset with the keys that are given."""
+    """Form of adaptive gradient scaling: the preset with the keys that are given.
 
-    # reference batch b_small, global; None: it follows the batch, see `following_batch`
+    `TrainingSpec` says what each means. Without `small_batch` see `following_batch`, without
+    `small_batch_shrink` see `following_shrink`.
+    """
+
     small_batch: int | None
-    # b_small is divided by it until the end; None: see `following_shrink`
     small_batch_shrink: float | None
-    # threshold of Δ(G)
     delta: float
-    # an element, a tensor, a layer or the whole model shares one factor
     granularity: Granularity
-    # of the ratio of norms: 1 as in the paper, 2 a gain as AdaScale's
     exponent: float
-    # decay of the moving averages of squared norms (of the ratio at "element"), for each update
     smoothing: float
-    # epochs in which the factors grow from 1 to their value
     scale_warmup_epochs: float
-    # scaled steps; "paper": Δ < δ; "none": all; "smooth": the less the larger Δ/δ is; "smoothed": Δ
-    # of smoothed norms < δ
     gate: Gate
-    # normalization layers and biases keep the factor 1
     exclude_norms: bool
-    # scale the gradient, or the base optimizer's update
     apply: Literal["gradient", "update"]
-    # a gradient longer than its moving average is scaled by its own length; only without passes
     spike_guard: bool
-    # of the rate, on top, from base_batch to the global batch
     lr_scaling: LrScaling
-    # small gradient: an extra pass; or from the workers' own gradients, no pass
     reference: Literal["pass", "free"]
-    # between two passes, if any; 0: as often as 2 % of the samples allow
     update_interval_epochs: float
 
 
@@ -118,58 +107,92 @@ CHECKPOINT_MINUTES = 5.0
 PASS_SHARE = 0.02
 Method = Literal["ags", "static", "lbt", "lrs", "sqrt", "lars", "lamb", "polo", "adascale"]
 
+TrackerName = Literal["tensorboard", "wandb", "mlflow"]
+
 
 class TrainingSpec(Spec):
     """`[training]`: method for the large batch, checkpoints and restarts."""
 
     method: Method = "ags"
-    # global; workload.lr was chosen for it, and scaling starts there
+    """Method for the large batch: scaled gradients (ags, adascale, static), a scaled rate (lrs,
+    sqrt), rates by layer (lars, lamb), averaged models (polo), or none (lbt).
+    """
     base_batch: int = Field(default=128, ge=1, le=2**30)
-    # of the rate; None: 5 where the method needs them
+    """Global batch that `workload.lr` was chosen for; scaling starts there."""
     warmup_epochs: float | None = Field(default=None, ge=0)
-    # of AGS: values of the next fourteen keys where they are left out
+    """Epochs in which the rate grows to its value; without it as the method needs them."""
     preset: Literal["default", "paper"] = "default"
+    """Values of the next fourteen keys where they are left out; paper is Algorithm 1 to the letter."""
     small_batch: int | None = Field(default=None, ge=1, le=2**30)
+    """Reference batch over all workers; without it half of `base_batch`, and less for large
+    batches.
+    """
     small_batch_shrink: float | None = Field(default=None, ge=1, le=1e6)
+    """Factor by which the reference batch shrinks until the end; without it by the length of the
+    training.
+    """
     delta: float | None = Field(default=None, gt=0)
+    """Threshold of the gate: relative change of the gradient's squared norm."""
     granularity: Granularity | None = None
+    """What shares one factor."""
     exponent: float | None = Field(default=None, gt=0, le=4)
+    """Exponent of the ratio of norms that is the factor: 1 in the paper, 2 in AdaScale."""
     smoothing: float | None = Field(default=None, ge=0, lt=1)
+    """Decay of the moving averages of squared norms, for each update."""
     scale_warmup_epochs: float | None = Field(default=None, ge=0)
+    """Epochs in which factors grow from 1 to their value."""
     gate: Gate | None = None
+    """Which steps are scaled: those of a change below `delta` (paper; smoothed: of averages), all
+    (none), or all but the less the larger the change (smooth).
+    """
     exclude_norms: bool | None = None
+    """Normalization layers and biases are not scaled."""
     apply: Literal["gradient", "update"] | None = None
+    """What is multiplied: the gradient or the optimizer's update; without it the update where the
+    optimizer divides by the gradient's size.
+    """
     spike_guard: bool | None = None
+    """A gradient longer than its moving average is scaled by its own length."""
     lr_scaling: LrScaling | None = None
+    """Scaling of the rate on top, from `base_batch` to the global batch."""
     reference: Literal["pass", "free"] | None = None
+    """Where the small gradient comes from: an extra pass, or the workers' own gradients (free)."""
     update_interval_epochs: float | None = Field(default=None, ge=0)
-    # None: (global batch / small_batch)^(exponent / 2), at least s_min
+    """Epochs between two passes; 0: as often as 2 % of the samples allow."""
     s_max: float | None = Field(default=None, gt=0)
+    """Largest factor; without it (global batch / small_batch) to the power of exponent / 2."""
     s_min: float = Field(default=0.0, ge=0)
-    # the s of method = "static"
+    """Smallest factor."""
     static_scale: float = Field(default=2.0, gt=0)
-    # LARS in place of SGD, LAMB in place of AdamW, whatever the method puts around it
+    """Factor of `method = "static"`."""
     layer_wise: bool = False
-    # gradients are clipped to this norm before they are scaled
+    """LARS in place of SGD, LAMB in place of AdamW, whatever the method puts around it."""
     clip_norm: float | None = Field(default=None, gt=0)
+    """Longer gradients are shortened to this norm before they are scaled."""
     log_interval_steps: int = Field(default=10, ge=1, le=10**9)
-    # None: from what saving costs, at most 5
+    """Steps between two lines of metrics.jsonl."""
+    log_to: tuple[TrackerName, ...] = Field(default=(), max_length=3)
+    """Where the lines of metrics.jsonl go, too."""
     checkpoint_minutes: float | None = Field(default=None, gt=0, le=1e6)
-    # mean time to the first kill without time to save
+    """Time between two checkpoints; without it what loses least by the measured cost of one, at
+    most 5.
+    """
     interruption_hours: float = Field(default=24.0, gt=0, le=1e6)
+    """Mean time between kills that leave no time to save, before the training has seen any."""
     max_requeues: int = Field(default=20, ge=0, le=10**6)
-    # relaunches with a smaller batch after lack of memory
+    """Times that a training goes on after preemption or a time limit, at most."""
     max_fallbacks: int = Field(default=3, ge=0, le=1000)
-    # compare measured step times with the plan's prediction
+    """Times that a training goes on with the next smaller batch after lack of memory, at most."""
     drift: bool = True
-    # time outside the prediction's interval before an event is recorded
+    """Compare step times with the plan's prediction while training."""
     drift_minutes: float = Field(default=1.0, gt=0, le=1e6)
-    # a requeue after that event may choose another batch for the same nodes
+    """Time outside the prediction's interval before an event is recorded."""
     replan_on_drift: bool = False
-    # log norm, Δ(G) and noise with methods that do not adapt, too
+    """Then a requeue may go on with another batch on as many nodes."""
     observe_gradients: bool = True
-    # count the applied scales for each line of metrics.jsonl; costs time
+    """Log norm, change and noise of gradients also where the method makes nothing of them."""
     scale_histogram: bool = False
+    """Count the applied factors for a figure; takes a pass over them at each step."""
 
     @property
     def ags(self) -> AgsOptions:
@@ -260,12 +283,14 @@ _OUTSIDE = {
 }
 
 
-def check_script(training: TrainingSpec, *, scales: bool) -> None:
+def check_script(training: TrainingSpec, *, scales: bool, of_study: bool = False) -> None:
     """Refuse what cannot be done to a training script from outside.
 
     Args:
         training: The table.
         scales: Whether the script takes a factor of its rate, {lr_scale}.
+        of_study: Whether other columns of a study have the same arguments, so that the factor may
+            be 1 for this one.
 
     Raises:
         ValueError: With the key in front.
@@ -277,7 +302,7 @@ def check_script(training: TrainingSpec, *, scales: bool) -> None:
             'expected "lbt" (its own rate), "ags", "adascale" or "static", or "lrs" or "sqrt" with '
             "{lr_scale} in its arguments"
         )
-    if method not in ("lrs", "sqrt") and scales:
+    if method not in ("lrs", "sqrt") and scales and not of_study:
         raise ValueError(
             f'training.method: {{lr_scale}} is 1 for every batch with "{method}"; expected "lrs" '
             '(linear) or "sqrt"'
@@ -291,6 +316,10 @@ def check_script(training: TrainingSpec, *, scales: bool) -> None:
         raise ValueError(
             f'training.method: "{method}" needs {{lr_scale}} in workload.arguments, by which the '
             "script multiplies its learning rate"
+        )
+    if training.replan_on_drift:
+        raise ValueError(
+            "training.replan_on_drift: a script's training keeps its batch; expected false"
         )
     for key in _SCRIPTS_OWN:
         if getattr(training, key) != TrainingSpec.model_fields[key].default:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_args
 from pydantic import BaseModel, ConfigDict, Field
 
 from tula_hpc.errors import InputError
+from tula_hpc.own_sources import can_be_given, find_source, module_files
 
 GIB = 1024**3
 MOST_GIB = 1e9
@@ -24,7 +25,7 @@ class Spec(BaseModel):
 
 
 # tables whose values may be passwords
-HIDDEN = ("environment", "setup")
+HIDDEN = ("environment", "on_event", "setup")
 # a list of tables, each with a name
 PARTITIONS = "partitions"
 VALUE = "a value that is not shown"
@@ -182,3 +183,81 @@ def nearest(word: str, valid: Iterable[str], form: str = "{!r}") -> str:
     if not close and len(word) <= 100:
         close = difflib.get_close_matches(word, valid, n=1)
     return f" (did you mean {form.format(close[0])}?)" if close else ""
+
+
+def known_or_entry_point(
+    value: str, known: Iterable[str], what: str, called_with: Sequence[str], *, check_exists: bool
+) -> str:
+    """Return the value if it is one of the known names or a user's "package.module:function".
+
+    Args:
+        value: From the sweep.
+        known: The package's own names.
+        what: Kind of the named thing, with its article.
+        called_with: Names of the arguments of the user's function.
+        check_exists: Look the function up, too.
+
+    Raises:
+        ValueError: It is neither, or `check_exists` and the function does not exist or takes other
+            arguments.
+    """
+    if ":" in value:
+        if check_exists:
+            _check_entry_point(value, called_with)
+        return value
+    if value not in known:
+        module, _, function = value.rpartition(".")
+        if module and _defines(module, function):
+            raise ValueError(f"{value!r} is not {what} (did you mean '{module}:{function}'?)")
+        names = f" or one of: {', '.join(known)}" if known else ""
+        raise ValueError(
+            f"{value!r} is not {what}{nearest(value, known)}; "
+            f'expected "package.module:function"{names}'
+        )
+    return value
+
+
+def _check_entry_point(value: str, called_with: Sequence[str]) -> None:
+    """Refuse a function that its module's source does not define, or that takes other arguments.
+
+    The source is read and not imported: that could import torch.
+    """
+    module, _, function = value.partition(":")
+    if not _are_identifiers(module, function):
+        raise ValueError(f'{value!r}: expected "package.module:function"')
+    source = find_source(module)
+    if source is None:
+        raise ValueError(
+            f"{value!r}: no module {module!r} in the working directory or the installed packages; "
+            "install it, or start the command in its folder"
+        )
+    if function not in source.names and "*" not in source.names:
+        raise ValueError(
+            f"{value!r}: {source.path} defines no {function!r}{_hidden(module, source.path)}"
+        )
+    if function in source.takes and not can_be_given(source.takes[function], len(called_with)):
+        raise ValueError(
+            f"{value!r}: {source.path} defines it so that it cannot be called with "
+            f"({', '.join(called_with)})"
+        )
+
+
+def _defines(module: str, function: str) -> bool:
+    if not _are_identifiers(module, function):
+        return False
+    try:
+        source = find_source(module)
+    except ValueError:
+        # not valid Python
+        return False
+    return source is not None and function in source.names
+
+
+def _are_identifiers(module: str, function: str) -> bool:
+    return all(part.isidentifier() for part in [*module.split("."), function])
+
+
+def _hidden(module: str, found: Path) -> str:
+    # jobs import the installed module, not one of the same name in the working directory
+    own = [path for path in module_files(Path.cwd(), module) if not path.samefile(found)]
+    return f"; it hides {own[0]}, which needs another name" if own else ""

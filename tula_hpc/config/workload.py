@@ -24,8 +24,8 @@ from pydantic import (
     model_validator,
 )
 
-from tula_hpc.config.validation import Spec, nearest, shown
-from tula_hpc.own_sources import can_be_given, find_source, module_files, program_of, source_of
+from tula_hpc.config.validation import Spec, known_or_entry_point, nearest, shown
+from tula_hpc.own_sources import program_of, source_of
 
 
 class DatasetFacts(NamedTuple):
@@ -76,94 +76,17 @@ _NAMES = """
 TORCHVISION_MODELS: tuple[str, ...] = tuple(_NAMES.split())
 
 
-def known_or_entry_point(
-    value: str, known: Iterable[str], what: str, called_with: Sequence[str], *, check_exists: bool
-) -> str:
-    """Return the value if it is one of the known names or a user's "package.module:function".
-
-    Args:
-        value: From the sweep.
-        known: The package's own names.
-        what: Kind of the named thing, with its article.
-        called_with: Names of the arguments of the user's function.
-        check_exists: Look the function up, too.
-
-    Raises:
-        ValueError: It is neither, or `check_exists` and the function does not exist or takes other
-            arguments.
-    """
-    if ":" in value:
-        if check_exists:
-            _check_entry_point(value, called_with)
-        return value
-    if value not in known:
-        module, _, function = value.rpartition(".")
-        if module and _defines(module, function):
-            raise ValueError(f"{value!r} is not {what} (did you mean '{module}:{function}'?)")
-        names = f" or one of: {', '.join(known)}" if known else ""
-        raise ValueError(
-            f"{value!r} is not {what}{nearest(value, known)}; "
-            f'expected "package.module:function"{names}'
-        )
-    return value
-
-
-def _check_entry_point(value: str, called_with: Sequence[str]) -> None:
-    """Refuse a function that its module's source does not define, or that takes other arguments.
-
-    The source is read and not imported: that could import torch.
-    """
-    module, _, function = value.partition(":")
-    if not _are_identifiers(module, function):
-        raise ValueError(f'{value!r}: expected "package.module:function"')
-    source = find_source(module)
-    if source is None:
-        raise ValueError(
-            f"{value!r}: no module {module!r} in the working directory or the installed packages; "
-            "install it, or start the command in its folder"
-        )
-    if function not in source.names and "*" not in source.names:
-        raise ValueError(
-            f"{value!r}: {source.path} defines no {function!r}{_hidden(module, source.path)}"
-        )
-    if function in source.takes and not can_be_given(source.takes[function], len(called_with)):
-        raise ValueError(
-            f"{value!r}: {source.path} defines it so that it cannot be called with "
-            f"({', '.join(called_with)})"
-        )
-
-
-def _defines(module: str, function: str) -> bool:
-    if not _are_identifiers(module, function):
-        return False
-    try:
-        source = find_source(module)
-    except ValueError:
-        # not valid Python
-        return False
-    return source is not None and function in source.names
-
-
-def _are_identifiers(module: str, function: str) -> bool:
-    return all(part.isidentifier() for part in [*module.split("."), function])
-
-
-def _hidden(module: str, found: Path) -> str:
-    # jobs import the installed module, not one of the same name in the working directory
-    own = [path for path in module_files(Path.cwd(), module) if not path.samefile(found)]
-    return f"; it hides {own[0]}, which needs another name" if own else ""
-
-
 # keys of a script, and those that scripts and the built-in training have
-OF_SCRIPTS = frozenset(
-    {"script", "module", "arguments", "resume_arguments", "accumulation", "counted_model"}
-)
+OF_SCRIPTS = frozenset({
+    "script", "module", "arguments", "resume_arguments", "accumulation", "counted_model",
+    "hang_minutes",
+})  # fmt: skip
 OF_BOTH = frozenset({"metric", "samples", "epochs", "seed"})
 # what may stand in braces in a script's arguments, and what each is replaced with
 PLACEHOLDERS = {
     "local_batch": "samples of one forward pass of one worker",
     "global_batch": "samples of a step over all workers",
-    "accumulation": "workload.accumulation",
+    "accumulation": "forward passes of a step: workload.accumulation, more where memory asks for it",
     "nodes": "nodes",
     "workers": "workers on all nodes",
     "epochs": "workload.epochs",
@@ -178,61 +101,83 @@ PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
 # what a script's output may tell
 METRIC_GROUPS = ("test_accuracy", "test_loss")
 Argument = Annotated[str, Field(max_length=10_000)]
+Epoch = Annotated[int, Field(ge=0, le=100_000)]
 
 
 class WorkloadSpec(Spec):
     """`[workload]`: model, data and training procedure, or a script that has them."""
 
     model: str = Field(default="resnet18", max_length=200)
+    """A torchvision classifier, or your own as "package.module:function"."""
     dataset: str = Field(default="digits", max_length=200)
-    # user's function; None: cross-entropy
+    """Data set by its name, a tree of image folders (imagefolder), or your own likewise."""
     loss: str | None = Field(default=None, max_length=200)
-    # the user's own, a file or the name of a module; before `metric`, which depends on it
+    """Your own loss of each sample; without it cross-entropy of labels."""
+    # above `metric`, whose check depends on it
     script: Path | None = None
+    """Training script of your own, in the working directory or beside the sweep file."""
     module: str | None = Field(default=None, max_length=200, pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*$")
-    # of the script, with placeholders
+    """The same as a module, which is run as with `python -m`."""
     arguments: tuple[Argument, ...] = Field(default=(), max_length=1000)
-    # appended where it goes on after an interruption; none: it begins anew
+    """Arguments of the script, with names in braces for what the sweep chooses."""
     resume_arguments: tuple[Argument, ...] = Field(default=(), max_length=1000)
-    # forward passes of a step
+    """Appended when the script goes on after an interruption; without them it begins anew."""
     accumulation: int = Field(default=1, ge=1, le=2**20)
-    # class of the model whose steps count, where a script has several; None: the largest
+    """Forward passes of a step of the script, a power of two; with {accumulation} the least number."""
     counted_model: str | None = Field(default=None, max_length=200)
-    # user's function, share of a sample that is right; None: accuracy of labels. Of a script: a
-    # regular expression for its output
+    """Class of the model whose steps count, where a script has several; without it the largest."""
+    hang_minutes: float = Field(default=30.0, ge=0, le=1e6)
+    """Minutes without a sign of life after which a script in training hangs; 0: any time is allowed."""
     metric: str | None = Field(default=None, max_length=200)
+    """Your own share of each sample that is right; of a script a regular expression for its output."""
     data_dir: Path | None = None
+    """Folder of the data; digits and synthetic need none."""
     image_size: int | None = Field(default=None, ge=8, le=1024)
-    # trained on, the first ones of a fixed random order; None: all
+    """Edge of the images; without it the data set's own."""
     samples: int | None = Field(default=None, ge=1, le=2**40)
-    # tested on, the first ones of a fixed random order; None: all. Not with holdout
+    """Training samples, a fixed random choice; without it all. A script requires it, of an epoch."""
     test_samples: int | None = Field(default=None, ge=1, le=2**40)
-    # share of them that is tested on instead
+    """Test samples, a fixed random choice; without it all."""
     holdout: float = Field(default=0.0, ge=0, lt=1)
-    # only the first ones; None: all
+    """Share of the training samples that is not trained on but tested on, instead of the test set."""
     classes: int | None = Field(default=None, ge=2, le=10**6)
+    """Only the first so many classes; without it all."""
     epochs: int = Field(default=10, ge=1, le=100_000)
+    """Epochs of the whole training."""
     precision: Literal["fp32", "fp16", "bf16"] = "fp32"
+    """Precision of the computation; weights stay fp32."""
     tf32: bool = True
+    """Round factors of fp32 products to 10 bits on GPUs since A100, for several times the speed."""
     cudnn_benchmark: bool = True
+    """Let cuDNN try its kernels at the first step; false for trainings that repeat bit for bit."""
     channels_last: bool = False
-    # keep only the blocks' inputs and recompute the rest in the backward pass
+    """Memory layout that suits convolutions on new GPUs."""
     activation_checkpointing: bool = False
-    # 1: each worker keeps its share of the optimizer's states
+    """Keep only the blocks' inputs, and compute the rest again in the backward pass."""
     zero_stage: Literal[0, 1] = 0
+    """1: each worker keeps only its share of the optimizer's states."""
     augment: bool = True
+    """Crop and flip at random, as is usual for the data set."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
+    """Optimizer that the method works with."""
     lr: float = Field(default=0.05, gt=0)
+    """Learning rate at `training.base_batch`."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
+    """Momentum of sgd."""
     weight_decay: float = Field(default=5e-4, ge=0)
+    """Weight decay."""
     schedule: Literal["constant", "step", "cosine"] = "cosine"
-    milestones: tuple[Annotated[int, Field(ge=0, le=100_000)], ...] = Field(
-        default=(), max_length=1000
-    )
+    """Course of the learning rate: constant, changed at the milestones (step), or to 0 (cosine)."""
+    milestones: tuple[Epoch, ...] = Field(default=(), max_length=1000)
+    """Epochs at which `schedule = "step"` multiplies the rate by `gamma`."""
     gamma: float = Field(default=0.1, gt=0, le=1)
+    """Factor of the rate at a milestone."""
     warmup_epochs: float = Field(default=0.0, ge=0)
+    """Epochs in which the rate grows to its value."""
     loader_workers: int = Field(default=2, ge=0, le=256)
+    """Loader processes of each worker."""
     seed: int = Field(default=0, ge=0, lt=2**31)
+    """Seed of weights, order and augmentation."""
 
     @field_validator("model")
     @classmethod
@@ -286,7 +231,7 @@ class WorkloadSpec(Spec):
     def _script_is_whole(self, info: ValidationInfo) -> WorkloadSpec:
         given = self.model_fields_set
         if not self.is_script:
-            for key in ("arguments", "resume_arguments", "accumulation", "counted_model"):
+            for key in sorted(OF_SCRIPTS - {"script", "module"}):
                 if getattr(self, key) != type(self).model_fields[key].default:
                     raise ValueError(f"{key}: is of a script; expected script or module as well")
             return self
@@ -351,6 +296,11 @@ class WorkloadSpec(Spec):
         return frozenset(_placeholders_in(self.arguments + self.resume_arguments))
 
     @property
+    def accumulates(self) -> bool:
+        """True if a script is told in how many forward passes it takes its batch."""
+        return "accumulation" in _placeholders_in(self.arguments)
+
+    @property
     def entry_points(self) -> list[str]:
         """The user's own functions, "package.module:function", or the script's file or module."""
         if self.is_script:
@@ -374,16 +324,20 @@ class WorkloadSpec(Spec):
     @property
     def class_count(self) -> int | None:
         """Number of classes; None if it is known only from the data."""
+        if self.is_script:
+            return None
         if self.classes or self.dataset not in DATASETS:
             return self.classes
         return DATASETS[self.dataset].classes
 
     @property
     def test_set_size(self) -> int | None:
-        """Size of the test set, with classes of equal size; None if it is known only from the data.
+        """Size of the test set, with classes of equal size; None if only the data tell it.
 
         CIFAR as folders of images may hold other samples than the published ones.
         """
+        if self.is_script:
+            return None
         if self.test_samples is not None:
             return self.test_samples
         facts = DATASETS.get(self.dataset)

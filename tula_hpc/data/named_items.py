@@ -18,7 +18,7 @@ from tula_hpc.user_code import collate, is_mistake, told
 
 
 class NamedItems(Dataset[Any]):
-    """Items of a data set; one that cannot be had is named.
+    """Items of a data set; one that cannot be loaded is named.
 
     Args:
         dataset: The items.
@@ -49,7 +49,7 @@ class NamedItems(Dataset[Any]):
         """Return items.
 
         Raises:
-            InputError: One of them cannot be had, or has no label of a class.
+            InputError: One of them cannot be loaded, or has no label of a class.
         """
         several = getattr(self.dataset, "__getitems__", None)
         if several is None or isinstance(self.dataset, Subset):
@@ -71,7 +71,7 @@ class NamedItems(Dataset[Any]):
             if not is_mistake(error):
                 error.add_note(f"(item {self._own(index)} of the {self.what} set)")
                 raise
-            raise self._mistake(index, f"cannot be had: {told(error)}") from error
+            raise self._mistake(index, f"cannot be loaded: {told(error)}") from error
 
     def _checked(self, index: int, item: Any) -> Any:
         if self.classes is not None and not 0 <= int(item[1]) < self.classes:

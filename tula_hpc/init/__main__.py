@@ -1,23 +1,43 @@
-"""Command `tula init`: write a cluster file for the cluster that this login node belongs to.
+"""Command `tula init`: write the files of a first sweep.
 
 Slurm is asked for its partitions, nodes and limits, and for this user's accounts and QOS; nothing
-is submitted.
+is submitted. With `--script` the options of a training script are read from its source.
+
+`--json` prints one object. Its keys (None where there is none):
+
+    schema_version
+    cluster_file    path; None on a machine without Slurm
+    is_kept         true if the cluster file was there already, and stays as it is
+    partition       name, nodes, cpus, gpus, gpu_type, max_minutes (None: no limit), is_default, refused
+    others          the other partitions, likewise
+    sweep_file      path; None without --script
+    unknown         keys to fill in, by file
+    required        those of the sweep file without which nothing starts
+    notes           sentences on what may go wrong
+    next            command lines, in order
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tula_hpc.command_errors import exit_code_of
 from tula_hpc.formatting import plural, printable, printable_output
 from tula_hpc.invocation import command_line
 
 if TYPE_CHECKING:
+    from tula_hpc.config import ClusterSpec
     from tula_hpc.init.survey import Place, Survey
+    from tula_hpc.init.sweep_file import Script
+
+# links to the folders sweeps/ and slurm_templates/, which are copied where this is installed
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 @printable_output()
@@ -30,7 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tula init",
         description="Write a cluster file for the cluster of this login node, for the partition that "
-        "suits a training best, or the one that is named. Nothing is submitted.",
+        "suits a training best, or the one that is named; with --script also a sweep file for a "
+        "training script. Nothing is submitted, and the script is not run.",
         epilog="exit codes: 0 written; 1 Slurm does not answer; 2 bad input, or the file is there.",
     )
     parser.add_argument(
@@ -41,31 +62,125 @@ def _parser() -> argparse.ArgumentParser:
         metavar="CLUSTER.toml",
         help="the file to write (default: cluster.toml)",
     )
+    parser.add_argument(
+        "--script",
+        type=Path,
+        metavar="SCRIPT.py",
+        help="write a sweep file for this script beside it; a cluster file that is there stays",
+    )
     parser.add_argument("--partition", metavar="NAME", help="write it for this partition")
-    parser.add_argument("--force", action="store_true", help="replace the file if it is there")
+    parser.add_argument("--force", action="store_true", help="replace files that are there")
+    parser.add_argument(
+        "--examples",
+        type=Path,
+        metavar="FOLDER",
+        help="write only the example files, with the explanation of every key, into a new folder",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
+class _Cluster(NamedTuple):
+    """Cluster of a sweep, and where its file and its parts are known from."""
+
+    spec: ClusterSpec
+    file: Path | None
+    survey: Survey | None = None
+    place: Place | None = None
+
+    @property
+    def others(self) -> list[Place]:
+        """Partitions beside the one that the file is for."""
+        places = self.survey.places if self.survey is not None else ()
+        return [each for each in places if each is not self.place]
+
+
 def _run(options: argparse.Namespace) -> int:
-    from tula_hpc.config import load_cluster
+    from tula_hpc.files import write_out
+
+    if options.examples is not None:
+        return _write_examples(options.examples)
+    script = None if options.script is None else _read_script(options)
+    cluster = _cluster(options)
+    if script is not None:
+        _write_sweep(script, cluster)
+    if options.json:
+        write_out(json.dumps(_as_json(cluster, script), indent=1) + "\n")
+    else:
+        write_out("".join(f"{printable(line)}\n" for line in _words(cluster, script)))
+    return 0
+
+
+def _write_examples(folder: Path) -> int:
     from tula_hpc.errors import InputError
     from tula_hpc.files import write_out
+
+    if folder.exists():
+        raise InputError("is there already; name a new folder", source=folder)
+    ignored = shutil.ignore_patterns("__pycache__", "study_*")
+    shutil.copytree(EXAMPLES, folder, symlinks=False, ignore=ignored)
+    first = command_line("sweep", str(folder / "sweeps" / "quickstart.toml"))
+    write_out(f"{folder}: sweep files, cluster files, and what every key means\nNext: {first}\n")
+    return 0
+
+
+def _read_script(options: argparse.Namespace) -> Script:
+    """Return the script and the path of its sweep file, before anything is asked or written."""
+    from tula_hpc.errors import InputError
+    from tula_hpc.init.script_options import read_options
+    from tula_hpc.init.sweep_file import Script
+
+    path: Path = options.script
+    target = options.file.with_name(f"{path.stem}.toml")
+    if target == options.file:
+        target = target.with_name(f"{path.stem}-sweep.toml")
+    _refuse_existing(target, force=options.force)
+    try:
+        return Script(path.absolute(), read_options(path), target)
+    except ValueError as error:
+        raise InputError(str(error), source=path) from None
+
+
+def _refuse_existing(target: Path, *, force: bool) -> None:
+    from tula_hpc.errors import InputError
+
+    if target.exists() and not force:
+        raise InputError("is there already; name another file, or add --force", source=target)
+    if not target.parent.is_dir():
+        raise InputError("its folder does not exist; make it first", source=target)
+
+
+def _cluster(options: argparse.Namespace) -> _Cluster:
+    """Return the cluster, whose file is written unless a script needs none or it is there."""
+    from tula_hpc.config import ClusterSpec, load_cluster
     from tula_hpc.init.cluster_file import cluster_file
     from tula_hpc.init.survey import survey_cluster
     from tula_hpc.records import write_atomically
 
     target: Path = options.file
-    if target.exists() and not options.force:
-        raise InputError("is there already; name another file, or add --force", source=target)
-    if not target.parent.is_dir():
-        raise InputError("its folder does not exist; make it first", source=target)
+    has_script = options.script is not None
+    if has_script and target.exists() and not options.force:
+        return _Cluster(load_cluster(target), target)
+    if has_script and shutil.which("scontrol") is None:
+        return _Cluster(ClusterSpec(), None)
+    _refuse_existing(target, force=options.force)
     survey = survey_cluster()
     place = _chosen(survey, options.partition)
     write_atomically(target, cluster_file(survey, place))
     # what was written is what the other commands will read
-    load_cluster(target)
-    write_out("".join(f"{printable(line)}\n" for line in _words(survey, place, target)))
-    return 0
+    return _Cluster(load_cluster(target), target, survey, place)
+
+
+def _write_sweep(script: Script, cluster: _Cluster) -> None:
+    from tula_hpc.config import check_together, load_sweep
+    from tula_hpc.init.sweep_file import filled_in, sweep_file
+    from tula_hpc.records import write_atomically
+
+    text = sweep_file(script, cluster.spec)
+    write_atomically(script.target, text)
+    # the rest is as the other commands will read it
+    sweep = load_sweep(script.target, filled_in(text))
+    check_together(sweep, cluster.spec, script.target, cluster.file or "this machine")
 
 
 def _chosen(survey: Survey, name: str | None) -> Place:
@@ -86,20 +201,85 @@ def _chosen(survey: Survey, name: str | None) -> Place:
     return found
 
 
-def _words(survey: Survey, place: Place, target: Path) -> list[str]:
-    lines = [f"{target}: partition {_described(place)}."]
-    if place.refused:
-        lines.append(f"It may refuse your jobs: {place.refused}.")
-    others = [each for each in survey.places if each is not place]
-    if others:
-        lines.append("Other partitions (--partition NAME):")
-        lines += [f"  {_described(each)}{_reason(each)}" for each in others]
-    if not survey.requeues:
-        lines.append(
+def _as_json(cluster: _Cluster, script: Script | None) -> dict[str, object]:
+    """Return what `--json` prints; see the module."""
+    from tula_hpc.init.sweep_file import required_keys, unknown_keys
+
+    written = [path for path in (cluster.file, script and script.target) if path is not None]
+    return {
+        "schema_version": 1,
+        "cluster_file": str(cluster.file) if cluster.file else None,
+        "is_kept": cluster.file is not None and cluster.survey is None,
+        "partition": cluster.place and _partition(cluster.place),
+        "others": [_partition(place) for place in cluster.others],
+        "sweep_file": str(script.target) if script else None,
+        "unknown": {str(path): unknown_keys(path.read_text()) for path in written},
+        "required": required_keys(script.target.read_text()) if script else [],
+        "notes": list(_notes(cluster, script)),
+        "next": list(_next(cluster, script)),
+    }
+
+
+def _partition(place: Place) -> dict[str, object]:
+    nodes = place.nodes
+    return {
+        "name": place.partition.name,
+        "nodes": nodes.count if nodes else 0,
+        "cpus": nodes.cpus if nodes else 0,
+        "gpus": place.gpus,
+        "gpu_type": place.gpu_type,
+        "max_minutes": place.most_minutes,
+        "is_default": place.is_default,
+        "refused": place.refused,
+    }
+
+
+def _notes(cluster: _Cluster, script: Script | None) -> Iterator[str]:
+    if cluster.place is not None and cluster.place.refused:
+        yield f"It may refuse your jobs: {cluster.place.refused}."
+    if cluster.survey is not None and not cluster.survey.requeues:
+        yield (
             "The site's jobs are not requeued by default (JobRequeue=0); those of a sweep ask for it."
         )
-    lines.append(f"Next: {command_line('check', str(target))}")
-    return lines
+    if script is None:
+        return
+    if cluster.file is None:
+        yield "There is no Slurm here: the sweep file is for this machine."
+    if script.options.batch is None:
+        yield f"{script.path.name} has no option for its batch that could be found; it needs one."
+    if not script.options.is_parallel:
+        yield (
+            f"{script.path.name} does not seem to use DistributedDataParallel: several workers "
+            "would train apart."
+        )
+
+
+def _next(cluster: _Cluster, script: Script | None) -> Iterator[str]:
+    if script is not None:
+        yield command_line("attach", str(script.path), *script.trial())
+    where = [] if cluster.file is None else ["--cluster", str(cluster.file)]
+    if cluster.file is not None:
+        yield command_line("check", str(cluster.file))
+    if script is not None:
+        yield command_line("sweep", str(script.target), *where, "--until", "plan")
+
+
+def _words(cluster: _Cluster, script: Script | None) -> Iterator[str]:
+    from tula_hpc.init.sweep_file import required_keys
+
+    if cluster.place is not None:
+        yield f"{cluster.file}: partition {_described(cluster.place)}."
+    elif cluster.file is not None:
+        yield f"{cluster.file}: is there already, and stays as it is."
+    if script is not None:
+        keys = " and ".join(required_keys(script.target.read_text()))
+        yield f"{script.target}: a sweep of {script.path.name}. Before it can start, fill in {keys}."
+    yield from _notes(cluster, script)
+    if cluster.others:
+        yield "Other partitions (--partition NAME):"
+        yield from (f"  {_described(each)}{_reason(each)}" for each in cluster.others)
+    for number, line in enumerate(_next(cluster, script)):
+        yield f"{'Then' if number else 'Next'}: {line}"
 
 
 def _described(place: Place) -> str:

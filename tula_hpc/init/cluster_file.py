@@ -18,11 +18,11 @@ MEMORY_SHARE = 0.95
 COLUMN = 32
 
 
-class _Line(NamedTuple):
+class Line(NamedTuple):
     """Key with its value; `asked` values are commented out, since only the user knows them."""
 
     key: str
-    value: str | int | float | bool | list[str]
+    value: str | int | float | bool | list[str] | list[int]
     comment: str
     asked: bool = False
 
@@ -52,23 +52,23 @@ def cluster_file(survey: Survey, place: Place) -> str:
     return "\n".join(lines)
 
 
-def _identity(survey: Survey, place: Place) -> Iterator[_Line]:
-    yield _Line("name", survey.cluster_name, "ClusterName")
-    yield _Line("executor", "slurm", "jobs are submitted with sbatch")
+def _identity(survey: Survey, place: Place) -> Iterator[Line]:
+    yield Line("name", survey.cluster_name, "ClusterName")
+    yield Line("executor", "slurm", "jobs are submitted with sbatch")
     device = "cuda" if place.gpus else "cpu"
     collectives = "nccl" if place.gpus else "gloo"
-    yield _Line("device", device, f"collectives run over {collectives}")
+    yield Line("device", device, f"collectives run over {collectives}")
     kind = "the default partition" if place.is_default else "not the default partition"
-    yield _Line("partition", place.partition.name, kind)
+    yield Line("partition", place.partition.name, kind)
     if place.account:
-        yield _Line("account", place.account, "the first of your accounts that may use it")
+        yield Line("account", place.account, "the first of your accounts that may use it")
     elif survey.needs_account:
-        yield _Line("account", "", UNKNOWN, asked=True)
+        yield Line("account", "", UNKNOWN, asked=True)
     if place.qos:
-        yield _Line("qos", place.qos, "the first of yours that the partition allows")
+        yield Line("qos", place.qos, "the first of yours that the partition allows")
 
 
-def _shape(place: Place) -> Iterator[_Line]:
+def _shape(place: Place) -> Iterator[Line]:
     nodes = place.nodes
     if nodes is None:
         return
@@ -76,27 +76,27 @@ def _shape(place: Place) -> Iterator[_Line]:
     workers = max(1, min(place.gpus, nodes.cpus))
     if place.gpus:
         gres = f"gpu:{place.gpu_type}:{workers}" if place.gpu_type else f"gpu:{workers}"
-        yield _Line("gres", gres, f"of {place.gpus} GPUs a node; Slurm lists {nodes.gres}")
+        yield Line("gres", gres, f"of {place.gpus} GPUs a node; Slurm lists {nodes.gres}")
     others = f"; {place.others} other kinds of nodes are in it" if place.others else ""
     count = min(nodes.count, place.most_nodes or nodes.count)
-    yield _Line("max_nodes", max(1, count), f"{nodes.count} nodes of one kind can be used{others}")
-    yield _Line(
+    yield Line("max_nodes", max(1, count), f"{nodes.count} nodes of one kind can be used{others}")
+    yield Line(
         "workers_per_node", workers, "one for each GPU" if place.gpus else "processes a node"
     )
     cores = max(1, nodes.cpus // workers)
-    yield _Line("cpus_per_worker", cores, f"of {nodes.cpus} a node, loader processes included")
-    yield _Line("exclusive", True, "nothing else on a node while it is measured")
+    yield Line("cpus_per_worker", cores, f"of {nodes.cpus} a node, loader processes included")
+    yield Line("exclusive", True, "nothing else on a node while it is measured")
     if place.gpus:
-        yield _Line(
+        yield Line(
             "device_memory_gb", 0.0, f"memory of a GPU, for estimates: {UNKNOWN}", asked=True
         )
     else:
         memory_gb = round(MEMORY_SHARE * nodes.memory_mb / MIB_PER_GIB, 1)
-        yield _Line("memory_gb", memory_gb, f"{MEMORY_SHARE:.0%} of a node's {nodes.memory_mb} MB")
-    yield _Line("array_parallelism", max(1, min(4, count // 4)), "profile jobs at a time")
+        yield Line("memory_gb", memory_gb, f"{MEMORY_SHARE:.0%} of a node's {nodes.memory_mb} MB")
+    yield Line("array_parallelism", max(1, min(4, count // 4)), "profile jobs at a time")
 
 
-def _times(place: Place) -> Iterator[_Line]:
+def _times(place: Place) -> Iterator[Line]:
     defaults = ClusterSpec.model_fields
     limit = place.most_minutes
     said = "the partition has no time limit" if limit is None else f"the time limit is {limit} min"
@@ -105,10 +105,10 @@ def _times(place: Place) -> Iterator[_Line]:
         usual = int(defaults[key].default)
         minutes = max(1, min(usual, limit or usual))
         shortest_s = min(shortest_s, 60 * minutes)
-        yield _Line(key, minutes, said)
+        yield Line(key, minutes, said)
     delay_s = int(defaults["signal_delay_s"].default)
     if delay_s >= shortest_s / 2:
-        yield _Line(
+        yield Line(
             "signal_delay_s", int(shortest_s / 4), "a job is warned so long before its limit"
         )
     modules = loaded_modules()
@@ -117,28 +117,26 @@ def _times(place: Place) -> Iterator[_Line]:
         setup += ["ulimit -l $(ulimit -H -l)", "ulimit -n $(ulimit -H -n)"]
     if setup:
         loaded = "the modules that are loaded here, and " if modules else ""
-        yield _Line(
-            "setup", setup, f"shell lines before a job's work: {loaded}limits at their most"
-        )
+        yield Line("setup", setup, f"shell lines before a job's work: {loaded}limits at their most")
 
 
-def _sbatch(place: Place) -> Iterator[_Line]:
+def _sbatch(place: Place) -> Iterator[Line]:
     if place.gpus:
-        yield _Line("mem", 0, "all of a node's host memory, for loaders and checkpoints")
+        yield Line("mem", 0, "all of a node's host memory, for loaders and checkpoints")
 
 
-def _environment(place: Place) -> Iterator[_Line]:
+def _environment(place: Place) -> Iterator[Line]:
     if place.gpus:
         name = "NCCL_SOCKET_IFNAME"
-        yield _Line(
+        yield Line(
             name, "eth0", f"tula check lists the interfaces with their rates: {UNKNOWN}", asked=True
         )
 
 
-def _pricing(place: Place) -> Iterator[_Line]:
+def _pricing(place: Place) -> Iterator[Line]:
     if place.billing_weights:
-        yield _Line("basis", "tres", "billing units times hours, as the site accounts them")
-        yield _Line("tres_weights", place.billing_weights, "TRESBillingWeights of the partition")
+        yield Line("basis", "tres", "billing units times hours, as the site accounts them")
+        yield Line("tres_weights", place.billing_weights, "TRESBillingWeights of the partition")
         return
-    yield _Line("basis", "node-hour", "the site has no billing weights")
-    yield _Line("usd_per_node_hour", 1.0, f"for comparing costs: {UNKNOWN}", asked=True)
+    yield Line("basis", "node-hour", "the site has no billing weights")
+    yield Line("usd_per_node_hour", 1.0, f"for comparing costs: {UNKNOWN}", asked=True)

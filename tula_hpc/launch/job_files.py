@@ -64,13 +64,16 @@ def setup_text(cluster: ClusterSpec) -> str:
 
     On this machine a line that fails ends the job; on Slurm the lines themselves decide.
     """
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in _variables(cluster).items()]
+    exports = [
+        f"export {name}={shlex.quote(value)}" for name, value in variables_of(cluster).items()
+    ]
     lines = [*cluster.setup, *exports, "tula_setup=done"]
     between = " && " if cluster.executor == "local" else "\n"
     return f"# {secrets.token_hex(32)}\n{between.join(lines)}"
 
 
-def _variables(cluster: ClusterSpec) -> dict[str, str]:
+def variables_of(cluster: ClusterSpec) -> dict[str, str]:
+    """Return the variables that the setup file sets."""
     # a job starts where the command did, and would import submitit and torch from there
     path = {"PYTHONSAFEPATH": "1"} if is_found_elsewhere() else {}
     return {"OMP_NUM_THREADS": str(cluster.cpus_per_worker), **path, **cluster.environment}
@@ -100,7 +103,7 @@ def _or_end(condition: str, words: str) -> str:
 def describe_setup(cluster: ClusterSpec) -> str:
     """Return a comment for the script that names the variables and counts the setup lines."""
     count = f"{len(cluster.setup)} line{'' if len(cluster.setup) == 1 else 's'} of setup"
-    return f"# {SETUP_FILE}, for you alone: {count}; variables {', '.join(_variables(cluster))}"
+    return f"# {SETUP_FILE}, for you alone: {count}; variables {', '.join(variables_of(cluster))}"
 
 
 # far more than any job's

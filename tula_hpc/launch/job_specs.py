@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from submitit import JobEnvironment
+
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.launch.job_files import TimeOutsLeft
 from tula_hpc.records import MAIN_LABEL, Configuration, Identity
+from tula_hpc.tracking.follow import following
 
 
 def resolve(name: str) -> Callable[[Any], Any]:
@@ -18,6 +21,14 @@ def resolve(name: str) -> Callable[[Any], Any]:
     module, _, function = name.partition(":")
     found: Callable[[Any], Any] = getattr(importlib.import_module(module), function)
     return found
+
+
+def in_passes(sweep: SweepSpec, passes: int) -> SweepSpec:
+    """Return the sweep of a script that takes the batch of a worker in so many forward passes."""
+    if not sweep.workload.accumulates:
+        return sweep
+    workload = sweep.workload.model_copy(update={"accumulation": passes})
+    return sweep.model_copy(update={"workload": workload})
 
 
 class Requeueable:
@@ -117,6 +128,14 @@ class TrainJob(Requeueable):
         if self.sweep.workload.is_script:
             return "tula_hpc.attach.train.script_job:run"
         return self.run
+
+    def __call__(self) -> Any:
+        """Do the job; rank 0 has a follower pass its metrics on, if that is wanted."""
+        names = self.sweep.training.log_to
+        if not names or JobEnvironment().global_rank > 0:
+            return super().__call__()
+        with following(self.root, self.label, names):
+            return super().__call__()
 
 
 @dataclass(frozen=True)

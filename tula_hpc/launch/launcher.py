@@ -7,19 +7,19 @@ import secrets
 import sys
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tula_hpc.config import ClusterSpec
+from tula_hpc.config import ClusterSpec, WorkloadSpec
+from tula_hpc.containers import NO_FOLDERS, Folders, folders_of
 from tula_hpc.env import SECRET_FILE, slurm_job_id, unix_time
 from tula_hpc.errors import Failure, LaunchError, RefusedError, StorageError, SubmitLimitError
 from tula_hpc.files import full_disk, in_words, make_private
-from tula_hpc.formatting import in_short_lines
+from tula_hpc.formatting import MINUTE_S, format_duration, in_short_lines
 from tula_hpc.launch.executor import Executor, Notice, Request, Submitted
 from tula_hpc.launch.local_executor import LocalJobs
-from tula_hpc.launch.reasons import classify, complaining_nodes, ends, explain, read_logs
+from tula_hpc.launch.reasons import classify, complaining_nodes, ends, explain, read_logs, waits
 from tula_hpc.launch.slurm import JobState, accounted_runs
 from tula_hpc.launch.slurm_executor import SlurmJobs
 from tula_hpc.records import JobAccount, RunDirectory, read_document, write_atomically
@@ -30,6 +30,7 @@ __all__ = [
     "NOTICE",
     "REFUSED",
     "Ended",
+    "JobsNow",
     "Launcher",
     "Notice",
     "Request",
@@ -48,7 +49,7 @@ ROOM_PAUSE_S = 30.0
 ACCOUNTING_S = 8.0
 NOTICE = "submission.json"
 REFUSED = "never_submitted.json"
-EXECUTORS: Mapping[str, Callable[[ClusterSpec], Executor]] = {
+EXECUTORS: Mapping[str, Callable[[ClusterSpec, Folders], Executor]] = {
     "local": LocalJobs,
     "slurm": SlurmJobs,
 }
@@ -67,6 +68,13 @@ class Ended(NamedTuple):
     log_file: Path | None
     # in which a device failed, as far as known
     hosts: tuple[str, ...] = ()
+
+
+class JobsNow(NamedTuple):
+    """Jobs that are waited for: how many of them run, and all of them in words."""
+
+    running: int
+    text: str
 
 
 def lost(run: RunDirectory) -> list[tuple[Path, Notice, set[str]]]:
@@ -106,16 +114,24 @@ class Launcher:
         run: The run directory; logs and pickles go to its slurm/ folder.
         name: Base of the job names, unique to the sweep.
         detached: Whether to raise `StillRunningError` instead of waiting.
+        work: Whose folders are mounted where jobs run in a container.
     """
 
     def __init__(
-        self, cluster: ClusterSpec, run: RunDirectory, name: str, *, detached: bool = False
+        self,
+        cluster: ClusterSpec,
+        run: RunDirectory,
+        name: str,
+        *,
+        detached: bool = False,
+        work: WorkloadSpec | None = None,
     ) -> None:
         self.cluster = cluster
         self.run = run
         self.name = name
         self.detached = detached
-        self.executor = EXECUTORS[cluster.executor](cluster)
+        folders = folders_of(work) if cluster.container and work else NO_FOLDERS
+        self.executor = EXECUTORS[cluster.executor](cluster, folders)
 
     def submit(
         self,
@@ -280,7 +296,7 @@ class Launcher:
         return found
 
     def wait(
-        self, jobs: Sequence[Submitted], tick: Callable[[str], None] = lambda _: None
+        self, jobs: Sequence[Submitted], tick: Callable[[JobsNow], None] = lambda _: None
     ) -> list[Ended]:
         """Wait until all jobs are over; `tick` is called with a summary of their states."""
         ended: dict[str, Ended] = {}
@@ -289,7 +305,7 @@ class Launcher:
         return [ended[job.job_id] for job in jobs]
 
     def wait_for_some(
-        self, jobs: Sequence[Submitted], tick: Callable[[str], None] = lambda _: None
+        self, jobs: Sequence[Submitted], tick: Callable[[JobsNow], None] = lambda _: None
     ) -> list[Ended]:
         """Wait until any of these jobs is over; return those that are.
 
@@ -308,10 +324,25 @@ class Launcher:
             over = [job for job in jobs if missing[job.job_id] >= limits.gone_polls]
             if over:
                 return self._ended(over)
-            tick(describe_states(active))
+            tick(self._described(active))
             if self.detached and looked >= limits.gone_polls:
                 raise StillRunningError(jobs)
             time.sleep(limits.pause_s(time.monotonic() - started))
+
+    def jobs_now(self, jobs: Sequence[Submitted]) -> JobsNow:
+        """Return where these jobs stand, in words."""
+        active = self.active(jobs)
+        return self._described(active) if active else JobsNow(0, "no job")
+
+    def _described(self, active: Mapping[str, JobState]) -> JobsNow:
+        waiting = [job_id for job_id, state in active.items() if waits(state)]
+        waited_s: dict[str, float] = {}
+        if waiting:
+            now = unix_time()
+            jobs = {job.job_id: job for job in self.run.history().submissions()}
+            # a requeued job waits from its last sign of life on
+            waited_s = {key: now - jobs[key].last_sign_at for key in waiting if key in jobs}
+        return JobsNow(len(active) - len(waiting), describe_states(active, waited_s))
 
     def active(
         self, jobs: Sequence[Submitted], timeout_s: float | None = None
@@ -388,17 +419,36 @@ class Launcher:
         return self.executor.script(request, self.run.slurm / f"{stage}-…", tasks)
 
 
-def describe_states(active: Mapping[str, JobState]) -> str:
-    """Summarize states, for example `3 running, 1 pending (Priority)`."""
-    words = Counter(state.state.lower() + _reason(state) for state in active.values())
-    return ", ".join(f"{count} {word}" for word, count in words.items()) or "ending"
+NOT_KNOWN: Mapping[str, float] = {}
 
 
-def _reason(state: JobState) -> str:
-    """Return Slurm's reason for a wait, with an explanation if waiting will not help."""
-    if state.state != "PENDING" or state.reason in ("", "None"):
-        return ""
+def describe_states(
+    active: Mapping[str, JobState], waited_s: Mapping[str, float] = NOT_KNOWN
+) -> str:
+    """Summarize states, for example `3 running, 1 waiting for 12 min (other jobs go first)`.
+
+    Args:
+        active: The states by job id.
+        waited_s: For how long each job has waited, as far as known.
+    """
+    groups: dict[tuple[str, str], list[str]] = {}
+    for job_id, state in active.items():
+        groups.setdefault(_in_words(state), []).append(job_id)
+    parts = []
+    for (stand, why), job_ids in groups.items():
+        longest_s = max(waited_s.get(job_id, 0.0) for job_id in job_ids)
+        # whole minutes: a log is to have a line for each, not for each second
+        minutes = max(0, int(longest_s / MINUTE_S))
+        how_long = f" for {format_duration(float(MINUTE_S * minutes))}" if minutes else ""
+        parts.append(f"{len(job_ids)} {stand}{how_long}{why}")
+    return ", ".join(parts) or "ending"
+
+
+def _in_words(state: JobState) -> tuple[str, str]:
+    """Return where a job stands and why it waits, with a warning if waiting will not help."""
+    if not waits(state):
+        return state.state.lower().replace("_", " "), ""
     wait = explain(state)
-    if not wait.stuck:
-        return f" ({state.reason})"
-    return f" ({state.reason}: {wait.words}; this does not go away by itself)"
+    why = wait.words or state.reason
+    stuck = "; this does not go away by itself" if wait.stuck else ""
+    return "waiting", f" ({why}{stuck})" if why else ""

@@ -27,9 +27,16 @@ from typing import Any
 from submitit.local.local import start_controller
 
 from tula_hpc.config import ClusterSpec
+from tula_hpc.containers import NO_FOLDERS, Folders, export_lines, python_of
 from tula_hpc.env import gpus_as_here
 from tula_hpc.launch.executor import TIME_OUTS, Limits, Notice, Request, Submitted
-from tula_hpc.launch.job_files import job_command, run_setup, write_pickles, write_setup
+from tula_hpc.launch.job_files import (
+    job_command,
+    run_setup,
+    variables_of,
+    write_pickles,
+    write_setup,
+)
 from tula_hpc.launch.slurm import JobState, StepState
 
 # of a process without a command line
@@ -134,12 +141,14 @@ class LocalJobs:
 
     Args:
         cluster: Whose nodes are emulated: one machine runs all workers.
+        folders: Of the workload, for a container.
     """
 
     limits = Limits(gone_polls=1, poll_s=0.2, longest_poll_s=0.2, several_hosts=False)
 
-    def __init__(self, cluster: ClusterSpec) -> None:
+    def __init__(self, cluster: ClusterSpec, folders: Folders = NO_FOLDERS) -> None:
         self.cluster = cluster
+        self.folders = folders
 
     def check(self) -> None:
         """Do nothing: a machine runs its own jobs."""
@@ -159,7 +168,9 @@ class LocalJobs:
         parameters = self.parameters(request)
         setup = [*parameters.pop("setup"), *run_setup(folder, write_setup(folder, self.cluster))]
         hashes = write_pickles(folder, tasks, request.minutes, TIME_OUTS)
-        python = shlex.quote(sys.executable)
+        exports = export_lines(self.cluster, self.folders, list(variables_of(self.cluster)))
+        setup += exports
+        python = python_of(self.cluster, self.folders, folder.parents[1], sys.executable)
         ids = []
         for index, sha256 in enumerate(hashes):
             process = start_controller(

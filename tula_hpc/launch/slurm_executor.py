@@ -26,6 +26,7 @@ from submitit.core.utils import JobPaths
 from submitit.slurm.slurm import _convert_mem, _make_sbatch_string
 
 from tula_hpc.config import ClusterSpec
+from tula_hpc.containers import NO_FOLDERS, Folders, export_lines, python_of, srun_options
 from tula_hpc.env import RUN_MARK, outside_of_job, slurm_job_id
 from tula_hpc.errors import InputError, LaunchError, NotStartedError, RefusedError, SubmitLimitError
 from tula_hpc.files import in_words
@@ -35,6 +36,7 @@ from tula_hpc.launch.job_files import (
     describe_setup,
     job_command,
     run_setup,
+    variables_of,
     write_pickles,
     write_setup,
 )
@@ -124,12 +126,14 @@ class SlurmJobs:
 
     Args:
         cluster: What sbatch is asked for.
+        folders: Of the workload, for a container.
     """
 
     limits = Limits(gone_polls=3, poll_s=2.0, longest_poll_s=30.0, several_hosts=True)
 
-    def __init__(self, cluster: ClusterSpec) -> None:
+    def __init__(self, cluster: ClusterSpec, folders: Folders = NO_FOLDERS) -> None:
         self.cluster = cluster
+        self.folders = folders
 
     def check(self) -> None:
         """Raise `LaunchError` where there is no sbatch, or no srun, which the script calls."""
@@ -154,8 +158,7 @@ class SlurmJobs:
         sha256 = write_setup(folder, self.cluster)
         hashes = write_pickles(folder, tasks, request.minutes, time_outs(request))
         setup = [*run_setup(folder, sha256), know_pickles(hashes)]
-        python = shlex.quote(sys.executable)
-        text = self._script(request, folder, python=python, setup=setup, tasks=len(tasks))
+        text = self._script(request, folder, python=sys.executable, setup=setup, tasks=len(tasks))
         script = folder / ".submission.sh"
         write_atomically(script, text)
         job_id = submit_once(script, request.name)
@@ -246,12 +249,17 @@ class SlurmJobs:
         self, request: Request, folder: Path, *, python: str, setup: Sequence[str], tasks: int
     ) -> str:
         parameters = self.parameters(request)
-        parameters["setup"] = [*trust_folder(folder), *parameters["setup"], *setup]
+        # the folder is RUN/slurm/<submission>
+        run, names = folder.parents[1], list(variables_of(self.cluster))
+        exports = export_lines(self.cluster, self.folders, names)
+        parameters["setup"] = [*trust_folder(folder), *parameters["setup"], *setup, *exports]
+        parameters["srun_args"] += srun_options(self.cluster, self.folders, run, names)
         if request.stage == CONTROL:
             parameters["teardown"] = requeue_if_killed(folder)
         if tasks > 1:
             parameters["map_count"] = tasks
-        command = start_command(python, folder)
+        inside = python_of(self.cluster, self.folders, run, python)
+        command = start_command(inside, folder)
         return str(_make_sbatch_string(command=command, folder=folder, **parameters))
 
     def script(self, request: Request, folder: Path, tasks: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -17,46 +16,30 @@ from tula_hpc.batches import Batch, samples_in, take, tensors_of
 from tula_hpc.config import ClusterSpec, SweepSpec, batches_timed_apart
 from tula_hpc.ddp.methods import pass_interval
 from tula_hpc.ddp.stop_signals import Suspensions
-from tula_hpc.ddp.worker import Worker, bare_all_reduce
+from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment, unix_time
 from tula_hpc.errors import DivergedError
+from tula_hpc.profiling.course import MOST_ATTEMPTS, Course
 from tula_hpc.profiling.meters import (
     MemoryMeter,
     NodePower,
     bytes_of,
-    cores_of,
     largest_over_workers,
     prefetched_batches,
-    processor_seconds,
 )
-from tula_hpc.profiling.probes import NoiseEstimate, probe_noise, time_forward
+from tula_hpc.profiling.probes import probe_noise, time_forward
 from tula_hpc.profiling.record import describe
 from tula_hpc.profiling.timing import (
     BRIEF_ROUND_S,
     LEAST_ROUNDS,
     LoaderWaits,
     StoppingRule,
-    agreed_s,
     calls_in_round,
-    halves_of,
+    driven,
     mean_interval,
     round_s,
-    rounds_apart,
-    time_rounds,
 )
-from tula_hpc.records import (
-    Configuration,
-    Identity,
-    Measurement,
-    ProcessorUse,
-    StepTimes,
-    compute_of,
-)
-
-# a partition that suspends its jobs in turns must not have them measured for ever
-MOST_ATTEMPTS = 3
-# seconds until a loader without prefetched batches delivers at its steady rate
-SETTLING_S = 1.0
+from tula_hpc.records import Configuration, Identity, Measurement, compute_of
 
 
 class SharedTimes(NamedTuple):
@@ -142,12 +125,12 @@ def _measure(
     worker = Worker(_without_updates(sweep), cluster, configuration, env)
     if on_built is not None:
         on_built(worker.workload.identity)
-    profile = StepProfile(worker, _stopping_rule(sweep), shared)
+    profile = StepProfile(worker, StoppingRule.of(sweep.search), shared)
     power = NodePower(cluster, worker)
     profile.run(memory, power)
     facts: dict[str, Any] = {
         **describe(configuration, cluster, env),
-        **_measured(profile),
+        **profile.measured(),
         "memory": largest_over_workers(worker, memory.use(worker, profile.batch_bytes)),
         "watts_per_node": power.mean(),
         "dataset_samples": worker.samples,
@@ -157,7 +140,7 @@ def _measure(
         "identity": worker.workload.identity,
         "parts": worker.parts,
         "smaller_computes": profile.smaller_computes(),
-        "start_s": 0.0 if job_began_at is None else max(0.0, profile.stepped_at - job_began_at),
+        "start_s": profile.started_s(job_began_at),
     }
     (suspended,) = worker.agree(float(suspensions.take()))
     worker.release()
@@ -175,23 +158,6 @@ def _free(cluster: ClusterSpec) -> None:
         torch.cuda.empty_cache()
 
 
-def _measured(profile: StepProfile) -> dict[str, Any]:
-    """Return the fields of a measurement that the timed steps give. Collective."""
-    return {
-        "times": profile.times(),
-        "steps": len(profile.samples["step"]) * profile.round_steps["step"],
-        "converged": profile.rule.converged(profile.samples["step"]),
-        "samples": {
-            name: [round(s, 7) for s in values] for name, values in profile.samples.items()
-        },
-        "round_steps": profile.round_steps,
-        "processor": profile.processor(),
-        "noise_scale": profile.noise.noise_scale,
-        "noise_samples": profile.noise.samples,
-        "noise_terms": profile.noise.terms,
-    }
-
-
 def _updates_per_epoch(sweep: SweepSpec, worker: Worker) -> float:
     steps = worker.samples // worker.configuration.global_batch
     if worker.norms.are_given or not sweep.training.free_reference:
@@ -205,29 +171,22 @@ def _without_updates(sweep: SweepSpec) -> SweepSpec:
     return sweep.model_copy(update={"training": training})
 
 
-class StepProfile:
+class StepProfile(Course):
     """Times of a step and its parts; the learning rate is 0, so that no weight can diverge."""
+
+    worker: Worker
 
     def __init__(
         self, worker: Worker, rule: StoppingRule, shared: SharedTimes | None = None
     ) -> None:
-        self.worker, self.rule = worker, rule
         self.shared = shared or SharedTimes.none()
-        self.samples: dict[str, list[float]] = {}
-        # steps or passes in each sample, which is a mean over them
-        self.round_steps: dict[str, int] = {}
+        super().__init__(worker, rule, LoaderWaits(worker.device), self.shared.allreduce_s)
         # smaller batches with a timed computation
         self.computed: list[int] = []
         self.batch_bytes = 0
-        self.noise = NoiseEstimate()
-        # Unix time at the end of the first step
-        self.stepped_at = math.inf
         for group in worker.optimizer.param_groups:
             group["lr"] = 0.0
         self.batches = worker.batches()
-        self.waits = LoaderWaits(worker.device)
-        # seconds of processors for a step: of the loader's processes, and of this one
-        self.processor_s = (0.0, 0.0)
 
     def run(self, memory: MemoryMeter, power: NodePower) -> None:
         """Warm up, then time whole steps (memory and power are metered here), and each part apart.
@@ -238,62 +197,37 @@ class StepProfile:
         loss = torch.zeros(())
         for _ in range(self.worker.sweep.search.warmup_steps):
             loss = self.worker.train_step(*next(self.batches))
-            self._note_first_step()
+            self.note_first_step()
         (diverged,) = self.worker.agree(0.0 if math.isfinite(float(loss)) else 1.0)
         if diverged:
             raise DivergedError(
                 "the loss is not finite before any training: look at the model and at the data"
             )
-        about_s = self._settle_loader()
-        power.start()
-        memory.start()
-        # it takes back the memory that metering gave to the kernel
-        self.worker.train_step(*next(self.batches))
-        self._time_whole_steps(about_s)
-        memory.stop()
-        power.stop()
+        driven(self.whole_steps(memory, power), self._whole_step)
         inputs, targets = next(self.batches)
         self.batch_bytes = bytes_of(tensors_of(self.worker.as_loaded(inputs, targets)))
-        self._time("compute", lambda: self._compute(inputs, targets))
+        self.time_apart("compute", lambda: self._compute(inputs, targets))
         self._time_smaller_computes(inputs, targets)
         self._time_optimizer()
         # with norms for free, no update takes a pass
         if self.worker.sweep.training.adapts and not self.worker.norms.are_given:
             # the update looks at the gradients of a backward pass
             self._compute(inputs, targets)
-            self._time(
-                "update", lambda: self.worker.update_gradscale(inputs, targets), briefly=True
-            )
-        if (
-            self.worker.env.world_size > 1
-            and self.worker.env.world_size not in self.shared.allreduce_s
-        ):
-            self._time("allreduce", bare_all_reduce(self.worker), briefly=True)
+            update = partial(self.worker.update_gradscale, inputs, targets)
+            self.time_apart("update", update, briefly=True)
+        self.time_all_reduce()
         self.noise = probe_noise(self.worker, self.batches, self.worker.sweep.search.noise_steps)
         self.samples["forward"] = time_forward(self.worker, inputs, targets)
 
-    def _note_first_step(self) -> None:
-        if math.isinf(self.stepped_at):
-            self.worker.synchronize_device()
-            self.stepped_at = unix_time()
+    @property
+    def turn(self) -> int:
+        """See `Course`."""
+        return max(1, self.worker.loader.num_workers)
 
-    def _settle_loader(self) -> float:
-        """Use up prefetched batches, then take some steps; return the seconds of one. Collective.
-
-        During warm-up the loader gets ahead by all that it may hold. A training uses that up once:
-        timed steps that live on it would hide a loader that is too slow. A loader that keeps up, on
-        the other hand, needs some steps until it is ahead again.
-        """
+    def use_up_batches(self) -> None:
+        """See `Course`."""
         for _ in range(prefetched_batches(self.worker)):
             next(self.batches)
-        about_s = agreed_s(self.worker, self._whole_step)
-        steps = min(self._turn, math.ceil(SETTLING_S / max(about_s, 1e-6)))
-        return agreed_s(self.worker, self._whole_step, steps)
-
-    @property
-    def _turn(self) -> int:
-        """Return the steps in which each process of the loader delivers once."""
-        return max(1, self.worker.loader.num_workers)
 
     def _whole_step(self) -> None:
         started = time.perf_counter()
@@ -301,27 +235,6 @@ class StepProfile:
         self.waits.arrived(time.perf_counter() - started)
         self.worker.train_step(inputs, targets)
         self.waits.launched()
-
-    def _time_whole_steps(self, about_s: float) -> None:
-        steps = self.rule.steps_per_round(about_s, multiple_of=self._turn)
-        self.waits.take()
-        started = processor_seconds()
-        seconds: list[float] = []
-        waits: list[float] = []
-        for mean_s in time_rounds(self.worker, self.rule, self._whole_step, steps):
-            seconds.append(mean_s)
-            waits.append(self.waits.take() / steps)
-        ended = processor_seconds()
-        count = steps * len(seconds)
-        self.processor_s = ((ended[0] - started[0]) / count, (ended[1] - started[1]) / count)
-        self.samples |= {"step": seconds, "data": waits}
-        self.round_steps |= {"step": steps, "data": steps}
-
-    def _time(self, name: str, step: Callable[[], object], *, briefly: bool = False) -> None:
-        """Time a part of a step by itself, in rounds as whole steps; see `rounds_apart`."""
-        self.samples[name], self.round_steps[name] = rounds_apart(
-            self.worker, self.rule, step, briefly=briefly
-        )
 
     def _compute(self, inputs: Batch, targets: Batch, *, whole: bool = False) -> None:
         self.worker.optimizer.zero_grad(set_to_none=True)
@@ -364,49 +277,9 @@ class StepProfile:
         means = [mean_interval(self.samples[compute_of(size)]).mean_s for size in self.computed]
         return tuple(zip(self.computed, self.worker.agree(*means), strict=True))
 
-    def processor(self) -> ProcessorUse:
-        """Return the processor time of loading and computing, the largest. Collective."""
-        # the sign is changed where the least counts
-        loader_s, worker_s, cores = self.worker.agree(*self.processor_s, -cores_of(self.worker))
-        return ProcessorUse(loader_s=loader_s, worker_s=worker_s, cores=-cores)
-
     def _time_optimizer(self) -> None:
         # or each step would scale the gradients that the one before has scaled in place
         for parameter in self.worker.parameters:
             if parameter.grad is not None:
                 parameter.grad.zero_()
-        self._time("optimizer", self.worker.optimizer.step, briefly=True)
-
-    def times(self) -> StepTimes:
-        """Return means, the slowest worker's for the parts that workers do alone. Collective."""
-        whole = mean_interval(self.samples["step"])
-        data, compute, optimizer, allreduce, update, forward = self.worker.agree(
-            *(self._mean(part) for part in ("data", "compute", "optimizer", "allreduce", "update")),
-            statistics.median(self.samples["forward"] or [0.0]),
-        )
-        allreduce = self.shared.allreduce_s.setdefault(self.worker.env.world_size, allreduce)
-        first, second, scatter = halves_of(self.samples["step"]) or (None, None, None)
-        return StepTimes(
-            step_time_s=whole.mean_s,
-            step_time_low_s=whole.low_s,
-            step_time_high_s=whole.high_s,
-            data_time_s=data,
-            compute_time_s=compute,
-            optimizer_time_s=optimizer,
-            allreduce_time_s=allreduce,
-            update_time_s=update,
-            forward_time_s=forward or None,
-            first_half_s=first,
-            second_half_s=second,
-            halves_scatter_s=scatter,
-        )
-
-    def _mean(self, part: str) -> float:
-        """Return the mean over rounds; 0 for a part that was not timed."""
-        rounds = self.samples.get(part)
-        return mean_interval(rounds).mean_s if rounds else 0.0
-
-
-def _stopping_rule(sweep: SweepSpec) -> StoppingRule:
-    search = sweep.search
-    return StoppingRule(search.min_steps, search.max_steps, search.max_seconds, search.ci_width)
+        self.time_apart("optimizer", self.worker.optimizer.step, briefly=True)

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tula_hpc import process_memory
 from tula_hpc.batches import tensors_of
@@ -30,7 +31,7 @@ from tula_hpc.config import ClusterSpec
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.records import Configuration, MemoryUse
-from tula_hpc.workloads.optimizers import own_states, shards
+from tula_hpc.workloads.optimizers import is_divided, own_states
 
 POWERCAP = Path("/sys/class/powercap")
 MICRO = 1e-6
@@ -302,17 +303,25 @@ class MemoryMeter:
             worker: Holds the model and the optimizer.
             batch_bytes: Size of one batch.
         """
-        states = bytes_of(tensors_of(own_states(worker.optimizer)))
-        return self.use_with(
-            parameter_bytes=bytes_of(worker.model.parameters()),
-            gradient_bytes=bytes_of(worker.parameters),
-            optimizer_bytes=states,
-            sharded_bytes=states if shards(worker.sweep.workload, worker.env.world_size) else 0,
-            batch_bytes=batch_bytes * max(1, prefetched_batches(worker)),
-        )
+        batch_bytes *= max(1, prefetched_batches(worker))
+        return self.use_by(worker.model, worker.parameters, worker.optimizer, batch_bytes)
 
-    def use_with(self, **counted: int) -> MemoryUse:
-        """Return the metered memory with these fields of `MemoryUse`, which were counted."""
+    def use_by(
+        self,
+        model: nn.Module,
+        trained: Iterable[Tensor],
+        optimizer: Optimizer,
+        batch_bytes: int,
+    ) -> MemoryUse:
+        """Return the metered memory with what is known to be in it.
+
+        Args:
+            model: Of the training.
+            trained: Its parameters with a gradient.
+            optimizer: Has states.
+            batch_bytes: Of the batches that are loaded at once.
+        """
+        states = bytes_of(tensors_of(own_states(optimizer)))
         return MemoryUse(
             peak_bytes=self.peak_bytes,
             reserved_bytes=self.reserved_bytes,
@@ -321,7 +330,11 @@ class MemoryMeter:
             other_bytes=self.other_bytes,
             alloc_retries=self.short["num_alloc_retries"],
             ooms=self.short["num_ooms"],
-            **counted,
+            parameter_bytes=bytes_of(model.parameters()),
+            gradient_bytes=bytes_of(trained),
+            optimizer_bytes=states,
+            sharded_bytes=states if is_divided(optimizer) else 0,
+            batch_bytes=batch_bytes,
         )
 
 

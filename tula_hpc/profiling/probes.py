@@ -9,7 +9,7 @@ as BatchNorm, see parts throughout, so that both gradients are of one function.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from tula_hpc.batches import Batch, map_tensors, samples_in, take
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.optim import gradient_square, noise_scale, noise_trace
 from tula_hpc.process_memory import out_of_memory
+from tula_hpc.profiling.meters import Metered
 from tula_hpc.profiling.timing import round_s
 from tula_hpc.workloads.optimizers import forget
 
@@ -90,18 +91,49 @@ def _estimate(worker: Worker, batches: Batches) -> NoiseEstimate:
     # BatchNorm cannot train on one sample
     if piece < 2:
         return NoiseEstimate()
-    large = piece * pieces * world
-    terms: list[tuple[float, float]] = []
+    norms: list[tuple[float, float]] = []
     for _ in range(PASSES):
-        norms = _norms(worker, *next(batches), pieces, piece)
-        if norms is None:
+        found = _norms(worker, *next(batches), pieces, piece)
+        if found is None:
             return NoiseEstimate()
-        terms.append((gradient_square(*norms, piece, large), noise_trace(*norms, piece, large)))
+        norms.append(found)
+    return estimate_from(norms, piece, piece * pieces * world)
+
+
+def estimate_from(norms: Sequence[tuple[float, float]], part: int, whole: int) -> NoiseEstimate:
+    """Return the estimate from some passes.
+
+    Args:
+        norms: Of each pass, see `shared_norms`.
+        part: Samples of a part.
+        whole: Samples of a pass.
+    """
+    terms = [
+        (gradient_square(*each, part, whole), noise_trace(*each, part, whole)) for each in norms
+    ]
     if not all(map(math.isfinite, chain.from_iterable(terms))):
         return NoiseEstimate()
     square, trace = (sum(column) for column in zip(*terms, strict=True))
     scale = noise_scale(square, trace)
-    return NoiseEstimate(0.0 if math.isnan(scale) else scale, large * PASSES, tuple(terms))
+    return NoiseEstimate(0.0 if math.isnan(scale) else scale, whole * len(norms), tuple(terms))
+
+
+def shared_norms(
+    worker: Metered, gradient: Tensor, squares: float, parts: int
+) -> tuple[float, float]:
+    """Return all workers' parts' mean |g|² and |mean g|². Collective.
+
+    Args:
+        worker: One of them.
+        gradient: Sum of its parts' gradients; becomes that of all workers.
+        squares: Sum of their squared norms.
+        parts: As many each worker has.
+    """
+    if worker.env.world_size > 1:
+        dist.all_reduce(gradient)
+    parts *= worker.env.world_size
+    (total,) = worker.total(squares)
+    return total / parts, squared(gradient / parts)
 
 
 def _norms(
@@ -118,12 +150,7 @@ def _norms(
     (failed,) = worker.agree(float(mine is None))
     if failed or mine is None:
         return None
-    gradient, squares = mine
-    if worker.env.world_size > 1:
-        dist.all_reduce(gradient)
-    parts = pieces * worker.env.world_size
-    (total,) = worker.total(squares)
-    return total / parts, _squared(gradient / parts)
+    return shared_norms(worker, *mine, pieces)
 
 
 def _sums(
@@ -135,20 +162,25 @@ def _sums(
         for start in range(0, pieces * piece, piece)
     )
     total = next(gradients)
-    squares = _squared(total)
+    squares = squared(total)
     for gradient in gradients:
-        squares += _squared(gradient)
+        squares += squared(gradient)
         total += gradient
     return total, squares
 
 
-def _squared(vector: Tensor) -> float:
+def squared(vector: Tensor) -> float:
+    """Return |vector|², summed in double precision."""
     return float(vector.square().sum(dtype=torch.float64))
 
 
 def _flat_gradient(worker: Worker, inputs: Batch, targets: Batch) -> Tensor:
-    gradients = worker.local_gradient(inputs, targets)
-    pairs = zip(gradients, worker.parameters, strict=True)
+    return flat(worker.local_gradient(inputs, targets), worker.parameters)
+
+
+def flat(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
+    """Return gradients as one vector; a parameter without one has 0."""
+    pairs = zip(gradients, parameters, strict=True)
     return torch.cat(
         [(torch.zeros_like(p) if g is None else g).reshape(-1).float() for g, p in pairs]
     )

@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Generator, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 
+from tula_hpc.config import SearchSpec
 from tula_hpc.ddp.agreement import Agreement
 
 # waiting for the device at a round's ends costs about a millisecond, below half a per cent of it
@@ -30,6 +31,10 @@ USUAL_ROUNDS = 10
 # 97.5 % quantiles of Student's t for 1, 2, … degrees of freedom
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 NORMAL = 1.959964
+
+T = TypeVar("T")
+# yields where it waits for the end of a step
+Steps = Generator[None, None, T]
 
 
 class Interval(NamedTuple):
@@ -126,6 +131,11 @@ class StoppingRule(NamedTuple):
     max_seconds: float
     ci_width: float
 
+    @classmethod
+    def of(cls, search: SearchSpec) -> StoppingRule:
+        """Return a sweep's rule."""
+        return cls(search.min_steps, search.max_steps, search.max_seconds, search.ci_width)
+
     def steps_per_round(
         self, about_s: float, round_s: float = ROUND_S, multiple_of: int = 1
     ) -> int:
@@ -158,35 +168,78 @@ class StoppingRule(NamedTuple):
         return len(rounds) >= LEAST_ROUNDS and mean_interval(rounds).relative_width <= self.ci_width
 
 
-def round_s(worker: Agreement, step: Callable[[], object], steps: int = 1) -> float:
-    """Return the mean seconds of a number of calls in a row, the device's work included."""
+def driven(steps: Steps[T], step: Callable[[], object]) -> T:
+    """Take the steps that a generator waits for, and return what it returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as ended:
+            found: T = ended.value
+            return found
+        step()
+
+
+def no_seconds() -> float:
+    """Return that nothing is left out."""
+    return 0.0
+
+
+def round_of(
+    worker: Agreement, steps: int, left_out_s: Callable[[], float] = no_seconds
+) -> Steps[float]:
+    """Wait for a number of steps in a row; return the mean seconds of one, the device's included.
+
+    Args:
+        worker: Gives the device to wait for.
+        steps: In the round.
+        left_out_s: Returns the seconds so far that are none of steps.
+    """
     worker.synchronize_device()
+    before_s = left_out_s()
     started = time.perf_counter()
     for _ in range(steps):
-        step()
+        yield
     worker.synchronize_device()
-    return (time.perf_counter() - started) / steps
+    return (time.perf_counter() - started - (left_out_s() - before_s)) / steps
+
+
+def rounds_of(
+    worker: Agreement,
+    rule: StoppingRule,
+    steps: int,
+    *,
+    counted: Callable[[float], float] = float,
+    left_out_s: Callable[[], float] = no_seconds,
+) -> Steps[list[float]]:
+    """Return the mean seconds of a step in rounds until all workers' rules are satisfied.
+
+    Collective, and every worker takes as many steps: they may be collective too.
+
+    Args:
+        worker: For agreements.
+        rule: Of the measurement.
+        steps: In a round.
+        counted: Returns what counts of a round's mean, after the round.
+        left_out_s: See `round_of`.
+    """
+    rounds: list[float] = []
+    unfinished = 1.0
+    while unfinished:
+        mean_s = yield from round_of(worker, steps, left_out_s)
+        rounds.append(counted(mean_s))
+        (unfinished,) = worker.agree(0.0 if rule.done(rounds, steps) else 1.0)
+    return rounds
+
+
+def round_s(worker: Agreement, step: Callable[[], object], steps: int = 1) -> float:
+    """Return the mean seconds of a number of calls in a row, the device's work included."""
+    return driven(round_of(worker, steps), step)
 
 
 def agreed_s(worker: Agreement, step: Callable[[], object], steps: int = 1) -> float:
     """Return the slowest worker's mean seconds of a call, the same on all workers. Collective."""
     (slowest_s,) = worker.agree(round_s(worker, step, steps))
     return slowest_s
-
-
-def time_rounds(
-    worker: Agreement, rule: StoppingRule, step: Callable[[], object], steps: int
-) -> Iterator[float]:
-    """Yield the mean seconds of a step in each round until all workers' rules are satisfied.
-
-    Collective, and every worker takes as many steps: `step` may be collective too.
-    """
-    rounds: list[float] = []
-    unfinished = 1.0
-    while unfinished:
-        rounds.append(round_s(worker, step, steps))
-        yield rounds[-1]
-        (unfinished,) = worker.agree(0.0 if rule.done(rounds, steps) else 1.0)
 
 
 def rounds_apart(
@@ -204,7 +257,7 @@ def rounds_apart(
     steps = calls_in_round(worker, rule, step, BRIEF_ROUND_S if briefly else ROUND_S)
     if briefly:
         rule = rule._replace(max_steps=LEAST_ROUNDS * steps)
-    return list(time_rounds(worker, rule, step, steps)), steps
+    return driven(rounds_of(worker, rule, steps), step), steps
 
 
 def calls_in_round(

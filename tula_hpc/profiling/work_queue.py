@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import WorkerEnvironment, job_started_at, unix_time
@@ -38,8 +38,27 @@ def ask_search(job: ProfileJob) -> list[Configuration]:
     Raises:
         StageError: The search failed; the message ends with its last line of output.
     """
+    return [Configuration(*row) for row in _asked(job, "configurations")]
+
+
+def ask_passes(job: ProfileJob, local_batch: int) -> int | None:
+    """Return the forward passes in which a script takes a batch; None where it is not told.
+
+    Raises:
+        StageError: The search failed.
+    """
+    if not job.sweep.workload.accumulates:
+        return None
+    passes, most = job.sweep.workload.accumulation, _asked(job, "largest pass")
+    while most is not None and local_batch > passes * most:
+        passes *= 2
+    return passes
+
+
+def _asked(job: ProfileJob, what: Literal["configurations", "largest pass"]) -> Any:
     known = measurements_for_search(recorded_in(job.output.parent), job.partition, job.since)
     question = {
+        "asks": what,
         "sweep": job.sweep.model_dump(mode="json"),
         "cluster": job.cluster.model_dump(mode="json"),
         "measurements": [m.model_dump(mode="json", exclude={"samples"}) for m in known],
@@ -59,18 +78,20 @@ def ask_search(job: ProfileJob) -> list[Configuration]:
     except subprocess.CalledProcessError as error:
         lines = error.stderr.strip().splitlines() or [str(error.returncode)]
         raise StageError(f"the search failed in the job: {lines[-1]}") from None
-    return [Configuration(*row) for row in json.loads(done.stdout)]
+    return json.loads(done.stdout)
 
 
 def answer(question: str) -> str:
-    """Return the proposals as JSON; see `ask_search` for the question."""
-    from tula_hpc.analysis.search.propose import propose
+    """Return the proposals as JSON, or the largest batch of one forward pass of a script."""
+    from tula_hpc.analysis.search.propose import largest_pass, propose
 
     asked = json.loads(question)
     # the workload's paths were checked when the sweep was read, and do not matter to the search
     sweep = SweepSpec.model_validate(asked["sweep"], context={"check_paths": False})
     cluster = ClusterSpec.model_validate(asked["cluster"])
     measurements = [Measurement.model_validate(row) for row in asked["measurements"]]
+    if asked["asks"] == "largest pass":
+        return json.dumps(largest_pass(sweep, cluster, measurements))
     return json.dumps(propose(sweep, cluster, measurements, trusted_batch=asked["trusted_batch"]))
 
 
@@ -102,6 +123,8 @@ class Agenda:
         self._began_at = job_started_at()
         self._here_since = unix_time()
         self._todo = deque(job.configurations)
+        # of a script, for the last configuration: see `ask_passes`
+        self.passes: int | None = None
         # known when all workers have met
         self._startup_s: float | None = None
         if env.rank == 0:
@@ -135,6 +158,11 @@ class Agenda:
             self._note("ended", detail=failure)
             return None
         configuration = self._todo.popleft()
+        try:
+            self.passes = ask_passes(self.job, configuration.local_batch)
+        except StageError as error:
+            self._note("ended", detail=str(error))
+            return None
         self._note("measuring", configuration)
         return configuration
 
@@ -179,6 +207,7 @@ class Agenda:
             submitted_at=self.job.submitted_at,
             began_at=self._began_at,
             configuration=configuration,
+            accumulation=self.passes,
             detail=detail,
         )
         append_record(notes_file(self.job.output), record)

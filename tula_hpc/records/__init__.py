@@ -11,6 +11,7 @@ from tula_hpc.records.events import (
     JobAccount,
     JobNote,
     RunHistory,
+    Sign,
     StopReason,
     Submission,
 )
@@ -37,6 +38,7 @@ from tula_hpc.records.measurement import (
     recorded_in,
 )
 from tula_hpc.records.metrics import (
+    RECENT_STEPS,
     SCALE_BINS_PER_OCTAVE,
     SCALE_OCTAVES,
     AnyMetrics,
@@ -44,8 +46,11 @@ from tula_hpc.records.metrics import (
     Metrics,
     StepMetrics,
     read_metrics,
+    samples_a_step,
+    steps_left_s,
+    training_left_s,
 )
-from tula_hpc.records.plan import Candidate, Knee, Plan
+from tula_hpc.records.plan import Candidate, Doubt, Knee, Plan, Remedy
 from tula_hpc.records.run_directory import RunDirectory, TrainDirectory
 from tula_hpc.records.storage import (
     MAX_LINE_BYTES,
@@ -71,12 +76,14 @@ __all__ = [
     "CREDIBLE_S",
     "MAIN_LABEL",
     "MAX_LINE_BYTES",
+    "RECENT_STEPS",
     "SCALE_BINS_PER_OCTAVE",
     "SCALE_OCTAVES",
     "AnyMetrics",
     "Batch",
     "Candidate",
     "Configuration",
+    "Doubt",
     "Drift",
     "EpochMetrics",
     "Event",
@@ -95,8 +102,10 @@ __all__ = [
     "RateTrial",
     "ReadResult",
     "Record",
+    "Remedy",
     "RunDirectory",
     "RunHistory",
+    "Sign",
     "StepMetrics",
     "StepParts",
     "StepTimes",
@@ -124,6 +133,9 @@ __all__ = [
     "recorded_in",
     "refuse_another",
     "refuse_several",
+    "samples_a_step",
+    "steps_left_s",
+    "training_left_s",
     "with_rank_files",
     "write_atomically",
 ]

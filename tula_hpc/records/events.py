@@ -68,6 +68,8 @@ class JobNote(Record):
     began_at: float = 0.0
     # about to be measured
     configuration: Configuration | None = None
+    # of a script, see `Measurement`
+    accumulation: int | None = None
     detail: str = ""
 
 
@@ -149,6 +151,8 @@ class SubmissionData(EventData):
     partition: str | None = None
     # of a training
     configuration: Configuration | None = None
+    # of a script, see `Measurement`
+    accumulation: int | None = None
     # to be profiled
     configurations: tuple[Configuration, ...] = ()
     # in the run directory: measurements of a profile job
@@ -327,6 +331,8 @@ class Submission(JobEvents):
     folder: str = ""
     # of a training
     configuration: Configuration | None = None
+    # of a script, see `Measurement`
+    accumulation: int | None = None
     # to be profiled
     configurations: tuple[Configuration, ...] = ()
     # in the run directory: measurements of a profile job
@@ -378,6 +384,20 @@ class Sign(NamedTuple):
     # Unix time
     time: float
     kind: Literal["started", "resumed", "stopped", "finished"]
+    # to be shown: the name of the event
+    title: str = ""
+    job_id: str = ""
+    # of the training
+    label: str = MAIN_LABEL
+
+
+class News(NamedTuple):
+    """Event of a training that a person may want to hear of."""
+
+    kind: Literal["training_preempted", "training_failed", "training_finished"]
+    # of the training
+    label: str
+    text: str
 
 
 _SIGNS: Mapping[EventName, Literal["started", "resumed", "stopped", "finished"]] = {
@@ -556,12 +576,34 @@ class RunHistory:
 
     def signs(self) -> list[Sign]:
         """Return the signs of life of all trainings, in the order of time."""
-        found = [
-            Sign(event.time, _SIGNS[event.event])
-            for event in self.events
-            if event.stage == "train" and event.event in _SIGNS
-        ]
+        found = []
+        for label, events in self._by_label.items():
+            for event in events:
+                if event.event in _SIGNS:
+                    kind = _SIGNS[event.event]
+                    found.append(Sign(event.time, kind, event.title, event.job_id, label))
         return sorted(found, key=lambda sign: sign.time)
+
+    def news(self, since: int) -> list[News]:
+        """Return the news of trainings in the events from that number on."""
+        found = []
+        for event, label in list(zip(self.events, self._labels, strict=True))[since:]:
+            if event.stage != "train":
+                continue
+            kind = event.failure.value.replace("_", " ") if event.failure else "failed"
+            name = label or MAIN_LABEL
+            if event.event == "preempted":
+                found.append(News("training_preempted", name, event.detail))
+            elif event.event == "finished":
+                found.append(News("training_finished", name, event.detail))
+            elif event.event == "fell_back":
+                found.append(
+                    News("training_failed", name, f"{event.detail}; a smaller batch is next")
+                )
+            # as the command saw it; the job's own word is in it
+            elif event.event == "failed" and "label" in event.data:
+                found.append(News("training_failed", name, f"{kind}: {event.detail}"))
+        return found
 
     def samples_seen(self) -> list[tuple[EventName, int]]:
         """Return which events of trainings happened after how many samples, where that is known."""

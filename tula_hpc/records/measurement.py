@@ -163,12 +163,17 @@ class Measurement(Record):
     # of AGS's gradient scale, on average
     updates_per_epoch: float = 0.0
     parameters: int = 0
+    # of an epoch of a script, not of its steps: evaluation, saving, start of loaders; None: not seen
+    between_epochs_s: float | None = Field(default=None, ge=0.0, lt=CREDIBLE_S)
     # a script keeps its state here, so that it goes on exactly where it was
     kept: bool = False
     # of model, code and data; None: a record of an earlier version, or of a job that was killed
     identity: Identity | None = None
     # in so many a step takes the local batch, one after another
     parts: int = Field(default=1, ge=1, le=10**6)
+    # forward passes in which a script that is told their number takes the local batch; None: it is
+    # not told
+    accumulation: int | None = Field(default=None, ge=1, le=2**31)
     smaller_computes: tuple[SmallerCompute, ...] = Field(default=(), max_length=48)
     device: str = ""
     backend: str = ""

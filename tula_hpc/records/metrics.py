@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import Field, RootModel
@@ -28,6 +29,8 @@ ROUNDING = 1e-4
 # beginnings of lines that earlier versions wrote
 OLD_LINES = (b'{"kind":"rollback",', b'{"kind":"curvature",')
 MAX_LINES = 5_000_000
+# logged lines from which the present pace is taken
+RECENT_STEPS = 20
 # the same file gives the same choice
 SEED = 0
 
@@ -123,7 +126,8 @@ class EpochMetrics(Record):
     noise_scale: float | None = None
     # samples, mean tr(Σ) over mean |G|² of the readings since the last such line
     critical_batch: float | None = None
-    # of the test set, after the epoch's steps
+    # of the test set, after the epoch's steps; of a script all that it does between its epochs, and
+    # evaluates within them
     evaluation_time_s: float | None = None
     # over all nodes
     workers: int | None = None
@@ -189,19 +193,64 @@ def parse_metrics(line: bytes) -> AnyMetrics:
 
 
 def split(rows: Iterable[AnyMetrics], skipped: int) -> Metrics:
-    """Split lines by kind; the later of two for the same samples or epoch counts."""
+    """Split lines by kind; the later of two for the same samples or epoch counts.
+
+    What a later line of an epoch does not tell counts as the earlier one told it: a script's scores
+    and the time until its next epoch are known at different moments.
+    """
     steps: dict[int, StepMetrics] = {}
     epochs: dict[int, EpochMetrics] = {}
     for row in rows:
         if isinstance(row, StepMetrics):
             steps[row.samples_seen] = row
         else:
-            epochs[row.epoch] = row
+            epochs[row.epoch] = _joined(epochs.get(row.epoch), row)
     return Metrics(_in_order(steps), _in_order(epochs), skipped)
+
+
+def _joined(before: EpochMetrics | None, row: EpochMetrics) -> EpochMetrics:
+    if before is None or before.step != row.step:
+        return row
+    known = {name: value for name, value in before if getattr(row, name) is None}
+    return row.model_copy(update=known)
 
 
 def _in_order(rows: dict[int, R]) -> list[R]:
     return [rows[key] for key in sorted(rows)]
+
+
+def samples_a_step(steps: Sequence[StepMetrics]) -> float:
+    """Return the present global batch, which a fallback changes; 0 where no step tells."""
+    for before, after in zip(steps[-2::-1], steps[:0:-1], strict=False):
+        if after.step > before.step and after.samples_seen > before.samples_seen:
+            return (after.samples_seen - before.samples_seen) / (after.step - before.step)
+    return steps[-1].samples_seen / steps[-1].step if steps and steps[-1].step else 0.0
+
+
+def steps_left_s(steps: Sequence[StepMetrics], epochs: float) -> float | None:
+    """Estimate the time of the steps that are left, at the pace of these; None where none tells."""
+    batch = samples_a_step(steps)
+    if not batch or steps[-1].epoch <= 0:
+        return None
+    last = steps[-1]
+    left = max(0.0, epochs - last.epoch) * last.samples_seen / last.epoch
+    return left / batch * median(row.step_time_s for row in steps)
+
+
+def training_left_s(
+    steps: Sequence[StepMetrics], last: EpochMetrics | None, epochs: float
+) -> float | None:
+    """Estimate the time that a training still takes: its steps, and evaluations as the last one.
+
+    Args:
+        steps: Logged so far.
+        last: Last epoch that ended.
+        epochs: To be trained.
+    """
+    left_s = steps_left_s(steps[-RECENT_STEPS:], epochs)
+    if left_s is None or last is None:
+        return left_s
+    return left_s + max(0.0, epochs - last.epoch) * (last.evaluation_time_s or 0.0)
 
 
 class _Index:

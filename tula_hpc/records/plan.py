@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Iterable
+from enum import StrEnum
+from itertools import zip_longest
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import ConfigDict, Field
 
@@ -18,6 +21,8 @@ class Candidate(Record):
     workers_per_node: WorkersPerNode = 1
     local_batch: Batch
     global_batch: Batch
+    # forward passes in which a script takes the local batch, as memory forbids it at once
+    accumulation: int = Field(default=1, ge=1, le=2**31)
     # as measured, where it was
     step_time_s: float
     # of the fitted model, measured or not; None in older plans, where step_time_s is that
@@ -60,6 +65,11 @@ class Candidate(Record):
         return Configuration(self.nodes, self.workers_per_node, self.local_batch)
 
     @property
+    def in_parts(self) -> str:
+        """Return " in 4 parts" where a script takes its batch so; else ""."""
+        return f" in {self.accumulation} parts" if self.accumulation > 1 else ""
+
+    @property
     def model_s(self) -> float:
         """Return the seconds of a step by the fitted model alone."""
         return self.step_time_s if self.model_step_time_s is None else self.model_step_time_s
@@ -84,6 +94,22 @@ class Knee(Record):
     interval_90: tuple[float, float] | None = None
     # of those curves
     share_without_knee: float = 0.0
+
+
+class Remedy(StrEnum):
+    """What the reader of a doubt should do about it."""
+
+    MEASURE = "measure"
+    CHANGE = "change"
+    # nothing
+    KNOW = "know"
+
+
+class Doubt(NamedTuple):
+    """A warning with what the reader should do about it."""
+
+    text: str
+    remedy: Remedy
 
 
 class Plan(Record):
@@ -114,6 +140,8 @@ class Plan(Record):
     notes: list[str] = Field(default=[])
     models: dict[str, Any]
     warnings: list[str] = Field(default=[])
+    # of each of them, in their order; empty in older plans
+    remedies: list[Remedy] = Field(default=[])
     dataset_samples: int
     epochs: int
     memory_limit_bytes: int | None = None
@@ -125,3 +153,16 @@ class Plan(Record):
         """Return the Pareto front of expected wall time and cost, fastest first."""
         front = (candidate for candidate in self.candidates if candidate.pareto)
         return sorted(front, key=lambda candidate: (candidate.expected_time_s, candidate.cost))
+
+    @property
+    def doubts(self) -> list[Doubt]:
+        """Return the warnings with their remedies; in older plans there is nothing to do."""
+        pairs = zip_longest(self.warnings, self.remedies[: len(self.warnings)])
+        return [Doubt(text, remedy or Remedy.KNOW) for text, remedy in pairs]
+
+    def with_doubts(self, doubts: Iterable[Doubt]) -> Self:
+        """Return the plan with more warnings at the end."""
+        every = [*self.doubts, *doubts]
+        warnings = [doubt.text for doubt in every]
+        remedies = [doubt.remedy for doubt in every]
+        return self.model_copy(update={"warnings": warnings, "remedies": remedies})

@@ -139,7 +139,7 @@ class RunDirectory:
         """
         rooms = (self.slurm, self.profile, self.root / "train", self.report)
         left = [room for room in rooms if room.is_dir() and any(room.iterdir())]
-        documents = [self.events_file, self.trial_file, self.accounting_file]
+        documents = [self.events_file, self.trial_file, self.accounting_file, self.told_file]
         documents += self.root.glob("footprint*.json")
         left += [path for path in documents if path.exists()]
         if not left:
@@ -322,6 +322,11 @@ class RunDirectory:
     def events_file(self) -> Path:
         """Return the log of all stages."""
         return self.root / "events.jsonl"
+
+    @property
+    def told_file(self) -> Path:
+        """Return the file of what `on_event` was run for."""
+        return self.root / "told.json"
 
     @property
     def accounting_file(self) -> Path:

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import unix_time
-from tula_hpc.formatting import printable, printable_output, with_own_escapes
+from tula_hpc.formatting import format_left, printable, printable_output, with_own_escapes
 from tula_hpc.invocation import command_line
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.launcher import Ended, Launcher
@@ -36,8 +36,23 @@ class StageProgress(Protocol):
     ) -> None:
         """Stop showing."""
 
-    def update(self, done: float, total: float, text: str) -> None:
-        """Show how much of the stage is done, and its present work."""
+    def update(
+        self,
+        done: float,
+        total: float,
+        text: str,
+        left_s: float | None = None,
+        notes: Sequence[str] = (),
+    ) -> None:
+        """Show how much of the stage is done.
+
+        Args:
+            done: For a bar.
+            total: For a bar.
+            text: The same for people, counts first, and the present work.
+            left_s: Estimated seconds until it is done.
+            notes: Sentences on what happened.
+        """
 
 
 def stage_progress(stage: str) -> StageProgress:
@@ -52,16 +67,14 @@ class BarProgress:
         from rich.console import Console
         from rich.progress import (
             BarColumn,
-            MofNCompleteColumn,
             Progress,
             TextColumn,
             TimeElapsedColumn,
         )
 
         columns = (
-            TextColumn("[bold]{task.fields[stage]:<8}"),
+            TextColumn("[bold]{task.fields[stage]:<9}"),
             BarColumn(bar_width=30),
-            MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("{task.description}", markup=False),
         )
@@ -87,16 +100,26 @@ class BarProgress:
         self.cleaning.close()
         self.bar.stop()
 
-    def update(self, done: float, total: float, text: str) -> None:
+    def update(
+        self,
+        done: float,
+        total: float,
+        text: str,
+        left_s: float | None = None,
+        notes: Sequence[str] = (),
+    ) -> None:
         """Redraw."""
-        self.bar.update(self.task, completed=done, total=total, description=printable(text))
+        shown = printable(_in_a_line(text, left_s, notes))
+        self.bar.update(self.task, completed=done, total=total, description=shown)
 
 
 class LineProgress:
     """Line on standard error whenever something changes."""
 
     def __init__(self, stage: str) -> None:
-        self.stage, self.last, self.printed_at = stage, "", 0.0
+        self.stage = stage
+        self.last: tuple[str, ...] = ()
+        self.printed_at = 0.0
 
     def __enter__(self) -> LineProgress:
         """Nothing to start."""
@@ -110,14 +133,42 @@ class LineProgress:
     ) -> None:
         """Nothing to stop."""
 
-    def update(self, done: float, total: float, text: str) -> None:
-        """Print a line that changed, or any after a long silence."""
-        line = f"{self.stage}: {done:.4g} of {total:.4g}: {text}"
-        if line == self.last and time.monotonic() - self.printed_at < LOG_EVERY_S:
+    def update(
+        self,
+        done: float,
+        total: float,
+        text: str,
+        left_s: float | None = None,
+        notes: Sequence[str] = (),
+    ) -> None:
+        """Print a line that changed, or any after a long silence; the time left changes always."""
+        said = (text, *notes)
+        if said == self.last and time.monotonic() - self.printed_at < LOG_EVERY_S:
             return
-        self.last, self.printed_at = line, time.monotonic()
-        sys.stderr.write(line + "\n")
+        self.last = said
+        self.printed_at = time.monotonic()
+        sys.stderr.write(f"{self.stage}: {_in_a_line(text, left_s, notes)}\n")
         sys.stderr.flush()
+
+
+def _in_a_line(text: str, left_s: float | None, notes: Sequence[str]) -> str:
+    left = [] if left_s is None else [format_left(left_s)]
+    return "; ".join([", ".join([text, *left]), *notes])
+
+
+def profiling_left_s(measured: Sequence[Measurement], left: int, now: float) -> float | None:
+    """Estimate the seconds until so many more are measured; None before the first one.
+
+    Args:
+        measured: Those of the jobs that are at work, whose pace is taken.
+        left: How many are left.
+        now: Unix time.
+    """
+    if not measured:
+        return None
+    ended_at = max(row.finished_at for row in measured)
+    took_s = ended_at - min(row.finished_at - row.elapsed_s for row in measured)
+    return max(0.0, left * took_s / len(measured) - max(0.0, now - ended_at))
 
 
 class Sweep(NamedTuple):
@@ -136,7 +187,8 @@ class Sweep(NamedTuple):
     @property
     def launcher(self) -> Launcher:
         """Return the launcher of this sweep; job names tell sweeps of one user apart."""
-        return Launcher(self.cluster, self.run, self.spec.job_name, detached=self.detached)
+        work, name = self.spec.workload, self.spec.job_name
+        return Launcher(self.cluster, self.run, name, detached=self.detached, work=work)
 
     def command(self, *options: str) -> str:
         """Return the shell line that goes on with this run, by its own copies of the inputs."""

@@ -11,6 +11,7 @@ from tula_hpc.records import Plan, RunDirectory, refuse_several, write_atomicall
 from tula_hpc.stages.context import Sweep
 
 MADE_AGAIN = "is missing: it is made again from the measurements"
+AS_BEGUN = "the training began with it; why is lost with the plan of then"
 BACK = "it says what was measured: put it back as it was, or use another --run-dir"
 
 
@@ -40,7 +41,22 @@ def plan_stage(sweep: Sweep) -> Plan:
         raise InfeasibleError(
             f"{error}\nOther constraints, over the same measurements: {again}"
         ) from None
+    if is_plan_lost(sweep.run):
+        plan = _as_begun(plan, sweep.run)
     write_atomically(sweep.run.plan_file, plan.model_dump_json(by_alias=True, indent=1))
+    return plan
+
+
+def _as_begun(plan: Plan, run: RunDirectory) -> Plan:
+    """Choose what the training began with, whatever is better by now."""
+    submitted = run.history().submissions("train")
+    if not submitted:
+        return plan
+    first = submitted[0]
+    for each in plan.candidates:
+        here = each.partition == (first.partition or "")
+        if here and each.configuration == first.configuration and each != plan.chosen:
+            return plan.model_copy(update={"chosen": each, "reason": AS_BEGUN})
     return plan
 
 

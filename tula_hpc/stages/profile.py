@@ -1,32 +1,21 @@
-"""Profile stage: rounds of jobs for the proposals of the search, until it proposes nothing more.
-
-The estimate of memory before the first profile is made in a process of its own, since it needs
-torch.
-"""
+"""Profile stage: rounds of jobs for the proposals of the search, until it proposes nothing more."""
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
-
-from pydantic import ValidationError
 
 from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
 from tula_hpc.env import unix_time
 from tula_hpc.errors import Failure, InputError, StageError
-from tula_hpc.formatting import format_bytes, plural
 from tula_hpc.launch.job_specs import ProfileJob
-from tula_hpc.launch.launcher import Ended
+from tula_hpc.launch.launcher import Ended, JobsNow
 from tula_hpc.launch.reasons import telling_line
 from tula_hpc.records import (
     Configuration,
-    Footprint,
     JobNote,
     Measurement,
-    RunDirectory,
     Submission,
     append_record,
     is_usable,
@@ -37,76 +26,24 @@ from tula_hpc.records import (
     write_atomically,
 )
 from tula_hpc.records.broken_hosts import RETRIES, profiled_in_vain, why_given_up
-from tula_hpc.search_path import start_of_python
 from tula_hpc.stages.context import (
     StageProgress,
     Sweep,
     describe_failures,
     failed_measurement,
+    profiling_left_s,
     stage_progress,
     submitted_job,
 )
+from tula_hpc.stages.memory_room import (
+    Estimate,
+    estimate,
+    measured_anything,
+    none_fits,
+    only_out_of_memory,
+)
 
-# importing torch on a busy login node takes the most of it
-TIMEOUT_S = 300.0
 NOTHING = "Nothing was submitted."
-
-
-class Estimate(NamedTuple):
-    """Estimate of memory, or the reason why there is none."""
-
-    footprint: Footprint | None
-    reason: str = ""
-
-    @property
-    def trusted_batch(self) -> int | None:
-        """Return the largest local batch that fits, 0 if none does, None if unknown."""
-        return None if self.footprint is None else self.footprint.largest_local_batch
-
-    def describe(self) -> str:
-        """Describe in a sentence which local batches fit, or why that is unknown."""
-        if self.footprint is None:
-            return f"no estimate of memory ({self.reason}): the search begins with all batches"
-        if self.trusted_batch == 0:
-            return "by an estimate, no local batch fits into memory"
-        return f"by an estimate, local batches up to {self.trusted_batch} fit into memory"
-
-
-def estimate(
-    sweep_file: Path, cluster_file: Path, timeout_s: float = TIMEOUT_S, *, partition: str = ""
-) -> Estimate:
-    """Run `tula footprint`; return the reason instead of raising where that fails.
-
-    Args:
-        sweep_file: The sweep.
-        cluster_file: Device and memory limit.
-        timeout_s: Give up after so many seconds.
-        partition: Which of the cluster's [[partitions]].
-    """
-    inputs = [str(sweep_file), "--cluster", str(cluster_file), "--partition", partition, "--json"]
-    command = [*start_of_python(), "-m", "tula_hpc.workloads.footprint", *inputs]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return Estimate(None, f"the estimate took more than {timeout_s:.0f} s")
-    except OSError as error:
-        return Estimate(None, f"the estimate could not be started: {error.strerror or error}")
-    if done.returncode != 0:
-        return Estimate(
-            None, last_line(done.stderr) or f"the estimate ended with exit code {done.returncode}"
-        )
-    try:
-        return Estimate(Footprint.model_validate_json(last_line(done.stdout)))
-    except ValidationError as error:
-        return Estimate(None, f"the estimate is damaged: {error.errors()[0]['msg']}")
-
-
-def last_line(text: str) -> str:
-    """Return the last line that is not empty, "" if there is none."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
 
 
 # of jobs that fail, for other reasons than memory, before anything was measured
@@ -117,30 +54,31 @@ def profile_stage(sweep: Sweep) -> None:
     """Measure until the search proposes nothing more, on each partition of the cluster.
 
     Raises:
-        InputError: By an estimate no batch fits into memory.
+        InputError: By an estimate no batch fits into memory on any partition.
         StageError: Nothing could be measured at all, and the message holds the first failure's log;
             or the user's own code failed in a job, and the message says where.
     """
-    with stage_progress("profile") as progress:
+    with stage_progress("profiling") as progress:
         parts = parts_of(sweep)
         trusted = [_trusted_batch(part, progress) for part in parts]
-        _refuse_if_none_fits(sweep, parts)
+        left_out = _parts_without_room(sweep, parts)
+        for words in left_out.values():
+            progress.update(0, 1, words)
         failures: list[Ended] = []
         for part, trusted_batch in zip(parts, trusted, strict=True):
+            if part.partition in left_out:
+                continue
             failures += _profile_part(part, progress, trusted_batch)
             if _wrong(failures):
                 break
         good = sum(m.status == "ok" for m in sweep.run.measurements().records)
         tried = len(_tried(sweep))
-        progress.update(
-            tried if good else 0,
-            tried,
-            plural(good, "measurement") if good else "nothing was measured",
-        )
+        text = f"{good} of {tried} measured" if good else "nothing was measured"
+        progress.update(tried if good else 0, tried, text)
     if not good and failures and failures[-1].failure is Failure.DEVICE_FAILED:
         job_id = failures[-1].job.job_id
         raise StageError(f"profile: {why_given_up(sweep.run.events(), job_id, unix_time())}")
-    if not good and (words := _only_out_of_memory(sweep)):
+    if not good and (words := only_out_of_memory(sweep)):
         raise StageError(f"profile: {words}")
     if not good:
         raise StageError(f"profile: nothing could be measured; {describe_failures(failures)}")
@@ -164,79 +102,15 @@ def parts_of(sweep: Sweep) -> list[Sweep]:
     ]
 
 
-def _refuse_if_none_fits(sweep: Sweep, parts: Sequence[Sweep]) -> None:
+def _parts_without_room(sweep: Sweep, parts: Sequence[Sweep]) -> dict[str, str]:
     stored = sweep.run.footprints(part.partition for part in parts)
-    if words := none_fits([(part, stored.get(part.partition)) for part in parts]):
+    said = {part.partition: none_fits(part, stored.get(part.partition)) for part in parts}
+    if said and all(said.values()):
+        words = "\n".join(said.values())
         # for `status`
         sweep.run.log_event("failed", "profile", detail=words[:2000])
         raise InputError(f"{words}\n{NOTHING}")
-
-
-def none_fits(parts: Sequence[tuple[Sweep, Footprint | None]]) -> str:
-    """Say why no batch fits on any partition, by estimates that are wanted; "" if one may.
-
-    Args:
-        parts: The sweep on each partition, with its estimate of memory.
-    """
-    lines = []
-    for part, footprint in parts:
-        wanted = part.spec.search.estimate and not _measured_anything(part)
-        if footprint is None or footprint.largest_local_batch != 0 or not wanted:
-            return ""
-        lines.append(_why_none_fits(part, footprint))
-    return "\n".join(lines)
-
-
-def _why_none_fits(part: Sweep, footprint: Footprint) -> str:
-    from tula_hpc.analysis.models.fitted import MORE_MEMORY
-
-    limit, before = footprint.limit_bytes or 0, footprint.before_batch_bytes
-    smallest = min(footprint.peaks)
-    needed = footprint.peaks[smallest] + footprint.beside_bytes
-    advice = MORE_MEMORY
-    if before > limit:
-        advice = "use a machine with more memory, or a smaller model"
-        if footprint.world_size > 1 and part.spec.workload.zero_stage == 0:
-            states = format_bytes(footprint.optimizer_bytes)
-            advice += f", or share the {states} of optimizer states by workload.zero_stage = 1"
-    where = f" of partition {part.partition!r}" if part.partition else ""
-    host = footprint.host_baseline_bytes
-    libraries = f" ({format_bytes(host)} of it interpreter and libraries)" if host else ""
-    return (
-        f"no batch fits into memory{where}: by an estimate a worker has {format_bytes(before)} "
-        f"before any batch{libraries} and {format_bytes(needed)} with the smallest local batch, {smallest}, "
-        f"and {format_bytes(limit)} are allowed (the limit less memory_margin); {advice}; "
-        "search.estimate = false tries it all the same"
-    )
-
-
-def _only_out_of_memory(sweep: Sweep) -> str:
-    """Say in a sentence that nothing but lack of memory was met, "" if there was something else."""
-    from tula_hpc.analysis.models.fitted import MORE_MEMORY
-    from tula_hpc.analysis.models.profiles import is_out_of_memory
-
-    rows = sweep.run.measurements().records
-    if not rows or not all(map(is_out_of_memory, rows)):
-        return ""
-    smallest = min(rows, key=lambda row: (row.local_batch, row.nodes))
-    limit = sweep.cluster.part(smallest.partition).memory_limit_bytes
-    allowed = f" of {format_bytes(limit)} for a worker" if limit else ""
-    where = f" on {smallest.partition}" if smallest.partition else ""
-    return (
-        f"no batch fits into memory: {smallest.configuration}{where}, the smallest that was tried, "
-        f"ran out of its limit{allowed}; {MORE_MEMORY}"
-    )
-
-
-def out_of_memory(run: RunDirectory) -> list[str]:
-    """Name the profiled configurations that ran out of memory."""
-    from tula_hpc.analysis.models.profiles import is_out_of_memory
-
-    rows = [row for row in run.measurements().records if row.stage == "profile"]
-    good = {(row.partition, row.configuration) for row in rows if is_usable(row)}
-    out = {(row.partition, row.configuration) for row in rows if is_out_of_memory(row)}
-    named = sorted(out - good)
-    return [f"{at} on {partition}" if partition else str(at) for partition, at in named]
+    return {name: words for name, words in said.items() if words}
 
 
 def _profile_part(part: Sweep, progress: StageProgress, trusted_batch: int | None) -> list[Ended]:
@@ -245,7 +119,7 @@ def _profile_part(part: Sweep, progress: StageProgress, trusted_batch: int | Non
         failures += _settle(part, progress)
         wrong = any(end.failure.is_the_users for end in failures)
         in_vain = wrong or _broken_rounds(part) >= HOPELESS_ROUNDS
-        hopeless = in_vain and not _measured_anything(part)
+        hopeless = in_vain and not measured_anything(part)
         proposed = [] if hopeless or _wrong(failures) else propose_on(part, trusted_batch)
         if not proposed:
             return failures
@@ -261,12 +135,6 @@ def propose_on(part: Sweep, trusted_batch: int | None = None) -> list[Configurat
         part.run.measurements().records, part.partition, part.started_at
     )
     return propose(part.spec, part.cluster, known, trusted_batch=trusted_batch)
-
-
-def _measured_anything(part: Sweep) -> bool:
-    return any(
-        m.status == "ok" and m.partition == part.partition for m in part.run.measurements().records
-    )
 
 
 def _broken_rounds(part: Sweep) -> int:
@@ -312,7 +180,7 @@ def wants_estimate(part: Sweep) -> bool:
 
     A script's model is not known before it runs.
     """
-    if part.spec.workload.is_script:
+    if part.spec.workload.is_script or part.cluster.container is not None:
         return False
     measured = any(m.partition == part.partition for m in part.run.measurements().records)
     return (
@@ -332,15 +200,24 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
     wanted = {(part.partition, each) for job in submitted.values() for each in job.configurations}
     expected = len(_tried(part) | wanted)
 
-    def tick(text: str) -> None:
+    def tick(now: JobsNow) -> None:
         done = len(_tried(part))
-        progress.update(done, max(done, expected), text)
+        most = max(done, expected)
+        left_s = _left_s(part, most - done) if now.running else None
+        progress.update(done, most, f"{done} of {most} done, {now.text}", left_s)
 
     jobs = [submitted_job(part.run, job) for job in submitted.values()]
     ended = part.launcher.wait(jobs, tick) if jobs else []
     dead = [end for end in ended if _record_end(part, submitted[end.job.job_id], end)]
     mended = {j.job_id for j in submitted.values() if j.submitted_at < part.started_at}
     return [e for e in dead if not (e.failure is Failure.BAD_INPUT and e.job.job_id in mended)]
+
+
+def _left_s(part: Sweep, left: int) -> float | None:
+    rows = part.run.measurements().records
+    mine = [row for row in rows if row.partition == part.partition and is_usable(row)]
+    recent = [row for row in mine if row.finished_at >= part.started_at]
+    return profiling_left_s(recent, left, unix_time())
 
 
 def _tried(sweep: Sweep) -> set[tuple[str, Configuration]]:
@@ -361,6 +238,7 @@ def _record_end(part: Sweep, job: Submission, end: Ended) -> bool:
     preempted = end.failure is Failure.PREEMPTED
     if blamed is not None and not preempted and not _is_tried_again(part, blamed, end):
         record = failed_measurement(part.cluster, blamed, end, part.partition)
+        record = record.model_copy(update={"accumulation": _last_passes(output)})
         # what made an earlier command's job fail may have been mended
         if job.submitted_at < part.started_at:
             record = record.model_copy(update={"finished_at": job.submitted_at})
@@ -471,6 +349,11 @@ def _new_output(part: Sweep, nodes: int, group: Sequence[Configuration]) -> Path
     path = part.run.profile / f"{stem}-{taken}.jsonl"
     path.touch(mode=0o600)
     return path
+
+
+def _last_passes(output: Path) -> int | None:
+    notes = read_records(JobNote, [notes_file(output)]).records
+    return notes[-1].accumulation if notes else None
 
 
 def died_of(group: Sequence[Configuration], output: Path) -> Configuration | None:

@@ -36,14 +36,8 @@ from tula_hpc.records import (
 )
 from tula_hpc.search_path import start_of_python
 from tula_hpc.stages.context import Sweep, stage_progress
-from tula_hpc.stages.profile import (
-    NOTHING,
-    TIMEOUT_S,
-    Estimate,
-    last_line,
-    parts_of,
-    wants_estimate,
-)
+from tula_hpc.stages.memory_room import TIMEOUT_S, Estimate, last_line
+from tula_hpc.stages.profile import NOTHING, parts_of, wants_estimate
 
 TRYING = "trying the workload on this machine (search.estimate)"
 ELSEWHERE = (
@@ -159,7 +153,7 @@ def try_before_jobs(sweep: Sweep) -> bool:
     """
     if slurm_job_id() is not None:
         return True
-    if sweep.spec.workload.is_script or not sweep.spec.search.estimate:
+    if not is_tried(sweep.spec, sweep.cluster):
         _warn_of_sources(sweep)
         return True
     before = sweep.run.trial()
@@ -198,7 +192,7 @@ def _try_with_progress(sweep: Sweep) -> Trial | None:
     parts = parts_of(sweep) if sweep.spec.study is None else []
     # also where there is an estimate: it may be of another model
     memory = [part.partition for part in parts if wants_estimate(part)]
-    with stage_progress("try") as progress:
+    with stage_progress("trying") as progress:
         progress.update(0, 1, TRYING)
         files = (sweep.run.sweep_file, sweep.run.cluster_file)
         tried = rehearse(sweep.spec, sweep.cluster, files, memory)
@@ -226,6 +220,11 @@ def _say_changed(names: Sequence[str], consequence: str) -> None:
         sys.stderr.write(
             f"warning: changed since the measurements: {in_short(names)}; {consequence}\n"
         )
+
+
+def is_tried(spec: SweepSpec, cluster: ClusterSpec) -> bool:
+    """Tell whether a workload is tried before any job; what it needs may be in a container alone."""
+    return spec.search.estimate and not spec.workload.is_script and cluster.container is None
 
 
 def is_here(spec: SweepSpec) -> bool:

@@ -104,7 +104,7 @@ def _choose_rates(sweep: Sweep, partition: str) -> dict[str, float]:
     trials = trial_specs(sweep.spec)
     batch = sweep.spec.study.small_batch if sweep.spec.study else 1
     jobs = [_job(sweep, partition, batch, spec, label) for label, spec in trials.items()]
-    with stage_progress("rate") as progress:
+    with stage_progress("learning rate") as progress:
         failures = Trainings(sweep, jobs).run(progress)
     if failures:
         label, words = next(iter(failures.items()))
@@ -196,7 +196,7 @@ def describe_study(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Preview
     lines.append(f"at most {hours:.2f} node-hours ({part.train_minutes} min is the limit of each)")
     if part.executor != "slurm":
         lines.append(f"{most_at_once(part, study.nodes * part.workers_per_node)} at a time")
-    launcher = Launcher(part, RunDirectory(root), spec.job_name)
+    launcher = Launcher(part, RunDirectory(root), spec.job_name, work=spec.workload)
     shape = {"nodes": study.nodes, "minutes": part.train_minutes, "tasks": len(cells)}
     scripts = script_of(launcher, f"train, {plural(len(cells), 'task')}", stage="train", **shape)
     return Preview(lines, list(scripts))

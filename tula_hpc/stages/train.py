@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
@@ -17,13 +17,14 @@ from typing import NamedTuple
 from tula_hpc.analysis.drift import describe_drift
 from tula_hpc.env import unix_time
 from tula_hpc.errors import Failure, StageError
-from tula_hpc.formatting import format_score
-from tula_hpc.launch.job_specs import TrainJob
-from tula_hpc.launch.launcher import Ended
+from tula_hpc.formatting import format_score, plural
+from tula_hpc.launch.job_specs import TrainJob, in_passes
+from tula_hpc.launch.launcher import Ended, JobsNow
 from tula_hpc.launch.reasons import telling_line
 from tula_hpc.records import (
     MAIN_LABEL,
     Candidate,
+    Measurement,
     Plan,
     RunDirectory,
     RunHistory,
@@ -35,6 +36,7 @@ from tula_hpc.records import (
     measured_identity,
     read_document,
     read_metrics,
+    training_left_s,
 )
 from tula_hpc.records.broken_hosts import RETRIES, why_given_up
 from tula_hpc.records.events import JobEvents, JobFailure
@@ -46,6 +48,7 @@ from tula_hpc.stages.context import (
     stage_progress,
     submitted_job,
 )
+from tula_hpc.stages.notify import tell_news
 
 # jobs in a row that were killed before they got any further: then the training itself is the cause
 KILLS = 3
@@ -140,7 +143,7 @@ def train_stage(sweep: Sweep, plan: Plan) -> TrainResult:
     """
     files = sweep.run.make_train()
     policy = plan_policy(sweep.spec.training.max_requeues)
-    with stage_progress("train") as progress:
+    with stage_progress("training") as progress:
         tick = training_tick(sweep, progress)
         while not files.result_file.exists():
             jobs = sweep.run.history().unsettled("train")
@@ -151,9 +154,9 @@ def train_stage(sweep: Sweep, plan: Plan) -> TrainResult:
                 candidate = next_candidate(plan, sweep.run, sweep.spec.training.max_fallbacks)
                 _submit_training(sweep, candidate, tick)
         result = read_document(TrainResult, files.result_file)
-        progress.update(
-            result.epochs, result.epochs, format_score(result.test_accuracy, result.test_loss)
-        )
+        score = format_score(result.test_accuracy, result.test_loss)
+        done = f"{result.epochs} of {plural(result.epochs, 'epoch')} done"
+        progress.update(result.epochs, result.epochs, f"{done}, {score}")
     keep_accounting(sweep)
     return result
 
@@ -171,11 +174,12 @@ def keep_accounting(sweep: Sweep) -> None:
 
 
 def _see_to(
-    sweep: Sweep, job: Submission, policy: RetryPolicy, tick: Callable[[str], None]
+    sweep: Sweep, job: Submission, policy: RetryPolicy, tick: Callable[[JobsNow], None]
 ) -> None:
     there = sweep.on(job.partition or "")
     (end,) = there.launcher.wait([submitted_job(sweep.run, job)], tick)
     outcome = settle(there, job, end, policy)
+    tell_news(sweep)
     if outcome.verdict is Verdict.GIVE_UP:
         raise StageError(f"train: {_why_given_up(sweep.run, outcome)}")
 
@@ -280,7 +284,8 @@ def _record_oom(sweep: Sweep, job: Submission, end: Ended, events: JobEvents) ->
     )
     record = failed_measurement(sweep.cluster, at, end, job.partition or "")
     append_record(
-        sweep.run.profile / "train-main.jsonl", record.model_copy(update={"stage": "train"})
+        sweep.run.profile / "train-main.jsonl",
+        record.model_copy(update={"stage": "train", "accumulation": job.accumulation}),
     )
     sweep.run.log_event("oom", "train", failure=end.failure, job_id=end.job.job_id, detail=str(at))
 
@@ -297,15 +302,15 @@ def _why_given_up(run: RunDirectory, outcome: Outcome) -> str:
 def next_candidate(plan: Plan, run: RunDirectory, max_fallbacks: int) -> Candidate:
     """Return the chosen configuration, or after OOM the first fallback below every failed batch.
 
+    A script that is told the number of its forward passes takes the same batch in more of them.
     Batches that ran out of memory on another partition do not count.
 
     Raises:
         StageError: No smaller batch is left, or there were more fallbacks than allowed.
     """
     records = run.measurements().records
-    failed = {
-        (m.partition, m.local_batch) for m in records if m.status == "oom" and m.stage == "train"
-    }
+    out = [m for m in records if m.status == "oom" and m.stage == "train"]
+    failed = {(m.partition, m.local_batch, m.accumulation) for m in out}
     if not failed:
         return plan.chosen
     if len(failed) > max_fallbacks:
@@ -313,22 +318,36 @@ def next_candidate(plan: Plan, run: RunDirectory, max_fallbacks: int) -> Candida
             f"train: out of memory {len(failed)} times; training.max_fallbacks = {max_fallbacks}"
         )
     for candidate in (plan.chosen, *plan.fallbacks):
-        if not any(
-            where == candidate.partition and batch <= candidate.local_batch
-            for where, batch in failed
-        ):
-            return candidate
-    smallest = min(batch for _, batch in failed)
+        here = [m for m in out if m.partition == candidate.partition]
+        if smaller := _below_failed(candidate, here):
+            return smaller
+    smallest = min(batch for _, batch, _ in failed)
     raise StageError(
         f"train: out of memory at local batch {smallest}, and plan.json has no smaller fallback"
     )
 
 
-def _submit_training(sweep: Sweep, candidate: Candidate, tick: Callable[[str], None]) -> None:
+def _below_failed(candidate: Candidate, failed: Sequence[Measurement]) -> Candidate | None:
+    """Return a candidate with a batch below those that ran out of memory, in more passes if needed.
+
+    None where that is not possible.
+    """
+    least = min((m.local_batch // (m.accumulation or 1) for m in failed), default=UNBOUNDED)
+    passes = candidate.accumulation
+    if all(m.accumulation is not None for m in failed):
+        while passes < candidate.local_batch and candidate.local_batch // passes >= least:
+            passes *= 2
+    if candidate.local_batch // passes >= least:
+        return None
+    return candidate.model_copy(update={"accumulation": passes})
+
+
+def _submit_training(sweep: Sweep, candidate: Candidate, tick: Callable[[JobsNow], None]) -> None:
     sweep.run.make_train()
     there, at = sweep.on(candidate.partition), candidate.configuration
+    spec = in_passes(sweep.spec, candidate.accumulation)
     job = TrainJob(
-        sweep.spec,
+        spec,
         there.cluster,
         at,
         sweep.run.root,
@@ -336,11 +355,13 @@ def _submit_training(sweep: Sweep, candidate: Candidate, tick: Callable[[str], N
         candidate.partition,
         measured_identity(sweep.run.measurements().records),
     )
-    data = {
+    data: dict[str, object] = {
         "label": MAIN_LABEL,
         "configuration": list(at),
         "partition": candidate.partition,
     }
+    if spec.workload.accumulates:
+        data["accumulation"] = candidate.accumulation
     submitted = there.launcher.submit(
         [job],
         stage="train",
@@ -348,25 +369,31 @@ def _submit_training(sweep: Sweep, candidate: Candidate, tick: Callable[[str], N
         minutes=there.cluster.train_minutes,
         data=[data],
     )
-    tick(f"submitted as job {submitted[0].job_id} at {at}")
+    job_id = submitted[0].job_id
+    tick(JobsNow(0, f"submitted as job {job_id} at {at}{candidate.in_parts}"))
 
 
-def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[str], None]:
+def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], None]:
     """Return a function that shows the progress of the plan's training beside the jobs' states."""
-    metrics_file = sweep.run.train().metrics_file
+    metrics_file, epochs = sweep.run.train().metrics_file, sweep.spec.workload.epochs
 
-    def tick(text: str) -> None:
+    def tick(now: JobsNow) -> None:
+        tell_news(sweep, now.running)
         metrics = read_metrics(metrics_file)
         done = metrics.steps[-1].epoch if metrics.steps else 0.0
-        shown = ["epochs", text]
-        if metrics.epochs:
-            last = metrics.epochs[-1]
+        shown = [f"{round(done, 1):g} of {plural(epochs, 'epoch')} done", now.text]
+        last = metrics.epochs[-1] if metrics.epochs else None
+        if last is not None:
             shown.append(format_score(last.test_accuracy, last.test_loss))
-        history = sweep.run.history()
-        if begun := history.resumed_from(MAIN_LABEL):
-            shown.append(f"went on from the checkpoint of epoch {begun[0]:.4g}, step {begun[1]:,}")
-        if drift := describe_drift(history.events):
-            shown.append(drift)
-        progress.update(round(done, 2), sweep.spec.workload.epochs, "; ".join(shown))
+        left_s = training_left_s(metrics.steps, last, epochs) if now.running else None
+        progress.update(done, epochs, ", ".join(shown), left_s, list(_notes(sweep)))
 
     return tick
+
+
+def _notes(sweep: Sweep) -> Iterator[str]:
+    history = sweep.run.history()
+    if begun := history.resumed_from(MAIN_LABEL):
+        yield f"went on from the checkpoint of epoch {begun[0]:.4g}, step {begun[1]:,}"
+    if drift := describe_drift(history.events):
+        yield drift

@@ -13,13 +13,15 @@ from collections.abc import Sequence
 from tula_hpc.config import ClusterSpec
 from tula_hpc.env import unix_time
 from tula_hpc.errors import Failure, StageError
+from tula_hpc.formatting import plural
 from tula_hpc.launch import slurm
 from tula_hpc.launch.job_specs import TrainJob
-from tula_hpc.launch.launcher import Ended
+from tula_hpc.launch.launcher import Ended, JobsNow
 from tula_hpc.records import Submission
 from tula_hpc.records.broken_hosts import why_given_up
 from tula_hpc.records.events import JobFailure
 from tula_hpc.stages.context import StageProgress, Sweep, describe_failures, submitted_job
+from tula_hpc.stages.notify import tell_news
 from tula_hpc.stages.train import ATTEMPTS, Outcome, Verdict, report_deletion, settle, study_policy
 
 # at once: many sites allow fewer jobs a user than Slurm allows tasks an array
@@ -45,6 +47,9 @@ class Trainings:
         self.running: dict[str, Submission] = {}
         self.waiting: deque[str] = deque()
         self.failures: dict[str, str] = {}
+        # at the beginning of `run`: trainings with a result, and Unix time
+        self._done_before = 0
+        self._began_at = 0.0
         self.most = most_at_once(sweep.cluster, jobs[0].configuration.world_size) if jobs else 0
 
     def run(self, progress: StageProgress) -> dict[str, str]:
@@ -57,15 +62,16 @@ class Trainings:
             StageError: Not one training came as far as its first logged step: something is wrong with all.
         """
         self._adopt()
-        self._show(progress, "all done" if not (self.waiting or self.running) else "starting")
+        self._done_before = sum(map(self._is_done, self.jobs))
+        self._began_at = unix_time()
+        self._show(progress, JobsNow(0, "" if not (self.waiting or self.running) else "starting"))
         while self._goes_on():
             self._submit()
             jobs = [submitted_job(self.run_directory, job) for job in self.running.values()]
-            for end in self.launcher.wait_for_some(jobs, lambda text: self._show(progress, text)):
+            for end in self.launcher.wait_for_some(jobs, lambda now: self._show(progress, now)):
                 self._settle(end)
-        self._show(
-            progress, f"{len(self.failures)} without a result" if self.failures else "all done"
-        )
+        failed = f"{len(self.failures)} without a result" if self.failures else ""
+        self._show(progress, JobsNow(0, failed))
         return self.failures
 
     def _goes_on(self) -> bool:
@@ -78,8 +84,15 @@ class Trainings:
                 self.waiting.append(label)
         return bool(self.waiting or self.running)
 
-    def _show(self, progress: StageProgress, text: str) -> None:
-        progress.update(sum(map(self._is_done, self.jobs)), len(self.jobs), text)
+    def _show(self, progress: StageProgress, now: JobsNow) -> None:
+        done, whole = sum(map(self._is_done, self.jobs)), len(self.jobs)
+        text = f"{done} of {plural(whole, 'training')} done"
+        # those that others did tell nothing of the pace
+        here = done - self._done_before
+        left_s = None
+        if here > 0 and now.running:
+            left_s = (whole - done) * (unix_time() - self._began_at) / here
+        progress.update(done, whole, ", ".join(filter(None, [text, now.text])), left_s)
 
     def _is_done(self, label: str) -> bool:
         return self.run_directory.train(label).result_file.exists()
@@ -134,6 +147,7 @@ class Trainings:
     def _settle(self, end: Ended) -> None:
         job = self.running.pop(end.job.job_id)
         outcome = settle(self.sweep, job, end, self.policy)
+        tell_news(self.sweep)
         if outcome.verdict is Verdict.DONE:
             return
         self._refuse_hopeless(outcome)

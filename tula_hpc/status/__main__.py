@@ -16,9 +16,9 @@ seconds):
     command         process, host, alive (None: cannot be seen from this machine)
     detached        None, or since, until, job_id and phase of the last controller job (of its guard where that acts)
     scheduler       executor, answered, words (why not)
-    profile         stand, measured, out_of_memory, failed, wanted, jobs; None for a study
-    plan            nodes, workers_per_node, local_batch, global_batch, partition, epoch_time_s, train_time_s,
-                    wall_time_s, cost, currency, reason
+    profile         stand, measured, out_of_memory, failed, wanted, jobs, left_s; None for a study
+    plan            nodes, workers_per_node, local_batch, global_batch, accumulation, partition, epoch_time_s,
+                    train_time_s, wall_time_s, cost, currency, reason
     training        label, stand, job_id, jobs, epoch, epochs, share, step, samples_seen, global_batch, step_time_s,
                     left_s, test_accuracy, test_loss, test_epoch, restarts, checkpoint_age_s,
                     fallbacks, drift
@@ -85,13 +85,23 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EXIT_CODES,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="print one JSON object")
+    how.add_argument(
+        "--watch",
+        action="store_true",
+        help="show it again and again until the sweep has ended; Ctrl-C leaves, and changes nothing",
+    )
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
     from tula_hpc.status.text import status_text
 
+    if options.watch:
+        from tula_hpc.status.watch import watch
+
+        return watch(lambda: status_of(options.run))
     status = status_of(options.run)
     width = shutil.get_terminal_size((110, 40)).columns
     write_out(

@@ -19,6 +19,7 @@ from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.launcher import NOTICE
 from tula_hpc.launch.reasons import MAX_LOG_BYTES, read_logs, telling_line
 from tula_hpc.records import (
+    RECENT_STEPS,
     EpochMetrics,
     JobNote,
     Measurement,
@@ -34,8 +35,6 @@ from tula_hpc.records import (
 from tula_hpc.records.run_directory import Holder, holder_of
 from tula_hpc.stages.plan import MADE_AGAIN, is_plan_lost, obstacle
 
-# logged lines from which the present step time is taken
-RECENT_STEPS = 20
 BLOCK_BYTES = 1 << 16
 # of metrics.jsonl, from its end
 MOST_BYTES = 1 << 24

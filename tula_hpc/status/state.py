@@ -15,6 +15,7 @@ from tula_hpc.formatting import plural
 from tula_hpc.records import MAIN_LABEL, Plan, Record, is_usable
 from tula_hpc.records.broken_hosts import BrokenHost, broken_hosts, first_line
 from tula_hpc.records.events import JobFailure, StageFailure
+from tula_hpc.stages.context import profiling_left_s
 from tula_hpc.stages.train import Verdict, study_policy
 from tula_hpc.status.cost import (
     Accounted,
@@ -84,6 +85,8 @@ class ProfileStatus(Record):
     wanted: int | None = None
     # submitted
     jobs: int
+    # an estimate: what those jobs still have to measure, at the pace so far; None where none runs
+    left_s: float | None = None
 
 
 class PlanStatus(Record):
@@ -93,6 +96,8 @@ class PlanStatus(Record):
     workers_per_node: int
     local_batch: int
     global_batch: int
+    # forward passes in which a script takes the local batch
+    accumulation: int = 1
     partition: str
     epoch_time_s: float
     train_time_s: float
@@ -317,7 +322,22 @@ def _profile(facts: Facts, jobs: Sequence[JobStatus]) -> ProfileStatus:
         failed=len(bad - good - out),
         wanted=_wanted(facts.spec, facts.cluster),
         jobs=sum(job.stage == "profile" for job in jobs),
+        left_s=_profiling_left_s(facts, jobs),
     )
+
+
+def _profiling_left_s(facts: Facts, jobs: Sequence[JobStatus]) -> float | None:
+    phases = {job.job_id: job.phase for job in jobs if job.stage == "profile"}
+    if JobPhase.RUNNING not in phases.values():
+        return None
+    submitted = facts.history.submissions("profile")
+    going_on = [job for job in submitted if phases.get(job.job_id) in ALIVE]
+    since = min(job.submitted_at for job in going_on)
+    rows = [row for row in facts.measurements if row.stage == "profile"]
+    recent = [row for row in rows if row.finished_at >= since]
+    known = {(row.partition, row.configuration) for row in recent}
+    wanted = {(job.partition or "", each) for job in going_on for each in job.configurations}
+    return profiling_left_s(list(filter(is_usable, recent)), len(wanted - known), facts.now)
 
 
 def _profile_stand(facts: Facts, all_jobs: Sequence[JobStatus], good: bool, bad: bool) -> Stand:

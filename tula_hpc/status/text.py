@@ -8,6 +8,7 @@ from itertools import groupby
 
 from tula_hpc.formatting import (
     format_duration,
+    format_left,
     format_money,
     format_number,
     format_percent,
@@ -146,14 +147,16 @@ def _profile(profile: ProfileStatus) -> str:
         "stopped": "not going on",
         "unknown": "not over as far as the files tell",
     }.get(profile.stand, profile.stand)
-    return f"{stand}: {', '.join(counts)}; {plural(profile.jobs, 'job')}"
+    left = [] if profile.left_s is None else [format_left(profile.left_s)]
+    return "; ".join([f"{stand}: {', '.join(counts)}", plural(profile.jobs, "job"), *left])
 
 
 def _plan(plan: PlanStatus) -> str:
     where = f" on {plan.partition}" if plan.partition else ""
     chosen = Configuration(plan.nodes, plan.workers_per_node, plan.local_batch)
+    parts = f" in {plan.accumulation} parts" if plan.accumulation > 1 else ""
     return (
-        f"{chosen}{where}: predicted {format_duration(plan.epoch_time_s)} an epoch, "
+        f"{chosen}{parts}{where}: predicted {format_duration(plan.epoch_time_s)} an epoch, "
         f"{format_duration(plan.whole_time_s)} and {format_money(plan.cost, plan.currency)} in all"
     )
 

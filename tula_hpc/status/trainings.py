@@ -7,7 +7,7 @@ from statistics import median
 from typing import Literal
 
 from tula_hpc.analysis.drift import describe_drift
-from tula_hpc.records import Record, StepMetrics
+from tula_hpc.records import Record, samples_a_step, steps_left_s
 from tula_hpc.status.jobs import JobPhase, JobStatus
 from tula_hpc.status.run_files import Facts, TrainingFacts
 
@@ -128,7 +128,7 @@ def _under_way(files: TrainingFacts, epochs: int | None) -> dict[str, object]:
     if not files.tail.steps:
         return known
     last = files.tail.steps[-1]
-    batch = _samples_per_step(files.tail.steps)
+    batch = samples_a_step(files.tail.steps)
     step_time_s = median(row.step_time_s for row in files.tail.steps)
     known |= {
         "epoch": last.epoch,
@@ -139,15 +139,5 @@ def _under_way(files: TrainingFacts, epochs: int | None) -> dict[str, object]:
     known |= {"global_batch": round(batch)} if batch else {}
     if epochs:
         known["share"] = min(1.0, last.epoch / epochs)
-        if batch and last.epoch > 0:
-            left = max(0.0, epochs - last.epoch) * last.samples_seen / last.epoch
-            known["left_s"] = left / batch * step_time_s
+        known["left_s"] = steps_left_s(files.tail.steps, epochs)
     return known
-
-
-def _samples_per_step(steps: Sequence[StepMetrics]) -> float:
-    """Return the present global batch, which a fallback changes."""
-    for before, after in zip(steps[-2::-1], steps[:0:-1], strict=False):
-        if after.step > before.step and after.samples_seen > before.samples_seen:
-            return (after.samples_seen - before.samples_seen) / (after.step - before.step)
-    return steps[-1].samples_seen / steps[-1].step if steps[-1].step else 0.0

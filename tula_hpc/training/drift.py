@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,9 +35,9 @@ from tula_hpc.analysis.drift import (
     window_seconds,
 )
 from tula_hpc.batches import Batch, split
-from tula_hpc.ddp.agreement import CHECK_EVERY_S
+from tula_hpc.ddp.agreement import CHECK_EVERY_S, Agreement
 from tula_hpc.ddp.process_group import pick_device
-from tula_hpc.ddp.worker import Worker, bare_all_reduce
+from tula_hpc.ddp.worker import Trained, Worker, bare_all_reduce
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import RunDirectoryError
 from tula_hpc.launch.job_specs import TrainJob
@@ -221,7 +221,8 @@ def probe_parts(worker: Worker, inputs: Batch, targets: Batch) -> Probe:
     by_rank = _by_rank(worker, _compute_s(worker, inputs, targets))
     compute_s = None if min(by_rank) < 0 else max(by_rank)
     slowest = by_rank.index(max(by_rank)) if compute_s is not None and len(by_rank) > 1 else None
-    parts = StepParts(compute_time_s=compute_s, allreduce_time_s=_all_reduce_s(worker))
+    reduced_s = all_reduce_s(worker, worker.env.world_size)
+    parts = StepParts(compute_time_s=compute_s, allreduce_time_s=reduced_s)
     return Probe(parts, slowest)
 
 
@@ -249,9 +250,16 @@ def _compute_s(worker: Worker, inputs: Batch, targets: Batch) -> float:
     return -1.0 if missing else _pass_s(worker, compute)
 
 
-def _all_reduce_s(worker: Worker) -> float | None:
-    """Return the slowest worker's seconds of a bare all-reduce; None if any is out of memory."""
-    if worker.env.world_size == 1:
+class Probed(Trained, Agreement, Protocol):
+    """Part of a worker that timing a bare all-reduce needs."""
+
+
+def all_reduce_s(worker: Probed, workers: int) -> float | None:
+    """Return the slowest worker's seconds of a bare all-reduce; None if any is out of memory.
+
+    Collective.
+    """
+    if workers == 1:
         return 0.0
     step = None
     try:
@@ -268,7 +276,7 @@ def _all_reduce_s(worker: Worker) -> float | None:
     return slowest_s
 
 
-def _pass_s(worker: Worker, step: Callable[[], object]) -> float:
+def _pass_s(worker: Agreement, step: Callable[[], object]) -> float:
     """Return the seconds of one pass: the median over blocks of their means. Collective.
 
     Args:
@@ -409,24 +417,33 @@ class DriftGuard:
         return hosts[node] if 0 <= node < len(hosts) else ""
 
     def _log(self, verdict: Verdict, found: tuple[Drift, str]) -> None:
-        if self.worker.env.rank != 0:
-            return
-        drift, host = found
-        path = self.run.train(self.job.label).drift_file
-        if verdict == "drifted":
-            write_atomically(path, drift.model_dump_json(indent=1))
-        else:
-            path.unlink(missing_ok=True)
-        data = event_data(drift)
-        if host:
-            data["slowest_host"] = host
-        self.run.log_event(
-            verdict,
-            "train",
-            detail=_describe(verdict, drift, host),
-            job_id=self.worker.env.job_id,
-            data=data,
-        )
+        if self.worker.env.rank == 0:
+            put_on_record(self.run, self.job.label, self.worker.env.job_id, verdict, *found)
+
+
+def put_on_record(  # noqa: PLR0917 - of one event
+    run: RunDirectory, label: str, job_id: str, verdict: Verdict, drift: Drift, host: str = ""
+) -> None:
+    """Log the begin or end of an episode of a training, and keep it while it lasts.
+
+    Args:
+        run: Of the training.
+        label: Its name there.
+        job_id: Slurm's.
+        verdict: What has happened.
+        drift: The episode.
+        host: The slowest, if that matters.
+    """
+    path = run.train(label).drift_file
+    if verdict == "drifted":
+        write_atomically(path, drift.model_dump_json(indent=1))
+    else:
+        path.unlink(missing_ok=True)
+    data = event_data(drift)
+    if host:
+        data["slowest_host"] = host
+    detail = _describe(verdict, drift, host)
+    run.log_event(verdict, "train", detail=detail, job_id=job_id, data=data)
 
 
 def event_data(drift: Drift) -> dict[str, Any]:

@@ -23,7 +23,13 @@ REQUEUED_EXIT_CODE = 1
 def record_oom(job: TrainJob, env: WorkerEnvironment, failure: Failure) -> None:
     """Record that a configuration does not fit into memory, as a measurement and as an event."""
     run = RunDirectory(job.root)
-    where = {"stage": "train", "partition": job.partition, "identity": job.measured}
+    work = job.sweep.workload
+    where = {
+        "stage": "train",
+        "partition": job.partition,
+        "identity": job.measured,
+        "accumulation": work.accumulation if work.accumulates else None,
+    }
     record = oom_record(job.cluster, job.configuration, env, failure).model_copy(update=where)
     name = job.label.replace("/", "-")
     append_record(rank_file(run.profile / f"train-{name}.jsonl", env.rank), record)

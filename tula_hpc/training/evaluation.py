@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from tula_hpc.data.datasets import training_samples
 from tula_hpc.data.loader import make_test_loader, most_batches
 from tula_hpc.ddp.agreement import Agreed, Wish, until_stopped
 from tula_hpc.ddp.stop_signals import StopRequest
+from tula_hpc.training.journal import finite_or_none
 from tula_hpc.training.progress import Training
 
 SMALLEST_BATCH = 64
@@ -101,8 +101,3 @@ class Evaluator:
         # a checkpoint that is due, or has failed, can wait for the end of the evaluation
         agreed = Agreed(self.training.worker, self.stop, lambda: Wish.NOTHING)
         return until_stopped(loader, most_batches(loader, self.training.env.world_size), agreed)
-
-
-def finite_or_none(value: float | None) -> float | None:
-    """Return None for a value that JSON cannot hold, as the first step's Δ(G)."""
-    return value if value is not None and math.isfinite(value) else None

@@ -69,7 +69,7 @@ class Trainer:
         self.suspensions = Suspensions().install()
         # of the last step
         self.batch: tuple[Batch, Batch] | None = None
-        self.checkpoints = Checkpoints(self.training, self.log)
+        self.checkpoints = Checkpoints(self.training, self.log, self.suspensions)
         self.saving = self.checkpoints.saving
         self.agreed = Agreed(self.worker, stop, self.saving.wish, self.guard.look_every_s)
         # after a stop at an epoch's last step the next save comes before any step
@@ -121,33 +121,11 @@ class Trainer:
             self._train_step(batches)
             decision = self.agreed.decide(self.guard.readings)
             self.guard.clock.stop()
-            self._count_time(started, decision)
-            if decision.failed:
-                # all workers raise it here
-                self.saving.settle()
-            if decision.save:
-                self.training.progress.stopped = decision.stop
-                self.checkpoints.save(wait=decision.stop)
+            self.checkpoints.step_ended(started, decision)
             if decision.stop:
                 return False
             self._watch_drift(decision)
         return True
-
-    def _count_time(self, started: float, decision: Decision) -> None:
-        landed = self.saving.has_landed
-        if decision.save or landed:
-            # the device's queue is the steps' time, not a save's
-            self.worker.synchronize_device()
-        seconds = time.perf_counter() - started
-        if self.suspensions.take():
-            # the step says nothing about the time of steps and saves
-            self.log.exclude(seconds)
-            seconds = 0.0
-        self.training.progress.epoch_time_s += seconds
-        self.saving.cadence.worked(seconds)
-        if landed:
-            self.saving.note()
-            self.checkpoints.log_cost()
 
     def _watch_drift(self, decision: Decision) -> None:
         started = time.perf_counter()
@@ -167,9 +145,7 @@ class Trainer:
         self.worker.seed(hash(seed) % 2**63)
         self.guard.count_update()
         loss = self.worker.train_step(inputs, targets)
-        progress.offset += size
-        progress.samples_seen += size
-        progress.step += 1
+        progress.count_step(size)
         progress.epoch_steps += 1
         self.log.add_step(loss)
 
@@ -192,15 +168,12 @@ class Trainer:
 
     def _end_epoch(self, evaluation: Evaluation) -> None:
         progress = self.training.progress
-        progress.epoch += 1
-        progress.train_time_s += progress.epoch_time_s
+        progress.count_epoch()
         progress.epoch_loss = float(self.log.epoch_loss)
         self.hooks.on_epoch_end(evaluation)
         progress.last_loss = progress.epoch_loss / max(1, progress.epoch_steps)
         self.log.write_epoch(evaluation)
-        progress.offset = 0
-        progress.epoch_steps = 0
-        progress.epoch_time_s = 0.0
+        progress.begin_epoch()
         self.log.epoch_loss.zero_()
         is_last = progress.epoch >= self.training.epochs
         if is_last or self.training.any(self.saving.may_save):

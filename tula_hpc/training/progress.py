@@ -2,47 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from tula_hpc.checkpoint.safe_points import Progress
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import RunDirectory, refuse_another
 from tula_hpc.records.events import EventName
-
-
-@dataclass
-class Progress:
-    """Progress of a training, saved with every checkpoint.
-
-    It is counted in samples, not steps: the batch may change on the way.
-    """
-
-    # epochs completed
-    epoch: int = 0
-    # samples seen of the current epoch, over all workers
-    offset: int = 0
-    samples_seen: int = 0
-    step: int = 0
-    epoch_steps: int = 0
-    epoch_time_s: float = 0.0
-    # sum of the steps' losses on rank 0 in this epoch
-    epoch_loss: float = 0.0
-    train_time_s: float = 0.0
-    # Unix time of the first start
-    started_at: float = 0.0
-    restarts: int = 0
-    # restarts after which work had to be done again
-    interruptions: int = 0
-    # saved at a stop: its process did no more
-    stopped: bool = False
-    # mean over the last whole epoch
-    last_loss: float = 0.0
-    # see `TrainResult`
-    starts_s: float = 0.0
-    evaluation_s: float = 0.0
-    saving_s: float = 0.0
 
 
 class Training:
@@ -81,14 +48,7 @@ class Training:
     @property
     def epoch_ends(self) -> bool:
         """True if the current epoch has no further whole batch."""
-        return self.progress.offset + self.global_batch > self.samples_per_epoch
-
-    @property
-    def epoch_share(self) -> float:
-        """Share of the current epoch's whole batches that are trained on; 1 at its end."""
-        size, offset = self.global_batch, self.progress.offset
-        trained = offset + (self.samples_per_epoch - offset) // size * size
-        return offset / trained if trained else 0.0
+        return self.progress.epoch_ends(self.samples_per_epoch, self.global_batch)
 
     def any(self, mine: bool) -> bool:
         """Tell whether it is true on any worker. Collective."""

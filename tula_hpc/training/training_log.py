@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -11,31 +10,10 @@ import torch
 from torch import Tensor
 
 from tula_hpc.errors import DivergedError
-from tula_hpc.optim import CriticalBatch
-from tula_hpc.records import EpochMetrics, StepMetrics, append_record
-from tula_hpc.training.evaluation import NO_EVALUATION, Evaluation, finite_or_none
+from tula_hpc.training.evaluation import NO_EVALUATION, Evaluation
 from tula_hpc.training.hooks import TrainingHooks
+from tula_hpc.training.journal import Journal, StepWindow
 from tula_hpc.training.progress import Training
-
-
-class StepWindow:
-    """Losses and time since the last logged line; losses stay on the device until then."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.total: Tensor | None = None
-        # seconds of waiting for the loader
-        self.waited_s = 0.0
-        self.started = time.perf_counter()
-
-    def add(self, loss: Tensor) -> None:
-        """Count one step."""
-        self.total = loss.double() if self.total is None else self.total + loss
-        self.steps += 1
-
-    def mean_loss(self) -> float:
-        """Return the mean loss of the steps. Waits for the device."""
-        return math.nan if self.total is None else float(self.total) / self.steps
 
 
 class TrainingLog:
@@ -49,9 +27,13 @@ class TrainingLog:
     def __init__(self, training: Training, hooks: TrainingHooks) -> None:
         self.training = training
         self.hooks = hooks
-        self.window = StepWindow()
-        # rank 0 alone reads the noise
-        self.critical_batch = CriticalBatch()
+        self.journal = Journal(
+            training.files.metrics_file if training.is_main else None,
+            training.samples_per_epoch,
+            training.global_batch,
+            training.env.world_size,
+        )
+        self.restart_window()
         # sum over the steps of the epoch
         self.epoch_loss = torch.zeros((), dtype=torch.float64, device=training.worker.device)
         if training.job.sweep.training.scale_histogram and training.is_main:
@@ -60,21 +42,22 @@ class TrainingLog:
     def resume(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint's content."""
         if "critical_batch" in state:
-            self.critical_batch.load_state_dict(state["critical_batch"])
+            self.journal.critical_batch.load_state_dict(state["critical_batch"])
         self.epoch_loss.fill_(self.training.progress.epoch_loss)
 
     def restart_window(self) -> None:
         """Begin to count steps and their time now."""
         self.window = StepWindow()
+        self.started = time.perf_counter()
 
     def exclude(self, seconds: float) -> None:
         """Leave out time that was not the steps'."""
-        self.window.started += seconds
+        self.started += seconds
 
     def add_step(self, loss: Tensor) -> None:
         """Count a step that the progress knows of already; write a line if one is due."""
         self.epoch_loss += loss
-        self.window.add(loss)
+        self.window.add(loss=loss)
         interval = self.training.job.sweep.training.log_interval_steps
         if self.training.progress.step % interval == 0 or self.training.epoch_ends:
             self.write_steps()
@@ -90,55 +73,29 @@ class TrainingLog:
         Raises:
             DivergedError: Their loss ends the training.
         """
-        training, progress = self.training, self.training.progress
-        window, observer = self.window, self.training.worker.observer
+        training, window = self.training, self.window
         mean_loss = window.mean_loss()
-        seconds = time.perf_counter() - window.started
+        window.seconds = time.perf_counter() - self.started
         self.restart_window()
         if self.hooks.has_diverged(mean_loss):
-            where = f"at step {progress.step}"
+            where = f"at step {training.progress.step}"
             remedy = "lower workload.lr or warm up longer"
             raise DivergedError(f"the loss is not finite {where}; {remedy}")
-        if not training.is_main:
-            return
-        noise = observer.noise()
-        self.critical_batch.add(noise, window.steps)
-        numbers = observer.step_metrics(window.steps)
-        line = StepMetrics(
-            step=progress.step,
-            samples_seen=progress.samples_seen,
-            epoch=progress.epoch + training.epoch_share,
-            loss=mean_loss,
-            lr=training.worker.optimizer.param_groups[0]["lr"],
-            step_time_s=seconds / window.steps,
-            **{name: finite_or_none(value) for name, value in numbers.items()},
-            data_time_s=window.waited_s / window.steps,
-            noise_scale=finite_or_none(noise.noise_scale),
-            noise_gradient_square=finite_or_none(noise.recent_square),
-            noise_trace=finite_or_none(noise.recent_trace),
-            scale_histogram=observer.read_scales(),
-        )
-        append_record(training.files.metrics_file, line, durable=False)
+        lr = training.worker.optimizer.param_groups[0]["lr"]
+        observer = training.worker.observer
+        self.journal.write_steps(training.progress, window, observer, lr=lr, loss=mean_loss)
 
     def write_epoch(self, evaluation: Evaluation) -> None:
         """Write a line for the epoch that has ended, if it was evaluated."""
-        training, progress = self.training, self.training.progress
-        if evaluation is NO_EVALUATION or not training.is_main:
+        if evaluation is NO_EVALUATION:
             return
-        line = EpochMetrics(
-            epoch=progress.epoch,
-            step=progress.step,
-            samples_seen=progress.samples_seen,
-            global_batch=training.global_batch,
-            train_loss=progress.last_loss,
-            test_loss=evaluation.loss,
-            test_accuracy=evaluation.accuracy,
-            test_top5_accuracy=evaluation.top5_accuracy,
-            epoch_time_s=progress.epoch_time_s,
-            steps=progress.epoch_steps,
-            noise_scale=finite_or_none(training.worker.observer.noise().noise_scale),
-            critical_batch=finite_or_none(self.critical_batch.take()),
-            evaluation_time_s=evaluation.seconds,
-            workers=training.env.world_size,
+        progress = self.training.progress
+        scores = {
+            "train_loss": progress.last_loss,
+            "test_loss": evaluation.loss,
+            "test_accuracy": evaluation.accuracy,
+            "test_top5_accuracy": evaluation.top5_accuracy,
+        }
+        self.journal.write_epoch(
+            progress, progress.epoch, self.training.worker.observer, scores, evaluation.seconds
         )
-        append_record(training.files.metrics_file, line)

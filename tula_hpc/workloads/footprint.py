@@ -21,6 +21,7 @@ cannot be seen; it is allowed for:
   allocator: an assumption. The CUDA context (some 0.5 GB) is not part of it; the cluster's
   `memory_margin` has to hold it.
 
+torch is imported late: the command's help and mistakes in its arguments are answered at once.
 Loader processes, the library of collectives and other users of a node are not counted either.
 """
 
@@ -31,11 +32,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from torch.utils.data import default_collate
-
-from tula_hpc import process_memory
 from tula_hpc.config import (
     GIB,
     ClusterSpec,
@@ -47,16 +45,15 @@ from tula_hpc.config import (
     told_by_set,
 )
 from tula_hpc.config.workload import DATASETS
-from tula_hpc.data.datasets import Data, build_data
-from tula_hpc.data.images import prepared
 from tula_hpc.env import begin_process
 from tula_hpc.errors import InputError
 from tula_hpc.files import write_out
 from tula_hpc.formatting import printable_output
 from tula_hpc.records import Footprint
-from tula_hpc.user_code import told
-from tula_hpc.workloads.fake_steps import Counts, Shapes, count
-from tula_hpc.workloads.optimizers import layer_wise_kinds, shards
+
+if TYPE_CHECKING:
+    from tula_hpc.data.datasets import Data
+    from tula_hpc.workloads.fake_steps import Counts, Shapes
 
 # local batches to count at: so large that activations make the peak; fake ones cost nothing
 FAKE_BATCHES = (128, 512)
@@ -69,6 +66,12 @@ DEVICE_OVERHEAD = 0.1
 
 def host_baseline(sweep: SweepSpec, cluster: ClusterSpec) -> int:
     """Return the bytes of this process, as of a worker with its libraries, before its model."""
+    # what a worker imports takes memory, whether or not this process has needed it so far
+    from tula_hpc import process_memory
+    from tula_hpc.data import datasets, images  # noqa: F401
+    from tula_hpc.workloads import fake_steps  # noqa: F401
+    from tula_hpc.workloads.optimizers import layer_wise_kinds
+
     if sweep.training.has_trust_ratios:
         # imports a library, which takes memory
         layer_wise_kinds()
@@ -94,8 +97,8 @@ def estimate_footprint(
         InputError: The model or data set is not as expected.
         RuntimeError: The model can be counted neither on fake tensors nor on real ones.
     """
-    started = time.monotonic()
     here = host_baseline(sweep, cluster)
+    started = time.monotonic()
     host = here if host_bytes is None else min(here, host_bytes)
     world = min(sweep.search.cluster_sizes) * cluster.workers_per_node
     counts, method = _count(sweep.workload, world, cluster.device, data)
@@ -129,6 +132,8 @@ def _scaling_bytes(sweep: SweepSpec, world: int, counts: Counts) -> int:
 
 
 def _checkpoint_bytes(sweep: SweepSpec, world: int, counts: Counts) -> int:
+    from tula_hpc.workloads.optimizers import shards
+
     # as `analysis.memory.checkpoint_copy_bytes`; under ZeRO the counted states are this worker's
     # share
     state_copies = 2 * world if shards(sweep.workload, world) else 1
@@ -158,6 +163,8 @@ def _count(
     workload: WorkloadSpec, world: int, device: str, data: Data | None
 ) -> tuple[Counts, Literal["fake", "real"]]:
     """Count on fake tensors, or on real ones if the model needs values."""
+    from tula_hpc.workloads.fake_steps import count
+
     shapes = _find_shapes(workload, data)
     try:
         return count(workload, shapes, world, device, FAKE_BATCHES, fake=True), "fake"
@@ -167,6 +174,12 @@ def _count(
 
 def _find_shapes(workload: WorkloadSpec, data: Data | None) -> Shapes:
     """Return the shapes of a sample, from the catalog if it knows them, else from the data."""
+    from torch.utils.data import default_collate
+
+    from tula_hpc.data.datasets import build_data
+    from tula_hpc.data.images import prepared
+    from tula_hpc.workloads.fake_steps import Shapes
+
     facts = DATASETS.get(workload.dataset)
     if facts is not None and facts.classes is not None:
         size = workload.image_size or facts.image_size
@@ -251,6 +264,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except Exception as error:  # noqa: BLE001 # the user's code may raise anything
+        from tula_hpc.user_code import told
+
         print(f"cannot be estimated: {told(error)}", file=sys.stderr)
         return 1
     lines: list[str] = []

@@ -143,6 +143,11 @@ def own_states(optimizer: Optimizer) -> dict[Any, Any]:
     return dict(_plain(optimizer).state)
 
 
+def is_divided(optimizer: Optimizer) -> bool:
+    """Tell whether each worker holds a share of the states only."""
+    return _is_sharded(getattr(optimizer, "base", optimizer))
+
+
 def _plain(optimizer: Optimizer) -> Optimizer:
     base: Any = getattr(optimizer, "base", optimizer)
     plain: Optimizer = base.optim if _is_sharded(base) else base

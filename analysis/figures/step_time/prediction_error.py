@@ -1,4 +1,4 @@
-"""Error of the step-time model: of what it was fitted to, of what it predicted, of trainings."""
+"""Errors of the models: of what they were fitted to, of what they predicted, of trainings."""
 
 from __future__ import annotations
 
@@ -13,17 +13,23 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from tula_hpc.analysis.figures import style
 from tula_hpc.analysis.figures.drawing import CONFIGURATION_COLUMNS, Cell, Drawing, Missing, Table
 from tula_hpc.analysis.figures.step_time.step_breakdown import short_name
-from tula_hpc.analysis.run_contents import RunContents, find_candidate, trained_candidate
+from tula_hpc.analysis.run_contents import (
+    RunContents,
+    find_candidate,
+    trained_candidate,
+    used_bytes,
+)
 from tula_hpc.formatting import format_percent
 from tula_hpc.records import Configuration
 
 
 class Error(NamedTuple):
-    """Prediction against measurement, of a profiled step or of a training's epoch."""
+    """Prediction against measurement, of a profiled step, its memory or a training's epoch."""
 
     configuration: Configuration
-    predicted_s: float
-    measured_s: float
+    # seconds, or bytes
+    predicted: float
+    measured: float
     # label, where it is one
     training: str = ""
     # the model was fitted to this measurement
@@ -32,7 +38,7 @@ class Error(NamedTuple):
     @property
     def relative(self) -> float:
         """(predicted − measured) / measured."""
-        return self.predicted_s / self.measured_s - 1
+        return self.predicted / self.measured - 1
 
 
 def draw_prediction_error(run: RunContents) -> Drawing | Missing:
@@ -65,6 +71,44 @@ def draw_prediction_error(run: RunContents) -> Drawing | Missing:
         )
     table = _error_table([*steps, *trainings])
     return Drawing("prediction_error", title, caption, figure, table)
+
+
+def draw_memory_error(run: RunContents) -> Drawing | Missing:
+    """Draw relative errors of predicted memory by cluster size."""
+    if run.plan is None:
+        why = "there are no predictions before the plan"
+        return Missing("memory_error", "memory error", why)
+    errors = list(_memory_errors(run))
+    if not errors:
+        why = "no candidate of the plan has been measured"
+        return Missing("memory_error", "memory error", why)
+    worst = max(errors, key=lambda error: abs(error.relative))
+    title = (
+        f"Memory is predicted {_median(errors)} off (median), "
+        f"{format_percent(abs(worst.relative))} at most ({short_name(worst.configuration)})"
+    )
+    with style.styled():
+        figure, (axes,) = style.new_figure(title, 3.0)
+        _draw_errors(axes, errors, (), run.cluster_sizes)
+        axes.set_ylabel("error of the model's memory")
+    caption = (
+        "Predicted over measured peak memory of a worker, minus one: above zero the model expects "
+        "more than is used, which costs room but fails no training; below zero less. One marker "
+        "per profiled configuration, from the smallest batch (left) to the largest within each "
+        "number of nodes; the bar is the median, the box holds the middle half. The model was "
+        "fitted to those that are filled."
+    )
+    table = _error_table(errors, "memory", "bytes")
+    return Drawing("memory_error", title, caption, figure, table)
+
+
+def _memory_errors(run: RunContents) -> Iterable[Error]:
+    for item in run.ok:
+        candidate = find_candidate(run.plan, item.configuration)
+        used = used_bytes(item)
+        if candidate is not None and used:
+            sizes = float(candidate.peak_memory_bytes), float(used)
+            yield Error(item.configuration, *sizes, fitted=candidate.measured)
 
 
 def _step_errors(run: RunContents) -> Iterable[Error]:
@@ -162,19 +206,21 @@ def _median(errors: Sequence[Error]) -> str:
     return format_percent(statistics.median(abs(error.relative) for error in errors))
 
 
-def _error_table(errors: Sequence[Error]) -> Table:
+def _error_table(
+    errors: Sequence[Error], profiled: str = "profiled_step", unit: str = "s"
+) -> Table:
     columns = (
         "quantity",
         *CONFIGURATION_COLUMNS,
-        "predicted_s",
-        "measured_s",
+        f"predicted_{unit}",
+        f"measured_{unit}",
         "relative_error_percent",
         "fitted",
     )
     rows: list[tuple[Cell, ...]] = []
     for error in errors:
-        quantity = f"training_epoch {error.training}" if error.training else "profiled_step"
+        quantity = f"training_epoch {error.training}" if error.training else profiled
         where = (*error.configuration, error.configuration.global_batch)
-        times = (error.predicted_s, error.measured_s, 100 * error.relative)
+        times = (error.predicted, error.measured, 100 * error.relative)
         rows.append((quantity, *where, *times, error.fitted))
     return Table(columns, rows)

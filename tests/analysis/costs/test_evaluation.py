@@ -215,6 +215,30 @@ def test_the_parts_of_the_expected_time_add_up_to_it() -> None:
         assert candidate.wall_parts_s["evaluation"] == pytest.approx(evaluations)
 
 
+SCRIPT = WorkloadSpec.model_validate(
+    {"script": "/train.py", "arguments": ["{local_batch}"], "samples": SAMPLES, "epochs": 5},
+    context={"check_paths": False},
+)
+
+
+def test_a_scripts_time_between_epochs_is_as_profiles_saw_it() -> None:
+    rows = [ok(nodes, 64, between_epochs_s=3.0 + 8.0 / nodes) for nodes in (1, 2, 4)]
+    found = of_rows(*rows, workload=SCRIPT)
+    assert [predicted(n, 64, found) for n in (1, 2, 8)] == pytest.approx([11.0, 7.0, 4.0])
+    assert "profiles saw it" in found.describe()
+    assert predicted(8, 64, of_rows(ok(1, 64, between_epochs_s=2.0), ok(4, 64), workload=SCRIPT)) == 2.0
+    # a training that took half as long
+    corrected = found.corrected([epoch(3.5, number=n) for n in (1, 2)])
+    assert predicted(1, 64, corrected) == pytest.approx(5.5)
+
+
+def test_where_nobody_saw_it_the_plan_says_so_until_the_training_has() -> None:
+    unknown = of_rows(ok(1, 64), workload=SCRIPT)
+    assert (predicted(1, 64, unknown), "it is unknown" in unknown.describe()) == (0.0, True)
+    known = unknown.corrected([epoch(seconds, number=n) for n, seconds in enumerate((1.0, 4.0, 4.0))])
+    assert (predicted(4, 64, known), "3 epochs of its training" in known.describe()) == (4.0, True)
+
+
 def test_longer_evaluation_is_paid_for() -> None:
     plain, slow = planned().chosen, planned([epoch(1000.0)]).chosen
     assert plain.wall_time_s is not None

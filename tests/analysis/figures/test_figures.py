@@ -598,6 +598,18 @@ def test_errors_are_predicted_over_measured_minus_one(run: RunContents, drawings
     assert float(table[-1]["measured_s"]) == run.trainings[0].epoch_time_s
 
 
+def test_errors_of_memory_are_predicted_over_measured_minus_one(run: RunContents, drawings: dict[str, Drawing]) -> None:
+    assert run.plan is not None
+    shown = rows(drawings["memory_error"])
+    assert len(shown) == len(run.ok)
+    for row, item in zip(shown, run.ok, strict=True):
+        found = find_candidate(run.plan, item.configuration)
+        assert found is not None
+        assert item.memory is not None
+        expected = 100 * (found.peak_memory_bytes / item.memory.reserved_bytes - 1)
+        assert float(row["relative_error_percent"]) == pytest.approx(expected)
+
+
 def test_a_training_that_changed_its_batch_is_not_compared(tmp_path: Path) -> None:
     files = make_run(tmp_path / "run", epochs_done=4)
     lines = files.train().metrics_file.read_text().replace('"global_batch":1024', '"global_batch":512', 2)
@@ -703,6 +715,7 @@ def test_without_settings_nothing_is_said_of_the_gate(run: RunContents) -> None:
             "profile",
             {
                 "cost",
+                "memory_error",
                 "pareto",
                 "prediction_error",
                 "progress",
@@ -723,7 +736,9 @@ def test_figures_without_data_are_named_with_the_reason(tmp_path: Path, stage: s
 
 def test_a_plan_without_measurements_is_drawn(run: RunContents) -> None:
     result = draw_all(run._replace(measurements=[], trainings=[]))
-    assert {drawing.name for drawing in result.drawings} == {"epoch_time", "progress", "cost", "pareto", "memory"}
+    assert {drawing.name for drawing in result.drawings} == {
+        "epoch_time", "progress", "cost", "pareto", "memory", "timeline"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(FIGURES))
@@ -757,7 +772,7 @@ def test_each_file_takes_one_drawing(run: RunContents, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Figure, "draw", noting)
     drawing = drawn(run, "memory")
-    for made in (drawing.svg, drawing.png, lambda: render_pdf(TitlePage("", "", "", (), [], [], []), [drawing])):
+    for made in (drawing.svg, drawing.png, lambda: render_pdf(TitlePage("", "", "", (), [], {}), [drawing])):
         drawings.clear()
         assert made()
         assert drawings.count(drawing.figure) == 1

@@ -23,7 +23,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--accumulate", type=int, default=2)
+    parser.add_argument("--largest-batch", type=int, default=10**6)
     options = parser.parse_args()
+    if options.batch_size > options.largest_batch:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if world > 1:
         dist.init_process_group("gloo")

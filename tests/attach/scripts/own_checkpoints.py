@@ -39,6 +39,8 @@ def leave(*_: object) -> None:
 def fail(options: argparse.Namespace) -> None:
     if options.fails == "exit":
         sys.exit(7)
+    if options.fails == "hang":
+        time.sleep(600)
 
 
 def main() -> None:

@@ -34,32 +34,35 @@ from tula_hpc.attach.train.loaders import (
 )
 from tula_hpc.attach.train.peers import Peers
 from tula_hpc.attach.train.script_training import ScriptProgress, ScriptTraining
-from tula_hpc.checkpoint.background import Saving
-from tula_hpc.checkpoint.interval import Cadence, Interruptions
+from tula_hpc.checkpoint.interval import Interruptions
+from tula_hpc.checkpoint.safe_points import SafePoints
 from tula_hpc.checkpoint.store import CheckpointStore, LoadedCheckpoint
 from tula_hpc.ddp.agreement import Agreed
-from tula_hpc.errors import InputError, StageError
-from tula_hpc.files import HeldFolder
+from tula_hpc.errors import InputError
+from tula_hpc.records.events import EventName
 from tula_hpc.workloads.optimizers import consolidate
 
 # name of the method's own state among what is kept
 SCALING = "gradient scaling"
 
 
-class Keeper:
+class Keeper(SafePoints):
     """One worker's part of an exact resume.
 
     Args:
         steps: Counts the script's steps; its progress is saved and restored.
     """
 
+    # all workers, since `has_begun`
+    worker: Peers
+
     def __init__(self, steps: ScriptTraining) -> None:
+        store = CheckpointStore(steps.files.checkpoints)
+        super().__init__(store, steps.settings.restart_count)
         self.steps, self.stop = steps, steps.stop
         self.spec, self.settings = steps.spec, steps.settings
-        self.store = CheckpointStore(steps.files.checkpoints)
         # looked for where the script begins to keep; until it is in force
         self.loaded: LoadedCheckpoint | None = None
-        self.restart_count = steps.settings.restart_count
         self.kept: dict[str, Any] = {}
         self._has_looked = False
         # what is done to a model's first pass after a resume
@@ -78,7 +81,8 @@ class Keeper:
         # of this epoch or the last one, and the checkpoint's states of their generators; by place
         self.loaders: dict[int, Iterable[Any]] = {}
         self.generators: dict[str, list[str]] = {}
-        self.peers: Peers | None = None
+        # `epochs` was called, where all workers meet
+        self.has_begun = False
         self.marked = 0.0
 
     def keep(self, things: Mapping[str, Any]) -> None:
@@ -87,7 +91,7 @@ class Keeper:
         Raises:
             InputError: One has no state, the checkpoint has none of it, or epochs have begun.
         """
-        if self.peers is not None:
+        if self.has_begun:
             raise InputError("expected before tula.epochs", source="tula.keep")
         if not self._has_looked:
             self._has_looked = True
@@ -139,10 +143,10 @@ class Keeper:
         loaded = self.loaded
         if loaded is None:
             return
-        self.steps.progress = progress = ScriptProgress(**loaded.state["progress"])
-        progress.restarts += 1
-        progress.interruptions += not progress.stopped
-        progress.stopped = False
+        self.steps.progress = ScriptProgress(**loaded.state["progress"])
+        self.go_on_from(loaded)
+        if "critical_batch" in loaded.state:
+            self.steps.journal.critical_batch.load_state_dict(loaded.state["critical_batch"])
         # of this worker; another number of workers draws other numbers
         self.found = {
             moment: texts[self.spec.rank % len(texts)]
@@ -174,12 +178,12 @@ class Keeper:
         self.began["epoch"] = random_state()
 
     def _end_epoch(self, *, is_last: bool) -> None:
-        peers, saving = self._peers(), self.saving
-        stop, wanted = peers.agree(float(self.stop.received is not None), float(saving.may_save))
+        mine = (self.stop.received is not None, self.saving.may_save)
+        stop, wanted = self.worker.agree(*map(float, mine))
         self.progress.stopped = bool(stop)
         if is_last or stop or wanted:
             self.began = dict.fromkeys(self.began, random_state())
-            self._save(wait=is_last or bool(stop))
+            self.save(wait=is_last or bool(stop))
         if stop:
             self.steps.leave_stopped()
 
@@ -250,8 +254,8 @@ class Keeper:
 
     def meet(self) -> bool:
         """Wait for the other workers; tell whether this one is rank 0. Collective."""
-        self._peers().agree(0.0)
-        return self._peers().rank == 0
+        self.worker.agree(0.0)
+        return self.is_main
 
     @property
     def samples_seen(self) -> int:
@@ -296,33 +300,43 @@ class Keeper:
         """Progress of the script."""
         return self.steps.progress
 
+    @property
+    def is_main(self) -> bool:
+        """See `SafePoints`."""
+        return self.worker.rank == 0
+
+    def log_event(self, event: EventName, detail: str, data: dict[str, Any] | None = None) -> None:
+        """See `SafePoints`."""
+        self.steps.log_event(event, detail, data)
+
+    def flush(self) -> None:
+        """See `SafePoints`."""
+        self.steps.write_steps()
+
+    def pause(self) -> None:
+        """See `SafePoints`."""
+        self.steps.pause()
+
+    def save(self, *, wait: bool = False) -> None:
+        """See `SafePoints`."""
+        before_s = self.progress.saving_s
+        super().save(wait=wait)
+        self.steps.leave_out(self.progress.saving_s - before_s)
+
     def _after_step(self) -> None:
-        decision = self.agreed.decide()
-        landed = self.saving.has_landed
-        if decision.save or landed:
-            # the device's queue is the steps' time, not a save's
-            self._peers().synchronize_device()
-        self.saving.cadence.worked(time.perf_counter() - self.marked)
-        if landed:
-            self.saving.note()
-            self._log_cost()
-        if decision.failed:
-            # all workers raise it here
-            self.saving.settle()
-        self.progress.stopped = decision.stop
-        if decision.save:
-            self._save(wait=decision.stop)
-            self.steps.pause()
+        decision = self.agreed.decide(lambda: self.steps.readings(self.worker))
+        self.step_ended(self.marked, decision)
         if decision.stop:
             self.steps.leave_stopped()
+        self.steps.look(decision.shared, self.worker)
         self._mark()
 
     def _look_once_more(self) -> None:
         """Obey a stop before what follows the batches, which may take long."""
-        (stop,) = self._peers().agree(float(self.stop.received is not None))
+        (stop,) = self.worker.agree(float(self.stop.received is not None))
         if stop and not self.steps.is_open:
             self.progress.stopped = True
-            self._save(wait=True)
+            self.save(wait=True)
             self.steps.leave_stopped()
 
     def _mark(self) -> None:
@@ -330,12 +344,12 @@ class Keeper:
 
     def _begin(self) -> None:
         """Meet the other workers and, if the script was resumed, agree on that. Collective."""
-        if self.peers is not None:
+        if self.has_begun:
             return
         self._check_kept()
         self.steps.is_kept = True
-        self.peers = peers = Peers(self.spec.world_size)
-        self._check_same(peers)
+        self.worker = Peers(self.spec.world_size)
+        self.check_same(self.loaded)
         progress, settings = self.progress, self.settings
         interruptions = Interruptions(
             settings.between_s,
@@ -343,35 +357,16 @@ class Keeper:
             seen=progress.interruptions,
             over_s=progress.train_time_s + progress.epoch_time_s,
         )
-        is_main = peers.rank == 0
-        self.saving = Saving(
-            peers,
-            self.store if is_main else None,
-            _NothingOfItsOwn(),
-            Cadence(interruptions, settings.fixed_s),
-            HeldFolder(self.steps.files.root) if is_main else None,
-        )
-        self.agreed = Agreed(peers, self.stop, self.saving.wish)
+        root = self.steps.files.root
+        self.begin_saving(interruptions, settings.fixed_s, _NothingOfItsOwn(), root)
+        self.agreed = Agreed(self.worker, self.stop, self.saving.wish, self.steps.look_every_s)
         if self.loaded is not None:
-            self._note_resume(self.loaded)
+            for model in self.steps.models:
+                self.rehearse(model)
+            self.log_resume(self.loaded)
         # its tensors are in what is kept by now
         self.loaded = None
-
-    def _note_resume(self, loaded: LoadedCheckpoint) -> None:
-        for model in self.steps.models:
-            self.rehearse(model)
-        if self._peers().rank != 0:
-            return
-        progress = self.progress
-        refused = "; ".join(f"{bad.name} refused: {why}" for bad, why in loaded.rejected)
-        detail = f"from {loaded.path.name} at step {progress.step}"
-        detail += f" ({refused})" if refused else ""
-        data = {
-            "step": progress.step,
-            "samples_seen": progress.samples_seen,
-            "epoch": progress.epoch,
-        }
-        self.steps.log_event("resumed", detail, data)
+        self.has_begun = True
 
     def _check_kept(self) -> None:
         if not set(self.kept) - {SCALING}:
@@ -382,62 +377,33 @@ class Keeper:
             message = f"{self.store.folder} has a state of {', '.join(sorted(missing))}, too"
             raise InputError(f"{message}; keep it as before", source="tula.keep")
 
-    def _check_same(self, peers: Peers) -> None:
-        """Refuse different checkpoints, as a stale directory listing on one node may cause."""
-        mine = (-1.0, -1.0)
-        if self.loaded is not None:
-            mine = (float(self.loaded.restart_count), float(self.loaded.samples_seen))
-        highest = peers.agree(*mine)
-        lowest = peers.agree(*(-value for value in mine))
-        if highest != [-value for value in lowest]:
-            raise StageError(
-                f"workers see different checkpoints in {self.store.folder}; start the job again"
-            )
-
-    def _peers(self) -> Peers:
-        if self.peers is None:
-            raise InputError("expected within `for … in tula.epochs(n)`", source="tula.batches")
-        return self.peers
-
-    def _save(self, *, wait: bool) -> None:
-        self.steps.write_steps()
-        self.saving.save(
-            self._state,
-            samples_seen=self.progress.samples_seen,
-            restart_count=self.restart_count,
-            wait=wait,
-        )
-        self._log_cost()
-
-    def _log_cost(self) -> None:
-        news = self.saving.cadence.news()
-        if news is not None:
-            cost = f"{news['cost_s']:.3g} s of training, {news['share']:.2%} of it so far"
-            detail = f"saving costs {cost}; one every {news['interval_s']:.0f} s"
-            self.steps.log_event("checkpoint", detail, news)
-
-    def _state(self) -> dict[str, Any]:
-        """Return a checkpoint's content, whole on rank 0, {} on the others. Collective."""
-        peers = self._peers()
+    def state(self) -> dict[str, Any]:
+        """See `SafePoints`."""
+        peers = self.worker
         generators = {place: generator_states(each) for place, each in self.loaders.items()}
         now = random_state(self.loaders.get(self.calls))
         moments = {**self.began, "now": now, "generators": json.dumps(generators)}
         random = {moment: peers.texts(text) for moment, text in moments.items()}
         kept = {name: _state_of(thing) for name, thing in self.kept.items()}
-        if peers.rank != 0:
+        if not self.is_main:
             return {}
-        return {"kept": kept, "random": random, "progress": asdict(self.progress)}
+        return {
+            "kept": kept,
+            "random": random,
+            "progress": asdict(self.progress),
+            "critical_batch": self.steps.journal.critical_batch.state_dict(),
+        }
 
     def report(self, scores: Mapping[str, Any]) -> None:
         """Take scores of this epoch, or of the last one; see `tula_hpc.attach.report`."""
         self.steps.report(scores)
-        if self.peers is not None and not self.in_epoch:
+        if self.has_begun and not self.in_epoch:
             self.steps.add_to_last_epoch()
 
     def close(self) -> None:
-        """Wait for a checkpoint that is being written, however the script has ended."""
-        if self.peers is not None:
-            self.saving.abandon()
+        """See `SafePoints`."""
+        if self.has_begun:
+            super().close()
 
 
 class KeptTraining(ScriptTraining):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -16,6 +20,7 @@ class Peers:
 
     Args:
         started: Processes of the script.
+        patience: They wait so long for each other; None: as torch has it.
 
     Attributes:
         device: Of the script's tensors.
@@ -24,7 +29,7 @@ class Peers:
         InputError: There are several workers, and the script has made no process group.
     """
 
-    def __init__(self, started: int) -> None:
+    def __init__(self, started: int, patience: timedelta | None = None) -> None:
         cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call] # torch's
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else _CPU
         is_joined = dist.is_available() and dist.is_initialized()
@@ -35,14 +40,23 @@ class Peers:
             )
         self.rank = dist.get_rank() if is_joined else 0
         self.count = dist.get_world_size() if is_joined else 1
-        self._group = dist.new_group(backend="gloo") if self.count > 1 else None
+        self._group: dist.ProcessGroup | None = None
+        if self.count > 1:
+            self._group = dist.new_group(backend="gloo", timeout=patience)
 
     def agree(self, *values: float) -> list[float]:
         """Return the largest of each value over all workers. Collective."""
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def total(self, *values: float) -> list[float]:
+        """Return the sum of each value over all workers. Collective."""
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def _reduced(self, values: Sequence[float], operation: Any) -> list[float]:
         if self._group is None:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(tensor, op=operation, group=self._group)
         return [float(value) for value in tensor.tolist()]
 
     def texts(self, mine: str) -> list[str]:

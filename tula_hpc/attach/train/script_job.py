@@ -32,6 +32,7 @@ from tula_hpc.records.events import EventName
 
 if TYPE_CHECKING:
     from tula_hpc.attach.processes import Child, Meeting, Outcome
+    from tula_hpc.attach.reporting import ChildSpec
     from tula_hpc.attach.train.script_training import TrainedSoFar
     from tula_hpc.ddp.process_group import Allocation
 
@@ -99,6 +100,8 @@ class ScriptJob:
         self.place = place_among(self.env, nodes, per_node) or self.env
         # known at the end
         self.progress: TrainedSoFar
+        # the plan's steps, see `script_drift`
+        self.compared_with: dict[str, Any] | None = None
         self._passed_on = False
 
     @property
@@ -114,6 +117,7 @@ class ScriptJob:
         self.folder.mkdir(mode=0o700, exist_ok=True)
         meeting = meeting_from(self.allocation.broadcast(lambda: choose_meeting(self.env)))
         start = Start(**json.loads(self.allocation.broadcast(lambda: json.dumps(self._start()))))
+        self.compared_with = json.loads(self.allocation.broadcast(self._planned_steps))
         peers = Peers(self.allocation.store, meeting.run_id)
         mine = self._judged(self._watch(start, meeting, peers), peers)
         peers.announce(mine)
@@ -129,6 +133,13 @@ class ScriptJob:
             return self._leave()
         self._write_result()
         return "finished"
+
+    def _planned_steps(self) -> str:
+        """Return what step times are compared with, as JSON; on rank 0."""
+        from tula_hpc.attach.train.script_drift import drift_settings
+
+        found = drift_settings(self.job)
+        return "null" if found is None else found.model_dump_json()
 
     def any(self, mine: bool) -> bool:
         """Tell whether it is true on rank 0, which alone asks. Collective."""
@@ -187,25 +198,14 @@ class ScriptJob:
     def _watch(self, start: Start, meeting: Meeting, peers: Any) -> Outcome:
         """Start the script's process of this rank, and wait for its end."""
         from tula_hpc.attach import processes
-        from tula_hpc.attach.reporting import ChildSpec
+        from tula_hpc.attach.train.hangs import HangWatch
         from tula_hpc.attach.train.scores import Scores
 
-        work, home = self.job.sweep.workload, Path.cwd()
-        with processes.own_output(self.folder, self.place.rank, home) as (own, output):
-            script = script_of(self.job.sweep, self.job.configuration, own, resumes=start.resumes)
-            spec = ChildSpec(
-                mode="train",
-                script=script.path,
-                module=script.module,
-                arguments=script.arguments,
-                home=home,
-                said=self.folder / f"rank-{self.place.rank}.said",
-                parent=os.getpid(),
-                rank=self.place.rank,
-                world_size=self.place.world_size,
-                counted_model=work.counted_model,
-                settings=self._settings(start),
-            )
+        work = self.job.sweep.workload
+        world, rank = self.place.world_size, self.place.rank
+        hangs = HangWatch(peers, rank, world, 60.0 * work.hang_minutes)
+        with processes.own_output(self.folder, rank, Path.cwd()) as (own, output):
+            spec = self._spec(start, own)
             place = processes.variables_of(
                 self.place, self.job.configuration.workers_per_node, meeting
             )
@@ -215,11 +215,30 @@ class ScriptJob:
                 child = processes.start(spec, place, own, log, scores.output)
                 scores.read(child.process)
 
-                def look(child: Child) -> None:
+                def look(child: Child) -> str | None:
                     self._pass_on(child, peers)
                     scores.write()
+                    return hangs.look(child)
 
                 return processes.watch(child, peers, first_step_s, look, in_training=True)
+
+    def _spec(self, start: Start, own: Path) -> ChildSpec:
+        from tula_hpc.attach.reporting import ChildSpec
+
+        script = script_of(self.job.sweep, self.job.configuration, own, resumes=start.resumes)
+        return ChildSpec(
+            mode="train",
+            script=script.path,
+            module=script.module,
+            arguments=script.arguments,
+            home=Path.cwd(),
+            said=self.folder / f"rank-{self.place.rank}.said",
+            parent=os.getpid(),
+            rank=self.place.rank,
+            world_size=self.place.world_size,
+            counted_model=self.job.sweep.workload.counted_model,
+            settings=self._settings(start),
+        )
 
     def _settings(self, start: Start) -> dict[str, Any]:
         from tula_hpc.attach.train.script_training import TrainSettings
@@ -246,6 +265,7 @@ class ScriptJob:
             fixed_s=None if options.checkpoint_minutes is None else options.checkpoint_s,
             sweep=job.sweep.model_dump(mode="json") if options.scales else {},
             configuration=job.configuration,
+            drift=self.compared_with,
         )
         return settings.model_dump(mode="json")
 
@@ -345,6 +365,7 @@ class ScriptJob:
             train_time_s=told.train_time_s,
             wall_time_s=max(told.train_time_s, unix_time() - told.started_at),
             restarts=told.restarts,
+            saving_s=told.saving_s,
         )
         write_atomically(self.files.result_file, result.model_dump_json(indent=1))
         self.log_event("finished", format_score(result.test_accuracy, result.test_loss))

@@ -12,7 +12,6 @@ the small norms are multiplied likewise.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,8 +23,9 @@ from torch.optim import SGD, Optimizer
 from tula_hpc.config import SweepSpec
 from tula_hpc.ddp.methods import ReferenceBatch, scaling_options
 from tula_hpc.errors import InputError
-from tula_hpc.optim import LocalNorms, TulaOptimizer
+from tula_hpc.optim import LocalNorms, NoObserver, TulaOptimizer
 from tula_hpc.records import Configuration
+from tula_hpc.training.journal import Readings
 
 # relative: two sums of the same squares in another order differ by less
 ROUNDING = 1e-5
@@ -130,17 +130,10 @@ class ScriptScaling:
         scaling.observe_small(small * factor, batch)
         scaling.observe_norms(averaged * factor)
 
-    def metrics(self, steps: int) -> dict[str, float]:
-        """Return numbers for a log line of that many steps. Waits for the device."""
-        if self.scaling is None:
-            return {}
-        noise = self.scaling.noise()
-        found = self.scaling.step_metrics(steps) | {
-            "noise_scale": noise.noise_scale,
-            "noise_gradient_square": noise.recent_square,
-            "noise_trace": noise.recent_trace,
-        }
-        return {name: value for name, value in found.items() if math.isfinite(value)}
+    @property
+    def readings(self) -> Readings:
+        """Statistics of the steps; none before the first."""
+        return self.scaling or NoObserver()
 
     def state_dict(self) -> dict[str, Any]:
         """Return factors, averages and counts."""

@@ -22,14 +22,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc.attach.reporting import ChildSpec, Mode, Said, leave
 from tula_hpc.attach.train.peers import Peers
+from tula_hpc.attach.train.script_drift import DriftSettings, ScriptDrift
 from tula_hpc.attach.train.script_scaling import ScriptScaling
+from tula_hpc.checkpoint.safe_points import Progress
 from tula_hpc.config import SweepSpec
-from tula_hpc.ddp.agreement import Agreed, Wish
-from tula_hpc.ddp.stop_signals import StopRequest
+from tula_hpc.ddp.agreement import CHECK_EVERY_S, Agreed, Wish
+from tula_hpc.ddp.stop_signals import StopRequest, Suspensions
 from tula_hpc.errors import InputError
-from tula_hpc.records import Configuration, EpochMetrics, RunDirectory, StepMetrics, append_record
+from tula_hpc.optim import NoObserver
+from tula_hpc.records import Configuration, RunDirectory
 from tula_hpc.records.base import Record
 from tula_hpc.records.events import EventName
+from tula_hpc.training.journal import Journal, Readings, StepWindow
 
 SCORES = ("test_accuracy", "test_top5_accuracy", "test_loss", "train_loss")
 
@@ -62,6 +66,8 @@ class TrainSettings(Record):
     between_s: float
     between_is_known: bool = False
     fixed_s: float | None = None
+    # None: step times are compared with nothing
+    drift: DriftSettings | None = None
 
 
 class TrainedSoFar(Record):
@@ -77,45 +83,27 @@ class TrainedSoFar(Record):
     step: int = 0
     samples_seen: int = 0
     train_time_s: float = 0.0
+    saving_s: float = 0.0
     started_at: float = 0.0
     restarts: int = 0
 
 
 @dataclass
-class ScriptProgress:
-    """Progress of a script's training; saved with a checkpoint, where it keeps one."""
+class ScriptProgress(Progress):
+    """Progress of a script's training, with its place in `tula.batches`."""
 
-    # completed
-    epoch: int = 0
     # of `tula.batches` in this epoch that are over, and batches of the next one
     calls: int = 0
     batches: int = 0
     # by which these were cut
     batch_size: int = 0
     workers: int = 1
-    # seen of the current epoch, over all workers
-    offset: int = 0
-    samples_seen: int = 0
-    step: int = 0
-    # steps of this epoch that were timed
-    epoch_steps: int = 0
-    epoch_time_s: float = 0.0
-    train_time_s: float = 0.0
-    # Unix time of the first start
-    started_at: float = 0.0
-    restarts: int = 0
-    # restarts after which work had to be done again
-    interruptions: int = 0
-    # saved at a stop: its process did no more
-    stopped: bool = False
 
-
-class StepWindow:
-    """Steps since the last logged line."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.seconds = self.waited_s = 0.0
+    def begin_epoch(self) -> None:
+        """See `Progress`."""
+        super().begin_epoch()
+        self.calls = 0
+        self.batches = 0
 
 
 class Waits:
@@ -141,6 +129,7 @@ class ScriptTraining(Mode):
         super().__init__(spec)
         self.settings = TrainSettings.model_validate(spec.settings)
         self.stop = StopRequest()
+        self.suspensions = Suspensions()
         self.run = RunDirectory(self.settings.root)
         self.files = self.run.train(self.settings.label)
         self.progress = ScriptProgress(
@@ -152,27 +141,42 @@ class ScriptTraining(Mode):
         )
         self.models: list[DistributedDataParallel] = []
         self.scaling = scaling_of(self.settings)
+        self.drift: ScriptDrift | None = None
+        if (told := self.settings.drift) is not None:
+            settings = self.settings
+            self.drift = ScriptDrift(told, self.run, settings.label, settings.job_id)
         # a keeper knows where epochs end, and obeys the stop
         self.is_kept = False
         # a forward pass has begun since the last step
         self.is_open = False
+        self.journal = Journal(
+            self.files.metrics_file if spec.rank == 0 else None,
+            self.settings.samples,
+            self.settings.global_batch,
+            spec.world_size,
+        )
         self.window = StepWindow()
         self.waits = Waits()
         self._agreed: Agreed | None = None
+        self._peers: Peers
         # of this step, on this worker
         self._samples = 0
         # when the last step ended; None: what came since was no training
         self._ended: float | None = None
-        self._began = 0.0
+        # when it did, whatever came since; of this epoch what was none of its steps
+        self._stepped_at: float | None = None
+        self._paused_s = 0.0
+        # an epoch's line is written, and the time until the next one is not known
+        self._is_between = False
+        self._began = self._waited_s = 0.0
         self._reported: dict[str, float] = {}
         # the last step of which an epoch's line tells
         self._written = 0
-        # on rank 0
-        self._last_line: EpochMetrics | None = None
 
     def begin(self) -> None:
         """See `Mode`. A script's own handlers take the place of ours, and obey as they like."""
         self.stop.install()
+        self.suspensions.install()
         self._noted = signal.getsignal(signal.SIGTERM)
         signal.signal(signal.SIGUSR2, self._take_user_signal)
         super().begin()
@@ -187,6 +191,8 @@ class ScriptTraining(Mode):
     def ended(self, code: int) -> Said:
         """See `Mode`."""
         self._end_open_epoch()
+        if code == 0 and self._stepped_at is not None:
+            self._count_pause(time.perf_counter() - self._stepped_at)
         return self._told("exited", code)
 
     def _told(self, end: Literal["stopped", "exited"], code: int = 0) -> Said:
@@ -198,6 +204,7 @@ class ScriptTraining(Mode):
             step=self.progress.step,
             samples_seen=self.progress.samples_seen,
             train_time_s=self.progress.train_time_s,
+            saving_s=self.progress.saving_s,
             started_at=self.progress.started_at,
             restarts=self.progress.restarts,
         )
@@ -215,7 +222,12 @@ class ScriptTraining(Mode):
 
     def evaluating(self) -> None:
         """See `Listener`. What comes before the next step is none of training."""
+        self.give_sign()
         self.pause()
+
+    def batch_loaded(self, loader: object, batch: object, waited_s: float) -> None:
+        """See `Listener`."""
+        self.give_sign()
 
     def forward_begins(self, samples: int) -> None:
         """See `Listener`."""
@@ -231,14 +243,17 @@ class ScriptTraining(Mode):
         if self._ended is not None:
             waited_s = now - self._ended
             self.waits.add(waited_s)
+        elif self._stepped_at is not None:
+            self._count_pause(now - self._stepped_at)
         self._began = now - waited_s
+        self._waited_s = waited_s
         self.window.waited_s += waited_s
 
     def gradients_ready(self) -> None:
         """See `Listener`."""
         optimizer, model = self.hooks.optimizer, self.hooks.inner_model
         if self.scaling is not None and optimizer is not None and model is not None:
-            epochs_seen = self.progress.epoch + self._epoch_share()
+            epochs_seen = self.progress.epoch + self._epoch_share
             self.scaling.gradients_ready(optimizer, model, epochs_seen)
 
     def step_ends(self) -> None:
@@ -254,7 +269,7 @@ class ScriptTraining(Mode):
             return
         self.count_step()
         self._count_progress()
-        is_last = self.progress.offset + self.settings.global_batch > self.settings.samples
+        is_last = self.progress.epoch_ends(self.settings.samples, self.settings.global_batch)
         is_logged = is_last or self.progress.step % self.settings.log_interval_steps == 0
         if is_logged:
             _synchronize()
@@ -286,51 +301,81 @@ class ScriptTraining(Mode):
         if not self.is_kept and progress.offset == 0 and samples < whole:
             # the last, shorter batch of the epoch before
             progress.offset = -samples
-        progress.step += 1
-        progress.offset += samples
-        progress.samples_seen += samples
+        progress.count_step(samples)
 
     def _count_time(self, now: float) -> None:
-        if self.is_open:
+        # a step with a suspension says nothing about the time of steps
+        if self.is_open and not self.suspensions.take():
             self.progress.epoch_steps += 1
             self.progress.epoch_time_s += now - self._began
-            self.window.steps += 1
-            self.window.seconds += now - self._began
-        self._ended = now
+            self.window.add(seconds=now - self._began)
+            if self.drift is not None:
+                self.drift.count(now - self._began, self._waited_s)
+        self._ended = self._stepped_at = now
 
     def pause(self) -> None:
         """Count the time up to the next forward pass as no training's."""
         self._ended = None
 
+    def leave_out(self, seconds: float) -> None:
+        """Count a checkpoint in a pause as none of the script's own time."""
+        self._paused_s -= seconds
+
+    def _count_pause(self, seconds: float) -> None:
+        """Count time of the script that is none of its steps'; of the epoch before at its end."""
+        self._paused_s += seconds
+        if self.progress.epoch_steps:
+            return
+        paused_s, self._paused_s = max(0.0, self._paused_s), 0.0
+        if self._is_between:
+            self.journal.amend({"evaluation_time_s": paused_s})
+        self._is_between = False
+
     def _stop_if_asked(self) -> None:
         if self._agreed is None:
-            self._agreed = Agreed(Peers(self.spec.world_size), self.stop, lambda: Wish.NOTHING)
-        if self._agreed.decide().stop:
+            peers = Peers(self.spec.world_size)
+            self._agreed = Agreed(peers, self.stop, lambda: Wish.NOTHING, self.look_every_s)
+            self._peers = peers
+        decision = self._agreed.decide(lambda: self.readings(self._peers))
+        if decision.stop:
             self.leave_stopped()
+        self.look(decision.shared, self._peers)
+
+    @property
+    def look_every_s(self) -> float:
+        """Seconds between two agreements of the workers."""
+        return CHECK_EVERY_S if self.drift is None else self.drift.watch.look_every_s
+
+    def readings(self, peers: Peers) -> tuple[float, ...]:
+        """Return what the drift watch needs of this worker at an agreement; nothing without one."""
+        return () if self.drift is None else self.drift.readings(peers)
+
+    def look(self, shared: tuple[float, ...], peers: Peers) -> None:
+        """Compare the workers' step times with the plan's. Collective."""
+        model = self.hooks.inner_model
+        if self.drift is None or model is None:
+            return
+        trained = [p for p in model.parameters() if p.requires_grad]
+        began = time.perf_counter()
+        if self.drift.look(shared, peers, trained):
+            self.leave_out(time.perf_counter() - began)
+            self.pause()
 
     def write_steps(self) -> None:
         """Write a line for the steps since the last one, if there are any."""
         window, self.window = self.window, StepWindow()
-        if not window.steps or self.spec.rank != 0:
-            return
-        progress, optimizer = self.progress, self.hooks.optimizer
-        line = StepMetrics(
-            step=progress.step,
-            samples_seen=progress.samples_seen,
-            epoch=progress.epoch + self._epoch_share(),
-            loss=None,
-            lr=float(optimizer.param_groups[0]["lr"]) if optimizer is not None else 0.0,
-            step_time_s=window.seconds / window.steps,
-            data_time_s=window.waited_s / window.steps,
-            **(self.scaling.metrics(window.steps) if self.scaling is not None else {}),
-        )
-        append_record(self.files.metrics_file, line, durable=False)
+        if window.steps:
+            optimizer = self.hooks.optimizer
+            lr = float(optimizer.param_groups[0]["lr"]) if optimizer is not None else 0.0
+            self.journal.write_steps(self.progress, window, self._readings, lr=lr)
 
+    @property
+    def _readings(self) -> Readings:
+        return NoObserver() if self.scaling is None else self.scaling.readings
+
+    @property
     def _epoch_share(self) -> float:
-        """Return the share of the epoch's whole batches that were trained on."""
-        size, offset = self.settings.global_batch, self.progress.offset
-        left = max(0, self.settings.samples - offset) // size * size
-        return offset / (offset + left) if offset > 0 else 0.0
+        return self.progress.epoch_share(self.settings.samples, self.settings.global_batch)
 
     def end_steps_of_epoch(self) -> None:
         """Write the line of the epoch whose steps are over, unless it is there."""
@@ -342,45 +387,27 @@ class ScriptTraining(Mode):
     def end_epoch(self) -> None:
         """Count an epoch, add its scores to its line, and begin the next one."""
         self.end_steps_of_epoch()
-        progress = self.progress
         if self._reported:
             self._write_epoch()
         self._reported = {}
-        progress.epoch += 1
-        progress.train_time_s += progress.epoch_time_s
-        progress.offset = progress.calls = progress.batches = 0
-        progress.epoch_steps = 0
-        progress.epoch_time_s = 0.0
+        self.progress.count_epoch()
+        self.progress.begin_epoch()
 
     def _write_epoch(self) -> None:
         progress = self.progress
         self._written = progress.step
-        if self.spec.rank != 0:
-            return
-        line = EpochMetrics(
-            epoch=progress.epoch + 1,
-            step=progress.step,
-            samples_seen=progress.samples_seen,
-            global_batch=self.settings.global_batch,
-            epoch_time_s=progress.epoch_time_s,
-            steps=progress.epoch_steps,
-            workers=self.spec.world_size,
-            **dict.fromkeys(SCORES) | self._reported,
-        )
-        append_record(self.files.metrics_file, line)
-        self._last_line = line
+        self._is_between = True
+        scores = dict.fromkeys(SCORES) | self._reported
+        self.journal.write_epoch(progress, progress.epoch + 1, self._readings, scores)
 
     def add_to_last_epoch(self) -> None:
-        """Add scores to the line of the epoch that is over."""
-        line = self._last_line
-        if line is not None:
-            self._last_line = line.model_copy(update=self._reported)
-            append_record(self.files.metrics_file, self._last_line)
+        """Add what was reported to the line of the epoch that is over."""
+        self.journal.amend(self._reported)
         self._reported = {}
 
     def _end_open_epoch(self) -> None:
         """Count the epoch in which the script has ended, if most of it was done."""
-        if not self.is_kept and self._epoch_share() > 0.5:
+        if not self.is_kept and self._epoch_share > 0.5:
             self.end_epoch()
         self.write_steps()
 

@@ -1,0 +1,158 @@
+"""Curves of several runs together: epoch time over the batch, and scores of their trainings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from tula_hpc.analysis.figures import style
+from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
+from tula_hpc.analysis.run_contents import RunContents, measured_epochs
+from tula_hpc.formatting import format_duration
+
+NAME = "run_curves"
+COLUMNS = ("run", "quantity", "global_batch_samples", "epoch", "value", "chosen")
+LINES: tuple[Literal["-", "--", ":"], ...] = ("-", "--", ":")
+BATCH_LABEL = "global batch B (samples per step over all nodes)"
+
+
+class RunCurve(NamedTuple):
+    """What of one run is drawn."""
+
+    name: str
+    # seconds of the fastest feasible candidate's epoch, by global batch
+    predicted_s: Mapping[int, float]
+    # of the fastest measured configuration
+    measured_s: Mapping[int, float]
+    # global batch and seconds of an epoch
+    chosen: tuple[int, float] | None
+    # epochs and test accuracy, percent, or test loss
+    scores: Sequence[tuple[int, float]]
+    has_accuracy: bool
+
+
+def curve_of(name: str, run: RunContents) -> RunCurve:
+    """Return the curves of a run at any stage."""
+    predicted: dict[int, float] = {}
+    chosen = None
+    if run.plan:
+        for item in run.plan.candidates:
+            if item.feasible and item.epoch_time_s > 0:
+                _keep_least(predicted, item.global_batch, item.epoch_time_s)
+        chosen = (run.plan.chosen.global_batch, run.plan.chosen.epoch_time_s)
+    measured: dict[int, float] = {}
+    samples = run.plan.dataset_samples if run.plan else 0
+    for where, seconds in measured_epochs(run.ok, samples).items():
+        _keep_least(measured, where.global_batch, seconds)
+    epochs = run.trainings[0].metrics.epochs if run.trainings else []
+    accuracies = [
+        (row.epoch, 100 * row.test_accuracy) for row in epochs if row.test_accuracy is not None
+    ]
+    losses = [(row.epoch, row.test_loss) for row in epochs if row.test_loss is not None]
+    return RunCurve(name, predicted, measured, chosen, accuracies or losses, bool(accuracies))
+
+
+def _keep_least(found: dict[int, float], batch: int, seconds: float) -> None:
+    found[batch] = min(seconds, found.get(batch, seconds))
+
+
+def draw_run_curves(curves: Sequence[RunCurve]) -> Drawing | Missing:
+    """Draw the least epoch time over the batch of every run, and below it what their trainings reached.
+
+    Scores are drawn where all runs that have any have the same kind.
+    """
+    if not any(curve.predicted_s or curve.measured_s for curve in curves):
+        return Missing(NAME, "curves", "none of the runs has measured anything yet")
+    kinds = {curve.has_accuracy for curve in curves if curve.scores}
+    title = _title(curves)
+    with style.styled():
+        height, ratios = (6.0, (3, 2)) if len(kinds) == 1 else (3.6, (1,))
+        figure, panels = style.new_figure(title, height, ratios=ratios, share_x=False)
+        _draw_times(panels[0], curves)
+        if len(kinds) == 1:
+            _draw_scores(panels[1], curves, has_accuracy=kinds == {True})
+        keys = [
+            style.Key(curve.name, _marker(index), LINES[index % len(LINES)], colour=_colour(index))
+            for index, curve in enumerate(curves)
+        ]
+        style.legend(panels[0], keys, columns=3, left=0.0)
+    table = Table(COLUMNS, [row for curve in curves for row in _rows(curve)])
+    return Drawing(NAME, title, _caption(curves, kinds), figure, table)
+
+
+def _colour(index: int) -> str:
+    return style.SIZES[index % len(style.SIZES)].light
+
+
+def _marker(index: int) -> str:
+    return style.MARKERS[index % len(style.MARKERS)]
+
+
+def _draw_times(axes: Axes, curves: Sequence[RunCurve]) -> None:
+    batches: set[int] = set()
+    seconds: list[float] = []
+    for curve in curves:
+        batches |= {*curve.predicted_s, *curve.measured_s}
+        seconds += [*curve.predicted_s.values(), *curve.measured_s.values()]
+    style.value_axis(axes, seconds, label="least time of an epoch", durations=True)
+    style.batch_axis(axes, batches, BATCH_LABEL)
+    for index, curve in enumerate(curves):
+        colour = _colour(index)
+        line = np.array(sorted(curve.predicted_s.items()), dtype=np.float64).reshape(-1, 2)
+        axes.plot(*line.T, LINES[index % len(LINES)], color=colour, linewidth=1.6)
+        marks = np.array(sorted(curve.measured_s.items()), dtype=np.float64).reshape(-1, 2)
+        axes.plot(*marks.T, _marker(index), color=colour, markersize=5, linestyle="none")
+        if curve.chosen:
+            ring = axes.plot(*np.array([curve.chosen]).T, "o", color=colour, fillstyle="none")
+            ring[0].set(markersize=13, markeredgewidth=1.6)
+
+
+def _draw_scores(axes: Axes, curves: Sequence[RunCurve], *, has_accuracy: bool) -> None:
+    for index, curve in enumerate(curves):
+        if curve.scores:
+            line = LINES[index % len(LINES)]
+            axes.plot(*np.array(curve.scores).T, line, color=_colour(index), linewidth=1.6)
+    axes.set_ylabel("test accuracy, %" if has_accuracy else "test loss")
+    style.from_zero(axes)
+    axes.set_xlabel("epochs of training")
+    axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
+    axes.set_xlim(left=0)
+
+
+def _title(curves: Sequence[RunCurve]) -> str:
+    chosen = [(curve.chosen[1], curve) for curve in curves if curve.chosen]
+    if not chosen:
+        return "Epoch times of the runs"
+    best_s, best = min(chosen, key=lambda pair: pair[0])
+    text = f"{best.name}: the shortest epoch among the chosen ones, {format_duration(best_s)}"
+    others = [f"{curve.name} {format_duration(s)}" for s, curve in chosen if curve is not best]
+    return f"{text} ({', '.join(others)})" if others else text
+
+
+def _caption(curves: Sequence[RunCurve], kinds: set[bool]) -> str:
+    text = (
+        "One colour and shape for each run. Lines are predictions, marks are measurements, rings "
+        "the chosen batches. Of all numbers of nodes the fastest feasible one counts at each batch; "
+        "lower is better."
+    )
+    if len(kinds) == 1:
+        score = "test accuracy" if True in kinds else "test loss"
+        text += f" Below: {score} after each epoch of the first training of each run."
+    return text
+
+
+def _rows(curve: RunCurve) -> list[tuple[Cell, ...]]:
+    rows: list[tuple[Cell, ...]] = []
+    chosen = curve.chosen[0] if curve.chosen else None
+    quantities = {"predicted_epoch_s": curve.predicted_s, "measured_epoch_s": curve.measured_s}
+    for quantity, values in quantities.items():
+        for batch, seconds in sorted(values.items()):
+            rows.append((curve.name, quantity, batch, None, seconds, batch == chosen))
+    score = "test_accuracy_percent" if curve.has_accuracy else "test_loss"
+    for epoch, value in curve.scores:
+        rows.append((curve.name, score, None, epoch, value, None))
+    return rows

@@ -1,0 +1,258 @@
+"""First page of the report: the decision in plain words, and what a reader asks next.
+
+What will it take, or did it take? How sure is that? Why this one? What would change it? What is to
+be done next? Each answer is a section of some sentences; nothing is said in two of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from tula_hpc.analysis.models.profiles import is_out_of_memory
+from tula_hpc.analysis.planning.partitions import name_of
+from tula_hpc.analysis.report.bill_text import bill_of, bill_sentences
+from tula_hpc.analysis.report.plan_text import against, beats, knee_sentences, why_not_better
+from tula_hpc.analysis.report.text import HEADINGS, as_sentence, doubts, of_partition_in_words
+from tula_hpc.analysis.run_contents import (
+    RunContents,
+    Training,
+    measured_epochs,
+    predicted,
+    trained_candidate,
+)
+from tula_hpc.formatting import (
+    duration_within,
+    format_bytes,
+    format_duration,
+    format_number,
+    format_score,
+    money_within,
+    percent_in_short,
+    plural,
+)
+from tula_hpc.records import Candidate, Measurement, Plan, Remedy, TrainResult
+
+GO_ON = "tula sweep RUN/sweep.toml --cluster RUN/cluster.toml --run-dir RUN"
+ANOTHER = "tula plan RUN --set objective.deadline_hours=12"
+IS_RUN = "RUN is the run's directory."
+
+
+class Section(NamedTuple):
+    """Sentences under a heading."""
+
+    heading: str
+    sentences: list[str]
+
+
+class FirstPage(NamedTuple):
+    """Decision, or how far the run has come, and the sections below it."""
+
+    decision: str
+    # each has a sentence at least
+    sections: list[Section]
+
+    @property
+    def text(self) -> str:
+        """Return all sentences in order."""
+        found = [self.decision]
+        for section in self.sections:
+            found += section.sentences
+        return " ".join(found)
+
+
+def first_page(run: RunContents) -> FirstPage:
+    """Return the first page of a run at any stage."""
+    if run.plan is None:
+        decision = " ".join(_without_plan(run))
+        answers = {"What to do next": _next(run)}
+    else:
+        decision = _decision(run.plan)
+        took = list(_took(run))
+        is_billed = any(bill_of(run.plan, run.events, one) for one in run.trainings)
+        answers = {
+            "What it will take": [] if is_billed else [_expected(run.plan)],
+            "What it took": took,
+            "How sure": list(_how_sure(run, run.plan, is_billed=is_billed)),
+            "Why this one": [_reason(run.plan), *why_not_better(run.plan)],
+            "What would change it": list(_what_would_change(run.plan)),
+            "What to do next": _next(run),
+        }
+    found = [Section(heading, sentences) for heading, sentences in answers.items() if sentences]
+    return FirstPage(decision, found)
+
+
+def _without_plan(run: RunContents) -> Iterator[str]:
+    yield "There is no plan yet."
+    ok = run.ok
+    if not ok:
+        yield "No configuration has been measured so far."
+        return
+    measured = f"{plural(_configurations(ok), 'configuration')} could be measured"
+    out = _configurations(filter(is_out_of_memory, run.measurements))
+    yield f"{measured}, {out} ran out of memory." if out else f"{measured} so far."
+    epochs = {}
+    for name in sorted({item.partition for item in ok}):
+        rows = [item for item in ok if item.partition == name]
+        for configuration, seconds in measured_epochs(rows, 0).items():
+            epochs[name, configuration] = seconds
+    if epochs:
+        name, best = min(epochs, key=lambda key: epochs[key])
+        yield (
+            f"The fastest is {plural(best.nodes, 'node')}{of_partition_in_words(name)} with global "
+            f"batch {best.global_batch:,}: {format_duration(epochs[name, best])} for an epoch."
+        )
+
+
+def _configurations(measurements: Iterable[Measurement]) -> int:
+    return len({(item.partition, item.configuration) for item in measurements})
+
+
+def _decision(plan: Plan) -> str:
+    chosen = plan.chosen
+    return (
+        f"Train on {plural(chosen.nodes, 'node')}{of_partition_in_words(chosen.partition)} with "
+        f"global batch {chosen.global_batch:,} ({plural(chosen.local_batch, 'sample')} "
+        f"per worker{chosen.in_parts})."
+    )
+
+
+def _whole_time(chosen: Candidate) -> str:
+    # older plans have the time of the steps alone
+    return "train_time_s" if chosen.wall_time_s is None else "wall_time_s"
+
+
+def _expected(plan: Plan) -> str:
+    chosen = plan.chosen
+    time = predicted(chosen, _whole_time(chosen))
+    cost = predicted(chosen, "cost")
+    memory = format_bytes(chosen.peak_memory_bytes)
+    if plan.memory_limit_bytes:
+        memory += f" of {format_bytes(plan.memory_limit_bytes)}"
+    contents = "the steps alone"
+    if chosen.wall_time_s is not None:
+        contents = "with evaluation, checkpoints, starts and interruptions"
+    energy = ""
+    if chosen.energy_kwh is not None:
+        energy = f", {format_number(chosen.energy_kwh, 2)} kWh"
+    return (
+        f"About {duration_within(*time)} and {money_within(*cost, chosen.currency)}{energy} for "
+        f"{plural(plan.epochs, 'epoch')}, {contents}; {memory} of memory per worker."
+    )
+
+
+def _took(run: RunContents) -> Iterator[str]:
+    for training in run.trainings:
+        name = "The training"
+        if len(run.trainings) > 1:
+            name = f"Training {training.label}"
+        bill = bill_of(run.plan, run.events, training)
+        told = list(bill_sentences(bill, name, parts=False)) if bill else []
+        yield from told
+        yield from _outcome(run, training, f"{name}'s steps" if told else name)
+
+
+def _outcome(run: RunContents, training: Training, name: str) -> Iterator[str]:
+    result = training.result
+    if result is None:
+        done = "no epoch is done yet"
+        if training.metrics.epochs:
+            last = training.metrics.epochs[-1]
+            score = format_score(last.test_accuracy, last.test_loss)
+            verb = "is" if last.epoch == 1 else "are"
+            done = f"{plural(last.epoch, 'epoch')} {verb} done, {score}"
+        yield f"{name} has started; {done}."
+        return
+    time = f"{format_duration(result.train_time_s)}{_against_prediction(run, training)}"
+    reached = format_score(result.test_accuracy, result.test_loss)
+    yield f"{name} ({result.method}) took {time} and reached {reached}."
+    if run.plan and not _ended_as(run.plan.chosen, training, result):
+        where = plural(result.nodes, "node") + of_partition_in_words(training.partition or "")
+        batch = f"global batch {result.global_batch:,}"
+        yield f"It ended on {where} with {batch}, not at the chosen configuration."
+    if result.restarts:
+        often = "once" if result.restarts == 1 else f"{result.restarts} times"
+        yield f"It was interrupted and resumed {often}."
+
+
+def _ended_as(chosen: Candidate, training: Training, result: TrainResult) -> bool:
+    same = (result.nodes, result.global_batch) == (chosen.nodes, chosen.global_batch)
+    return same and training.partition in (None, chosen.partition)
+
+
+def _against_prediction(run: RunContents, training: Training) -> str:
+    candidate = trained_candidate(run, training)
+    if candidate is None or not training.epoch_time_s:
+        return ""
+    # the median epoch: the sum of all holds the start of the first one, too
+    relative = candidate.epoch_time_s / training.epoch_time_s - 1
+    direction = "long" if relative >= 0 else "short"
+    return f" (its median epoch was predicted {percent_in_short(relative)} too {direction})"
+
+
+def _how_sure(run: RunContents, plan: Plan, *, is_billed: bool) -> Iterator[str]:
+    chosen = plan.chosen
+    time = predicted(chosen, _whole_time(chosen))
+    cost = predicted(chosen, "cost")
+    # the bill tells what was predicted
+    if time.low < time.high and not is_billed:
+        times = [duration_within(end, time.low, time.high) for end in (time.low, time.high)]
+        usd = [money_within(end, cost.low, cost.high, chosen.currency) for end in cost[1:]]
+        least = usd[0].removesuffix(f" {chosen.currency}")
+        yield (
+            f"With 90 % probability it takes {times[0]} to {times[1]} and costs {least} to "
+            f"{usd[1]}."
+        )
+    count = _configurations(item for item in run.ok if item.partition == chosen.partition)
+    if chosen.measured:
+        yield "The step of this very configuration was measured."
+    elif count:
+        model = f"a model of {plural(count, 'measured configuration')}"
+        yield f"The step of this configuration was not measured; it is predicted by {model}."
+    yield from knee_sentences(plan)
+
+
+def _reason(plan: Plan) -> str:
+    return as_sentence(plan.reason.removeprefix(f"{name_of(plan.chosen)}: "))
+
+
+def _what_would_change(plan: Plan) -> Iterator[str]:
+    """Yield constraints that decide, and the next best, fastest and cheapest candidate, each once."""
+    yield from (as_sentence(text) for text in plan.binding)
+    chosen = plan.chosen
+    feasible = [chosen, *(candidate for candidate in plan.candidates if candidate.feasible)]
+    named = {
+        "the next best": plan.runners_up[0] if plan.runners_up else chosen,
+        "the fastest": min(feasible, key=lambda c: (c.expected_time_s, c.cost)),
+        "the cheapest": min(feasible, key=lambda c: (c.cost, c.expected_time_s)),
+    }
+    roles: dict[str, list[str]] = {}
+    others = {}
+    for role, candidate in named.items():
+        # one that is faster and cheaper has its sentence beside the reason
+        if candidate == chosen or (role == "the fastest" and beats(candidate, chosen)):
+            continue
+        name = name_of(candidate)
+        roles.setdefault(name, []).append(role)
+        others[name] = candidate
+    for name, mine in roles.items():
+        which = " and ".join(mine)
+        yield f"{as_sentence(which)[:-1]} is {name}: {against(others[name], chosen)}."
+    if len(feasible) == 1 or all(candidate == chosen for candidate in feasible):
+        yield "Nothing that was searched: no other candidate is feasible."
+
+
+def _next(run: RunContents) -> list[str]:
+    remedies = {doubt.remedy for doubt in doubts(run)}
+    if run.plan is None:
+        return [f"Go on measuring: {GO_ON}. {IS_RUN}"]
+    if any(training.result is None for training in run.trainings):
+        return [f"Wait for the training; tula status RUN tells how far it is. {IS_RUN}"]
+    todo = [HEADINGS[remedy] for remedy in (Remedy.MEASURE, Remedy.CHANGE) if remedy in remedies]
+    below = " and ".join(f"“{heading}”" for heading in todo)
+    if run.trainings:
+        if not below:
+            return ["Nothing: the training is done."]
+        return [f"The training is done; before a longer one see {below} below."]
+    found = [f"Before a long training see {below} below."] if below else []
+    return [*found, f"To train it: {GO_ON}. To plan otherwise: {ANOTHER}. {IS_RUN}"]

@@ -1,0 +1,1 @@
+"""Put several runs side by side."""

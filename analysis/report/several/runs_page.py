@@ -1,0 +1,270 @@
+"""Page of several runs side by side: decisions, predicted and actual, curves in one figure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tula_hpc.analysis.report.bill_text import bill_of
+from tula_hpc.analysis.report.first_page import first_page
+from tula_hpc.analysis.report.output import figure_files, render_page, replace_files
+from tula_hpc.analysis.report.page import shared_content
+from tula_hpc.analysis.report.tables import TextTable
+from tula_hpc.analysis.run_contents import (
+    Interval,
+    RunContents,
+    holds_study,
+    measured_epochs,
+    predicted,
+    read_run,
+)
+from tula_hpc.config import SweepSpec
+from tula_hpc.errors import InputError
+from tula_hpc.files import loaded_elsewhere
+from tula_hpc.formatting import (
+    UNKNOWN,
+    duration_within,
+    format_duration,
+    format_money,
+    format_score,
+    money_within,
+)
+from tula_hpc.records import Candidate, RunDirectory
+
+TEMPLATE = "runs_template.html"
+# of [workload]: with another value epochs are not the same work
+SAME_WORK = ("script", "module", "model", "dataset", "samples", "sequence_length")
+# that differ between any two runs, and say nothing
+NOT_TOLD = ("name", "workload.data_dir", "study")
+# of settings that differ; a sweep file has more lines
+MOST_DIFFERENCES = 40
+
+
+class NamedRun(NamedTuple):
+    """A run with a name that no other one of the page has."""
+
+    name: str
+    contents: RunContents
+
+    @property
+    def chosen(self) -> Candidate | None:
+        """The plan's choice, if there is a plan."""
+        return self.contents.plan.chosen if self.contents.plan else None
+
+
+def write_runs_report(runs: Sequence[RunDirectory], folder: Path | None = None) -> list[Path]:
+    """Write runs.html with its figure as SVG, PNG and CSV.
+
+    Args:
+        runs: At least two.
+        folder: Where it is written; None: the first run's report.
+
+    Returns:
+        The files, runs.html first.
+
+    Raises:
+        InputError: They cannot be compared.
+        RunDirectoryError: One of them holds no run.
+        OSError: The folder cannot be written.
+    """
+    with loaded_elsewhere():
+        from tula_hpc.analysis.figures.all import Figures
+        from tula_hpc.analysis.figures.drawing import attempt
+        from tula_hpc.analysis.figures.run_curves import NAME, curve_of, draw_run_curves
+
+    named = read_runs(runs)
+    drawn = Figures([], [])
+    curves = [curve_of(run.name, run.contents.in_figures()) for run in named]
+    drawn.add(attempt(NAME, draw_run_curves, curves))
+    svgs = [drawing.svg() for drawing in drawn.drawings]
+    page = shared_content(" · ".join(run.name for run in named), (), drawn, svgs)
+    page |= runs_content(named)
+    files = {"runs.html": render_page(TEMPLATE, page).encode()}
+    files |= figure_files(drawn.drawings, svgs)
+    return replace_files(folder or runs[0].report, [NAME], files)
+
+
+def read_runs(runs: Sequence[RunDirectory]) -> list[NamedRun]:
+    """Read runs that can be compared.
+
+    Raises:
+        InputError: One is a study or named twice, or their work is not the same.
+    """
+    roots = [run.root.resolve() for run in runs]
+    for run, root in zip(runs, roots, strict=True):
+        if roots.count(root) > 1:
+            raise InputError("is named twice; name other runs beside it", source=run.root)
+        if run.root.is_dir() and holds_study(run):
+            raise InputError("is a study, which stands beside no other run", source=run.root)
+    contents = [read_run(run) for run in runs]
+    _refuse_other_work(runs, contents)
+    names = [root.name for root in roots]
+    found = []
+    for root, name, each in zip(roots, names, contents, strict=True):
+        is_alone = names.count(name) == 1
+        found.append(NamedRun(name if is_alone else f"{root.parent.name}/{name}", each))
+    return found
+
+
+def _refuse_other_work(runs: Sequence[RunDirectory], contents: Sequence[RunContents]) -> None:
+    first = _work_of(contents[0].sweep)
+    for run, other in zip(runs[1:], contents[1:], strict=True):
+        work = _work_of(other.sweep)
+        for key in first.keys() & work.keys():
+            if first[key] != work[key]:
+                one, another = (json.dumps(value, default=str) for value in (first[key], work[key]))
+                message = (
+                    f"cannot be compared with {runs[0].root}: workload.{key} is {another} here and "
+                    f"{one} there, so that an epoch is other work"
+                )
+                raise InputError(message, source=run.root)
+
+
+def _work_of(sweep: SweepSpec | None) -> dict[str, object]:
+    if sweep is None:
+        return {}
+    known = sweep.workload.model_dump(mode="json")
+    return {key: known[key] for key in SAME_WORK if key in known}
+
+
+def runs_content(named: Sequence[NamedRun]) -> dict[str, Any]:
+    """Return what the page has beside its figure."""
+    pages = [(run.name, first_page(run.contents)) for run in named]
+    return {
+        "subtitle": "Runs side by side: decisions, predicted and actual",
+        "decisions": [(name, page.decision) for name, page in pages],
+        "runs": runs_table(named),
+        "differences": differences(named),
+    }
+
+
+def runs_table(named: Sequence[NamedRun]) -> TextTable:
+    """Return a row for each quantity, a column for each run."""
+    rows = {
+        "chosen": [_where(run) for run in named],
+        "objective": [_objective(run) for run in named],
+        "epoch, predicted (90 %)": [_predicted(run, "epoch_time_s") for run in named],
+        "epoch, measured": [_measured_epoch(run) for run in named],
+        "whole training, predicted (90 %)": [_predicted(run, _whole(run)) for run in named],
+        "whole training, actual": [_actual_time(run) for run in named],
+        "cost, predicted (90 %)": [_predicted(run, "cost") for run in named],
+        "cost, actual": [_actual_cost(run) for run in named],
+        "score": [_score(run) for run in named],
+    }
+    filled = [
+        (quantity, *cells)
+        for quantity, cells in rows.items()
+        if any(cell != UNKNOWN for cell in cells)
+    ]
+    return TextTable(("", *(run.name for run in named)), filled)
+
+
+def _where(run: NamedRun) -> str:
+    chosen = run.chosen
+    if chosen is None:
+        return UNKNOWN
+    on = f"\n{chosen.partition}" if chosen.partition else ""
+    return f"N = {chosen.nodes}, B = {chosen.global_batch:,}{on}"
+
+
+def _objective(run: NamedRun) -> str:
+    return run.contents.plan.objective if run.contents.plan else UNKNOWN
+
+
+def _whole(run: NamedRun) -> str:
+    has_whole = run.chosen is not None and run.chosen.wall_time_s is not None
+    return "wall_time_s" if has_whole else "train_time_s"
+
+
+def _predicted(run: NamedRun, quantity: str) -> str:
+    if run.chosen is None:
+        return UNKNOWN
+    found = predicted(run.chosen, quantity)
+
+    def words(value: float) -> str:
+        if quantity == "cost":
+            currency = run.chosen.currency if run.chosen else "USD"
+            return money_within(value, found.low, found.high, currency)
+        return duration_within(value, found.low, found.high)
+
+    return _with_ends(found, [words(value) for value in found])
+
+
+def _with_ends(found: Interval, texts: Sequence[str]) -> str:
+    return texts[0] if found.low == found.high else f"{texts[0]}\n{texts[1]} – {texts[2]}"
+
+
+def _measured_epoch(run: NamedRun) -> str:
+    for training in run.contents.trainings:
+        if training.epoch_time_s is not None:
+            return f"{format_duration(training.epoch_time_s)}\nin training"
+    if run.chosen is None or run.contents.plan is None:
+        return UNKNOWN
+    here = [row for row in run.contents.ok if row.partition == run.chosen.partition]
+    found = measured_epochs(here, run.contents.plan.dataset_samples)
+    seconds = found.get(run.chosen.configuration)
+    return UNKNOWN if seconds is None else f"{format_duration(seconds)}\nprofiled"
+
+
+def _actual_time(run: NamedRun) -> str:
+    for training in run.contents.trainings:
+        bill = bill_of(run.contents.plan, run.contents.events, training)
+        if bill is not None and bill.whole.actual is not None:
+            return format_duration(bill.whole.actual)
+        if training.result:
+            return f"{format_duration(training.result.train_time_s)}\nits steps"
+    return UNKNOWN
+
+
+def _actual_cost(run: NamedRun) -> str:
+    for training in run.contents.trainings:
+        bill = bill_of(run.contents.plan, run.contents.events, training)
+        if bill is not None and bill.cost.actual is not None:
+            return format_money(bill.cost.actual, bill.currency)
+    return UNKNOWN
+
+
+def _score(run: NamedRun) -> str:
+    for training in run.contents.trainings:
+        if training.result:
+            return format_score(training.result.test_accuracy, training.result.test_loss)
+    return UNKNOWN
+
+
+def differences(named: Sequence[NamedRun]) -> TextTable:
+    """Return the settings of sweep and cluster files in which the runs differ."""
+    settings = [_settings(run.contents) for run in named]
+    keys = dict.fromkeys(key for each in settings for key in each)
+    rows: list[tuple[str, ...]] = []
+    for key in keys:
+        values = [each.get(key, UNKNOWN) for each in settings]
+        if key not in NOT_TOLD and len(set(values)) > 1:
+            rows.append((key, *values))
+    columns = ("setting", *(run.name for run in named))
+    if len(rows) > MOST_DIFFERENCES:
+        more = f"{len(rows) - MOST_DIFFERENCES} more"
+        rows = [*rows[:MOST_DIFFERENCES], (more, *[""] * len(named))]
+    return TextTable(columns, rows)
+
+
+def _settings(run: RunContents) -> dict[str, str]:
+    found: dict[str, str] = {}
+    if run.sweep:
+        found |= dict(_flat(run.sweep.model_dump(mode="json")))
+    if run.cluster:
+        # values of the environment are no business of a report
+        known = run.cluster.model_dump(mode="json", exclude={"environment", "sbatch", "setup"})
+        found |= {f"cluster.{key}": value for key, value in _flat(known)}
+    return found
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, str):
+            yield f"{prefix}{key}", value
+        elif value is not None:
+            yield f"{prefix}{key}", json.dumps(value)

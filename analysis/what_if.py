@@ -1,0 +1,189 @@
+"""What if? The plan's choice under another price, fewer nodes, a deadline, or another objective.
+
+Models, candidates and objective are the plan's; each question changes one thing, and asks the same
+functions for the choice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tula_hpc.analysis.planning.candidates import (
+    FEASIBLE,
+    CandidateTable,
+    Grid,
+    Part,
+    as_records,
+    priced,
+    stacked,
+)
+from tula_hpc.analysis.planning.constraints import constrain, nearest_outside
+from tula_hpc.analysis.planning.knee import TimeCurves, knee_curves
+from tula_hpc.analysis.planning.objective import choose
+from tula_hpc.analysis.planning.partitions import Fitted, fit_parts, prefixed
+from tula_hpc.analysis.run_contents import RunContents
+from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.formatting import format_duration, format_money, plural
+from tula_hpc.records import Candidate, Measurement, Plan
+
+# of the chosen nodes' price
+PRICES = (0.5, 2.0)
+# of the expected time of the choice
+DEADLINES = (0.75, 0.5)
+# smaller numbers of nodes, the largest of them first
+FEWER_NODES = 2
+OBJECTIVES = {"time": "the least time wanted", "cost": "the least cost wanted"}
+# the price of each basis, and its unit
+PRICE_KEYS = {
+    "node-hour": ("usd_per_node_hour", "a node-hour"),
+    "spot": ("usd_per_spot_node_hour", "a spot node-hour"),
+    "memory": ("usd_per_gib_hour", "a GiB-hour"),
+    "energy": ("usd_per_kwh", "a kilowatt-hour"),
+    "tres": ("usd_per_unit", "a billing unit and hour"),
+}
+SECONDS_PER_HOUR = 3600.0
+
+
+class WhatIf(NamedTuple):
+    """A change, and the plan's choice under it."""
+
+    change: str
+    # None: no candidate keeps it
+    chosen: Candidate | None
+    # the candidate that keeps it best where none does
+    nearest: Candidate | None = None
+
+
+def what_if(run: RunContents) -> list[WhatIf]:
+    """Answer for a run with a plan, the plan itself first.
+
+    Empty where there is none, or where its models, fitted again, do not choose the same: then it
+    is of another version, or of other measurements.
+    """
+    if run.plan is None or run.sweep is None or run.cluster is None:
+        return []
+    try:
+        return answers(run.sweep, run.cluster, run.measurements, run.plan)
+    except Exception:  # noqa: BLE001 - records of any age and damage; the rest of the report stands
+        return []
+
+
+def answers(
+    sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement], plan: Plan
+) -> list[WhatIf]:
+    """Fit the models, and ask; see `what_if`.
+
+    Raises:
+        NotEnoughDataError: Too few measurements.
+        InputError: A price needs a quantity that is not known.
+    """
+    sweep = with_objective_of(plan, sweep)
+    fitted = fit_parts(sweep, cluster, measurements)
+    question = _Question(sweep, fitted, knee_curves(fitted.parts, sweep, with_draws=False))
+    usual = question.ask("as planned")
+    same = usual.chosen is not None and (usual.chosen.partition, usual.chosen.configuration) == (
+        plan.chosen.partition,
+        plan.chosen.configuration,
+    )
+    if not same:
+        return []
+    # after a training its measured evaluations count, too
+    return [usual._replace(chosen=plan.chosen), *_changes(question, plan.chosen)]
+
+
+def with_objective_of(plan: Plan, sweep: SweepSpec) -> SweepSpec:
+    """Return the sweep with the objective by which a plan was made, as `--set` changed it."""
+    changes: dict[str, object] = {"kind": plan.objective}
+    for assignment in plan.other_objective:
+        key, _, value = assignment.removeprefix("objective.").partition(" = ")
+        changes[key] = json.loads(value)
+    objective = type(sweep.objective).model_validate(dict(sweep.objective) | changes)
+    return sweep.model_copy(update={"objective": objective})
+
+
+class _Question(NamedTuple):
+    """What a choice is made by."""
+
+    sweep: SweepSpec
+    fitted: Fitted
+    curves: TimeCurves | None
+
+    def ask(self, change: str) -> WhatIf:
+        """Choose as the planner does."""
+        objective = self.sweep.objective
+        table = constrain(self.fitted.table, objective)
+        if np.any(table.why == FEASIBLE):
+            row = int(choose(objective, table, self.curves).ranking[0])
+            return WhatIf(change, self._record(row))
+        nearest = nearest_outside(table, objective)
+        return WhatIf(change, None, None if nearest is None else self._record(nearest))
+
+    def _record(self, row: int) -> Candidate:
+        alone = self.fitted.table.take([row])
+        return as_records(alone, self.fitted.parts, np.zeros(1, dtype=bool))[0]
+
+    def with_objective(self, **changes: object) -> _Question:
+        objective = self.sweep.objective.model_copy(update=changes)
+        return self._replace(sweep=self.sweep.model_copy(update={"objective": objective}))
+
+    def with_most_nodes(self, most: int) -> _Question:
+        sizes = tuple(nodes for nodes in self.sweep.search.cluster_sizes if nodes <= most)
+        search = self.sweep.search.model_copy(update={"cluster_sizes": sizes})
+        sweep = self.sweep.model_copy(update={"search": search})
+        table = self.fitted.table.take(self.fitted.table.nodes <= most)
+        present = set(table.part.tolist())
+        parts = [part for index, part in enumerate(self.fitted.parts) if index in present]
+        curves = knee_curves(parts, sweep, with_draws=False)
+        return _Question(sweep, self.fitted._replace(table=table), curves)
+
+    def with_price(self, index: int, key: str, price: float) -> _Question:
+        parts = list(self.fitted.parts)
+        cluster = parts[index].cluster
+        pricing = cluster.pricing.model_copy(update={key: price})
+        cluster = cluster.model_copy(update={"pricing": pricing})
+        parts[index] = parts[index]._replace(cluster=cluster)
+        tables = [
+            _priced_again(number, part, self.fitted.table, self.sweep)
+            for number, part in enumerate(parts)
+        ]
+        fitted = self.fitted._replace(parts=tuple(parts), table=stacked(tables))
+        return self._replace(fitted=fitted)
+
+
+def _priced_again(
+    index: int, part: Part, table: CandidateTable, sweep: SweepSpec
+) -> CandidateTable:
+    mine = table.take(table.part == index)
+    grid = Grid(mine.nodes, mine.workers_per_node, mine.local_batch)
+    return priced(index, part, grid, sweep, mine.step_time_s)
+
+
+def _changes(question: _Question, chosen: Candidate) -> Iterator[WhatIf]:
+    sizes = sorted(set(question.fitted.table.nodes.tolist()))
+    for most in sizes[:-1][::-1][:FEWER_NODES]:
+        yield question.with_most_nodes(most).ask(f"{plural(most, 'node')} at most")
+    yield from _other_prices(question, chosen)
+    for share in DEADLINES:
+        seconds = share * chosen.expected_time_s
+        sooner = question.with_objective(deadline_hours=seconds / SECONDS_PER_HOUR)
+        yield sooner.ask(f"done within {format_duration(seconds)}")
+    for kind, change in OBJECTIVES.items():
+        if kind != question.sweep.objective.kind:
+            yield question.with_objective(kind=kind).ask(change)
+
+
+def _other_prices(question: _Question, chosen: Candidate) -> Iterator[WhatIf]:
+    """Ask with other prices of the chosen nodes; nothing where they are free."""
+    names = [part.name for part in question.fitted.parts]
+    index = names.index(chosen.partition)
+    pricing = question.fitted.parts[index].cluster.pricing
+    key, unit = PRICE_KEYS[pricing.basis]
+    price = getattr(pricing, key)
+    for factor in PRICES if price else ():
+        text = f"{format_money(factor * price)} {unit}"
+        name = chosen.partition if len(names) > 1 else ""
+        yield question.with_price(index, key, factor * price).ask(prefixed(name, text))

@@ -1,0 +1,94 @@
+"""First page of the report: sections without repetition, doubts by what to do, digits that are deserved."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.planning_data import cluster, ok, sweep
+from tests.run_factory import make_run, write_plan
+from tula_hpc.analysis.plan import make_plan
+from tula_hpc.analysis.report.first_page import first_page
+from tula_hpc.analysis.report.text import HEADINGS, assumptions, doubts, grouped
+from tula_hpc.analysis.run_contents import read_run
+from tula_hpc.formatting import duration_within, format_duration, money_within
+from tula_hpc.records import Doubt, Plan, Remedy
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """Of real models: a larger batch on one node is faster and cheaper, and beyond the knee."""
+    spec = sweep("knee", cluster_sizes=[1, 2], min_batch=32, max_batch=4096)
+    return make_plan(spec, cluster(), [ok(nodes, batch) for nodes in (1, 2) for batch in (32, 128, 512)])
+
+
+def test_the_page_answers_each_question_once(plan: Plan, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", stage="plan")
+    write_plan(run, plan)
+    contents = read_run(run)
+    page = first_page(contents)
+    headings = [section.heading for section in page.sections]
+    assert headings == ["What it will take", "How sure", "Why this one", "What would change it", "What to do next"]
+    assert page.decision.startswith("Train on ")
+    told = [page.decision, *(text for section in page.sections for text in section.sentences)]
+    told += [*assumptions(contents), *(doubt.text for doubt in doubts(contents))]
+    assert [text for text, times in Counter(told).items() if times > 1] == []
+    assert [text for text in told if not re.match(r"[A-Z\d].*[.!?]$", text, re.DOTALL)] == []
+    why = page.sections[headings.index("Why this one")].sentences
+    if len(why) > 1:
+        assert "would be" in why[1], "what is faster and cheaper stands beside the reason"
+
+
+def test_a_finished_training_has_nothing_left_to_do(tmp_path: Path) -> None:
+    page = first_page(read_run(make_run(tmp_path / "run")))
+    assert page.sections[-1] == ("What to do next", ["Nothing: the training is done."])
+
+
+def test_every_warning_of_a_plan_says_what_to_do(plan: Plan) -> None:
+    more = [Doubt("a", Remedy.KNOW), Doubt("b", Remedy.CHANGE), Doubt("c", Remedy.MEASURE)]
+    larger = plan.with_doubts(more)
+    assert len(larger.remedies) == len(larger.warnings) == len(plan.warnings) + 3
+    assert Plan.model_validate_json(larger.model_dump_json(by_alias=True)).doubts == larger.doubts
+    assert list(grouped(larger.doubts)) == list(HEADINGS.values())
+    of_old = plan.model_copy(update={"warnings": ["a doubt"], "remedies": []})
+    assert of_old.with_doubts(more[2:]).doubts == [Doubt("a doubt", Remedy.KNOW), more[2]]
+
+
+SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+
+
+def in_seconds(text: str) -> float:
+    pairs = re.findall(r"([\d,.]+) (ms|s|min|h|d)\b", text)
+    return sum(float(number.replace(",", "")) * SECONDS[unit] for number, unit in pairs)
+
+
+@given(st.floats(1.0, 1e7), st.floats(0.001, 0.9))
+def test_durations_are_as_exact_as_their_interval_and_no_more(seconds: float, share: float) -> None:
+    low, high = seconds * (1 - share), seconds * (1 + share)
+    shown = duration_within(seconds, low, high)
+    assert abs(in_seconds(shown) - seconds) <= 0.51 * seconds * share + 0.011 * seconds
+    assert len(shown) <= len(format_duration(seconds)) + 2
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "text"),
+    [
+        (152.0, 138.0, 168.0, "2 min 30 s"), (9.1, 6.4, 12.9, "9 s"), (0.217, 0.2, 0.24, "220 ms"),
+        (7_990.0, 7_000.0, 9_000.0, "2 h 10 min"), (5.0, 5.0, 5.0, "5.0 s"),
+    ],
+)  # fmt: skip
+def test_durations_with_intervals(value: float, low: float, high: float, text: str) -> None:
+    assert duration_within(value, low, high) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "text"),
+    [(2.48, 2.1, 2.9, "2.5 USD"), (0.0171, 0.0152, 0.0189, "0.017 USD"), (1234.0, 900.0, 1600.0, "1,200 USD")],
+)
+def test_amounts_with_intervals(value: float, low: float, high: float, text: str) -> None:
+    assert money_within(value, low, high) == text

@@ -1,0 +1,81 @@
+"""Several runs on one page: decisions, predicted and actual, curves together, and clear refusals."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from tests.run_factory import SWEEP_TOML, make_run
+from tula_hpc.analysis.report.__main__ import main
+from tula_hpc.analysis.report.several.runs_page import read_runs, runs_table
+from tula_hpc.errors import InputError
+from tula_hpc.records import RunDirectory
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[RunDirectory]:
+    """A finished run, one that is only planned at another learning rate, and one that is only measured."""
+    root = tmp_path_factory.mktemp("runs")
+    made = [
+        make_run(root / "first"),
+        make_run(root / "second", stage="plan"),
+        make_run(root / "third", stage="profile"),
+    ]
+    made[1].sweep_file.write_text(SWEEP_TOML.replace("epochs = 20", "epochs = 20\nlr = 0.25"))
+    return made
+
+
+def test_all_runs_stand_on_one_page_with_their_curves(
+    runs: list[RunDirectory], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main([*(str(run.root) for run in runs), "--out", str(out)]) == 0
+    assert capsys.readouterr().out.strip() == str(out / "runs.html")
+    text = (out / "runs.html").read_text()
+    assert text.count("<svg ") == 1
+    assert text.count("Train on 4") == 2
+    for words in ("first", "second", "third", "There is no plan yet", "workload.lr", "0.25"):
+        assert words in text
+    with (out / "run_curves.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["run"] for row in rows} == {"first", "second", "third"}
+    assert {row["run"] for row in rows if row["quantity"] == "test_accuracy_percent"} == {"first"}
+    assert {row["run"] for row in rows if row["chosen"] == "true"} == {"first", "second"}
+
+
+def test_the_table_has_a_column_for_each_run_and_no_empty_row(runs: list[RunDirectory]) -> None:
+    table = runs_table(read_runs(runs))
+    assert table.columns == ("", "first", "second", "third")
+    assert [row[0] for row in table.rows][:2] == ["chosen", "objective"]
+    assert all(set(row[1:]) != {"–"} for row in table.rows)
+    score = next(row for row in table.rows if row[0] == "score")
+    assert score[1].endswith("test accuracy")
+    assert score[2:] == ("–", "–")
+
+
+def test_runs_of_one_name_are_told_apart(runs: list[RunDirectory], tmp_path: Path) -> None:
+    other = make_run(tmp_path / "first", stage="plan")
+    names = [run.name for run in read_runs([runs[0], other])]
+    assert len(set(names)) == 2
+    assert all(name.endswith("/first") for name in names)
+
+
+def test_other_work_is_no_comparison(runs: list[RunDirectory], tmp_path: Path) -> None:
+    other = make_run(tmp_path / "other", stage="plan")
+    other.sweep_file.write_text(SWEEP_TOML.replace('"vgg11"', '"resnet18"'))
+    with pytest.raises(InputError, match=r'workload\.model is "resnet18" here and "vgg11" there'):
+        read_runs([runs[0], other])
+
+
+def test_a_refusal_is_one_line(runs: list[RunDirectory], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = str(runs[0].root)
+    study = make_run(tmp_path / "study", stage="profile")
+    study.sweep_file.write_text(SWEEP_TOML + '[study]\nmethods = ["lbt"]\nbatches = [64]\nseeds = [0]\n')
+    for other in (first, str(study.root), str(tmp_path / "nowhere")):
+        assert main([first, other]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+    with pytest.raises(SystemExit):
+        main([first, "--out", str(tmp_path / "out")])
+    assert "RUN/report" in capsys.readouterr().err

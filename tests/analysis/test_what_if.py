@@ -1,0 +1,109 @@
+"""The table of other prices, nodes, deadlines and objectives: each row is what a plan with that would choose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.planning_data import SWEEP_FILE, cluster, grid, sweep
+from tula_hpc.analysis.plan import main, make_plan
+from tula_hpc.analysis.report.tables import WHAT_IF_COLUMNS, what_if_table
+from tula_hpc.analysis.what_if import WhatIf, answers, with_objective_of
+from tula_hpc.config import SweepSpec
+from tula_hpc.records import Candidate, RunDirectory, append_record
+
+ROWS = grid()
+SPEC = sweep("knee", cluster_sizes=[1, 2, 4], min_batch=32, max_batch=1024)
+PRICED = cluster(max_nodes=4, pricing={"usd_per_node_hour": 2.0})
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, WhatIf]:
+    return {row.change: row for row in answers(SPEC, PRICED, ROWS, make_plan(SPEC, PRICED, ROWS))}
+
+
+def with_objective(**changes: Any) -> SweepSpec:
+    return SPEC.model_copy(update={"objective": SPEC.objective.model_copy(update=changes)})
+
+
+def alike(one: Candidate | None, other: Candidate) -> None:
+    assert one is not None
+    assert one.configuration == other.configuration
+    assert one.expected_time_s == pytest.approx(other.expected_time_s)
+    assert one.cost == pytest.approx(other.cost)
+
+
+def test_each_answer_is_what_a_plan_would_choose(found: dict[str, WhatIf]) -> None:
+    first, *_ = found
+    planned = make_plan(SPEC, PRICED, ROWS).chosen
+    assert first == "as planned"
+    assert found[first].chosen == planned
+    alike(found["the least time wanted"].chosen, make_plan(with_objective(kind="time"), PRICED, ROWS).chosen)
+    alike(found["the least cost wanted"].chosen, make_plan(with_objective(kind="cost"), PRICED, ROWS).chosen)
+    for most, words in ((2, "2 nodes at most"), (1, "1 node at most")):
+        fewer = SPEC.search.model_copy(update={"cluster_sizes": tuple(n for n in (1, 2, 4) if n <= most)})
+        rows = [row for row in ROWS if row.nodes <= most] if most == 1 else ROWS
+        chosen = found[words].chosen
+        assert chosen is not None
+        assert chosen.nodes <= most
+        if most > 1:
+            alike(chosen, make_plan(SPEC.model_copy(update={"search": fewer}), PRICED, rows).chosen)
+
+
+def test_another_price_is_paid(found: dict[str, WhatIf]) -> None:
+    half, double = found["1.00 USD a node-hour"].chosen, found["4.00 USD a node-hour"].chosen
+    assert half is not None
+    assert double is not None
+    assert double.cost == pytest.approx(4 * half.cost)
+    alike(double, make_plan(SPEC, cluster(max_nodes=4, pricing={"usd_per_node_hour": 4.0}), ROWS).chosen)
+
+
+def test_a_deadline_is_kept_or_said_to_be_impossible(found: dict[str, WhatIf]) -> None:
+    planned = found["as planned"].chosen
+    assert planned is not None
+    deadlines = [row for change, row in found.items() if change.startswith("done within ")]
+    assert len(deadlines) == 2
+    for share, row in zip((0.75, 0.5), deadlines, strict=True):
+        if row.chosen is not None:
+            assert row.chosen.expected_time_s <= share * planned.expected_time_s
+        else:
+            assert row.nearest is not None
+            assert row.nearest.expected_time_s > share * planned.expected_time_s
+
+
+def test_a_plan_of_other_measurements_is_asked_nothing() -> None:
+    plan = make_plan(SPEC, PRICED, ROWS)
+    other = plan.model_copy(update={"chosen": plan.chosen.model_copy(update={"local_batch": 3})})
+    assert answers(SPEC, PRICED, ROWS, other) == []
+
+
+def test_the_objective_is_that_of_the_plan() -> None:
+    plan = make_plan(SPEC, PRICED, ROWS).model_copy(
+        update={"objective": "cost", "other_objective": ['objective.kind = "cost"', "objective.budget = 3.5"]}
+    )
+    objective = with_objective_of(plan, SPEC).objective
+    assert (objective.kind, objective.budget) == ("cost", 3.5)
+
+
+def test_the_command_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    run.sweep_file.write_text(SWEEP_FILE + "[search]\ncluster_sizes = [1, 2, 4]\nmin_batch = 32\nmax_batch = 1024\n")
+    run.cluster_file.write_text("max_nodes = 4\n[pricing]\nusd_per_node_hour = 2.0\n")
+    for row in ROWS:
+        append_record(run.profile / "x.jsonl", row)
+    assert main([str(run.root), "--what-if"]) == 0
+    printed = capsys.readouterr().out
+    for words in ("as planned", "2 nodes at most", "4.00 USD a node-hour", "the least cost wanted"):
+        assert words in printed
+
+
+def test_the_table_has_a_row_for_each_change(found: dict[str, WhatIf]) -> None:
+    rows = [*found.values(), WhatIf("a budget of nothing", None)]
+    table = what_if_table(rows)
+    assert table.columns == WHAT_IF_COLUMNS
+    assert [row[0] for row in table.rows] == [row.change for row in rows]
+    assert table.rows[0][-1] == ""
+    assert table.rows[-1][-1] == "nothing is possible"
+    assert {len(row) for row in table.rows} == {len(WHAT_IF_COLUMNS)}

@@ -1,0 +1,93 @@
+"""Which silence of a script's workers is a hang."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined] # documented, though not in __all__
+
+from tula_hpc.attach.processes import Peers
+from tula_hpc.attach.train import hangs
+from tula_hpc.attach.train.hangs import HangWatch
+
+LEAST_S = 60.0
+
+
+class Script:
+    """Gave its last sign of life at a time."""
+
+    def __init__(self) -> None:
+        self.now = self.sign_at = 0.0
+        self.stepped = True
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def silent_s(self) -> float:
+        return self.now - self.sign_at
+
+    def said(self) -> object | None:
+        return self if self.stepped else None
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Script:
+    made = Script()
+    monkeypatch.setattr(hangs, "time", made)
+    return made
+
+
+def silent_for(seconds: int, script: Script, *watches: HangWatch) -> tuple[int, str] | None:
+    """After how many seconds of silence a watch said what; None: all were content. A sign of life follows."""
+    for silent in range(seconds):
+        script.now += 1.0
+        said = [watch.look(script) for watch in watches]
+        if any(said):
+            return silent + 1, next(filter(None, said))
+    script.sign_at = script.now
+    return None
+
+
+def test_silence_far_beyond_the_longest_so_far_is_a_hang(script: Script) -> None:
+    watch = HangWatch(Peers(None, "x"), 0, 1, LEAST_S)
+    assert silent_for(20, script, watch) is None
+    # ten times as long as before
+    found = silent_for(1000, script, watch)
+    assert found is not None
+    assert 10 * 19 < found[0] < 10 * 22
+    assert "no step, batch, evaluation or output of its worker for 3 min" in found[1]
+
+
+def test_short_silence_is_none_however_quick_the_steps_were(script: Script) -> None:
+    watch = HangWatch(Peers(None, "x"), 0, 1, LEAST_S)
+    assert silent_for(1, script, watch) is None
+    assert silent_for(60, script, watch) is None
+    found = silent_for(1000, script, HangWatch(Peers(None, "x"), 0, 1, LEAST_S))
+    assert found is not None
+    assert found[0] == 61
+
+
+def test_a_worker_that_waits_for_another_does_not_hang(script: Script) -> None:
+    store, other = HashStore(), Script()
+    waiting, busy = (HangWatch(Peers(store, "x"), rank, 2, LEAST_S) for rank in range(2))
+    for _ in range(500):
+        script.now += 1.0
+        # evaluates
+        other.now = other.sign_at = script.now
+        assert (waiting.look(script), busy.look(other)) == (None, None)
+    found = None
+    for _ in range(500):
+        script.now += 1.0
+        other.now = script.now
+        found = found or waiting.look(script) or busy.look(other)
+    assert found is not None
+    assert "any of its 2 workers" in found
+
+
+def test_before_the_first_step_after_a_suspension_and_switched_off_nothing_hangs(script: Script) -> None:
+    watch = HangWatch(Peers(None, "x"), 0, 1, LEAST_S)
+    script.stepped = False
+    assert silent_for(500, script, watch) is None
+    script.stepped = True
+    script.now += 5000.0
+    assert silent_for(50, script, watch) is None
+    assert silent_for(500, script, HangWatch(Peers(None, "x"), 0, 1, 0.0)) is None

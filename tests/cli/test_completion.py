@@ -1,0 +1,94 @@
+"""Completion of the commands, in shells that know the script alone."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tula_hpc.__main__ import COMMANDS, main
+from tula_hpc.completion import bash_script, commands, zsh_script
+
+ASK = """
+source ./.script
+ask() { COMP_WORDS=(tula "$@"); COMP_CWORD=$#; _tula 2>/dev/null; echo "${COMPREPLY[*]}"; }
+"""
+# what is typed so far, and all that may follow
+CASES = {
+    "st": "study status",
+    "sweep ''": "data sub one.toml two.toml",
+    "sweep --until ''": "profile plan train report",
+    "sweep --until = pl": "plan",
+    "sweep one.toml --clu": "--cluster",
+    "sweep one.toml --cluster t": "two.toml",
+    "status s": "sub",
+    "plan sub --objective ti": "time",
+    "attach ''": "data sub train.py",
+    "attach --device c": "cpu cuda",
+    "attach train.py s": "sub",
+    "init --script t": "train.py",
+    "completion ''": "bash zsh",
+    "init --partition ''": "",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("one.toml", "two.toml", "train.py", "notes.txt"):
+        (tmp_path / name).touch()
+    for name in ("data", "sub"):
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+def test_bash_completes_commands_options_choices_and_files(folder: Path) -> None:
+    (folder / ".script").write_text(bash_script(commands()))
+    asked = ASK + "".join(f"ask {words}\n" for words in CASES)
+    done = subprocess.run(["bash", "-c", asked], cwd=folder, capture_output=True, text=True, check=True)
+    answers = dict(zip(CASES, (" ".join(line.split()) for line in done.stdout.splitlines()), strict=True))
+    assert {words: sorted(found.split()) for words, found in answers.items()} == {
+        words: sorted(expected.split()) for words, expected in CASES.items()
+    }
+
+
+def test_every_option_of_every_command_is_completed() -> None:
+    found = commands()
+    assert list(found) == list(COMMANDS)
+    scripts = {"bash": bash_script(found), "zsh": zsh_script(found)}
+    for arguments in found.values():
+        for argument in arguments:
+            assert all(flag in text for flag in argument.flags for text in scripts.values())
+            assert argument.help or not argument.flags, argument
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
+def test_zsh_takes_the_script(folder: Path) -> None:
+    (folder / ".script").write_text(zsh_script(commands()))
+    ask = "autoload -Uz compinit && compinit -u -D && source ./.script && echo $_comps[tula]"
+    done = subprocess.run(["zsh", "-fc", ask], cwd=folder, capture_output=True, text=True, check=True)
+    assert (done.stdout.strip(), done.stderr) == ("_tula", "")
+
+
+def test_making_the_script_loads_nothing_that_computes() -> None:
+    heavy = "{'torch', 'numpy', 'scipy', 'matplotlib', 'submitit', 'rich', 'jinja2'}"
+    code = f"import sys; from tula_hpc.__main__ import main; main(sys.argv[1:]); print({heavy} & {{*sys.modules}})"
+    command = [sys.executable, "-c", code, "completion", "bash"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("complete -F _tula tula\nset()\n")
+
+
+@pytest.mark.parametrize(("words", "code"), [(["--help"], 0), ([], 2)])
+def test_the_way_to_a_report_is_shown(words: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    said = capsys.readouterr()
+    assert end.value.code == code
+    shown = said.err if code else said.out
+    places = [
+        shown.index(f"\n  tula {words}") for words in ("init", "check", "attach", "sweep", "status", "plan", "report")
+    ]
+    assert places == sorted(places)
+    assert all(f"\n  {name} " in shown for name in COMMANDS)

@@ -1,0 +1,178 @@
+"""`tula init --script`: options of training scripts of many styles, and the sweep file that comes of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.init.test_init import Made, commands, put_site
+from tula_hpc.config import load_sweep, load_together
+from tula_hpc.errors import InputError
+from tula_hpc.init.__main__ import main
+from tula_hpc.init.script_options import read_options
+
+__all__ = ["commands"]
+ROOT = Path(__file__).resolve().parents[2]
+
+ARGPARSE = """
+import argparse, torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+SEED = 3
+p = argparse.ArgumentParser()
+p.add_argument("data", metavar="DIR")
+p.add_argument("--test-batch-size", type=int, default=1000)
+p.add_argument("-b", "--batch-size", default=256, type=int,
+               help="mini-batch size, this is the total batch size of all GPUs on the node")
+p.add_argument("--epochs", default=90, type=int)
+p.add_argument("--start-epoch", default=0, type=int)
+p.add_argument("--seed", default=SEED, type=int)
+p.add_argument("--resume", default="", type=str)
+p.add_argument("--out", required=True)
+args = p.parse_args()
+torch.save({}, "last.pt")
+raise SystemExit("this script was run")
+"""
+CLICK = """
+import click
+@click.command()
+@click.option("--micro-batch", "micro", default=16)
+@click.option("--global-batch-size", default=512)
+@click.option("--num-epochs", type=int)
+@click.option("--resume/--no-resume", default=False, is_flag=True)
+@click.option("--grad-accum", default=6)
+def main(**options): DDP()
+"""
+TYPER = """
+import typer
+app = typer.Typer()
+@app.command()
+def train(folder: str, batch_size: int = typer.Option(64, "--bs"), n_epochs: int = 12, amp: bool = False): ...
+app()
+"""
+HUGGING_FACE = """
+from transformers import HfArgumentParser, TrainingArguments, Trainer
+options = HfArgumentParser((Own, TrainingArguments)).parse_args_into_dataclasses()
+"""
+ABSL = """
+from absl import flags
+flags.DEFINE_integer("batch_size", 128, "samples of a step")
+flags.DEFINE_integer("max_epochs", 7, "")
+flags.DEFINE_bool("resume", False, "")
+"""
+HYDRA = """
+import hydra
+@hydra.main(config_path=".")
+def main(cfg):
+    loader = DataLoader(data, cfg.train.batch_size)
+    for epoch in range(cfg.train.epochs): ...
+"""
+DATACLASS = """
+import tyro
+from dataclasses import dataclass
+@dataclass
+class Options:
+    data: str
+    batch_size: int = 48
+    seed: int = 5
+main(tyro.cli(Options))
+"""
+NOTHING = "batch_size = 64\nmodel = build()\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "values"),
+    [
+        (ARGPARSE, "--batch-size {global_batch} --epochs {epochs} --seed {seed}", {"epochs": 90, "seed": 3}),
+        (CLICK, "--micro-batch {local_batch} --num-epochs {epochs} --grad-accum {accumulation}", {"accumulation": 4}),
+        (TYPER, "--bs {local_batch} --n-epochs {epochs}", {"epochs": 12}),
+        (
+            HUGGING_FACE,
+            "--per_device_train_batch_size {local_batch} --num_train_epochs {epochs} --seed {seed} "
+            "--gradient_accumulation_steps {accumulation}",
+            {"epochs": 3, "seed": 42, "accumulation": 1},
+        ),
+        (ABSL, "--batch_size {local_batch} --max_epochs {epochs}", {"epochs": 7}),
+        (HYDRA, "train.batch_size={local_batch} train.epochs={epochs}", {}),
+        (DATACLASS, "--batch-size {local_batch} --seed {seed}", {"seed": 5}),
+    ],
+    ids=["argparse", "click", "typer", "hugging-face", "absl", "hydra", "dataclass"],
+)
+def test_a_script_of_any_style_gets_its_batch(
+    commands: Path, tmp_path: Path, text: str, arguments: str, values: dict[str, int]
+) -> None:
+    put_site(commands, [Made("gpu", nodes=6, gres="gpu:2")])
+    (tmp_path / "train.py").write_text(text)
+    assert main([str(tmp_path / "cluster.toml"), "--script", str(tmp_path / "train.py")]) == 0
+    sweep_file = tmp_path / "train.toml"
+    filled = ["workload.samples=50000", *([] if "epochs" in values else ["workload.epochs=9"])]
+    spec, cluster = load_together(sweep_file, tmp_path / "cluster.toml", filled)
+    assert " ".join(spec.workload.arguments) == arguments
+    assert spec.workload.script == tmp_path / "train.py"
+    assert {key: getattr(spec.workload, key) for key in values} == values
+    assert spec.search.cluster_sizes == (1, 2, 4)
+    assert (spec.training.method, cluster.workers_per_node) == ("lbt", 2)
+
+
+def test_what_the_source_does_not_say_is_unknown_and_asked_for(
+    commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_site(commands, [Made("cpu")])
+    (tmp_path / "train.py").write_text(ARGPARSE)
+    files = [str(tmp_path / "cluster.toml"), "--script", str(tmp_path / "train.py")]
+    assert main([*files, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    text = (tmp_path / "train.toml").read_text()
+    asked = [line for line in text.splitlines() if line.endswith("unknown")]
+    assert [line.split()[1] for line in asked] == ["arguments", "arguments", "samples", "metric"]
+    assert told["unknown"][str(tmp_path / "train.toml")] == ["arguments", "samples", "metric"]
+    assert told["required"] == ["samples"]
+    assert 'resume_arguments = ["--resume", "last.pt"]' in text
+    assert [line.partition("tula")[2].split()[0] for line in told["next"]] == ["attach", "check", "sweep"]
+    assert (told["notes"], told["partition"]["name"]) == ([], "cpu")
+    with pytest.raises(InputError, match=r"samples: is required with a script"):
+        load_sweep(tmp_path / "train.toml")
+    # the same once more: the sweep file is not replaced, and a cluster file that is there is used
+    assert main(files) == 2
+    (tmp_path / "train.toml").unlink()
+    (tmp_path / "cluster.toml").write_text('name = "mine"\nmax_nodes = 2\n')
+    capsys.readouterr()
+    assert main(files) == 0
+    assert "is there already, and stays as it is" in capsys.readouterr().out
+    assert "cluster_sizes = [1, 2] " in (tmp_path / "train.toml").read_text()
+
+
+def test_a_script_without_an_option_for_its_batch_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "train.py").write_text(NOTHING)
+    assert main([str(tmp_path / "cluster.toml"), "--script", str(tmp_path / "train.py")]) == 0
+    out = capsys.readouterr().out
+    assert "no Slurm here" in out
+    assert "no option for its batch" in out
+    assert "DistributedDataParallel" in out
+    assert "--cluster" not in out
+    assert not (tmp_path / "cluster.toml").exists()
+    (tmp_path / "broken.py").write_text("def (:")
+    assert main([str(tmp_path / "cluster.toml"), "--script", str(tmp_path / "broken.py")]) == 2
+    assert "broken.py: is not valid Python" in capsys.readouterr().err
+
+
+def test_the_shipped_scripts_are_read() -> None:
+    own = read_options(ROOT / "sweeps" / "own_script.py")
+    assert own.batch is not None
+    assert own.resume is not None
+    assert (own.batch.flag, own.batch.default, own.is_global, own.is_parallel) == ("--batch-size", 64, False, True)
+    assert (own.resume.flag, own.saved) == ("--resume", ("last.pt",))
+    assert read_options(ROOT / "tests" / "attach" / "scripts" / "three_lines.py").is_kept
+
+
+def test_examples_are_written_and_hold_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "examples"
+    assert main(["--examples", str(target)]) == 0
+    assert "quickstart.toml" in capsys.readouterr().out
+    assert load_sweep(target / "sweeps" / "quickstart.toml").name
+    assert {"README.md", "generic.toml"} <= {path.name for path in (target / "slurm_templates").iterdir()}
+    assert main(["--examples", str(target)]) == 2

@@ -1,0 +1,100 @@
+"""`on_event`: what the user's command is told, once each, and that it cannot disturb the sweep."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.errors import Failure
+from tula_hpc.records import RunDirectory
+from tula_hpc.stages import notify
+from tula_hpc.stages.context import Sweep
+from tula_hpc.stages.notify import tell, tell_news
+
+
+def sweep_with(folder: Path, command: str | None = None) -> Sweep:
+    """A sweep whose command writes down what it is told."""
+    writes = f'printf "%s|%s|%s\\n" "$TULA_EVENT" "$TULA_MESSAGE" "$TULA_RUN" >>{folder}/told'
+    cluster = ClusterSpec(on_event=command or writes)
+    return Sweep(SweepSpec(name="x"), cluster, RunDirectory(folder / "run").create(), time.time())
+
+
+def told(folder: Path) -> list[str]:
+    path = folder / "told"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_the_news_of_a_training_are_told_once_each_also_by_another_command(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    run.log_event("finished", "train", job_id="1", detail="in an earlier command")
+    time.sleep(0.01)
+    sweep = sweep_with(tmp_path)
+    run.log_event("submitted", "train", job_id="2", data={"label": "main"})
+    tell_news(sweep, running=1)
+    run.log_event("preempted", "train", job_id="2", detail="stop requested (USR2); saved at step 40")
+    run.log_event("failed", "train", job_id="2", detail="requeue refused: no")
+    data = {"label": "main"}
+    run.log_event("failed", "train", job_id="2", detail="requeue refused: no", failure=Failure.PREEMPTED, data=data)
+    for label in ("study/ags", "main"):
+        run.log_event("submitted", "train", job_id="3", data={"label": label})
+        run.log_event("finished", "train", job_id="3", detail="64.5 % test accuracy")
+    for command in (sweep, sweep, sweep_with(tmp_path)):
+        tell_news(command, running=0)
+    assert [line.rpartition("|")[0] for line in told(tmp_path)] == [
+        "training_started|x: the training runs",
+        "training_preempted|x: stop requested (USR2); saved at step 40",
+        "training_failed|x: preempted: requeue refused: no",
+        "training_finished|x: 64.5 % test accuracy",
+    ]
+    assert {line.rpartition("|")[2] for line in told(tmp_path)} == {str(run.root)}
+
+
+def test_the_end_of_a_stage_is_told_again_only_after_further_jobs(tmp_path: Path) -> None:
+    sweep = sweep_with(tmp_path)
+    for job_id in ("1", "2"):
+        sweep.run.log_event("submitted", "profile", job_id=job_id)
+        for _ in range(2):
+            tell(sweep, "stage_ended", "profiling is done", "profile")
+    assert len(told(tmp_path)) == 2
+
+
+def test_what_happened_is_data_to_the_shell(tmp_path: Path) -> None:
+    """And the command is no argument, which everybody on the machine could read."""
+    hostile = f'"; touch {tmp_path}/made; $(touch {tmp_path}/made) `touch {tmp_path}/made`\x1b[2J'
+    tell(sweep_with(tmp_path), "sweep_failed", f"{hostile}\nand more")
+    (line,) = told(tmp_path)
+    assert line.split("|")[1] == "x: " + hostile.replace("\x1b", "\\x1b")
+    assert not (tmp_path / "made").exists()
+    assert str(tmp_path) not in " ".join(notify.SHELL)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("echo no such host >&2; exit 6", "no such host"),
+        ("sleep 60", "did not end within 0.2 s, and was killed"),
+        ("sleep 60 &", "did not end within 0.2 s, and was killed"),
+        ("nonsense-of-a-name", "nonsense-of-a-name"),
+    ],
+)
+def test_a_command_that_fails_or_hangs_is_said_once_and_changes_nothing(
+    tmp_path: Path, command: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notify, "TIME_LIMIT_S", 0.2)
+    sweep = sweep_with(tmp_path, command)
+    tell(sweep, "stage_ended", "planned", "plan")
+    tell(sweep, "sweep_ended", "done")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: on_event, for stage_ended: ")
+    assert words in line
+    assert line.endswith("; the sweep goes on")
+
+
+def test_without_the_key_nothing_is_kept(tmp_path: Path) -> None:
+    sweep = sweep_with(tmp_path)._replace(cluster=ClusterSpec())
+    tell(sweep, "sweep_ended", "done")
+    tell_news(sweep, running=1)
+    assert not sweep.run.told_file.exists()

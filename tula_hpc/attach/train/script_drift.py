@@ -1,0 +1,168 @@
+"""Drift watch of a script's training: its step times against the plan's, as for the built-in one.
+
+The clock is that of the hooks. No forward pass can be timed apart in mid-training; the bare
+all-reduce can. What neither it nor the wait for data explains is taken for the computation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tula_hpc.analysis.drift import (
+    Detector,
+    Look,
+    Prediction,
+    Watch,
+    attribute,
+    expected_parts,
+    extra_s,
+    predict,
+    window_seconds,
+)
+from tula_hpc.attach.train.peers import Peers
+from tula_hpc.errors import RunDirectoryError
+from tula_hpc.launch.job_specs import TrainJob
+from tula_hpc.records import Configuration, Drift, Plan, RunDirectory, StepParts, measurements_of
+from tula_hpc.records.base import Record
+from tula_hpc.training.drift import all_reduce_s, put_on_record, read_drift
+
+
+class DriftSettings(Record):
+    """What a script's process is told of the plan's step."""
+
+    # seconds, and the ends of its 90 % interval
+    prediction: tuple[float, float, float]
+    window_s: float
+    # of an episode that goes on, see `Detector`
+    side: int = 0
+    expected: StepParts = StepParts()
+    # nodes, workers per node and local batch
+    configuration: tuple[int, int, int]
+    partition: str = ""
+
+
+def drift_settings(job: TrainJob) -> DriftSettings | None:
+    """Return what a training's steps are compared with; None without a plan, or where it is off."""
+    if not job.sweep.training.drift:
+        return None
+    run = RunDirectory(job.root)
+    try:
+        plan = run.read_plan()
+    except RunDirectoryError:
+        # a training that was started by hand
+        return None
+    prediction = predict(plan, job.configuration, job.partition)
+    if prediction is None or _in_other_parts(plan, job):
+        return None
+    drift = read_drift(run.train(job.label).drift_file)
+    side = 0
+    if drift is not None and drift.configuration == job.configuration:
+        side = 1 if drift.measured_s > drift.predicted_s else -1
+    measured = measurements_of(run.measurements().records, job.partition)
+    return DriftSettings(
+        prediction=prediction,
+        window_s=window_seconds(job.sweep.training.drift_minutes),
+        side=side,
+        expected=expected_parts(measured, job.configuration),
+        configuration=job.configuration,
+        partition=job.partition,
+    )
+
+
+def _in_other_parts(plan: Plan, job: TrainJob) -> bool:
+    """Tell whether memory ran out, so that it trains in more forward passes than were planned."""
+    work, known = job.sweep.workload, (plan.chosen, *plan.fallbacks, *plan.candidates)
+    planned = [c.accumulation for c in known if c.configuration == job.configuration]
+    return work.accumulates and work.accumulation not in planned
+
+
+class _Probed(NamedTuple):
+    """What a bare all-reduce needs of a script."""
+
+    peers: Peers
+    parameters: Sequence[Tensor]
+
+    @property
+    def device(self) -> torch.device:
+        return self.parameters[0].device
+
+    def agree(self, *values: float) -> list[float]:
+        return self.peers.agree(*values)
+
+    def synchronize_device(self) -> None:
+        self.peers.synchronize_device()
+
+
+class ScriptDrift:
+    """One worker's part of the watch; all workers reach the same verdict at the same step.
+
+    Args:
+        told: What the steps are compared with.
+        run: Of the training.
+        label: Its name there.
+        job_id: Slurm's.
+    """
+
+    def __init__(self, told: DriftSettings, run: RunDirectory, label: str, job_id: str) -> None:
+        self.told, self.run, self.label, self.job_id = told, run, label, job_id
+        detector = Detector(Prediction(*told.prediction), told.side)
+        self.watch = Watch(detector, told.window_s)
+        self._steps = 0
+        self._busy_s = self._waited_s = 0.0
+
+    def count(self, step_s: float, waited_s: float) -> None:
+        """Count a step, and the wait for data in it."""
+        self._steps += 1
+        self._busy_s += step_s
+        self._waited_s += waited_s
+
+    def readings(self, peers: Peers) -> tuple[float, ...]:
+        """Return this worker's means since the last agreement."""
+        # the device's queue is of these steps
+        began = time.perf_counter()
+        peers.synchronize_device()
+        self._busy_s += time.perf_counter() - began
+        steps = max(1, self._steps)
+        look = Look(float(self._steps), self._busy_s / steps, self._waited_s / steps)
+        self._steps = 0
+        self._busy_s = self._waited_s = 0.0
+        return look
+
+    def look(self, shared: tuple[float, ...], peers: Peers, parameters: Sequence[Tensor]) -> bool:
+        """Observe agreed readings, and log the begin or end of an episode. Collective.
+
+        Returns:
+            Time was spent that is none of the script's.
+        """
+        verdict = self.watch.observe(Look(*shared)) if shared else None
+        if verdict is None:
+            return False
+        reduced_s = all_reduce_s(_Probed(peers, parameters), peers.count) if parameters else None
+        if peers.rank == 0:
+            put_on_record(self.run, self.label, self.job_id, verdict, self._drift(reduced_s))
+        return True
+
+    def _drift(self, reduced_s: float | None) -> Drift:
+        measured_s = self.watch.detector.measured_s
+        predicted_s = self.watch.detector.prediction.step_time_s
+        expected = self.told.expected
+        seen = StepParts(data_time_s=self.watch.data_time_s, allreduce_time_s=reduced_s)
+        measured = seen
+        if expected.compute_time_s is not None:
+            explained_s = extra_s(seen, expected, "loader") + extra_s(seen, expected, "network")
+            rest_s = expected.compute_time_s + measured_s - predicted_s - explained_s
+            measured = seen.model_copy(update={"compute_time_s": max(0.0, rest_s)})
+        return Drift(
+            **Configuration(*self.told.configuration)._asdict(),
+            partition=self.told.partition,
+            measured_s=measured_s,
+            predicted_s=predicted_s,
+            part=attribute(measured, expected, measured_s - predicted_s),
+            measured=measured,
+            expected=expected,
+        )

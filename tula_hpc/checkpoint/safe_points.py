@@ -1,0 +1,258 @@
+"""Progress of a training; saving and stopping between two steps, and resuming.
+
+All this is the same whoever takes the steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tula_hpc.checkpoint.background import OwnState, Saver, Saving
+from tula_hpc.checkpoint.interval import Cadence, Interruptions
+from tula_hpc.checkpoint.store import CheckpointStore, LoadedCheckpoint
+from tula_hpc.ddp.agreement import Agreement, Decision
+from tula_hpc.ddp.stop_signals import Suspensions
+from tula_hpc.errors import StageError, StorageError
+from tula_hpc.files import HeldFolder
+from tula_hpc.records.events import EventName
+
+
+@dataclass
+class Progress:
+    """Progress of a training, saved with every checkpoint.
+
+    It is counted in samples, not steps: the batch may change on the way.
+    """
+
+    # epochs completed
+    epoch: int = 0
+    # samples seen of the current epoch, over all workers
+    offset: int = 0
+    samples_seen: int = 0
+    step: int = 0
+    # steps of this epoch that were timed
+    epoch_steps: int = 0
+    epoch_time_s: float = 0.0
+    # sum of the steps' losses on rank 0 in this epoch
+    epoch_loss: float = 0.0
+    train_time_s: float = 0.0
+    # Unix time of the first start
+    started_at: float = 0.0
+    restarts: int = 0
+    # restarts after which work had to be done again
+    interruptions: int = 0
+    # saved at a stop: its process did no more
+    stopped: bool = False
+    # mean over the last whole epoch
+    last_loss: float = 0.0
+    # see `TrainResult`
+    starts_s: float = 0.0
+    evaluation_s: float = 0.0
+    saving_s: float = 0.0
+
+    def count_step(self, samples: int) -> None:
+        """Count a step with so many samples over all workers."""
+        self.offset += samples
+        self.samples_seen += samples
+        self.step += 1
+
+    def count_epoch(self) -> None:
+        """Count the current epoch, which `begin_epoch` forgets."""
+        self.epoch += 1
+        self.train_time_s += self.epoch_time_s
+
+    def begin_epoch(self) -> None:
+        """Begin the next epoch, of which nothing was seen."""
+        self.offset = 0
+        self.epoch_steps = 0
+        self.epoch_time_s = 0.0
+
+    def go_on(self) -> None:
+        """Count a start with this progress, which a checkpoint had."""
+        self.restarts += 1
+        self.interruptions += not self.stopped
+        self.stopped = False
+
+    def epoch_ends(self, samples: int, batch: int) -> bool:
+        """Tell whether the current epoch, of so many samples, has no further whole batch."""
+        return self.offset + batch > samples
+
+    def epoch_share(self, samples: int, batch: int) -> float:
+        """Return the share of the epoch's whole batches that are trained on; 1 at its end."""
+        left = max(0, samples - self.offset) // batch * batch
+        return self.offset / (self.offset + left) if self.offset > 0 else 0.0
+
+
+class Member(Agreement, Saver, Protocol):
+    """A worker, as saving and stopping need it."""
+
+
+class SafePoints:
+    """One worker's part of that; every worker has one. A subclass knows what a checkpoint holds.
+
+    Args:
+        store: Of the checkpoints.
+        restart_count: Of the job.
+        suspensions: Of this process; a step with one says nothing about the time of steps.
+    """
+
+    worker: Member
+    saving: Saving
+
+    def __init__(
+        self, store: CheckpointStore, restart_count: int, suspensions: Suspensions | None = None
+    ) -> None:
+        self.store, self.restart_count = store, restart_count
+        self.suspensions = suspensions or Suspensions()
+
+    # what depends on who takes the steps
+
+    @property
+    def progress(self) -> Progress:
+        """Progress of the training."""
+        raise NotImplementedError
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0, which writes."""
+        raise NotImplementedError
+
+    def log_event(self, event: EventName, detail: str, data: dict[str, Any] | None = None) -> None:
+        """Add an event of this training to the run's events."""
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Write the lines of the steps so far, or they would be lost to a resumed run."""
+        raise NotImplementedError
+
+    def pause(self) -> None:
+        """Count the time from the last step up to now as no step's."""
+        raise NotImplementedError
+
+    def count_time(self, seconds: float, *, suspended: bool) -> None:
+        """Count a step's time, unless that was done; 0 where it says nothing."""
+
+    def state(self) -> dict[str, Any]:
+        """Return a checkpoint's content, whole on rank 0, {} on the others. Collective."""
+        raise NotImplementedError
+
+    # save and stop
+
+    def begin_saving(
+        self, interruptions: Interruptions, fixed_s: float | None, own: OwnState, root: Path
+    ) -> None:
+        """Save from now on.
+
+        Args:
+            interruptions: Decide the interval.
+            fixed_s: The user's interval.
+            own: State that each worker saves by itself.
+            root: The training's folder.
+        """
+        is_main = self.is_main
+        self.saving = Saving(
+            self.worker,
+            self.store if is_main else None,
+            own,
+            Cadence(interruptions, fixed_s),
+            HeldFolder(root) if is_main else None,
+        )
+
+    def step_ended(self, started: float, decision: Decision) -> None:
+        """Count a step's time, and do what was decided after it. Collective.
+
+        Args:
+            started: When it began, by `perf_counter`.
+            decision: Of all workers; a stop is left to the caller.
+        """
+        landed = self.saving.has_landed
+        if decision.save or landed:
+            # the device's queue is the steps' time, not a save's
+            self.worker.synchronize_device()
+        seconds = time.perf_counter() - started
+        suspended = self.suspensions.take()
+        self.count_time(seconds, suspended=suspended)
+        self.saving.cadence.worked(0.0 if suspended else seconds)
+        if landed:
+            self.saving.note()
+            self.log_cost()
+        if decision.failed:
+            # all workers raise it here
+            self.saving.settle()
+        if decision.save:
+            self.progress.stopped = decision.stop
+            self.save(wait=decision.stop)
+
+    def save(self, *, wait: bool = False) -> None:
+        """Save this moment. Collective.
+
+        Args:
+            wait: Return when the checkpoint is on disk, not while it is being written.
+        """
+        started = time.perf_counter()
+        self.flush()
+        self.saving.save(
+            self.state,
+            samples_seen=self.progress.samples_seen,
+            restart_count=self.restart_count,
+            wait=wait,
+        )
+        self.log_cost()
+        self.progress.saving_s += time.perf_counter() - started
+        self.pause()
+
+    def log_cost(self) -> None:
+        """Log an event with the cost of saving, the first time and after a large change."""
+        news = self.saving.cadence.news()
+        if news is not None:
+            cost = f"{news['cost_s']:.3g} s of training, {news['share']:.2%} of it so far"
+            detail = f"saving costs {cost}; one every {news['interval_s']:.0f} s"
+            self.log_event("checkpoint", detail, news)
+
+    def close(self) -> None:
+        """Wait for a checkpoint that is being written, however the training has ended."""
+        error = self.saving.abandon()
+        if error is not None:
+            # a full disk must not hide the error that has ended the training
+            with contextlib.suppress(StorageError):
+                self.log_event("checkpoint", f"not saved: {error}")
+
+    # resume
+
+    def check_same(self, loaded: LoadedCheckpoint | None) -> None:
+        """Refuse different checkpoints, as a stale directory listing on one node may cause."""
+        mine = (-1.0, -1.0)
+        if loaded is not None:
+            mine = (float(loaded.restart_count), float(loaded.samples_seen))
+        highest = self.worker.agree(*mine)
+        lowest = self.worker.agree(*(-value for value in mine))
+        if highest != [-value for value in lowest]:
+            raise StageError(
+                f"workers see different checkpoints in {self.store.folder}; start the job again"
+            )
+
+    def go_on_from(self, loaded: LoadedCheckpoint) -> None:
+        """Count this start; the progress is that of the checkpoint."""
+        # a resubmitted job counts its restarts from 0 again, and would be fenced out as stale
+        self.restart_count = max(self.restart_count, loaded.restart_count + 1)
+        self.progress.go_on()
+
+    def log_resume(self, loaded: LoadedCheckpoint, note: str = "", **more: float) -> None:
+        """Log the event of a resume, on rank 0."""
+        if not self.is_main:
+            return
+        progress = self.progress
+        refused = "; ".join(f"{bad.name} refused: {why}" for bad, why in loaded.rejected)
+        detail = f"from {loaded.path.name} at step {progress.step}{note}"
+        detail += f" ({refused})" if refused else ""
+        data = {
+            "step": progress.step,
+            "samples_seen": progress.samples_seen,
+            "epoch": progress.epoch,
+            **more,
+        }
+        self.log_event("resumed", detail, data)

@@ -1,0 +1,303 @@
+"""Options of a training script, read from its source: the script is not run, and not imported.
+
+Found are those of argparse and click, of absl's flags, of functions and dataclasses that typer,
+Fire, tyro or Hugging Face's `HfArgumentParser` make a command line of, and the keys that a script
+with Hydra reads.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Option(NamedTuple):
+    """Option of a command line."""
+
+    # as it is typed, with a "=" behind it where the value is in the same word
+    flag: str
+    # all its names, as the script's code writes them
+    names: tuple[str, ...]
+    # where the source has a literal; None: without one
+    default: Any = None
+    takes_value: bool = True
+    is_required: bool = False
+    help: str = ""
+
+    def words(self, value: str) -> list[str]:
+        """Return the words of a command line that give it this value."""
+        if not self.takes_value:
+            return [self.flag]
+        return [self.flag + value] if self.flag.endswith("=") else [self.flag, value]
+
+
+class ScriptOptions(NamedTuple):
+    """Options that a sweep gives values to; None for those that the script does not have."""
+
+    batch: Option | None = None
+    epochs: Option | None = None
+    seed: Option | None = None
+    accumulation: Option | None = None
+    resume: Option | None = None
+    # options without a default beside these
+    required: tuple[Option, ...] = ()
+    # file names that it saves to, where the source has them as literals
+    saved: tuple[str, ...] = ()
+    # it says how several processes train one model
+    is_parallel: bool = False
+    # it calls `tula_hpc.attach.keep`, which resumes it without any option
+    is_kept: bool = False
+
+    @property
+    def is_global(self) -> bool:
+        """Tell whether the batch is that of all workers together, by its name or its help."""
+        if self.batch is None:
+            return False
+        named = any(_GLOBAL.search(name) for name in self.batch.names)
+        return named or _GLOBAL.search(self.batch.help.lower()) is not None
+
+
+# a word of a name, or the words of a help text
+_GLOBAL = re.compile(
+    r"(?:^|_|\b)(?:global|effective|total)(?:_|\b)"
+    r"|\b(?:of|over|across) all (?:gpus|workers|ranks|processes|devices|nodes)\b"
+)
+_OF_BATCHES = "train|training|per|device|gpu|rank|worker|local|micro|mini|global|total|effective"
+_ROLES = {
+    "batch": rf"(?:(?:{_OF_BATCHES})_?)*batch(?:_?size)?(?:_per_[a-z]+)?|bs",
+    "epochs": r"(?:(?:num|n|nb|max|train|training|total)_?)*epochs?",
+    "seed": r"(?:(?:random|manual|global|torch|rng)_?)*seed",
+    "accumulation": r"(?:(?:gradient|grad)_?)?accum(?:ulat(?:ion|e))?(?:_[a-z_]+)?",
+    "resume": r"(?:auto_?)?resume(?:_training)?(?:_from)?(?:_checkpoint)?(?:_path)?"
+    r"|load_checkpoint|restore(?:_from)?",
+}
+# a batch that one forward pass takes comes before the one that is cut into several
+_OF_ONE_PASS = re.compile(r"per_|micro|local")
+_PARALLEL = frozenset({
+    "DistributedDataParallel", "DDP", "Accelerator", "Trainer", "Fabric", "Seq2SeqTrainer",
+    "SFTTrainer",
+})  # fmt: skip
+_MAKERS = frozenset({"run", "Fire", "cli", "HfArgumentParser", "ArgumentParser"})
+_HYDRA_ROOTS = frozenset({"cfg", "config", "conf"})
+# of transformers.TrainingArguments, which is not in the script's own source
+_HUGGING_FACE = (
+    Option("--per_device_train_batch_size", ("per_device_train_batch_size",), 8),
+    Option("--num_train_epochs", ("num_train_epochs",), 3),
+    Option("--seed", ("seed",), 42),
+    Option("--gradient_accumulation_steps", ("gradient_accumulation_steps",), 1),
+)
+
+
+def read_options(path: Path) -> ScriptOptions:
+    """Return what a script's source says about its command line.
+
+    Raises:
+        ValueError: It cannot be read, or is not valid Python.
+    """
+    try:
+        # bytes: it may name an encoding of its own
+        tree = ast.parse(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from None
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise ValueError(f"is not valid Python: {error}") from None
+    options = [*_declared(tree), *_made(tree), *_of_hydra(tree)]
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names |= {name.rpartition(".")[2] for name in _imported(tree)}
+    if names & {"TrainingArguments", "Seq2SeqTrainingArguments"} and "HfArgumentParser" in names:
+        options += _HUGGING_FACE
+    roles = {role: _best(role, options) for role in _ROLES}
+    chosen = [option for option in roles.values() if option is not None]
+    return ScriptOptions(
+        **roles,
+        required=tuple(each for each in options if each.is_required and each not in chosen),
+        saved=tuple(dict.fromkeys(_saved(tree))),
+        is_parallel=bool(names & _PARALLEL),
+        is_kept="keep" in names and "tula_hpc.attach" in _imported(tree),
+    )
+
+
+def _best(role: str, options: Iterable[Option]) -> Option | None:
+    """Return the option of this role, the first of several."""
+    pattern = re.compile(_ROLES[role])
+    found = [each for each in options if any(pattern.fullmatch(name) for name in each.names)]
+    if role == "batch":
+        found.sort(key=lambda each: not any(_OF_ONE_PASS.search(name) for name in each.names))
+    if role in ("batch", "epochs", "seed", "accumulation"):
+        found = [each for each in found if each.takes_value]
+    return found[0] if found else None
+
+
+def _declared(tree: ast.Module) -> Iterator[Option]:
+    """Yield the options that are declared by a call: argparse, click and absl."""
+    constants = _constants(tree)
+    for call in ast.walk(tree):
+        if not isinstance(call, ast.Call):
+            continue
+        name = _last_name(call.func)
+        values = [arg.value for arg in call.args if isinstance(arg, ast.Constant)]
+        texts = [value for value in values if isinstance(value, str)]
+        given = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+        if name.startswith("DEFINE_") and texts:
+            default = _value(call.args[1], constants) if len(call.args) > 1 else None
+            takes_value = name not in ("DEFINE_bool", "DEFINE_boolean")
+            yield Option(f"--{texts[0]}", (_written(texts[0]),), default, takes_value)
+        elif name in ("add_argument", "option", "argument") and texts:
+            yield _of_call(name, texts, given, constants)
+
+
+def _of_call(
+    name: str, texts: list[str], given: dict[str, ast.expr], constants: dict[str, Any]
+) -> Option:
+    flags = [text.partition("/")[0] for text in texts if text.startswith("-")]
+    action = _value(given.get("action"), constants)
+    is_switch = isinstance(action, str) and action.startswith(
+        ("store_true", "store_false", "count")
+    )
+    is_switch |= _last_name(given.get("action")) == "BooleanOptionalAction"
+    is_switch |= _value(given.get("is_flag"), constants) is True
+    dest = _value(given.get("dest"), constants)
+    names = [_written(text) for text in [*texts, *filter(None, [dest])] if isinstance(text, str)]
+    # click takes a positional argument for required, argparse unless it may be left out
+    optional = "default" in given or _value(given.get("nargs"), constants) in ("?", "*", 0, -1)
+    required = _value(given.get("required"), constants)
+    help_text = _value(given.get("help"), constants)
+    return Option(
+        flag=max(flags, key=len, default=texts[0]),
+        names=tuple(names),
+        default=_value(given.get("default"), constants),
+        takes_value=not is_switch,
+        is_required=bool(required) or (not flags and not optional and required is not False),
+        help=help_text if isinstance(help_text, str) else "",
+    )
+
+
+def _made(tree: ast.Module) -> Iterator[Option]:
+    """Yield the parameters and fields that become options by a call or a decorator."""
+    makers: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _last_name(node.func) in _MAKERS:
+            for argument in node.args:
+                makers |= {each.id for each in ast.walk(argument) if isinstance(each, ast.Name)}
+    constants = _constants(tree)
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            decorated = {_last_name(each) for each in node.decorator_list} & {"command", "callback"}
+            # click declares its options one by one
+            if node.name in makers or (decorated and "typer" in _imported(tree)):
+                yield from _parameters(node.args, constants)
+        elif isinstance(node, ast.ClassDef) and node.name in makers:
+            for field in node.body:
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    yield _of_name(field.target.id, field.value, constants)
+
+
+def _parameters(given: ast.arguments, constants: dict[str, Any]) -> Iterator[Option]:
+    named = [*given.posonlyargs, *given.args]
+    first = len(named) - len(given.defaults)
+    for place, parameter in enumerate(named):
+        default = given.defaults[place - first] if place >= first else None
+        yield _of_name(parameter.arg, default, constants)
+    for parameter, value in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        yield _of_name(parameter.arg, value, constants)
+
+
+def _of_name(name: str, value: ast.expr | None, constants: dict[str, Any]) -> Option:
+    """Return the option of a parameter or field, whose value may be wrapped in a call."""
+    names = [_written(name)]
+    flag = f"--{name.replace('_', '-')}"
+    is_required = value is None
+    if isinstance(value, ast.Call):
+        texts = [_value(argument, constants) for argument in value.args]
+        flags = [text for text in texts if isinstance(text, str) and text.startswith("--")]
+        flag = flags[0] if flags else flag
+        keywords = {keyword.arg: keyword.value for keyword in value.keywords}
+        value = keywords.get("default", value.args[0] if value.args else None)
+        is_required = isinstance(value, ast.Constant) and value.value is ...
+    default = _value(value, constants)
+    return Option(flag, tuple(names), default, not isinstance(default, bool), is_required)
+
+
+def _of_hydra(tree: ast.Module) -> Iterator[Option]:
+    """Yield the keys that a script with Hydra reads from its configuration."""
+    if not any(_last_name(node) == "main" for node in _decorators(tree)):
+        return
+    if "hydra" not in _imported(tree):
+        return
+    for node in ast.walk(tree):
+        keys = _keys_of(node)
+        if len(keys) > 1 and keys[0] in _HYDRA_ROOTS:
+            yield Option(f"{'.'.join(keys[1:])}=", (_written(keys[-1]),))
+
+
+def _decorators(tree: ast.Module) -> Iterator[ast.expr]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            yield from node.decorator_list
+
+
+def _keys_of(node: ast.AST) -> list[str]:
+    """Return the names of `a.b.c`; empty for another expression."""
+    if isinstance(node, ast.Name):
+        return [node.id]
+    if isinstance(node, ast.Attribute) and (before := _keys_of(node.value)):
+        return [*before, node.attr]
+    return []
+
+
+def _saved(tree: ast.Module) -> Iterator[str]:
+    """Yield the file names below which the script saves a checkpoint."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _last_name(node.func) == "save":
+            for argument in [*node.args, *(keyword.value for keyword in node.keywords)]:
+                text = argument.value if isinstance(argument, ast.Constant) else None
+                if isinstance(text, str) and re.fullmatch(r"[\w./-]+\.[a-z]+", text):
+                    yield text
+
+
+def _imported(tree: ast.Module) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def _constants(tree: ast.Module) -> dict[str, Any]:
+    """Return the literals that the module binds to names."""
+    found: dict[str, Any] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            found |= {
+                each.id: node.value.value for each in node.targets if isinstance(each, ast.Name)
+            }
+    return found
+
+
+def _value(node: ast.expr | None, constants: dict[str, Any]) -> Any:
+    """Return the value of a literal, or of a name that is bound to one; None for all else."""
+    if isinstance(node, ast.Name):
+        return constants.get(node.id)
+    try:
+        return None if node is None else ast.literal_eval(node)
+    except ValueError:
+        return None
+
+
+def _last_name(node: ast.AST | None) -> str:
+    if isinstance(node, ast.Call):
+        return _last_name(node.func)
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _written(flag: str) -> str:
+    """Return a flag as the script's code names its value."""
+    return flag.lstrip("-").replace("-", "_").lower()

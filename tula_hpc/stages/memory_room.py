@@ -1,0 +1,149 @@
+"""Memory of a batch: the estimate before the first profile, and words where no batch fits.
+
+The estimate is made in a process of its own, since it needs torch.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import ValidationError
+
+from tula_hpc.formatting import format_bytes
+from tula_hpc.records import Footprint, RunDirectory, is_usable
+from tula_hpc.search_path import start_of_python
+from tula_hpc.stages.context import Sweep
+
+# importing torch on a busy login node takes the most of it
+TIMEOUT_S = 300.0
+
+
+class Estimate(NamedTuple):
+    """Estimate of memory, or the reason why there is none."""
+
+    footprint: Footprint | None
+    reason: str = ""
+
+    @property
+    def trusted_batch(self) -> int | None:
+        """Return the largest local batch that fits, 0 if none does, None if unknown."""
+        return None if self.footprint is None else self.footprint.largest_local_batch
+
+    def describe(self) -> str:
+        """Describe in a sentence which local batches fit, or why that is unknown."""
+        if self.footprint is None:
+            return f"no estimate of memory ({self.reason}): the search begins with all batches"
+        if self.trusted_batch == 0:
+            return "by an estimate, no local batch fits into memory"
+        return f"by an estimate, local batches up to {self.trusted_batch} fit into memory"
+
+
+def estimate(
+    sweep_file: Path, cluster_file: Path, timeout_s: float = TIMEOUT_S, *, partition: str = ""
+) -> Estimate:
+    """Run `tula footprint`; return the reason instead of raising where that fails.
+
+    Args:
+        sweep_file: The sweep.
+        cluster_file: Device and memory limit.
+        timeout_s: Give up after so many seconds.
+        partition: Which of the cluster's [[partitions]].
+    """
+    inputs = [str(sweep_file), "--cluster", str(cluster_file), "--partition", partition, "--json"]
+    command = [*start_of_python(), "-m", "tula_hpc.workloads.footprint", *inputs]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Estimate(None, f"the estimate took more than {timeout_s:.0f} s")
+    except OSError as error:
+        return Estimate(None, f"the estimate could not be started: {error.strerror or error}")
+    if done.returncode != 0:
+        return Estimate(
+            None, last_line(done.stderr) or f"the estimate ended with exit code {done.returncode}"
+        )
+    try:
+        return Estimate(Footprint.model_validate_json(last_line(done.stdout)))
+    except ValidationError as error:
+        return Estimate(None, f"the estimate is damaged: {error.errors()[0]['msg']}")
+
+
+def last_line(text: str) -> str:
+    """Return the last line that is not empty, "" if there is none."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def none_fits(part: Sweep, footprint: Footprint | None) -> str:
+    """Say why no batch fits on a partition, by an estimate that is wanted; "" if one may.
+
+    Args:
+        part: The sweep on the partition.
+        footprint: Its estimate of memory, if there is one.
+    """
+    wanted = part.spec.search.estimate and not measured_anything(part)
+    if footprint is None or footprint.largest_local_batch != 0 or not wanted:
+        return ""
+    return _why_none_fits(part, footprint)
+
+
+def _why_none_fits(part: Sweep, footprint: Footprint) -> str:
+    from tula_hpc.analysis.models.fitted import MORE_MEMORY
+
+    limit, before = footprint.limit_bytes or 0, footprint.before_batch_bytes
+    smallest = min(footprint.peaks)
+    needed = footprint.peaks[smallest] + footprint.beside_bytes
+    advice = MORE_MEMORY
+    if before > limit:
+        advice = "use a machine with more memory, or a smaller model"
+        if footprint.world_size > 1 and part.spec.workload.zero_stage == 0:
+            states = format_bytes(footprint.optimizer_bytes)
+            advice += f", or share the {states} of optimizer states by workload.zero_stage = 1"
+    where = f" of partition {part.partition!r}" if part.partition else ""
+    host = footprint.host_baseline_bytes
+    libraries = f" ({format_bytes(host)} of it interpreter and libraries)" if host else ""
+    return (
+        f"no batch fits into memory{where}: by an estimate a worker has {format_bytes(before)} "
+        f"before any batch{libraries} and {format_bytes(needed)} with the smallest local batch, {smallest}, "
+        f"and {format_bytes(limit)} are allowed (the limit less memory_margin); {advice}; "
+        "search.estimate = false tries it all the same"
+    )
+
+
+def only_out_of_memory(sweep: Sweep) -> str:
+    """Say in a sentence that nothing but lack of memory was met, "" if there was something else."""
+    from tula_hpc.analysis.models.fitted import MORE_MEMORY
+    from tula_hpc.analysis.models.profiles import is_out_of_memory
+
+    rows = sweep.run.measurements().records
+    if not rows or not all(map(is_out_of_memory, rows)):
+        return ""
+    smallest = min(rows, key=lambda row: (row.local_batch, row.nodes))
+    limit = sweep.cluster.part(smallest.partition).memory_limit_bytes
+    allowed = f" of {format_bytes(limit)} for a worker" if limit else ""
+    where = f" on {smallest.partition}" if smallest.partition else ""
+    return (
+        f"no batch fits into memory: {smallest.configuration}{where}, the smallest that was tried, "
+        f"ran out of its limit{allowed}; {MORE_MEMORY}"
+    )
+
+
+def out_of_memory(run: RunDirectory) -> list[str]:
+    """Name the profiled configurations that ran out of memory."""
+    from tula_hpc.analysis.models.profiles import is_out_of_memory
+
+    rows = [row for row in run.measurements().records if row.stage == "profile"]
+    good = {(row.partition, row.configuration) for row in rows if is_usable(row)}
+    out = {(row.partition, row.configuration) for row in rows if is_out_of_memory(row)}
+    named = sorted(out - good)
+    return [f"{at} on {partition}" if partition else str(at) for partition, at in named]
+
+
+def measured_anything(part: Sweep) -> bool:
+    """Tell whether a configuration was measured on this partition."""
+    return any(
+        m.status == "ok" and m.partition == part.partition for m in part.run.measurements().records
+    )

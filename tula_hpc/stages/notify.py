@@ -1,0 +1,122 @@
+"""Notification: runs the user's `on_event` when something happens that a person wants to know.
+
+The command is the cluster file's own text, which a shell evaluates; what happened is in its
+environment alone: TULA_EVENT, TULA_RUN (the run directory) and TULA_MESSAGE (a sentence). Events:
+
+    stage_ended            the message names the stage
+    training_started, training_preempted, training_failed, training_finished
+    sweep_ended, sweep_failed
+
+Whoever waits for the jobs runs it: the command, or a detached sweep's controller job, which looks
+when jobs are over. Each event is told once. A command that fails, or does not end in time, changes
+nothing for the sweep; that is said once.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from pydantic import Field
+
+from tula_hpc.env import with_variables
+from tula_hpc.errors import LaunchError, RunDirectoryError, StorageError
+from tula_hpc.formatting import printable
+from tula_hpc.launch.slurm_command import run as run_command
+from tula_hpc.records import MAIN_LABEL, Record, read_document, write_atomically
+from tula_hpc.records.broken_hosts import first_line
+from tula_hpc.stages.context import Sweep
+
+TIME_LIMIT_S = 10.0
+# characters of a message
+MOST_WORDS = 500
+# the arguments are visible to everybody on the machine, the environment is not
+SHELL = ("/bin/sh", "-c", 'eval "$TULA_ON_EVENT"')
+
+
+class Told(Record):
+    """told.json: what was told so far."""
+
+    # of events.jsonl, from its beginning
+    events: int
+    # names of what is told once
+    said: list[str] = Field(default=[])
+    # that the command does not do has been said
+    complained: bool = False
+
+
+def tell(sweep: Sweep, event: str, message: str, name: str = "") -> None:
+    """Run the command for an event, unless that was done for the same name and the same jobs.
+
+    Args:
+        sweep: The run, and its cluster file.
+        event: See the module.
+        message: What happened.
+        name: Distinguishes events of a kind.
+    """
+    if sweep.cluster.on_event is None:
+        return
+    told = _read(sweep)
+    jobs = len(sweep.run.history().submissions("profile", "train"))
+    key = f"{event} {name} {jobs}"
+    if key not in told.said and _keep(sweep, told.model_copy(update={"said": [*told.said, key]})):
+        _run(sweep, event, message)
+
+
+def tell_news(sweep: Sweep, running: int = 0) -> None:
+    """Run the command for all that trainings have written down since the last time.
+
+    Args:
+        sweep: The run, and its cluster file.
+        running: Jobs of the plan's training that run.
+    """
+    if sweep.cluster.on_event is None:
+        return
+    if running:
+        tell(sweep, "training_started", "the training runs")
+    told, history = _read(sweep), sweep.run.history()
+    news = history.news(told.events)
+    events = len(history.events)
+    if events == told.events or not _keep(sweep, told.model_copy(update={"events": events})):
+        return
+    for each in news:
+        is_main = each.label == MAIN_LABEL
+        # a study has many trainings: of theirs only what failed is news
+        if is_main or each.kind == "training_failed":
+            _run(sweep, each.kind, each.text if is_main else f"{each.label}: {each.text}")
+
+
+def _read(sweep: Sweep) -> Told:
+    try:
+        return read_document(Told, sweep.run.told_file)
+    except (FileNotFoundError, RunDirectoryError):
+        # what was before this command is no news
+        before = [e for e in sweep.run.history().events if e.time < sweep.started_at]
+        return Told(events=len(before))
+
+
+def _keep(sweep: Sweep, told: Told) -> bool:
+    """Write down what is told, before it is: who is killed in between tells nothing twice."""
+    try:
+        write_atomically(sweep.run.told_file, told.model_dump_json())
+    except StorageError as error:
+        sys.stderr.write(f"on_event: not run: {error}\n")
+        return False
+    return True
+
+
+def _run(sweep: Sweep, event: str, message: str) -> None:
+    variables = {
+        "TULA_ON_EVENT": sweep.cluster.on_event or "",
+        "TULA_EVENT": event,
+        "TULA_RUN": str(sweep.run.root),
+        "TULA_MESSAGE": f"{sweep.spec.name}: {printable(first_line(message))[:MOST_WORDS]}",
+    }
+    try:
+        done = run_command(SHELL, TIME_LIMIT_S, environment=with_variables(variables))
+        problem = first_line(done.complaint) if done.code else ""
+    except LaunchError:
+        problem = f"did not end within {TIME_LIMIT_S:g} s, and was killed"
+    told = _read(sweep)
+    if problem and not told.complained:
+        _keep(sweep, told.model_copy(update={"complained": True}))
+        sys.stderr.write(f"warning: on_event, for {event}: {problem}; the sweep goes on\n")

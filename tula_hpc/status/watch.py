@@ -1,0 +1,177 @@
+"""`tula status RUN --watch`: the state of a run, shown again and again until it has ended.
+
+On a terminal the screenful is drawn in place. Elsewhere, as in a log, a line is printed whenever
+something changed, and now and then as a sign of life.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Protocol
+
+from tula_hpc.files import write_out
+from tula_hpc.formatting import format_left, plural, printable, with_own_escapes
+from tula_hpc.status.jobs import JobPhase, JobStatus
+from tula_hpc.status.state import RunStatus, State
+from tula_hpc.status.text import status_text
+
+# between two looks; Slurm's controller serves others, too
+PAUSE_S = 2.0
+SLURM_PAUSE_S = 10.0
+# in a log an unchanged state is repeated this often
+LOG_EVERY_S = 300.0
+# nothing goes on by itself in these
+ENDED: frozenset[State] = frozenset({"finished", "failed", "stopped", "over"})
+# looks in a row: between two jobs of a sweep there may be a moment in which nothing is at work
+ENDED_LOOKS = 2
+
+
+class Display(Protocol):
+    """Shows a state after another; a context manager."""
+
+    def __enter__(self) -> Display:
+        """Start showing."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop showing; the last state stays."""
+
+    def show(self, status: RunStatus) -> None:
+        """Show a state in place of the one before."""
+
+
+def watch(look: Callable[[], RunStatus], pause: Callable[[float], None] = time.sleep) -> int:
+    """Show the state until the run has ended, or Ctrl-C; return the last state's exit code.
+
+    Args:
+        look: Returns the present state.
+        pause: Waits for some seconds.
+
+    Raises:
+        RunDirectoryError: It is none, or may not be read.
+    """
+    last = 0
+    try:
+        with ScreenDisplay() if sys.stdout.isatty() else LogDisplay() as display:
+            looks = 0
+            while True:
+                status = look()
+                last = status.exit_code
+                display.show(status)
+                looks = looks + 1 if status.state in ENDED else 0
+                if status.state == "finished" or looks >= ENDED_LOOKS:
+                    return last
+                on_slurm = status.scheduler.executor == "slurm"
+                pause(SLURM_PAUSE_S if on_slurm else PAUSE_S)
+    except KeyboardInterrupt:
+        return last
+
+
+class ScreenDisplay:
+    """Screenful that is drawn in place, by rich."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        console = Console(file=with_own_escapes(sys.stdout), highlight=False, markup=False)
+        self.live = Live(console=console, auto_refresh=False, transient=True)
+        self.last: RunStatus | None = None
+
+    def __enter__(self) -> ScreenDisplay:
+        """Start drawing."""
+        self.live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave the last state on the screen, whole."""
+        self.live.stop()
+        if self.last is not None:
+            write_out(status_text(self.last, shutil.get_terminal_size((110, 40)).columns))
+
+    def show(self, status: RunStatus) -> None:
+        """Draw a state."""
+        from rich.text import Text
+
+        self.last = status
+        text = status_text(status, self.live.console.width)
+        self.live.update(Text(printable(text.rstrip("\n"))), refresh=True)
+
+
+class LogDisplay:
+    """Line on standard output whenever something changed."""
+
+    def __init__(self) -> None:
+        self.last = ""
+        self.printed_at = 0.0
+
+    def __enter__(self) -> LogDisplay:
+        """Nothing to start."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Nothing to stop."""
+
+    def show(self, status: RunStatus) -> None:
+        """Print a state that differs, or any after a long silence; the time left changes always."""
+        line = state_line(status)
+        if line == self.last and time.monotonic() - self.printed_at < LOG_EVERY_S:
+            return
+        self.last = line
+        self.printed_at = time.monotonic()
+        clock = time.strftime("%H:%M:%S", time.localtime(status.asked_at))
+        left = left_of(status)
+        write_out(f"{clock} {line}{f', {format_left(left)}' if left is not None else ''}\n")
+
+
+def left_of(status: RunStatus) -> float | None:
+    """Return the estimated seconds that the stage at work still takes; None where unknown."""
+    if status.training is not None and status.training.stand == "running":
+        return status.training.left_s
+    return status.profile.left_s if status.profile is not None else None
+
+
+def state_line(status: RunStatus) -> str:
+    """Describe a state in one line: what it means, how far it came, and what it waits for."""
+    parts = [f"{status.state}: {status.words}"]
+    if status.study is not None:
+        ended = status.study.finished + status.study.diverged
+        parts.append(f"{ended} of {plural(status.study.cells, 'training')} done")
+    elif status.training is not None:
+        of = f" of {status.training.epochs}" if status.training.epochs else ""
+        parts.append(f"{round(status.training.epoch, 1):g}{of} epochs done")
+    elif status.profile is not None:
+        parts.append(f"{plural(status.profile.measured, 'configuration')} measured")
+    waiting = [job for job in status.jobs if job.phase is JobPhase.WAITING and _is_work(job)]
+    if waiting:
+        parts.append(_waits(waiting[0], len(waiting)))
+    return ", ".join(parts)
+
+
+def _is_work(job: JobStatus) -> bool:
+    # controller jobs wait for the others by design
+    return job.stage != "control"
+
+
+def _waits(job: JobStatus, count: int) -> str:
+    why = job.waits_for or job.reason
+    stuck = "; this does not go away by itself" if job.stuck else ""
+    return f"{plural(count, 'job')} waiting{f' ({why}{stuck})' if why else ''}"

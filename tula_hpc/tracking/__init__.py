@@ -1,0 +1,1 @@
+"""Metrics of a training, passed on to TensorBoard, Weights & Biases and MLflow."""

@@ -1,0 +1,260 @@
+"""Trackers: TensorBoard, Weights & Biases (offline) and MLflow, behind one protocol.
+
+Each is an extra of this package (`pip install 'tula_hpc[wandb]'`) and imported when it is used. What
+they write is in the folder of the training, or for MLflow in that of the run:
+
+    tensorboard   RUN/train/LABEL/tensorboard       tensorboard --logdir RUN/train
+    wandb         RUN/train/LABEL/wandb             wandb sync RUN/train/LABEL/wandb/offline-run-*
+    mlflow        RUN/mlflow, unless MLFLOW_TRACKING_URI is set in [environment]
+
+A metric is `train/<field>` or `epoch/<field>` of the lines of metrics.jsonl; its step is the
+optimizer's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from tula_hpc.env import with_variables
+from tula_hpc.records import AnyMetrics, Record, StepMetrics, TrainDirectory
+
+# lines that MLflow takes at once: it allows 1000 metrics
+MLFLOW_LINES = 40
+# of a metric of MLflow that each line of a kind has
+OF_STEPS, OF_EPOCHS = "train/lr", "epoch/epoch"
+
+
+def values_of(row: AnyMetrics) -> dict[str, float]:
+    """Return the metrics of a line by name."""
+    room = "train" if isinstance(row, StepMetrics) else "epoch"
+    fields = row.model_dump(exclude={"kind", "step", "scale_histogram"}, exclude_none=True)
+    return {f"{room}/{name}": float(value) for name, value in fields.items()}
+
+
+def missing(names: Sequence[str]) -> list[str]:
+    """Return those whose package is not installed here."""
+    return [name for name in names if not _is_installed(name)]
+
+
+def _is_installed(package: str) -> bool:
+    spec = importlib.util.find_spec(package)
+    # a folder of that name in the working directory is no package
+    return spec is not None and spec.origin is not None
+
+
+class Position(Record):
+    """How far a tracker has come with a training."""
+
+    # id of its run there
+    run: str = ""
+    # digest of the first line: a training that begins anew is another run
+    first_line: str = ""
+    # last ones that were passed on
+    step: int = 0
+    epoch: int = 0
+    # passed on so far
+    lines: int = 0
+
+    def is_new(self, row: AnyMetrics) -> bool:
+        """Tell whether a line was not passed on, nor one that it repeats after a restart."""
+        return row.step > self.step if isinstance(row, StepMetrics) else row.epoch > self.epoch
+
+    def after(self, rows: Sequence[AnyMetrics]) -> Position:
+        """Return the position behind these lines."""
+        steps = [row.step for row in rows if isinstance(row, StepMetrics)]
+        epochs = [row.epoch for row in rows if not isinstance(row, StepMetrics)]
+        return self.model_copy(
+            update={
+                "step": max(steps, default=self.step),
+                "epoch": max(epochs, default=self.epoch),
+                "lines": self.lines + len(rows),
+            }
+        )
+
+
+class Tracker(Protocol):
+    """Where metrics go."""
+
+    def begin(self, position: Position) -> Position:
+        """Begin a run, or go on with it, and return the position from which on it lacks lines."""
+
+    def write(self, rows: Sequence[AnyMetrics], position: Position) -> None:
+        """Write lines so that they are there when the process dies.
+
+        Args:
+            rows: They follow the position.
+            position: Before them.
+        """
+
+    def close(self) -> None:
+        """End the run, or leave it as it is for a later job."""
+
+
+class TensorBoard:
+    """Event files of TensorBoard.
+
+    Args:
+        root: The run directory.
+        label: Of the training.
+        files: Of the training.
+    """
+
+    def __init__(self, root: Path, label: str, files: TrainDirectory) -> None:
+        self.folder = files.root / "tensorboard"
+        self.writer: Any = None
+        self.begun = 0
+
+    def begin(self, position: Position) -> Position:
+        """Open a new event file, before which readers drop what the position does not hold."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self.close()
+        run = position.run or self._new_run()
+        self.writer = EventFileWriter(str(self.folder / run))
+        start = SessionLog(status=SessionLog.START)
+        self.writer.add_event(
+            Event(wall_time=time.time(), step=position.step + 1, session_log=start)
+        )
+        return position.model_copy(update={"run": run})
+
+    def _new_run(self) -> str:
+        there = len(list(self.folder.glob("*"))) if self.folder.exists() else 0
+        return "metrics" if not there else f"metrics-{there + 1}"
+
+    def write(self, rows: Sequence[AnyMetrics], position: Position) -> None:
+        """Write a scalar for each metric, and flush."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        for row in rows:
+            values = [Summary.Value(tag=name, simple_value=x) for name, x in values_of(row).items()]
+            summary = Summary(value=values)
+            self.writer.add_event(Event(wall_time=time.time(), step=row.step, summary=summary))
+        self.writer.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        if self.writer is not None:
+            self.writer.close()
+
+
+class WeightsAndBiases:
+    """Offline runs of Weights & Biases: each job's has the same id, so that they are one run there.
+
+    Args:
+        root: The run directory.
+        label: Of the training.
+        files: Of the training.
+    """
+
+    def __init__(self, root: Path, label: str, files: TrainDirectory) -> None:
+        self.name = f"{root.name}-{label.replace('/', '-')}"
+        self.project = root.name
+        self.folder = files.root
+        self.run: Any = None
+
+    def begin(self, position: Position) -> Position:
+        """Open an offline run, with the id of the former."""
+        import wandb
+
+        self.close()
+        quiet = wandb.Settings(console="off", silent=True, disable_git=True, save_code=False)
+        self.run = wandb.init(
+            project=self.project,
+            name=self.name,
+            id=position.run or None,
+            dir=str(self.folder),
+            mode="offline",
+            settings=quiet,
+        )
+        # the steps of wandb have to grow, and here they count lines
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
+        return position.model_copy(update={"run": str(self.run.id)})
+
+    def write(self, rows: Sequence[AnyMetrics], position: Position) -> None:
+        """Log each line."""
+        for number, row in enumerate(rows, start=position.lines):
+            self.run.log({**values_of(row), "step": row.step}, step=number)
+
+    def close(self) -> None:
+        """Finish the offline run, and wait until wandb's own process has written it."""
+        if self.run is not None:
+            import wandb
+
+            self.run.finish()
+            wandb.teardown()
+
+
+class MLflow:
+    """Run of MLflow, in an experiment of the run directory's name.
+
+    Args:
+        root: The run directory.
+        label: Of the training.
+        files: Of the training.
+    """
+
+    def __init__(self, root: Path, label: str, files: TrainDirectory) -> None:
+        self.root, self.label, self.files = root, label, files
+        self.client: Any = None
+        self.run = ""
+
+    def begin(self, position: Position) -> Position:
+        """Create a run, or ask one how far it came."""
+        from mlflow import environment_variables
+        from mlflow.tracking import MlflowClient
+
+        # newer versions ask for it: a database would need more than their small package
+        if allowed := getattr(environment_variables, "MLFLOW_ALLOW_FILE_STORE", None):
+            allowed.set(True)
+        given = with_variables({}).get("MLFLOW_TRACKING_URI")
+        self.client = MlflowClient(tracking_uri=given or (self.root / "mlflow").as_uri())
+        self.run = position.run
+        if self.run:
+            self.client.update_run(self.run, status="RUNNING")
+            return position.model_copy(
+                update={
+                    "step": max(self._steps(OF_STEPS), default=0),
+                    "epoch": int(max(self._values(OF_EPOCHS), default=0)),
+                }
+            )
+        experiment = self.client.get_experiment_by_name(self.root.name)
+        where = experiment.experiment_id if experiment else None
+        where = where or self.client.create_experiment(self.root.name)
+        self.run = self.client.create_run(where, run_name=self.label).info.run_id
+        return position.model_copy(update={"run": self.run})
+
+    def _steps(self, name: str) -> Iterator[int]:
+        return (each.step for each in self.client.get_metric_history(self.run, name))
+
+    def _values(self, name: str) -> Iterator[float]:
+        return (each.value for each in self.client.get_metric_history(self.run, name))
+
+    def write(self, rows: Sequence[AnyMetrics], position: Position) -> None:
+        """Log lines in batches, which are written as a whole."""
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        for begin in range(0, len(rows), MLFLOW_LINES):
+            metrics = []
+            for row in rows[begin : begin + MLFLOW_LINES]:
+                metrics += [Metric(name, x, now, row.step) for name, x in values_of(row).items()]
+            self.client.log_batch(self.run, metrics=metrics)
+
+    def close(self) -> None:
+        """Mark the run as finished where the training is."""
+        if self.run and self.files.result_file.exists():
+            self.client.set_terminated(self.run, "FINISHED")
+
+
+TRACKERS: Mapping[str, Callable[[Path, str, TrainDirectory], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+}

@@ -1,0 +1,145 @@
+"""The one writer of a training's metrics.jsonl, whoever takes the steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from torch import Tensor
+
+from tula_hpc.checkpoint.safe_points import Progress
+from tula_hpc.optim import CriticalBatch, NoiseReading
+from tula_hpc.records import EpochMetrics, StepMetrics, append_record
+
+
+class StepWindow:
+    """Steps since the last logged line; losses stay on the device until then."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.seconds = 0.0
+        # seconds of waiting for the loader
+        self.waited_s = 0.0
+        self.total: Tensor | None = None
+
+    def add(self, *, seconds: float = 0.0, loss: Tensor | None = None) -> None:
+        """Count one step, with its time and its loss where they are known by now."""
+        self.steps += 1
+        self.seconds += seconds
+        if loss is not None:
+            self.total = loss.double() if self.total is None else self.total + loss
+
+    def mean_loss(self) -> float:
+        """Return the mean loss of the steps. Waits for the device."""
+        return math.nan if self.total is None else float(self.total) / self.steps
+
+
+class Readings(Protocol):
+    """Part of `GradientObserver` that lines show."""
+
+    def step_metrics(self, steps: int) -> dict[str, float]:
+        """Return numbers for a line of that many steps."""
+
+    def noise(self) -> NoiseReading:
+        """Return the noise scale and restart its recent means."""
+
+    def read_scales(self) -> list[int] | None:
+        """Return and reset counts of applied factors."""
+
+
+class Journal:
+    """Writer of one training's metrics.jsonl.
+
+    Args:
+        file: Is written to; None: by another worker.
+        samples: Of an epoch, over all workers.
+        global_batch: Of a step.
+        workers: Over all nodes.
+    """
+
+    def __init__(self, file: Path | None, samples: int, global_batch: int, workers: int) -> None:
+        self.file, self.samples = file, samples
+        self.global_batch, self.workers = global_batch, workers
+        # rank 0 alone reads the noise
+        self.critical_batch = CriticalBatch()
+        self._last: EpochMetrics | None = None
+
+    def write_steps(
+        self,
+        progress: Progress,
+        window: StepWindow,
+        readings: Readings,
+        *,
+        lr: float,
+        loss: float | None = None,
+    ) -> None:
+        """Write a line for the steps since the last one."""
+        if self.file is None:
+            return
+        noise = readings.noise()
+        self.critical_batch.add(noise, window.steps)
+        numbers = readings.step_metrics(window.steps)
+        line = StepMetrics(
+            step=progress.step,
+            samples_seen=progress.samples_seen,
+            epoch=progress.epoch + progress.epoch_share(self.samples, self.global_batch),
+            loss=loss,
+            lr=lr,
+            step_time_s=window.seconds / window.steps,
+            **{name: finite_or_none(value) for name, value in numbers.items()},
+            data_time_s=window.waited_s / window.steps,
+            noise_scale=finite_or_none(noise.noise_scale),
+            noise_gradient_square=finite_or_none(noise.recent_square),
+            noise_trace=finite_or_none(noise.recent_trace),
+            scale_histogram=readings.read_scales(),
+        )
+        append_record(self.file, line, durable=False)
+
+    def write_epoch(
+        self,
+        progress: Progress,
+        epoch: int,
+        readings: Readings,
+        scores: Mapping[str, Any],
+        evaluation_time_s: float | None = None,
+    ) -> None:
+        """Write a line for an epoch; a later one for the same epoch takes its place.
+
+        Args:
+            progress: At the epoch's end.
+            epoch: Counted from 1.
+            readings: Of the gradients.
+            scores: Losses and accuracies of `EpochMetrics`, None where they are not known.
+            evaluation_time_s: See `EpochMetrics`.
+        """
+        if self.file is None:
+            return
+        again = [line for line in (self._last,) if line is not None and line.epoch == epoch]
+        critical_batch = again[0].critical_batch if again else self.critical_batch.take()
+        self._last = EpochMetrics(
+            epoch=epoch,
+            step=progress.step,
+            samples_seen=progress.samples_seen,
+            global_batch=self.global_batch,
+            epoch_time_s=progress.epoch_time_s,
+            steps=progress.epoch_steps,
+            noise_scale=finite_or_none(readings.noise().noise_scale),
+            critical_batch=finite_or_none(critical_batch),
+            evaluation_time_s=evaluation_time_s,
+            workers=self.workers,
+            **scores,
+        )
+        append_record(self.file, self._last)
+
+    def amend(self, known: Mapping[str, Any]) -> None:
+        """Add to the last line of an epoch what is known by now."""
+        if self._last is not None:
+            self._last = self._last.model_copy(update=dict(known))
+            append_record(cast("Path", self.file), self._last)
+
+
+def finite_or_none(value: float | None) -> float | None:
+    """Return None for a value that JSON cannot hold, as the first step's Δ(G)."""
+    return value if value is not None and math.isfinite(value) else None
