@@ -4,6 +4,7 @@
 #              checkpoints cost and a memory estimate misses there, into tests/benchmarks/results (ten minutes)
 # make slurm   install Slurm from Debian's packages for the real-Slurm tests (root)
 # make browser install chromium from Debian's packages for the tests of the report's page (root)
+# make picture the README's picture anew, the first page of the demo's report (chromium; on a machine that does nothing else)
 # make lint    ruff and mypy
 # make .venv   the set-up alone
 
@@ -13,7 +14,7 @@ BIN := .venv/bin
 # a module is compiled once, not at every start of a process
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test gpu slurm browser lint .venv clean
+.PHONY: demo test gpu slurm browser picture lint .venv clean
 
 .venv: .venv/.ready
 
@@ -61,6 +62,10 @@ browser:
 	@command -v chromium >/dev/null || { apt-get -o DPkg::Lock::Timeout=120 -qq update && \
 		DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=120 -qq --no-install-recommends install \
 		chromium fonts-dejavu-core >/dev/null; }
+
+picture: demo
+	@chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --window-size=900,1120 \
+		--screenshot=analysis/report_example.png file://$(CURDIR)/runs/quickstart/report/report.html
 
 lint: .venv/.ready
 	@$(BIN)/ruff check .

@@ -230,7 +230,7 @@ def _what_would_change(plan: Plan) -> Iterator[str]:
     others = {}
     for role, candidate in named.items():
         # one that is faster and cheaper has its sentence beside the reason
-        if candidate == chosen or (role == "the fastest" and beats(candidate, chosen)):
+        if candidate == chosen or beats(candidate, chosen):
             continue
         name = name_of(candidate)
         roles.setdefault(name, []).append(role)
