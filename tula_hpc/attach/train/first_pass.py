@@ -31,7 +31,8 @@ def rehearse_first_pass(
     """
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module.training and torch.is_grad_enabled():
+        # Lightning leaves the wrapper as it was in an evaluation
+        if model.module.training and torch.is_grad_enabled():
             handle.remove()
             with around():
                 _rehearse(model, args, kwargs)
