@@ -185,6 +185,17 @@ def test_damaged_files_are_named_and_the_rest_is_told(tmp_path: Path, cluster: F
     assert told.profile.measured > 0
 
 
+def test_a_finished_training_whose_model_is_gone_is_not_everything_done(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = make_run(tmp_path / "run")
+    run.report.mkdir()
+    (run.report / "report.html").touch()
+    assert status.status_of(run.root).words == "everything is done"
+    shutil.rmtree(run.train().checkpoints)
+    words = status.status_of(run.root).words
+    assert words.startswith(f"the trained model is gone: {run.train().checkpoints} has no checkpoint")
+    assert f"move {run.root / 'train'} away" in words
+
+
 # ---- jobs and the scheduler
 
 

@@ -57,6 +57,11 @@ class TrainDirectory(NamedTuple):
         return self.root / "checkpoints"
 
     @property
+    def newest_checkpoint(self) -> Path | None:
+        """Return the file with the model, which is the trained one at the end of training."""
+        return max(self.checkpoints.glob("checkpoint-*.tula"), default=None)
+
+    @property
     def drift_file(self) -> Path:
         """Return the file of a `Drift`, there while step times differ from the plan's."""
         return self.root / "drift.json"

@@ -16,6 +16,7 @@ from tula_hpc.records import MAIN_LABEL, Plan, Record, is_usable
 from tula_hpc.records.broken_hosts import BrokenHost, broken_hosts, first_line
 from tula_hpc.records.events import JobFailure, StageFailure
 from tula_hpc.stages.context import profiling_left_s
+from tula_hpc.stages.plan import why_no_model
 from tula_hpc.stages.train import Verdict, study_policy
 from tula_hpc.status.cost import (
     Accounted,
@@ -472,6 +473,8 @@ def _finished(parts: _Parts) -> StateAndText | None:
         return "running", "everything is trained; the report is being written"
     if not parts.facts.has_report:
         return "finished", f"everything is trained; there is no report yet: {AGAIN}"
+    if training is not None and (words := why_no_model(parts.facts.run, parts.facts.spec)):
+        return "finished", words
     return "finished", "everything is done"
 
 
