@@ -161,6 +161,8 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
     if options.write:
         _refuse_trained(run)
     read = run.measurements()
+    for words in run.damage() if read.skipped else ():
+        print(f"warning: {words}", file=sys.stderr)
     refuse_several(run, read.records)
     footprints = run.footprints(cluster.part_names())
     try:

@@ -102,6 +102,8 @@ def carry_out(sweep: Sweep, until: str) -> int:
     from tula_hpc.stages.notify import tell
 
     sweep.launcher.find_lost()
+    for words in sweep.run.damage():
+        print(f"warning: {words}", file=sys.stderr)
     try:
         if sweep.spec.study is not None:
             return _run_study(sweep, report=until == "report")

@@ -483,6 +483,9 @@ def _finished_early(parts: _Parts) -> StateAndText | None:
     if parts.at_work or parts.training is not None:
         return None
     stage = parts.facts.history.ended_stage()
+    if stage in ("profile", "plan") and parts.facts.damaged_after:
+        named = next(each for each in parts.facts.doubts if ", line " in each)
+        return "stopped", f"{named}: {AGAIN} to measure it again"
     if parts.facts.plan is not None and (
         stage == "plan" or (parts.detached and parts.detached.until == "plan")
     ):
