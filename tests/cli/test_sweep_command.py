@@ -612,6 +612,16 @@ def test_a_foreign_folder_is_not_taken_over(sweep_file: Path, capsys: pytest.Cap
     assert [path.name for path in folder.iterdir()] == ["chapter1.tex"]
 
 
+@pytest.mark.parametrize("place", ["/dev/null/x", "/proc/x"])
+def test_a_run_directory_that_cannot_be_made_is_refused_and_nobody_told_to_change_a_device(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    assert main([str(sweep_file), "--run-dir", place]) == 2
+    words = capsys.readouterr().err
+    assert words.startswith(f"{place}: cannot be made: ")
+    assert words.endswith("; use another --run-dir\n")
+
+
 def dry_run(sweep_file: Path, capsys: pytest.CaptureFixture[str], *options: str, more: str = "") -> str:
     cluster = sweep_file.parent / "c.toml"
     cluster.write_text(f'name = "c"\nexecutor = "slurm"\nprofile_minutes = 30\n{more}')

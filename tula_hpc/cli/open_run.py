@@ -53,6 +53,7 @@ def open_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Sweep:
         message = f"cannot be made: {in_words(error)}"
         if error.errno in NO_SPACE:
             raise StorageError(f"{error.filename or run.root}: {message}") from None
+        message += "; use another --run-dir"
         raise RunDirectoryError(message, source=error.filename or run.root) from None
     # a mistake in the inputs was mended
     if _begins_anew(run, spec, cluster):
@@ -86,7 +87,7 @@ def _refuse_other_folder(run: RunDirectory) -> None:
     from tula_hpc.stages.plan import lost_inputs
 
     if run.root.exists() and not run.root.is_dir():
-        raise RunDirectoryError("is not a folder", source=run.root)
+        raise RunDirectoryError("is not a folder; use another --run-dir", source=run.root)
     if run.root.is_dir() and not run.sweep_file.exists() and not _is_fresh(run.root):
         if words := lost_inputs(run):
             raise RunDirectoryError(words)
