@@ -185,11 +185,23 @@ def test_damaged_files_are_named_and_the_rest_is_told(tmp_path: Path, cluster: F
     assert told.profile.measured > 0
 
 
-def test_a_finished_training_whose_model_is_gone_is_not_everything_done(tmp_path: Path, cluster: FakeSlurm) -> None:
+def test_a_training_with_an_old_report_or_without_its_model_is_not_everything_done(
+    tmp_path: Path, cluster: FakeSlurm
+) -> None:
     run = make_run(tmp_path / "run")
     run.report.mkdir()
     (run.report / "report.html").touch()
-    assert status.status_of(run.root).words == "everything is done"
+    told = status.status_of(run.root)
+    assert (told.words, told.report_stale) == ("everything is done", False)
+    later = time.time() + 60
+    os.utime(run.plan_file, (later, later))
+    told = status.status_of(run.root)
+    assert (told.words, told.report_stale) == (
+        "everything is trained; the report is older than that: run the same command again",
+        True,
+    )
+    assert "report older than the measurements, the plan or the training; to write it again: " in text_of(told)
+    os.utime(run.plan_file, (0, 0))
     shutil.rmtree(run.train().checkpoints)
     words = status.status_of(run.root).words
     assert words.startswith(f"the trained model is gone: {run.train().checkpoints} has no checkpoint")

@@ -25,6 +25,7 @@ seconds):
     study           cells, finished, diverged, running, waiting, failed, left, rates, rates_finished, rates_failed,
                     failures (why, by label), under_way (as `training`)
     report          whether it is written
+    report_stale    whether it is older than a measurement, a result or the plan
     jobs            each with job_id, stage, phase (waiting, running, finished, failed, over, unknown), label (of a
                     training; `guard` of a control job that acts where another is killed), what,
                     partition, nodes, submitted_at, folder, state and reason (Slurm's words),

@@ -80,6 +80,8 @@ class Facts(NamedTuple):
     trainings: dict[str, TrainingFacts]
     holder: Holder
     has_report: bool
+    # it is older than a measurement, a result or the plan
+    is_report_stale: bool
     # folders of submissions that were begun and are in no event
     cut_off: list[str]
     # what could not be read
@@ -130,6 +132,7 @@ def _read(run: RunDirectory) -> Facts:
         doubts += run.damage()
     history = RunHistory(told.records)
     cut_off = _cut_off(run, history)
+    report_at = _newest(run.report / name for name in ("report.html", "study.html"))
     return Facts(
         run=run,
         now=unix_time(),
@@ -143,7 +146,8 @@ def _read(run: RunDirectory) -> Facts:
         plan_at=run.plan_file.stat().st_mtime if run.plan_file.exists() else 0.0,
         trainings={label: _training(run.train(label), label, doubts) for label in _labels(run)},
         holder=holder_of(run.root / ".lock"),
-        has_report=any((run.report / name).exists() for name in ("report.html", "study.html")),
+        has_report=report_at is not None,
+        is_report_stale=report_at is not None and report_at < _changed_at(run),
         cut_off=cut_off,
         doubts=[
             *doubts,
@@ -155,6 +159,12 @@ def _read(run: RunDirectory) -> Facts:
         ],
         obstacle=obstacle(run),
     )
+
+
+def _changed_at(run: RunDirectory) -> float:
+    """Return when something was written last that a report tells of, Unix time."""
+    results = (run.root / "train").rglob("result.json")
+    return _newest([*run.profile.glob("*.jsonl"), run.plan_file, *results]) or 0.0
 
 
 def _is_newer(run: RunDirectory, events: Sequence[Event]) -> bool:

@@ -164,6 +164,8 @@ class RunStatus(Record):
     training: TrainingStatus | None
     study: StudyStatus | None
     report: bool
+    # it is older than a measurement, a result or the plan
+    report_stale: bool
     jobs: list[JobStatus]
     # those of them that nothing has made up for
     failures: list[JobStatus]
@@ -236,6 +238,7 @@ def describe(
         training=parts.training,
         study=parts.study,
         report=facts.has_report,
+        report_stale=facts.is_report_stale,
         jobs=jobs,
         failures=_failures(facts, jobs),
         cost=cost_so_far(facts, jobs, accounted),
@@ -473,6 +476,8 @@ def _finished(parts: _Parts) -> StateAndText | None:
         return "running", "everything is trained; the report is being written"
     if not parts.facts.has_report:
         return "finished", f"everything is trained; there is no report yet: {AGAIN}"
+    if parts.facts.is_report_stale:
+        return "finished", f"everything is trained; the report is older than that: {AGAIN}"
     if training is not None and (words := why_no_model(parts.facts.run, parts.facts.spec)):
         return "finished", words
     return "finished", "everything is done"

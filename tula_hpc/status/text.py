@@ -17,6 +17,7 @@ from tula_hpc.formatting import (
     plural,
     printable,
 )
+from tula_hpc.invocation import command_line
 from tula_hpc.records import Configuration
 from tula_hpc.records.broken_hosts import first_line
 from tula_hpc.status.cost import CostStatus, PromiseStatus, StageCost
@@ -131,7 +132,16 @@ def _stages(status: RunStatus) -> Iterator[Line]:
         yield from _training_lines(status.training)
     if status.promise is not None:
         yield "promise", _promise(status.promise)
-    yield "report", "written" if status.report else "not yet"
+    yield "report", _report(status)
+
+
+def _report(status: RunStatus) -> str:
+    if not status.report:
+        return "not yet"
+    if not status.report_stale:
+        return "written"
+    again = command_line("report", status.run_directory)
+    return f"older than the measurements, the plan or the training; to write it again: {again}"
 
 
 def _profile(profile: ProfileStatus) -> str:
