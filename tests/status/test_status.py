@@ -817,17 +817,26 @@ def test_a_training_under_way_is_told_with_all_its_marks(tmp_path: Path, cluster
     for name, age_s in (("checkpoint-r0000-000000000001.tula", 600), ("checkpoint-r0000-000000000002.tula", 120)):
         (checkpoints / name).touch()
         os.utime(checkpoints / name, (time.time() - age_s,) * 2)
+    run.log_event("resumed", "train", job_id="30", data={"passed_over": "x.tula: is truncated"})
     run.log_event("drifted", "train", job_id="30", data={"ratio": 1.31, "part": "network"})
     told = status.status_of(run.root)
     training = told.training
     assert training is not None
-    assert (training.stand, training.restarts, training.test_epoch) == ("running", 1, 5)
+    assert (training.stand, training.restarts, training.test_epoch) == ("running", 2, 5)
     assert training.checkpoint_age_s == pytest.approx(120, abs=30)
     assert 0 < (training.share or 0) < 0.25
     run.log_event("drifted", "train", job_id="30", data={"of": "another release"})
     assert status.status_of(run.root).training is not None
     text = text_of(told)
-    for words in ("1 restart", "2 min", "test accuracy", "after epoch 5", "1.31 × the prediction (network)", "left"):
+    for words in (
+        "2 restarts",
+        "2 min",
+        "test accuracy",
+        "after epoch 5",
+        "1.31 × the prediction (network)",
+        "left",
+        "x.tula: is tr",
+    ):
         assert words in text
 
 

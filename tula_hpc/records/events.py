@@ -177,6 +177,8 @@ class ProgressData(EventData):
     step: int | None = None
     # with the part of the present one
     epochs_seen: float | None = None
+    # newer checkpoints that could not be used, and why
+    passed_over: str = ""
 
 
 class CheckpointData(EventData):
@@ -545,6 +547,11 @@ class RunHistory:
     def restarts(self, label: str) -> int:
         """Count how often a training went on from a checkpoint."""
         return sum(event.event == "resumed" for event in self.of_training(label))
+
+    def passed_over(self, label: str) -> str:
+        """Return the checkpoints that a training last passed over as damaged, and why."""
+        resumed = (e for e in reversed(self.of_training(label)) if e.event == "resumed")
+        return next((ProgressData.of(event).passed_over for event in resumed), "")
 
     def resumed_from(self, label: str) -> tuple[float, int] | None:
         """Return epochs and steps of the checkpoint that a training last went on from."""

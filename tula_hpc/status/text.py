@@ -188,6 +188,8 @@ def _training_lines(training: TrainingStatus) -> Iterator[Line]:
     marks = [*_marks(training)]
     if marks:
         yield "", "; ".join(marks)
+    if training.passed_over:
+        yield "", f"passed over, and its work done again: {training.passed_over}"
     if training.drift:
         yield "", training.drift
 
