@@ -207,8 +207,8 @@ def _refuse_trained(run: RunDirectory) -> None:
     if run.has_trained():
         message = (
             "the training of this run follows it, so that it is not replaced: leave out --write to "
-            "see the other plan; to train by it over the same measurements, delete "
-            f"{run.root / 'train'} first"
+            "see the other plan; to train by it over the same measurements, move "
+            f"{run.root / 'train'} away first, which holds what is trained"
         )
         raise InputError(message, source=run.plan_file)
 

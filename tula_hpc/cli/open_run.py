@@ -163,7 +163,9 @@ def _refuse_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpe
             if not is_always_free(key) and not (free and is_unmeasured(key))
         }
         if refused:
-            raise RunDirectoryError(_other_inputs(refused, run, is_sweep=is_sweep), source=path)
+            kind = "sweep" if path == run.sweep_file else "cluster"
+            words = _other_inputs(refused, run, kind, is_sweep=is_sweep)
+            raise RunDirectoryError(words, source=path)
 
 
 def _may_train(run: RunDirectory) -> bool:
@@ -197,10 +199,18 @@ def _is_fresh(root: Path) -> bool:
     )
 
 
-def _other_inputs(refused: Changes, run: RunDirectory, *, is_sweep: bool) -> str:
-    """Explain which keys differ from the run directory and may not, and what to do."""
+def _other_inputs(refused: Changes, run: RunDirectory, kind: str, *, is_sweep: bool) -> str:
+    """Explain which keys differ from the run directory and may not, and what to do.
+
+    Args:
+        refused: The keys.
+        run: The run directory.
+        kind: Of the file that has them: sweep or cluster.
+        is_sweep: It is not a study.
+    """
     lines = [
-        "was made from other inputs; use another --run-dir or the same inputs:",
+        f"was made from other inputs than your {kind} file (or --set) has now; set them back there, "
+        "or use another --run-dir, which measures again:",
         *in_lines(refused),
     ]
     if is_sweep and only_prices(refused):
@@ -216,7 +226,8 @@ def _other_inputs(refused: Changes, run: RunDirectory, *, is_sweep: bool) -> str
 def _when_free(run: RunDirectory) -> str:
     """Say when keys that no measurement depends on may change."""
     if run.has_trained():
-        return f"To train again over the same measurements, delete {run.root / 'train'}."
+        what = "the trained model" if run.train().result_file.exists() else "what is trained so far"
+        return f"To train again over the same measurements, move {run.root / 'train'} away: it holds {what}."
     job_id = run.history().unsettled("control")[0].job_id
     return f"The sweep goes on unattended: other values are taken once job {job_id} is over."
 
