@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -562,10 +563,26 @@ def test_an_interrupt_ends_a_command_though_slurm_does_not_answer(
     monkeypatch.setenv("PATH", str(sweep_file.parent))
     monkeypatch.setattr(command, "LAST_ANSWER_S", 0.2)
     monkeypatch.setattr("tula_hpc.cli.pipeline.carry_out", interrupted)
+    # a second Ctrl-C while Slurm is asked
+    once_more = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    once_more.start()
     assert command.work(sweep, "report") == 130
+    once_more.join()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     said = capsys.readouterr().err
-    assert "interrupted. Run the same command again" in said
+    assert "interrupted. To continue, run the same command again, or from anywhere: cd " in said
     assert "unless they are over: Slurm does not answer; to cancel them: scancel 7" in said
+
+
+def test_an_interrupt_before_the_work_is_told(
+    sweep_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tula_hpc.sweep.load_inputs", interrupted)
+    assert main([str(sweep_file)]) == 130
+    assert capsys.readouterr().err == "\ninterrupted before anything was begun\n"
 
 
 @pytest.mark.parametrize(
@@ -825,4 +842,4 @@ def test_a_sweep_until_the_plan_ends_with_time_cost_and_the_next_command(
     )
     assert planned.endswith(f"{format_duration(chosen.train_time_s)} and {format_money(chosen.cost, 'USD')} in all")
     inputs = (str(run.sweep_file), "--cluster", str(run.cluster_file), "--run-dir", str(run.root))
-    assert following == f"to train it: {command_line('sweep', *inputs)}"
+    assert following == f"to train it: cd {Path.cwd()} && {command_line('sweep', *inputs)}"

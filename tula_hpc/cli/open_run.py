@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -271,8 +272,20 @@ def work(sweep: Sweep, until: str, *, detach: bool = False, here: bool = False) 
             take_over(sweep)
             return carry_out(sweep, until)
     except KeyboardInterrupt:
-        say_interrupted(sweep, until)
+        with _undisturbed():
+            say_interrupted(sweep, until)
         return 130
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ignore a second Ctrl-C: what is said of the jobs that are left takes but seconds."""
+    before = {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def _refuse_changed_meanwhile(sweep: Sweep) -> None:
@@ -305,7 +318,9 @@ def say_interrupted(sweep: Sweep, until: str = "report") -> None:
         sys.stderr.write(f"\ninterrupted; {goes_on}. To carry on here: {here}\n")
     else:
         same = sweep.command(*again)
-        sys.stderr.write(f"\ninterrupted. Run the same command again to continue: {same}\n")
+        sys.stderr.write(
+            f"\ninterrupted. To continue, run the same command again, or from anywhere: {same}\n"
+        )
         if sweep.run.history().detached():
             sys.stderr.write("no controller job is left: nothing goes on unattended\n")
     if jobs:
