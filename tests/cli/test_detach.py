@@ -258,6 +258,7 @@ def test_who_detaches_again_hears_of_the_controller_and_who_stays_takes_over_fro
     assert "the sweep does not go on unattended any more" in said
     assert cluster.jobs == {}
     assert detach.controllers(sweep) == []
+    assert cluster.run.history().is_taken_over()
     detach.take_over(sweep)
     assert capsys.readouterr().out == ""
 

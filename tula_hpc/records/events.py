@@ -201,10 +201,12 @@ class ReplannedData(EventData):
 
 
 class DetachedData(EventData):
-    """Data of "detached"."""
+    """Data of "detached", and of the end of a controller."""
 
     # last stage
     until: str = ""
+    # by a command that stays
+    taken_over: bool = False
 
 
 def hosts_in(event: Event) -> list[str]:
@@ -638,6 +640,13 @@ class RunHistory:
             if event.event == "detached":
                 return Detached(event.time, DetachedData.of(event).until)
         return None
+
+    def is_taken_over(self) -> bool:
+        """Tell whether a command that stays has taken the place of the controllers."""
+        for event in reversed(self.events):
+            if event.stage == CONTROL and event.event in ("detached", "ended"):
+                return DetachedData.of(event).taken_over
+        return False
 
     def stage_failure(self) -> StageFailure | None:
         """Return the failure of a stage, if that is the last event."""

@@ -300,7 +300,7 @@ def _is_at_work(facts: Facts, jobs: Sequence[JobStatus]) -> bool:
 def _detached(facts: Facts, jobs: Sequence[JobStatus]) -> DetachedStatus | None:
     """Return the controllers, None also when a command that stays has taken over since."""
     detached = facts.history.detached()
-    if detached is None:
+    if detached is None or facts.history.is_taken_over():
         return None
     control = [job for job in jobs if job.stage == "control"]
     last = {"job_id": control[-1].job_id, "phase": control[-1].phase} if control else {}
