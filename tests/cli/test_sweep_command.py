@@ -23,6 +23,7 @@ from tula_hpc.config import ClusterSpec, SweepSpec, idle_keys, idle_reference, l
 from tula_hpc.formatting import format_duration, format_money
 from tula_hpc.invocation import command_line
 from tula_hpc.records import RunDirectory, append_record
+from tula_hpc.stages.plan import BACK
 from tula_hpc.sweep import main
 
 SWEEP = """
@@ -588,9 +589,9 @@ def test_an_interrupt_before_the_work_is_told(
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("sweep.toml", None, "is missing; it says what was measured: put it back as it was, or use another --run-dir"),
-        ("sweep.toml", "name = ", "it says what was measured: put it back as it was, or use another --run-dir"),
-        ("cluster.toml", "name = ", "it says what was measured: put it back as it was, or use another --run-dir"),
+        ("sweep.toml", None, f"is missing; {BACK}"),
+        ("sweep.toml", "name = ", BACK),
+        ("cluster.toml", "name = ", BACK),
         ("plan.json", "{", "delete it, and it is made again"),
     ],
 )

@@ -22,7 +22,8 @@ from pydantic import BaseModel
 
 from tests.run_factory import CLUSTER_TOML, SWEEP_TOML, late_plan, make_run, measurement, oom, write_plan
 from tests.study_factory import SWEEP, make_study
-from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster
+from tula_hpc.cli.open_run import open_run
+from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_frozen_sweep
 from tula_hpc.errors import Failure, LaunchError
 from tula_hpc.formatting import format_duration
 from tula_hpc.launch import slurm
@@ -183,6 +184,23 @@ def test_damaged_files_are_named_and_the_rest_is_told(tmp_path: Path, cluster: F
     ]
     assert told.profile is not None
     assert told.profile.measured > 0
+
+
+def test_a_lost_cluster_file_is_told_by_status_and_written_anew_by_the_command(
+    tmp_path: Path, cluster: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = profiled(tmp_path / "run")
+    inputs = load_frozen_sweep(run.sweep_file), load_cluster(run.cluster_file)
+    run.cluster_file.unlink()
+    scheduler = status.status_of(run.root).scheduler
+    words = f"{run.cluster_file} is missing (the same command writes it anew)"
+    assert (scheduler.answered, scheduler.words.partition(",")[0]) == (False, words)
+    open_run(*inputs, run.root)
+    assert f"{run.cluster_file}: is missing, and written anew: " in capsys.readouterr().err
+    assert load_cluster(run.cluster_file) == inputs[1]
+    run.sweep_file.unlink()
+    text = text_of(status.status_of(run.root))
+    assert text.count(f"{run.sweep_file}: ") == 1
 
 
 def test_a_training_with_an_old_report_or_without_its_model_is_not_everything_done(
@@ -519,6 +537,10 @@ def test_a_controller_will_act_on_what_is_over(tmp_path: Path, cluster: FakeSlur
     assert "over, not yet acted on: controller job 8 will" in text_of(told)
     assert told.detached is not None
     assert (told.detached.job_id, told.detached.until) == ("8", "report")
+    run.log_event("ended", "control", job_id="8", data={"taken_over": True})
+    assert status.status_of(run.root).detached is None
+    run.log_event("detached", "control", data={"until": "plan"})
+    assert status.status_of(run.root).detached is not None
 
 
 def test_a_controller_that_failed_says_why(tmp_path: Path, cluster: FakeSlurm) -> None:

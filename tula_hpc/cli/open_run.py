@@ -64,6 +64,9 @@ def open_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Sweep:
         if path.exists():
             _take_over(run, path, inputs)
         else:
+            if run.events_file.exists():
+                why = "what was measured cannot be compared with it"
+                sys.stderr.write(f"{path}: is missing, and written anew: {why}\n")
             write_atomically(path, freeze(inputs))
     return Sweep(spec, cluster, run, started_at=unix_time())
 

@@ -12,7 +12,10 @@ from tula_hpc.stages.context import Sweep
 
 MADE_AGAIN = "is missing: it is made again from the measurements"
 AS_BEGUN = "the training began with it; why is lost with the plan of then"
-BACK = "it says what was measured: put it back as it was, or use another --run-dir"
+BACK = (
+    "it says what was measured: put it back as it was (a copy of your own file will do), or use "
+    "another --run-dir"
+)
 
 
 def plan_stage(sweep: Sweep) -> Plan:

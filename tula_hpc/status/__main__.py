@@ -139,7 +139,9 @@ def ask(facts: Facts) -> tuple[Answer, dict[str, list[AccountedRun]]]:
         return _ask_slurm(facts)
     if facts.executor == "local":
         return _ask_this_machine(facts), {}
-    return Answer(None, "cluster.toml does not tell where jobs run"), {}
+    file = facts.run.cluster_file
+    what = "is damaged" if file.exists() else "is missing (the same command writes it anew)"
+    return Answer(None, f"{file} {what}, so that nothing tells where its jobs run"), {}
 
 
 def _ask_this_machine(facts: Facts) -> Answer:

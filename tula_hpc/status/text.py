@@ -57,7 +57,7 @@ def status_text(status: RunStatus, width: int = 110) -> str:
         *_failure_lines(status.failures),
     ]
     lines += [*_avoided_lines(status)]
-    lines += [*_cost_lines(status.cost), *(("note", doubt) for doubt in status.doubts)]
+    lines += [*_cost_lines(status.cost), *_notes(status)]
     return (
         "\n".join(
             [
@@ -67,6 +67,12 @@ def status_text(status: RunStatus, width: int = 110) -> str:
         )
         + "\n"
     )
+
+
+def _notes(status: RunStatus) -> Iterator[Line]:
+    """Return what could not be read, without what the state says of the same place."""
+    said, _, _ = status.words.partition(": ")
+    return (("note", doubt) for doubt in status.doubts if doubt.partition(": ")[0] != said)
 
 
 def _wrapped(label: str, text: str, width: int) -> str:
