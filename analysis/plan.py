@@ -161,6 +161,8 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
     if options.write:
         _refuse_trained(run)
     read = run.measurements()
+    for words in run.damage() if read.skipped else ():
+        print(f"warning: {words}", file=sys.stderr)
     refuse_several(run, read.records)
     footprints = run.footprints(cluster.part_names())
     try:
@@ -205,8 +207,8 @@ def _refuse_trained(run: RunDirectory) -> None:
     if run.has_trained():
         message = (
             "the training of this run follows it, so that it is not replaced: leave out --write to "
-            "see the other plan; to train by it over the same measurements, delete "
-            f"{run.root / 'train'} first"
+            "see the other plan; to train by it over the same measurements, move "
+            f"{run.root / 'train'} away first, which holds what is trained"
         )
         raise InputError(message, source=run.plan_file)
 

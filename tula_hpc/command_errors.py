@@ -11,11 +11,21 @@ from tula_hpc.env import begin_process
 from tula_hpc.errors import InputError, TulaError
 from tula_hpc.files import drop_output, in_words
 
+# of a command that says itself what it leaves once it works
+NOTHING_BEGUN = "interrupted before anything was begun"
 
-def exit_code_of(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+
+def exit_code_of(
+    run: Callable[[argparse.Namespace], int], options: argparse.Namespace, interrupted: str = ""
+) -> int:
     """Run a command and return its exit code.
 
     0: done; 1: a stage failed; 2: bad input; 130: interrupted; 141: the output was closed.
+
+    Args:
+        run: The command.
+        options: Its argument.
+        interrupted: Is said where nothing in the command takes the interrupt.
     """
     begin_process()
     # a killed login session ends like Ctrl-C: nothing is lost
@@ -42,4 +52,6 @@ def exit_code_of(run: Callable[[argparse.Namespace], int], options: argparse.Nam
         )
         return 1
     except KeyboardInterrupt:
+        if interrupted:
+            sys.stderr.write(f"\n{interrupted}\n")
         return 130

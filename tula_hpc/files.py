@@ -164,7 +164,8 @@ def _is_open_to_all(folder: Path) -> bool:
     except OSError:
         # missing or out of sight: a folder that is made there is the user's own
         return False
-    return bool(mode & stat.S_IWOTH and not mode & stat.S_ISVTX)
+    # a device, perhaps: nothing can be made below it
+    return stat.S_ISDIR(mode) and bool(mode & stat.S_IWOTH and not mode & stat.S_ISVTX)
 
 
 class HeldFolder:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tula_hpc.cli.open_run import open_run, work
 from tula_hpc.cli.options import add_input_options, load_inputs, run_root
-from tula_hpc.command_errors import exit_code_of
+from tula_hpc.command_errors import NOTHING_BEGUN, exit_code_of
 from tula_hpc.errors import InputError
 from tula_hpc.files import write_out
 from tula_hpc.formatting import printable_output
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @printable_output()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code, see `exit_code_of`."""
-    return exit_code_of(_run, _parser().parse_args(arguments))
+    return exit_code_of(_run, _parser().parse_args(arguments), NOTHING_BEGUN)
 
 
 def _run(options: argparse.Namespace) -> int:

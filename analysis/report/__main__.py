@@ -68,6 +68,8 @@ def _write(runs: Sequence[RunDirectory], folder: Path | None, *, as_json: bool) 
         kind, paths = "study", write_study_report(first)
     else:
         kind, paths = "run", write_report(first)
+        if not any(first.profile.glob("*.jsonl")):
+            print("nothing is measured yet: the report tells no more than that", file=sys.stderr)
     if not as_json:
         print(paths[0])
         return

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tula_hpc.checkpoint import store as checkpoint
-from tula_hpc.checkpoint.store import CheckpointStore
+from tula_hpc.checkpoint.store import CheckpointStore, load_model
 from tula_hpc.errors import CheckpointError
 
 Store = CheckpointStore
@@ -619,3 +619,18 @@ def test_nothing_older_goes_before_the_new_one_is_durable(store: Store, monkeypa
 def test_special_floats_survive(store: Store) -> None:
     loaded = Store.load(store.save({"x": [math.nan, math.inf, -0.0]}, samples_seen=0))
     assert str(loaded["x"]) == "[nan, inf, -0.0]"
+
+
+def test_the_weights_are_had_by_the_run_or_by_a_file_of_it(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "train" / "main" / "checkpoints")
+    with pytest.raises(CheckpointError, match="has no checkpoint"):
+        load_model(tmp_path)
+    model = torch.nn.Linear(2, 3)
+    path = store.save({"model": model.state_dict(), "step": 1}, samples_seen=8)
+    for place in (tmp_path, path):
+        other = torch.nn.Linear(2, 3)
+        other.load_state_dict(load_model(place))
+        assert torch.equal(other.weight, model.weight)
+    store.save({"kept": {}}, samples_seen=16)
+    with pytest.raises(CheckpointError, match="a script loads what it keeps"):
+        load_model(tmp_path)

@@ -258,6 +258,7 @@ def test_who_detaches_again_hears_of_the_controller_and_who_stays_takes_over_fro
     assert "the sweep does not go on unattended any more" in said
     assert cluster.jobs == {}
     assert detach.controllers(sweep) == []
+    assert cluster.run.history().is_taken_over()
     detach.take_over(sweep)
     assert capsys.readouterr().out == ""
 
@@ -369,7 +370,7 @@ def test_who_interrupts_hears_what_goes_on_without_the_command(
     assert work(sweep, "train", here=True) == 130
     said = capsys.readouterr().err.splitlines()
     assert said[-3:] == [
-        f"interrupted. Run the same command again to continue: {sweep.command('--until', 'train')}",
+        f"interrupted. To continue, run the same command again, or from anywhere: {sweep.command('--until', 'train')}",
         "no controller job is left: nothing goes on unattended",
         "jobs are left as they are (1 waiting (the job that it follows is not over)); to cancel them: scancel 50",
     ]

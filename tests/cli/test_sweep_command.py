@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tula_hpc.config import ClusterSpec, SweepSpec, idle_keys, idle_reference, l
 from tula_hpc.formatting import format_duration, format_money
 from tula_hpc.invocation import command_line
 from tula_hpc.records import RunDirectory, append_record
+from tula_hpc.stages.plan import BACK
 from tula_hpc.sweep import main
 
 SWEEP = """
@@ -112,23 +114,25 @@ def test_other_inputs_are_refused_with_the_difference(
     assert main([*again, "--set", "workload.epochs=99"]) == 2
     error = capsys.readouterr().err
     assert "made from other inputs" in error
-    assert "workload.epochs: 10 there, 99 now" in error
+    assert "than your sweep file (or --set) has now" in error
+    assert "workload.epochs: 10 before, 99 now" in error
     assert "plan again" not in error
-    assert f"To train again over the same measurements, delete {run.root / 'train'}." in error
+    away = f"move {run.root / 'train'} away: it holds what is trained so far."
+    assert f"To train again over the same measurements, {away}" in error
     assert main([*again, "--set", "workload.seed=99"]) == 2
     assert "anew" not in capsys.readouterr().err
     assert main([*again, "--set", "objective.budget=99"]) == 2
     error = capsys.readouterr().err
-    assert "objective.budget: not set there, 99.0 now" in error
+    assert "objective.budget: not set before, 99.0 now" in error
     plan_again = command_line("plan", str(root), "--set", "KEY=VALUE")
     assert f"To plan again over the same measurements: {plan_again}\n" in error, "what is trained has its plan"
-    assert "delete" in error
+    assert "away: it holds" in error
     (run.train().root / "checkpoints").rmdir()
     run.train().root.rmdir()
     run.log_event("submitted", "control", job_id="9")
     assert main([*again, "--set", "workload.epochs=99"]) == 2
     assert capsys.readouterr().err.splitlines()[1:] == [
-        "  workload.epochs: 10 there, 99 now",
+        "  workload.epochs: 10 before, 99 now",
         "The sweep goes on unattended: other values are taken once job 9 is over.",
     ]
 
@@ -142,7 +146,7 @@ def test_a_refusal_lists_only_what_may_not_change(sweep_file: Path, capsys: pyte
     given = [data, "workload.data_dir=/tmp", "workload.lr=0.2", "objective.kind=cost", "workload.seed=3"]
     command = [str(sweep_file), "--run-dir", str(run.root), *(word for key in given for word in ("--set", key))]
     assert main(command) == 2
-    assert capsys.readouterr().err.splitlines()[1:] == ["  workload.seed: 0 there, 3 now"]
+    assert capsys.readouterr().err.splitlines()[1:] == ["  workload.seed: 0 before, 3 now"]
     run.log_event("submitted", "train", job_id="2")
     assert main(command) == 2
     refused = [line.split(":")[0].strip() for line in capsys.readouterr().err.splitlines()[1:]]
@@ -252,7 +256,7 @@ def test_data_may_move_at_any_time(sweep_file: Path) -> None:
     open_run(*inputs("workload.data_dir=/tmp"), run.root)
     assert load_sweep(run.sweep_file).workload.data_dir == Path("/tmp")
     assert run.plan_file.exists(), "it is still what is trained"
-    with pytest.raises(RunDirectoryError, match=r"workload\.augment: True there, False now"):
+    with pytest.raises(RunDirectoryError, match=r"workload\.augment: True before, False now"):
         open_run(*inputs("workload.data_dir=/", "workload.augment=false"), run.root)
 
 
@@ -293,7 +297,7 @@ def test_what_no_measurement_depends_on_may_change_until_something_was_trained(
     assert load_sweep(run.sweep_file) == opened.spec == changed[0]
     assert not run.plan_file.exists(), "it is made anew"
     assert "workload.lr: 0.05 before, 0.01 from now on" in capsys.readouterr().err
-    with pytest.raises(RunDirectoryError, match=r"workload\.seed: 0 there, 1 now"):
+    with pytest.raises(RunDirectoryError, match=r"workload\.seed: 0 before, 1 now"):
         open_run(*inputs("workload.lr=0.01", "workload.seed=1"), run.root)
     other = inputs("workload.lr=0.02", "objective.kind=cost", "training.delta=0.3")
     run.log_event("submitted", "train", job_id="2")
@@ -319,7 +323,7 @@ def test_a_run_of_an_earlier_version_goes_on_until_a_new_key_is_set(sweep_file: 
     run.sweep_file.write_text("".join(line for line in lines if not line.startswith(f"{key} =")))
     assert run.sweep_file.read_text() != "".join(lines)
     open_run(*inputs_of(sweep_file), run.root)
-    with pytest.raises(RunDirectoryError, match=rf"workload\.{key}: not set there, False now"):
+    with pytest.raises(RunDirectoryError, match=rf"workload\.{key}: not set before, False now"):
         open_run(*inputs_of(sweep_file, f"workload.{key}=false"), run.root)
 
 
@@ -364,7 +368,7 @@ def test_how_jobs_are_submitted_may_change_while_a_run_goes_on(
     assert "account: spent before, rich from now on" in capsys.readouterr().err
     with run.locked(), pytest.raises(RunDirectoryError, match="is in use by"):
         open_run(*inputs("account=other"), run.root)
-    with pytest.raises(RunDirectoryError, match="partition: not set there, gpu now"):
+    with pytest.raises(RunDirectoryError, match="partition: not set before, gpu now"):
         open_run(*inputs("account=other", "partition=gpu"), run.root)
     assert load_cluster(run.cluster_file).account == "rich"
 
@@ -394,13 +398,13 @@ def test_keys_of_a_partition_are_free_as_those_of_the_cluster(
     assert "cluster.toml: partitions.dear.pricing.usd_per_node_hour: not set before, 5 from now on" in error
     assert "cluster.toml: partitions.v1.pricing.x.account: spent before, rich from now on" in error
     for keys, said in {
-        "v1.pricing.x.max_nodes=1": r"  partitions\.v1\.pricing\.x\.max_nodes: not set there, 1 now$",
-        "dear.workers_per_node=2": r"  partitions\.dear\.workers_per_node: not set there, 2 now$",
+        "v1.pricing.x.max_nodes=1": r"  partitions\.v1\.pricing\.x\.max_nodes: not set before, 1 now$",
+        "dear.workers_per_node=2": r"  partitions\.dear\.workers_per_node: not set before, 2 now$",
     }.items():
         with pytest.raises(RunDirectoryError, match=said):
             check_run(*inputs("dear.pricing.usd_per_node_hour=5", "v1.pricing.x.account=rich", keys), run.root)
     cluster_file.write_text("".join(reversed(tables)))
-    with pytest.raises(RunDirectoryError, match=r"  partitions: \['v1\.pricing\.x', 'dear'\] there, \['dear', 'v1"):
+    with pytest.raises(RunDirectoryError, match=r"  partitions: \['v1\.pricing\.x', 'dear'\] before, \['dear', 'v1"):
         check_run(*inputs("dear.pricing.usd_per_node_hour=5", "v1.pricing.x.account=rich"), run.root)
 
 
@@ -560,18 +564,34 @@ def test_an_interrupt_ends_a_command_though_slurm_does_not_answer(
     monkeypatch.setenv("PATH", str(sweep_file.parent))
     monkeypatch.setattr(command, "LAST_ANSWER_S", 0.2)
     monkeypatch.setattr("tula_hpc.cli.pipeline.carry_out", interrupted)
+    # a second Ctrl-C while Slurm is asked
+    once_more = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    once_more.start()
     assert command.work(sweep, "report") == 130
+    once_more.join()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     said = capsys.readouterr().err
-    assert "interrupted. Run the same command again" in said
+    assert "interrupted. To continue, run the same command again, or from anywhere: cd " in said
     assert "unless they are over: Slurm does not answer; to cancel them: scancel 7" in said
+
+
+def test_an_interrupt_before_the_work_is_told(
+    sweep_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tula_hpc.sweep.load_inputs", interrupted)
+    assert main([str(sweep_file)]) == 130
+    assert capsys.readouterr().err == "\ninterrupted before anything was begun\n"
 
 
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("sweep.toml", None, "is missing; it says what was measured: put it back as it was, or use another --run-dir"),
-        ("sweep.toml", "name = ", "it says what was measured: put it back as it was, or use another --run-dir"),
-        ("cluster.toml", "name = ", "it says what was measured: put it back as it was, or use another --run-dir"),
+        ("sweep.toml", None, f"is missing; {BACK}"),
+        ("sweep.toml", "name = ", BACK),
+        ("cluster.toml", "name = ", BACK),
         ("plan.json", "{", "delete it, and it is made again"),
     ],
 )
@@ -610,6 +630,16 @@ def test_a_foreign_folder_is_not_taken_over(sweep_file: Path, capsys: pytest.Cap
     assert main([str(sweep_file), "--run-dir", str(folder)]) == 2
     assert "not empty and not a run directory" in capsys.readouterr().err
     assert [path.name for path in folder.iterdir()] == ["chapter1.tex"]
+
+
+@pytest.mark.parametrize("place", ["/dev/null/x", "/proc/x"])
+def test_a_run_directory_that_cannot_be_made_is_refused_and_nobody_told_to_change_a_device(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    assert main([str(sweep_file), "--run-dir", place]) == 2
+    words = capsys.readouterr().err
+    assert words.startswith(f"{place}: cannot be made: ")
+    assert words.endswith("; use another --run-dir\n")
 
 
 def dry_run(sweep_file: Path, capsys: pytest.CaptureFixture[str], *options: str, more: str = "") -> str:
@@ -813,4 +843,4 @@ def test_a_sweep_until_the_plan_ends_with_time_cost_and_the_next_command(
     )
     assert planned.endswith(f"{format_duration(chosen.train_time_s)} and {format_money(chosen.cost, 'USD')} in all")
     inputs = (str(run.sweep_file), "--cluster", str(run.cluster_file), "--run-dir", str(run.root))
-    assert following == f"to train it: {command_line('sweep', *inputs)}"
+    assert following == f"to train it: cd {Path.cwd()} && {command_line('sweep', *inputs)}"

@@ -203,7 +203,7 @@ def test_what_differs_from_a_run_is_told_by_name(here: Path, capsys: pytest.Capt
     assert plan.main(["run", "--set", f"environment.TOKEN={SECRET}"]) == 2
     said = capsys.readouterr().err
     assert SECRET not in said
-    for line in ("environment.TOKEN: one value there, another now", "environment.A: set there, not set now"):
+    for line in ("environment.TOKEN: one value before, another now", "environment.A: set before, not set now"):
         assert line in said
     assert "the measurements are with another; a sweep with a new --run-dir measures with this one" in said
 

@@ -17,6 +17,7 @@ import pytest
 from tests.examples.slow import PACE_FILE
 from tests.run_factory import LATE_SWEEP, late_plan
 from tests.tracking.test_trackers import scalars
+from tula_hpc.checkpoint.store import CheckpointStore, load_model
 from tula_hpc.config import ClusterSpec, SweepSpec, load_sweep
 from tula_hpc.errors import Failure
 from tula_hpc.launch.job_specs import TrainJob
@@ -119,11 +120,15 @@ def test_metrics_tell_of_every_epoch_and_of_the_scale(finished: RunDirectory) ->
 
 
 def test_the_end_says_what_was_decided_what_it_cost_and_where_the_report_is(finished: RunDirectory) -> None:
-    decided, cost, report = (finished.root.parent / "said").read_text().splitlines()[-3:]
+    decided, cost, model, report = (finished.root.parent / "said").read_text().splitlines()[-4:]
     assert re.fullmatch(
         r"decided: \d nodes? and a batch of \d+ samples; trained 2 epochs in .* % test accuracy", decided
     )
     assert re.fullmatch(r"cost: about .* USD: training .* USD \(.* predicted\), profiling about .* USD", cost)
+    newest = finished.train().newest_checkpoint
+    assert newest is not None
+    assert model == f"model: {newest}"
+    assert load_model(finished.root).keys() == CheckpointStore.load(newest)["model"].keys()
     assert report == f"report: {finished.report / 'report.html'}"
 
 

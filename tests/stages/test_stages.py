@@ -127,8 +127,12 @@ def test_progress_says_what_is_left_at_the_pace_of_what_was_logged(
     append_record(metrics, EpochMetrics.model_validate({**epoch, **scores, "evaluation_time_s": 60.0}))
     tick = training_tick(Sweep(SweepSpec(name="x"), ClusterSpec(), run), LineProgress("training"))
     tick(JobsNow(1, "1 running"))
-    tick(JobsNow(0, "1 waiting for 3 min (other jobs go first)"))
-    runs, waits = capsys.readouterr().err.splitlines()
+    bad = "checkpoint-r0000-000000000128.tula: is truncated"
+    run.log_event("resumed", "train", data={"label": "main", "passed_over": bad})
+    for _ in range(2):
+        tick(JobsNow(0, "1 waiting for 3 min (other jobs go first)"))
+    runs, damage, waits = capsys.readouterr().err.splitlines()
+    assert damage == f"warning: passed over, and its work is done again: {bad}"
     assert runs == "training: 5 of 10 epochs done, 1 running, 64.5 % test accuracy, about 15 min left"
     assert waits == ("training: 5 of 10 epochs done, 1 waiting for 3 min (other jobs go first), 64.5 % test accuracy")
 

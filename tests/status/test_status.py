@@ -22,7 +22,8 @@ from pydantic import BaseModel
 
 from tests.run_factory import CLUSTER_TOML, SWEEP_TOML, late_plan, make_run, measurement, oom, write_plan
 from tests.study_factory import SWEEP, make_study
-from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster
+from tula_hpc.cli.open_run import open_run
+from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_frozen_sweep
 from tula_hpc.errors import Failure, LaunchError
 from tula_hpc.formatting import format_duration
 from tula_hpc.launch import slurm
@@ -183,6 +184,46 @@ def test_damaged_files_are_named_and_the_rest_is_told(tmp_path: Path, cluster: F
     ]
     assert told.profile is not None
     assert told.profile.measured > 0
+
+
+def test_a_lost_cluster_file_is_told_by_status_and_written_anew_by_the_command(
+    tmp_path: Path, cluster: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = profiled(tmp_path / "run")
+    inputs = load_frozen_sweep(run.sweep_file), load_cluster(run.cluster_file)
+    run.cluster_file.unlink()
+    scheduler = status.status_of(run.root).scheduler
+    words = f"{run.cluster_file} is missing (the same command writes it anew)"
+    assert (scheduler.answered, scheduler.words.partition(",")[0]) == (False, words)
+    open_run(*inputs, run.root)
+    assert f"{run.cluster_file}: is missing, and written anew: " in capsys.readouterr().err
+    assert load_cluster(run.cluster_file) == inputs[1]
+    run.sweep_file.unlink()
+    text = text_of(status.status_of(run.root))
+    assert text.count(f"{run.sweep_file}: ") == 1
+
+
+def test_a_training_with_an_old_report_or_without_its_model_is_not_everything_done(
+    tmp_path: Path, cluster: FakeSlurm
+) -> None:
+    run = make_run(tmp_path / "run")
+    run.report.mkdir()
+    (run.report / "report.html").touch()
+    told = status.status_of(run.root)
+    assert (told.words, told.report_stale) == ("everything is done", False)
+    later = time.time() + 60
+    os.utime(run.plan_file, (later, later))
+    told = status.status_of(run.root)
+    assert (told.words, told.report_stale) == (
+        "everything is trained; the report is older than that: run the same command again",
+        True,
+    )
+    assert "report older than the measurements, the plan or the training; to write it again: " in text_of(told)
+    os.utime(run.plan_file, (0, 0))
+    shutil.rmtree(run.train().checkpoints)
+    words = status.status_of(run.root).words
+    assert words.startswith(f"the trained model is gone: {run.train().checkpoints} has no checkpoint")
+    assert f"move {run.root / 'train'} away" in words
 
 
 # ---- jobs and the scheduler
@@ -496,6 +537,10 @@ def test_a_controller_will_act_on_what_is_over(tmp_path: Path, cluster: FakeSlur
     assert "over, not yet acted on: controller job 8 will" in text_of(told)
     assert told.detached is not None
     assert (told.detached.job_id, told.detached.until) == ("8", "report")
+    run.log_event("ended", "control", job_id="8", data={"taken_over": True})
+    assert status.status_of(run.root).detached is None
+    run.log_event("detached", "control", data={"until": "plan"})
+    assert status.status_of(run.root).detached is not None
 
 
 def test_a_controller_that_failed_says_why(tmp_path: Path, cluster: FakeSlurm) -> None:
@@ -640,6 +685,32 @@ with RunDirectory(Path(sys.argv[1])).locked():
 """
 
 
+def test_a_measurement_that_is_damaged_later_is_named_and_nothing_is_finished(
+    tmp_path: Path, cluster: FakeSlurm
+) -> None:
+    run = profiled(tmp_path / "run")
+    file = run.profile / "a.jsonl"
+    with file.open("a") as lines:
+        lines.write("{torn\n")
+    run.log_event("ended", "profile")
+    told = status.status_of(run.root)
+    assert (told.state, told.doubts) == ("finished", [f"{file}, line 2: is damaged, and passed over"])
+    later = time.time() + 60
+    file.write_text("{torn\n")
+    os.utime(file, (later, later))
+    told = status.status_of(run.root)
+    assert (told.state, told.exit_code) == ("stopped", 3)
+    words = f"{file}, line 1: is damaged, and passed over: run the same command again to measure it again"
+    assert told.words == words
+
+
+def test_events_that_are_damaged_are_told(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = profiled(tmp_path / "run")
+    run.events_file.write_text("garbage\n" * 5)
+    named = [f"{run.events_file}, line {line}: is damaged, and passed over" for line in (1, 2, 3)]
+    assert status.status_of(run.root).doubts == [*named, f"{run.events_file}: so are 2 more lines"]
+
+
 @contextmanager
 def another_command(run: RunDirectory) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", HOLD, str(run.root)]
@@ -768,17 +839,26 @@ def test_a_training_under_way_is_told_with_all_its_marks(tmp_path: Path, cluster
     for name, age_s in (("checkpoint-r0000-000000000001.tula", 600), ("checkpoint-r0000-000000000002.tula", 120)):
         (checkpoints / name).touch()
         os.utime(checkpoints / name, (time.time() - age_s,) * 2)
+    run.log_event("resumed", "train", job_id="30", data={"passed_over": "x.tula: is truncated"})
     run.log_event("drifted", "train", job_id="30", data={"ratio": 1.31, "part": "network"})
     told = status.status_of(run.root)
     training = told.training
     assert training is not None
-    assert (training.stand, training.restarts, training.test_epoch) == ("running", 1, 5)
+    assert (training.stand, training.restarts, training.test_epoch) == ("running", 2, 5)
     assert training.checkpoint_age_s == pytest.approx(120, abs=30)
     assert 0 < (training.share or 0) < 0.25
     run.log_event("drifted", "train", job_id="30", data={"of": "another release"})
     assert status.status_of(run.root).training is not None
     text = text_of(told)
-    for words in ("1 restart", "2 min", "test accuracy", "after epoch 5", "1.31 × the prediction (network)", "left"):
+    for words in (
+        "2 restarts",
+        "2 min",
+        "test accuracy",
+        "after epoch 5",
+        "1.31 × the prediction (network)",
+        "left",
+        "x.tula: is tr",
+    ):
         assert words in text
 
 

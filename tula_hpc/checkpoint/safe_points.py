@@ -249,10 +249,12 @@ class SafePoints:
         refused = "; ".join(f"{bad.name} refused: {why}" for bad, why in loaded.rejected)
         detail = f"from {loaded.path.name} at step {progress.step}{note}"
         detail += f" ({refused})" if refused else ""
-        data = {
+        data: dict[str, Any] = {
             "step": progress.step,
             "samples_seen": progress.samples_seen,
             "epoch": progress.epoch,
             **more,
         }
+        if loaded.rejected:
+            data["passed_over"] = "; ".join(f"{bad}: {why}" for bad, why in loaded.rejected)
         self.log_event("resumed", detail, data)

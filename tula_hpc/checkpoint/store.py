@@ -238,6 +238,32 @@ class CheckpointStore:
                 usable += 1
 
 
+def load_model(place: str | Path) -> dict[str, Any]:
+    """Load the weights that a training ended with, for `load_state_dict` of the same model.
+
+    Args:
+        place: A run directory, or a checkpoint of one (`train/main/checkpoints/*.tula`).
+
+    Returns:
+        Tensors on the CPU by their names, as `state_dict` of the model gave them.
+
+    Raises:
+        CheckpointError: There is none, it is damaged, or it is a script's, which loads its own.
+    """
+    folder = Path(place)
+    if folder.is_file():
+        state = CheckpointStore.load(folder)
+    else:
+        folder = folder / "train" / "main" / "checkpoints"
+        loaded = CheckpointStore(folder).load_latest()
+        if loaded is None:
+            raise CheckpointError(f"{folder}: has no checkpoint")
+        state = loaded.state
+    if not isinstance(model := state.get("model"), dict):
+        raise CheckpointError(f"{folder}: holds no model; a script loads what it keeps by itself")
+    return model
+
+
 class _Age(NamedTuple):
     restart_count: int
     samples_seen: int

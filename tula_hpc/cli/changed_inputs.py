@@ -99,7 +99,7 @@ def only_prices(changes: Iterable[Key]) -> bool:
 def in_lines(changes: Changes) -> list[str]:
     """Describe the differences, a line for each key."""
     lines = [
-        shown_line(f"  {name_of(key)}: {was} there, {now} now")
+        shown_line(f"  {name_of(key)}: {was} before, {now} now")
         for key, (was, now) in changes.items()
     ]
     return [*lines[:SHOWN_LINES], "  ..."] if len(lines) > SHOWN_LINES else lines

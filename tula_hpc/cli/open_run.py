@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,7 @@ def open_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Sweep:
         message = f"cannot be made: {in_words(error)}"
         if error.errno in NO_SPACE:
             raise StorageError(f"{error.filename or run.root}: {message}") from None
+        message += "; use another --run-dir"
         raise RunDirectoryError(message, source=error.filename or run.root) from None
     # a mistake in the inputs was mended
     if _begins_anew(run, spec, cluster):
@@ -62,6 +64,9 @@ def open_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Sweep:
         if path.exists():
             _take_over(run, path, inputs)
         else:
+            if run.events_file.exists():
+                why = "what was measured cannot be compared with it"
+                sys.stderr.write(f"{path}: is missing, and written anew: {why}\n")
             write_atomically(path, freeze(inputs))
     return Sweep(spec, cluster, run, started_at=unix_time())
 
@@ -86,7 +91,7 @@ def _refuse_other_folder(run: RunDirectory) -> None:
     from tula_hpc.stages.plan import lost_inputs
 
     if run.root.exists() and not run.root.is_dir():
-        raise RunDirectoryError("is not a folder", source=run.root)
+        raise RunDirectoryError("is not a folder; use another --run-dir", source=run.root)
     if run.root.is_dir() and not run.sweep_file.exists() and not _is_fresh(run.root):
         if words := lost_inputs(run):
             raise RunDirectoryError(words)
@@ -162,7 +167,9 @@ def _refuse_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpe
             if not is_always_free(key) and not (free and is_unmeasured(key))
         }
         if refused:
-            raise RunDirectoryError(_other_inputs(refused, run, is_sweep=is_sweep), source=path)
+            kind = "sweep" if path == run.sweep_file else "cluster"
+            words = _other_inputs(refused, run, kind, is_sweep=is_sweep)
+            raise RunDirectoryError(words, source=path)
 
 
 def _may_train(run: RunDirectory) -> bool:
@@ -196,10 +203,18 @@ def _is_fresh(root: Path) -> bool:
     )
 
 
-def _other_inputs(refused: Changes, run: RunDirectory, *, is_sweep: bool) -> str:
-    """Explain which keys differ from the run directory and may not, and what to do."""
+def _other_inputs(refused: Changes, run: RunDirectory, kind: str, *, is_sweep: bool) -> str:
+    """Explain which keys differ from the run directory and may not, and what to do.
+
+    Args:
+        refused: The keys.
+        run: The run directory.
+        kind: Of the file that has them: sweep or cluster.
+        is_sweep: It is not a study.
+    """
     lines = [
-        "was made from other inputs; use another --run-dir or the same inputs:",
+        f"was made from other inputs than your {kind} file (or --set) has now; set them back there, "
+        "or use another --run-dir, which measures again:",
         *in_lines(refused),
     ]
     if is_sweep and only_prices(refused):
@@ -215,7 +230,8 @@ def _other_inputs(refused: Changes, run: RunDirectory, *, is_sweep: bool) -> str
 def _when_free(run: RunDirectory) -> str:
     """Say when keys that no measurement depends on may change."""
     if run.has_trained():
-        return f"To train again over the same measurements, delete {run.root / 'train'}."
+        what = "the trained model" if run.train().result_file.exists() else "what is trained so far"
+        return f"To train again over the same measurements, move {run.root / 'train'} away: it holds {what}."
     job_id = run.history().unsettled("control")[0].job_id
     return f"The sweep goes on unattended: other values are taken once job {job_id} is over."
 
@@ -259,8 +275,20 @@ def work(sweep: Sweep, until: str, *, detach: bool = False, here: bool = False) 
             take_over(sweep)
             return carry_out(sweep, until)
     except KeyboardInterrupt:
-        say_interrupted(sweep, until)
+        with _undisturbed():
+            say_interrupted(sweep, until)
         return 130
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ignore a second Ctrl-C: what is said of the jobs that are left takes but seconds."""
+    before = {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def _refuse_changed_meanwhile(sweep: Sweep) -> None:
@@ -293,7 +321,9 @@ def say_interrupted(sweep: Sweep, until: str = "report") -> None:
         sys.stderr.write(f"\ninterrupted; {goes_on}. To carry on here: {here}\n")
     else:
         same = sweep.command(*again)
-        sys.stderr.write(f"\ninterrupted. Run the same command again to continue: {same}\n")
+        sys.stderr.write(
+            f"\ninterrupted. To continue, run the same command again, or from anywhere: {same}\n"
+        )
         if sweep.run.history().detached():
             sys.stderr.write("no controller job is left: nothing goes on unattended\n")
     if jobs:

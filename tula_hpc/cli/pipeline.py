@@ -102,6 +102,8 @@ def carry_out(sweep: Sweep, until: str) -> int:
     from tula_hpc.stages.notify import tell
 
     sweep.launcher.find_lost()
+    for words in sweep.run.damage():
+        print(f"warning: {words}", file=sys.stderr)
     try:
         if sweep.spec.study is not None:
             return _run_study(sweep, report=until == "report")
@@ -143,6 +145,7 @@ def _run_stages(sweep: Sweep, last: int) -> int:
         metrics = read_metrics(sweep.run.train().metrics_file)
         _say_bill(_bill(sweep, plan, result, metrics))
         _warn_of_loss(sweep, metrics)
+        print("\n".join(_model_lines(sweep, result)))
     return 0
 
 
@@ -171,9 +174,22 @@ def _say_end(sweep: Sweep, plan: Plan, result: TrainResult | None) -> None:
     paths = report_stage(sweep)
     bill = _say_summary(sweep, plan, result)
     lines = [f"decided: {_decision(plan, result)}", f"cost: {_cost(sweep, plan, bill)}"]
+    lines += _model_lines(sweep, result)
     lines.append(f"report: {next(path for path in paths if path.suffix == '.html')}")
     print("\n".join(lines))
     tell(sweep, "sweep_ended", "; ".join(lines))
+
+
+def _model_lines(sweep: Sweep, result: TrainResult | None) -> list[str]:
+    """Say where the trained model is, or that it is gone."""
+    from tula_hpc.stages.plan import why_no_model
+
+    if result is None:
+        return []
+    if words := why_no_model(sweep.run, sweep.spec):
+        return [f"warning: {words}"]
+    newest = sweep.run.train().newest_checkpoint
+    return [f"model: {newest}"] if newest else []
 
 
 def _decision(plan: Plan, result: TrainResult | None) -> str:

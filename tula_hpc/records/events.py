@@ -177,6 +177,8 @@ class ProgressData(EventData):
     step: int | None = None
     # with the part of the present one
     epochs_seen: float | None = None
+    # newer checkpoints that could not be used, and why
+    passed_over: str = ""
 
 
 class CheckpointData(EventData):
@@ -199,10 +201,12 @@ class ReplannedData(EventData):
 
 
 class DetachedData(EventData):
-    """Data of "detached"."""
+    """Data of "detached", and of the end of a controller."""
 
     # last stage
     until: str = ""
+    # by a command that stays
+    taken_over: bool = False
 
 
 def hosts_in(event: Event) -> list[str]:
@@ -546,6 +550,11 @@ class RunHistory:
         """Count how often a training went on from a checkpoint."""
         return sum(event.event == "resumed" for event in self.of_training(label))
 
+    def passed_over(self, label: str) -> str:
+        """Return the checkpoints that a training last passed over as damaged, and why."""
+        resumed = (e for e in reversed(self.of_training(label)) if e.event == "resumed")
+        return next((ProgressData.of(event).passed_over for event in resumed), "")
+
     def resumed_from(self, label: str) -> tuple[float, int] | None:
         """Return epochs and steps of the checkpoint that a training last went on from."""
         resumed = (e for e in reversed(self.of_training(label)) if e.event == "resumed")
@@ -631,6 +640,13 @@ class RunHistory:
             if event.event == "detached":
                 return Detached(event.time, DetachedData.of(event).until)
         return None
+
+    def is_taken_over(self) -> bool:
+        """Tell whether a command that stays has taken the place of the controllers."""
+        for event in reversed(self.events):
+            if event.stage == CONTROL and event.event in ("detached", "ended"):
+                return DetachedData.of(event).taken_over
+        return False
 
     def stage_failure(self) -> StageFailure | None:
         """Return the failure of a stage, if that is the last event."""

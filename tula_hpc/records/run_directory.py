@@ -37,7 +37,13 @@ from tula_hpc.records.measurement import (
     recorded_by_job,
 )
 from tula_hpc.records.plan import Plan
-from tula_hpc.records.storage import ReadResult, append_record, read_document, read_records
+from tula_hpc.records.storage import (
+    ReadResult,
+    append_record,
+    damaged_lines,
+    read_document,
+    read_records,
+)
 from tula_hpc.records.training import TrainResult, TunedRates
 
 
@@ -55,6 +61,11 @@ class TrainDirectory(NamedTuple):
     def checkpoints(self) -> Path:
         """Return the folder of checkpoints."""
         return self.root / "checkpoints"
+
+    @property
+    def newest_checkpoint(self) -> Path | None:
+        """Return the file with the model, which is the trained one at the end of training."""
+        return max(self.checkpoints.glob("checkpoint-*.tula"), default=None)
 
     @property
     def drift_file(self) -> Path:
@@ -112,9 +123,8 @@ class RunDirectory:
     def create(self) -> RunDirectory:
         """Make the directory and its folders; check those that exist first.
 
-        Raises: RunDirectoryError: It, or a room, belongs to someone else, others may write to it or
-            to a folder above it,
-                or a link leads to it.
+        Raises:
+            RunDirectoryError: It, or a room, is someone else's or open to others, or is a link.
             OSError: It cannot be made.
         """
         self.check_name()
@@ -167,8 +177,8 @@ class RunDirectory:
     def locked(self, role: str = "") -> Iterator[None]:
         """Keep other commands from working on this run until the process ends.
 
-        Args: role: What this process is to the run, for those who are kept from it, in at most 100
-            characters.
+        Args:
+            role: What this process is to the run, in at most 100 characters.
 
         Raises:
             RunDirectoryError: Another one holds it; the message says who.
@@ -209,10 +219,8 @@ class RunDirectory:
         self._refuse_unsafe_way()
         status = self.root.stat()
         if status.st_uid != os.geteuid():
-            raise RunDirectoryError(
-                f"belongs to user id {status.st_uid}, not to you; use another --run-dir",
-                source=self.root,
-            )
+            message = f"belongs to user id {status.st_uid}, not to you; use another --run-dir"
+            raise RunDirectoryError(message, source=self.root)
         if any(self.root.iterdir()) and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             message = "others may write to it, and its pickles are executed; chmod 700 it if you trust what it holds"
             raise RunDirectoryError(message, source=self.root)
@@ -227,9 +235,8 @@ class RunDirectory:
             message = (
                 f"everybody may put another folder in its place; chmod o-w {folder}, or chmod +t it"
             )
-            raise RunDirectoryError(
-                f"{message}, or have its owner do so, or use another --run-dir", source=self.root
-            )
+            message += ", or have its owner do so, or use another --run-dir"
+            raise RunDirectoryError(message, source=self.root)
 
     def make_train(self, label: str = MAIN_LABEL) -> TrainDirectory:
         """Return the folder of one training, made if it is missing.
@@ -347,9 +354,8 @@ class RunDirectory:
         """Read all measurements, by file name and line; of very many without single samples."""
         paths = sorted(self.profile.glob("*.jsonl"))
         size = sum(path.stat().st_size for path in paths if path.is_file())
-        return read_records(
-            Measurement, paths, parse_without_samples if size > MAX_SAMPLED_BYTES else None
-        )
+        parse = parse_without_samples if size > MAX_SAMPLED_BYTES else None
+        return read_records(Measurement, paths, parse)
 
     def files_of(self, rows: Iterable[Measurement]) -> list[Path]:
         """Return the files that hold these measurements."""
@@ -368,9 +374,18 @@ class RunDirectory:
         """Read what accounting had of all jobs when it was asked last; none where there is none."""
         return read_records(JobAccount, [self.accounting_file]).records
 
-    def events(self) -> list[Event]:
+    def read_events(self) -> ReadResult[Event]:
         """Read all events, in the order they were written."""
-        return read_records(Event, [self.events_file]).records
+        return read_records(Event, [self.events_file])
+
+    def events(self) -> list[Event]:
+        """Return all events that can be read."""
+        return self.read_events().records
+
+    def damage(self) -> list[str]:
+        """Name the lines of measurements and events that cannot be read."""
+        paths = sorted(self.profile.glob("*.jsonl"))
+        return [*damaged_lines(Measurement, paths), *damaged_lines(Event, [self.events_file])]
 
     def history(self) -> RunHistory:
         """Return what the events tell together."""
@@ -389,9 +404,8 @@ class RunDirectory:
         try:
             return read_document(Plan, self.plan_file)
         except FileNotFoundError:
-            raise RunDirectoryError(
-                "no plan yet; run the sweep with --until plan", source=self.plan_file
-            ) from None
+            message = "no plan yet; run the sweep with --until plan"
+            raise RunDirectoryError(message, source=self.plan_file) from None
 
     def read_rates(self) -> TunedRates | None:
         """Read study_rates.json; None where there is none.

@@ -70,6 +70,29 @@ def read_records(
     return ReadResult(records, skipped)
 
 
+# lines of one file that are named one by one
+NAMED_LINES = 3
+
+
+def damaged_lines(kind: type[R], paths: Iterable[Path]) -> list[str]:
+    """Name the lines that `read_records` skips."""
+    told: list[str] = []
+    for path in paths:
+        bad = [number for number, line in enumerate(lines_of(path), 1) if not _is_one(kind, line)]
+        told += [f"{path}, line {n}: is damaged, and passed over" for n in bad[:NAMED_LINES]]
+        if len(bad) > NAMED_LINES:
+            told.append(f"{path}: so are {len(bad) - NAMED_LINES} more lines")
+    return told
+
+
+def _is_one(kind: type[R], line: bytes) -> bool:
+    try:
+        parse_record(kind, line)
+    except ValueError:
+        return False
+    return True
+
+
 class Bounds:
     """Bounds on the records that are held and on the memory that they take.
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Protocol
 
@@ -191,10 +193,17 @@ class Sweep(NamedTuple):
         return Launcher(self.cluster, self.run, name, detached=self.detached, work=work)
 
     def command(self, *options: str) -> str:
-        """Return the shell line that goes on with this run, by its own copies of the inputs."""
+        """Return the shell line that goes on with this run, by its own copies of the inputs.
+
+        It is for any folder: the user's modules are looked for in the present one.
+        """
         run = self.run
         inputs = (str(run.sweep_file), "--cluster", str(run.cluster_file))
-        return command_line("sweep", *inputs, "--run-dir", str(run.root), *options)
+        line = command_line("sweep", *inputs, "--run-dir", str(run.root), *options)
+        # the folder may be deleted
+        with contextlib.suppress(OSError):
+            line = f"cd {shlex.quote(str(Path.cwd()))} && {line}"
+        return line
 
     def on(self, partition: str) -> Sweep:
         """Return the sweep on one partition of the cluster; see `ClusterSpec.part`."""

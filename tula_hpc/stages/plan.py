@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tula_hpc.config import load_cluster, load_frozen_sweep
+from tula_hpc.config import SweepSpec, load_cluster, load_frozen_sweep
 from tula_hpc.errors import InfeasibleError, InputError, RunDirectoryError, StageError
 from tula_hpc.invocation import command_line
 from tula_hpc.records import Plan, RunDirectory, refuse_several, write_atomically
@@ -12,7 +12,10 @@ from tula_hpc.stages.context import Sweep
 
 MADE_AGAIN = "is missing: it is made again from the measurements"
 AS_BEGUN = "the training began with it; why is lost with the plan of then"
-BACK = "it says what was measured: put it back as it was, or use another --run-dir"
+BACK = (
+    "it says what was measured: put it back as it was (a copy of your own file will do), or use "
+    "another --run-dir"
+)
 
 
 def plan_stage(sweep: Sweep) -> Plan:
@@ -79,6 +82,20 @@ def lost_inputs(run: RunDirectory) -> str:
     except InputError as error:
         return f"{str(error).splitlines()[0]}; {BACK}" if run.has_results() else ""
     return ""
+
+
+def why_no_model(run: RunDirectory, spec: SweepSpec | None) -> str:
+    """Say that the model of a finished training is gone, and what to do; "" where it is there.
+
+    A script's own model may be anywhere.
+    """
+    files = run.train()
+    if spec is None or spec.workload.script is not None or files.newest_checkpoint is not None:
+        return ""
+    return (
+        f"the trained model is gone: {files.checkpoints} has no checkpoint; put it back, or train again "
+        f"over the same measurements: move {files.root.parent} away and run the same command again"
+    )
 
 
 def obstacle(run: RunDirectory) -> str:

@@ -376,9 +376,13 @@ def _submit_training(sweep: Sweep, candidate: Candidate, tick: Callable[[JobsNow
 def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], None]:
     """Return a function that shows the progress of the plan's training beside the jobs' states."""
     metrics_file, epochs = sweep.run.train().metrics_file, sweep.spec.workload.epochs
+    told = [""]
 
     def tick(now: JobsNow) -> None:
         tell_news(sweep, now.running)
+        if (words := sweep.run.history().passed_over(MAIN_LABEL)) not in told:
+            told.append(words)
+            sys.stderr.write(f"warning: passed over, and its work is done again: {words}\n")
         metrics = read_metrics(metrics_file)
         done = metrics.steps[-1].epoch if metrics.steps else 0.0
         shown = [f"{round(done, 1):g} of {plural(epochs, 'epoch')} done", now.text]

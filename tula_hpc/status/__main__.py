@@ -21,10 +21,11 @@ seconds):
                     train_time_s, wall_time_s, cost, currency, reason
     training        label, stand, job_id, jobs, epoch, epochs, share, step, samples_seen, global_batch, step_time_s,
                     left_s, test_accuracy, test_loss, test_epoch, restarts, checkpoint_age_s,
-                    fallbacks, drift
+                    fallbacks, drift, passed_over
     study           cells, finished, diverged, running, waiting, failed, left, rates, rates_finished, rates_failed,
                     failures (why, by label), under_way (as `training`)
     report          whether it is written
+    report_stale    whether it is older than a measurement, a result or the plan
     jobs            each with job_id, stage, phase (waiting, running, finished, failed, over, unknown), label (of a
                     training; `guard` of a control job that acts where another is killed), what,
                     partition, nodes, submitted_at, folder, state and reason (Slurm's words),
@@ -138,7 +139,9 @@ def ask(facts: Facts) -> tuple[Answer, dict[str, list[AccountedRun]]]:
         return _ask_slurm(facts)
     if facts.executor == "local":
         return _ask_this_machine(facts), {}
-    return Answer(None, "cluster.toml does not tell where jobs run"), {}
+    file = facts.run.cluster_file
+    what = "is damaged" if file.exists() else "is missing (the same command writes it anew)"
+    return Answer(None, f"{file} {what}, so that nothing tells where its jobs run"), {}
 
 
 def _ask_this_machine(facts: Facts) -> Answer:

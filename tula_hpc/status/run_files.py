@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -21,6 +21,7 @@ from tula_hpc.launch.reasons import MAX_LOG_BYTES, read_logs, telling_line
 from tula_hpc.records import (
     RECENT_STEPS,
     EpochMetrics,
+    Event,
     JobNote,
     Measurement,
     Plan,
@@ -70,6 +71,8 @@ class Facts(NamedTuple):
     history: RunHistory
     notes: list[JobNote]
     measurements: list[Measurement]
+    # lines of them, when no command was at work any more
+    damaged_after: bool
     plan: Plan | None
     # Unix time; 0 without a plan
     plan_at: float
@@ -77,6 +80,8 @@ class Facts(NamedTuple):
     trainings: dict[str, TrainingFacts]
     holder: Holder
     has_report: bool
+    # it is older than a measurement, a result or the plan
+    is_report_stale: bool
     # folders of submissions that were begun and are in no event
     cut_off: list[str]
     # what could not be read
@@ -122,10 +127,12 @@ def _read(run: RunDirectory) -> Facts:
     # its data are where it ran
     spec = _try(lambda: load_frozen_sweep(run.sweep_file), doubts)
     measured = run.measurements()
-    if measured.skipped:
-        doubts.append(f"profile/*.jsonl: {measured.skipped} lines are torn or unknown")
-    history = run.history()
+    told = run.read_events()
+    if measured.skipped or told.skipped:
+        doubts += run.damage()
+    history = RunHistory(told.records)
     cut_off = _cut_off(run, history)
+    report_at = _newest(run.report / name for name in ("report.html", "study.html"))
     return Facts(
         run=run,
         now=unix_time(),
@@ -134,11 +141,13 @@ def _read(run: RunDirectory) -> Facts:
         history=history,
         notes=run.job_notes(),
         measurements=measured.records,
+        damaged_after=bool(measured.skipped) and _is_newer(run, told.records),
         plan=_try(run.read_plan, doubts) if run.plan_file.exists() else None,
         plan_at=run.plan_file.stat().st_mtime if run.plan_file.exists() else 0.0,
         trainings={label: _training(run.train(label), label, doubts) for label in _labels(run)},
         holder=holder_of(run.root / ".lock"),
-        has_report=any((run.report / name).exists() for name in ("report.html", "study.html")),
+        has_report=report_at is not None,
+        is_report_stale=report_at is not None and report_at < _changed_at(run),
         cut_off=cut_off,
         doubts=[
             *doubts,
@@ -150,6 +159,18 @@ def _read(run: RunDirectory) -> Facts:
         ],
         obstacle=obstacle(run),
     )
+
+
+def _changed_at(run: RunDirectory) -> float:
+    """Return when something was written last that a report tells of, Unix time."""
+    results = (run.root / "train").rglob("result.json")
+    return _newest([*run.profile.glob("*.jsonl"), run.plan_file, *results]) or 0.0
+
+
+def _is_newer(run: RunDirectory, events: Sequence[Event]) -> bool:
+    """Tell whether a file of measurements was changed after the last event."""
+    changed = _newest(run.profile.glob("*.jsonl")) or 0.0
+    return changed > max((event.time for event in events), default=0.0)
 
 
 def _cut_off(run: RunDirectory, history: RunHistory) -> list[str]:

@@ -16,6 +16,7 @@ from tula_hpc.records import MAIN_LABEL, Plan, Record, is_usable
 from tula_hpc.records.broken_hosts import BrokenHost, broken_hosts, first_line
 from tula_hpc.records.events import JobFailure, StageFailure
 from tula_hpc.stages.context import profiling_left_s
+from tula_hpc.stages.plan import why_no_model
 from tula_hpc.stages.train import Verdict, study_policy
 from tula_hpc.status.cost import (
     Accounted,
@@ -163,6 +164,8 @@ class RunStatus(Record):
     training: TrainingStatus | None
     study: StudyStatus | None
     report: bool
+    # it is older than a measurement, a result or the plan
+    report_stale: bool
     jobs: list[JobStatus]
     # those of them that nothing has made up for
     failures: list[JobStatus]
@@ -235,6 +238,7 @@ def describe(
         training=parts.training,
         study=parts.study,
         report=facts.has_report,
+        report_stale=facts.is_report_stale,
         jobs=jobs,
         failures=_failures(facts, jobs),
         cost=cost_so_far(facts, jobs, accounted),
@@ -296,7 +300,7 @@ def _is_at_work(facts: Facts, jobs: Sequence[JobStatus]) -> bool:
 def _detached(facts: Facts, jobs: Sequence[JobStatus]) -> DetachedStatus | None:
     """Return the controllers, None also when a command that stays has taken over since."""
     detached = facts.history.detached()
-    if detached is None:
+    if detached is None or facts.history.is_taken_over():
         return None
     control = [job for job in jobs if job.stage == "control"]
     last = {"job_id": control[-1].job_id, "phase": control[-1].phase} if control else {}
@@ -472,6 +476,10 @@ def _finished(parts: _Parts) -> StateAndText | None:
         return "running", "everything is trained; the report is being written"
     if not parts.facts.has_report:
         return "finished", f"everything is trained; there is no report yet: {AGAIN}"
+    if parts.facts.is_report_stale:
+        return "finished", f"everything is trained; the report is older than that: {AGAIN}"
+    if training is not None and (words := why_no_model(parts.facts.run, parts.facts.spec)):
+        return "finished", words
     return "finished", "everything is done"
 
 
@@ -480,6 +488,9 @@ def _finished_early(parts: _Parts) -> StateAndText | None:
     if parts.at_work or parts.training is not None:
         return None
     stage = parts.facts.history.ended_stage()
+    if stage in ("profile", "plan") and parts.facts.damaged_after:
+        named = next(each for each in parts.facts.doubts if ", line " in each)
+        return "stopped", f"{named}: {AGAIN} to measure it again"
     if parts.facts.plan is not None and (
         stage == "plan" or (parts.detached and parts.detached.until == "plan")
     ):

@@ -17,6 +17,7 @@ from tula_hpc.formatting import (
     plural,
     printable,
 )
+from tula_hpc.invocation import command_line
 from tula_hpc.records import Configuration
 from tula_hpc.records.broken_hosts import first_line
 from tula_hpc.status.cost import CostStatus, PromiseStatus, StageCost
@@ -56,7 +57,7 @@ def status_text(status: RunStatus, width: int = 110) -> str:
         *_failure_lines(status.failures),
     ]
     lines += [*_avoided_lines(status)]
-    lines += [*_cost_lines(status.cost), *(("note", doubt) for doubt in status.doubts)]
+    lines += [*_cost_lines(status.cost), *_notes(status)]
     return (
         "\n".join(
             [
@@ -66,6 +67,12 @@ def status_text(status: RunStatus, width: int = 110) -> str:
         )
         + "\n"
     )
+
+
+def _notes(status: RunStatus) -> Iterator[Line]:
+    """Return what could not be read, without what the state says of the same place."""
+    said, _, _ = status.words.partition(": ")
+    return (("note", doubt) for doubt in status.doubts if doubt.partition(": ")[0] != said)
 
 
 def _wrapped(label: str, text: str, width: int) -> str:
@@ -131,7 +138,16 @@ def _stages(status: RunStatus) -> Iterator[Line]:
         yield from _training_lines(status.training)
     if status.promise is not None:
         yield "promise", _promise(status.promise)
-    yield "report", "written" if status.report else "not yet"
+    yield "report", _report(status)
+
+
+def _report(status: RunStatus) -> str:
+    if not status.report:
+        return "not yet"
+    if not status.report_stale:
+        return "written"
+    again = command_line("report", status.run_directory)
+    return f"older than the measurements, the plan or the training; to write it again: {again}"
 
 
 def _profile(profile: ProfileStatus) -> str:
@@ -178,6 +194,8 @@ def _training_lines(training: TrainingStatus) -> Iterator[Line]:
     marks = [*_marks(training)]
     if marks:
         yield "", "; ".join(marks)
+    if training.passed_over:
+        yield "", f"passed over, and its work done again: {training.passed_over}"
     if training.drift:
         yield "", training.drift
 

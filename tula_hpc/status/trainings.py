@@ -48,6 +48,8 @@ class TrainingStatus(Record):
     fallbacks: int = 0
     # in words, while steps are slower than predicted
     drift: str = ""
+    # newer checkpoints than the one that it went on from, and why they could not be used
+    passed_over: str = ""
 
 
 def training_statuses(facts: Facts, jobs: Iterable[JobStatus]) -> dict[str, TrainingStatus]:
@@ -75,6 +77,7 @@ def _status(facts: Facts, label: str, jobs: Sequence[JobStatus]) -> TrainingStat
         "epochs": epochs,
         "restarts": facts.history.restarts(label),
         "fallbacks": facts.history.fallbacks(label),
+        "passed_over": facts.history.passed_over(label),
         "drift": describe_drift(facts.history.of_training(label)),
     }
     if files is not None:
