@@ -92,4 +92,4 @@ def test_an_older_python_is_told_what_is_needed(monkeypatch: pytest.MonkeyPatch)
     code = compile(ast.parse(text, feature_version=(3, 4)), "tula_hpc/__init__.py", "exec", dont_inherit=True)
     monkeypatch.setattr(sys, "version_info", (3, 9, 18))
     with pytest.raises(SystemExit, match=r"^tula_hpc needs Python 3\.11 or newer; this is "):
-        exec(code, {})
+        exec(code, {})  # noqa: S102
