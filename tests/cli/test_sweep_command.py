@@ -791,6 +791,11 @@ def test_a_sweep_says_which_objective_it_trains_by_where_that_is_not_its_own(
     assert other.endswith(f"{run.sweep_file}; deleting the former undoes that")
     assert said(objective="cost").startswith('objective: objective.kind = "cost", by ')
     assert said().startswith("plan: ")
+    doubtful = made.model_copy(update={"warnings": ["one", "two"]})
+    _say_plan(sweep, doubtful, is_new=False)
+    continued = capsys.readouterr().out
+    assert "plan: 2 warnings, as before: " in continued
+    assert "warning: one" not in continued
     run.log_event("submitted", "train", job_id="18")
     assert said(objective="cost").endswith(str(run.sweep_file)), "the training follows that plan"
 
