@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import tarfile
@@ -81,3 +82,14 @@ def test_what_is_installed_does_what_the_readme_says(environment: Path, tmp_path
     )
     where = "import tula_hpc.analysis.report.page as page; print(page.__file__)"
     assert str(environment.parent) in run(environment / "python", "-c", where, cwd=tmp_path)
+
+
+def test_an_older_python_is_told_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "tula_hpc/__init__.py").read_text()
+    # of Python 2, which has no flag here: text of another encoding and f-strings are errors
+    assert text.isascii()
+    assert not any(isinstance(node, ast.JoinedStr) for node in ast.walk(ast.parse(text)))
+    code = compile(ast.parse(text, feature_version=(3, 4)), "tula_hpc/__init__.py", "exec", dont_inherit=True)
+    monkeypatch.setattr(sys, "version_info", (3, 9, 18))
+    with pytest.raises(SystemExit, match=r"^tula_hpc needs Python 3\.11 or newer; this is "):
+        exec(code, {})  # noqa: S102

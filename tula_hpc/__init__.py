@@ -3,6 +3,18 @@
 Importing this package imports nothing heavy: only modules that run on the nodes import torch.
 """
 
+import sys
+
+# An older Python reads this file, and would stop in the next one: nothing here may be newer than 2.7.
+if sys.version_info < (3, 11):  # noqa: UP036
+    sys.exit(
+        "tula_hpc needs Python 3.11 or newer; this is "
+        + sys.version.split()[0]
+        + " ("
+        + sys.executable
+        + "): use the one that tula_hpc was installed with, as .venv/bin/tula"
+    )
+
 from tula_hpc.search_path import drop_working_directory, starts_a_command
 
 __version__ = "0.1.0"

@@ -114,6 +114,13 @@ def money_within(amount: float, low: float, high: float, currency: str = "USD") 
     return f"{step * round(amount / step):,.{decimals}f} {currency}"
 
 
+def longer_or_shorter(ratio: float) -> str:
+    """Return a measured time over the predicted one: "3 % longer", or "4.4 times longer"."""
+    if ratio >= 2.0:
+        return f"{format_number(ratio, 2)} times longer"
+    return f"{percent_in_short(ratio - 1.0)} {'longer' if ratio >= 1.0 else 'shorter'}"
+
+
 def percent_in_short(share: float) -> str:
     """Format a share of 1 in percent with two digits, for sentences: 0.3996 → "40 %"."""
     return f"{format_number(100 * abs(share), 2)} %"

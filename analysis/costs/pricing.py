@@ -251,6 +251,12 @@ def assumptions(cluster: ClusterSpec, power: NodePower | None) -> list[str]:
     found: list[str] = []
     if pricing.basis == "tres":
         found += slurm_billing.node_resources(cluster).assumed
+    usual = type(pricing).model_fields["usd_per_node_hour"].default
+    if pricing.basis == "node-hour" and pricing.usd_per_node_hour == usual:
+        found.append(
+            f"costs assume {usual:g} USD a node and hour, which is no price but the default of "
+            "pricing.usd_per_node_hour: read them as node-hours, or set it in the cluster file"
+        )
     if pricing.basis == "spot":
         preempted = "a node" if pricing.preempted == "node" else "the job"
         hours = f"{pricing.preemption_hours:g} hours"

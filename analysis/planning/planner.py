@@ -83,7 +83,7 @@ def plan_candidates(
     if skipped_lines:
         skipped = f"{plural(skipped_lines, 'damaged line')} of the measurements skipped"
         doubts += warnings.to_know([skipped])
-    plan = plan.model_copy(update=_remarks(sweep, fitted, curves)).with_doubts(doubts)
+    plan = plan.model_copy(update=_remarks(sweep, fitted, curves, choice)).with_doubts(doubts)
     return warnings.with_estimates(plan, fitted, footprints)
 
 
@@ -105,7 +105,7 @@ def _doubts(plan: Plan, sweep: SweepSpec, fitted: Fitted, choice: Choice) -> lis
     ]
     to_know = [
         *choice.warnings,
-        *warnings.about_left_out_samples(row, fitted),
+        *warnings.about_left_out_samples(row, fitted, many=True),
         *warnings.about_batch(plan.chosen, fitted.critical),
     ]
     return [
@@ -115,11 +115,14 @@ def _doubts(plan: Plan, sweep: SweepSpec, fitted: Fitted, choice: Choice) -> lis
     ]
 
 
-def _remarks(sweep: SweepSpec, fitted: Fitted, curves: TimeCurves | None) -> dict[str, Any]:
+def _remarks(
+    sweep: SweepSpec, fitted: Fitted, curves: TimeCurves | None, choice: Choice
+) -> dict[str, Any]:
     critical = fitted.critical
+    left_out = warnings.about_left_out_samples(int(choice.ranking[0]), fitted, many=False)
     remarks: dict[str, Any] = {
         "binding": binding(fitted, sweep.objective, curves),
-        "notes": _all_notes(fitted.parts),
+        "notes": [*_all_notes(fitted.parts), *left_out],
     }
     if critical:
         remarks |= {"critical_batch": critical.batch, "critical_batch_source": critical.source}

@@ -33,8 +33,9 @@ from tula_hpc.formatting import (
 )
 from tula_hpc.records import Candidate, Configuration, Doubt, Footprint, Plan, Remedy
 
-# share of the samples that full batches leave out; a training of 100 epochs loses one at that
+# share of the samples that full batches leave out: said from the first on, a warning from the second
 DROPPED_SHARE = 0.01
+MANY_DROPPED = 0.1
 # share of the expected time that rare checkpoints cost
 BOUND_SHARE = 0.05
 # measured over fitted step time, or the reverse; single runs of real clusters reach 1.4
@@ -86,7 +87,8 @@ def about_measurements(summary: Summary, workers_per_node: int) -> list[str]:
 
 def about_loading(profiles: Sequence[Profile], work: WorkloadSpec) -> list[str]:
     """Say where the data, and not the computation, decides how long a step takes."""
-    if stored := held_up_by_storage(profiles):
+    # data of a function of the user's own are in memory, as far as anybody knows
+    if work.reads_files and (stored := held_up_by_storage(profiles)):
         return [describe_slow_storage(stored)]
     slow = [profile for profile in profiles if loader_decides(profile.times)]
     if not slow:
@@ -157,12 +159,12 @@ def about_extrapolation(chosen: int, fitted: Fitted) -> list[str]:
     return found
 
 
-def about_left_out_samples(chosen: int, fitted: Fitted) -> list[str]:
-    """Say where full batches of the chosen row leave out many samples."""
+def about_left_out_samples(chosen: int, fitted: Fitted, *, many: bool) -> list[str]:
+    """Say where full batches of the chosen row leave out samples: many, or some."""
     global_batch = int(fitted.table.global_batch[chosen])
     samples = fitted.parts[fitted.table.part[chosen]].summary.dataset_samples
     share = samples % global_batch / samples
-    if share < DROPPED_SHARE:
+    if share < DROPPED_SHARE or (share >= MANY_DROPPED) != many:
         return []
     batches = f"full batches of {global_batch:,}"
     return [f"{batches} leave out {share:.0%} of the {samples:,} samples in every epoch"]
@@ -221,7 +223,7 @@ def about_batch(chosen: Candidate, critical: CriticalBatch | None) -> list[str]:
         f"are needed; here {extra:.1f} times)"
     )
     if critical.source == "profile":
-        text += "; it grows in training, often tenfold, so that this is its least"
+        text += "; that batch grows in training, often tenfold, so that this one may soon be useful"
     return [text]
 
 

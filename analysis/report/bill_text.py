@@ -97,7 +97,7 @@ def _predicted(compared: Compared, words: Callable[[float], str]) -> str:
 
 def _off(part: TimePart, seconds: Compared) -> str:
     took, expected = format_duration(seconds.actual), format_duration(seconds.expected)
-    return f"{PART_NAMES.get(part, str(part))} {took} for {expected}"
+    return f"{PART_NAMES.get(part, str(part))} {took}, {expected} were predicted"
 
 
 def bill_table(bill: TrainingBill) -> TextTable:

@@ -12,7 +12,13 @@ from typing import NamedTuple
 from tula_hpc.analysis.models.profiles import is_out_of_memory
 from tula_hpc.analysis.planning.partitions import name_of
 from tula_hpc.analysis.report.bill_text import bill_of, bill_sentences
-from tula_hpc.analysis.report.plan_text import against, beats, knee_sentences, why_not_better
+from tula_hpc.analysis.report.plan_text import (
+    against,
+    beats,
+    knee_sentences,
+    not_told_apart,
+    why_not_better,
+)
 from tula_hpc.analysis.report.text import HEADINGS, as_sentence, doubts, of_partition_in_words
 from tula_hpc.analysis.run_contents import (
     RunContents,
@@ -27,8 +33,8 @@ from tula_hpc.formatting import (
     format_duration,
     format_number,
     format_score,
+    longer_or_shorter,
     money_within,
-    percent_in_short,
     plural,
 )
 from tula_hpc.records import Candidate, Measurement, Plan, Remedy, TrainResult
@@ -185,9 +191,8 @@ def _against_prediction(run: RunContents, training: Training) -> str:
     if candidate is None or not training.epoch_time_s:
         return ""
     # the median epoch: the sum of all holds the start of the first one, too
-    relative = candidate.epoch_time_s / training.epoch_time_s - 1
-    direction = "long" if relative >= 0 else "short"
-    return f" (its median epoch was predicted {percent_in_short(relative)} too {direction})"
+    ratio = training.epoch_time_s / candidate.epoch_time_s
+    return f" (its median epoch took {longer_or_shorter(ratio)} than predicted)"
 
 
 def _how_sure(run: RunContents, plan: Plan, *, is_billed: bool) -> Iterator[str]:
@@ -209,6 +214,7 @@ def _how_sure(run: RunContents, plan: Plan, *, is_billed: bool) -> Iterator[str]
     elif count:
         model = f"a model of {plural(count, 'measured configuration')}"
         yield f"The step of this configuration was not measured; it is predicted by {model}."
+    yield from not_told_apart(plan)
     yield from knee_sentences(plan)
 
 

@@ -6,6 +6,7 @@ are left out.
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
@@ -109,6 +110,8 @@ def add_columns(
 
 # shown are global batches up to this factor smaller or larger than the chosen one
 NEIGHBOUR_FACTOR = 4
+# below it, as many samples are as good as the same number
+NOTABLE_FACTOR = 1.05
 FRONT_MARK = "◆"
 # of `Candidate.wall_parts_s`
 PART_NAMES = {
@@ -236,7 +239,28 @@ def _alternatives(plan: Plan) -> list[str]:
     for role, candidate in named:
         if candidate != plan.chosen:
             found.append(f"{role}: {name_of(candidate)}, {against(candidate, plan.chosen)}.")
-    return found
+    return found + not_told_apart(plan)
+
+
+def not_told_apart(plan: Plan) -> list[str]:
+    """Say that the chosen one may not be better than the next best; empty where it is, or alone."""
+    if not plan.runners_up or plan.runners_up[0].configuration == plan.chosen.configuration:
+        return []
+    what, name = "time", "wall_time_s"
+    if plan.objective == "cost":
+        what = name = "cost"
+    elif plan.chosen.wall_time_s is None:
+        name = "train_time_s"
+    other = plan.runners_up[0]
+    for one, its in ((plan.chosen, other), (other, plan.chosen)):
+        low, high = its.interval_90.get(name, (math.inf, -math.inf))
+        if not low <= getattr(one, name) <= high:
+            return []
+    return [
+        f"The chosen one and the next best, {name_of(other)}, cannot be told apart: the {what} of "
+        f"each lies within the other's 90 % interval. It would be "
+        f"{against(other, plan.chosen)}; choose by what matters more to you."
+    ]
 
 
 def against(candidate: Candidate, chosen: Candidate) -> str:
@@ -291,11 +315,14 @@ def critical_batch_sentences(plan: Plan) -> list[str]:
     ]
     chosen = plan.chosen
     if chosen.progress_time_s is not None:
-        factor = format_number(chosen.progress_time_s / chosen.expected_time_s, 2)
+        factor = chosen.progress_time_s / chosen.expected_time_s
+        samples = "about as many samples"
+        if factor >= NOTABLE_FACTOR:
+            samples = f"{format_number(factor, 2)} times the samples"
         found.append(
             f"To the progress of {plural(plan.epochs, 'epoch')} at training.base_batch this batch "
-            f"needs {factor} times the samples and {format_duration(chosen.progress_time_s)}, if "
-            "nothing scales its gradients."
+            f"needs {samples} and {format_duration(chosen.progress_time_s)}, without what scaling "
+            "its gradients (training.method) saves."
         )
     return found
 

@@ -25,6 +25,7 @@ from tula_hpc.formatting import (
     format_money,
     format_number,
     format_percent,
+    longer_or_shorter,
     money_within,
     plural,
 )
@@ -71,7 +72,7 @@ SUMMARY_COLUMNS = (
     "configuration",
     "epoch predicted (90 %)",
     "measured",
-    "error",
+    "took",
     "steps",
     "cost",
     "memory per worker",
@@ -176,12 +177,19 @@ def summary_cells(row: SummaryRow) -> tuple[str, ...]:
         f"N = {row.configuration.nodes}, B = {row.configuration.global_batch:,}\n{role}",
         format_interval(row.predicted_epoch_s),
         measured,
-        format_percent(row.relative_error, signed=True),
+        _off(row.relative_error),
         time,
         cost,
         format_bytes(row.peak_memory_bytes),
         reached,
     )
+
+
+def _off(relative_error: float | None) -> str:
+    """Return how much longer or shorter than predicted an epoch took."""
+    if relative_error is None or relative_error <= -1.0:
+        return UNKNOWN
+    return longer_or_shorter(1.0 / (1.0 + relative_error))
 
 
 def _time_and_cost(train_time_s: float, cost: float, currency: str) -> tuple[str, str]:

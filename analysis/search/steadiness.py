@@ -91,7 +91,7 @@ def with_steadiness(
     decision = DecisionModel(sweep.objective.kind, sweep, part)
     summary = decision.known(summarize(usable))
     chosen = plan.chosen.configuration
-    found = []
+    found: list[tuple[Unsteady, str]] = []
     usual: Configuration | None = None
     tried = min(MOST_TRIED, MOST_ROWS // max(1, 2 * len(summary.profiles)))
     for index, one in enumerate(unsteady(summary.profiles)):
@@ -103,9 +103,18 @@ def with_steadiness(
         if not effect and is_chosen and abs(one.drift) >= NOTABLE_DRIFT:
             effect = _on_training(one)
         if effect:
-            text = f"{one.describe()}: {effect}; {_what_to_do(one, sweep.search, usable)}"
-            found.append(prefixed(name, text))
-    return plan.with_doubts(to_measure(found))
+            found.append((one, effect))
+    if not found:
+        return plan
+    # one warning: what to do about all of them is the same
+    first, effect = found[0]
+    more = ""
+    if len(found) > 1:
+        more = (
+            f"; as unsure are {', '.join(str(one.profile.configuration) for one, _ in found[1:])}"
+        )
+    text = f"{first.describe()}: {effect}{more}; {_what_to_do(first, sweep.search, usable)}"
+    return plan.with_doubts(to_measure([prefixed(name, text)]))
 
 
 def _effect(

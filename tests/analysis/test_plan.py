@@ -36,7 +36,7 @@ from tula_hpc.analysis.planning import feasibility
 from tula_hpc.analysis.planning import planner as writing
 from tula_hpc.analysis.planning.constraints import constrain
 from tula_hpc.analysis.planning.partitions import Fitted
-from tula_hpc.analysis.report.plan_text import sentences
+from tula_hpc.analysis.report.plan_text import not_told_apart, sentences
 from tula_hpc.config import GIB, ObjectiveSpec, SweepSpec, TrainingSpec, load_sweep
 from tula_hpc.errors import InfeasibleError, NotEnoughDataError
 from tula_hpc.records import (
@@ -76,7 +76,8 @@ def test_a_plan_predicts_every_candidate_from_four_corners() -> None:
     for candidate in plan.candidates:
         assert candidate.step_time_s == pytest.approx(step_time_s(candidate.nodes, candidate.local_batch), rel=0.03)
         assert candidate.peak_memory_bytes == pytest.approx(peak_bytes(candidate.local_batch), rel=1e-3)
-    assert plan.warnings == ["full batches of 1,024 leave out 3% of the 20,000 samples in every epoch"]
+    assert plan.warnings == []
+    assert "full batches of 1,024 leave out 3% of the 20,000 samples in every epoch" in plan.notes
     assert plan.models["step_time"]["form"] == "auto"
     assert plan.models["batch_memory"]["parameters"]["bytes_per_sample"] == pytest.approx(12_288, rel=1e-3)
 
@@ -264,7 +265,9 @@ def test_left_out_samples_are_said_from_one_percent_on(left_out: int, is_said: b
     samples = 97 * 1024 + left_out
     assert (left_out / samples >= 0.01) == is_said
     said = f"full batches of 1,024 leave out 1% of the {samples:,} samples in every epoch"
-    assert (said in warnings_of(CORNERS, samples=samples)) == is_said
+    rows = [row.model_copy(update={"dataset_samples": samples}) for row in CORNERS]
+    assert said not in warnings_of(rows)
+    assert (said in make_plan(sweep(), cluster(), rows).notes) == is_said
 
 
 def test_the_knee_is_that_of_the_fitted_curve() -> None:
@@ -493,7 +496,7 @@ def test_a_batch_beyond_the_critical_one_is_a_warning() -> None:
     assert not any("critical batch" in warning for warning in planned(rows=noisy(1e6)).warnings)
     assert planned().critical_batch is None
     assert plan.critical_batch_source == "profile"
-    assert any("this is its least" in warning for warning in plan.warnings)
+    assert any("that batch grows in training" in warning for warning in plan.warnings)
 
 
 def test_a_critical_batch_from_training_is_not_said_to_be_the_first_weights() -> None:
@@ -858,3 +861,20 @@ def test_a_measured_step_counts_as_measured_and_the_model_keeps_its_own_word() -
     assert 0.9 < candidate.model_ratio < 0.99
     older = candidate.model_copy(update={"model_step_time_s": None})
     assert older.model_ratio == 1.0
+
+
+def test_a_next_best_within_the_intervals_is_said_not_to_be_told_apart() -> None:
+    plan = make_plan(sweep("time"), cluster(), CORNERS)
+    next_best = plan.runners_up[0]
+
+    def said(ratio: float) -> list[str]:
+        time_s = ratio * plan.chosen.expected_time_s
+        changes = {"wall_time_s": time_s, "interval_90": {"wall_time_s": (0.9 * time_s, 1.1 * time_s)}}
+        mine = plan.chosen.expected_time_s
+        chosen = plan.chosen.model_copy(update={"interval_90": {"wall_time_s": (0.9 * mine, 1.1 * mine)}})
+        other = next_best.model_copy(update=changes)
+        return not_told_apart(plan.model_copy(update={"chosen": chosen, "runners_up": [other]}))
+
+    (text,) = said(1.02)
+    assert "cannot be told apart: the time of each lies within the other's 90 % interval. It would be 2" in text
+    assert said(1.5) == []

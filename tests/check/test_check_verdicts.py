@@ -406,3 +406,14 @@ def test_what_slurm_prints_becomes_facts(monkeypatch: pytest.MonkeyPatch, tmp_pa
     site = ask_site(Launcher(default, RunDirectory(tmp_path), "tula-check"), 2)
     assert site.partition is not None
     assert (site.partition.name, site.partition.default_memory_mb_per_cpu) == ("cpu", 1500)
+
+
+def test_a_device_that_no_node_has_is_said_once_and_names_the_other_one() -> None:
+    text = "DeviceError: Slurm granted 2 GPUs, but torch sees none: no driver"
+    errors = dict.fromkeys((Probe.DEVICE, Probe.COMPUTE, Probe.TRANSFER), text)
+    reports = [report(rank, errors=errors) for rank in range(2)]
+    said = [each for each in judge_job(GPU, WORKLOAD, reports, 2) if text in each.found]
+    assert [each.topic for each in said] == [Topic.DEVICES]
+    assert said[0].remedy.startswith('if these nodes have no GPUs, device = "cpu" in the cluster file; else ')
+    one = [report(0, errors=errors), report(1, device=V100)]
+    assert all("no GPUs" not in each.remedy for each in judge_job(GPU, WORKLOAD, one, 2))

@@ -68,7 +68,8 @@ def test_help_imports_nothing_heavy() -> None:
         (["--set", "workload.model=resnet19"], "did you mean 'resnet18'"),
         (["--set", "workload.dataset=imagenet"], "workload.data_dir"),
         (["--set", "workload.epoch=3"], "did you mean 'epochs'"),
-        (["--set", "nonsense"], "expected section.key=value"),
+        (["--set", "max_batch=32"], "--set: max_batch: unknown key (did you mean search.max_batch?)"),
+        (["--cluster", "small.toml"], "small.toml: is a sweep file (it has [workload]); expected a cluster file"),
         (["--set", "cluster.max_nodes=1"], "2 nodes, but the default cluster (this machine) has max_nodes = 1"),
         (["--set", "search.cluster_sizes=[1,128]"], "max_nodes"),
         (["--set", "workload.precision=fp16"], "workload.precision"),
@@ -821,6 +822,11 @@ def test_a_sweep_says_which_objective_it_trains_by_where_that_is_not_its_own(
     assert other.endswith(f"{run.sweep_file}; deleting the former undoes that")
     assert said(objective="cost").startswith('objective: objective.kind = "cost", by ')
     assert said().startswith("plan: ")
+    doubtful = made.model_copy(update={"warnings": ["one", "two"]})
+    _say_plan(sweep, doubtful, is_new=False)
+    continued = capsys.readouterr().out
+    assert "plan: 2 warnings, as before: " in continued
+    assert "warning: one" not in continued
     run.log_event("submitted", "train", job_id="18")
     assert said(objective="cost").endswith(str(run.sweep_file)), "the training follows that plan"
 

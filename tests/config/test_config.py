@@ -53,8 +53,8 @@ def complaint(load: Load, content: str | bytes, overrides: Sequence[str] = ()) -
     ("text", "said"),
     [
         # unknown keys
-        ('[workload]\nmodle = "resnet18"', r"workload\.modle: unknown key \(did you mean 'model'\?\); valid keys: mo"),
-        ("[serach]\n", r"serach: unknown key \(did you mean 'search'\?\); valid keys: name, workload, search, "),
+        ('[workload]\nmodle = "resnet18"', r"workload\.modle: unknown key \(did you mean 'model'\?\)$"),
+        ("[serach]\n", r"serach: unknown key \(did you mean 'search'\?\)$"),
         ('"a\\nb" = 1', r"'a\\nb': unknown key; valid keys: name, workload"),
         # wrong types
         ("workload = 3", "workload: expected a table, got 3"),
@@ -131,10 +131,10 @@ def test_a_mistake_in_a_sweep_is_one_line(here: Path, text: str, said: str) -> N
         ('[pricing]\ntres_weights = "CPU"', "pricing.tres_weights: 'CPU' has no weight; expected for example"),
         ("[pricing]\npue = 0.5", "pricing.pue: expected at least 1.0, got 0.5"),
         ("[[partitions]]\nmax_nodes = 2", "partitions.0.partition: is required"),
-        ('[[partitions]]\npartition = "a"\nnodes = 2', r"partitions\.0\.nodes: unknown key.*: partition, device"),
+        ('[[partitions]]\npartition = "a"\nnodes = 2', r"partitions\.0\.nodes: unknown key .did you mean 'max_nodes'"),
         ('[[partitions]]\npartition = "a"\npricing = {basis = "x"}', "partitions: a: pricing.basis: expected"),
         ('[[partitions]]\npartition = "a"\npricing = {bass = "x"}',
-         r"partitions: a: pricing.bass: unknown key.*did you mean 'basis'.*valid keys: basis, usd_per_node_hour"),
+         r"partitions: a: pricing.bass: unknown key.*did you mean 'basis'"),
         ('[[partitions]]\npartition = "a"\n[[partitions]]\npartition = "a"', "partitions: 'a' stands there twice"),
         ('[[partitions]]\npartition = "a"\n[[partitions]]\npartition = "b"\npricing = '
          '{basis = "tres", tres_weights = "CPU=1"}', "partitions: some are priced in USD and some in SU"),
@@ -167,9 +167,9 @@ def test_a_mistake_in_a_cluster_is_one_line(here: Path, text: str, said: str) ->
     ("content", "said"),
     [
         (b"", "name: is required"),
-        (b'name = "x y"', 'name: "x y" holds characters that are not allowed'),
+        (b'name = "x y"', 'name: "x y" holds characters that are not allowed here .expected at most 64'),
         (b"\xff\xfe", "expected UTF-8 text"),
-        (b"name = ", r"is not valid TOML: Invalid value \(at "),
+        (b"name = ", r"is not valid TOML: Invalid value \(at .*; text stands in quotes"),
         (b'name = "a"\nname = "b"', "is not valid TOML: Cannot overwrite a value"),
         (b"#" * (MAX_FILE_BYTES + 1), "expected a TOML file under 1,000,000 bytes"),
         (b"a = " + b"[" * 5000 + b"]" * 5000, "is not valid TOML: maximum recursion depth"),
@@ -213,10 +213,10 @@ def test_what_is_no_file_is_neither_waited_for_nor_read_to_its_end(here: Path, p
         ("workload.model=\udc80", "--set: expected section.key=value, got 'workload.model=\\udc80'"),
         ("name.x=3", "--set: name.x: 'name' is not a table"),
         (".a=3", "in.toml: '': unknown key"),
-        ("workload.epoch=3", "in.toml: workload.epoch: unknown key (did you mean 'epochs'?)"),
-        ("workload.epochs=many", 'in.toml: workload.epochs: expected a whole number, got "many"'),
-        ("workload.epochs=" + "9" * 5000, "in.toml: workload.epochs: expected a whole number, got"),
-        ("workload.epochs=" + "[" * 5000, "in.toml: workload.epochs: expected a whole number, got"),
+        ("workload.epoch=3", "--set: workload.epoch: unknown key (did you mean 'epochs'?)"),
+        ("workload.epochs=many", '--set: workload.epochs: expected a whole number, got "many"'),
+        ("workload.epochs=" + "9" * 5000, "--set: workload.epochs: expected a whole number, got"),
+        ("workload.epochs=" + "[" * 5000, "--set: workload.epochs: expected a whole number, got"),
         ("a" + ".a" * 3000 + "=1", "in.toml: holds a value out of all bounds"),
     ],
     ids=range(12),
@@ -381,7 +381,7 @@ def test_overrides_of_both_files_are_told_apart_and_reach_the_default_cluster(he
     asked = ["workload.lr=0.5", "cluster.max_nodes=4", "pricing.basis=spot"]
     sweep, cluster = load_together(Path("in.toml"), None, asked)
     assert (sweep.workload.lr, cluster.max_nodes, cluster.pricing.basis) == (0.5, 4, "spot")
-    with pytest.raises(InputError, match=r"^the default cluster \(this machine\): max_node: unknown key"):
+    with pytest.raises(InputError, match=r"^--set: max_node: unknown key"):
         load_together(Path("in.toml"), None, ["cluster.max_node=4"])
 
 
@@ -574,3 +574,8 @@ def test_a_good_file_with_a_damaged_place(here: Path, data: st.DataObject) -> No
 @fuzz
 def test_overrides_of_all_kinds(here: Path, override: str) -> None:
     load_anything(load_sweep, NAME.encode(), [override])
+
+
+def test_a_file_of_the_other_kind_is_called_what_it_is(here: Path) -> None:
+    assert complaint(load_cluster, NAME + "[workload]\n").startswith("in.toml: is a sweep file (it has [workload])")
+    assert complaint(load_sweep, NAME + 'executor = "slurm"\n').startswith("in.toml: is a cluster file")

@@ -129,7 +129,8 @@ def test_where_every_node_is_broken_one_line_says_so(sweeps: Sweeps) -> None:
     hosts = broken_jobs(run, "profile")
     assert len(hosts) == 3
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("profile: a device failed once more")]
-    assert all(f"{host} reported '{SAID}'" in line for host in hosts)
+    assert f" reported '{SAID}'; have these nodes repaired" in line
+    assert all(host in line for host in hosts)
 
 
 def test_nodes_without_the_gpus_that_slurm_granted_are_broken(sweeps: Sweeps) -> None:
@@ -139,7 +140,9 @@ def test_nodes_without_the_gpus_that_slurm_granted_are_broken(sweeps: Sweeps) ->
     hosts = broken_jobs(run, "profile")
     assert len(hosts) == 3
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("profile: a device failed once more")]
-    assert all(f"{host} reported 'Slurm granted 1 GPUs, but torch sees none: " in line for host in hosts)
+    assert " reported 'Slurm granted 1 GPUs, but torch sees none: " in line
+    assert 'set device = "cpu" in the cluster file' in line
+    assert all(host in line for host in hosts)
 
 
 def test_where_too_few_nodes_are_left_the_refusal_names_those_left_out(

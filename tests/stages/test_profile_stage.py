@@ -282,7 +282,7 @@ def test_where_all_devices_are_broken_one_line_names_the_hosts(monkeypatch: pyte
     with pytest.raises(StageError) as caught:
         profile_stage(sweep)
     assert len(scheduler.wanted) == 3
-    hosts = "; ".join(f"node{n} reported 'E: an ECC error'" for n in (1, 2, 3))
+    hosts = "node1, node2 and node3 reported 'E: an ECC error'"
     assert str(caught.value) == f"profile: a device failed once more, in job 3: {hosts}; have these nodes repaired"
 
 

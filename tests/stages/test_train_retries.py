@@ -113,7 +113,7 @@ def test_a_training_that_meets_broken_devices_is_submitted_twice_more(
 
     scheduler, error = train(monkeypatch, tmp_path, end_of)
     assert scheduler.jobs == 3
-    hosts = "; ".join(f"node{n} reported 'an ECC error'" for n in (1, 2, 3))
+    hosts = "node1, node2 and node3 reported 'an ECC error'"
     assert error == f"train: a device failed once more, in job 3: {hosts}; have these nodes repaired"
 
 

@@ -311,7 +311,8 @@ class _Watch:
                     self._complete_requeued()
                     break
                 wait = explain(state)
-                why = f"{state.reason}: {wait.words}" if wait.words else state.reason
+                reason = "" if state.reason.strip("()") == "None" else state.reason
+                why = ": ".join(filter(None, (reason, wait.words)))
                 self._say(f"waits ({why})")
                 if wait.stuck or time.monotonic() > ends:
                     return [_not_started(why, wait_s, stuck=wait.stuck)]

@@ -111,12 +111,22 @@ def _judge_errors(reports: Sequence[RankReport]) -> Iterator[Verdict]:
         last = report.at_work_on
         if not report.finished and last is not None and last not in report.errors:
             found[last, "the worker ended in the middle of this"].append(report.hostname)
+    no_device = {text for probe, text in found if probe is Probe.DEVICE}
+    everywhere = {report.hostname for report in reports}
     for (probe, text), hosts in found.items():
+        # what needs the device fails with the same words
+        if text in no_device and probe is not Probe.DEVICE:
+            continue
         # trainings wait for longer: a tree of images that is listed for the first time takes
         # minutes
         late = probe is Probe.LOADER and text.startswith(TimeoutError.__name__)
         make = warning if late else failed
-        yield make(TOPIC_OF[probe], f"{_named(hosts)}: {text}", REMEDY_OF[probe], hosts)
+        remedy = REMEDY_OF[probe]
+        if probe is Probe.DEVICE and set(hosts) == everywhere:
+            remedy = (
+                f'if these nodes have no GPUs, device = "cpu" in the cluster file; else {remedy}'
+            )
+        yield make(TOPIC_OF[probe], f"{_named(hosts)}: {text}", remedy, hosts)
 
 
 def _having(

@@ -32,6 +32,7 @@ def add_input_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--set",
+        type=_assignment,
         action="append",
         default=[],
         metavar="section.key=value",
@@ -54,6 +55,12 @@ def add_input_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="carry on here with a detached sweep, and cancel its controller jobs",
     )
+
+
+def _assignment(text: str) -> str:
+    if "=" not in text:
+        raise argparse.ArgumentTypeError(f"expected section.key=value in one word, got {text!r}")
+    return text
 
 
 def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:

@@ -20,6 +20,7 @@ from tula_hpc.formatting import (
     printable,
     with_own_escapes,
 )
+from tula_hpc.invocation import command_line
 
 if TYPE_CHECKING:
     from tula_hpc.analysis.costs.training_bill import TrainingBill
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 # columns where the output is no terminal
 SUMMARY_WIDTH = 140
 # left out first: the largest
-SPARE = {"memory per worker": 4, "error": 3, "measured": 2, "steps": 1}
+SPARE = {"memory per worker": 4, "took": 3, "measured": 2, "steps": 1}
 # where lines may end in cells
 NARROW = {"configuration": len("N = 16, B = 16,384"), "measured": len("in training")}
 
@@ -124,10 +125,11 @@ def _run_stages(sweep: Sweep, last: int) -> int:
         # as it was asked to, for `status`
         sweep.run.log_event("ended", "profile")
         return 0
+    before = _contents(sweep.run.plan_file)
     plan = plan_stage(sweep)
     if not training_began(sweep.run):
         tell(sweep, "stage_ended", f"planned: {plan.chosen.configuration}: {plan.reason}", "plan")
-    _say_plan(sweep, plan)
+    _say_plan(sweep, plan, is_new=_contents(sweep.run.plan_file) != before)
     if last == STAGES.index("plan"):
         sweep.run.log_event("ended", "plan")
         _say_what_follows(sweep, plan)
@@ -281,7 +283,14 @@ def _profiling_cost(sweep: Sweep) -> str:
     )
 
 
-def _say_plan(sweep: Sweep, plan: Plan) -> None:
+def _contents(path: Path) -> bytes:
+    return path.read_bytes() if path.exists() else b""
+
+
+def _say_plan(sweep: Sweep, plan: Plan, *, is_new: bool = True) -> None:
+    """Say what was planned; warnings in full only where an earlier command has not said them."""
+    from tula_hpc.analysis.report.plan_text import not_told_apart
+
     differs = list(plan.other_objective)
     if not differs and plan.objective != sweep.spec.objective.kind:
         differs = [f'objective.kind = "{plan.objective}"']
@@ -292,6 +301,13 @@ def _say_plan(sweep: Sweep, plan: Plan) -> None:
             f"in {sweep.run.sweep_file}{undone}"
         )
     print(f"plan: {plan.reason}")
+    if not is_new:
+        if plan.warnings:
+            count = plural(len(plan.warnings), "warning")
+            print(f"plan: {count}, as before: {command_line('plan', str(sweep.run.root))}")
+        return
+    for text in not_told_apart(plan):
+        print(f"plan: {text}")
     for warning in plan.warnings:
         print(f"warning: {warning}")
 

@@ -49,7 +49,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise InputError("expected UTF-8 text", source=path) from None
     except (ValueError, RecursionError) as error:
         # TOMLDecodeError is a ValueError; so is a number of 5000 digits
-        raise InputError(f"is not valid TOML: {_one_line(error)}", source=path) from None
+        text = _one_line(error)
+        hint = "; text stands in quotes" if text.startswith("Invalid value") else ""
+        raise InputError(f"is not valid TOML: {text}{hint}", source=path) from None
 
 
 def _one_line(error: Exception) -> str:
@@ -173,7 +175,12 @@ def load_sweep(path: Path, overrides: Sequence[str] = (), *, check_paths: bool =
     Raises:
         InputError: One line per mistake: file, key, what was expected.
     """
-    return _sweep_of(path, read_toml(path), overrides, check_paths=check_paths)
+    tables = read_toml(path)
+    if "executor" in tables and "workload" not in tables:
+        raise InputError(
+            "is a cluster file (it has executor); expected a sweep file, see sweeps/", source=path
+        )
+    return _sweep_of(path, tables, overrides, check_paths=check_paths)
 
 
 def load_frozen_sweep(
@@ -197,7 +204,11 @@ def _sweep_of(
 
 def load_cluster(path: Path, overrides: Sequence[str] = ()) -> ClusterSpec:
     """Read and check a cluster file; see `load_sweep`."""
-    cluster = _parse(ClusterSpec, path, read_toml(path), overrides)
+    tables = read_toml(path)
+    if isinstance(tables.get("workload"), dict):
+        message = "is a sweep file (it has [workload]); expected a cluster file"
+        raise InputError(f"{message}, see slurm_templates/", source=path)
+    cluster = _parse(ClusterSpec, path, tables, overrides)
     _refuse_without_effect(cluster, overrides)
     return cluster
 
@@ -281,7 +292,12 @@ def _parse(
         for item in problems:
             outer |= {item["loc"][:depth] for depth in range(len(item["loc"]))}
         own = [item for item in problems if item["loc"] not in outer]
-        lines = [explain(kind, path, item) for item in own[:MOST_MISTAKES]]
+        keys = [text.partition("=")[0].strip() for text in overrides]
+        lines = []
+        for item in own[:MOST_MISTAKES]:
+            key = ".".join(map(str, item["loc"]))
+            is_set = any(f"{key}.".startswith(f"{given}.") for given in keys)
+            lines.append(explain(kind, "--set" if is_set else path, item))
         if len(own) > MOST_MISTAKES:
             lines.append(f"{path}: and {len(own) - MOST_MISTAKES} more mistakes")
         # a union has one problem for each of its members

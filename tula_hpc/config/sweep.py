@@ -293,7 +293,8 @@ def loaders_without_cores(sweep: SweepSpec, cluster: ClusterSpec) -> Iterator[tu
                 f"{table}cpus_per_worker",
                 f"{part.cpus_per_worker} for the training process and its {loaders} loader "
                 "processes (workload.loader_workers), which would wait for one another; "
-                f"expected at least {loaders + 1}, better {loaders + 2}, or fewer loader processes",
+                f"expected at least {loaders + 1}, better {loaders + 2}, or "
+                f"workload.loader_workers = {part.cpus_per_worker - 1} in the sweep file",
             )
 
 

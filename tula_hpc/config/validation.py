@@ -15,7 +15,8 @@ from tula_hpc.own_sources import can_be_given, find_source, module_files
 
 GIB = 1024**3
 MOST_GIB = 1e9
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 
 
 class Spec(BaseModel):
@@ -93,6 +94,9 @@ _EXPECTED = {
     "too_long": "expected at most {max_length} values",
     "string_too_long": "expected at most {max_length} characters",
 }
+_PATTERNS = {
+    NAME_PATTERN: "expected at most 64 letters, digits, '.', '_' and '-', a letter or digit first",
+}
 # of `sbatch`: pydantic adds them to the location
 _UNION_MEMBERS = ("constrained-str", "constrained-int", "int", "bool")
 
@@ -115,7 +119,8 @@ def explain(kind: type[Spec], path: Path | str, item: Mapping[str, Any]) -> str:
     if "pattern" in item["type"]:
         table = location[:-2] if is_key else location
         message = f"{got} holds characters that are not allowed here"
-        return line_of(path, table, f"{message} (pattern {item['ctx']['pattern']})")
+        pattern = item["ctx"]["pattern"]
+        return line_of(path, table, f"{message} ({_PATTERNS.get(pattern, f'pattern {pattern}')})")
     meant = _tables_meant(kind, location, item["input"])
     return line_of(path, location, f"{message_of(item)}{meant}, got {got}")
 
@@ -162,7 +167,8 @@ def shown(value: object, most: int = 80) -> str:
 
 
 def valid_keys(kind: type[BaseModel], location: Sequence[str]) -> str:
-    """Return the end of a message on an unknown key: the likely one, and all of its table."""
+    """Return the end of a message on an unknown key: the likely one, or all of its table."""
+    sections = _sections_with(kind, location[-1]) if len(location) == 1 else []
     for part in location[:-1]:
         # index in a list of tables
         if part.isdigit():
@@ -172,7 +178,20 @@ def valid_keys(kind: type[BaseModel], location: Sequence[str]) -> str:
             if isinstance(inner, type) and issubclass(inner, BaseModel):
                 kind = inner
     valid = list(kind.model_fields)
-    return f"{nearest(location[-1], valid)}; valid keys: {', '.join(valid)}"
+    if sections:
+        return f" (did you mean {' or '.join(f'{name}.{location[-1]}' for name in sections)}?)"
+    return nearest(location[-1], valid) or f"; valid keys: {', '.join(valid)}"
+
+
+def _sections_with(kind: type[BaseModel], key: str) -> list[str]:
+    """Return the tables that have a key which stands outside of them."""
+    found = []
+    for name, field in kind.model_fields.items():
+        for inner in (field.annotation, *get_args(field.annotation)):
+            is_table = isinstance(inner, type) and issubclass(inner, BaseModel)
+            if is_table and key in inner.model_fields:
+                found.append(name)
+    return found
 
 
 def nearest(word: str, valid: Iterable[str], form: str = "{!r}") -> str:

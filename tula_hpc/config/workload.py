@@ -315,6 +315,13 @@ class WorkloadSpec(Spec):
         return self.data_dir is not None or facts is None or not facts.on_disk
 
     @property
+    def reads_files(self) -> bool:
+        """False if the data are in memory, or no folder is known: a script's own may be anywhere."""
+        facts = DATASETS.get(self.dataset)
+        on_disk = facts is not None and facts.on_disk
+        return self.is_script or self.data_dir is not None or on_disk
+
+    @property
     def most_samples(self) -> int | None:
         """Upper bound of the training set's size; None if unknown."""
         if self.samples or self.dataset not in DATASETS:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tula_hpc.config import ClusterSpec
+from tula_hpc.config import ClusterSpec, WorkloadSpec
 from tula_hpc.env import loaded_modules
 from tula_hpc.init.survey import Place, Survey
 
@@ -84,7 +84,11 @@ def _shape(place: Place) -> Iterator[Line]:
         "workers_per_node", workers, "one for each GPU" if place.gpus else "processes a node"
     )
     cores = max(1, nodes.cpus // workers)
-    yield Line("cpus_per_worker", cores, f"of {nodes.cpus} a node, loader processes included")
+    usual = int(WorkloadSpec.model_fields["loader_workers"].default)
+    said = "loader processes included"
+    if place.gpus and cores <= usual:
+        said = f"so few that sweeps need workload.loader_workers = {cores - 1}"
+    yield Line("cpus_per_worker", cores, f"of {nodes.cpus} a node, {said}")
     yield Line("exclusive", True, "nothing else on a node while it is measured")
     if place.gpus:
         yield Line(
@@ -139,4 +143,6 @@ def _pricing(place: Place) -> Iterator[Line]:
         yield Line("tres_weights", place.billing_weights, "TRESBillingWeights of the partition")
         return
     yield Line("basis", "node-hour", "the site has no billing weights")
-    yield Line("usd_per_node_hour", 1.0, f"for comparing costs: {UNKNOWN}", asked=True)
+    yield Line(
+        "usd_per_node_hour", 1.0, f"costs are node-hours until this is set: {UNKNOWN}", asked=True
+    )

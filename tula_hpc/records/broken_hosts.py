@@ -14,6 +14,8 @@ from tula_hpc.records.base import Configuration, Record
 from tula_hpc.records.events import EndData, Event, hosts_in
 
 RETRIES = 2
+# as `ddp.process_group` says it
+NO_GPU = "torch sees none"
 AVOIDED_S = 24 * 3600.0
 
 
@@ -45,7 +47,15 @@ def list_hosts(broken: Sequence[BrokenHost]) -> str:
     """List the hosts and the error of each, in a line."""
     if not broken:
         return "on hosts that are not known"
-    return "; ".join(f"{each.host} reported {first_line(each.said)!r}" for each in broken)
+    hosts: dict[str, list[str]] = {}
+    for each in broken:
+        hosts.setdefault(first_line(each.said), []).append(each.host)
+    return "; ".join(f"{_in_a_row(names)} reported {said!r}" for said, names in hosts.items())
+
+
+def _in_a_row(names: Sequence[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def first_line(text: str) -> str:
@@ -55,8 +65,11 @@ def first_line(text: str) -> str:
 
 def why_given_up(events: Iterable[Event], job_id: str, now: float) -> str:
     """Describe in one line which hosts are broken, after the last attempt."""
-    told = list_hosts(broken_hosts(events, now))
-    return f"a device failed once more, in job {job_id}: {told}; have these nodes repaired"
+    broken = broken_hosts(events, now)
+    todo = "have these nodes repaired"
+    if broken and all(NO_GPU in each.said for each in broken):
+        todo = f'if these nodes have no GPUs set device = "cpu" in the cluster file, else {todo}'
+    return f"a device failed once more, in job {job_id}: {list_hosts(broken)}; {todo}"
 
 
 def profiled_in_vain(

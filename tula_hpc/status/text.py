@@ -178,14 +178,19 @@ def _plan(plan: PlanStatus) -> str:
 
 
 def _promise(promise: PromiseStatus) -> str:
-    taken = f"{format_duration(promise.actual_s)}, for {format_duration(promise.expected_s)}"
+    expected = f"predicted: {format_duration(promise.expected_s)}"
     if promise.interval_s is not None:
         low, high = map(format_duration, promise.interval_s)
-        taken += f" predicted ({low} to {high}, 90 %: {promise.verdict})"
+        verdict = {"more": "longer than", "less": "shorter than", "within": "within"}
+        where = verdict.get(promise.verdict, "beside")
+        expected += f", {low} to {high} with 90 % probability"
+        expected = f"{where} what was {expected}"
+    taken = f"took {format_duration(promise.actual_s)}, {expected}"
     currency = promise.promised_currency
     paid = format_money(promise.paid, currency)
     told_by = {"accounting": "accounting", "notes": "the run's own notes"}[promise.told_by]
-    return f"{taken}; {paid} for {format_money(promise.expected_cost, currency)}; by {told_by}"
+    cost = f"cost {paid}, predicted: {format_money(promise.expected_cost, currency)}"
+    return f"{taken}; {cost}; by {told_by}"
 
 
 def _training_lines(training: TrainingStatus) -> Iterator[Line]:

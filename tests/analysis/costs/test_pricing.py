@@ -195,8 +195,10 @@ def test_the_stated_power_of_a_whole_node_goes_before_what_was_measured_of_it() 
 def test_what_prices_assume_is_said() -> None:
     spot = ClusterSpec.model_validate({"pricing": {"basis": "spot", "preemption_hours": 6}})
     assert "every 6 hours" in assumptions(spot, None)[0]
-    assert assumptions(ClusterSpec(), None) == []
-    measured = assumptions(ClusterSpec(), NodePower(450.0, measured=True))[0]
+    priced = ClusterSpec.model_validate({"pricing": {"usd_per_node_hour": 2.0}})
+    assert assumptions(priced, None) == []
+    assert assumptions(ClusterSpec(), None)[0].startswith("costs assume 1 USD a node and hour, which is no price but")
+    measured = assumptions(priced, NodePower(450.0, measured=True))[0]
     assert "processors and GPUs draw 450 W (measured)" in measured
     assert "power supplies, memory and fans are not included" in measured
     energy = ClusterSpec.model_validate({"pricing": {"basis": "energy"}})

@@ -128,7 +128,7 @@ def test_parts_that_were_off_are_named_once_they_matter() -> None:
     assert "longer than the 90 % interval of the predicted 2 min 12 s" in said
     assert "by Slurm's accounting" in said
     assert "2.00 USD was predicted (1.80 USD to 2.20 USD)." in said
-    assert "Outside of their intervals: end of the job 14.0 s for 1.5 s." in said, "a second moves nobody"
+    assert "Outside of their intervals: end of the job 14.0 s, 1.5 s were predicted." in said, "a second moves nobody"
     assert billed(150.0).parts_off() == [TimePart.ENDS]
     assert billed(150.0).parts[TimePart.STARTS].verdict is Verdict.MORE
 
@@ -139,7 +139,7 @@ def test_where_no_part_is_off_by_itself_the_one_that_moved_the_whole_is_named() 
     bill = training_bill(promised(**sure), slow, [], accounted(109.0 + 31.0 + 1.5))
     assert bill is not None
     said = " ".join(bill_sentences(bill))
-    assert "Most of the difference: steps 1 min 49 s for 1 min 40 s." in said
+    assert "Most of the difference: steps 1 min 49 s, 1 min 40 s were predicted." in said
     assert "Most of the difference" not in " ".join(bill_sentences(billed(133.0)))
 
 

@@ -105,7 +105,11 @@ def test_waiting_that_comes_with_the_nodes_is_for_the_file_system() -> None:
         parts = {"data_time_s": step_s - computed_s, "compute_time_s": computed_s, "optimizer_time_s": 0.0}
         return ok(nodes, batch, times=times(nodes, batch, step_time_s=step_s, allreduce_time_s=1e-4, **parts))
 
-    plan = make_plan(sweep(workload={"epochs": 5}), cluster(), [row(1, 32), row(1, 256), row(2, 32), row(4, 64)])
+    rows = [row(1, 32), row(1, 256), row(2, 32), row(4, 64)]
+    in_memory = make_plan(sweep(workload={"epochs": 5}), cluster(), rows)
+    assert [w for w in in_memory.warnings if "the data loader decides" in w]
+    assert not [w for w in in_memory.warnings if "the file system decides" in w]
+    plan = make_plan(sweep(workload={"epochs": 5, "data_dir": "/data"}), cluster(), rows)
     assert [w for w in plan.warnings if "the file system decides: at N=4" in w]
     assert not [w for w in plan.warnings if "the data loader decides" in w]
     assert plan.models["step_time"]["parameters"]["storage_s"] == pytest.approx(0.002, rel=0.05)

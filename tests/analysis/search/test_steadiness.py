@@ -95,3 +95,10 @@ def test_a_drift_within_which_another_choice_lies_is_said_of_any_configuration()
     (text,) = told(planned(with_step(NEXT, {"first_half": 0.5, "second_half": 1.5})), NEXT)
     assert "became 200 % slower while it was measured (" in text
     assert f"the plan would choose {NEXT} instead of {CHOSEN}" in text
+
+
+def test_several_that_had_not_settled_are_one_warning() -> None:
+    rows = [with_step(where, WIDE, **UNSETTLED) for where in (CHOSEN, NEXT)]
+    both = [rows[0][at] if row.configuration == CHOSEN else rows[1][at] for at, row in enumerate(rows[0])]
+    (text,) = [text for text in planned(both).warnings if "had not settled" in text]
+    assert "; as unsure are N=" in text
