@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.fake_slurm import put_commands
 from tests.planning_data import failed, ok
 from tests.run_factory import EPOCHS, make_run, write_training
 from tula_hpc.cli.changed_inputs import freeze
@@ -640,6 +641,35 @@ def test_a_dry_run_without_slurm_says_that_it_was_not_asked(
     assert "Slurm was not asked: sbatch is not on PATH" in dry_run(sweep_file, capsys)
     assert main([str(sweep_file), "--dry-run"]) == 0
     assert "Slurm" not in capsys.readouterr().out, "local jobs are nothing to ask about"
+
+
+@pytest.mark.parametrize("options", [[], ["--dry-run"], ["--detach"]])
+@pytest.mark.parametrize(
+    ("keys", "refused"),
+    [
+        ("max_nodes = 128", "max_nodes: 128, but partition cpu has 100 nodes; set max_nodes = 100, and "),
+        ("partition = 'gpuu'", "partition: Slurm has no partition 'gpuu'; expected one of: cpu"),
+    ],
+)
+def test_what_no_partition_can_run_is_refused_before_anything_is_submitted(
+    sweep_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    keys: str,
+    refused: str,
+    options: list[str],
+) -> None:
+    commands, cluster, run = sweep_file.parent / "bin", sweep_file.parent / "c.toml", sweep_file.parent / "run"
+    commands.mkdir()
+    put_commands(commands)
+    (commands / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: Invalid' >&2\nexit 1\n")
+    monkeypatch.setenv("PATH", f"{commands}:/usr/bin:/bin")
+    cluster.write_text(f"executor = 'slurm'\n{keys}\n")
+    sizes = ["--set", f"search.cluster_sizes=[{101 if 'nodes' in keys else 1}]", "--set", "search.max_batch=1024"]
+    command = [str(sweep_file), "--cluster", str(cluster), "--run-dir", str(run), *sizes, *options]
+    assert main(command) == 2
+    assert f"{cluster}: {refused}" in capsys.readouterr().err
+    assert not run.exists()
 
 
 def test_dry_run_of_an_array_for_each_size(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

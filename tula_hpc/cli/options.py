@@ -141,6 +141,27 @@ def _load_without_paths(
     return spec, cluster
 
 
+def refuse_impossible(
+    options: argparse.Namespace, spec: SweepSpec, cluster: ClusterSpec, root: Path
+) -> None:
+    """Refuse a partition that Slurm does not have, or more nodes than it has; before a training.
+
+    Raises:
+        InputError: Slurm says so.
+    """
+    from tula_hpc.records import RunDirectory
+    from tula_hpc.stages.context import Sweep
+    from tula_hpc.stages.plan import training_began
+    from tula_hpc.stages.preview import impossible
+
+    sweep = Sweep(spec, cluster, RunDirectory(root))
+    if cluster.executor != "slurm" or training_began(sweep.run):
+        return
+    if found := impossible(sweep):
+        key, words = found
+        raise InputError(words, source=options.cluster or "cluster", key=key)
+
+
 def run_root(options: argparse.Namespace, spec: SweepSpec) -> Path:
     """Return the run directory's path.
 

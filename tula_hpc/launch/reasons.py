@@ -294,6 +294,7 @@ _KINDS = (
     _Kind(
         "PartitionNodeLimit",
         "asks for more nodes than its partition allows, or some of its nodes are down",
+        stuck=True,
     ),
     _Kind("PartitionConfig", "asks for more than its partition has or allows", stuck=True),
     _Kind(
