@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_hpc.cli.open_run import open_run, work
-from tula_hpc.cli.options import add_input_options, load_inputs, run_root
+from tula_hpc.cli.options import add_input_options, load_inputs, refuse_impossible, run_root
 from tula_hpc.command_errors import NOTHING_BEGUN, exit_code_of
 from tula_hpc.errors import InputError
 from tula_hpc.files import write_out
@@ -63,6 +63,8 @@ def run(
     if spec.study is None:
         message = f"expected a [study] table; without one use {command_line('sweep')}"
         raise InputError(message, source=options.sweep)
+    if not getattr(options, "report_only", False):
+        refuse_impossible(options, spec, cluster, root)
     if options.dry_run:
         from tula_hpc.cli.dry_run import try_dry
         from tula_hpc.records import RunDirectory

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tula_hpc.cli.open_run import check_run, open_run, work
-from tula_hpc.cli.options import add_input_options, load_inputs, run_root
+from tula_hpc.cli.options import add_input_options, load_inputs, refuse_impossible, run_root
 from tula_hpc.cli.pipeline import STAGES
 from tula_hpc.command_errors import NOTHING_BEGUN, exit_code_of
 from tula_hpc.errors import InputError
@@ -47,6 +47,7 @@ def _run(options: argparse.Namespace) -> int:
     if spec.study is not None:
         return _run_study(options, spec, cluster)
     root = run_root(options, spec)
+    refuse_impossible(options, spec, cluster, root)
     if options.dry_run:
         from tula_hpc.cli.dry_run import describe_submission
 

@@ -249,7 +249,11 @@ def _check_set(spec: WorkloadSpec, which: str, data: Any, classes: int, tried: i
 
 def _check_item(spec: WorkloadSpec, item: Any, classes: int, place: str) -> None:
     if spec.loss is None:
-        fits = _is_item(item, classes)
+        fits = _is_item(item)
+        if fits and not 0 <= (label := operator.index(item[1])) < classes:
+            least = f"; return at least {label + 1} classes" if label >= classes else ""
+            found = f"has label {label} as {place}; expected 0 to {classes - 1}"
+            raise _data_error(spec, f"{found}, as it returned {classes} for classes{least}")
         expected = (
             f"(float tensor of 3 dimensions, label from 0 to {classes - 1}); "
             "others need a workload.loss of your own"
@@ -310,7 +314,7 @@ def _is_pair(item: Any) -> bool:
     return True
 
 
-def _is_item(item: Any, classes: int) -> bool:
+def _is_item(item: Any) -> bool:
     if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], Tensor):
         return False
     image, label = item
@@ -318,9 +322,10 @@ def _is_item(item: Any, classes: int) -> bool:
         return False
     try:
         # int, NumPy's integers, tensors of one integer
-        return 0 <= operator.index(label) < classes
+        operator.index(label)
     except TypeError:
         return False
+    return True
 
 
 def _describe(item: Any) -> str:

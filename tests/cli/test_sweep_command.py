@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.fake_slurm import put_commands
 from tests.planning_data import failed, ok
 from tests.run_factory import EPOCHS, make_run, write_training
 from tula_hpc.cli.changed_inputs import freeze
@@ -23,6 +24,7 @@ from tula_hpc.config import ClusterSpec, SweepSpec, idle_keys, idle_reference, l
 from tula_hpc.formatting import format_duration, format_money
 from tula_hpc.invocation import command_line
 from tula_hpc.records import RunDirectory, append_record
+from tula_hpc.stages.memory_room import Estimate
 from tula_hpc.stages.plan import BACK
 from tula_hpc.sweep import main
 
@@ -409,20 +411,23 @@ def test_keys_of_a_partition_are_free_as_those_of_the_cluster(
         check_run(*inputs("dear.pricing.usd_per_node_hour=5", "v1.pricing.x.account=rich"), run.root)
 
 
-def test_a_dry_run_where_the_data_are_not_warns(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mistake = [
-        str(sweep_file),
-        *TRIED,
-        "--set",
-        "workload.dataset=imagenet",
-        "--set",
-        "workload.data_dir=/nowhere/at/all",
-    ]
+def test_a_dry_run_where_the_data_are_not_warns_and_refuses_else_what_the_sweep_refuses(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nowhere = ["--set", "workload.data_dir=/nowhere/at/all"]
+    for dataset in ("imagenet", "tests.examples.own_workload:stripes"):
+        mistake = [str(sweep_file), *TRIED, "--set", f"workload.dataset={dataset}", *nowhere]
+        assert main(mistake) == 2
+        words = capsys.readouterr().err
+        assert 'workload.data_dir: no such folder: "/nowhere/at/all"' in words
+        assert main([*mistake, "--dry-run"]) == 0
+        assert capsys.readouterr().err == f"warning: {words}"
+    mistake = [*mistake, "--set", "workload.model=json:lodas"]
     assert main(mistake) == 2
     words = capsys.readouterr().err
-    assert "/nowhere/at/all" in words
-    assert main([*mistake, "--dry-run"]) == 0
-    assert capsys.readouterr().err == f"warning: {words}"
+    assert "defines no 'lodas'" in words
+    assert main([*mistake, "--dry-run"]) == 2
+    assert capsys.readouterr().err == words
 
 
 def test_data_of_the_compute_nodes_alone_need_a_word(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -673,6 +678,35 @@ def test_a_dry_run_without_slurm_says_that_it_was_not_asked(
     assert "Slurm" not in capsys.readouterr().out, "local jobs are nothing to ask about"
 
 
+@pytest.mark.parametrize("options", [[], ["--dry-run"], ["--detach"]])
+@pytest.mark.parametrize(
+    ("keys", "refused"),
+    [
+        ("max_nodes = 128", "max_nodes: 128, but partition cpu has 100 nodes; set max_nodes = 100, and "),
+        ("partition = 'gpuu'", "partition: Slurm has no partition 'gpuu'; expected one of: cpu"),
+    ],
+)
+def test_what_no_partition_can_run_is_refused_before_anything_is_submitted(
+    sweep_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    keys: str,
+    refused: str,
+    options: list[str],
+) -> None:
+    commands, cluster, run = sweep_file.parent / "bin", sweep_file.parent / "c.toml", sweep_file.parent / "run"
+    commands.mkdir()
+    put_commands(commands)
+    (commands / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: Invalid' >&2\nexit 1\n")
+    monkeypatch.setenv("PATH", f"{commands}:/usr/bin:/bin")
+    cluster.write_text(f"executor = 'slurm'\n{keys}\n")
+    sizes = ["--set", f"search.cluster_sizes=[{101 if 'nodes' in keys else 1}]", "--set", "search.max_batch=1024"]
+    command = [str(sweep_file), "--cluster", str(cluster), "--run-dir", str(run), *sizes, *options]
+    assert main(command) == 2
+    assert f"{cluster}: {refused}" in capsys.readouterr().err
+    assert not run.exists()
+
+
 def test_dry_run_of_an_array_for_each_size(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = dry_run(sweep_file, capsys, "--set", "search.mode=full", "--set", "search.pack=never")
     assert "N=2: local batches 16, 32, in an array of 2 jobs" in out
@@ -720,11 +754,12 @@ def test_a_dry_run_refuses_what_fits_nowhere_as_the_sweep_would(
 
 
 def test_a_dry_run_goes_on_without_an_estimate_and_says_why(
-    sweep_file: Path, capsys: pytest.CaptureFixture[str]
+    sweep_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = [*TRIED, "--set", "search.mode=full", "--set", "workload.model=no_such_module:net"]
-    out = dry_run(sweep_file, capsys, *given, more="memory_gb = 1.0\n")
-    assert re.search(r"no estimate of memory \(.*no_such_module.*\): the search begins with all batches\n", out)
+    monkeypatch.setattr("tula_hpc.cli.dry_run.rehearse", lambda *_: "it was killed")
+    monkeypatch.setattr("tula_hpc.cli.dry_run.estimate", lambda *_: Estimate(None, "it was killed"))
+    out = dry_run(sweep_file, capsys, *TRIED, "--set", "search.mode=full", more="memory_gb = 1.0\n")
+    assert "no estimate of memory (it was killed): the search begins with all batches\n" in out
     assert "N=2: local batches 16, 32, in one job" in out
 
 

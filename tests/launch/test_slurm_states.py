@@ -278,6 +278,10 @@ def test_who_finds_no_controller_hears_which_configuration_was_used(
         ("bash: module: command not found\nsubmitit INFO (x) - Loading", "bash: module: command not found"),
         ("submitit INFO (x) - Loading", "submitit INFO (x) - Loading"),
         (f"{NCCL}remote process exited\nframe #0: c10\nn1: task 1: Aborted", f"{NCCL}remote process exited"),
+        (
+            f"{FRAME}submitit.core.utils.UncompletedJobError: Job not requeued because: timed-out too many times.",
+            "reached its time limit too many times.",
+        ),
         (" \n", "no log was written"),
     ],
 )

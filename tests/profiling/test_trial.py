@@ -98,6 +98,10 @@ MISTAKES = {
         ("% 4", "% 4 + 5 * (torch.arange(count) % 10 == 4)"),
         "mine:data has label 5 at item 4 of the train set, and 3 more; expected 0 to 3",
     ),
+    "a first label of no class": (
+        ("% 4", "% 4 + 4"),
+        "mine:data has label .* as item 0 of the train set; expected 0 to 3, as it returned 4 for classes; return at",
+    ),
     "items of several shapes": (
         ("return TensorDataset(*tensors())", "return [(torch.zeros(3, 8, 8 + (n > 30)), 1) for n in range(40)]"),
         "has items 0 and 32 in the train set that cannot be put into one batch",

@@ -220,13 +220,16 @@ def test_a_dry_run_asks_what_slurm_would_do_and_submits_nothing(
     out = capsys.readouterr().out
     assert "profile, N=2, 1 task: could start at 20" in out
     assert "in partition" in out
-    assert main([*command, "--set", "search.cluster_sizes=[1]", "--set", "cluster.partition=nowhere"]) == 1
+    assert main([*command, "--set", "search.cluster_sizes=[1]", "--set", "cluster.constraint=nowhere"]) == 1
     shown = capsys.readouterr()
-    assert "nowhere: train, N=1, 1 task: refused: " in shown.out
+    assert "train, N=1, 1 task: refused: " in shown.out
     assert "Slurm would refuse 2 of 2 submissions" in shown.err
     study = "[study]\nmethods = ['lbt']\nbatches = [64]\nseeds = [0, 1]\nnodes = 64\n"
     sweep.write_text(f"{sweep.read_text()}{study}")
-    assert main([*command, "--set", "cluster.max_nodes=64"]) == 1
-    assert "train, 4 tasks: refused: " in capsys.readouterr().out
+    for real in (command, command[:-1]):
+        assert main([*real, "--set", "cluster.max_nodes=64"]) == 2
+        assert f"{TEMPLATE}: max_nodes: 64, but partition " in capsys.readouterr().err
+        assert main([*real, "--set", "cluster.partition=nowhere"]) == 2
+        assert f"{TEMPLATE}: partition: Slurm has no partition 'nowhere'" in capsys.readouterr().err
     assert slurm.own_jobs() == before
     assert not (tmp_path / "dry").exists()

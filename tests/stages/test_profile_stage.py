@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec
 from tula_hpc.errors import Failure, InputError, StageError
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.job_specs import ProfileJob
-from tula_hpc.launch.launcher import Ended
+from tula_hpc.launch.launcher import Ended, JobsNow
 from tula_hpc.records import (
     Configuration,
     Footprint,
@@ -248,7 +248,7 @@ class Scheduler:
             submitted.append(Submitted(job_id, self.run.slurm))
         return submitted
 
-    def wait(self, jobs: Sequence[Submitted], tick: object) -> list[Ended]:
+    def wait(self, jobs: Sequence[Submitted], tick: Callable[[JobsNow], None]) -> list[Ended]:
         return [Ended(job, Failure.DEVICE_FAILED, "E: an ECC error", None, (f"node{job.job_id}",)) for job in jobs]
 
 
@@ -284,6 +284,38 @@ def test_where_all_devices_are_broken_one_line_names_the_hosts(monkeypatch: pyte
     assert len(scheduler.wanted) == 3
     hosts = "node1, node2 and node3 reported 'E: an ECC error'"
     assert str(caught.value) == f"profile: a device failed once more, in job 3: {hosts}; have these nodes repaired"
+
+
+class Slow(Scheduler):
+    """Requeues every job once at its time limit, and lets it reach it again."""
+
+    def wait(self, jobs: Sequence[Submitted], tick: Callable[[JobsNow], None]) -> list[Ended]:
+        tick(JobsNow(1, "1 running"))
+        for job in jobs:
+            job.folder.mkdir(parents=True)
+            (job.folder / f"{job.job_id}_time_outs_left.txt").write_text("2\n")
+        tick(JobsNow(0, "1 waiting"))
+        log = "submitit.core.utils.UncompletedJobError: Job not requeued because: timed-out too many times."
+        return [Ended(job, Failure.TIMED_OUT, log, None) for job in jobs]
+
+
+def test_a_time_limit_is_said_at_once_with_its_key_and_ends_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, sweep = profile(monkeypatch, tmp_path, measures=False)
+    scheduler = Slow(sweep.run, measures=False)
+    monkeypatch.setattr(Sweep, "launcher", property(lambda _: scheduler))
+    limit = "job 1 reached its time limit (profile_minutes = 20 in the cluster file)"
+    with pytest.raises(StageError) as caught:
+        profile_stage(sweep)
+    assert str(caught.value) == f"profile: {limit} and measured nothing; raise profile_minutes"
+    first, second, *_ = capsys.readouterr().err.splitlines()
+    assert (first, second) == (
+        "profiling: 0 of 2 done, 1 running",
+        f"profiling: 0 of 2 done, 1 waiting; {limit}: requeued 1 of at most 3 times",
+    )
+    assert len(scheduler.wanted) == 1
+    assert {row.detail for row in sweep.run.measurements().records} == {"reached its time limit too many times."}
 
 
 @pytest.mark.parametrize("failure", [Failure.PREEMPTED, Failure.KILLED])

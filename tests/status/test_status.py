@@ -272,7 +272,7 @@ def test_what_slurm_says_of_a_job_is_told_in_its_word_and_in_plain_words(tmp_pat
         ("JobHeldAdmin", True),
         ("launch failed requeued held", True),
         ("PartitionTimeLimit", True),
-        ("PartitionNodeLimit", False),
+        ("PartitionNodeLimit", True),
         ("PartitionConfig", True),
         ("BadConstraints", True),
         ("InvalidAccount", True),

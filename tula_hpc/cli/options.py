@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -138,7 +139,7 @@ def _load_without_paths(
         )
     except InputError:
         raise mistake from None
-    if getattr(options, "dry_run", False):
+    if getattr(options, "dry_run", False) and _lacks_only_data(options):
         return spec, cluster
     # jobs on this machine find no more than this command
     if not spec.workload.names_data or cluster.executor == "local":
@@ -146,6 +147,37 @@ def _load_without_paths(
     if spec.search.estimate:
         raise InputError(with_remedy(str(mistake), cluster)) from None
     return spec, cluster
+
+
+def _lacks_only_data(options: argparse.Namespace) -> bool:
+    """Tell whether nothing is wrong but the data folder, which a dry run need not have."""
+    from tula_hpc.config import load_together
+
+    with contextlib.suppress(InputError):
+        load_together(options.sweep, options.cluster, [*options.set, "workload.data_dir=/"])
+        return True
+    return False
+
+
+def refuse_impossible(
+    options: argparse.Namespace, spec: SweepSpec, cluster: ClusterSpec, root: Path
+) -> None:
+    """Refuse a partition that Slurm does not have, or more nodes than it has; before a training.
+
+    Raises:
+        InputError: Slurm says so.
+    """
+    from tula_hpc.records import RunDirectory
+    from tula_hpc.stages.context import Sweep
+    from tula_hpc.stages.plan import training_began
+    from tula_hpc.stages.preview import impossible
+
+    sweep = Sweep(spec, cluster, RunDirectory(root))
+    if cluster.executor != "slurm" or training_began(sweep.run):
+        return
+    if found := impossible(sweep):
+        key, words = found
+        raise InputError(words, source=options.cluster or "cluster", key=key)
 
 
 def run_root(options: argparse.Namespace, spec: SweepSpec) -> Path:

@@ -268,7 +268,9 @@ class WorkloadSpec(Spec):
                 f"got {self.warmup_epochs:g}"
             )
         facts = DATASETS.get(self.dataset)
-        if facts is not None and facts.on_disk and _checks_paths(info):
+        # a data set of the user's own need not have one
+        needed = facts.on_disk if facts is not None else self.data_dir is not None
+        if needed and not self.is_script and _checks_paths(info):
             _check_data_dir(self.dataset, self.data_dir)
         return self
 
@@ -437,7 +439,8 @@ def _check_data_dir(dataset: str, data_dir: Path | None) -> None:
         )
     shown_path = shown(str(data_dir), 400)
     try:
-        found = data_dir.is_dir()
+        # what one's own code reads there may be a file
+        found = data_dir.is_dir() if dataset in DATASETS else data_dir.exists()
     except OSError as error:
         raise ValueError(f"data_dir: {shown_path} cannot be read: {error.strerror}") from None
     if not found:

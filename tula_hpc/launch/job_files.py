@@ -38,6 +38,7 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 from tula_hpc.config import ClusterSpec
 from tula_hpc.errors import LaunchError
 from tula_hpc.files import in_words, read_bounded
+from tula_hpc.launch.executor import TIME_OUTS, Submitted
 from tula_hpc.records import write_atomically
 from tula_hpc.search_path import is_found_elsewhere
 
@@ -207,3 +208,12 @@ def with_time_outs_left(job: DelayedSubmission, paths: JobPaths) -> DelayedSubmi
     if re.fullmatch(rb"-?\d{1,9}\n", noted):
         job.set_timeout(job._timeout_min, min(job._timeout_countdown, int(noted)))
     return job
+
+
+def times_out(job: Submitted) -> int:
+    """Return how often a job was requeued at its time limit."""
+    try:
+        noted = read_bounded(job.folder / f"{job.job_id}_time_outs_left.txt", 100)
+    except OSError:
+        return 0
+    return TIME_OUTS - int(noted) if re.fullmatch(rb"[0-3]\n", noted) else 0

@@ -181,9 +181,14 @@ def _vanished(exit_codes: Sequence[str], log: str) -> bool:
     return bool(lost or by_nccl or _KILLED.search(log) or {"0:9", "137:0"} & set(exit_codes))
 
 
+# submitit's words
+_NOT_REQUEUED = re.compile(r"^[\w.]*UncompletedJobError: Job not requeued because: timed-out")
+
+
 def telling_line(log: str) -> str:
     """Return the line that tells most about a job's end: an exception, a sign, the last."""
     best = next(itertools.chain(*_lines_by_weight(log)), _no_word(log))
+    best = _NOT_REQUEUED.sub("reached its time limit", best)
     # these are sentences
     return re.sub(r"^tula_hpc\.errors\.\w+: ", "", best)[:MOST_WORDS]
 
@@ -294,6 +299,7 @@ _KINDS = (
     _Kind(
         "PartitionNodeLimit",
         "asks for more nodes than its partition allows, or some of its nodes are down",
+        stuck=True,
     ),
     _Kind("PartitionConfig", "asks for more than its partition has or allows", stuck=True),
     _Kind(

@@ -10,15 +10,23 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from tula_hpc.config import ClusterSpec, cluster_sizes, study_part
 from tula_hpc.errors import LaunchError, RefusedError, SubmitLimitError
+from tula_hpc.formatting import plural
 from tula_hpc.launch import slurm
 from tula_hpc.launch.launcher import Launcher
+from tula_hpc.launch.slurm_command import count_in
+from tula_hpc.stages.context import Sweep
 
 # options of a script that say nothing about its job
 UNIQUE = frozenset({"job-name", "output", "error", "comment"})
+# so long Slurm's word on its partitions is waited for
+ASK_S = 20.0
+# of sbatch: these partitions are not here
+ELSEWHERE = {"clusters", "M", "cluster-constraint"}
 
 
 class Script(NamedTuple):
@@ -121,3 +129,72 @@ def script_of(
     if text:
         where = f"{launcher.cluster.partition}: " if launcher.cluster.partition else ""
         yield Script(f"{where}{title}", text, stage)
+
+
+def impossible(sweep: Sweep) -> tuple[str, str] | None:
+    """Return key and words of a partition that is not there, or has too few nodes for the jobs.
+
+    None also where Slurm cannot be asked. A site's plugin may send jobs to other partitions than
+    they ask for: only what sbatch, too, would refuse is meant.
+    """
+    partitions = _partitions()
+    for name, part, nodes in _largest_jobs(sweep) if partitions else ():
+        mistake = None if ELSEWHERE & part.sbatch.keys() else _mistake(part, nodes, partitions)
+        if mistake is not None and _is_refused(sweep.on(name), nodes):
+            key, words = mistake
+            return f"partitions.{name}.{key}" if name else key, words
+    return None
+
+
+def _partitions() -> dict[str, dict[str, str]]:
+    """Return the fields of Slurm's partitions by name, those that it hides included."""
+    try:
+        shown = slurm.run_command(["scontrol", "show", "partition", "--all", "--oneliner"], ASK_S)
+    except LaunchError:
+        return {}
+    lines = (line for line in shown.splitlines() if line.startswith("PartitionName="))
+    rows = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines]
+    return {row["PartitionName"]: row for row in rows}
+
+
+def _largest_jobs(sweep: Sweep) -> Iterator[tuple[str, ClusterSpec, int]]:
+    """Yield name, cluster and most nodes of each part that jobs go to."""
+    spec, cluster = sweep.spec, sweep.cluster
+    if spec.study is not None:
+        if part := study_part(spec.study, cluster):
+            yield *part, spec.study.nodes
+        return
+    for name, own in zip(cluster.part_names(), cluster.parts(), strict=True):
+        if sizes := cluster_sizes(spec.search, own):
+            yield name, own, max(sizes)
+
+
+def _mistake(
+    part: ClusterSpec, nodes: int, partitions: Mapping[str, Mapping[str, str]]
+) -> tuple[str, str] | None:
+    wanted = part.partition or str(part.sbatch.get("partition", ""))
+    # sbatch takes several, of which the first that is free is used
+    names = wanted.split(",") if wanted else []
+    if missing := [name for name in names if name not in partitions]:
+        there = ", ".join(partitions)
+        return "partition", f"Slurm has no partition {missing[0]!r}; expected one of: {there}"
+    names = names or [name for name, row in partitions.items() if row.get("Default") == "YES"]
+    most = max((count_in(partitions[name].get("TotalNodes", "")) or 0 for name in names), default=0)
+    if not 0 < most < nodes:
+        return None
+    found = f"{part.max_nodes}, but partition {', '.join(names)} has {plural(most, 'node')}"
+    return "max_nodes", f"{found}; set max_nodes = {most}, and search.cluster_sizes up to that"
+
+
+def _is_refused(part: Sweep, nodes: int) -> bool:
+    from tula_hpc.launch.slurm_executor import could_start
+
+    minutes = part.cluster.profile_minutes
+    script = part.launcher.script(stage="profile", nodes=nodes, minutes=minutes, tasks=1)
+    try:
+        could_start(script)
+    except RefusedError as error:
+        return not isinstance(error, SubmitLimitError)
+    except LaunchError:
+        return False
+    return False

@@ -9,6 +9,8 @@ from pathlib import Path
 from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
 from tula_hpc.env import unix_time
 from tula_hpc.errors import Failure, InputError, StageError
+from tula_hpc.launch.executor import TIME_OUTS, Submitted
+from tula_hpc.launch.job_files import times_out
 from tula_hpc.launch.job_specs import ProfileJob
 from tula_hpc.launch.launcher import Ended, JobsNow
 from tula_hpc.launch.reasons import telling_line
@@ -80,10 +82,30 @@ def profile_stage(sweep: Sweep) -> None:
         raise StageError(f"profile: {why_given_up(sweep.run.events(), job_id, unix_time())}")
     if not good and (words := only_out_of_memory(sweep)):
         raise StageError(f"profile: {words}")
+    late = next((end for end in failures if end.failure is Failure.TIMED_OUT), None)
+    if not good and late is not None:
+        raise StageError(
+            f"profile: {_at_its_limit(sweep, late.job)} and measured nothing; raise profile_minutes"
+        )
     if not good:
         raise StageError(f"profile: nothing could be measured; {describe_failures(failures)}")
     if wrong := _wrong(failures):
         raise StageError(f"profile: {describe_failures(wrong)}")
+
+
+def _at_its_limit(sweep: Sweep, job: Submitted) -> str:
+    """Say that a job reached its time limit."""
+    minutes = sweep.cluster.profile_minutes
+    return f"job {job.job_id} reached its time limit (profile_minutes = {minutes} in the cluster file)"
+
+
+def _requeues(sweep: Sweep, jobs: Sequence[Submitted]) -> list[str]:
+    """Say which jobs were requeued at their time limit."""
+    return [
+        f"{_at_its_limit(sweep, job)}: requeued {count} of at most {TIME_OUTS} times"
+        for job in jobs
+        if (count := times_out(job))
+    ]
 
 
 def _wrong(failures: Sequence[Ended]) -> list[Ended]:
@@ -117,7 +139,8 @@ def _profile_part(part: Sweep, progress: StageProgress, trusted_batch: int | Non
     failures: list[Ended] = []
     while True:
         failures += _settle(part, progress)
-        wrong = any(end.failure.is_the_users for end in failures)
+        # after all its requeues another job would take as long
+        wrong = any(e.failure.is_the_users or e.failure is Failure.TIMED_OUT for e in failures)
         in_vain = wrong or _broken_rounds(part) >= HOPELESS_ROUNDS
         hopeless = in_vain and not measured_anything(part)
         proposed = [] if hopeless or _wrong(failures) else propose_on(part, trusted_batch)
@@ -204,7 +227,8 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
         done = len(_tried(part))
         most = max(done, expected)
         left_s = _left_s(part, most - done) if now.running else None
-        progress.update(done, most, f"{done} of {most} done, {now.text}", left_s)
+        text = f"{done} of {most} done, {now.text}"
+        progress.update(done, most, text, left_s, _requeues(part, jobs))
 
     jobs = [submitted_job(part.run, job) for job in submitted.values()]
     ended = part.launcher.wait(jobs, tick) if jobs else []
