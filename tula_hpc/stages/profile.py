@@ -96,7 +96,9 @@ def profile_stage(sweep: Sweep) -> None:
 def _at_its_limit(sweep: Sweep, job: Submitted) -> str:
     """Say that a job reached its time limit."""
     minutes = sweep.cluster.profile_minutes
-    return f"job {job.job_id} reached its time limit (profile_minutes = {minutes} in the cluster file)"
+    return (
+        f"job {job.job_id} reached its time limit (profile_minutes = {minutes} in the cluster file)"
+    )
 
 
 def _requeues(sweep: Sweep, jobs: Sequence[Submitted]) -> list[str]:
