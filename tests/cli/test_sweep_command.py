@@ -659,6 +659,7 @@ def test_what_no_partition_can_run_is_refused_before_anything_is_submitted(
     sweep_file: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
+    *,
     keys: str,
     refused: str,
     options: list[str],

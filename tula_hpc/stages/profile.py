@@ -108,7 +108,9 @@ def _profile_parts(sweep: Sweep) -> None:
 def _at_its_limit(sweep: Sweep, job: Submitted) -> str:
     """Say that a job reached its time limit."""
     minutes = sweep.cluster.profile_minutes
-    return f"job {job.job_id} reached its time limit (profile_minutes = {minutes} in the cluster file)"
+    return (
+        f"job {job.job_id} reached its time limit (profile_minutes = {minutes} in the cluster file)"
+    )
 
 
 def _requeues(sweep: Sweep, jobs: Sequence[Submitted]) -> list[str]:
