@@ -79,6 +79,17 @@ def full_disk(folder: Path) -> str:
     return ""
 
 
+def has_no_room(folder: Path) -> bool:
+    """Tell whether a folder's disk is full, without writing; a quota does not show."""
+    try:
+        room = os.statvfs(folder)
+    except OSError:
+        return False
+    # a disk that nobody writes to has no room, and some file systems count nothing
+    counts = room.f_blocks > 0 and not room.f_flag & os.ST_RDONLY
+    return counts and room.f_bavail * room.f_frsize < FULL_BYTES
+
+
 def drop_output() -> None:
     """Discard further output after a broken pipe, as of `head`; closing it would fail once more."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

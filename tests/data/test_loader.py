@@ -18,6 +18,7 @@ from tula_hpc.config import WorkloadSpec
 from tula_hpc.data.datasets import build_data
 from tula_hpc.data.images import prepared
 from tula_hpc.data.loader import ResumableSampler, TrainLoader, make_test_loader, make_train_loader
+from tula_hpc.data.named_items import NamedItems
 from tula_hpc.errors import InputError
 
 laws = settings(max_examples=50)
@@ -252,6 +253,12 @@ def test_an_item_that_cannot_be_loaded_is_told_in_a_line(loader_workers: int, da
     with pytest.raises(InputError, match=rf"^workload\.dataset: {said}") as raised:
         take(loader(data, loader_workers=loader_workers), 3)
     assert "\n" not in str(raised.value)
+
+
+def test_an_item_that_is_none_is_told_as_that() -> None:
+    data: Any = [(torch.zeros(3), 1), None]
+    with pytest.raises(InputError, match=r"item 1 of the training set is None; expected \(image, label\)$"):
+        NamedItems(data, "training", classes=2).items([0, 1])
 
 
 @pytest.mark.parametrize("loader_workers", [0, 1])

@@ -648,6 +648,19 @@ def test_what_the_scheduler_refused_is_told_where_no_earlier_job_goes_on(
     assert status.status_of(run.root).state == "failed"
 
 
+def test_a_full_disk_is_told_before_what_to_run_again(
+    tmp_path: Path, cluster: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = profiled(tmp_path / "run")
+    submit(run, "8")
+    cluster.accounted = None
+    assert status.status_of(run.root).state == "over"
+    monkeypatch.setattr(run_facts, "has_no_room", lambda _: True)
+    told = status.status_of(run.root)
+    assert (told.state, told.exit_code) == ("failed", 1)
+    assert told.words == f"{run.root}: no space is left; make space there and run the same command again"
+
+
 def test_a_failure_that_a_later_job_made_up_for_is_not_told(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = profiled(tmp_path / "run")
     run.log_event("failed", "plan", detail="too little data")

@@ -74,6 +74,9 @@ class NamedItems(Dataset[Any]):
             raise self._mistake(index, f"cannot be loaded: {told(error)}") from error
 
     def _checked(self, index: int, item: Any) -> Any:
+        if item is None:
+            expected = "(inputs, targets)" if self.classes is None else "(image, label)"
+            raise self._mistake(index, f"is None; expected {expected}")
         if self.classes is not None and not 0 <= int(item[1]) < self.classes:
             expected = f"expected 0 to {self.classes - 1}"
             raise self._mistake(index, f"has label {int(item[1])}; {expected}")

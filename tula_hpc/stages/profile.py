@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
 from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
 from tula_hpc.env import unix_time
-from tula_hpc.errors import Failure, InputError, StageError
+from tula_hpc.errors import Failure, InputError, StageError, StorageError
 from tula_hpc.launch.executor import TIME_OUTS, Submitted
 from tula_hpc.launch.job_files import times_out
 from tula_hpc.launch.job_specs import ProfileJob
@@ -60,6 +61,17 @@ def profile_stage(sweep: Sweep) -> None:
         StageError: Nothing could be measured at all, and the message holds the first failure's log;
             or the user's own code failed in a job, and the message says where.
     """
+    try:
+        _profile_parts(sweep)
+    except StageError as error:
+        # for `status`; a disk that is full may not take it
+        with contextlib.suppress(StorageError):
+            words = str(error).removeprefix("profile: ")
+            sweep.run.log_event("failed", "profile", detail=words[:2000])
+        raise
+
+
+def _profile_parts(sweep: Sweep) -> None:
     with stage_progress("profiling") as progress:
         parts = parts_of(sweep)
         trusted = [_trusted_batch(part, progress) for part in parts]

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_frozen_sweep
 from tula_hpc.env import unix_time
 from tula_hpc.errors import InputError, RunDirectoryError
-from tula_hpc.files import in_words, open_regular
+from tula_hpc.files import has_no_room, in_words, open_regular
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.launcher import NOTICE
 from tula_hpc.launch.reasons import MAX_LOG_BYTES, read_logs, telling_line
@@ -88,6 +88,8 @@ class Facts(NamedTuple):
     doubts: list[str]
     # which of the files no command goes on with, and what to do
     obstacle: str = ""
+    # the disk
+    is_full: bool = False
 
     @property
     def executor(self) -> str:
@@ -158,6 +160,7 @@ def _read(run: RunDirectory) -> Facts:
             ),
         ],
         obstacle=obstacle(run),
+        is_full=has_no_room(run.root),
     )
 
 

@@ -450,7 +450,8 @@ def _readable(path: str | os.PathLike[str]) -> str:
 
 def verdict(parts: _Parts) -> tuple[State, str]:
     """Return the state, and its explanation."""
-    for judge in (_obstructed, _finished, _stuck, _going_on, _stage_failed, _failed, _left_alone):
+    by_files = (_obstructed, _finished, _stuck, _going_on, _full)
+    for judge in (*by_files, _stage_failed, _failed, _left_alone):
         found = judge(parts)
         if found is not None:
             return found
@@ -541,6 +542,14 @@ def _command_words(parts: _Parts) -> str:
     if parts.has(JobPhase.UNKNOWN):
         return "a command is at work; what its jobs do is not known here"
     return "a command is at work, and no job: it plans, submits or writes the report"
+
+
+def _full(parts: _Parts) -> StateAndText | None:
+    """Report a full disk, on which the next command would end, too."""
+    if not parts.facts.is_full or parts.is_unknown:
+        return None
+    root = _readable(parts.facts.run.root)
+    return "failed", f"{root}: no space is left; make space there and {AGAIN}"
 
 
 def _stage_failed(parts: _Parts) -> StateAndText | None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tula_hpc.batches import Batch
+from tula_hpc.batches import Batch, tensors_of
 from tula_hpc.ddp.agreement import Agreed, Decision, EvaluationStopped
 from tula_hpc.ddp.methods import learning_rate
 from tula_hpc.ddp.process_group import process_group
@@ -147,7 +147,17 @@ class Trainer:
         loss = self.worker.train_step(inputs, targets)
         progress.count_step(size)
         progress.epoch_steps += 1
-        self.log.add_step(loss)
+        try:
+            self.log.add_step(loss)
+        except DivergedError:
+            # no rate helps then
+            if all(bool(tensor.isfinite().all()) for tensor in tensors_of(inputs)):
+                raise
+            words = (
+                f"the loss is not finite at step {progress.step}: its batch has inputs that are not"
+            )
+            words += "; mend the data"
+            raise DivergedError(words) from None
 
     def _set_position(self) -> None:
         start = self.training.epochs_seen
