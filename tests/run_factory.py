@@ -264,7 +264,7 @@ def write_training(run: RunDirectory, *, epochs_done: int = EPOCHS, label: str =
     _log_preemption(run, chosen, per_epoch)
     if epochs_done == made.epochs:
         last = next(line for line in reversed(lines) if isinstance(line, EpochMetrics))
-        files.checkpoints.mkdir()
+        files.checkpoints.mkdir(exist_ok=True)
         (files.checkpoints / "checkpoint-r0000-000000000001.tula").touch()
         write_atomically(files.result_file, _result(label, made, last).model_dump_json())
 
