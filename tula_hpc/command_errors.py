@@ -38,9 +38,9 @@ def exit_code_of(
         sys.stderr.write(f"{error}\n")
         return 2
     except TulaError as error:
-        sys.stderr.write(
-            f"{error}\nFix the cause and run the same command again; finished work is kept.\n"
-        )
+        # of the commands that work on a run
+        kept = "; finished work is kept" if hasattr(options, "run_dir") else ""
+        sys.stderr.write(f"{error}\nFix the cause and run the same command again{kept}.\n")
         return 1
     except BrokenPipeError:
         drop_output()

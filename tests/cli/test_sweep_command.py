@@ -82,6 +82,7 @@ def test_help_imports_nothing_heavy() -> None:
         ),
         (["--cluster", "nowhere.toml"], "nowhere.toml: no such file"),
         (["--detach"], '--detach: needs a cluster with executor = "slurm"'),
+        (["--take-over"], "--take-over: nothing is detached here"),
     ],
 )
 def test_a_mistake_is_one_line_exit_code_2_and_nothing_is_created(
@@ -189,8 +190,10 @@ def test_inputs_may_be_mended_until_something_was_measured(
     assert capsys.readouterr().err == f"{line}; the files of the earlier ones are in {aside}\n"
     assert [*run.measurements().records, *run.events(), *run.root.glob("footprint*")] == []
     assert {path.name for path in aside.iterdir()} == {"events.jsonl", "footprint.json", "profile"}
+    run.log_event("failed", "profile", detail="refused before any job")
     open_run(*inputs(9), run.root)
     assert not (run.root / "earlier-2").exists(), "nothing had come of them"
+    assert run.events() == []
     measure(run)
     with pytest.raises(RunDirectoryError, match="made from other inputs"):
         check_run(*inputs(10), run.root)

@@ -21,6 +21,7 @@ from tula_hpc.launch.launcher import Launcher
 from tula_hpc.launch.slurm import JobState, Leaving, accounted_runs
 from tula_hpc.launch.slurm_executor import SlurmJobs, could_start
 from tula_hpc.records import RunDirectory, write_atomically
+from tula_hpc.stages.preview import Script, _asked
 from tula_hpc.status import __main__ as status
 from tula_hpc.status.jobs import JobPhase
 
@@ -319,3 +320,20 @@ def test_a_requeue_that_was_heard_though_it_had_no_answer_is_granted(commands: P
     )
     assert slurm.requeue("12") is None
     assert (commands / "asked").read_text() == "\n"
+
+
+def test_a_machine_without_slurms_configuration_is_told_where_to_go(commands: Path) -> None:
+    put_commands(commands)
+    words = "scontrol: fatal: Could not establish a configuration source"
+    answers_in_turn(commands / "scontrol", [f"echo {words} >&2; exit 1"])
+    with pytest.raises(LaunchError) as caught:
+        slurm.run_command(["scontrol", "show", "config"])
+    assert str(caught.value).startswith("Slurm cannot be reached from here (scontrol: Could not establish")
+    assert str(caught.value).endswith("run this on a login node, or set SLURM_CONF")
+
+
+def test_a_job_larger_than_any_node_is_refused_with_what_it_asks_for() -> None:
+    script = Script("profile", "#!/bin/sh\n#SBATCH --nodes=8\n#SBATCH --cpus-per-task=64\n#SBATCH --job-name=x\n")
+    said = _asked(script, RefusedError("sbatch: error: Requested node configuration is not available"))
+    assert said.startswith("; it asks for nodes=8, cpus-per-task=64: see max_nodes, ")
+    assert _asked(script, RefusedError("invalid partition")) == ""

@@ -95,15 +95,29 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
         sys.stderr.write(f"warning: {options.sweep}: {key}: {why}\n")
     for key, why in dict.fromkeys((*hidden_peers(cluster), *loaders_without_cores(spec, cluster))):
         sys.stderr.write(f"warning: {options.cluster or 'cluster'}: {key}: {why}\n")
-    if missing:
-        sys.stderr.write(f"warning: {missing}\n")
+    for line in missing.splitlines():
+        sys.stderr.write(f"warning: {line}\n")
     if cluster.container is None:
         _refuse_missing_trackers(options, spec)
+    _refuse_detached_here(options, cluster)
+    return spec, cluster
+
+
+def _refuse_detached_here(options: argparse.Namespace, cluster: ClusterSpec) -> None:
+    """Refuse the options of a detached sweep where jobs do not go through Slurm.
+
+    Raises:
+        InputError: There is one.
+    """
     if getattr(options, "detach", False) and cluster.executor != "slurm":
         raise InputError(
             'needs a cluster with executor = "slurm"; here use nohup or tmux', source="--detach"
         )
-    return spec, cluster
+    if getattr(options, "take_over", False) and cluster.executor != "slurm":
+        raise InputError(
+            'nothing is detached here, which needs a cluster with executor = "slurm"; leave it out',
+            source="--take-over",
+        )
 
 
 def _refuse_missing_trackers(options: argparse.Namespace, spec: SweepSpec) -> None:

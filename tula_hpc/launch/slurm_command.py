@@ -27,6 +27,8 @@ MOST_BYTES = 64 * 2**20
 MOST_WORDS = 4_000
 # characters of an answer that is none
 MOST_SHOWN = 200
+# where clients have their configuration from a controller that they do not find
+NOT_CONFIGURED = "Could not establish a configuration source"
 CHUNK_BYTES = 2**16
 
 
@@ -51,6 +53,11 @@ def run_command(arguments: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S) 
         LaunchError: It failed or did not answer; the message holds its own words.
     """
     done = run(arguments, timeout_s, environment=without_filters())
+    if done.code and NOT_CONFIGURED in done.complaint:
+        raise LaunchError(
+            f"Slurm cannot be reached from here ({arguments[0]}: {NOT_CONFIGURED}): run this on a "
+            "login node, or set SLURM_CONF"
+        )
     if done.code:
         raise LaunchError(f"{arguments[0]} failed: {done.complaint}")
     return done.stdout

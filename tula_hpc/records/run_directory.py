@@ -142,7 +142,8 @@ class RunDirectory:
     def set_aside(self) -> Path | None:
         """Move the files of jobs and stages to a folder that nothing reads; return it.
 
-        The jobs' own files go first: one that comes back all the same finds nothing to do.
+        Where no job left any, the rest is of no value and goes. The jobs' own files go first: one
+        that comes back all the same finds nothing to do.
 
         Raises:
             OSError: It cannot be moved.
@@ -151,9 +152,12 @@ class RunDirectory:
         left = [room for room in rooms if room.is_dir() and any(room.iterdir())]
         documents = [self.events_file, self.trial_file, self.accounting_file, self.told_file]
         documents += self.root.glob("footprint*.json")
-        left += [path for path in documents if path.exists()]
+        documents = [path for path in documents if path.exists()]
         if not left:
+            for path in documents:
+                path.unlink()
             return None
+        left += documents
         aside = next(path for n in count(1) if not (path := self.root / f"earlier-{n}").exists())
         make_private(aside)
         for path in left:

@@ -27,6 +27,8 @@ UNIQUE = frozenset({"job-name", "output", "error", "comment"})
 ASK_S = 20.0
 # of sbatch: these partitions are not here
 ELSEWHERE = {"clusters", "M", "cluster-constraint"}
+# what of a node a job asks for
+SHAPE = ("partition", "nodes", "ntasks-per-node", "cpus-per-task", "mem", "gres", "constraint")
 
 
 class Script(NamedTuple):
@@ -102,7 +104,7 @@ def _ask_slurm(scripts: Sequence[Script]) -> None:
             answer = re.sub(r"^Job \d+ to start", "could start", could_start(script.text))
         except RefusedError as error:
             waits = _waits(error)
-            answer = f"{'would wait until you have fewer jobs' if waits else 'refused'}: {error}"
+            answer = f"{'would wait until you have fewer jobs' if waits else 'refused'}: {error}{_asked(script, error)}"
             refused += not waits
         except LaunchError as error:
             sys.stdout.write(f"  {error}\n")
@@ -111,6 +113,18 @@ def _ask_slurm(scripts: Sequence[Script]) -> None:
         sys.stdout.flush()
     if refused:
         raise RefusedError(f"Slurm would refuse {refused} of {len(scripts)} submissions, see above")
+
+
+def _asked(script: Script, error: RefusedError) -> str:
+    """Say what no node has, or not enough of them, and the keys that ask for it."""
+    if "Requested node configuration is not available" not in str(error):
+        return ""
+    options = _options(script.text)
+    asked = ", ".join(f"{name}={options[name]}" for name in SHAPE if name in options)
+    return (
+        f"; it asks for {asked}: see max_nodes, workers_per_node, cpus_per_worker, memory_gb, gres "
+        "and constraint of the cluster file, and search.cluster_sizes"
+    )
 
 
 def _waits(error: RefusedError) -> bool:
