@@ -325,7 +325,7 @@ def test_a_requeue_that_was_heard_though_it_had_no_answer_is_granted(commands: P
 def test_a_machine_without_slurms_configuration_is_told_where_to_go(commands: Path) -> None:
     put_commands(commands)
     words = "scontrol: fatal: Could not establish a configuration source"
-    answers_in_turn(commands / "scontrol", [f"echo {words} >&2; exit 1"])
+    (commands / "scontrol").write_text(f"#!/bin/sh\necho {words} >&2\nexit 1\n")
     with pytest.raises(LaunchError) as caught:
         slurm.run_command(["scontrol", "show", "config"])
     assert str(caught.value).startswith("Slurm cannot be reached from here (scontrol: Could not establish")
