@@ -272,6 +272,12 @@ def measurements_of(measurements: Iterable[Measurement], partition: str) -> list
     return [m for m in measurements if m.partition in ("", partition)]
 
 
+def holds_any(output: Path, rows: Iterable[Measurement]) -> bool:
+    """Tell whether one of these measurements is in a profile job's file."""
+    wanted = {(m.configuration, m.finished_at) for m in rows}
+    return bool(wanted & {(m.configuration, m.finished_at) for m in recorded_by_job(output)})
+
+
 def recorded_by_job(output: Path) -> list[Measurement]:
     """Return what one profile job has written so far, its workers' own files included."""
     return read_records(Measurement, with_rank_files(output)).records

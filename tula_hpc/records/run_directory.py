@@ -33,8 +33,8 @@ from tula_hpc.records.measurement import (
     Footprint,
     Measurement,
     Trial,
+    holds_any,
     parse_without_samples,
-    recorded_by_job,
 )
 from tula_hpc.records.plan import Plan
 from tula_hpc.records.storage import (
@@ -363,12 +363,8 @@ class RunDirectory:
 
     def files_of(self, rows: Iterable[Measurement]) -> list[Path]:
         """Return the files that hold these measurements."""
-        wanted = {(m.configuration, m.finished_at) for m in rows}
-        return [
-            path
-            for path in sorted(self.profile.glob("*.jsonl"))
-            if wanted & {(m.configuration, m.finished_at) for m in recorded_by_job(path)}
-        ]
+        named = list(rows)
+        return [path for path in sorted(self.profile.glob("*.jsonl")) if holds_any(path, named)]
 
     def job_notes(self) -> list[JobNote]:
         """Read the notes of all profile jobs, job by job."""
