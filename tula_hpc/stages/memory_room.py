@@ -105,10 +105,13 @@ def _why_none_fits(part: Sweep, footprint: Footprint) -> str:
     where = f" of partition {part.partition!r}" if part.partition else ""
     host = footprint.host_baseline_bytes
     libraries = f" ({format_bytes(host)} of it interpreter and libraries)" if host else ""
+    key = "device_memory_gb" if part.cluster.device == "cuda" else "memory_gb"
+    value = getattr(part.cluster, key)
+    source = "the limit" if value is None else f"{key} = {value:g} of the cluster file"
     return (
         f"no batch fits into memory{where}: by an estimate a worker has {format_bytes(before)} "
         f"before any batch{libraries} and {format_bytes(needed)} with the smallest local batch, {smallest}, "
-        f"and {format_bytes(limit)} are allowed (the limit less memory_margin); {advice}; "
+        f"and {format_bytes(limit)} are allowed ({source}, less memory_margin); {advice}; "
         "search.estimate = false tries it all the same"
     )
 
