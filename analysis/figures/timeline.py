@@ -27,6 +27,8 @@ STOPS = ("stopped", "finished")
 COLUMNS = ("row", "job", "kind", "begin_s", "end_s", "ended_by")
 # jobs with a row each; of more, evenly spread ones
 MOST_ROWS = 24
+# waits and runs that are drawn; of more, evenly spread ones
+MOST_STRETCHES = 1000
 # of these the names fit beside the rows
 MOST_NAMES = 16
 ROW_IN = 0.27
@@ -95,13 +97,20 @@ def _training(
     """Yield the waits and runs of one training, job by job."""
     row = "training" if label == MAIN_LABEL else f"training {label}"
     submitted = {job.job_id: job.submitted_at for job in jobs}
+    of_job: dict[str, list[Sign]] = {job_id: [] for job_id in submitted}
+    for sign in signs:
+        of_job.setdefault(sign.job_id, []).append(sign)
+    took: dict[str, list[float]] = {}
+    for one in run.accounts:
+        if one.over:
+            took.setdefault(one.job_id, []).append(one.elapsed_s)
     worked_s = 0.0
     for training in run.trainings:
         if training.label == label and training.result:
             worked_s = training.result.wall_time_s
-    for job_id in dict.fromkeys([*submitted, *(sign.job_id for sign in signs)]):
-        groups = _runs([sign for sign in signs if sign.job_id == job_id])
-        known = [one.elapsed_s for one in run.accounts if one.job_id == job_id and one.over]
+    for job_id, its_signs in of_job.items():
+        groups = _runs(its_signs)
+        known = took.get(job_id, [])
         elapsed: Sequence[float | None] = known if len(known) == len(groups) else ()
         reached = submitted.get(job_id)
         for signs_of_run, seconds in zip_longest(groups, elapsed):
@@ -149,13 +158,14 @@ def draw_timeline(run: RunContents) -> Drawing | Missing:
     whole_s = max(max(one.end for one in found) - first, MOMENT_S)
     title = _title(found, whole_s)
     rows = evenly(list(dict.fromkeys(one.row for one in found)), MOST_ROWS)
+    shown = evenly(found, MOST_STRETCHES)
     with style.styled():
         figure, (axes,) = style.new_figure(title, 1.0 + ROW_IN * max(2, len(rows)))
-        for one in found:
+        for one in shown:
             if one.row in rows:
                 _draw(axes, one, rows.index(one.row), first, whole_s)
         _dress(axes, rows, whole_s, found)
-    table = Table(COLUMNS, [_row(one, first) for one in found])
+    table = Table(COLUMNS, [_row(one, first) for one in shown])
     return Drawing("timeline", title, _caption(found, rows), figure, table)
 
 
@@ -221,6 +231,8 @@ def _caption(found: Sequence[Stretch], rows: Sequence[str]) -> str:
     left_out = len({one.row for one in found}) - len(rows)
     if left_out:
         text += f"Of very many jobs {plural(left_out, 'row')} are left out; the numbers have them. "
+    if len(found) > MOST_STRETCHES:
+        text += f"Of {len(found):,} waits and runs {MOST_STRETCHES:,} are shown, evenly spread. "
     return text.strip()
 
 
