@@ -208,6 +208,7 @@ def test_a_users_mistake_is_told_after_one_job_and_is_no_bug(
     assert [(event.event, event.failure) for event in run.events()] == [
         ("submitted", None),
         ("ended", Failure.BAD_INPUT),
+        ("failed", None),
     ]
     progress = [line for line in capsys.readouterr().err.splitlines() if line.startswith("profiling: ")]
     assert progress[0].startswith("profiling: 0 of 1 done, 1 running")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_hpc.errors import StageError, TulaError
+from tula_hpc.files import read_bounded
 from tula_hpc.formatting import (
     format_duration,
     format_money,
@@ -87,6 +88,8 @@ def report_stage(sweep: Sweep) -> list[Path]:
     return write_report(sweep.run)
 
 
+# larger ones are refused where the plan is read
+MOST_PLAN_BYTES = 64 * 1024**2
 STAGES = ("profile", "plan", "train", "report")
 # failed trainings that are named one by one
 SAID = 5
@@ -284,7 +287,11 @@ def _profiling_cost(sweep: Sweep) -> str:
 
 
 def _contents(path: Path) -> bytes:
-    return path.read_bytes() if path.exists() else b""
+    try:
+        return read_bounded(path, MOST_PLAN_BYTES)
+    except OSError:
+        # whoever reads the plan says what is wrong with it
+        return b""
 
 
 def _say_plan(sweep: Sweep, plan: Plan, *, is_new: bool = True) -> None:
