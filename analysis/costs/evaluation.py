@@ -46,7 +46,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 from tula_hpc.analysis.models.profiles import Profile
 from tula_hpc.config import ClusterSpec, PricingSpec, WorkloadSpec
@@ -203,6 +202,9 @@ def _between(profiles: Sequence[Profile]) -> tuple[float, float] | None:
             found.append(row.between_epochs_s)
     if not by_workers:
         return None
+    # `tula status` prices runs without it, and SciPy would double its memory
+    from scipy.optimize import nnls
+
     seconds = np.array([median(found) for found in by_workers.values()])
     if len(seconds) == 1:
         return float(seconds[0]), 0.0
