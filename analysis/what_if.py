@@ -1,4 +1,4 @@
-"""What if? The plan's choice under another price, fewer nodes, a deadline, or another objective.
+"""Ask for the plan's choice under another price, fewer nodes, a deadline, or another objective.
 
 Models, candidates and objective are the plan's; each question changes one thing, and asks the same
 functions for the choice.
@@ -106,7 +106,7 @@ def with_objective_of(plan: Plan, sweep: SweepSpec) -> SweepSpec:
 
 
 class _Question(NamedTuple):
-    """What a choice is made by."""
+    """Sweep, models and curves by which a choice is made."""
 
     sweep: SweepSpec
     fitted: Fitted

@@ -21,7 +21,7 @@ BATCH_LABEL = "global batch B (samples per step over all nodes)"
 
 
 class RunCurve(NamedTuple):
-    """What of one run is drawn."""
+    """Curves of one run over the batch, to be drawn."""
 
     name: str
     # seconds of the fastest feasible candidate's epoch, by global batch

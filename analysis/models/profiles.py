@@ -59,7 +59,7 @@ class Profile(NamedTuple):
 
     @property
     def of_one_pass(self) -> Profile:
-        """What it would have been with the batch of one of its forward passes alone."""
+        """The same profile, as if it had taken the batch of one of its forward passes alone."""
         if self.accumulation == 1:
             return self
         return self._replace(

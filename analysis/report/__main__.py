@@ -63,11 +63,14 @@ def _write(runs: Sequence[RunDirectory], folder: Path | None, *, as_json: bool) 
 
     first = runs[0]
     if len(runs) > 1:
-        kind, paths = "runs", write_runs_report(runs, folder)
+        kind = "runs"
+        paths = write_runs_report(runs, folder)
     elif holds_study(first):
-        kind, paths = "study", write_study_report(first)
+        kind = "study"
+        paths = write_study_report(first)
     else:
-        kind, paths = "run", write_report(first)
+        kind = "run"
+        paths = write_report(first)
         if not any(first.profile.glob("*.jsonl")):
             print("nothing is measured yet: the report tells no more than that", file=sys.stderr)
     if not as_json:

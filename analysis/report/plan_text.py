@@ -246,7 +246,8 @@ def not_told_apart(plan: Plan) -> list[str]:
     """Say that the chosen one may not be better than the next best; empty where it is, or alone."""
     if not plan.runners_up or plan.runners_up[0].configuration == plan.chosen.configuration:
         return []
-    what, name = "time", "wall_time_s"
+    what = "time"
+    name = "wall_time_s"
     if plan.objective == "cost":
         what = name = "cost"
     elif plan.chosen.wall_time_s is None:

@@ -145,7 +145,8 @@ class Child:
         with contextlib.suppress(OSError):
             size = self.log.stat().st_size
             if size != self._size:
-                self._size, self._printed_at = size, time.monotonic()
+                self._size = size
+                self._printed_at = time.monotonic()
         return min(self.quiet_s(), time.monotonic() - self._printed_at)
 
     def wait(self, seconds: float) -> int | None:

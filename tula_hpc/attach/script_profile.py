@@ -157,7 +157,8 @@ class ScriptProfile(MeasuredSteps):
 
     def _measurement(self) -> Measurement:
         """Return what was measured. Collective; whole on rank 0."""
-        settings, identity = self.settings, self._identity()
+        settings = self.settings
+        identity = self._identity()
         facts: dict[str, Any] = {
             **describe(self.configuration, settings.cluster, self.env),
             **self.course.measured(),
@@ -269,7 +270,8 @@ class ScriptCourse(Course):
         for _ in range(OPTIMIZER_STEPS):
             yield
         self.worker.optimizer_s = None
-        self.samples["optimizer"], self.round_steps["optimizer"] = seconds, 1
+        self.samples["optimizer"] = seconds
+        self.round_steps["optimizer"] = 1
 
     def _time_computation(self) -> Steps[None]:
         """Time steps without synchronization; of a single worker all are."""
@@ -292,7 +294,8 @@ class ScriptCourse(Course):
 
         Parts are the workers' local batches; of a single worker, the batches of two steps.
         """
-        worker, batch = self.worker, self.worker.configuration.local_batch
+        worker = self.worker
+        batch = worker.configuration.local_batch
         world = worker.env.world_size
         # BatchNorm's statistics of one sample are none
         if batch < 2:

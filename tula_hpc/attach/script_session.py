@@ -127,7 +127,8 @@ class Session:
         from tula_hpc.attach.processes import own_output, start, variables_of, watch
         from tula_hpc.attach.reporting import ChildSpec
 
-        work, home = self.sweep.workload, Path.cwd()
+        work = self.sweep.workload
+        home = Path.cwd()
         folder = self._folder(configuration, meeting)
         with own_output(folder, place.rank, home) as (own, output):
             script = script_of(self._long_enough(configuration), configuration, own)

@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Protocol
 
@@ -31,18 +32,7 @@ ENDED_LOOKS = 2
 
 
 class Display(Protocol):
-    """Shows a state after another; a context manager."""
-
-    def __enter__(self) -> Display:
-        """Start showing."""
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Stop showing; the last state stays."""
+    """Shows a state after another."""
 
     def show(self, status: RunStatus) -> None:
         """Show a state in place of the one before."""
@@ -60,7 +50,7 @@ def watch(look: Callable[[], RunStatus], pause: Callable[[float], None] = time.s
     """
     last = 0
     try:
-        with ScreenDisplay() if sys.stdout.isatty() else LogDisplay() as display:
+        with _display() as display:
             looks = 0
             while True:
                 status = look()
@@ -73,6 +63,10 @@ def watch(look: Callable[[], RunStatus], pause: Callable[[float], None] = time.s
                 pause(SLURM_PAUSE_S if on_slurm else PAUSE_S)
     except KeyboardInterrupt:
         return last
+
+
+def _display() -> AbstractContextManager[Display]:
+    return ScreenDisplay() if sys.stdout.isatty() else nullcontext(LogDisplay())
 
 
 class ScreenDisplay:
@@ -117,18 +111,6 @@ class LogDisplay:
     def __init__(self) -> None:
         self.last = ""
         self.printed_at = 0.0
-
-    def __enter__(self) -> LogDisplay:
-        """Nothing to start."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Nothing to stop."""
 
     def show(self, status: RunStatus) -> None:
         """Print a state that differs, or any after a long silence; the time left changes always."""

@@ -83,7 +83,10 @@ class FolderState:
         holder: Keeper,
         batch: int = 0,
     ) -> None:
-        self.kind, self.save, self.load, self.holder = kind, save, load, holder
+        self.kind = kind
+        self.save = save
+        self.load = load
+        self.holder = holder
         self.batch = batch
         # by this process: at an epoch's end the same samples may be saved once more
         self.saves = 0

@@ -59,7 +59,8 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
 
     def _wrap_train(self) -> None:
         """Have the Trainer with this callback begin where it stopped."""
-        original, callback = Trainer.train, self
+        original = Trainer.train
+        callback = self
 
         @wraps(original)
         def train(
@@ -97,7 +98,8 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
         """End the epoch before, whose evaluation is over, and begin this one."""
         self._end_open_epoch(is_last=False)
         self.keeper.begin_epoch()
-        self.in_epoch, self.looked = True, state.global_step
+        self.in_epoch = True
+        self.looked = state.global_step
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save or stop after the step before, unless it was of another epoch."""

@@ -56,7 +56,8 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
 
     def _wrap_fit(self) -> None:
         """Have the Trainer with this callback begin where it stopped."""
-        original, callback = Trainer.fit, self
+        original = Trainer.fit
+        callback = self
         signature = inspect.signature(original)
 
         @wraps(original)
@@ -72,7 +73,8 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
 
     def _wrap_loading(self) -> None:
         """Lead the training's loader to where it stopped, each time that it is begun."""
-        original, callback = CombinedLoader.__iter__, self
+        original = CombinedLoader.__iter__
+        callback = self
 
         @wraps(original)
         def begin(combined: Any) -> Any:
@@ -161,7 +163,8 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
             self.keeper.end_batch()
 
     def _end_epoch(self) -> None:
-        trainer, loop = self.trainer, self.trainer.fit_loop
+        trainer = self.trainer
+        loop = trainer.fit_loop
         is_last = (
             trainer.should_stop
             or 0 < loop.max_epochs <= loop.epoch_progress.current.processed

@@ -45,7 +45,8 @@ def _rehearse(
 ) -> None:
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    numbers, synchronizes = random_state(), model.require_backward_grad_sync
+    numbers = random_state()
+    synchronizes = model.require_backward_grad_sync
     # Lightning has another method called once, by a `forward` that removes itself
     replaced = vars(model.module).get("forward")
     for parameter, _ in gradients:
