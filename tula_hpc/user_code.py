@@ -64,7 +64,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from tula_hpc.batches import Batch, leaves_of
 from tula_hpc.config import WorkloadSpec
-from tula_hpc.errors import InputError
+from tula_hpc.errors import InputError, PreemptedError
 from tula_hpc.own_sources import is_own
 from tula_hpc.process_memory import out_of_memory
 
@@ -102,8 +102,13 @@ def blamed(key: str, words: str, hint: str = "") -> Iterator[None]:
 def is_mistake(error: Exception) -> bool:
     """Tell whether an exception in the user's code may be a mistake there.
 
-    Lack of memory has remedies of its own, and a file system that fails may work the next time.
+    Lack of memory has remedies of its own, and a file system that fails may work the next time. A
+    signal that stops the job raises wherever it comes.
     """
+    from submitit.core.utils import UncompletedJobError
+
+    if isinstance(error, PreemptedError | UncompletedJobError):
+        return False
     if out_of_memory(error) is not None or isinstance(error, ConnectionError | TimeoutError):
         return False
     named = FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError

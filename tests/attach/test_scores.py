@@ -50,6 +50,27 @@ def test_a_score_is_of_the_epoch_that_was_over_when_it_was_printed(files: TrainD
     assert known(files)[-1] == (3, 0.8, 3.0)
 
 
+def test_a_score_that_comes_while_others_are_written_waits_for_its_epoch(
+    files: TrainDirectory, scores: Scores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_epoch(files, 1)
+    scores.take(b"Acc@1 10\n")
+    read = Path.read_bytes
+
+    def read_and_go_on(path: Path) -> bytes:
+        content = read(path)
+        monkeypatch.undo()
+        end_epoch(files, 2)
+        scores.take(b"Acc@1 20\n")
+        return content
+
+    monkeypatch.setattr(Path, "read_bytes", read_and_go_on)
+    scores.write()
+    assert known(files) == [(1, 0.1, None), (2, None, None)]
+    scores.write()
+    assert known(files) == [(1, 0.1, None), (2, 0.2, None)]
+
+
 def test_lines_are_whole_however_they_come(files: TrainDirectory, scores: Scores) -> None:
     end_epoch(files, 1)
     for part in (b"Ac", b"c@1 4", b"0\rprogress", b"\n", b"\xff\xfe \n"):

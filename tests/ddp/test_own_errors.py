@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from submitit.core.utils import UncompletedJobError
 from torch import Tensor, nn
 
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp.own_errors import telling_own_mistakes
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
-from tula_hpc.errors import DeviceError, Failure, InputError
+from tula_hpc.errors import DeviceError, Failure, InputError, PreemptedError
 from tula_hpc.launch.reasons import classify, telling_line
 from tula_hpc.records import Configuration
+from tula_hpc.user_code import blamed
 
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 RAISED: dict[str, Exception] = {}
@@ -100,12 +102,20 @@ def test_the_end_of_such_a_job_is_the_users_and_the_log_says_the_sentence() -> N
         RuntimeError("[../gloo/transport/tcp/pair.cc:525] Read error [10.0.0.1]:1: Connection reset by peer"),
         OSError(errno.ESTALE, "Stale file handle"),
         ConnectionResetError("by a server of data"),
+        UncompletedJobError("of a signal at the time limit"),
     ],
     ids=lambda error: f"{type(error).__name__} {str(error)[:20]}",
 )
 def test_what_may_not_be_the_users_mistake_is_left_as_it_is(error: Exception) -> None:
     with pytest.raises(type(error)) as raised:
         step(spec_of(), "model", error)
+    assert raised.value is error
+
+
+@pytest.mark.parametrize("error", [PreemptedError("requeue refused"), UncompletedJobError("timed out")])
+def test_a_signal_while_the_users_function_runs_is_no_mistake_of_it(error: Exception) -> None:
+    with pytest.raises(type(error)) as raised, blamed("workload.model", "mine:f failed"):
+        raise error
     assert raised.value is error
 
 

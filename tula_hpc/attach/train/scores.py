@@ -108,11 +108,10 @@ class Scores:
         Later scores of an epoch replace earlier ones.
         """
         rows: dict[int, EpochMetrics] = {}
-        content = self.files.metrics_file.read_bytes() if self._found else b""
-        while self._found:
-            size, scores = self._found.popleft()
-            while self._found and self._found[0][0] == size:
-                scores |= self._found.popleft()[1]
+        # before the file is read, which must hold what each of them was printed after
+        found = [self._found.popleft() for _ in range(len(self._found))]
+        content = self.files.metrics_file.read_bytes() if found else b""
+        for size, scores in found:
             row = _last_epoch(content[:size])
             if row is not None:
                 rows[row.epoch] = rows.get(row.epoch, row).model_copy(update=scores)

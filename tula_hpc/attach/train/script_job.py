@@ -98,6 +98,8 @@ class ScriptJob:
         self.folder = self.files.root / "script"
         nodes, per_node, _ = job.configuration
         self.place = place_among(self.env, nodes, per_node) or self.env
+        # it began with its resume_arguments
+        self.resumes = False
         # known at the end
         self.progress: TrainedSoFar
         # the plan's steps, see `script_drift`
@@ -117,6 +119,7 @@ class ScriptJob:
         self.folder.mkdir(mode=0o700, exist_ok=True)
         meeting = meeting_from(self.allocation.broadcast(lambda: choose_meeting(self.env)))
         start = Start(**json.loads(self.allocation.broadcast(lambda: json.dumps(self._start()))))
+        self.resumes = start.resumes
         self.compared_with = json.loads(self.allocation.broadcast(self._planned_steps))
         peers = Peers(self.allocation.store, meeting.run_id)
         mine = self._judged(self._watch(start, meeting, peers), peers)
@@ -345,8 +348,10 @@ class ScriptJob:
     def _write_result(self) -> None:
         if not self.is_main:
             return
-        job, told = self.job, self.progress
+        job, told, epochs = self.job, self.progress, self.job.sweep.workload.epochs
         scores = _last_scores(self.files.metrics_file)
+        # where a script went on by itself is known to an epoch only
+        is_whole = told.epoch >= epochs - int(self.resumes)
         result = TrainResult(
             label=job.label,
             nodes=job.configuration.nodes,
@@ -354,8 +359,7 @@ class ScriptJob:
             local_batch=job.configuration.local_batch,
             global_batch=job.configuration.global_batch,
             method=job.sweep.training.method,
-            # where a script went on by itself is known to an epoch only
-            epochs=min(told.epoch, job.sweep.workload.epochs),
+            epochs=epochs if is_whole else told.epoch,
             steps=told.step,
             samples_seen=told.samples_seen,
             final_loss=scores.get("train_loss"),
