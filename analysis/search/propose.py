@@ -19,7 +19,7 @@ from tula_hpc.analysis.models.profiles import (
 from tula_hpc.analysis.planning.memory_limit import memory_limit_bytes
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, local_batches
 from tula_hpc.errors import Failure
-from tula_hpc.records import Configuration, Measurement, is_usable
+from tula_hpc.records import Configuration, Measurement, corners, is_usable
 
 if TYPE_CHECKING:
     from tula_hpc.analysis.search.adaptive import AdaptiveSearch
@@ -64,7 +64,7 @@ def propose(
     done = _settled(measurements)
     if search.mode == "adaptive":
         return _adaptive(sweep, cluster, fitting).propose(measurements, frozenset(done))
-    wanted = fitting if search.mode == "full" else _corners(fitting)
+    wanted = fitting if search.mode == "full" else corners(fitting)
     return [configuration for configuration in wanted if configuration not in done]
 
 
@@ -158,14 +158,3 @@ def _within_memory(
     low, _ = model.interval([c.local_batch for c in larger], workers=[c.world_size for c in larger])
     beyond = {c for c, least in zip(larger, low.tolist(), strict=True) if least > limit}
     return [c for c in wanted if c not in beyond]
-
-
-def _corners(fitting: Sequence[Configuration]) -> list[Configuration]:
-    """Return the smallest and largest batch on the fewest and on the most nodes, ascending."""
-    if not fitting:
-        return []
-    by_nodes: dict[int, list[Configuration]] = {}
-    for configuration in fitting:
-        by_nodes.setdefault(configuration.nodes, []).append(configuration)
-    fewest, most = by_nodes[min(by_nodes)], by_nodes[max(by_nodes)]
-    return sorted({fewest[0], fewest[-1], most[0], most[-1]})

@@ -51,7 +51,7 @@ from tula_hpc.analysis.search.adaptive import AdaptiveSearch
 from tula_hpc.analysis.search.decision import DecisionModel
 from tula_hpc.analysis.search.profiling_cost import profiling_cost
 from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_frozen_sweep
-from tula_hpc.records import Configuration, Measurement, RunDirectory, is_usable
+from tula_hpc.records import Configuration, Measurement, RunDirectory, corners, is_usable
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER_FILE = ROOT / "slurm_templates" / "testcluster.toml"
@@ -152,13 +152,9 @@ def elsewhere(rows: Sequence[Measurement], truth: dict[Configuration, float]) ->
     return {configuration: s for configuration, s in truth.items() if configuration not in seen}
 
 
-def corners(searched: Searched) -> list[Measurement]:
-    """Smallest and largest batch on the fewest and on the most nodes."""
-    by_nodes: dict[int, list[Configuration]] = {}
-    for configuration in sorted(searched.times()):
-        by_nodes.setdefault(configuration.nodes, []).append(configuration)
-    ends = (by_nodes[min(by_nodes)], by_nodes[max(by_nodes)])
-    wanted = {configuration for row in ends for configuration in (row[0], row[-1])}
+def at_corners(searched: Searched) -> list[Measurement]:
+    """What a partial search would have measured."""
+    wanted = corners(searched.times())
     return [row for row in searched.measured if row.configuration in wanted]
 
 
@@ -260,8 +256,8 @@ def compare(full_rounds: Sequence[Searched], adaptive_rounds: Sequence[Searched]
         "full": errors(full.measured, truth),
         "full, single rounds": of_rounds(full_rounds, truth),
         "full, paper's form": errors(full.measured, truth, "paper"),
-        "corners": errors(corners(full), elsewhere(corners(full), truth)),
-        "corners, paper's form": errors(corners(full), elsewhere(corners(full), truth), "paper"),
+        "corners": errors(at_corners(full), elsewhere(at_corners(full), truth)),
+        "corners, paper's form": errors(at_corners(full), elsewhere(at_corners(full), truth), "paper"),
         "adaptive_replayed": errors(played, elsewhere(played, truth)),
         "adaptive": of_rounds(adaptive_rounds, truth),
         "adaptive, paper's form": of_rounds(adaptive_rounds, truth, "paper"),

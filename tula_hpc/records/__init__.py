@@ -4,7 +4,15 @@ JSON Lines files are append-only, one record a line. A torn last line, of a writ
 is skipped and counted.
 """
 
-from tula_hpc.records.base import Batch, Configuration, JobId, Nodes, Record, WorkersPerNode
+from tula_hpc.records.base import (
+    Batch,
+    Configuration,
+    JobId,
+    Nodes,
+    Record,
+    WorkersPerNode,
+    corners,
+)
 from tula_hpc.records.events import (
     MAIN_LABEL,
     Event,
@@ -118,6 +126,7 @@ __all__ = [
     "WorkersPerNode",
     "append_record",
     "compute_of",
+    "corners",
     "in_short",
     "is_usable",
     "measured_identity",

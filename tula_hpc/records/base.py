@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -39,3 +40,14 @@ class Configuration(NamedTuple):
 
     def __str__(self) -> str:
         return f"N={self.nodes} b={self.local_batch} (B={self.global_batch})"
+
+
+def corners(configurations: Iterable[Configuration]) -> list[Configuration]:
+    """Return the smallest and largest batch on the fewest and on the most nodes, ascending."""
+    by_nodes: dict[int, list[Configuration]] = {}
+    for configuration in sorted(configurations):
+        by_nodes.setdefault(configuration.nodes, []).append(configuration)
+    if not by_nodes:
+        return []
+    fewest, most = by_nodes[min(by_nodes)], by_nodes[max(by_nodes)]
+    return sorted({fewest[0], fewest[-1], most[0], most[-1]})
