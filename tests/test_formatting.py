@@ -13,6 +13,7 @@ from tula_hpc.formatting import (
     format_money,
     format_number,
     format_percent,
+    in_comparison,
     keep_units,
     plural,
 )
@@ -96,3 +97,17 @@ def test_plurals() -> None:
 def test_units_stay_with_their_numbers() -> None:
     assert keep_units("batch 64 takes 12 min 30 s") == "batch 64\u00a0takes 12\u00a0min 30\u00a0s"
     assert keep_units("hardly any at N = 8, B = 1,024") == "hardly any at N\u00a0=\u00a08, B\u00a0=\u00a01,024"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"),
+    [
+        (4.44, "4.4 times longer"),
+        (1.124, "12 % longer"),
+        (0.9437, "5.6 % shorter"),
+        (1.00634, "0.6 % longer"),
+        (0.9996, "less than 0.1 % shorter"),
+    ],
+)
+def test_a_comparison_has_no_more_digits_than_anybody_needs(ratio: float, words: str) -> None:
+    assert in_comparison(ratio) == words

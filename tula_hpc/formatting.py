@@ -86,6 +86,11 @@ def duration_within(seconds: float, low: float, high: float) -> str:
         least = abs(seconds) / 300 or half
         return _short_within(seconds, _power_of_ten(max(half, least)))
     step = max(step for step in _STEPS_S if step <= half)
+    # what is shown in hours is not rounded to half a minute first, nor days to half an hour
+    if abs(seconds) >= DAY_S:
+        step = max(step, HOUR_S)
+    elif abs(seconds) >= HOUR_S:
+        step = max(step, MINUTE_S)
     rounded = step * round(seconds / step)
     return f"{rounded} s" if 0 <= rounded < MINUTE_S else format_duration(rounded)
 
@@ -114,16 +119,21 @@ def money_within(amount: float, low: float, high: float, currency: str = "USD") 
     return f"{step * round(amount / step):,.{decimals}f} {currency}"
 
 
-def longer_or_shorter(ratio: float) -> str:
-    """Return a measured time over the predicted one: "3 % longer", or "4.4 times longer"."""
+def in_comparison(ratio: float, more: str = "longer", less: str = "shorter") -> str:
+    """Say how much more or less one value is than another: "3 % longer", "4.4 times longer".
+
+    Args:
+        ratio: Of the value to the other.
+        more: Comparative of what lies above the other.
+        less: Comparative of what lies below it.
+    """
     if ratio >= 2.0:
-        return f"{format_number(ratio, 2)} times longer"
-    return f"{percent_in_short(ratio - 1.0)} {'longer' if ratio >= 1.0 else 'shorter'}"
-
-
-def percent_in_short(share: float) -> str:
-    """Format a share of 1 in percent with two digits, for sentences: 0.3996 → "40 %"."""
-    return f"{format_number(100 * abs(share), 2)} %"
+        return f"{format_number(ratio, 2)} times {more}"
+    percent = 100 * abs(ratio - 1.0)
+    share = f"{format_number(percent, 2 if percent >= 1 else 1)} %"
+    if percent < 0.1:
+        share = "less than 0.1 %"
+    return f"{share} {more if ratio >= 1.0 else less}"
 
 
 def format_bytes(count: float | None) -> str:

@@ -166,7 +166,7 @@ def draw_variability(run: RunContents) -> Drawing | Missing:
         name, score, unit = "test_loss", "test loss", ""
         reached = [row.test_loss for row in epochs if row.test_loss is not None]
     ended = f"{format_number(reached[-1], 3)}{unit}"
-    title = f"Gradient variability {curve.describe_change()} as {score} went to {ended}"
+    title = f"Gradient variability {curve.describe_change()} while {score} went to {ended}"
     at = [row.epoch for row in epochs]
     with style.styled():
         figure, (above, below) = style.new_figure(title, 4.4, ratios=(1, 1))
@@ -339,7 +339,7 @@ def _title(found: Sequence[Used]) -> str:
     shares = [used.unscaled_share for used in found]
     least = format_percent(min(shares))
     # the bin around 1 holds scales that are nearly 1
-    unscaled = "of the updates were scaled by 1, to 6 %"
+    unscaled = "of the updates were scaled by 1 (± 6 %)"
     if len(found) > 1:
         return f"Between {least} and {format_percent(max(shares))} {unscaled}"
     return f"{least} {unscaled}; the median of the scale is {_describe_median(found[0])}"

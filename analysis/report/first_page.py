@@ -33,7 +33,7 @@ from tula_hpc.formatting import (
     format_duration,
     format_number,
     format_score,
-    longer_or_shorter,
+    in_comparison,
     money_within,
     plural,
 )
@@ -192,7 +192,7 @@ def _against_prediction(run: RunContents, training: Training) -> str:
         return ""
     # the median epoch: the sum of all holds the start of the first one, too
     ratio = training.epoch_time_s / candidate.epoch_time_s
-    return f" (its median epoch took {longer_or_shorter(ratio)} than predicted)"
+    return f" (its median epoch took {in_comparison(ratio)} than predicted)"
 
 
 def _how_sure(run: RunContents, plan: Plan, *, is_billed: bool) -> Iterator[str]:

@@ -24,8 +24,8 @@ from tula_hpc.formatting import (
     format_money,
     format_number,
     format_percent,
+    in_comparison,
     in_samples,
-    percent_in_short,
     plural,
     printable,
 )
@@ -276,7 +276,7 @@ def _compared(value: float, base: float, more: str, less: str) -> str:
         return more
     if base <= 0.0 or abs(value / base - 1.0) < 0.0005:
         return "as fast" if more == "slower" else "as dear"
-    return f"{percent_in_short(value / base - 1.0)} {more if value > base else less}"
+    return in_comparison(value / base, more, less)
 
 
 def knee_sentences(plan: Plan) -> list[str]:

@@ -25,7 +25,7 @@ from tula_hpc.formatting import (
     format_money,
     format_number,
     format_percent,
-    longer_or_shorter,
+    in_comparison,
     money_within,
     plural,
 )
@@ -189,7 +189,7 @@ def _off(relative_error: float | None) -> str:
     """Return how much longer or shorter than predicted an epoch took."""
     if relative_error is None or relative_error <= -1.0:
         return UNKNOWN
-    return longer_or_shorter(1.0 / (1.0 + relative_error))
+    return in_comparison(1.0 / (1.0 + relative_error))
 
 
 def _time_and_cost(train_time_s: float, cost: float, currency: str) -> tuple[str, str]:

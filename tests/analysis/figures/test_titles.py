@@ -57,7 +57,7 @@ def logged(contents: RunContents, field: str, values: Sequence[float]) -> RunCon
 def test_what_began_and_ended_alike_has_not_stayed_there(run: RunContents, values: list[float], words: str) -> None:
     assert title_of(logged(run, "gradient_norm", values), "gradient_norm") == f"The gradient's norm {words}"
     beside = title_of(logged(run, "sensitivity", values), "variability")
-    assert beside.startswith(f"Gradient variability {words} as test accuracy")
+    assert beside.startswith(f"Gradient variability {words} while test accuracy")
 
 
 @pytest.mark.parametrize(("values", "words"), [([0.1, 1.9], "(0.1 to 1.9)"), ([1.02, 1.0], "average")])
@@ -82,7 +82,7 @@ def test_of_several_trainings_the_title_names_its_own(run: RunContents) -> None:
             {ONE: 9, ONE + 1: 1},
             0.0,
             0.0,
-            "90.0 % of the updates were scaled by 1, to 6 %; the median of the scale is 1",
+            "90.0 % of the updates were scaled by 1 (± 6 %); the median of the scale is 1",
         ),
         ({ONE: 1}, 9.0, 0.0, "the median of the scale is below 0.016"),
         ({ONE: 1}, 0.0, 9.0, "the median of the scale is above 64"),
