@@ -40,10 +40,16 @@ class ScalingSection(NamedTuple):
 
 
 def scaling_sections(scaling: Scaling) -> list[ScalingSection]:
-    """Return what the page shows of each kind of scaling that could be predicted."""
+    """Return what the page shows of each kind of scaling that could be predicted.
+
+    What was said of the first kind is not said again.
+    """
     sections = []
+    said: list[str] = []
     for curve in scaling.curves:
-        text = " ".join([how_made(scaling, curve), *_definitions(scaling, curve)])
+        sentences = list(explain(scaling, curve))
+        text = " ".join(sentence for sentence in sentences if sentence not in said)
+        said += sentences
         table = scaling_table(curve)
         rows = []
         for row, (nodes, *others) in zip(curve.rows, table.rows, strict=True):
@@ -116,19 +122,21 @@ def _number(value: float) -> str:
     return f"{value:,.{decimals}f}"
 
 
-def how_made(scaling: Scaling, curve: Curve) -> str:
-    """Return a sentence: which sizes were measured, and which predicted."""
+def explain(scaling: Scaling, curve: Curve) -> Iterator[str]:
+    """Yield sentences: what was measured, what is predicted, and what the numbers mean."""
+    yield (
+        f"Step times were measured on {listed_sizes(scaling.profiled_sizes)} nodes "
+        f"({scaling.configurations} configurations of nodes and batch), and a model was fitted to "
+        "them."
+    )
     clauses = []
     for basis, outcome in _OUTCOMES.items():
         nodes = [row.nodes for row in curve.rows if row.basis == basis]
         if nodes:
             verb = "is" if len(nodes) == 1 else "are"
             clauses.append(f"N = {listed_sizes(nodes)} {outcome.format(verb)}")
-    return (
-        f"Step times were measured on {listed_sizes(scaling.profiled_sizes)} nodes "
-        f"({scaling.configurations} configurations of nodes and batch), and a model was fitted to "
-        f"them: {', '.join(clauses)}."
-    )
+    yield f"{', '.join(clauses)}."
+    yield from _definitions(scaling, curve)
 
 
 _OUTCOMES: dict[Basis, str] = {
@@ -175,8 +183,7 @@ def plain_text(scaling: Scaling, curve: Curve) -> str:
     for row in rows:
         cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
         lines.append(GAP.join(cells))
-    sentences = [how_made(scaling, curve), *_definitions(scaling, curve)]
-    return "\n".join([_subject(scaling, curve), "", *lines, "", *sentences]) + "\n"
+    return "\n".join([_subject(scaling, curve), "", *lines, "", *explain(scaling, curve)]) + "\n"
 
 
 def _on_one_line(cell: str) -> str:
@@ -198,8 +205,7 @@ def latex(scaling: Scaling, curve: Curve) -> str:
     ]
     for row in table.rows:
         lines += _latex_lines(row)
-    sentences = [_subject(scaling, curve), how_made(scaling, curve)]
-    sentences += _definitions(scaling, curve)
+    sentences = [_subject(scaling, curve), *explain(scaling, curve)]
     lines += [r"\hline", r"\end{tabular}", "", r"\noindent", *map(latex_escaped, sentences)]
     return "\n".join([*lines, r"\par}"]) + "\n"
 

@@ -10,7 +10,7 @@ import pytest
 from tests.run_factory import SWEEP_TOML, candidate, configurations, make_run, plan, write_plan
 from tula_hpc.analysis.figures.all import FIGURES
 from tula_hpc.analysis.report.page import write_report
-from tula_hpc.analysis.report.scaling_text import how_made, latex, plain_text, scaling_sections, scaling_table
+from tula_hpc.analysis.report.scaling_text import explain, latex, plain_text, scaling_sections, scaling_table
 from tula_hpc.analysis.report.tables import latex_escaped
 from tula_hpc.analysis.run_contents import read_run
 from tula_hpc.analysis.scaling import Scaling, scaling_of
@@ -43,16 +43,15 @@ def test_plain_text_marks_exactly_what_is_extrapolated(scaling: Scaling) -> None
         assert all(line.isascii() for line in lines)
 
 
-def test_one_sentence_says_how_the_numbers_were_made(scaling: Scaling) -> None:
-    text = how_made(scaling, scaling.weak)
-    assert text.count(".") == 1
-    assert text.startswith("Step times were measured on 1, 2 and 4 nodes (18 configurations of nodes and batch)")
-    assert "N = 1, 2 and 4 are among the measured ones" in text
-    assert "N = 8 and 16 (*) are extrapolated" in text
-    assert "predicted" not in text
+def test_sentences_say_how_the_numbers_were_made(scaling: Scaling) -> None:
+    measured, sizes, *_ = explain(scaling, scaling.weak)
+    assert measured.startswith("Step times were measured on 1, 2 and 4 nodes (18 configurations of nodes and batch)")
+    assert "N = 1, 2 and 4 are among the measured ones" in sizes
+    assert "N = 8 and 16 (*) are extrapolated" in sizes
+    assert "predicted" not in sizes
     for curve in scaling.curves:
         whole = " ".join(plain_text(scaling, curve).split())
-        assert how_made(scaling, curve) in whole
+        assert " ".join(explain(scaling, curve)) in whole
         assert f"relative to N = {curve.base.nodes}, the smallest measured number of nodes" in whole
         assert "(20 epochs)" in whole
 
@@ -125,6 +124,8 @@ def test_names_cannot_leave_the_text_of_latex(scaling: Scaling) -> None:
 def test_sections_name_what_each_row_rests_on(scaling: Scaling) -> None:
     strong, weak = scaling_sections(scaling)
     assert (strong.heading, weak.heading) == ("Strong scaling", "Weak scaling")
+    assert "Node-hours are those of the whole training" in strong.text
+    assert "Node-hours" not in weak.text, "it was said above"
     assert [row[0] for row in weak.table.rows] == [
         "1\nmeasured",
         "2\nmeasured",
