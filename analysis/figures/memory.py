@@ -350,10 +350,11 @@ def _caption(usage: Usage, kinds: str) -> str:
             f" Plans let a step use no more than {format_bytes(usage.allowed)} of it (dotted in "
             "red). The rest is a margin, and room for what training holds beside its steps."
         )
-    if usage.bounded:
-        text += " Batches do not fit where their line is dotted."
+    outside = ["where their line is dotted"] if usage.bounded else []
     if usage.largest is not None:
-        text += " Batches in the grey region do not fit."
+        outside.append("in the grey region")
+    if outside:
+        text += f" Batches do not fit {' and '.join(outside)}."
     if usage.out_of_memory:
         text += (
             " Crosses mark batches that ran out of memory when they were tried; how much they "
