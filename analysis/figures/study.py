@@ -75,13 +75,8 @@ def column_keys(columns: Sequence[str], names: Iterable[str]) -> list[style.Key]
 
 
 def legend_columns(names: Sequence[str]) -> int:
-    """Return the columns of a legend of these names and one more: rows of about equal length.
-
-    A row has six entries at most, fewer if names are long.
-    """
-    most = max(1, min(6, LEGEND_CHARACTERS // (max(map(len, names)) + 6)))
-    rows = math.ceil((len(names) + 1) / most)
-    return math.ceil((len(names) + 1) / rows)
+    """Return the most columns of a legend of these names: six, fewer if names are long."""
+    return max(1, min(6, LEGEND_CHARACTERS // (max(map(len, names)) + 6)))
 
 
 def draw_study_accuracy(contents: StudyContents, table: StudyTable) -> Drawing | Missing:

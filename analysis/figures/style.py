@@ -354,12 +354,14 @@ def legend(axes: Axes, keys: Sequence[Key], *, columns: int = 5, left: float = -
         if key.band:
             handle.set(linewidth=7, alpha=0.25)
         handles.append(handle)
+    # rows of about equal length
+    rows = max(1, math.ceil(len(keys) / columns))
     axes.legend(
         handles,
         [key.text for key in keys],
         loc="lower left",
         bbox_to_anchor=(left, 1.0),
-        ncols=columns,
+        ncols=math.ceil(len(keys) / rows),
         borderaxespad=0.2,
         borderpad=0.2,
         handletextpad=0.5,

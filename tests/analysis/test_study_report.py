@@ -409,7 +409,7 @@ def test_more_methods_than_colours_and_long_names_can_be_told_apart() -> None:
     names = ["lbt", *(f"m{i}" for i in range(len(SIZES) + 1))]
     looks = {(column_style(names, name).colour, line_style(names, name)) for name in names}
     assert len(looks) == len(names)
-    assert legend_columns(["a", "b", "c"]) == 4  # with the small batch's
+    assert legend_columns(["a", "b", "c"]) == 6
     assert legend_columns(["a" * 40, "b", "c"]) == 2
     assert legend_columns(["a" * 64] * 5) == 1
 

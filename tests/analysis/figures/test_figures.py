@@ -39,8 +39,10 @@ from tula_hpc.analysis.figures.step_time.step_breakdown import parts_of
 from tula_hpc.analysis.figures.style import (
     INK,
     SIZES,
+    Key,
     amount_axis,
     batch_axis,
+    legend,
     new_figure,
     size_style,
     styled,
@@ -935,3 +937,13 @@ def test_repeated_measurements_are_all_drawn(tmp_path: Path) -> None:
     append_record(files.profile / "a.jsonl", oom(Configuration(2, 1, 4096)))
     marks = [row["mark"] for row in rows(drawn(read_run(files), "epoch_time"))]
     assert marks == ["measured_95"] * 3 + ["out_of_memory"]
+
+
+@pytest.mark.parametrize(("count", "per_row"), [(0, 1), (3, 3), (5, 5), (6, 3), (11, 4)])
+def test_rows_of_a_legend_are_about_equally_long(count: int, per_row: int) -> None:
+    with styled():
+        _, (axes,) = new_figure("a title", 2.0)
+        legend(axes, [Key(str(index), "o") for index in range(count)], columns=5)
+    found = axes.get_legend()
+    assert found is not None
+    assert max(found._ncols, 1) == per_row
