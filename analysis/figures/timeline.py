@@ -18,7 +18,7 @@ from tula_hpc.records import MAIN_LABEL, RunHistory, Sign, Submission
 
 Kind = Literal["waiting", "profiling", "training"]
 COLOURS: dict[Kind, style.Colour] = {
-    "waiting": style.SHADE,
+    "waiting": style.DATA,
     "profiling": style.COMPUTE,
     "training": style.SIZES[0],
 }
@@ -208,7 +208,7 @@ def _dress(axes: Axes, rows: Sequence[str], whole_s: float, found: Sequence[Stre
 
 
 def _title(found: Sequence[Stretch], whole_s: float) -> str:
-    parts = [f"From the first job to the last sign of one {format_duration(whole_s)}"]
+    parts = [f"{format_duration(whole_s)} from the first job to the last"]
     # waiting while another job runs is no queue
     running = [one for one in found if one.kind != "waiting"]
     ran_s = length_of_union((one.begin, one.end) for one in running)
