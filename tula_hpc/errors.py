@@ -108,7 +108,7 @@ class Failure(StrEnum):
     """Reason why a job ended without a result.
 
     A new kind also needs its signs in `launch/reasons.py` and its number of attempts in the tables of
-    `stages/train.py`; without these its jobs are not submitted again.
+    `retries.py`; without these its jobs are not submitted again.
     """
 
     # the accelerator's memory ran out

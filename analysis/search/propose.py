@@ -18,8 +18,8 @@ from tula_hpc.analysis.models.profiles import (
 )
 from tula_hpc.analysis.planning.memory_limit import memory_limit_bytes
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, local_batches
-from tula_hpc.errors import Failure
 from tula_hpc.records import Configuration, Measurement, is_usable
+from tula_hpc.retries import is_configuration_given_up
 
 if TYPE_CHECKING:
     from tula_hpc.analysis.search.adaptive import AdaptiveSearch
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 # measured local batches that show the memory of larger ones
 MEMORY_BATCHES = 2
-# failures, for other reasons than memory, after which a configuration is given up
-ATTEMPTS = 2
 
 
 def candidates(search: SearchSpec, workers_per_node: int) -> list[Configuration]:
@@ -119,10 +117,8 @@ def _settled(measurements: Sequence[Measurement]) -> set[Configuration]:
             # it comes again in more passes
             continue
         attempts[row.configuration] += 1
-        failure = row.failure
-        # a broken device is only recorded after the last attempt, see `records.broken_hosts`
-        is_final = failure is Failure.DEVICE_FAILED or (failure and failure.is_the_users)
-        if is_usable(row) or is_final or attempts[row.configuration] >= ATTEMPTS:
+        given_up = is_configuration_given_up(row.failure, attempts[row.configuration])
+        if is_usable(row) or given_up:
             settled.add(row.configuration)
     return settled
 

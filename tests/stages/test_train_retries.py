@@ -18,17 +18,21 @@ from tula_hpc.launch.launcher import Ended
 from tula_hpc.launch.slurm import AccountedRun
 from tula_hpc.records import Configuration, Event, JobAccount, RunDirectory, RunHistory, StopReason, append_record
 from tula_hpc.records.events import JobFailure
-from tula_hpc.stages import train as stages
-from tula_hpc.stages.context import Sweep, stage_progress
-from tula_hpc.stages.train import (
+from tula_hpc.retries import (
+    HOPELESS_ROUNDS,
     UNBOUNDED,
     RetryPolicy,
     Verdict,
-    keep_accounting,
+    is_broken_round,
+    is_configuration_given_up,
+    is_held_against,
+    is_partition_hopeless,
     plan_policy,
     study_policy,
-    train_stage,
 )
+from tula_hpc.stages import train as stages
+from tula_hpc.stages.context import Sweep, stage_progress
+from tula_hpc.stages.train import keep_accounting, train_stage
 from tula_hpc.stages.train_many import Trainings
 
 CHOSEN = candidate(Configuration(4, 1, 64)).model_copy(update={"feasible": True})
@@ -182,19 +186,20 @@ def test_a_command_that_is_killed_while_it_notes_lack_of_memory_does_not_try_tha
 
 
 PLAN_TABLE, STUDY_TABLE = plan_policy(max_requeues=6), study_policy(max_requeues=6)
-ENDS = {  # jobs of one command that fail like this, at the same sample: of the plan's training, of a study's
-    Failure.DEVICE_OOM: (Verdict.SMALLER_BATCH, 1),
-    Failure.HOST_OOM: (Verdict.SMALLER_BATCH, 1),
-    Failure.PREEMPTED: (7, 7),
-    Failure.TIMED_OUT: (7, 7),
-    Failure.NODE_FAILED: (7, 7),
-    Failure.DEVICE_FAILED: (3, 3),
-    Failure.KILLED: (3, 3),
-    Failure.NO_SPACE: (1, 1),
-    Failure.CANCELLED: (1, 1),
-    Failure.BAD_INPUT: (1, 1),
-    Failure.DIVERGED: (1, 1),
-    Failure.BUG: (1, 3),
+# jobs of one command that fail like this: of the plan's training and of a study's, at the same sample; of a profile
+ENDS = {
+    Failure.DEVICE_OOM: (Verdict.SMALLER_BATCH, 1, 2),
+    Failure.HOST_OOM: (Verdict.SMALLER_BATCH, 1, 2),
+    Failure.PREEMPTED: (7, 7, UNBOUNDED),
+    Failure.TIMED_OUT: (7, 7, 2),
+    Failure.NODE_FAILED: (7, 7, 2),
+    Failure.DEVICE_FAILED: (3, 3, 3),
+    Failure.KILLED: (3, 3, 2),
+    Failure.NO_SPACE: (1, 1, 2),
+    Failure.CANCELLED: (1, 1, 2),
+    Failure.BAD_INPUT: (1, 1, 1),
+    Failure.DIVERGED: (1, 1, 1),
+    Failure.BUG: (1, 3, 2),
 }
 
 
@@ -215,10 +220,31 @@ def jobs_until_given_up(policy: RetryPolicy, failure: Failure, step: int = 0) ->
     return UNBOUNDED
 
 
+def profiles_until_given_up(failure: Failure) -> int:
+    """Count the jobs that measure one configuration and always fail like this."""
+    attempts = 0
+    for job in range(1, 30):
+        attempts += is_held_against(failure, broken_devices=job - 1)
+        if attempts and is_configuration_given_up(failure, attempts):
+            return job
+    return UNBOUNDED
+
+
 @pytest.mark.parametrize("failure", Failure)
-def test_the_tables_say_how_many_jobs_a_training_gets(failure: Failure) -> None:
-    found = jobs_until_given_up(PLAN_TABLE, failure), jobs_until_given_up(STUDY_TABLE, failure)
-    assert found == ENDS[failure]
+def test_the_tables_say_how_many_jobs_a_training_and_a_profile_get(failure: Failure) -> None:
+    trained = jobs_until_given_up(PLAN_TABLE, failure), jobs_until_given_up(STUDY_TABLE, failure)
+    assert (*trained, profiles_until_given_up(failure)) == ENDS[failure]
+
+
+def test_a_partition_is_given_up_after_three_rounds_or_where_no_other_job_ends_better() -> None:
+    assert not is_partition_hopeless([Failure.KILLED, Failure.PREEMPTED, Failure.HOST_OOM], HOPELESS_ROUNDS - 1)
+    assert is_partition_hopeless([], HOPELESS_ROUNDS)
+    assert {each for each in Failure if is_partition_hopeless([each], 0)} == {
+        Failure.BAD_INPUT, Failure.DIVERGED, Failure.TIMED_OUT,
+    }  # fmt: skip
+    assert {each for each in Failure if not is_broken_round(each)} == {
+        Failure.PREEMPTED, Failure.DEVICE_OOM, Failure.HOST_OOM,
+    }  # fmt: skip
 
 
 def test_whatever_gets_further_each_time_is_tried_again_but_for_the_number_of_requeues() -> None:

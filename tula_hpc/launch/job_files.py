@@ -38,8 +38,9 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 from tula_hpc.config import ClusterSpec
 from tula_hpc.errors import LaunchError
 from tula_hpc.files import in_words, read_bounded
-from tula_hpc.launch.executor import TIME_OUTS, Submitted
+from tula_hpc.launch.executor import Submitted
 from tula_hpc.records import write_atomically
+from tula_hpc.retries import TIME_OUTS
 from tula_hpc.search_path import is_found_elsewhere
 
 WHAT_TO_DO = (
