@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from tula_hpc.errors import PreemptedError
-from tula_hpc.launch.reasons import lost_a_peer
+from tula_hpc.launch.failures_and_waits import lost_a_peer
 
 
 class Suspensions:

@@ -17,9 +17,9 @@ from tula_hpc.analysis.drift import describe_drift
 from tula_hpc.env import unix_time
 from tula_hpc.errors import Failure, StageError
 from tula_hpc.formatting import format_score, plural
+from tula_hpc.launch.failures_and_waits import telling_line
 from tula_hpc.launch.job_specs import TrainJob, in_passes
 from tula_hpc.launch.launcher import Ended, JobsNow
-from tula_hpc.launch.reasons import telling_line
 from tula_hpc.records import (
     MAIN_LABEL,
     Candidate,
