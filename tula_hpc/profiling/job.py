@@ -16,7 +16,7 @@ def run(job: ProfileJob) -> int:
     with loading_libraries():
         from tula_hpc.ddp.device_errors import telling_broken_devices
         from tula_hpc.ddp.own_errors import telling_own_mistakes
-        from tula_hpc.profiling.session import run_profile
+        from tula_hpc.profiling.profile_job import run_profile
 
     with (
         leaving_at_once(),
