@@ -93,7 +93,7 @@ class ProfileJob(Requeueable):
     def entry(self) -> str:
         """As `Requeueable.entry`; a script is measured in processes of its own."""
         if self.sweep.workload.is_script:
-            return "tula_hpc.attach.script_session:run"
+            return "tula_hpc.attach.script_profile_job:run"
         return self.run
 
 
