@@ -1,6 +1,6 @@
 """Rehearsal: the workload is tried on this machine before anything is submitted.
 
-It needs torch, so it takes place in a process of its own, see `tula_hpc.profiling.trial`. What is
+It needs torch, so it takes place in a process of its own, see `profiling/rehearsal_process.py`. What is
 wrong is refused here, as is another model or other data than the run has measured. What was tried
 is kept in the run directory: the next command tries again only where code, keys of the workload or
 libraries have changed since.
@@ -66,7 +66,13 @@ def rehearse(
         InputError: Something is wrong with the workload; the message says what.
     """
     # a dry run leaves nothing behind, compiled files of the user's own included
-    command = [*start_of_python(), "-B", "-m", "tula_hpc.profiling.trial", *map(str, files)]
+    command = [
+        *start_of_python(),
+        "-B",
+        "-m",
+        "tula_hpc.profiling.rehearsal_process",
+        *map(str, files),
+    ]
     command += [word for name in memory for word in ("--memory", name)]
     # of the code as it is now
     key = key_of(spec)
