@@ -23,7 +23,7 @@ from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.ddp.stop_signals import Suspensions
 from tula_hpc.env import WorkerEnvironment, unix_time
 from tula_hpc.errors import Failure, InputError
-from tula_hpc.profiling.course import Course, without
+from tula_hpc.profiling.measured_rounds import Course, without
 from tula_hpc.profiling.meters import MemoryMeter, NodePower, bytes_of, largest_over_workers
 from tula_hpc.profiling.probes import PASSES, estimate_from, flat, shared_norms, squared
 from tula_hpc.profiling.record import describe
