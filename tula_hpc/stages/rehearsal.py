@@ -1,9 +1,9 @@
 """Rehearsal: the workload is tried on this machine before anything is submitted.
 
-It needs torch, so it takes place in a process of its own, see `profiling/rehearsal_process.py`. What is
-wrong is refused here, as is another model or other data than the run has measured. What was tried
-is kept in the run directory: the next command tries again only where code, keys of the workload or
-libraries have changed since.
+It needs torch, so it takes place in a process of its own: `profiling/rehearsal_process.py`. What
+is wrong is refused here, as is another model or other data than the run has measured. What was
+tried is kept in the run directory: the next command tries again only where code, keys of the
+workload or libraries have changed since.
 
 `search.estimate = false` leaves it out, for data or libraries that only the compute nodes have; a
 job then finds out. Controller jobs leave it out, too. A training script of the user's own is not
