@@ -266,11 +266,6 @@ class _Kind(NamedTuple):
     stuck: bool = False
 
 
-def _raised(failure: Failure) -> str:
-    """Return the words by which a log's traceback ends with the error that means this failure."""
-    return rf"^(\[rank\d+\]: )?tula_hpc\.errors\.{error_for(failure).__name__}: "
-
-
 # In order: what is more specific first.
 _KINDS = (
     _Kind("None|", "not looked at by the scheduler yet"),
