@@ -49,7 +49,7 @@ class Readings(Protocol):
         """Return and reset counts of applied factors."""
 
 
-class Journal:
+class MetricsWriter:
     """Writer of one training's metrics.jsonl.
 
     Args:
