@@ -1,4 +1,7 @@
-"""Lines of metrics.jsonl: one for some steps, and one for each evaluated epoch."""
+"""Log of the built-in training: decides when lines are due, which `metrics_writer.py` writes.
+
+One for some steps, and one for each evaluated epoch.
+"""
 
 from __future__ import annotations
 
