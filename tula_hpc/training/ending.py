@@ -1,4 +1,7 @@
-"""Ends of a training: its result, a requeue after a stop, or running out of memory."""
+"""Ends of a training: its result, a requeue after a stop, or running out of memory.
+
+`ddp/stop_signals.py` tells the whole way from a signal to the requeue.
+"""
 
 from __future__ import annotations
 
