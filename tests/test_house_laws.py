@@ -106,8 +106,8 @@ def test_only_records_look_into_events() -> None:
 
 
 def test_only_env_reads_the_schedulers_variables() -> None:
-    # launch writes OMP_NUM_THREADS for the jobs, it reads none; search_path comes before env could be imported
-    others = [path for path in SOURCES if place(path).split("/")[0] not in ("env.py", "launch", "search_path.py")]
+    # launch writes OMP_NUM_THREADS for the jobs, it reads none; python_path comes before env could be imported
+    others = [path for path in SOURCES if place(path).split("/")[0] not in ("env.py", "launch", "python_path.py")]
     readers = {path for path in others if "os.environ" in path.read_text()}
     assert {place(path) for path in readers if "XDG_CACHE_HOME" not in path.read_text()} == set()
 

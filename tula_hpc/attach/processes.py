@@ -35,8 +35,8 @@ from tula_hpc.env import (
 )
 from tula_hpc.errors import Failure, InputError, TulaError, error_for
 from tula_hpc.process_memory import descendants
+from tula_hpc.python_path import start_of_python
 from tula_hpc.records import Configuration, parse_record, write_atomically
-from tula_hpc.search_path import start_of_python
 
 POLL_S = 0.5
 # after its last word a process has nothing left to do

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from tula_hpc.formatting import format_bytes
+from tula_hpc.python_path import start_of_python
 from tula_hpc.records import Footprint, RunDirectory, is_usable
-from tula_hpc.search_path import start_of_python
 from tula_hpc.stages.context import Sweep
 
 # importing torch on a busy login node takes the most of it

@@ -25,6 +25,7 @@ from tula_hpc.config import ClusterSpec, SweepSpec, local_batches, study_part
 from tula_hpc.env import slurm_job_id, with_variables
 from tula_hpc.errors import InputError
 from tula_hpc.own_sources import digests_of
+from tula_hpc.python_path import start_of_python
 from tula_hpc.records import (
     Identity,
     Trial,
@@ -34,7 +35,6 @@ from tula_hpc.records import (
     refuse_another,
     write_atomically,
 )
-from tula_hpc.search_path import start_of_python
 from tula_hpc.stages.context import Sweep, stage_progress
 from tula_hpc.stages.memory_room import TIMEOUT_S, Estimate, last_line
 from tula_hpc.stages.profile import NOTHING, parts_of, wants_estimate
