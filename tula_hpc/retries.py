@@ -29,7 +29,7 @@ A job is also started again under its own id, by what it runs in:
 - submitit at the time limit of a profile (TIME_OUTS) or controller (`controller_time_outs`): in
   `launch/job_start.py`;
 - the batch script of a controller whose process is killed (REVIVALS): `requeue_if_killed` in
-  `launch/slurm_executor.py`. Where the script dies too, its guard goes on: `cli/controller.py`.
+  `launch/slurm_executor.py`. Where the script dies too, its guard goes on: `cli/detached.py`.
 """
 
 from __future__ import annotations

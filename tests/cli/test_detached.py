@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.run_factory import CLUSTER_TOML, SWEEP_TOML
-from tula_hpc.cli import controller as detach
+from tula_hpc.cli import detached as detach
 from tula_hpc.cli.open_run import work
 from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_frozen_sweep
 from tula_hpc.errors import Failure, LaunchError, RunDirectoryError, StageError, SubmitLimitError
