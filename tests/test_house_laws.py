@@ -167,6 +167,17 @@ def test_commands_and_workers_load_what_they_need_and_never_torch_on_the_login_n
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_every_module_that_a_text_names_is_there() -> None:
+    # a module of Python's own, and a user's
+    strangers = {"json.py", "analysis.py"}
+    tests = [path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py")]
+    there = {f"/{path}" for path in (*map(place, SOURCES), *tests)}
+    for text in (*SOURCES, ROOT / "CONTRIBUTING.md", ROOT / "README.md"):
+        named = set(re.findall(r"`([\w/]+\.py)`", text.read_text())) - strangers
+        named = {name.removeprefix("tula_hpc/") for name in named}
+        assert {name for name in named if not any(path.endswith(f"/{name}") for path in there)} == set(), text
+
+
 def test_analysis_is_refused_under_its_bare_name() -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import analysis"], capture_output=True, text=True, cwd=ROOT, check=False

@@ -36,7 +36,7 @@ Those who branch on kinds, all of them, to be looked through:
   `records/broken_hosts.py`, `records/events.py` (`JobEvents`), `analysis/models/profiles.py` (bounds of memory),
   `status/jobs.py` and `cli/detached.py` (no kind on record: a bug).
 
-`tests/stages/test_train_retries.py` fails until a new kind is in its table.
+`tests/test_retries.py` fails until a new kind is in its table.
 """
 
 from __future__ import annotations
