@@ -3,6 +3,9 @@
 Importing this imports no torch, see `run`. The job's workers stay outside: each starts the script's
 process of its rank and watches it, and all of them learn how every process ended before any acts on
 it. What is recorded is what a profile of the built-in training records.
+
+The whole course, from the job to the measured steps, is told in `script_profile.py`; what follows
+where memory runs out, in `profiling/profile_job.py`.
 """
 
 from __future__ import annotations

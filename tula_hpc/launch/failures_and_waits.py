@@ -1,7 +1,9 @@
-"""Failures and waits: why a job ended without a result, by Slurm's states and its log, and why one waits.
+"""Why a job failed, by Slurm's states and its log, and why one waits.
 
 Slurm's words for a wait are those of "JOB REASON CODES" in squeue(1) and of the controller's own
 descriptions. Logs are read as far as they belong to the job's last run.
+
+The kinds of failures are in `errors.py`, which names everybody who has to know of a new one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Memory of a batch: the estimate before the first profile, and words where no batch fits.
 
-The estimate is made in a process of its own, since it needs torch.
+The estimate is made in a process of its own, since it needs torch. What a profile does where memory
+runs out is told in `profiling/profile_job.py`.
 """
 
 from __future__ import annotations
