@@ -35,7 +35,7 @@ SHARED_NAMES = {
 # faces of public names, entries of jobs, and the last of each package that nothing else holds; may only shrink
 SMALL = {
     "analysis/memory.py", "analysis/performance.py", "analysis/study.py", "command_errors.py", "invocation.py",
-    "profiling/job.py", "profiling/record.py", "records/base.py", "training/job.py",
+    "profiling/job.py", "records/base.py", "training/job.py",
 }  # fmt: skip
 # may only shrink
 LARGE = {
@@ -106,8 +106,8 @@ def test_only_records_look_into_events() -> None:
 
 
 def test_only_env_reads_the_schedulers_variables() -> None:
-    # launch writes OMP_NUM_THREADS for the jobs, it reads none; search_path comes before env could be imported
-    others = [path for path in SOURCES if place(path).split("/")[0] not in ("env.py", "launch", "search_path.py")]
+    # launch writes OMP_NUM_THREADS for the jobs, it reads none; python_path comes before env could be imported
+    others = [path for path in SOURCES if place(path).split("/")[0] not in ("env.py", "launch", "python_path.py")]
     readers = {path for path in others if "os.environ" in path.read_text()}
     assert {place(path) for path in readers if "XDG_CACHE_HOME" not in path.read_text()} == set()
 
@@ -153,7 +153,7 @@ for room in rooms:
             importlib.import_module(module.name)
 from tula_hpc import study; from tula_hpc import sweep
 check("everything", {"torch", "torchvision"})
-from tula_hpc.profiling import session; from tula_hpc.training import loop
+from tula_hpc.profiling import profile_job; from tula_hpc.training import loop
 from tula_hpc.config import WorkloadSpec; from tula_hpc.data.datasets import build_data
 build_data(WorkloadSpec(dataset="digits"))
 check("a worker", {"torchvision", "sklearn", "timm", "torch.distributed.optim"})
@@ -165,6 +165,17 @@ def test_commands_and_workers_load_what_they_need_and_never_torch_on_the_login_n
     command = [sys.executable, "-c", COMMANDS, str(run.root)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_every_module_that_a_text_names_is_there() -> None:
+    # a module of Python's own, and a user's
+    strangers = {"json.py", "analysis.py"}
+    tests = [path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py")]
+    there = {f"/{path}" for path in (*map(place, SOURCES), *tests)}
+    for text in (*SOURCES, ROOT / "CONTRIBUTING.md", ROOT / "README.md"):
+        named = set(re.findall(r"`([\w/]+\.py)`", text.read_text())) - strangers
+        named = {name.removeprefix("tula_hpc/") for name in named}
+        assert {name for name in named if not any(path.endswith(f"/{name}") for path in there)} == set(), text
 
 
 def test_analysis_is_refused_under_its_bare_name() -> None:

@@ -21,7 +21,7 @@ from tests.run_factory import make_run
 from tests.study_factory import make_study
 from tula_hpc.__main__ import COMMANDS, main
 from tula_hpc.invocation import command_line
-from tula_hpc.search_path import is_found_elsewhere
+from tula_hpc.python_path import is_found_elsewhere
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = {"pydantic", "numpy", "scipy", "matplotlib", "jinja2", "markupsafe", "rich", "kneed", "submitit", "torch"}
@@ -149,7 +149,7 @@ def test_a_copy_that_is_not_installed_runs_from_its_own_folder(tmp_path: Path, f
     done = run(["-S", "-m", "tula_hpc", "status", folders["run"]], tmp_path, **libraries)
     assert done.returncode == 3, done.stderr
     # its jobs have to find it too
-    code = "from tula_hpc.search_path import start_of_python; print(start_of_python()[1:])"
+    code = "from tula_hpc.python_path import start_of_python; print(start_of_python()[1:])"
     assert run(["-S", "-c", code], tmp_path, **libraries).stdout == "[]\n"
     assert is_found_elsewhere()
     assert run(["-c", code], tmp_path).stdout == "['-P']\n"

@@ -15,7 +15,7 @@ if sys.version_info < (3, 11):  # noqa: UP036
         + "): use the one that tula_hpc was installed with, as .venv/bin/tula"
     )
 
-from tula_hpc.search_path import drop_working_directory, starts_a_command
+from tula_hpc.python_path import drop_working_directory, starts_a_command
 
 __version__ = "0.1.0"
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import tula_hpc
-from tula_hpc.search_path import PROGRAM
+from tula_hpc.python_path import PROGRAM
 
 
 class Command(NamedTuple):

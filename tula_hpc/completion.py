@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from tula_hpc.__main__ import COMMANDS
 from tula_hpc.files import write_out
-from tula_hpc.search_path import PROGRAM
+from tula_hpc.python_path import PROGRAM
 
 # what a value may be, beside words to choose from: files by their ending, any file, or folders
 FILES = "file"

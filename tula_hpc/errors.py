@@ -1,4 +1,4 @@
-"""Errors that this package raises on purpose, and reasons of failed jobs.
+"""Errors that this package raises on purpose, and `Failure`: the kinds of failed jobs.
 
     TulaError
     ├── InputError              the user's input is wrong (exit code 2)
@@ -17,99 +17,37 @@
     │   └── InfeasibleError     no candidate satisfies memory and the constraints
     └── CheckpointError         a checkpoint is missing, damaged or not ours
 
-`Failure` names the reason of each job that ended without a result.
+`Failure` names the reason of each job that ended without a result. A new kind is added there, with
+the error that means it, if any (`TulaError.failure`), and in these two places:
+
+- `launch/failures_and_waits.py` recognizes it in the states of Slurm and in logs; a job in whose
+  process nothing is raised is of that kind only by its signs;
+- `retries.py` says how often its jobs are submitted again: without an entry a training's never are.
+
+Those who branch on kinds, all of them, to be looked through:
+
+- found where it happens: `process_memory.py` (memory), `ddp/device_errors.py` (devices),
+  `attach/reporting.py` and `attach/processes.py` (what a script's process failed of, and how its
+  worker ends then), `attach/script_profile.py`, `attach/train/script_job.py`;
+- found by whoever waits: `launch/launcher.py` (a full disk, hosts of broken devices),
+  `stages/train.py` (what the job itself has put on record goes first);
+- followed by more than a retry: `stages/profile.py` (end of the whole stage),
+  `stages/train_many.py` (one that would end all), `stages/context.py` (records and messages),
+  `records/broken_hosts.py`, `records/events.py` (`JobEvents`), `analysis/models/profiles.py` (bounds of memory),
+  `status/jobs.py` and `cli/detached.py` (no kind on record: a bug).
+
+`tests/test_retries.py` fails until a new kind is in its table.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-
-
-class TulaError(Exception):
-    """Root of all errors that this package raises on purpose."""
-
-
-class InputError(TulaError):
-    """The user's input is wrong; the message names file, key and what was expected.
-
-    Args:
-        message: The mistake and what was expected, in one line.
-        source: The file (or command-line option) that holds the input.
-        key: Dotted key inside the source, for example ``search.min_batch``.
-    """
-
-    def __init__(
-        self, message: str, *, source: Path | str | None = None, key: str | None = None
-    ) -> None:
-        self.source = source
-        self.key = key
-        where = ": ".join(str(part) for part in (source, key) if part)
-        super().__init__(f"{where}: {message}" if where else message)
-
-
-class RunDirectoryError(InputError):
-    """The run directory may not be used: it has other inputs or another owner, or is in use."""
-
-
-class StageError(TulaError):
-    """A stage failed; the message says which, why, and where the log is."""
-
-
-class LaunchError(StageError):
-    """A job could not be submitted or watched."""
-
-
-class NotStartedError(LaunchError):
-    """A command of the scheduler cannot be run here at all: it is missing or not a program."""
-
-
-class RefusedError(LaunchError):
-    """The scheduler refused: there is no such job."""
-
-
-class SubmitLimitError(RefusedError):
-    """A limit of the site on submitted jobs is reached: fewer, or later ones, may be accepted."""
-
-
-class MeetingError(StageError):
-    """The workers of a job did not find each other."""
-
-
-class PreemptedError(StageError):
-    """The job had to make room for others and is not requeued, or was suspended for too long."""
-
-
-class DeviceError(StageError):
-    """A device of a node, or its driver, is broken; other nodes can do the work."""
-
-
-class StorageError(StageError):
-    """A file cannot be written; nothing half-written is left."""
-
-
-class NotEnoughDataError(StageError):
-    """Too few usable measurements to fit a model; the message names the missing ones."""
-
-
-class DivergedError(StageError):
-    """The loss is not finite."""
-
-
-class InfeasibleError(StageError):
-    """No candidate satisfies the memory limit and the constraints."""
-
-
-class CheckpointError(TulaError):
-    """A checkpoint is missing, damaged or not one of ours."""
+from typing import ClassVar
 
 
 class Failure(StrEnum):
-    """Reason why a job ended without a result.
-
-    A new kind also needs its signs in `launch/reasons.py` and its number of attempts in the tables of
-    `stages/train.py`; without these its jobs are not submitted again.
-    """
+    """Reason why a job ended without a result; see the module for whom a new kind concerns."""
 
     # the accelerator's memory ran out
     DEVICE_OOM = "device_oom"
@@ -141,3 +79,109 @@ class Failure(StrEnum):
     def is_oom(self) -> bool:
         """True if memory ran out, on device or host: a bound for the memory model."""
         return self in (Failure.DEVICE_OOM, Failure.HOST_OOM)
+
+
+class TulaError(Exception):
+    """Root of all errors that this package raises on purpose."""
+
+    # of a job that ends by it; None: what the error says decides
+    failure: ClassVar[Failure | None] = None
+
+
+class InputError(TulaError):
+    """The user's input is wrong; the message names file, key and what was expected.
+
+    Args:
+        message: The mistake and what was expected, in one line.
+        source: The file (or command-line option) that holds the input.
+        key: Dotted key inside the source, for example ``search.min_batch``.
+    """
+
+    failure = Failure.BAD_INPUT
+
+    def __init__(
+        self, message: str, *, source: Path | str | None = None, key: str | None = None
+    ) -> None:
+        self.source = source
+        self.key = key
+        where = ": ".join(str(part) for part in (source, key) if part)
+        super().__init__(f"{where}: {message}" if where else message)
+
+
+class RunDirectoryError(InputError):
+    """The run directory may not be used: it has other inputs or another owner, or is in use."""
+
+
+class StageError(TulaError):
+    """A stage failed; the message says which, why, and where the log is."""
+
+    failure = Failure.BUG
+
+
+class LaunchError(StageError):
+    """A job could not be submitted or watched."""
+
+
+class NotStartedError(LaunchError):
+    """A command of the scheduler cannot be run here at all: it is missing or not a program."""
+
+
+class RefusedError(LaunchError):
+    """The scheduler refused: there is no such job."""
+
+
+class SubmitLimitError(RefusedError):
+    """A limit of the site on submitted jobs is reached: fewer, or later ones, may be accepted."""
+
+
+class MeetingError(StageError):
+    """The workers of a job did not find each other."""
+
+    failure = Failure.KILLED
+
+
+class PreemptedError(StageError):
+    """The job had to make room for others and is not requeued, or was suspended for too long."""
+
+    failure = Failure.PREEMPTED
+
+
+class DeviceError(StageError):
+    """A device of a node, or its driver, is broken; other nodes can do the work."""
+
+    failure = Failure.DEVICE_FAILED
+
+
+class StorageError(StageError):
+    """A file cannot be written; nothing half-written is left."""
+
+    failure = Failure.NO_SPACE
+
+
+class NotEnoughDataError(StageError):
+    """Too few usable measurements to fit a model; the message names the missing ones."""
+
+
+class DivergedError(StageError):
+    """The loss is not finite."""
+
+    failure = Failure.DIVERGED
+
+
+class InfeasibleError(StageError):
+    """No candidate satisfies the memory limit and the constraints."""
+
+
+class CheckpointError(TulaError):
+    """A checkpoint is missing, damaged or not one of ours."""
+
+
+_TELLING: dict[Failure | None, type[TulaError]] = {
+    each.failure: each
+    for each in (InputError, DivergedError, DeviceError, PreemptedError, StorageError)
+}
+
+
+def error_for(failure: Failure | None) -> type[TulaError]:
+    """Return the error whose name alone tells this kind of failure; `StageError` if none does."""
+    return _TELLING.get(failure, StageError)

@@ -8,7 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from tula_hpc.search_path import PROGRAM, start_of_python
+from tula_hpc.python_path import PROGRAM, start_of_python
 
 
 def command_line(*words: str) -> str:

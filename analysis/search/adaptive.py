@@ -23,7 +23,7 @@ the training (see `confirmation`), one that cannot be profiled, and one that app
 profile.
 
 Everything is a pure function of the measurements: replayed over recorded ones, the search proposes
-the same again.
+the same again. From candidates to a job `propose.py` tells the whole course.
 """
 
 from __future__ import annotations

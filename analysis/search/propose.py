@@ -1,5 +1,17 @@
 """Candidates of a search, and those to profile next.
 
+What is measured next, from the sweep file to a job:
+
+1. `candidates`, here: cluster sizes × powers of two as local batch within the bounds of [search].
+2. `believed_to_fit`, here: those below every batch that ran out of memory (`_below_bound`), or that
+   by the memory model surely would (`_within_memory`).
+3. `propose`, here: all of them (mode "full"), the corners ("partial"), or what `adaptive.py` finds
+   most worth its cost; without what is measured or given up (`_settled`, by `retries.py`).
+4. `stages/profile.py` asks once a round (`propose_on`), and submits those that do not disturb each
+   other (`first_wave`). It ends where nothing is proposed.
+5. A job goes on by itself: `Agenda` in `profiling/work_queue.py` measures its list, then asks here
+   again for its own number of nodes, or fewer, until its time is up.
+
 Everything is a pure function of the measurements so far: replayed over recorded ones, a search
 proposes the same again.
 """
@@ -18,8 +30,8 @@ from tula_hpc.analysis.models.profiles import (
 )
 from tula_hpc.analysis.planning.memory_limit import memory_limit_bytes
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, local_batches
-from tula_hpc.errors import Failure
 from tula_hpc.records import Configuration, Measurement, corners, is_usable
+from tula_hpc.retries import is_configuration_given_up
 
 if TYPE_CHECKING:
     from tula_hpc.analysis.search.adaptive import AdaptiveSearch
@@ -27,8 +39,6 @@ if TYPE_CHECKING:
 
 # measured local batches that show the memory of larger ones
 MEMORY_BATCHES = 2
-# failures, for other reasons than memory, after which a configuration is given up
-ATTEMPTS = 2
 
 
 def candidates(search: SearchSpec, workers_per_node: int) -> list[Configuration]:
@@ -119,10 +129,8 @@ def _settled(measurements: Sequence[Measurement]) -> set[Configuration]:
             # it comes again in more passes
             continue
         attempts[row.configuration] += 1
-        failure = row.failure
-        # a broken device is only recorded after the last attempt, see `records.broken_hosts`
-        is_final = failure is Failure.DEVICE_FAILED or (failure and failure.is_the_users)
-        if is_usable(row) or is_final or attempts[row.configuration] >= ATTEMPTS:
+        given_up = is_configuration_given_up(row.failure, attempts[row.configuration])
+        if is_usable(row) or given_up:
             settled.add(row.configuration)
     return settled
 

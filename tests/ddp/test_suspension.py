@@ -18,8 +18,8 @@ from tests.forked import start_workers
 from tula_hpc.config import ClusterSpec
 from tula_hpc.ddp.stop_signals import Suspensions
 from tula_hpc.errors import PreemptedError
-from tula_hpc.profiling.course import MOST_ATTEMPTS
 from tula_hpc.profiling.measure import SharedTimes, StepProfile, measure
+from tula_hpc.profiling.measured_rounds import MOST_ATTEMPTS
 from tula_hpc.profiling.meters import MemoryMeter, NodePower
 
 

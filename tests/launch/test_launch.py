@@ -25,9 +25,10 @@ from tula_hpc.launch.executor import Notice, Request, Submitted
 from tula_hpc.launch.job_files import setup_text
 from tula_hpc.launch.launcher import NOTICE, REFUSED, Launcher, StillRunningError, describe_states
 from tula_hpc.launch.local_executor import is_alive
-from tula_hpc.launch.slurm_executor import CONTROL_MINUTES, could_start, requeue_if_killed, time_outs
+from tula_hpc.launch.slurm_executor import could_start, requeue_if_killed, time_outs
 from tula_hpc.records import Event, RunDirectory, append_record
 from tula_hpc.records.events import CONTROL, GUARD
+from tula_hpc.retries import CONTROL_MINUTES
 
 
 def touch(path: Path, error: bool = False) -> Callable[[], None]:

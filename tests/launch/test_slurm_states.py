@@ -6,9 +6,19 @@ from types import SimpleNamespace
 import pytest
 
 from tula_hpc.ddp.device_errors import broken_device
-from tula_hpc.errors import Failure, InputError, LaunchError, NotStartedError
+from tula_hpc.errors import (
+    DeviceError,
+    DivergedError,
+    Failure,
+    InputError,
+    LaunchError,
+    NotStartedError,
+    PreemptedError,
+    TulaError,
+    error_for,
+)
 from tula_hpc.launch import slurm
-from tula_hpc.launch.reasons import classify, complaining_nodes, telling_line, without_chatter
+from tula_hpc.launch.failures_and_waits import classify, complaining_nodes, telling_line, without_chatter
 from tula_hpc.launch.slurm import JobState, StepState, is_submit_limit, is_unanswered
 
 NCCL = "[PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: "
@@ -141,6 +151,13 @@ def test_failures_are_told_apart(steps: list[StepState], log: str, failure: Fail
 def test_a_broken_device_is_told_from_a_bug_on_it(line: str, failure: Failure) -> None:
     assert classify([], FRAME + line) is failure
     assert bool(broken_device(RuntimeError(line))) is (failure is Failure.DEVICE_FAILED)
+
+
+@pytest.mark.parametrize("error", [InputError, DivergedError, DeviceError, PreemptedError])
+def test_an_error_of_ours_tells_its_kind_by_its_name_in_a_log(error: type[TulaError]) -> None:
+    assert error.failure is not None
+    assert classify([], f"{FRAME}{error.__module__}.{error.__name__}: words") is error.failure
+    assert error_for(error.failure) is error
 
 
 def test_a_gpu_that_nobody_asked_for_is_not_broken() -> None:

@@ -16,19 +16,10 @@ from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.launch.launcher import Ended
 from tula_hpc.launch.slurm import AccountedRun
-from tula_hpc.records import Configuration, Event, JobAccount, RunDirectory, RunHistory, StopReason, append_record
-from tula_hpc.records.events import JobFailure
+from tula_hpc.records import Configuration, JobAccount, RunDirectory, StopReason, append_record
 from tula_hpc.stages import train as stages
 from tula_hpc.stages.context import Sweep, stage_progress
-from tula_hpc.stages.train import (
-    UNBOUNDED,
-    RetryPolicy,
-    Verdict,
-    keep_accounting,
-    plan_policy,
-    study_policy,
-    train_stage,
-)
+from tula_hpc.stages.train import keep_accounting, train_stage
 from tula_hpc.stages.train_many import Trainings
 
 CHOSEN = candidate(Configuration(4, 1, 64)).model_copy(update={"feasible": True})
@@ -179,65 +170,6 @@ def test_a_command_that_is_killed_while_it_notes_lack_of_memory_does_not_try_tha
         train_stage(Sweep(SPEC, ClusterSpec(), run, time.time()), made)
     batches = [event.data["configuration"][2] for event in run.events() if event.event == "submitted"]
     assert batches == [64, 32]
-
-
-PLAN_TABLE, STUDY_TABLE = plan_policy(max_requeues=6), study_policy(max_requeues=6)
-ENDS = {  # jobs of one command that fail like this, at the same sample: of the plan's training, of a study's
-    Failure.DEVICE_OOM: (Verdict.SMALLER_BATCH, 1),
-    Failure.HOST_OOM: (Verdict.SMALLER_BATCH, 1),
-    Failure.PREEMPTED: (7, 7),
-    Failure.TIMED_OUT: (7, 7),
-    Failure.NODE_FAILED: (7, 7),
-    Failure.DEVICE_FAILED: (3, 3),
-    Failure.KILLED: (3, 3),
-    Failure.NO_SPACE: (1, 1),
-    Failure.CANCELLED: (1, 1),
-    Failure.BAD_INPUT: (1, 1),
-    Failure.DIVERGED: (1, 1),
-    Failure.BUG: (1, 3),
-}
-
-
-def jobs_until_given_up(policy: RetryPolicy, failure: Failure, step: int = 0) -> int | Verdict:
-    """Count the jobs of a training that always fails like this; each begins `step` samples after the last."""
-    events: list[Event] = []
-    for job in range(1, 30):
-        common = {"stage": "train", "time": 1.0, "job_id": str(job)}
-        for name, fields in (
-            ("submitted", {"data": {"label": "a"}}),
-            ("resumed", {"data": {"samples_seen": job * step}}),
-            ("ended", {"failure": failure}),
-        ):
-            events.append(Event.model_validate({**common, **fields, "event": name}))
-        verdict = policy.judge(RunHistory(events), "a", JobFailure(failure), since=1.0)
-        if verdict is not Verdict.AGAIN:
-            return job if verdict is Verdict.GIVE_UP else verdict
-    return UNBOUNDED
-
-
-@pytest.mark.parametrize("failure", Failure)
-def test_the_tables_say_how_many_jobs_a_training_gets(failure: Failure) -> None:
-    found = jobs_until_given_up(PLAN_TABLE, failure), jobs_until_given_up(STUDY_TABLE, failure)
-    assert found == ENDS[failure]
-
-
-def test_whatever_gets_further_each_time_is_tried_again_but_for_the_number_of_requeues() -> None:
-    assert jobs_until_given_up(PLAN_TABLE, Failure.DEVICE_FAILED, step=64) == UNBOUNDED
-    assert jobs_until_given_up(STUDY_TABLE, Failure.DEVICE_FAILED, step=64) == UNBOUNDED
-    assert jobs_until_given_up(PLAN_TABLE, Failure.KILLED, step=64) == 7
-    assert jobs_until_given_up(STUDY_TABLE, Failure.KILLED, step=64) == 3
-
-
-@pytest.mark.parametrize("policy", [PLAN_TABLE, STUDY_TABLE])
-@pytest.mark.parametrize("stop", [None, *StopReason])
-def test_a_training_whose_requeues_are_used_up_is_given_up_but_by_a_new_command(
-    policy: RetryPolicy, stop: StopReason | None
-) -> None:
-    submitted = {"time": 1.0, "event": "submitted", "stage": "train", "job_id": "1", "data": {"label": "a"}}
-    history, failure = RunHistory([Event.model_validate(submitted)]), JobFailure(Failure.PREEMPTED, stop=stop)
-    used_up = stop is StopReason.REQUEUES_EXHAUSTED
-    assert policy.judge(history, "a", failure, since=1.0) is (Verdict.GIVE_UP if used_up else Verdict.AGAIN)
-    assert policy.judge(history, "a", failure, since=2.0) is Verdict.AGAIN
 
 
 SENTENCE = "restarted 6 times, as training.max_requeues allows"

@@ -28,8 +28,8 @@ from tula_hpc.errors import Failure, LaunchError
 from tula_hpc.formatting import format_duration
 from tula_hpc.launch import slurm
 from tula_hpc.launch.executor import Submitted
+from tula_hpc.launch.failures_and_waits import explain, read_logs
 from tula_hpc.launch.launcher import NOTICE
-from tula_hpc.launch.reasons import explain, read_logs
 from tula_hpc.launch.slurm import JobState
 from tula_hpc.records import (
     Configuration,
@@ -43,7 +43,7 @@ from tula_hpc.records import (
     write_atomically,
 )
 from tula_hpc.records.run_directory import holder_of
-from tula_hpc.stages.train import ATTEMPTS
+from tula_hpc.retries import STUDY_ATTEMPTS
 from tula_hpc.status import __main__ as status
 from tula_hpc.status import run_files as run_facts
 from tula_hpc.status.cost import describe_price, node_hour_price
@@ -946,7 +946,7 @@ def test_every_cell_of_a_study_is_counted_once(tmp_path_factory: pytest.TempPath
 
 @pytest.mark.parametrize(
     ("failure", "allowed"),
-    [(Failure.BUG, ATTEMPTS), (Failure.KILLED, ATTEMPTS), (Failure.PREEMPTED, 2), (Failure.HOST_OOM, 1)],
+    [(Failure.BUG, STUDY_ATTEMPTS), (Failure.KILLED, STUDY_ATTEMPTS), (Failure.PREEMPTED, 2), (Failure.HOST_OOM, 1)],
 )
 def test_a_training_that_is_tried_again_has_not_failed_for_good(
     tmp_path: Path, cluster: FakeSlurm, failure: Failure, allowed: int

@@ -33,19 +33,10 @@ from tula_hpc.env import (
     granted_gpus,
     unix_time,
 )
-from tula_hpc.errors import (
-    DeviceError,
-    DivergedError,
-    Failure,
-    InputError,
-    PreemptedError,
-    StageError,
-    StorageError,
-    TulaError,
-)
+from tula_hpc.errors import Failure, InputError, TulaError, error_for
 from tula_hpc.process_memory import descendants
+from tula_hpc.python_path import start_of_python
 from tula_hpc.records import Configuration, parse_record, write_atomically
-from tula_hpc.search_path import start_of_python
 
 POLL_S = 0.5
 # after its last word a process has nothing left to do
@@ -373,15 +364,6 @@ def variables_of(env: WorkerEnvironment, workers_per_node: int, meeting: Meeting
     return found
 
 
-_ERRORS: dict[Failure, type[TulaError]] = {
-    Failure.BAD_INPUT: InputError,
-    Failure.DIVERGED: DivergedError,
-    Failure.DEVICE_FAILED: DeviceError,
-    Failure.PREEMPTED: PreemptedError,
-    Failure.NO_SPACE: StorageError,
-}
-
-
 def error_of(outcome: Outcome, key: str) -> TulaError:
     """Return the error of this package that a failed process means, with its log's place.
 
@@ -391,7 +373,7 @@ def error_of(outcome: Outcome, key: str) -> TulaError:
     """
     said = outcome.said
     words = f"{said.detail}; its output: {outcome.log}"
-    kind = _ERRORS.get(said.failure or Failure.BUG, StageError)
+    kind = error_for(said.failure)
     if kind is InputError and not said.detail.startswith("workload."):
         return InputError(words, key=key)
     return kind(words)

@@ -20,17 +20,8 @@ from pydantic import Field
 from tula_hpc.attach.script import Script
 from tula_hpc.attach.step_hooks import Hooks, Listener
 from tula_hpc.ddp.device_errors import broken_device
-from tula_hpc.errors import (
-    DeviceError,
-    DivergedError,
-    Failure,
-    InputError,
-    MeetingError,
-    PreemptedError,
-    StageError,
-    StorageError,
-)
-from tula_hpc.launch.reasons import lost_a_peer
+from tula_hpc.errors import DeviceError, Failure, MeetingError, TulaError
+from tula_hpc.launch.failures_and_waits import lost_a_peer
 from tula_hpc.process_memory import out_of_memory
 from tula_hpc.records import parse_record, write_atomically
 from tula_hpc.records.base import Record
@@ -90,22 +81,14 @@ def read_said(path: Path) -> Said | None:
         return None
 
 
-# errors of this package that a mode may raise
-_KINDS: tuple[tuple[type[Exception], Failure], ...] = (
-    (InputError, Failure.BAD_INPUT),
-    (DivergedError, Failure.DIVERGED),
-    (PreemptedError, Failure.PREEMPTED),
-    (StorageError, Failure.NO_SPACE),
-    (StageError, Failure.BUG),
-)
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def failed_by(error: BaseException) -> Said:
     """Return what an exception in a script's process means, in one sentence."""
-    for kind, meant in _KINDS:
-        if isinstance(error, kind) and not isinstance(error, MeetingError | DeviceError):
-            return _failed(meant, str(error))
+    own = error.failure if isinstance(error, TulaError) else None
+    if own is not None and not isinstance(error, MeetingError | DeviceError):
+        return _failed(own, str(error))
     if isinstance(error, MeetingError) or lost_a_peer(error):
         lost = _failed(Failure.KILLED, f"lost a peer: {_first_line(error)}")
         return lost.model_copy(update={"follows": True})

@@ -1,5 +1,18 @@
 """Profile of a script, taken in its own process at the ends of its own steps.
 
+How a user's script is profiled, from the job on:
+
+1. `script_profile_job.py`: each worker of the job starts the script's process of its rank for a
+   configuration, watches it (`processes.py`), and rank 0 records what it says at its end.
+2. `child.py` is that process: it puts the hooks in place and runs the script as the main program.
+3. `step_hooks.py` notices torch's optimizer steps, backward passes and batches, whatever framework
+   takes them, and finds the model that counts.
+4. `measured_steps.py` makes the script's steps fit to be timed: learning rates of 0, and times that
+   are of no step left out.
+5. This module decides between two steps what is measured next, and makes the record.
+6. `profiling/measured_rounds.py` has the rounds of steps and their statistics, the same for the
+   built-in training; `reporting.py` carries the result to the worker.
+
 What is done between the script's steps is one generator, `ScriptProfile._steps`, which reads like a
 profile of the built-in training: each `yield` in it waits for the end of the script's next step.
 When all is measured the process ends at once, whatever the script would do next.
@@ -23,7 +36,7 @@ from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.ddp.stop_signals import Suspensions
 from tula_hpc.env import WorkerEnvironment, unix_time
 from tula_hpc.errors import Failure, InputError
-from tula_hpc.profiling.course import Course, without
+from tula_hpc.profiling.measured_rounds import Course, without
 from tula_hpc.profiling.meters import MemoryMeter, NodePower, bytes_of, largest_over_workers
 from tula_hpc.profiling.probes import PASSES, estimate_from, flat, shared_norms, squared
 from tula_hpc.profiling.record import describe

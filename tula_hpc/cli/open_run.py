@@ -262,7 +262,7 @@ def work(sweep: Sweep, until: str, *, detach: bool = False, here: bool = False) 
     Raises:
         TulaError: It cannot be done; see `exit_code_of`.
     """
-    from tula_hpc.cli.controller import carry_on_detached, look_on, take_over
+    from tula_hpc.cli.detached import carry_on_detached, look_on, take_over
     from tula_hpc.cli.pipeline import carry_out
 
     try:

@@ -1,6 +1,7 @@
 """Read and check sweep and cluster files, and override single keys.
 
-The files may be anybody's: their size and depth are bounded.
+The files may be anybody's: their size and depth are bounded. In which order keys are checked, and
+where, is told in `validation.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,19 @@
-"""Validate tables of input files: base class, one line for each mistake, hidden values."""
+"""Validate tables of input files: base class, one line for each mistake, hidden values.
+
+How the keys of a file are checked, in this order:
+
+1. `loading.py` reads the TOML and enters `--set` into its tables (`load_together`, `load_sweep`,
+   `load_cluster`).
+2. `_parse` there hands them to the type of the file, a `Spec` of this module: `SweepSpec` in
+   `sweep.py` with the tables of `workload.py`, `search.py`, `training.py` and `study.py`;
+   `ClusterSpec` in `cluster.py`, with `gpus.py`. Each field has its type and bounds; validators in
+   these types check what keys of one table or one file mean together. Unknown keys are refused.
+3. Here, `explain` makes one line of each mistake: file, key, what was expected, what is meant.
+4. `check_columns` in `sweep.py` checks each column of a study, and `check_together` there the sweep
+   against the cluster. A resumed run also against what it has measured: `changes.py`.
+
+Data and models are tried later, see `stages/rehearsal.py`.
+"""
 
 from __future__ import annotations
 

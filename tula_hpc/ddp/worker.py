@@ -20,8 +20,8 @@ from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.data.images import ImageDataset, prepared
 from tula_hpc.data.loader import StreamCopies, make_train_loader, one_ahead
 from tula_hpc.ddp.methods import ReferenceBatch, build_stepper, reference_share
+from tula_hpc.ddp.norms_per_step import small_norms
 from tula_hpc.ddp.process_group import check_kernels, check_precision, choose_kernels, pick_device
-from tula_hpc.ddp.small_norms import small_norms
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.optim import local_gradient, reference_gradient
 from tula_hpc.records import Configuration

@@ -1,1 +1,1 @@
-"""Write a cluster file for the cluster that this login node belongs to."""
+"""Write the files of a first sweep: a cluster file from what Slurm says, and a script's sweep file."""

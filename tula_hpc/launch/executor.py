@@ -9,9 +9,6 @@ from typing import Any, NamedTuple, Protocol
 from tula_hpc.launch.slurm import JobState, StepState
 from tula_hpc.records import Record
 
-# requeues after a time limit of a job that leaves them to submitit
-TIME_OUTS = 3
-
 
 class Submitted(NamedTuple):
     """A job on its way: its id and the folder of its logs."""

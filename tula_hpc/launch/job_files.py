@@ -38,9 +38,10 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 from tula_hpc.config import ClusterSpec
 from tula_hpc.errors import LaunchError
 from tula_hpc.files import in_words, read_bounded
-from tula_hpc.launch.executor import TIME_OUTS, Submitted
+from tula_hpc.launch.executor import Submitted
+from tula_hpc.python_path import is_found_elsewhere
 from tula_hpc.records import write_atomically
-from tula_hpc.search_path import is_found_elsewhere
+from tula_hpc.retries import TIME_OUTS
 
 WHAT_TO_DO = (
     "nothing of it is executed; look at who may write to the folders above it, "

@@ -93,7 +93,7 @@ class ProfileJob(Requeueable):
     def entry(self) -> str:
         """As `Requeueable.entry`; a script is measured in processes of its own."""
         if self.sweep.workload.is_script:
-            return "tula_hpc.attach.script_session:run"
+            return "tula_hpc.attach.script_profile_job:run"
         return self.run
 
 
@@ -140,7 +140,7 @@ class TrainJob(Requeueable):
 
 @dataclass(frozen=True)
 class ControlJob(Requeueable):
-    """The next step of a detached sweep; see `tula_hpc.cli.controller`.
+    """The next step of a detached sweep; see `tula_hpc.cli.detached`.
 
     Attributes:
         root: The run directory; the inputs are those that are frozen there.
@@ -148,7 +148,7 @@ class ControlJob(Requeueable):
         started_at: Unix time of the command that was detached.
     """
 
-    run: ClassVar[str] = "tula_hpc.cli.controller:run_controller"
+    run: ClassVar[str] = "tula_hpc.cli.detached:run_controller"
 
     root: Path
     until: str

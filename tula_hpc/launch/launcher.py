@@ -18,8 +18,15 @@ from tula_hpc.errors import Failure, LaunchError, RefusedError, StorageError, Su
 from tula_hpc.files import full_disk, in_words, make_private
 from tula_hpc.formatting import MINUTE_S, format_duration, in_short_lines
 from tula_hpc.launch.executor import Executor, Notice, Request, Submitted
+from tula_hpc.launch.failures_and_waits import (
+    classify,
+    complaining_nodes,
+    ends,
+    explain,
+    read_logs,
+    waits,
+)
 from tula_hpc.launch.local_executor import LocalJobs
-from tula_hpc.launch.reasons import classify, complaining_nodes, ends, explain, read_logs, waits
 from tula_hpc.launch.slurm import JobState, accounted_runs
 from tula_hpc.launch.slurm_executor import SlurmJobs
 from tula_hpc.records import JobAccount, RunDirectory, read_document, write_atomically

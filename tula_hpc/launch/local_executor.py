@@ -29,7 +29,7 @@ from submitit.local.local import start_controller
 from tula_hpc.config import ClusterSpec
 from tula_hpc.containers import NO_FOLDERS, Folders, export_lines, python_of
 from tula_hpc.env import gpus_as_here
-from tula_hpc.launch.executor import TIME_OUTS, Limits, Notice, Request, Submitted
+from tula_hpc.launch.executor import Limits, Notice, Request, Submitted
 from tula_hpc.launch.job_files import (
     job_command,
     run_setup,
@@ -38,6 +38,7 @@ from tula_hpc.launch.job_files import (
     write_setup,
 )
 from tula_hpc.launch.slurm import JobState, StepState
+from tula_hpc.retries import TIME_OUTS
 
 # of a process without a command line
 EXEC_POLLS = 25

@@ -12,7 +12,6 @@ here alone.
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 import shutil
@@ -31,7 +30,7 @@ from tula_hpc.env import RUN_MARK, outside_of_job, slurm_job_id
 from tula_hpc.errors import InputError, LaunchError, NotStartedError, RefusedError, SubmitLimitError
 from tula_hpc.files import in_words
 from tula_hpc.launch import slurm
-from tula_hpc.launch.executor import TIME_OUTS, Limits, Notice, Request, Submitted
+from tula_hpc.launch.executor import Limits, Notice, Request, Submitted
 from tula_hpc.launch.job_files import (
     describe_setup,
     job_command,
@@ -44,13 +43,12 @@ from tula_hpc.launch.slurm import JobState, StepState
 from tula_hpc.launch.slurm_command import Done, no_answer, run
 from tula_hpc.records import write_atomically
 from tula_hpc.records.events import CONTROL
+from tula_hpc.retries import REVIVALS, TIME_OUTS, controller_time_outs
 
 # tasks, where the site would allow more
 LARGEST_ARRAY = 1000
 # so long after its start an sbatch whose caller was killed may still be at work
 SBATCH_S = 20.0
-# so long a controller job may wait for room below a limit, requeued at each time limit of its own
-CONTROL_MINUTES = 30 * 24 * 60
 # in a dry run, for a hash of what is written at the submission
 MADE_LATER = "…"
 # after a failed attempt; about 8 minutes in all
@@ -67,8 +65,6 @@ NO: dict[type[RefusedError], str] = {
 }
 # submitit would write --wckey=submitit, which is refused where wckeys are enforced
 DEFAULTS: dict[str, Any] = {"wckey": None}
-# of a job whose process is killed, see `requeue_if_killed`
-REVIVALS = 3
 _COULD_START = re.compile(r"\bJob [0-9]+ to start at\b")
 _PREFIX = re.compile(r"^((sbatch|error|allocation failure): )*")
 # after attempts that failed
@@ -286,7 +282,7 @@ def _active(states: Mapping[str, JobState]) -> dict[str, JobState]:
 
 def time_outs(request: Request) -> int:
     """Return how often a job may be requeued after its time limit."""
-    return math.ceil(CONTROL_MINUTES / request.minutes) if request.stage == CONTROL else TIME_OUTS
+    return controller_time_outs(request.minutes) if request.stage == CONTROL else TIME_OUTS
 
 
 def options_of(script: str) -> list[str]:

@@ -6,7 +6,8 @@ Source: Tula paper, Algorithm 1. For every step i with the all-reduced large-bat
     G̃_i = gradscale ⊙ G_i   where Δ(G_i) < δ,   G_i elsewhere
     w   = base optimizer's step with G̃_i
 
-The defaults are that algorithm to the letter; everything beyond it is an option.
+The defaults are that algorithm to the letter; everything beyond it is an option. `scale_factors.py`
+has the whole law of the factor, with the file of each part.
 """
 
 from __future__ import annotations

@@ -3,7 +3,25 @@
 Source: Tula paper, Algorithm 1 (UpdateGradScale): s = min(|g_small / (g_large + ε)|, s_max) with
 s_max = √(b_large / b_small). The paper's convergence lemma needs the floor s_min > 0.
 
-Adaptive factors are estimated from gradients of two batches, or from norms of gradients.
+Adaptive factors are estimated from gradients of two batches, or from norms of gradients. The whole
+law, by which AGS multiplies a gradient or an update in each step, and the file of each part:
+
+    factor  = 1 + w·(s − 1)                           scaled_step.py, TulaOptimizer
+    s       = clamp(ratio, s_min, s_max)              GradScale, here
+    s_max   = (b_large / b_small)^(exponent / 2)      default_s_max, here
+    ratio   = (√ŝ / (√l̂ + ε))^exponent                norm_ratio.py; by element: element_ratio, here
+    ŝ, l̂    = averages of ‖g_small‖², ‖g_large‖²      NormRatios in norm_ratio.py: summed over a
+              with decay `smoothing`                  tensor, a layer or the model; spike guard
+    ŝ'      = l̂ + stretch·max(ŝ − l̂, 0)               at another reference batch than b_small, as
+    stretch = (1/b_ref − 1/b_large)                   `small_batch_shrink` asks for: Estimates, here,
+              / (1/b_small − 1/b_large)               and ReferenceBatch in ddp/methods.py
+    w       = gate(Δ(G))·min(1, steps/scale_warmup)   Sensitivity in gate.py; _warm_share in
+                                                      optimizer.py
+
+‖g_small‖² comes of the workers' own gradients or of micro-batches (`gradients/small_batch_norms.py`,
+brought to b_small by `square_at` in `gradients/noise_scale.py`), or of a pass over b_small samples
+(`gradients/reference_gradient.py`). Which batch, exponent and so on a method or preset has is in
+`config/training.py` (AgsOptions) and `scaling_options` in `ddp/methods.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The profile job on its nodes. Importing this imports no torch, see `run`."""
+"""Entry of the built-in training's profile job. Importing this imports no torch, see `run`.
+
+What the job does, and what it does where memory runs out, is in `profile_job.py`; a script's profile
+job begins in `attach/script_profile_job.py`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ def run(job: ProfileJob) -> int:
     with loading_libraries():
         from tula_hpc.ddp.device_errors import telling_broken_devices
         from tula_hpc.ddp.own_errors import telling_own_mistakes
-        from tula_hpc.profiling.session import run_profile
+        from tula_hpc.profiling.profile_job import run_profile
 
     with (
         leaving_at_once(),

@@ -19,7 +19,7 @@ from tula_hpc.ddp.stop_signals import Suspensions
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment, unix_time
 from tula_hpc.errors import DivergedError
-from tula_hpc.profiling.course import MOST_ATTEMPTS, Course
+from tula_hpc.profiling.measured_rounds import MOST_ATTEMPTS, Course
 from tula_hpc.profiling.meters import (
     MemoryMeter,
     NodePower,

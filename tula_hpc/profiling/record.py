@@ -11,15 +11,30 @@ from tula_hpc.config import ClusterSpec
 from tula_hpc.ddp.process_group import backend_of, describe_versions
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import Failure
-from tula_hpc.records import Configuration, Measurement
+from tula_hpc.records import Configuration, Measurement, append_record, rank_file
 
 
-def oom_record(
-    cluster: ClusterSpec, configuration: Configuration, env: WorkerEnvironment, failure: Failure
-) -> Measurement:
-    """Return the measurement of a configuration that does not fit into memory."""
+def record_oom(
+    output: Path,
+    cluster: ClusterSpec,
+    configuration: Configuration,
+    env: WorkerEnvironment,
+    failure: Failure,
+    **of_job: Any,
+) -> None:
+    """Record that a configuration does not fit into memory; see `profile_job` for what follows.
+
+    Args:
+        output: Of the job; the record goes into this worker's own file beside it.
+        cluster: Where it was measured.
+        configuration: What was measured or trained.
+        env: This worker.
+        failure: The kind of memory.
+        of_job: Further fields of the `Measurement`: its partition, passes, identity.
+    """
     facts = describe(configuration, cluster, env)
-    return Measurement(status="oom", failure=failure, detail=f"rank {env.rank}", **facts)
+    record = Measurement(status="oom", failure=failure, detail=f"rank {env.rank}", **facts)
+    append_record(rank_file(output, env.rank), record.model_copy(update=of_job))
 
 
 def describe(

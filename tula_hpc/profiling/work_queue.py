@@ -17,6 +17,7 @@ from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import WorkerEnvironment, job_started_at, unix_time
 from tula_hpc.errors import StageError
 from tula_hpc.launch.job_specs import ProfileJob
+from tula_hpc.python_path import start_of_python
 from tula_hpc.records import (
     Configuration,
     JobNote,
@@ -27,7 +28,6 @@ from tula_hpc.records import (
     recorded_by_job,
     recorded_in,
 )
-from tula_hpc.search_path import start_of_python
 
 TIMEOUT_S = 300.0
 

@@ -1,8 +1,8 @@
-"""Broken devices that a run knows of: hosts to avoid, and how often their jobs are submitted again.
+"""Broken devices that a run knows of: hosts to avoid, and the jobs that met them.
 
 A host in which a device failed is left out of the run's later submissions for a day; then it is
 tried again, since it may have been repaired. A configuration or a training that met such hosts is
-submitted again, twice; a training that got further in between has two attempts again.
+submitted again a few times, see `tula_hpc/retries.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from tula_hpc.errors import Failure
 from tula_hpc.records.base import Configuration, Record
 from tula_hpc.records.events import EndData, Event, hosts_in
 
-RETRIES = 2
 # as `ddp.process_group` says it
 NO_GPU = "torch sees none"
 AVOIDED_S = 24 * 3600.0

@@ -16,8 +16,8 @@ from tula_hpc.env import unix_time
 from tula_hpc.formatting import format_left, printable, printable_output, with_own_escapes
 from tula_hpc.invocation import command_line
 from tula_hpc.launch.executor import Submitted
+from tula_hpc.launch.failures_and_waits import telling_line, without_chatter
 from tula_hpc.launch.launcher import Ended, Launcher
-from tula_hpc.launch.reasons import telling_line, without_chatter
 from tula_hpc.records import Configuration, Measurement, RunDirectory, Submission
 
 # in a log an unchanged state is repeated this often, as a sign of life

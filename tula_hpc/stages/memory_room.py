@@ -1,6 +1,7 @@
 """Memory of a batch: the estimate before the first profile, and words where no batch fits.
 
-The estimate is made in a process of its own, since it needs torch.
+The estimate is made in a process of its own, since it needs torch. What a profile does where memory
+runs out is told in `profiling/profile_job.py`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from tula_hpc.formatting import format_bytes
+from tula_hpc.python_path import start_of_python
 from tula_hpc.records import Footprint, RunDirectory, is_usable
-from tula_hpc.search_path import start_of_python
 from tula_hpc.stages.context import Sweep
 
 # importing torch on a busy login node takes the most of it

@@ -10,11 +10,11 @@ from pathlib import Path
 from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
 from tula_hpc.env import unix_time
 from tula_hpc.errors import Failure, InputError, StageError, StorageError
-from tula_hpc.launch.executor import TIME_OUTS, Submitted
+from tula_hpc.launch.executor import Submitted
+from tula_hpc.launch.failures_and_waits import telling_line
 from tula_hpc.launch.job_files import times_out
 from tula_hpc.launch.job_specs import ProfileJob
 from tula_hpc.launch.launcher import Ended, JobsNow
-from tula_hpc.launch.reasons import telling_line
 from tula_hpc.records import (
     Configuration,
     JobNote,
@@ -28,7 +28,8 @@ from tula_hpc.records import (
     with_rank_files,
     write_atomically,
 )
-from tula_hpc.records.broken_hosts import RETRIES, profiled_in_vain, why_given_up
+from tula_hpc.records.broken_hosts import profiled_in_vain, why_given_up
+from tula_hpc.retries import TIME_OUTS, is_broken_round, is_held_against, is_partition_hopeless
 from tula_hpc.stages.context import (
     StageProgress,
     Sweep,
@@ -47,10 +48,6 @@ from tula_hpc.stages.memory_room import (
 )
 
 NOTHING = "Nothing was submitted."
-
-
-# of jobs that fail, for other reasons than memory, before anything was measured
-HOPELESS_ROUNDS = 3
 
 
 def profile_stage(sweep: Sweep) -> None:
@@ -153,9 +150,8 @@ def _profile_part(part: Sweep, progress: StageProgress, trusted_batch: int | Non
     failures: list[Ended] = []
     while True:
         failures += _settle(part, progress)
-        # after all its requeues another job would take as long
-        wrong = any(e.failure.is_the_users or e.failure is Failure.TIMED_OUT for e in failures)
-        in_vain = wrong or _broken_rounds(part) >= HOPELESS_ROUNDS
+        kinds = [end.failure for end in failures]
+        in_vain = is_partition_hopeless(kinds, _broken_rounds(part))
         hopeless = in_vain and not measured_anything(part)
         proposed = [] if hopeless or _wrong(failures) else propose_on(part, trusted_batch)
         if not proposed:
@@ -175,13 +171,13 @@ def propose_on(part: Sweep, trusted_batch: int | None = None) -> list[Configurat
 
 
 def _broken_rounds(part: Sweep) -> int:
-    """Count this command's submissions with a job that failed, but not of memory or preemption."""
+    """Count this command's submissions with a job that failed as `is_broken_round` means it."""
     folders = set()
     for job in part.run.history().submissions("profile"):
         end = job.end if _is_of(part, job) else None
         if end is None or end.failure is None or end.time < part.started_at:
             continue
-        if not end.failure.is_oom and end.failure is not Failure.PREEMPTED:
+        if is_broken_round(end.failure):
             folders.add(job.folder)
     return len(folders)
 
@@ -274,7 +270,7 @@ def _record_end(part: Sweep, job: Submission, end: Ended) -> bool:
     output = part.run.root / job.output
     blamed = died_of(job.configurations, output) if output.is_file() else None
     preempted = end.failure is Failure.PREEMPTED
-    if blamed is not None and not preempted and not _is_tried_again(part, blamed, end):
+    if blamed is not None and _is_an_attempt(part, blamed, end):
         record = failed_measurement(part.cluster, blamed, end, part.partition)
         record = record.model_copy(update={"accumulation": _last_passes(output)})
         # what made an earlier command's job fail may have been mended
@@ -297,11 +293,10 @@ def _record_end(part: Sweep, job: Submission, end: Ended) -> bool:
     return blamed is not None and not preempted
 
 
-def _is_tried_again(part: Sweep, blamed: Configuration, end: Ended) -> bool:
-    """Tell whether a configuration is measured once more: a broken device says nothing of it."""
-    if end.failure is not Failure.DEVICE_FAILED:
-        return False
-    return profiled_in_vain(part.run.events(), blamed, part.partition, part.started_at) < RETRIES
+def _is_an_attempt(part: Sweep, blamed: Configuration, end: Ended) -> bool:
+    events = part.run.events()
+    broken_devices = profiled_in_vain(events, blamed, part.partition, part.started_at)
+    return is_held_against(end.failure, broken_devices)
 
 
 def first_wave(

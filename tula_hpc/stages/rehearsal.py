@@ -1,9 +1,9 @@
 """Rehearsal: the workload is tried on this machine before anything is submitted.
 
-It needs torch, so it takes place in a process of its own, see `tula_hpc.profiling.trial`. What is
-wrong is refused here, as is another model or other data than the run has measured. What was tried
-is kept in the run directory: the next command tries again only where code, keys of the workload or
-libraries have changed since.
+It needs torch, so it takes place in a process of its own: `profiling/rehearsal_process.py`. What
+is wrong is refused here, as is another model or other data than the run has measured. What was
+tried is kept in the run directory: the next command tries again only where code, keys of the
+workload or libraries have changed since.
 
 `search.estimate = false` leaves it out, for data or libraries that only the compute nodes have; a
 job then finds out. Controller jobs leave it out, too. A training script of the user's own is not
@@ -25,6 +25,7 @@ from tula_hpc.config import ClusterSpec, SweepSpec, local_batches, study_part
 from tula_hpc.env import slurm_job_id, with_variables
 from tula_hpc.errors import InputError
 from tula_hpc.own_sources import digests_of
+from tula_hpc.python_path import start_of_python
 from tula_hpc.records import (
     Identity,
     Trial,
@@ -34,7 +35,6 @@ from tula_hpc.records import (
     refuse_another,
     write_atomically,
 )
-from tula_hpc.search_path import start_of_python
 from tula_hpc.stages.context import Sweep, stage_progress
 from tula_hpc.stages.memory_room import TIMEOUT_S, Estimate, last_line
 from tula_hpc.stages.profile import NOTHING, parts_of, wants_estimate
@@ -66,7 +66,13 @@ def rehearse(
         InputError: Something is wrong with the workload; the message says what.
     """
     # a dry run leaves nothing behind, compiled files of the user's own included
-    command = [*start_of_python(), "-B", "-m", "tula_hpc.profiling.trial", *map(str, files)]
+    command = [
+        *start_of_python(),
+        "-B",
+        "-m",
+        "tula_hpc.profiling.rehearsal_process",
+        *map(str, files),
+    ]
     command += [word for name in memory for word in ("--memory", name)]
     # of the code as it is now
     key = key_of(spec)

@@ -1,16 +1,15 @@
 """Life of a training: its jobs, how each of them ended, and whether another one follows.
 
 `train_stage` trains the plan's choice; a study's many trainings (`train_many`) live by the same
-rules with another table, see `RetryPolicy`.
+rules with another table; how often each failure is tried again is in `tula_hpc/retries.py`.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum, auto
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,16 +17,15 @@ from tula_hpc.analysis.drift import describe_drift
 from tula_hpc.env import unix_time
 from tula_hpc.errors import Failure, StageError
 from tula_hpc.formatting import format_score, plural
+from tula_hpc.launch.failures_and_waits import telling_line
 from tula_hpc.launch.job_specs import TrainJob, in_passes
 from tula_hpc.launch.launcher import Ended, JobsNow
-from tula_hpc.launch.reasons import telling_line
 from tula_hpc.records import (
     MAIN_LABEL,
     Candidate,
     Measurement,
     Plan,
     RunDirectory,
-    RunHistory,
     StopReason,
     Submission,
     TrainDirectory,
@@ -38,8 +36,9 @@ from tula_hpc.records import (
     read_metrics,
     training_left_s,
 )
-from tula_hpc.records.broken_hosts import RETRIES, why_given_up
+from tula_hpc.records.broken_hosts import why_given_up
 from tula_hpc.records.events import JobEvents, JobFailure
+from tula_hpc.retries import RetryPolicy, Verdict, plan_policy
 from tula_hpc.stages.context import (
     StageProgress,
     Sweep,
@@ -50,89 +49,10 @@ from tula_hpc.stages.context import (
 )
 from tula_hpc.stages.notify import tell_news
 
-# jobs in a row that were killed before they got any further: then the training itself is the cause
-KILLS = 3
-# of a study's training that dies of what looks like a bug: a killed process looks the same
-ATTEMPTS = 3
-UNBOUNDED = sys.maxsize
-INTERRUPTIONS = (Failure.PREEMPTED, Failure.TIMED_OUT, Failure.NODE_FAILED)
 # NFS clients remember for up to a minute that a file was not there
 RESULT_WAIT_S = 90.0
 # accounting hears of the end of a job a moment after the queue
 ACCOUNTING_WAIT_S = 10.0
-
-
-class Verdict(Enum):
-    """Consequence of the end of a training's job."""
-
-    DONE = auto()
-    AGAIN = auto()
-    SMALLER_BATCH = auto()
-    GIVE_UP = auto()
-
-
-@dataclass(frozen=True)
-class RetryPolicy:
-    """Number of jobs that one command submits for a training, by how its last one failed.
-
-    A failure that is in no table ends the training: the next job would fail in the same way.
-    """
-
-    # jobs in all
-    jobs: Mapping[Failure, int]
-    # last jobs that all failed like this and had begun at the same sample
-    in_vain: Mapping[Failure, int]
-    # a smaller batch is trained instead
-    smaller_batch: frozenset[Failure] = frozenset()
-
-    def judge(
-        self, history: RunHistory, label: str, failure: JobFailure, since: float = 0.0
-    ) -> Verdict:
-        """Decide what follows a job that ended without a result and is on record.
-
-        Args:
-            history: Of the run, with that end.
-            label: Of the training.
-            failure: Of the job.
-            since: When the command began, Unix time.
-        """
-        kind = failure.kind or Failure.BUG
-        attempts = history.attempts(label, since)
-        if kind in self.smaller_batch:
-            return Verdict.SMALLER_BATCH
-        # an earlier command's job: the user may have removed the cause
-        if attempts == 0:
-            return Verdict.AGAIN
-        if failure.stop is StopReason.REQUEUES_EXHAUSTED or attempts >= self.jobs.get(kind, 1):
-            return Verdict.GIVE_UP
-        most = self.in_vain.get(kind)
-        if most is not None and history.in_vain(label, kind, since) >= most:
-            return Verdict.GIVE_UP
-        return Verdict.AGAIN
-
-
-def plan_policy(max_requeues: int) -> RetryPolicy:
-    """Return the table of the training that a plan chose."""
-    return RetryPolicy(
-        jobs={
-            **dict.fromkeys((*INTERRUPTIONS, Failure.KILLED), max_requeues + 1),
-            Failure.DEVICE_FAILED: UNBOUNDED,
-        },
-        in_vain={Failure.KILLED: KILLS, Failure.DEVICE_FAILED: RETRIES + 1},
-        smaller_batch=frozenset(failure for failure in Failure if failure.is_oom),
-    )
-
-
-def study_policy(max_requeues: int) -> RetryPolicy:
-    """Return the table of a study's training: its batch is given."""
-    return RetryPolicy(
-        jobs={
-            **dict.fromkeys(INTERRUPTIONS, max_requeues + 1),
-            **dict.fromkeys((Failure.BUG, Failure.KILLED), ATTEMPTS),
-            Failure.DEVICE_FAILED: UNBOUNDED,
-        },
-        in_vain={Failure.DEVICE_FAILED: RETRIES + 1},
-    )
 
 
 def train_stage(sweep: Sweep, plan: Plan) -> TrainResult:
@@ -332,7 +252,7 @@ def _below_failed(candidate: Candidate, failed: Sequence[Measurement]) -> Candid
 
     None where that is not possible.
     """
-    least = min((m.local_batch // (m.accumulation or 1) for m in failed), default=UNBOUNDED)
+    least = min((m.local_batch // (m.accumulation or 1) for m in failed), default=sys.maxsize)
     passes = candidate.accumulation
     if all(m.accumulation is not None for m in failed):
         while passes < candidate.local_batch and candidate.local_batch // passes >= least:

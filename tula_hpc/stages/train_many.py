@@ -20,9 +20,10 @@ from tula_hpc.launch.launcher import Ended, JobsNow
 from tula_hpc.records import Submission
 from tula_hpc.records.broken_hosts import why_given_up
 from tula_hpc.records.events import JobFailure
+from tula_hpc.retries import STUDY_ATTEMPTS, Verdict, study_policy
 from tula_hpc.stages.context import StageProgress, Sweep, describe_failures, submitted_job
 from tula_hpc.stages.notify import tell_news
-from tula_hpc.stages.train import ATTEMPTS, Outcome, Verdict, report_deletion, settle, study_policy
+from tula_hpc.stages.train import Outcome, report_deletion, settle
 
 # at once: many sites allow fewer jobs a user than Slurm allows tasks an array
 MOST_TRAININGS = 500
@@ -171,7 +172,7 @@ class Trainings:
             raise StageError(f"train: {told}")
         history, since = self.run_directory.history(), self.sweep.started_at
         over = sum(history.attempts(label, since) for label in self.jobs) - len(self.running)
-        if kind in (Failure.BUG, Failure.BAD_INPUT) and over >= ATTEMPTS:
+        if kind in (Failure.BUG, Failure.BAD_INPUT) and over >= STUDY_ATTEMPTS:
             message = describe_failures([outcome.end])
             raise StageError(f"train: nothing gets as far as its first logged step; {message}")
 

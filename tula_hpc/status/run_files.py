@@ -16,8 +16,8 @@ from tula_hpc.env import unix_time
 from tula_hpc.errors import InputError, RunDirectoryError
 from tula_hpc.files import has_no_room, in_words, open_regular
 from tula_hpc.launch.executor import Submitted
+from tula_hpc.launch.failures_and_waits import MAX_LOG_BYTES, read_logs, telling_line
 from tula_hpc.launch.launcher import NOTICE
-from tula_hpc.launch.reasons import MAX_LOG_BYTES, read_logs, telling_line
 from tula_hpc.records import (
     RECENT_STEPS,
     EpochMetrics,

@@ -15,9 +15,9 @@ from tula_hpc.formatting import plural
 from tula_hpc.records import MAIN_LABEL, Plan, Record, is_usable
 from tula_hpc.records.broken_hosts import BrokenHost, broken_hosts, first_line
 from tula_hpc.records.events import JobFailure, StageFailure
+from tula_hpc.retries import Verdict, study_policy
 from tula_hpc.stages.context import profiling_left_s
 from tula_hpc.stages.plan import why_no_model
-from tula_hpc.stages.train import Verdict, study_policy
 from tula_hpc.status.cost import (
     Accounted,
     CostStatus,

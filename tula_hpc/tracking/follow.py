@@ -28,6 +28,7 @@ from pydantic import Field
 
 from tula_hpc.env import begin_process
 from tula_hpc.errors import RunDirectoryError
+from tula_hpc.python_path import start_of_python
 from tula_hpc.records import (
     AnyMetrics,
     Record,
@@ -37,7 +38,6 @@ from tula_hpc.records import (
     write_atomically,
 )
 from tula_hpc.records.metrics import parse_metrics
-from tula_hpc.search_path import start_of_python
 from tula_hpc.tracking.trackers import TRACKERS, Position, Tracker
 
 POLL_S = 2.0

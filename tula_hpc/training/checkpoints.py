@@ -104,7 +104,7 @@ class Checkpoints(SafePoints):
             "optimizer": optimizer_state,
             "scaler": worker.scaler.state_dict(),
             "progress": asdict(training.progress),
-            "critical_batch": self.log.journal.critical_batch.state_dict(),
+            "critical_batch": self.log.metrics.critical_batch.state_dict(),
             "global_batch": training.global_batch,
             **({"observer": observer_state} if observer_state else {}),
         }

@@ -1,4 +1,7 @@
-"""Ends of a training: its result, a requeue after a stop, or running out of memory."""
+"""Ends of a training: its result, a requeue after a stop, or running out of memory.
+
+`ddp/stop_signals.py` tells the whole way from a signal to the requeue.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from tula_hpc.env import WorkerEnvironment, slurm_job_id, unix_time
 from tula_hpc.errors import Failure, StageError
 from tula_hpc.launch import slurm
 from tula_hpc.launch.job_specs import TrainJob
-from tula_hpc.profiling.record import oom_record
-from tula_hpc.records import RunDirectory, TrainResult, append_record, rank_file, write_atomically
+from tula_hpc.profiling import record
+from tula_hpc.records import RunDirectory, TrainResult, write_atomically
 from tula_hpc.records.events import EventName, StopReason
 from tula_hpc.training.evaluation import Evaluation
 from tula_hpc.training.progress import Training
@@ -24,15 +27,18 @@ def record_oom(job: TrainJob, env: WorkerEnvironment, failure: Failure) -> None:
     """Record that a configuration does not fit into memory, as a measurement and as an event."""
     run = RunDirectory(job.root)
     work = job.sweep.workload
-    where = {
-        "stage": "train",
-        "partition": job.partition,
-        "identity": job.measured,
-        "accumulation": work.accumulation if work.accumulates else None,
-    }
-    record = oom_record(job.cluster, job.configuration, env, failure).model_copy(update=where)
     name = job.label.replace("/", "-")
-    append_record(rank_file(run.profile / f"train-{name}.jsonl", env.rank), record)
+    record.record_oom(
+        run.profile / f"train-{name}.jsonl",
+        job.cluster,
+        job.configuration,
+        env,
+        failure,
+        stage="train",
+        partition=job.partition,
+        identity=job.measured,
+        accumulation=work.accumulation if work.accumulates else None,
+    )
     run.log_event("oom", "train", failure=failure, job_id=env.job_id, detail=str(job.configuration))
 
 

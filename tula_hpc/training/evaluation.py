@@ -13,7 +13,7 @@ from tula_hpc.data.datasets import training_samples
 from tula_hpc.data.loader import make_test_loader, most_batches
 from tula_hpc.ddp.agreement import Agreed, Wish, until_stopped
 from tula_hpc.ddp.stop_signals import StopRequest
-from tula_hpc.training.journal import finite_or_none
+from tula_hpc.training.metrics_writer import finite_or_none
 from tula_hpc.training.progress import Training
 
 SMALLEST_BATCH = 64

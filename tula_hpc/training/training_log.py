@@ -1,4 +1,7 @@
-"""Lines of metrics.jsonl: one for some steps, and one for each evaluated epoch."""
+"""Log of the built-in training: decides when lines are due, which `metrics_writer.py` writes.
+
+One for some steps, and one for each evaluated epoch.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch import Tensor
 from tula_hpc.errors import DivergedError
 from tula_hpc.training.evaluation import NO_EVALUATION, Evaluation
 from tula_hpc.training.hooks import TrainingHooks
-from tula_hpc.training.journal import Journal, StepWindow
+from tula_hpc.training.metrics_writer import MetricsWriter, StepWindow
 from tula_hpc.training.progress import Training
 
 
@@ -27,7 +30,7 @@ class TrainingLog:
     def __init__(self, training: Training, hooks: TrainingHooks) -> None:
         self.training = training
         self.hooks = hooks
-        self.journal = Journal(
+        self.metrics = MetricsWriter(
             training.files.metrics_file if training.is_main else None,
             training.samples_per_epoch,
             training.global_batch,
@@ -42,7 +45,7 @@ class TrainingLog:
     def resume(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint's content."""
         if "critical_batch" in state:
-            self.journal.critical_batch.load_state_dict(state["critical_batch"])
+            self.metrics.critical_batch.load_state_dict(state["critical_batch"])
         self.epoch_loss.fill_(self.training.progress.epoch_loss)
 
     def restart_window(self) -> None:
@@ -83,7 +86,7 @@ class TrainingLog:
             raise DivergedError(f"the loss is not finite {where}; {remedy}")
         lr = training.worker.optimizer.param_groups[0]["lr"]
         observer = training.worker.observer
-        self.journal.write_steps(training.progress, window, observer, lr=lr, loss=mean_loss)
+        self.metrics.write_steps(training.progress, window, observer, lr=lr, loss=mean_loss)
 
     def write_epoch(self, evaluation: Evaluation) -> None:
         """Write a line for the epoch that has ended, if it was evaluated."""
@@ -96,6 +99,6 @@ class TrainingLog:
             "test_accuracy": evaluation.accuracy,
             "test_top5_accuracy": evaluation.top5_accuracy,
         }
-        self.journal.write_epoch(
+        self.metrics.write_epoch(
             progress, progress.epoch, self.training.worker.observer, scores, evaluation.seconds
         )

@@ -146,7 +146,7 @@ class Keeper(SafePoints):
         self.steps.progress = ScriptProgress(**loaded.state["progress"])
         self.go_on_from(loaded)
         if "critical_batch" in loaded.state:
-            self.steps.journal.critical_batch.load_state_dict(loaded.state["critical_batch"])
+            self.steps.metrics.critical_batch.load_state_dict(loaded.state["critical_batch"])
         # of this worker; another number of workers draws other numbers
         self.found = {
             moment: texts[self.spec.rank % len(texts)]
@@ -391,7 +391,7 @@ class Keeper(SafePoints):
             "kept": kept,
             "random": random,
             "progress": asdict(self.progress),
-            "critical_batch": self.steps.journal.critical_batch.state_dict(),
+            "critical_batch": self.steps.metrics.critical_batch.state_dict(),
         }
 
     def report(self, scores: Mapping[str, Any]) -> None:

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from typing import IO
 
 from tula_hpc.attach.train.script_training import as_share
-from tula_hpc.records import EpochMetrics, TrainDirectory, append_record
-from tula_hpc.records.metrics import parse_metrics
+from tula_hpc.records import EpochMetrics, TrainDirectory
+from tula_hpc.training.metrics_writer import write_scores
 
 # of one line; what is longer is no line with a score
 MOST_LINE_BYTES = 65_536
@@ -107,21 +107,7 @@ class Scores:
 
         Later scores of an epoch replace earlier ones.
         """
-        rows: dict[int, EpochMetrics] = {}
         # before the file is read, which must hold what each of them was printed after
         found = [self._found.popleft() for _ in range(len(self._found))]
-        content = self.files.metrics_file.read_bytes() if found else b""
-        for size, scores in found:
-            row = _last_epoch(content[:size])
-            if row is not None:
-                rows[row.epoch] = rows.get(row.epoch, row).model_copy(update=scores)
-        for row in rows.values():
-            append_record(self.files.metrics_file, row)
-
-
-def _last_epoch(content: bytes) -> EpochMetrics | None:
-    start = content.rfind(b'{"kind":"epoch"')
-    if start < 0:
-        return None
-    row = parse_metrics(content[start:].partition(b"\n")[0])
-    return row if isinstance(row, EpochMetrics) else None
+        if found:
+            write_scores(self.files.metrics_file, found)

@@ -25,7 +25,7 @@ from tula_hpc.ddp.methods import ReferenceBatch, scaling_options
 from tula_hpc.errors import InputError
 from tula_hpc.optim import LocalNorms, NoObserver, TulaOptimizer
 from tula_hpc.records import Configuration
-from tula_hpc.training.journal import Readings
+from tula_hpc.training.metrics_writer import Readings
 
 # relative: two sums of the same squares in another order differ by less
 ROUNDING = 1e-5

@@ -33,7 +33,7 @@ from tula_hpc.optim import NoObserver
 from tula_hpc.records import Configuration, RunDirectory
 from tula_hpc.records.base import Record
 from tula_hpc.records.events import EventName
-from tula_hpc.training.journal import Journal, Readings, StepWindow
+from tula_hpc.training.metrics_writer import MetricsWriter, Readings, StepWindow
 
 SCORES = ("test_accuracy", "test_top5_accuracy", "test_loss", "train_loss")
 
@@ -149,7 +149,7 @@ class ScriptTraining(Mode):
         self.is_kept = False
         # a forward pass has begun since the last step
         self.is_open = False
-        self.journal = Journal(
+        self.metrics = MetricsWriter(
             self.files.metrics_file if spec.rank == 0 else None,
             self.settings.samples,
             self.settings.global_batch,
@@ -328,7 +328,7 @@ class ScriptTraining(Mode):
             return
         paused_s, self._paused_s = max(0.0, self._paused_s), 0.0
         if self._is_between:
-            self.journal.amend({"evaluation_time_s": paused_s})
+            self.metrics.amend({"evaluation_time_s": paused_s})
         self._is_between = False
 
     def _stop_if_asked(self) -> None:
@@ -367,7 +367,7 @@ class ScriptTraining(Mode):
         if window.steps:
             optimizer = self.hooks.optimizer
             lr = float(optimizer.param_groups[0]["lr"]) if optimizer is not None else 0.0
-            self.journal.write_steps(self.progress, window, self._readings, lr=lr)
+            self.metrics.write_steps(self.progress, window, self._readings, lr=lr)
 
     @property
     def _readings(self) -> Readings:
@@ -398,11 +398,11 @@ class ScriptTraining(Mode):
         self._written = progress.step
         self._is_between = True
         scores = dict.fromkeys(SCORES) | self._reported
-        self.journal.write_epoch(progress, progress.epoch + 1, self._readings, scores)
+        self.metrics.write_epoch(progress, progress.epoch + 1, self._readings, scores)
 
     def add_to_last_epoch(self) -> None:
         """Add what was reported to the line of the epoch that is over."""
-        self.journal.amend(self._reported)
+        self.metrics.amend(self._reported)
         self._reported = {}
 
     def _end_open_epoch(self) -> None:

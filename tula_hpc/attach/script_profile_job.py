@@ -3,6 +3,9 @@
 Importing this imports no torch, see `run`. The job's workers stay outside: each starts the script's
 process of its rank and watches it, and all of them learn how every process ended before any acts on
 it. What is recorded is what a profile of the built-in training records.
+
+The whole course, from the job to the measured steps, is told in `script_profile.py`; what follows
+where memory runs out, in `profiling/profile_job.py`.
 """
 
 from __future__ import annotations
@@ -13,18 +16,19 @@ import os
 import shutil
 import sys
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tula_hpc.attach.script import forward_batch, own_folder, script_of
 from tula_hpc.ddp.exit_at_once import leaving_at_once
 from tula_hpc.env import WorkerEnvironment, job_started_at, join_job, loading_libraries, unix_time
-from tula_hpc.errors import Failure, StorageError
+from tula_hpc.errors import StorageError
 from tula_hpc.files import HeldFolder
 from tula_hpc.launch.job_specs import ProfileJob, in_passes
 from tula_hpc.own_sources import digests_of
 from tula_hpc.profiling.work_queue import Agenda
-from tula_hpc.records import Configuration, Measurement, append_record, rank_file
+from tula_hpc.records import Configuration, Measurement, append_record
 
 if TYPE_CHECKING:
     from tula_hpc.attach.processes import Meeting, Outcome
@@ -218,15 +222,19 @@ class Session:
             SystemExit: Memory ran out, which is recorded; or another worker tells the reason.
         """
         from tula_hpc.attach.processes import end_as
-        from tula_hpc.profiling.record import oom_record
+        from tula_hpc.profiling.record import record_oom
 
-        def record_oom(failure: Failure) -> None:
-            record = oom_record(self.job.cluster, configuration, self.env, failure)
-            told = {"partition": self.job.partition, "accumulation": self._told_passes}
-            record = record.model_copy(update=told)
-            append_record(rank_file(self.job.output, self.env.rank), record)
-
-        end_as(found, KEY, configuration, self._rank_in(configuration), record_oom)
+        job = self.job
+        record = partial(
+            record_oom,
+            job.output,
+            job.cluster,
+            configuration,
+            self.env,
+            partition=job.partition,
+            accumulation=self._told_passes,
+        )
+        end_as(found, KEY, configuration, self._rank_in(configuration), record)
 
     def _rank_in(self, configuration: Configuration) -> int | None:
         from tula_hpc.ddp.process_group import place_among

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from tula_hpc.config import WorkloadSpec
-from tula_hpc.profiling import trial
+from tula_hpc.profiling import rehearsal_process
 from tula_hpc.records import Trial
 from tula_hpc.workloads.workload import build_workload
 
@@ -57,7 +57,7 @@ def tried(folder: Path, *, own: str = OWN, nodes: int = 1, cluster: str = "", mo
     sys.modules.pop("mine", None)
     (folder / "sweep.toml").write_text(SWEEP.format(nodes=nodes).replace("[search]", f"{more}\n[search]"))
     (folder / "cluster.toml").write_text(f'name = "c"\n{cluster}\n')
-    return trial.main([str(folder / "sweep.toml"), str(folder / "cluster.toml")])
+    return rehearsal_process.main([str(folder / "sweep.toml"), str(folder / "cluster.toml")])
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_folders_of_images(here: Path, capsys: pytest.CaptureFixture[str], broke
         f'name = "x"\n[workload]\nmodel = "squeezenet1_1"\ndataset = "imagefolder"\n{more}\n[search]\nmax_batch = 32\n'
     )
     (here / "cluster.toml").write_text('name = "c"\n')
-    assert trial.main([str(here / "sweep.toml"), str(here / "cluster.toml")]) == (2 if broken else 0)
+    assert rehearsal_process.main([str(here / "sweep.toml"), str(here / "cluster.toml")]) == (2 if broken else 0)
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == bool(broken)
@@ -214,8 +214,8 @@ def test_a_large_model_takes_no_step(
 ) -> None:
     assert tried(here) == 0
     stepped = Trial.model_validate_json(capsys.readouterr().out)
-    monkeypatch.setattr(trial, "LARGEST_BYTES", 1000)
-    monkeypatch.setattr(trial, "workload_of", None)
+    monkeypatch.setattr(rehearsal_process, "LARGEST_BYTES", 1000)
+    monkeypatch.setattr(rehearsal_process, "workload_of", None)
     assert tried(here) == 0
     assert Trial.model_validate_json(capsys.readouterr().out) == stepped
 
@@ -240,7 +240,7 @@ def test_memory_is_estimated_on_the_way(here: Path, capsys: pytest.CaptureFixtur
     tried(here, cluster=tables)
     capsys.readouterr()
     files = [str(here / "sweep.toml"), str(here / "cluster.toml")]
-    assert trial.main([*files, "--memory", "a", "--memory", "b"]) == 0
+    assert rehearsal_process.main([*files, "--memory", "a", "--memory", "b"]) == 0
     found = Trial.model_validate(json.loads(capsys.readouterr().out)).footprints
     assert {name: footprint.limit_bytes for name, footprint in found.items()} == {
         "a": int(0.9 * 2 * 1024**3),

@@ -1,9 +1,18 @@
-"""The one writer of a training's metrics.jsonl, whoever takes the steps."""
+"""The one writer of a training's metrics.jsonl, whoever takes the steps.
+
+    `MetricsWriter`   lines of steps and of epochs, on rank 0. For the built-in training
+                      `training_log.py` decides when one is due, for a script
+                      `attach/train/script_training.py`.
+    `write_scores`    what `attach/train/scores.py` has read in a script's output
+
+`attach/train/script_job.py` puts the file aside where a script's training begins anew. Who reads it
+is told in `records/metrics.py`, which has the types of its lines.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -12,6 +21,7 @@ from torch import Tensor
 from tula_hpc.checkpoint.safe_points import Progress
 from tula_hpc.optim import CriticalBatch, NoiseReading
 from tula_hpc.records import EpochMetrics, StepMetrics, append_record
+from tula_hpc.records.metrics import parse_metrics
 
 
 class StepWindow:
@@ -49,7 +59,7 @@ class Readings(Protocol):
         """Return and reset counts of applied factors."""
 
 
-class Journal:
+class MetricsWriter:
     """Writer of one training's metrics.jsonl.
 
     Args:
@@ -138,6 +148,31 @@ class Journal:
         if self._last is not None:
             self._last = self._last.model_copy(update=dict(known))
             append_record(cast("Path", self.file), self._last)
+
+
+def write_scores(file: Path, found: Iterable[tuple[int, Mapping[str, float]]]) -> None:
+    """Write scores beside the epoch that was the last one to be over when each was found.
+
+    Args:
+        file: The training's metrics.jsonl, in which each epoch's later lines take its place.
+        found: Scores, with the size that the file had then. Later ones of an epoch replace earlier.
+    """
+    rows: dict[int, EpochMetrics] = {}
+    content = file.read_bytes()
+    for size, scores in found:
+        row = _last_epoch(content[:size])
+        if row is not None:
+            rows[row.epoch] = rows.get(row.epoch, row).model_copy(update=dict(scores))
+    for row in rows.values():
+        append_record(file, row)
+
+
+def _last_epoch(content: bytes) -> EpochMetrics | None:
+    start = content.rfind(b'{"kind":"epoch"')
+    if start < 0:
+        return None
+    row = parse_metrics(content[start:].partition(b"\n")[0])
+    return row if isinstance(row, EpochMetrics) else None
 
 
 def finite_or_none(value: float | None) -> float | None:

@@ -1,7 +1,7 @@
-"""Squared norms of small gradients at every step, for which no reference pass is taken.
+"""Squared norms of small gradients at every step, reported to the observer without another pass.
 
-Several workers have gradients of small batches anyway, their own; a single worker has them where it
-takes its batch in micro-batches.
+They are taken by `gradients/small_batch_norms.py`. Several workers have gradients of small batches
+anyway, their own; a single worker has them where it takes its batch in micro-batches.
 """
 
 from __future__ import annotations

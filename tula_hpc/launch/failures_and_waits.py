@@ -1,7 +1,9 @@
-"""Reasons: why a job ended without a result, by Slurm's states and its log, and why one waits.
+"""Why a job failed, by Slurm's states and its log, and why one waits.
 
 Slurm's words for a wait are those of "JOB REASON CODES" in squeue(1) and of the controller's own
 descriptions. Logs are read as far as they belong to the job's last run.
+
+The kinds of failures are in `errors.py`, which names everybody who has to know of a new one.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tula_hpc.env import RUN_MARK
-from tula_hpc.errors import Failure
+from tula_hpc.errors import Failure, error_for
 from tula_hpc.launch.slurm import JobState, StepState
 
 # characters of a log's line that is shown
@@ -53,6 +55,12 @@ DEVICE_WORDS = (
     r"|NVRM: Xid \(PCI[^)]*\): (48|62|63|64|74|79|92|94|95|119|120|140)\b"
 )
 
+
+def _raised(failure: Failure) -> str:
+    """Return the words by which a log's traceback ends with the error that means this failure."""
+    return rf"^(\[rank\d+\]: )?tula_hpc\.errors\.{error_for(failure).__name__}: "
+
+
 # In order: what is more specific first. A step that was killed for its memory leaves the *job*
 # FAILED with exit 1:0.
 _SIGNS = (
@@ -67,12 +75,12 @@ _SIGNS = (
         r"OutOfMemoryError|CUDA (error: )?out of memory|Cuda failure.{0,300}out of memory",
     ),
     # whose sentence may quote why there is no device
-    _Sign(Failure.BAD_INPUT, frozenset(), r"^(\[rank\d+\]: )?tula_hpc\.errors\.InputError: "),
+    _Sign(Failure.BAD_INPUT, frozenset(), _raised(Failure.BAD_INPUT)),
     # before what follows from it: peers wait for such a worker until their time is up
     _Sign(
         Failure.DEVICE_FAILED,
         frozenset(),
-        rf"^(\[rank\d+\]: )?tula_hpc\.errors\.DeviceError: |{DEVICE_WORDS}",
+        rf"{_raised(Failure.DEVICE_FAILED)}|{DEVICE_WORDS}",
     ),
     _Sign(
         Failure.NODE_FAILED,
@@ -87,12 +95,12 @@ _SIGNS = (
     _Sign(
         Failure.PREEMPTED,
         frozenset({"PREEMPTED"}),
-        r"DUE TO PREEMPTION|^(\[rank\d+\]: )?tula_hpc\.errors\.PreemptedError: ",
+        rf"DUE TO PREEMPTION|{_raised(Failure.PREEMPTED)}",
     ),
     _Sign(
         Failure.NO_SPACE, frozenset(), r"No space left on device|Disk quota exceeded|File too large"
     ),
-    _Sign(Failure.DIVERGED, frozenset(), r"^(\[rank\d+\]: )?tula_hpc\.errors\.DivergedError: "),
+    _Sign(Failure.DIVERGED, frozenset(), _raised(Failure.DIVERGED)),
 )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.run_factory import CLUSTER_TOML, SWEEP_TOML
-from tula_hpc.cli import controller as detach
+from tula_hpc.cli import detached
 from tula_hpc.cli.open_run import work
 from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_frozen_sweep
 from tula_hpc.errors import Failure, LaunchError, RunDirectoryError, StageError, SubmitLimitError
@@ -54,7 +54,7 @@ def test_a_controller_waits_until_another_has_left_the_run_directory(
     """One that was requeued after it had left another behind meets that one."""
     began, over = threading.Event(), threading.Event()
     seen = []
-    monkeypatch.setattr(detach, "_step", lambda *_: seen.append(over.is_set()))
+    monkeypatch.setattr(detached, "_step", lambda *_: seen.append(over.is_set()))
 
     def hold() -> None:
         with run.locked():
@@ -65,7 +65,7 @@ def test_a_controller_waits_until_another_has_left_the_run_directory(
     other = threading.Thread(target=hold)
     other.start()
     began.wait()
-    detach.run_controller(ControlJob(run.root, "report", 0.0))
+    detached.run_controller(ControlJob(run.root, "report", 0.0))
     other.join()
     assert seen == [True]
 
@@ -80,9 +80,9 @@ def test_its_end_is_noted_before_another_may_look_who_is_left(
         locked_then.append(is_locked(self))
         note(self, event, stage, **fields)
 
-    monkeypatch.setattr(detach, "_step", lambda *_: None)
+    monkeypatch.setattr(detached, "_step", lambda *_: None)
     monkeypatch.setattr(RunDirectory, "log_event", log)
-    detach.run_controller(ControlJob(run.root, "report", 0.0))
+    detached.run_controller(ControlJob(run.root, "report", 0.0))
     assert locked_then == [True]
     assert [(event.event, event.job_id, event.failure) for event in run.events()] == [("ended", "17", None)]
 
@@ -90,7 +90,7 @@ def test_its_end_is_noted_before_another_may_look_who_is_left(
 def test_a_controller_whose_inputs_are_gone_says_so(run: RunDirectory) -> None:
     run.sweep_file.unlink()
     with pytest.raises(SystemExit, match=r"sweep\.toml"):
-        detach.run_controller(ControlJob(run.root, "report", 0.0))
+        detached.run_controller(ControlJob(run.root, "report", 0.0))
     (event,) = run.events()
     assert (event.event, event.failure) == ("ended", Failure.BUG)
     assert "sweep.toml" in event.detail
@@ -100,12 +100,12 @@ def test_what_ends_a_controller_is_said(run: RunDirectory, monkeypatch: pytest.M
     def fail(*_: object) -> None:
         raise StageError("plan: too little data")
 
-    monkeypatch.setattr(detach, "_step", fail)
+    monkeypatch.setattr(detached, "_step", fail)
     with pytest.raises(SystemExit, match="plan: too little data\nFix the cause and run the same command again"):
-        detach.run_controller(ControlJob(run.root, "report", 0.0))
-    monkeypatch.setattr(detach, "TURN_S", 0.0)
+        detached.run_controller(ControlJob(run.root, "report", 0.0))
+    monkeypatch.setattr(detached, "TURN_S", 0.0)
     with run.locked(), pytest.raises(SystemExit, match="is in use by process"):
-        detach.run_controller(ControlJob(run.root, "report", 0.0))
+        detached.run_controller(ControlJob(run.root, "report", 0.0))
     assert [event.failure for event in run.events()] == [Failure.BUG, Failure.BUG]
 
 
@@ -149,10 +149,10 @@ class Cluster:
     def step(self, job_id: str, outcome: Callable[[], int], *, dies: bool = False) -> None:
         """The part of a controller job's life that the run directory is locked for; "" is the command itself."""
         with self.monkeypatch.context() as patch:
-            patch.setattr(detach, "carry_out", lambda *_: outcome())
-            patch.setattr(detach, "slurm_job_id", lambda: job_id or None)
+            patch.setattr(detached, "carry_out", lambda *_: outcome())
+            patch.setattr(detached, "slurm_job_id", lambda: job_id or None)
             patch.setattr("tula_hpc.launch.launcher.slurm_job_id", lambda: job_id or None)
-            detach._step(Sweep(SweepSpec.model_validate({"name": "x"}), SLURM, self.run, detached=True), "report")
+            detached._step(Sweep(SweepSpec.model_validate({"name": "x"}), SLURM, self.run, detached=True), "report")
         if job_id and not dies:
             self.run.log_event("ended", CONTROL, job_id=job_id)
             del self.jobs[job_id]
@@ -234,9 +234,9 @@ def test_who_detaches_again_to_another_stage_is_followed(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep = Sweep(SweepSpec.model_validate({"name": "x"}), SLURM, cluster.run)
-    monkeypatch.setattr(detach, "carry_out", lambda *_: left("a")())
+    monkeypatch.setattr(detached, "carry_out", lambda *_: left("a")())
     for until, jobs in (("plan", {"1", "2"}), ("plan", {"1", "2"}), ("report", {"3", "4"})):
-        assert detach.carry_on_detached(sweep, until) == 0
+        assert detached.carry_on_detached(sweep, until) == 0
         assert set(cluster.jobs) == jobs
     said = capsys.readouterr().out
     assert "controller job 1 is cancelled: another one carries on, until report" in said
@@ -250,16 +250,16 @@ def test_who_detaches_again_hears_of_the_controller_and_who_stays_takes_over_fro
     cluster.step("", left("a"))
     capsys.readouterr()
     cluster.run.log_event("detached", CONTROL, data={"until": "report"})
-    assert detach.carry_on_detached(sweep, "report") == 0
+    assert detached.carry_on_detached(sweep, "report") == 0
     assert "already detached: job 1 carries on" in capsys.readouterr().out
-    detach.take_over(sweep)
+    detached.take_over(sweep)
     said = capsys.readouterr().out
     assert "controller job 1 is cancelled: this command carries on instead" in said
     assert "the sweep does not go on unattended any more" in said
     assert cluster.jobs == {}
-    assert detach.controllers(sweep) == []
+    assert detached.controllers(sweep) == []
     assert cluster.run.history().is_taken_over()
-    detach.take_over(sweep)
+    detached.take_over(sweep)
     assert capsys.readouterr().out == ""
 
 
@@ -301,15 +301,15 @@ def test_a_plain_command_on_a_detached_sweep_waits_and_leaves_it_alone(
         lambda: jobs.update(cluster.jobs),
         lambda: cluster.step("3", lambda: 0),
     ]
-    monkeypatch.setattr(detach, "time", Clock(*acts))
-    detach.look_on(sweep)
+    monkeypatch.setattr(detached, "time", Clock(*acts))
+    detached.look_on(sweep)
     assert jobs == {"2": "3", "3": "b", "50": ""}, "nothing was cancelled"
     said = capsys.readouterr()
     assert "controller job 1 carries this sweep on, and this command waits for the end; --take-over" in said.out
     assert "1 waiting (the job that it follows is not over); controller job 1 is next" in said.err
     assert "controller job 3 is next" in said.err
     assert "is cancelled" not in said.out
-    detach.look_on(sweep)
+    detached.look_on(sweep)
     assert "detached" not in capsys.readouterr().out, "it is not any more: this command goes on"
 
 
@@ -335,22 +335,22 @@ def test_who_waited_hears_that_nobody_carries_on(
             cluster.run.log_event("ended", CONTROL, job_id="2")
         end(cluster)
 
-    monkeypatch.setattr(detach, "time", Clock(fail))
+    monkeypatch.setattr(detached, "time", Clock(fail))
     with pytest.raises(StageError, match=f"^{words or 'plan: why'}$"):
-        detach.look_on(sweep)
+        detached.look_on(sweep)
 
 
 @pytest.mark.parametrize("answer", ["y", "n", ""])
 def test_at_a_terminal_it_is_asked_who_carries_on(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: str
 ) -> None:
-    job = detach.controllers(on_its_way(cluster))[0]
+    job = detached.controllers(on_its_way(cluster))[0]
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{answer}\n"))
-    assert not detach._is_wanted_here(job)
+    assert not detached._is_wanted_here(job)
     assert capsys.readouterr().err == ""
     for stream in (sys.stdin, sys.stderr):
         monkeypatch.setattr(stream, "isatty", lambda: True)
-    assert detach._is_wanted_here(job) == (answer == "y")
+    assert detached._is_wanted_here(job) == (answer == "y")
     assert capsys.readouterr().err == "Controller job 1 carries this sweep on. Cancel it, and carry on here? [y/N] "
 
 
@@ -358,7 +358,7 @@ def test_who_interrupts_hears_what_goes_on_without_the_command(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep = on_its_way(cluster)
-    monkeypatch.setattr(detach, "time", Clock(interrupt))
+    monkeypatch.setattr(detached, "time", Clock(interrupt))
     assert work(sweep, "report") == 130
     first, jobs = capsys.readouterr().err.splitlines()[-2:]
     here = sweep.command("--take-over")
@@ -380,7 +380,7 @@ def test_who_interrupts_hears_what_goes_on_without_the_command(
 
 
 def test_who_comes_while_a_controller_is_at_work_hears_that_it_goes_on_unattended(run: RunDirectory) -> None:
-    with detach._in_turn(run), pytest.raises(RunDirectoryError) as refused, run.locked():
+    with detached._in_turn(run), pytest.raises(RunDirectoryError) as refused, run.locked():
         pass
     said = str(refused.value)
     assert f"is in use by process {os.getpid()} on " in said

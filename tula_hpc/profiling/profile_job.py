@@ -1,4 +1,18 @@
-"""Profiling session of a job: measures each configuration, or records that memory ran out."""
+"""Profile job of the built-in training: measures one configuration after another.
+
+Where memory runs out:
+
+1. The worker that meets it records "oom" (`record.record_oom`) and ends with an error, which ends
+   the job. A script's profile does the same, once the worker has heard of it from the script's
+   process: `_fail` in `attach/script_profile_job.py`.
+2. Where the kernel or Slurm killed the job before it could, `stages/profile.py` writes that record in
+   its place (`_record_end`), for the configuration that `died_of` finds to blame.
+3. The next round proposes no such batch and no larger one on any number of nodes (`_below_bound` in
+   `analysis/search/propose.py`); a script that can takes it in more forward passes. What the job had
+   not measured yet is submitted again, unless that bound rules it out.
+
+Any other error ends the job as well; `retries.py` tells whether another one follows.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +26,9 @@ from tula_hpc.files import HeldFolder
 from tula_hpc.launch.job_specs import ProfileJob
 from tula_hpc.process_memory import out_of_memory
 from tula_hpc.profiling.measure import SharedTimes, measure
-from tula_hpc.profiling.record import oom_record
+from tula_hpc.profiling.record import record_oom
 from tula_hpc.profiling.work_queue import Agenda
-from tula_hpc.records import Configuration, Identity, append_record, rank_file
+from tula_hpc.records import Configuration, Identity, append_record
 from tula_hpc.workloads.workload import own_code
 
 
@@ -72,9 +86,15 @@ def _measure_and_record(
         raise StorageError(loss)
     # outside the except block: the traceback keeps the tensors of the failed step alive
     if failure is not None:
-        record = oom_record(job.cluster, configuration, env, failure)
-        of_job = {"partition": job.partition, "identity": next(iter(built), None)}
-        append_record(rank_file(job.output, env.rank), record.model_copy(update=of_job))
+        record_oom(
+            job.output,
+            job.cluster,
+            configuration,
+            env,
+            failure,
+            partition=job.partition,
+            identity=next(iter(built), None),
+        )
         # the peers wait in a collective: ending with an error lets srun -K1 or gloo end them too
         raise SystemExit(f"out of memory ({failure}) at {configuration}: recorded")
     if env.rank == 0 and measurement is not None:

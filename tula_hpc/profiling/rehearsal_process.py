@@ -1,9 +1,10 @@
 """Trial of a workload on the machine of a command, before it submits anything.
 
-`python -m tula_hpc.profiling.trial SWEEP.toml CLUSTER.toml [--memory PARTITION ...]` prints a
-`Trial` as JSON, in a process of its own, as it imports torch. What a job would find in its first
-minute is found here: data that are not as they should be, images that cannot be decoded, labels of
-no class, a function that fails or returns something else, an import that is missing.
+`python -m tula_hpc.profiling.rehearsal_process SWEEP.toml CLUSTER.toml [--memory PARTITION ...]`
+prints a `Trial` as JSON, in a process of its own, as it imports torch: `stages/rehearsal.py` starts
+it, and keeps what it says. What a job would find in its first minute is found here: data that are
+not as they should be, images that cannot be decoded, labels of no class, a function that fails or
+returns something else, an import that is missing.
 
 - Several items of training and test set are read; own code takes a training step on the CPU.
 - A model of more than `LARGEST_BYTES` is laid out without memory, and takes no step.
@@ -161,7 +162,9 @@ def _trains_in_parallel(sweep: SweepSpec, cluster: ClusterSpec) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tula_hpc.profiling.trial", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tula_hpc.profiling.rehearsal_process", description=__doc__
+    )
     parser.add_argument("sweep", type=Path)
     parser.add_argument("cluster", type=Path)
     parser.add_argument("--memory", action="append", default=[], metavar="PARTITION")
