@@ -220,7 +220,7 @@ def test_other_inputs_wait_for_the_jobs_of_the_earlier_ones(sweep_file: Path) ->
     with (folder / "99999999.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert is_alive(folder, "99999999")
-        words = "other inputs are taken once job 99999999 is over; to cancel: pkill -KILL"
+        words = "other inputs are taken once job 99999999 is over; to cancel: kill -KILL -99999999"
         with pytest.raises(RunDirectoryError, match=words):
             check_run(*others, run.root)
         with pytest.raises(RunDirectoryError, match=words):
