@@ -25,6 +25,7 @@ from tula_hpc.analysis.costs.interruptions import (
     Resume,
     SaveCost,
     anew_under_time_limit,
+    least_limit_s,
     under_time_limit,
 )
 from tula_hpc.analysis.models.profiles import Profile
@@ -168,6 +169,19 @@ def bill(
         kwh = energy_kwh(usage.nodes, wall_s, power.watts, pricing.pue)
     cost = _cost(usage._replace(train_time_s=wall_s), cluster, kwh, power)
     return Bill(wall_s, limited.requeues, cost, kwh, interval_s, saving_s)
+
+
+def enough_minutes(work_s: Array, interval_s: Array, cluster: ClusterSpec, requeues: int) -> Array:
+    """Return the least train_minutes under which trainings are requeued at most so many times.
+
+    Args:
+        work_s: Steps, evaluations and checkpoints, without preemptions.
+        interval_s: Of steps between two checkpoints.
+        cluster: Delay of the warning, and the start of a job.
+        requeues: Of each training; 0 for one that begins anew.
+    """
+    limit_s = least_limit_s(work_s, interval_s, cluster.pricing.start_s, requeues)
+    return np.ceil((limit_s + cluster.signal_delay_s) / 60.0)
 
 
 def _cost(usage: Usage, cluster: ClusterSpec, kwh: Array, power: NodePower | None) -> Array:
