@@ -28,7 +28,7 @@ from tula_hpc.config import (
     sweep_for,
     told_by_set,
 )
-from tula_hpc.errors import InputError
+from tula_hpc.errors import InputError, RunDirectoryError
 from tula_hpc.files import write_out
 from tula_hpc.formatting import printable, printable_output, with_own_escapes
 from tula_hpc.invocation import command_line
@@ -161,7 +161,9 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
     if options.write:
         _refuse_trained(run)
     read = run.measurements()
-    for words in run.damage() if read.skipped else ():
+    damage = run.damage() if read.skipped else []
+    damage += [*run.damaged_footprints(), *([] if options.write else _damaged_plan(run))]
+    for words in damage:
         print(f"warning: {words}", file=sys.stderr)
     refuse_several(run, read.records)
     footprints = run.footprints(cluster.part_names())
@@ -189,6 +191,16 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
         return printable(text)
     text = _as_text(plan, sweep, cluster, read.records, run)
     return f"{text}\n\n{_what_if(plan, sweep, cluster, read.records)}" if options.what_if else text
+
+
+def _damaged_plan(run: RunDirectory) -> list[str]:
+    """Name the run's own plan where it is one that no other command goes on with."""
+    try:
+        if run.plan_file.exists():
+            run.read_plan()
+    except RunDirectoryError as error:
+        return [str(error)]
+    return []
 
 
 def _what_if(

@@ -259,17 +259,23 @@ def _checkpoint_s(
     return interruptions.with_epoch_ends_s(every_s, epoch_s, least_s)
 
 
+def is_default_price(pricing: PricingSpec) -> bool:
+    """Tell whether costs are by a price that nobody has set."""
+    usual = type(pricing).model_fields["usd_per_node_hour"].default
+    return pricing.basis == "node-hour" and pricing.usd_per_node_hour == usual
+
+
 def assumptions(cluster: ClusterSpec, power: NodePower | None) -> list[str]:
     """Return notes for the user on the assumptions behind the prices of one kind of nodes."""
     pricing = cluster.pricing
     found: list[str] = []
     if pricing.basis == "tres":
         found += slurm_billing.node_resources(cluster).assumed
-    usual = type(pricing).model_fields["usd_per_node_hour"].default
-    if pricing.basis == "node-hour" and pricing.usd_per_node_hour == usual:
+    if is_default_price(pricing):
         found.append(
-            f"costs assume {usual:g} USD a node and hour, which is no price but the default of "
-            "pricing.usd_per_node_hour: read them as node-hours, or set it in the cluster file"
+            f"costs assume {pricing.usd_per_node_hour:g} USD a node and hour, which is no price but "
+            "the default of pricing.usd_per_node_hour: read them as node-hours, or set it in the "
+            "cluster file"
         )
     if pricing.basis == "spot":
         preempted = "a node" if pricing.preempted == "node" else "the job"

@@ -106,7 +106,7 @@ def carry_out(sweep: Sweep, until: str) -> int:
     from tula_hpc.stages.notify import tell
 
     sweep.launcher.find_lost()
-    for words in sweep.run.damage():
+    for words in [*sweep.run.damage(), *sweep.run.damaged_footprints()]:
         print(f"warning: {words}", file=sys.stderr)
     try:
         if sweep.spec.study is not None:

@@ -132,6 +132,7 @@ def _read(run: RunDirectory) -> Facts:
     told = run.read_events()
     if measured.skipped or told.skipped:
         doubts += run.damage()
+    doubts += run.damaged_footprints()
     history = RunHistory(told.records)
     cut_off = _cut_off(run, history)
     report_at = _newest(run.report / name for name in ("report.html", "study.html"))
