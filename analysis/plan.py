@@ -40,6 +40,7 @@ from tula_hpc.records import (
     Metrics,
     Plan,
     RunDirectory,
+    damaged_footprints,
     read_metrics,
     refuse_several,
     write_atomically,
@@ -162,7 +163,7 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
         _refuse_trained(run)
     read = run.measurements()
     damage = run.damage() if read.skipped else []
-    damage += [*run.damaged_footprints(), *([] if options.write else _damaged_plan(run))]
+    damage += [*damaged_footprints(run.root), *([] if options.write else _damaged_plan(run))]
     for words in damage:
         print(f"warning: {words}", file=sys.stderr)
     refuse_several(run, read.records)

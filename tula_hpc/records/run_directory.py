@@ -387,17 +387,6 @@ class RunDirectory:
         paths = sorted(self.profile.glob("*.jsonl"))
         return [*damaged_lines(Measurement, paths), *damaged_lines(Event, [self.events_file])]
 
-    def damaged_footprints(self) -> list[str]:
-        """Name the estimates of memory that cannot be read."""
-        found = []
-        for path in sorted(self.root.glob("footprint*.json")):
-            try:
-                read_document(Footprint, path)
-            except RunDirectoryError:
-                words = "delete it, and memory is estimated again where a profile needs that"
-                found.append(f"{path}: is damaged, and passed over; {words}")
-        return found
-
     def history(self) -> RunHistory:
         """Return what the events tell together."""
         return RunHistory(self.events())

@@ -30,6 +30,7 @@ from tula_hpc.records import (
     StepMetrics,
     TrainDirectory,
     TrainResult,
+    damaged_footprints,
     parse_record,
     read_document,
 )
@@ -132,7 +133,7 @@ def _read(run: RunDirectory) -> Facts:
     told = run.read_events()
     if measured.skipped or told.skipped:
         doubts += run.damage()
-    doubts += run.damaged_footprints()
+    doubts += damaged_footprints(run.root)
     history = RunHistory(told.records)
     cut_off = _cut_off(run, history)
     report_at = _newest(run.report / name for name in ("report.html", "study.html"))
