@@ -295,13 +295,13 @@ def _why_given_up(sweep: Sweep, outcome: Outcome) -> str:
     limit = f"train_minutes in the cluster file (now {sweep.cluster.train_minutes})"
     if failure.stop is StopReason.REQUEUES_EXHAUSTED:
         return (
-            f"{failure.detail}, the last time in job {job_id}; all that was done is saved: run the "
-            f"same command again to go on; a larger {limit} takes fewer restarts"
+            f"{failure.detail}, the last time in job {job_id}; all that was done is saved, and goes "
+            f"on with the same command; a larger {limit} takes fewer restarts"
         )
     if failure.kind is Failure.DEVICE_FAILED:
         return why_given_up(sweep.run.events(), job_id, unix_time())
     if failure.kind is Failure.TIMED_OUT:
-        return f"raise {limit}, and run the same command again; {describe_failures([outcome.end])}"
+        return f"raise {limit}; {describe_failures([outcome.end])}"
     return describe_failures([outcome.end])
 
 
