@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tula_hpc.env import begin_process
 from tula_hpc.errors import InputError, TulaError
-from tula_hpc.files import drop_output, full_disk, in_words
+from tula_hpc.files import NO_SPACE, drop_output, full_disk, in_words
 
 # of a command that says itself what it leaves once it works
 NOTHING_BEGUN = "interrupted before anything was begun"
@@ -49,8 +49,11 @@ def exit_code_of(
         drop_output()
         return 128 + signal.SIGPIPE
     except OSError as error:
-        words = f"{error.filename}: {in_words(error)}" if error.filename else ""
-        words = words or _full_folder(options) or in_words(error)
+        words = in_words(error)
+        if error.filename:
+            words = f"{error.filename}: {words}"
+        elif error.errno in NO_SPACE:
+            words = _full_folder(options) or words
         sys.stderr.write(f"{words}\nFix the cause and run the same command again.\n")
         return 1
     except KeyboardInterrupt:
