@@ -259,19 +259,13 @@ def _checkpoint_s(
     return interruptions.with_epoch_ends_s(every_s, epoch_s, least_s)
 
 
-def is_default_price(pricing: PricingSpec) -> bool:
-    """Tell whether costs are by a price that nobody has set."""
-    usual = type(pricing).model_fields["usd_per_node_hour"].default
-    return pricing.basis == "node-hour" and pricing.usd_per_node_hour == usual
-
-
 def assumptions(cluster: ClusterSpec, power: NodePower | None) -> list[str]:
     """Return notes for the user on the assumptions behind the prices of one kind of nodes."""
     pricing = cluster.pricing
     found: list[str] = []
     if pricing.basis == "tres":
         found += slurm_billing.node_resources(cluster).assumed
-    if is_default_price(pricing):
+    if pricing.is_default:
         found.append(
             f"costs assume {pricing.usd_per_node_hour:g} USD a node and hour, which is no price but "
             "the default of pricing.usd_per_node_hour: read them as node-hours, or set it in the "

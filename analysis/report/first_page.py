@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from tula_hpc.analysis.costs.pricing import is_default_price
 from tula_hpc.analysis.models.profiles import is_out_of_memory
 from tula_hpc.analysis.planning.partitions import name_of
 from tula_hpc.analysis.report.bill_text import bill_of, bill_sentences
@@ -156,7 +155,7 @@ def _price(run: RunContents) -> list[str]:
     chosen = run.plan.chosen
     parts = dict(zip(run.cluster.part_names(), run.cluster.parts(), strict=True))
     part = parts.get(chosen.partition)
-    if part is None or not is_default_price(part.pricing):
+    if part is None or not part.pricing.is_default:
         return []
     price = format_money(part.pricing.usd_per_node_hour)
     return [

@@ -824,6 +824,7 @@ def test_mistakes_give_one_clear_line_and_their_exit_code(
         return printed.err
 
     assert "no such run directory" in line(str(tmp_path / "none"), code=2)
+    assert "is not a folder; expected a run directory" in line(str(run.sweep_file), code=2)
     (run.profile / "task.jsonl").unlink()
     assert "no usable measurement" in line(str(run.root), code=1)
     run.sweep_file.write_text('name = "test"\n[search]\nmin_batch = 0\n')

@@ -20,12 +20,11 @@ from tests.fake_slurm import put_commands
 from tests.planning_data import failed, ok
 from tests.run_factory import EPOCHS, make_run, write_training
 from tula_hpc.cli.changed_inputs import freeze
-from tula_hpc.config import ClusterSpec, SweepSpec, idle_keys, idle_reference, load_cluster, load_sweep
+from tula_hpc.config import PUT_BACK, ClusterSpec, SweepSpec, idle_keys, idle_reference, load_cluster, load_sweep
 from tula_hpc.formatting import format_duration, format_money
 from tula_hpc.invocation import command_line
 from tula_hpc.records import RunDirectory, append_record
 from tula_hpc.stages.memory_room import Estimate
-from tula_hpc.stages.plan import BACK
 from tula_hpc.sweep import main
 
 SWEEP = """
@@ -598,9 +597,9 @@ def test_an_interrupt_before_the_work_is_told(
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("sweep.toml", None, f"is missing; {BACK}"),
-        ("sweep.toml", "name = ", BACK),
-        ("cluster.toml", "name = ", BACK),
+        ("sweep.toml", None, f"is missing; {PUT_BACK}"),
+        ("sweep.toml", "name = ", PUT_BACK),
+        ("cluster.toml", "name = ", PUT_BACK),
         ("plan.json", "{", "delete it, and it is made again"),
     ],
 )

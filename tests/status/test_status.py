@@ -203,6 +203,18 @@ def test_what_is_damaged_is_told_alike_by_status_and_plan_with_what_to_do(
         assert obstacle(run) == doubt, "the sweep ends with it"
 
 
+def test_a_damaged_sweep_file_is_told_alike_by_status_and_plan_with_what_to_do(
+    tmp_path: Path, cluster: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", stage="plan")
+    run.sweep_file.write_text("name = ")
+    assert plan_command([str(run.root)]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "put it back as it was" in said
+    assert said == obstacle(run)
+    assert said in status.status_of(run.root).words
+
+
 def test_a_lost_cluster_file_is_told_by_status_and_written_anew_by_the_command(
     tmp_path: Path, cluster: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -1164,7 +1176,13 @@ PRICES: dict[str, dict[str, object]] = {
 def test_a_node_hour_has_its_price_on_every_basis(basis: str) -> None:
     part = ClusterSpec.model_validate({"pricing": {"basis": basis, **PRICES[basis]}})
     assert node_hour_price(part, 2 * 1024**3, None) == pytest.approx(3.0)
-    assert describe_price(part, None)
+    said = describe_price(part, None)
+    assert said
+    assert "the default of" not in said
+
+
+def test_a_price_that_nobody_set_is_said_to_be_the_default() -> None:
+    assert describe_price(ClusterSpec(), None).endswith("a node and hour, the default of pricing.usd_per_node_hour")
 
 
 def test_what_is_needed_for_a_price_and_not_known_is_not_made_up() -> None:
