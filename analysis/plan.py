@@ -19,6 +19,7 @@ from typing import get_args
 
 from tula_hpc.analysis.report.output import exit_code_of
 from tula_hpc.config import (
+    PUT_BACK,
     ClusterSpec,
     ObjectiveSpec,
     SweepSpec,
@@ -28,8 +29,8 @@ from tula_hpc.config import (
     sweep_for,
     told_by_set,
 )
-from tula_hpc.errors import InputError
-from tula_hpc.files import write_out
+from tula_hpc.errors import InputError, RunDirectoryError
+from tula_hpc.files import no_folder_of_a_run, write_out
 from tula_hpc.formatting import printable, printable_output, with_own_escapes
 from tula_hpc.invocation import command_line
 from tula_hpc.records import (
@@ -40,6 +41,7 @@ from tula_hpc.records import (
     Metrics,
     Plan,
     RunDirectory,
+    damaged_footprints,
     read_metrics,
     refuse_several,
     write_atomically,
@@ -144,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _answer(options: argparse.Namespace) -> str:
     if not options.run.is_dir():
-        raise InputError("no such run directory", source=options.run)
+        raise InputError(no_folder_of_a_run(options.run), source=options.run)
     run = RunDirectory(options.run)
     if warning := told_by_set(options.set):
         print(f"warning: {warning}", file=sys.stderr)
@@ -161,7 +163,9 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
     if options.write:
         _refuse_trained(run)
     read = run.measurements()
-    for words in run.damage() if read.skipped else ():
+    damage = run.damage() if read.skipped else []
+    damage += [*damaged_footprints(run.root), *([] if options.write else _damaged_plan(run))]
+    for words in damage:
         print(f"warning: {words}", file=sys.stderr)
     refuse_several(run, read.records)
     footprints = run.footprints(cluster.part_names())
@@ -189,6 +193,16 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
         return printable(text)
     text = _as_text(plan, sweep, cluster, read.records, run)
     return f"{text}\n\n{_what_if(plan, sweep, cluster, read.records)}" if options.what_if else text
+
+
+def _damaged_plan(run: RunDirectory) -> list[str]:
+    """Name the run's own plan where it is one that no other command goes on with."""
+    try:
+        if run.plan_file.exists():
+            run.read_plan()
+    except RunDirectoryError as error:
+        return [str(error)]
+    return []
 
 
 def _what_if(
@@ -231,14 +245,18 @@ def _inputs(
     """
     from tula_hpc.config.changes import refuse_other_cluster, refuse_other_sweep
 
+    try:
+        own_sweep = load_frozen_sweep(run.sweep_file)
+        own_cluster = load_cluster(run.cluster_file)
+    except InputError as error:
+        remedy = f"; {PUT_BACK}" if run.has_results() else ""
+        raise InputError(f"{str(error).splitlines()[0]}{remedy}") from None
     sweep = load_frozen_sweep(run.sweep_file, sweep_overrides)
     cluster = load_cluster(run.cluster_file, cluster_overrides)
     if sweep.study is not None:
         report = command_line("report", str(run.root))
         message = f"is a study, which has no plan; {report} writes its report, report/study.html"
         raise InputError(message, source=run.root)
-    own_sweep = load_frozen_sweep(run.sweep_file)
-    own_cluster = load_cluster(run.cluster_file)
     refuse_other_sweep(run.sweep_file, own_sweep, sweep)
     refuse_other_cluster(run.cluster_file, own_cluster, cluster)
     unchanged = (sweep, cluster) == (own_sweep, own_cluster)

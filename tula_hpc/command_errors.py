@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 from tula_hpc.env import begin_process
 from tula_hpc.errors import InputError, TulaError
-from tula_hpc.files import drop_output, in_words
+from tula_hpc.files import NO_SPACE, drop_output, full_disk, in_words
 
 # of a command that says itself what it leaves once it works
 NOTHING_BEGUN = "interrupted before anything was begun"
@@ -46,12 +49,23 @@ def exit_code_of(
         drop_output()
         return 128 + signal.SIGPIPE
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        sys.stderr.write(
-            f"{where}{in_words(error)}\nFix the cause and run the same command again.\n"
-        )
+        words = in_words(error)
+        if error.filename:
+            words = f"{error.filename}: {words}"
+        elif error.errno in NO_SPACE:
+            words = _full_folder(options) or words
+        sys.stderr.write(f"{words}\nFix the cause and run the same command again.\n")
         return 1
     except KeyboardInterrupt:
         if interrupted:
             sys.stderr.write(f"\n{interrupted}\n")
         return 130
+
+
+def _full_folder(options: argparse.Namespace) -> str:
+    """Name the folder without space, as a write that fails does not; "" where all have some."""
+    folders = [getattr(options, "run_dir", None) or Path("runs"), Path()]
+    # a full one is not found
+    with contextlib.suppress(OSError):
+        folders.append(Path(tempfile.gettempdir()))
+    return next(filter(None, map(full_disk, folders)), "")

@@ -32,6 +32,13 @@ def in_words(error: OSError) -> str:
     return message
 
 
+def no_folder_of_a_run(path: Path) -> str:
+    """Say why a path that is no folder is no run directory."""
+    if path.exists():
+        return "is not a folder; expected a run directory"
+    return "no such run directory"
+
+
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading, without ever waiting for the writer of a pipe.
 

@@ -364,7 +364,10 @@ def _load(key: str, name: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except (ImportError, SyntaxError) as error:
-        raise InputError(f"{name}: {module_name} cannot be imported: {error}", key=key) from error
+        words = f"{name}: {module_name} cannot be imported: {error}"
+        if isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]:
+            words += f"; it was looked for among the installed packages and in {Path.cwd()}"
+        raise InputError(words, key=key) from error
     except Exception as error:
         if not is_mistake(error):
             raise

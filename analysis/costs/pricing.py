@@ -25,6 +25,7 @@ from tula_hpc.analysis.costs.interruptions import (
     Resume,
     SaveCost,
     anew_under_time_limit,
+    least_limit_s,
     under_time_limit,
 )
 from tula_hpc.analysis.models.profiles import Profile
@@ -170,6 +171,19 @@ def bill(
     return Bill(wall_s, limited.requeues, cost, kwh, interval_s, saving_s)
 
 
+def enough_minutes(work_s: Array, interval_s: Array, cluster: ClusterSpec, requeues: int) -> Array:
+    """Return the least train_minutes under which trainings are requeued at most so many times.
+
+    Args:
+        work_s: Steps, evaluations and checkpoints, without preemptions.
+        interval_s: Of steps between two checkpoints.
+        cluster: Delay of the warning, and the start of a job.
+        requeues: Of each training; 0 for one that begins anew.
+    """
+    limit_s = least_limit_s(work_s, interval_s, cluster.pricing.start_s, requeues)
+    return np.ceil((limit_s + cluster.signal_delay_s) / 60.0)
+
+
 def _cost(usage: Usage, cluster: ClusterSpec, kwh: Array, power: NodePower | None) -> Array:
     pricing = cluster.pricing
     if pricing.basis == "energy":
@@ -251,11 +265,11 @@ def assumptions(cluster: ClusterSpec, power: NodePower | None) -> list[str]:
     found: list[str] = []
     if pricing.basis == "tres":
         found += slurm_billing.node_resources(cluster).assumed
-    usual = type(pricing).model_fields["usd_per_node_hour"].default
-    if pricing.basis == "node-hour" and pricing.usd_per_node_hour == usual:
+    if pricing.is_default:
         found.append(
-            f"costs assume {usual:g} USD a node and hour, which is no price but the default of "
-            "pricing.usd_per_node_hour: read them as node-hours, or set it in the cluster file"
+            f"costs assume {pricing.usd_per_node_hour:g} USD a node and hour, which is no price but "
+            "the default of pricing.usd_per_node_hour: read them as node-hours, or set it in the "
+            "cluster file"
         )
     if pricing.basis == "spot":
         preempted = "a node" if pricing.preempted == "node" else "the job"

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from tula_hpc.analysis.costs.interruptions import Resume
+from tula_hpc.analysis.costs.pricing import enough_minutes
 from tula_hpc.analysis.models.fitted import MORE_MEMORY, REMEDY
-from tula_hpc.analysis.planning.candidates import FEASIBLE, Why, as_records
+from tula_hpc.analysis.planning.candidates import FEASIBLE, CandidateTable, Why, as_records
 from tula_hpc.analysis.planning.constraints import (
     CONSTRAINED,
     Constraint,
@@ -21,25 +23,27 @@ from tula_hpc.analysis.planning.constraints import (
 from tula_hpc.analysis.planning.knee import TimeCurves
 from tula_hpc.analysis.planning.objective import choose
 from tula_hpc.analysis.planning.partitions import Fitted, name_of
-from tula_hpc.config import ClusterSpec, ObjectiveSpec
+from tula_hpc.config import ObjectiveSpec
 from tula_hpc.errors import InfeasibleError
 from tula_hpc.records import Candidate
 
 ADVICE = {
     Why.SAMPLES: "lower search.min_batch and search.max_batch below the number of samples",
-    Why.FOREVER: (
-        "raise train_minutes, or lower signal_delay_s, training.checkpoint_minutes or "
-        "pricing.restart_s; a script that begins anew needs workload.resume_arguments, or tula.keep"
-    ),
     Why.UNSEEN: REMEDY,
 }
+SHORTER_WORK = "lower signal_delay_s, training.checkpoint_minutes or pricing.restart_s"
 FEWER_PREEMPTIONS = (
     "use fewer nodes, or nodes that are preempted less often than pricing.preemption_hours says"
 )
 
 
-def require_feasible(fitted: Fitted, objective: ObjectiveSpec) -> None:
+def require_feasible(fitted: Fitted, objective: ObjectiveSpec, max_requeues: int) -> None:
     """Refuse a table without any feasible candidate.
+
+    Args:
+        fitted: Has the table.
+        objective: Has the constraints.
+        max_requeues: That a training may need.
 
     Raises:
         InfeasibleError: Says which constraint fails by how much at the nearest candidate, or the
@@ -58,21 +62,43 @@ def require_feasible(fitted: Fitted, objective: ObjectiveSpec) -> None:
         )
     row = int(np.lexsort((table.global_batch, table.local_batch))[0])
     smallest = _record(fitted, row)
-    advice = _advice(Why(int(table.why[row])), fitted.parts[table.part[row]].cluster)
+    why_not = Why(int(table.why[row]))
+    advice = ADVICE.get(why_not, MORE_MEMORY)
+    if why_not is Why.FOREVER:
+        advice = _more_time(fitted, int(table.part[row]), max_requeues)
     why = f"{name_of(smallest)}: {smallest.why}"
     raise InfeasibleError(f"plan: none of {table.rows:,} candidates is feasible; {why}; {advice}")
 
 
-def _advice(why: Why, cluster: ClusterSpec) -> str:
-    advice = ADVICE.get(why, MORE_MEMORY)
-    if why is not Why.FOREVER:
-        return advice
+def _more_time(fitted: Fitted, index: int, max_requeues: int) -> str:
+    """Say how long a job of a partition has to be for the candidate that needs the least."""
+    part = fitted.parts[index]
+    cluster = part.cluster
+    if cluster.pricing.basis == "spot":
+        # rather the preemptions are to blame than the time limit
+        return f"{FEWER_PREEMPTIONS}, or raise train_minutes, or {SHORTER_WORK}"
+    table = fitted.table
+    minutes = train_minutes_for(table.take(table.why == Why.FOREVER), fitted, max_requeues)
+    advice = f"raise train_minutes in the cluster file from {cluster.train_minutes} to {minutes}"
+    if part.resume is Resume.NOTHING:
+        return (
+            f"{advice}, or let the script go on from where it was interrupted, by "
+            "workload.resume_arguments or tula.keep"
+        )
     limit_s = 60 * cluster.train_minutes
+    advice = f"{advice}, or {SHORTER_WORK}"
     if cluster.signal_delay_s >= limit_s:
         alone = f"signal_delay_s = {cluster.signal_delay_s} alone leaves nothing"
         return f"{advice}; {alone} of a time limit of {limit_s} s"
-    # of spot nodes rather the preemptions are to blame than the time limit
-    return f"{FEWER_PREEMPTIONS}, or {advice}" if cluster.pricing.basis == "spot" else advice
+    return advice
+
+
+def train_minutes_for(rows: CandidateTable, fitted: Fitted, max_requeues: int) -> int:
+    """Return the train_minutes that suffice for one of these candidates, without preemptions."""
+    part = fitted.parts[rows.part[0]]
+    requeues = 0 if part.resume is Resume.NOTHING else max_requeues
+    work_s = rows.train_time_s + rows.evaluation_s + rows.saving_s
+    return int(enough_minutes(work_s, rows.checkpoint_s, part.cluster, requeues).min())
 
 
 def binding(fitted: Fitted, objective: ObjectiveSpec, curves: TimeCurves | None) -> list[str]:

@@ -138,11 +138,14 @@ def _by_knee(
     place = f"the knee, B={knee.global_batch:,.0f}"
     if not within.any():
         return Choice(ranking, f"no candidate is below {place}; it is the next above", knee, ())
+    whole = f"it is the fastest up to {place}"
+    if knee.global_batch > batch.max():
+        whole = f"it is the fastest, as all that was searched lies below {place}"
     law = "where the curve of the time bends most"
     if kind == "knee":
         saved = f"saves {100 * SAVED:.0f} % of the time, by the fitted curve"
         law = f"the largest batch whose last doubling still {saved}"
-    return Choice(ranking, f"it is the fastest up to {place}: {law}", knee, ())
+    return Choice(ranking, f"{whole}: {law}", knee, ())
 
 
 def _near_least_time(table: CandidateTable, feasible: NDArray[np.bool_], knee: Knee) -> Choice:

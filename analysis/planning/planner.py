@@ -72,7 +72,7 @@ def plan_candidates(
     """Return the plan; see `tula_hpc.analysis.plan.make_plan`."""
     fitted = fit_parts(sweep, cluster, measurements, trained)
     fitted = fitted._replace(table=constrain(fitted.table, sweep.objective))
-    require_feasible(fitted, sweep.objective)
+    require_feasible(fitted, sweep.objective, sweep.training.max_requeues)
     curves = knee_curves(fitted.parts, sweep)
     choice = choose(sweep.objective, fitted.table, curves)
     plan = _without_warnings(sweep, fitted, choice)

@@ -21,6 +21,7 @@ from tula_hpc.analysis.models.data_loading import (
 from tula_hpc.analysis.models.memory import estimate_error
 from tula_hpc.analysis.models.profiles import Profile, Summary
 from tula_hpc.analysis.planning.candidates import FEASIBLE, CandidateTable, Part, Why
+from tula_hpc.analysis.planning.feasibility import train_minutes_for
 from tula_hpc.analysis.planning.partitions import Fitted, prefixed
 from tula_hpc.config import SearchSpec, SweepSpec, WorkloadSpec
 from tula_hpc.formatting import (
@@ -244,7 +245,13 @@ def about_interruptions(chosen: int, fitted: Fitted, sweep: SweepSpec) -> list[s
     if preemptions:
         causes.append(plural(preemptions, "preemption"))
     often = f"restart about {plural(requeues + preemptions, 'time')} ({', '.join(causes)})"
-    return [f"training has to {often}, more than training.max_requeues = {allowed} allows"]
+    remedy = f"set that to {requeues + preemptions} in the sweep file"
+    if not preemptions:
+        minutes = train_minutes_for(row, fitted, allowed)
+        remedy += f", or train_minutes to {minutes} in the cluster file"
+    return [
+        f"training has to {often}, more than training.max_requeues = {allowed} allows; {remedy}"
+    ]
 
 
 def about_beginning_anew(chosen: int, fitted: Fitted) -> list[str]:

@@ -31,6 +31,7 @@ from tula_hpc.formatting import (
     duration_within,
     format_bytes,
     format_duration,
+    format_money,
     format_number,
     format_score,
     in_comparison,
@@ -77,8 +78,8 @@ def first_page(run: RunContents) -> FirstPage:
         took = list(_took(run))
         is_billed = any(bill_of(run.plan, run.events, one) for one in run.trainings)
         answers = {
-            "What it will take": [] if is_billed else [_expected(run.plan)],
-            "What it took": took,
+            "What it will take": [] if is_billed else [_expected(run.plan), *_price(run)],
+            "What it took": [*took, *_price(run)] if is_billed else took,
             "How sure": list(_how_sure(run, run.plan, is_billed=is_billed)),
             "Why this one": [_reason(run.plan), *why_not_better(run.plan)],
             "What would change it": list(_what_would_change(run.plan)),
@@ -145,6 +146,22 @@ def _expected(plan: Plan) -> str:
         f"About {duration_within(*time)} and {money_within(*cost, chosen.currency)}{energy} for "
         f"{plural(plan.epochs, 'epoch')}, {contents}; {memory} of memory per worker."
     )
+
+
+def _price(run: RunContents) -> list[str]:
+    """Say that the costs are by no price of the user's; empty where one is set."""
+    if run.plan is None or run.cluster is None:
+        return []
+    chosen = run.plan.chosen
+    parts = dict(zip(run.cluster.part_names(), run.cluster.parts(), strict=True))
+    part = parts.get(chosen.partition)
+    if part is None or not part.pricing.is_default:
+        return []
+    price = format_money(part.pricing.usd_per_node_hour)
+    return [
+        f"The cost counts {price} a node and hour, the default of pricing.usd_per_node_hour in the "
+        "cluster file: set your price there."
+    ]
 
 
 def _took(run: RunContents) -> Iterator[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tula_hpc.errors import InputError, RunDirectoryError, TulaError
-from tula_hpc.files import mistrust
+from tula_hpc.files import in_words, mistrust
 from tula_hpc.formatting import keep_units, printable
 from tula_hpc.records import write_atomically
 
@@ -65,7 +65,7 @@ def exit_code_of(action: Callable[[], None], folder: Path) -> int:
         sys.stderr.write(f"{error}\n")
         return 1
     except OSError as error:
-        sys.stderr.write(f"{error.filename or folder}: {error.strerror or error}\n")
+        sys.stderr.write(f"{error.filename or folder}: {in_words(error)}\n")
         return 1
     return 0
 

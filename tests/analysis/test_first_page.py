@@ -44,6 +44,18 @@ def test_the_page_answers_each_question_once(plan: Plan, tmp_path: Path) -> None
         assert "would be" in why[1], "what is faster and cheaper stands beside the reason"
 
 
+def test_a_price_that_nobody_set_is_told_beside_the_cost(plan: Plan, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", stage="plan")
+    write_plan(run, plan)
+    contents = read_run(run)
+    said = "the default of pricing.usd_per_node_hour in the cluster file: set your price there."
+    for price, is_said in ((1.0, True), (2.5, False)):
+        priced = contents._replace(cluster=cluster(pricing={"usd_per_node_hour": price}))
+        takes = first_page(priced).sections[0]
+        assert takes.heading == "What it will take"
+        assert any(text.endswith(said) for text in takes.sentences) == is_said
+
+
 def test_a_finished_training_has_nothing_left_to_do(tmp_path: Path) -> None:
     page = first_page(read_run(make_run(tmp_path / "run")))
     assert page.sections[-1] == ("What to do next", ["Nothing: the training is done."])

@@ -277,7 +277,9 @@ def test_the_knee_is_that_of_the_fitted_curve() -> None:
     # 3 α/β of a step that takes 0.1 s and 0.25 ms for each sample of the global batch
     assert plan.knee.global_batch == pytest.approx(1200, rel=0.1)
     assert plan.chosen.global_batch == 1024
-    assert "up to the knee, B=1,2" in plan.reason
+    assert "the fastest up to the knee, B=1,2" in plan.reason
+    short = make_plan(sweep(cluster_sizes=[4], max_batch=512), cluster(), [ok(4, 8), ok(4, 128)])
+    assert "the fastest, as all that was searched lies below the knee, B=1,2" in short.reason
 
 
 def test_a_curve_without_a_knee_is_said_to_have_none() -> None:
@@ -373,8 +375,11 @@ def test_constraints_that_leave_no_fallback_are_a_warning() -> None:
 
 
 def test_the_advice_for_what_is_not_feasible_fits_the_reason() -> None:
-    with pytest.raises(InfeasibleError, match=r"no time for work; raise train_minutes, .*checkpoint_minutes"):
-        make_plan(sweep(workload={"epochs": 5000}), cluster(train_minutes=1), CORNERS)
+    long = sweep(workload={"epochs": 5000})
+    with pytest.raises(InfeasibleError, match=r"no time for work; raise train_minutes .*, or .*checkpoint_min") as told:
+        make_plan(long, cluster(train_minutes=1), CORNERS)
+    enough = int(re.findall(r"from 1 to (\d+)", str(told.value))[0])
+    assert make_plan(long, cluster(train_minutes=enough), CORNERS).chosen.feasible
     with pytest.raises(
         InfeasibleError, match=r"lower signal_delay_s.*; signal_delay_s = 90 alone leaves nothing of .* 60 s"
     ):
@@ -522,7 +527,12 @@ def test_more_requeues_than_allowed_are_a_warning() -> None:
     plan = make_plan(spec, cluster(train_minutes=60), CORNERS)
     assert plan.chosen.wall_time_s is not None
     assert plan.chosen.wall_time_s > plan.chosen.train_time_s
-    assert any("more than training.max_requeues = 2 allows" in warning for warning in plan.warnings)
+    (said,) = (warning for warning in plan.warnings if "more than training.max_requeues = 2 allows" in warning)
+    enough = int(re.findall(r"train_minutes to (\d+) in the cluster file", said)[0])
+    for minutes, often in ((enough, False), (enough - 1, True)):
+        again = make_plan(spec, cluster(train_minutes=minutes), CORNERS)
+        assert again.chosen.configuration == plan.chosen.configuration
+        assert any("more than training.max_requeues" in warning for warning in again.warnings) == often
 
 
 def test_preemptions_count_as_restarts_too() -> None:
@@ -814,6 +824,7 @@ def test_mistakes_give_one_clear_line_and_their_exit_code(
         return printed.err
 
     assert "no such run directory" in line(str(tmp_path / "none"), code=2)
+    assert "is not a folder; expected a run directory" in line(str(run.sweep_file), code=2)
     (run.profile / "task.jsonl").unlink()
     assert "no usable measurement" in line(str(run.root), code=1)
     run.sweep_file.write_text('name = "test"\n[search]\nmin_batch = 0\n')

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tula_hpc.check.__main__ import _as_text
 from tula_hpc.check.rank_verdicts import bus_rate, judge_job, judge_network, slow_ranks
 from tula_hpc.check.reports import (
     AllReduce,
@@ -25,7 +27,7 @@ from tula_hpc.check.reports import (
     Skip,
 )
 from tula_hpc.check.site import Answer, Limits, Nodes, Partition, Site, ask_site, minutes_of
-from tula_hpc.check.site_verdicts import Level, Topic, Verdict, judge_data_here, judge_site
+from tula_hpc.check.site_verdicts import Level, Topic, Verdict, failed, judge_data_here, judge_site
 from tula_hpc.config import ClusterSpec, WorkloadSpec
 from tula_hpc.launch.launcher import Launcher
 from tula_hpc.records import RunDirectory
@@ -417,3 +419,16 @@ def test_a_device_that_no_node_has_is_said_once_and_names_the_other_one() -> Non
     assert said[0].remedy.startswith('if these nodes have no GPUs, device = "cpu" in the cluster file; else ')
     one = [report(0, errors=errors), report(1, device=V100)]
     assert all("no GPUs" not in each.remedy for each in judge_job(GPU, WORKLOAD, one, 2))
+
+
+def test_of_several_failures_the_first_cause_is_named_at_the_end() -> None:
+    later = failed(Topic.JOB, "refused", "see its log")
+    cause = failed(Topic.PARTITION, "there is no gpu", "set partition to one of: batch")
+    fine = Verdict(topic=Topic.QOS, level=Level.OK, found="normal")
+
+    def last_line(*verdicts: Verdict) -> str:
+        check: Any = SimpleNamespace(partition="", verdicts=verdicts)
+        return _as_text([check], "", 200).splitlines()[-1]
+
+    assert last_line(fine, later, cause).startswith("first: partition: set partition to one of: batch; ")
+    assert last_line(fine, cause) == "1 failed, 1 ok"

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.run_factory import CLUSTER_TOML, SWEEP_TOML
-from tula_hpc import records
+from tula_hpc import command_errors, records
 from tula_hpc.analysis.report.output import replace_files
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.command_errors import exit_code_of
@@ -308,6 +308,20 @@ def test_whatever_else_the_system_refuses_is_a_line_with_the_file(capsys: pytest
     assert exit_code_of(refuse, argparse.Namespace()) == 1
     words = f"/somewhere/file: {os.strerror(errno.EDQUOT)}; make space there or have the quota raised\n"
     assert capsys.readouterr().err == f"{words}Fix the cause and run the same command again.\n"
+
+
+def test_a_write_that_names_no_file_is_told_with_the_folder_that_is_full(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: argparse.Namespace) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(command_errors, "full_disk", lambda folder: f"{folder}: full" if folder == tmp_path else "")
+        assert exit_code_of(refuse, argparse.Namespace(run_dir=tmp_path)) == 1
+    assert capsys.readouterr().err.startswith(f"{tmp_path}: full\n")
+    assert exit_code_of(refuse, argparse.Namespace(run_dir=tmp_path)) == 1
+    assert capsys.readouterr().err.startswith("No space left on device; make space there or have the quota raised\n")
 
 
 def test_every_write_of_a_run_goes_through_one_of_these() -> None:

@@ -20,12 +20,11 @@ from tests.fake_slurm import put_commands
 from tests.planning_data import failed, ok
 from tests.run_factory import EPOCHS, make_run, write_training
 from tula_hpc.cli.changed_inputs import freeze
-from tula_hpc.config import ClusterSpec, SweepSpec, idle_keys, idle_reference, load_cluster, load_sweep
+from tula_hpc.config import PUT_BACK, ClusterSpec, SweepSpec, idle_keys, idle_reference, load_cluster, load_sweep
 from tula_hpc.formatting import format_duration, format_money
 from tula_hpc.invocation import command_line
 from tula_hpc.records import RunDirectory, append_record
 from tula_hpc.stages.memory_room import Estimate
-from tula_hpc.stages.plan import BACK
 from tula_hpc.sweep import main
 
 SWEEP = """
@@ -220,7 +219,7 @@ def test_other_inputs_wait_for_the_jobs_of_the_earlier_ones(sweep_file: Path) ->
     with (folder / "99999999.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert is_alive(folder, "99999999")
-        words = "other inputs are taken once job 99999999 is over; to cancel: pkill -KILL"
+        words = "other inputs are taken once job 99999999 is over; to cancel: kill -KILL -99999999"
         with pytest.raises(RunDirectoryError, match=words):
             check_run(*others, run.root)
         with pytest.raises(RunDirectoryError, match=words):
@@ -598,9 +597,9 @@ def test_an_interrupt_before_the_work_is_told(
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("sweep.toml", None, f"is missing; {BACK}"),
-        ("sweep.toml", "name = ", BACK),
-        ("cluster.toml", "name = ", BACK),
+        ("sweep.toml", None, f"is missing; {PUT_BACK}"),
+        ("sweep.toml", "name = ", PUT_BACK),
+        ("cluster.toml", "name = ", PUT_BACK),
         ("plan.json", "{", "delete it, and it is made again"),
     ],
 )

@@ -115,6 +115,26 @@ def test_a_mistake_in_a_sweep_is_one_line(here: Path, text: str, said: str) -> N
     assert line.isprintable()
 
 
+@pytest.mark.parametrize("key", ["model", "module"])
+def test_a_module_that_only_lies_beside_the_sweep_file_is_said_to_lie_there(here: Path, key: str) -> None:
+    """Jobs start in the working directory of the command, and would not find it."""
+    folder = here / "project"
+    folder.mkdir()
+    (folder / "net.py").write_text("def build(classes, image_size): ...")
+    tables = {
+        "model": '[workload]\nmodel = "net:build"\n',
+        "module": '[workload]\nmodule = "net"\nsamples = 100\nepochs = 1\narguments = ["{local_batch}"]\n',
+    }
+    (folder / "own.toml").write_text(NAME + tables[key])
+    with pytest.raises(InputError) as told:
+        load_sweep(folder / "own.toml")
+    looked = f'in the working directory, "{here}", or the installed packages; it lies beside the sweep file'
+    assert str(told.value).endswith(f'{looked}: start the command in "{folder}"')
+    (folder / "net.py").unlink()
+    with pytest.raises(InputError, match="packages; install it, or start the command in its folder"):
+        load_sweep(folder / "own.toml")
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -17,6 +17,7 @@ from tula_hpc.config import (
     ClusterSpec,
     Spec,
     SweepSpec,
+    WorkloadSpec,
     check_together,
     load_cluster,
     load_sweep,
@@ -201,6 +202,16 @@ def test_the_papers_cluster() -> None:
     assert spec.environment["NCCL_ALGO"] == "Ring"
     assert spec.device_memory_gb == 31.75
     assert spec.pricing.usd_per_node_hour == 2.48
+
+
+def test_more_loader_processes_than_cores_are_warned_of_before_anything_runs() -> None:
+    two = sweep("resnet50_imagenet").model_copy(update={"workload": WorkloadSpec(dataset="digits")})
+    many = two.model_copy(update={"workload": WorkloadSpec(dataset="digits", loader_workers=256)})
+    shared = ClusterSpec(executor="slurm", cpus_per_worker=4)
+    assert [list(loaders_without_cores(two, where)) for where in (shared, ClusterSpec())] == [[], []]
+    found = dict([*loaders_without_cores(many, shared), *loaders_without_cores(many, ClusterSpec())])
+    assert list(found) == ["cpus_per_worker", "workload.loader_workers"]
+    assert "at least 257, better 258, or workload.loader_workers = 4 in the sweep file" in found["cpus_per_worker"]
 
 
 def test_a_v100_has_cores_for_its_loaders_and_needs_only_partition_and_account() -> None:

@@ -193,9 +193,15 @@ def test_the_end_of_requeues_is_said_in_the_trainings_own_words(
 ) -> None:
     scheduler, error = train(monkeypatch, tmp_path, used_up)
     assert scheduler.jobs == 1
-    assert error == f"train: {SENTENCE}, the last time in job 1; all that was done is saved"
+    said = f"train: {SENTENCE}, the last time in job 1; all that was done is saved, and goes on with the same command"
+    assert error == f"{said}; a larger train_minutes in the cluster file (now 1440) takes fewer restarts"
     ended = next(event for event in scheduler.run.events() if event.event == "ended")
     assert ended.failure is Failure.PREEMPTED
+
+
+def test_jobs_that_end_at_their_time_limit_name_its_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _, error = train(monkeypatch, tmp_path, lambda _: Failure.TIMED_OUT)
+    assert error.startswith("train: raise train_minutes in the cluster file (now 1440); timed out in job ")
 
 
 def test_nor_does_a_study_try_again(

@@ -22,6 +22,7 @@ from pydantic import BaseModel
 
 from tests.run_factory import CLUSTER_TOML, SWEEP_TOML, late_plan, make_run, measurement, oom, write_plan
 from tests.study_factory import SWEEP, make_study
+from tula_hpc.analysis.plan import main as plan_command
 from tula_hpc.cli.open_run import open_run
 from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_frozen_sweep
 from tula_hpc.errors import Failure, LaunchError
@@ -44,6 +45,7 @@ from tula_hpc.records import (
 )
 from tula_hpc.records.run_directory import holder_of
 from tula_hpc.retries import STUDY_ATTEMPTS
+from tula_hpc.stages.plan import obstacle
 from tula_hpc.status import __main__ as status
 from tula_hpc.status import run_files as run_facts
 from tula_hpc.status.cost import describe_price, node_hour_price
@@ -184,6 +186,33 @@ def test_damaged_files_are_named_and_the_rest_is_told(tmp_path: Path, cluster: F
     ]
     assert told.profile is not None
     assert told.profile.measured > 0
+
+
+@pytest.mark.parametrize("name", ["plan.json", "footprint.json"])
+def test_what_is_damaged_is_told_alike_by_status_and_plan_with_what_to_do(
+    tmp_path: Path, cluster: FakeSlurm, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", stage="plan")
+    (run.root / name).write_text('{"schema_version": 7}')
+    (doubt,) = status.status_of(run.root).doubts
+    assert doubt.startswith(f"{run.root / name}: is damaged")
+    assert "delete it, and" in doubt
+    assert plan_command([str(run.root)]) == 0
+    assert f"warning: {doubt}\n" in capsys.readouterr().err
+    if name == "plan.json":
+        assert obstacle(run) == doubt, "the sweep ends with it"
+
+
+def test_a_damaged_sweep_file_is_told_alike_by_status_and_plan_with_what_to_do(
+    tmp_path: Path, cluster: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", stage="plan")
+    run.sweep_file.write_text("name = ")
+    assert plan_command([str(run.root)]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "put it back as it was" in said
+    assert said == obstacle(run)
+    assert said in status.status_of(run.root).words
 
 
 def test_a_lost_cluster_file_is_told_by_status_and_written_anew_by_the_command(
@@ -1147,7 +1176,13 @@ PRICES: dict[str, dict[str, object]] = {
 def test_a_node_hour_has_its_price_on_every_basis(basis: str) -> None:
     part = ClusterSpec.model_validate({"pricing": {"basis": basis, **PRICES[basis]}})
     assert node_hour_price(part, 2 * 1024**3, None) == pytest.approx(3.0)
-    assert describe_price(part, None)
+    said = describe_price(part, None)
+    assert said
+    assert "the default of" not in said
+
+
+def test_a_price_that_nobody_set_is_said_to_be_the_default() -> None:
+    assert describe_price(ClusterSpec(), None).endswith("a node and hour, the default of pricing.usd_per_node_hour")
 
 
 def test_what_is_needed_for_a_price_and_not_known_is_not_made_up() -> None:

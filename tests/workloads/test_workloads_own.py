@@ -121,6 +121,15 @@ f = lambda c, s: Choosy(3 * s * s, c)
 """
 
 
+def test_a_module_that_a_job_does_not_find_is_told_with_where_it_looked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    spec = WorkloadSpec().model_copy(update={"model": "nowhere_at_all:f"})
+    with pytest.raises(InputError, match=rf"No module .*; it was looked for among .* and in {tmp_path}$"):
+        build_workload(spec)
+
+
 def test_a_model_is_tried_on_the_device_that_it_is_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_module(tmp_path, monkeypatch, CHOOSY.format(wanted="meta"))
     spec = WorkloadSpec(dataset="digits").model_copy(update={"model": "mine:f"})

@@ -393,10 +393,25 @@ def _as_text(checks: Sequence[_Check], logs: str, width: int) -> str:
     summary = ", ".join(
         f"{counts[level]} {level}" for level in ("failed", "warning", "ok") if counts[level]
     )
-    lines += ["", summary]
+    lines += ["", summary, *_first_to_do(checks, width)]
     if logs:
         lines.append(f"logs: {logs}")
     return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _first_to_do(checks: Sequence[_Check], width: int) -> list[str]:
+    """Say with which of several failed lines to begin: topics are in the order of their causes."""
+    from tula_hpc.check.site_verdicts import Topic
+
+    failed = []
+    for check in checks:
+        failed += [verdict for verdict in check.verdicts if verdict.level == "failed"]
+    if len(failed) < 2:
+        return []
+    order = list(Topic)
+    first = min(failed, key=lambda verdict: order.index(verdict.topic))
+    why = "the other failures may come from this one; then run the check again"
+    return _wrapped("first: ", f"{first.topic.value}: {first.remedy}; {why}", width)
 
 
 def _table_lines(verdict: Verdict, width: int) -> Iterator[str]:

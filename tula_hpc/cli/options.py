@@ -94,7 +94,8 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
     for key, why in idle_reference(spec):
         sys.stderr.write(f"warning: {options.sweep}: {key}: {why}\n")
     for key, why in dict.fromkeys((*hidden_peers(cluster), *loaders_without_cores(spec, cluster))):
-        sys.stderr.write(f"warning: {options.cluster or 'cluster'}: {key}: {why}\n")
+        file = options.sweep if key.startswith("workload.") else options.cluster or "cluster"
+        sys.stderr.write(f"warning: {file}: {key}: {why}\n")
     for line in missing.splitlines():
         sys.stderr.write(f"warning: {line}\n")
     if cluster.container is None:

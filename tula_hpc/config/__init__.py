@@ -8,6 +8,7 @@ from tula_hpc.config.cluster import ClusterSpec, ContainerSpec, PartitionSpec, P
 from tula_hpc.config.gpus import hidden_peers
 from tula_hpc.config.loading import (
     MAX_FILE_BYTES,
+    PUT_BACK,
     REMOVED_KEYS,
     load_cluster,
     load_frozen_sweep,
@@ -48,6 +49,7 @@ __all__ = [
     "GIB",
     "JOB_NAMES",
     "MAX_FILE_BYTES",
+    "PUT_BACK",
     "REFERENCE_COLUMN",
     "REMOVED_KEYS",
     "AgsOptions",

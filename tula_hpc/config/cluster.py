@@ -126,6 +126,12 @@ class PricingSpec(Spec):
         return ASSUMED_START_S if self.restart_s is None else self.restart_s
 
     @property
+    def is_default(self) -> bool:
+        """True if costs are by a price that nobody has set."""
+        usual = type(self).model_fields["usd_per_node_hour"].default
+        return self.basis == "node-hour" and self.usd_per_node_hour == usual
+
+    @property
     def currency(self) -> Literal["USD", "SU"]:
         """USD, or SU (service units: billing units times hours) where these have no price."""
         return "SU" if self.basis == "tres" and self.usd_per_unit is None else "USD"

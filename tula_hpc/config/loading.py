@@ -25,6 +25,11 @@ from tula_hpc.files import read_bounded
 
 # a sweep file is a page; a larger one is a mistake or an attack
 MAX_FILE_BYTES = 1_000_000
+# what to do about an input of a run that is gone or damaged
+PUT_BACK = (
+    "it says what was measured: put it back as it was (a copy of your own file will do), or use "
+    "another --run-dir"
+)
 DAMAGED = "# not shown: it is damaged, and may hold passwords\n"
 # tomllib's time grows with the square of a dotted key's parts
 MOST_KEY_PARTS = 100

@@ -7,6 +7,7 @@ may hold them, but its author should know.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -20,6 +21,7 @@ from tula_hpc.config.training import AgsOptions, Method, TrainingSpec, check_scr
 from tula_hpc.config.validation import Name, Spec, explain, shown
 from tula_hpc.config.workload import WorkloadSpec
 from tula_hpc.errors import InputError
+from tula_hpc.formatting import plural
 
 # prefix of the names of all jobs
 JOB_NAMES = "tula-"
@@ -275,26 +277,32 @@ def _most_nodes(cluster: ClusterSpec) -> int:
 
 
 def loaders_without_cores(sweep: SweepSpec, cluster: ClusterSpec) -> Iterator[tuple[str, str]]:
-    """Yield each key cpus_per_worker that leaves no core to a GPU's training process, with advice.
+    """Yield each key with too few cores for a worker's loader processes, with advice.
 
     Slurm binds a worker and its loader processes to its own cores; where loaders take all of them,
-    each step waits for them. On CPUs one core for both is a choice, on a GPU it leaves the GPU
-    idle.
+    each step waits for them. On CPUs one core for both is a choice, as long as loaders are not more
+    than usual or than cores; on a GPU it leaves the GPU idle.
     """
     loaders = sweep.workload.loader_workers
     if sweep.workload.is_script:
         # it has its own, which nobody knows here
         return
+    usual = int(WorkloadSpec.model_fields["loader_workers"].default)
     for name, part in zip(cluster.part_names(), cluster.parts(), strict=True):
-        bound = part.executor == "slurm" and part.device == "cuda"
-        if bound and part.cpus_per_worker <= loaders:
-            table = f"partitions.{name}." if name else ""
+        table = f"partitions.{name}." if name else ""
+        key, cores, remedy = f"{table}cpus_per_worker", part.cpus_per_worker, ""
+        if part.executor == "local":
+            key = "workload.loader_workers"
+            cores = max(1, len(os.sched_getaffinity(0)) // part.workers_per_node)
+        else:
+            remedy = f"at least {loaders + 1}, better {loaders + 2}, or "
+        most = cores - 1 if part.device == "cuda" else max(cores, usual)
+        if loaders > most:
             yield (
-                f"{table}cpus_per_worker",
-                f"{part.cpus_per_worker} for the training process and its {loaders} loader "
+                key,
+                f"{plural(cores, 'core')} for the training process and its {loaders} loader "
                 "processes (workload.loader_workers), which would wait for one another; "
-                f"expected at least {loaders + 1}, better {loaders + 2}, or "
-                f"workload.loader_workers = {part.cpus_per_worker - 1} in the sweep file",
+                f"expected {remedy}workload.loader_workers = {most} in the sweep file",
             )
 
 

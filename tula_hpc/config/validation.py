@@ -220,7 +220,11 @@ def nearest(word: str, valid: Iterable[str], form: str = "{!r}") -> str:
 
 
 def known_or_entry_point(
-    value: str, known: Iterable[str], what: str, called_with: Sequence[str], *, check_exists: bool
+    value: str,
+    known: Iterable[str],
+    what: str,
+    called_with: Sequence[str],
+    context: Mapping[str, Any] | None,
 ) -> str:
     """Return the value if it is one of the known names or a user's "package.module:function".
 
@@ -229,15 +233,15 @@ def known_or_entry_point(
         known: The package's own names.
         what: Kind of the named thing, with its article.
         called_with: Names of the arguments of the user's function.
-        check_exists: Look the function up, too.
+        context: Of the validation: `check_paths` looks the function up, too, unless it is False,
+            and `beside` is the folder of the sweep file.
 
     Raises:
-        ValueError: It is neither, or `check_exists` and the function does not exist or takes other
-            arguments.
+        ValueError: It is neither, or the function does not exist or takes other arguments.
     """
     if ":" in value:
-        if check_exists:
-            _check_entry_point(value, called_with)
+        if (context or {}).get("check_paths", True):
+            _check_entry_point(value, called_with, (context or {}).get("beside"))
         return value
     if value not in known:
         module, _, function = value.rpartition(".")
@@ -251,7 +255,7 @@ def known_or_entry_point(
     return value
 
 
-def _check_entry_point(value: str, called_with: Sequence[str]) -> None:
+def _check_entry_point(value: str, called_with: Sequence[str], beside: Path | None) -> None:
     """Refuse a function that its module's source does not define, or that takes other arguments.
 
     The source is read and not imported: that could import torch.
@@ -261,10 +265,7 @@ def _check_entry_point(value: str, called_with: Sequence[str]) -> None:
         raise ValueError(f'{value!r}: expected "package.module:function"')
     source = find_source(module)
     if source is None:
-        raise ValueError(
-            f"{value!r}: no module {module!r} in the working directory or the installed packages; "
-            "install it, or start the command in its folder"
-        )
+        raise ValueError(f"{value!r}: no module {module!r} {where_looked(module, beside)}")
     if function not in source.names and "*" not in source.names:
         raise ValueError(
             f"{value!r}: {source.path} defines no {function!r}{_hidden(module, source.path)}"
@@ -274,6 +275,18 @@ def _check_entry_point(value: str, called_with: Sequence[str]) -> None:
             f"{value!r}: {source.path} defines it so that it cannot be called with "
             f"({', '.join(called_with)})"
         )
+
+
+def where_looked(module: str, beside: Path | None) -> str:
+    """Say where a module is not, and what to do.
+
+    Jobs start in the working directory of the command, so that it is not looked for elsewhere.
+    """
+    looked = f"in the working directory, {shown(str(Path.cwd()), 400)}, or the installed packages"
+    if beside is not None and module_files(beside, module):
+        folder = shown(str(beside.absolute()), 400)
+        return f"{looked}; it lies beside the sweep file: start the command in {folder}"
+    return f"{looked}; install it, or start the command in its folder"
 
 
 def _defines(module: str, function: str) -> bool:

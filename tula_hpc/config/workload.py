@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from tula_hpc.config.validation import Spec, known_or_entry_point, nearest, shown
+from tula_hpc.config.validation import Spec, known_or_entry_point, nearest, shown, where_looked
 from tula_hpc.own_sources import program_of, source_of
 
 
@@ -187,15 +187,13 @@ class WorkloadSpec(Spec):
             TORCHVISION_MODELS,
             "a torchvision classification model",
             ("classes", "image_size"),
-            check_exists=_checks_paths(info),
+            info.context,
         )
 
     @field_validator("dataset")
     @classmethod
     def _dataset_exists(cls, value: str, info: ValidationInfo) -> str:
-        return known_or_entry_point(
-            value, DATASETS, "a data set", ("spec",), check_exists=_checks_paths(info)
-        )
+        return known_or_entry_point(value, DATASETS, "a data set", ("spec",), info.context)
 
     @field_validator("loss", "metric")
     @classmethod
@@ -205,9 +203,7 @@ class WorkloadSpec(Spec):
         named = info.data.get("script") or info.data.get("module")
         if named and info.field_name == "metric":
             return _expression(value)
-        return known_or_entry_point(
-            value, (), "a function", ("outputs", "targets"), check_exists=_checks_paths(info)
-        )
+        return known_or_entry_point(value, (), "a function", ("outputs", "targets"), info.context)
 
     @field_validator("data_dir")
     @classmethod
@@ -251,7 +247,7 @@ class WorkloadSpec(Spec):
                 f"accumulation: expected a power of two, as batches are, got {self.accumulation}"
             )
         if _checks_paths(info):
-            _check_script(self.script, self.module)
+            _check_script(self.script, self.module, (info.context or {}).get("beside"))
         return self
 
     @model_validator(mode="after")
@@ -404,7 +400,7 @@ def _check_placeholders(arguments: Sequence[str], resuming: Sequence[str]) -> No
         )
 
 
-def _check_script(script: Path | None, module: str | None) -> None:
+def _check_script(script: Path | None, module: str | None, beside: Path | None) -> None:
     """Refuse a script that is not there, or is not valid Python; nothing is imported.
 
     Raises:
@@ -414,8 +410,7 @@ def _check_script(script: Path | None, module: str | None) -> None:
     path = script if script is not None else program_of(str(module))
     if path is None:
         raise ValueError(
-            f"module: no module {module!r} that can be run, in the working directory or the "
-            "installed packages; install it, or start the command in its folder"
+            f"module: no module {module!r} that can be run, {where_looked(str(module), beside)}"
         )
     try:
         if not path.is_file():

@@ -24,8 +24,6 @@ from pathlib import Path
 from signal import SIGKILL
 from typing import Any
 
-from submitit.local.local import start_controller
-
 from tula_hpc.config import ClusterSpec
 from tula_hpc.containers import NO_FOLDERS, Folders, export_lines, python_of
 from tula_hpc.env import gpus_as_here
@@ -42,6 +40,8 @@ from tula_hpc.retries import TIME_OUTS
 
 # of a process without a command line
 EXEC_POLLS = 25
+# of the signal before a job's time limit
+SIGNAL_DELAY_S = 30
 # of a killed job, in Slurm's words
 KILLED = StepState("", "", "0:9")
 
@@ -128,13 +128,31 @@ def begun(folder: Path, count: int) -> list[str]:
     return [ids.get(str(index), "") for index in range(count)]
 
 
-def kill_command(job: Submitted) -> list[str]:
-    """Return the command that kills a submission's processes, which all end with the folder.
+def start_controller(
+    folder: Path, command: str, setup: Sequence[str], *, workers: int, gpus: int, minutes: int
+) -> int:
+    """Start a job's shell, as submitit would, and return its process number, the job's id.
 
-    The folder's name alone is unique, and nothing in it means anything to a regular expression, as
-    its path may.
+    It leads a process group, and a session, of its own: `kill` ends all of it by that number, and a
+    Ctrl-C at the terminal, or its end, does not reach it.
     """
-    return ["pkill", "-KILL", "-f", f"/{job.folder.name}( |$)"]
+    variables = {
+        "SUBMITIT_EXECUTOR": "local",
+        "SUBMITIT_LOCAL_COMMAND": command,
+        "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+        "SUBMITIT_LOCAL_NODEID": "0",
+        "SUBMITIT_LOCAL_NTASKS": str(workers),
+        "SUBMITIT_LOCAL_SIGNAL_DELAY_S": str(SIGNAL_DELAY_S),
+        "SUBMITIT_LOCAL_TIMEOUT_S": str(60 * minutes),
+        "SUBMITIT_LOCAL_WITH_SHELL": "1",
+        "SUBMITIT_STDERR_TO_STDOUT": "",
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus))),
+    }
+    lines = " && ".join([*setup, run_controller(folder)])
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", lines], env=os.environ | variables, start_new_session=True
+    )
+    return process.pid
 
 
 class LocalJobs:
@@ -174,18 +192,9 @@ class LocalJobs:
         python = python_of(self.cluster, self.folders, folder.parents[1], sys.executable)
         ids = []
         for index, sha256 in enumerate(hashes):
-            process = start_controller(
-                folder,
-                job_command(python, folder, index, sha256),
-                setup=[
-                    *take_pickle(folder, index),
-                    *setup,
-                    *hold_lock(folder),
-                    run_controller(folder),
-                ],
-                **parameters,
-            )
-            ids.append(str(process.pid))
+            command = job_command(python, folder, index, sha256)
+            lines = [*take_pickle(folder, index), *setup, *hold_lock(folder)]
+            ids.append(str(start_controller(folder, command, lines, **parameters)))
         return ids
 
     def states(
@@ -204,26 +213,28 @@ class LocalJobs:
         return []
 
     def cancel_command(self, jobs: Sequence[Submitted]) -> str:
-        """Return commands that kill: on TERM a training saves and is started again."""
-        return "; ".join(dict.fromkeys(shlex.join(kill_command(job)) for job in jobs))
+        """Return a command that kills: on TERM a training saves and is started again."""
+        return "kill -KILL " + " ".join(f"-{job.job_id}" for job in jobs)
 
     def cancel(self, jobs: Sequence[Submitted]) -> None:
-        """Kill them."""
+        """Kill them, with all that they have started."""
         for job in jobs:
-            with contextlib.suppress(FileNotFoundError):
-                subprocess.run(kill_command(job), check=False)
+            # the number of one that is over may be another process's
+            if is_alive(job.folder, job.job_id):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(int(job.job_id), SIGKILL)
 
     def parameters(self, request: Request) -> dict[str, Any]:
-        """Return the arguments of submitit's `start_controller`."""
+        """Return further arguments of `start_controller`."""
         workers = request.nodes * self.cluster.workers_per_node
         gpus = workers if self.cluster.device == "cuda" else 0
         return {
-            "tasks_per_node": workers,
-            "cuda_devices": ",".join(map(str, range(gpus))),
-            "timeout_min": request.minutes,
+            "workers": workers,
+            "gpus": gpus,
+            "minutes": request.minutes,
             # EXIT: keeps bash, where it is /bin/sh, from becoming its last command: submitit counts
-            # on a parent shell. INT: a terminal sends Ctrl-C to the jobs too, which are in the same
-            # process group; they are to go on
+            # on a parent shell. INT: submitit sends it a second before KILL, and a traceback of it
+            # would look like the reason
             "setup": ["trap : EXIT", "trap '' INT", *([gpus_as_here()] if gpus else [])],
         }
 

@@ -12,10 +12,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tula_hpc.errors import Failure
+from tula_hpc.errors import Failure, RunDirectoryError
 from tula_hpc.records.base import Batch, Configuration, JobId, Nodes, Record, WorkersPerNode
 from tula_hpc.records.identity import Digest, Identity
-from tula_hpc.records.storage import parse_record, read_records, with_rank_files
+from tula_hpc.records.storage import parse_record, read_document, read_records, with_rank_files
 
 # what a record says beyond that is damaged
 CREDIBLE_S = 1e6
@@ -355,6 +355,18 @@ class Footprint(Record):
         low, high = known[right - 1], known[right]
         slope = (self.peaks[high] - self.peaks[low]) / (high - low) if high > low else 0.0
         return max(float(self.peaks[known[0]]), self.peaks[low] + slope * (local_batch - low))
+
+
+def damaged_footprints(run: Path) -> list[str]:
+    """Name a run's estimates of memory that cannot be read, and say what to do."""
+    found = []
+    for path in sorted(run.glob("footprint*.json")):
+        try:
+            read_document(Footprint, path)
+        except RunDirectoryError:
+            words = "delete it, and memory is estimated again where a profile needs that"
+            found.append(f"{path}: is damaged, and passed over; {words}")
+    return found
 
 
 class Trial(Record):

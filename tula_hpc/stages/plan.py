@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tula_hpc.config import SweepSpec, load_cluster, load_frozen_sweep
+from tula_hpc.config import PUT_BACK, SweepSpec, load_cluster, load_frozen_sweep
 from tula_hpc.errors import InfeasibleError, InputError, RunDirectoryError, StageError
 from tula_hpc.invocation import command_line
 from tula_hpc.records import Plan, RunDirectory, refuse_several, write_atomically
@@ -12,10 +12,6 @@ from tula_hpc.stages.context import Sweep
 
 MADE_AGAIN = "is missing: it is made again from the measurements"
 AS_BEGUN = "the training began with it; why is lost with the plan of then"
-BACK = (
-    "it says what was measured: put it back as it was (a copy of your own file will do), or use "
-    "another --run-dir"
-)
 
 
 def plan_stage(sweep: Sweep) -> Plan:
@@ -74,13 +70,13 @@ def lost_inputs(run: RunDirectory) -> str:
     Damaged ones that nothing was measured with are replaced instead.
     """
     if not run.sweep_file.exists():
-        return f"{run.sweep_file}: is missing; {BACK}" if run.events_file.exists() else ""
+        return f"{run.sweep_file}: is missing; {PUT_BACK}" if run.events_file.exists() else ""
     try:
         load_frozen_sweep(run.sweep_file)
         if run.cluster_file.exists():
             load_cluster(run.cluster_file)
     except InputError as error:
-        return f"{str(error).splitlines()[0]}; {BACK}" if run.has_results() else ""
+        return f"{str(error).splitlines()[0]}; {PUT_BACK}" if run.has_results() else ""
     return ""
 
 

@@ -101,7 +101,7 @@ def _see_to(
     outcome = settle(there, job, end, policy)
     tell_news(sweep)
     if outcome.verdict is Verdict.GIVE_UP:
-        raise StageError(f"train: {_why_given_up(sweep.run, outcome)}")
+        raise StageError(f"train: {_why_given_up(there, outcome)}")
 
 
 def _completed(job: Submission, plan: Plan) -> Submission:
@@ -210,12 +210,18 @@ def _record_oom(sweep: Sweep, job: Submission, end: Ended, events: JobEvents) ->
     sweep.run.log_event("oom", "train", failure=end.failure, job_id=end.job.job_id, detail=str(at))
 
 
-def _why_given_up(run: RunDirectory, outcome: Outcome) -> str:
+def _why_given_up(sweep: Sweep, outcome: Outcome) -> str:
     job_id, failure = outcome.end.job.job_id, outcome.failure
+    limit = f"train_minutes in the cluster file (now {sweep.cluster.train_minutes})"
     if failure.stop is StopReason.REQUEUES_EXHAUSTED:
-        return f"{failure.detail}, the last time in job {job_id}; all that was done is saved"
+        return (
+            f"{failure.detail}, the last time in job {job_id}; all that was done is saved, and goes "
+            f"on with the same command; a larger {limit} takes fewer restarts"
+        )
     if failure.kind is Failure.DEVICE_FAILED:
-        return why_given_up(run.events(), job_id, unix_time())
+        return why_given_up(sweep.run.events(), job_id, unix_time())
+    if failure.kind is Failure.TIMED_OUT:
+        return f"raise {limit}; {describe_failures([outcome.end])}"
     return describe_failures([outcome.end])
 
 

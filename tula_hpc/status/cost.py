@@ -68,7 +68,9 @@ def describe_price(part: ClusterSpec, watts: float | None) -> str:
         return f"memory: {format_money(pricing.usd_per_gib_hour)} a GiB and hour"
     if pricing.basis == "spot":
         return f"spot: {format_money(pricing.usd_per_spot_node_hour, currency)} a node and hour"
-    return f"node-hour: {format_money(pricing.usd_per_node_hour, currency)} a node and hour"
+    default = ", the default of pricing.usd_per_node_hour" if pricing.is_default else ""
+    price = format_money(pricing.usd_per_node_hour, currency)
+    return f"node-hour: {price} a node and hour{default}"
 
 
 def measured_watts(measurements: Iterable[Measurement]) -> float | None:

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_frozen_sweep
 from tula_hpc.env import unix_time
 from tula_hpc.errors import InputError, RunDirectoryError
-from tula_hpc.files import has_no_room, in_words, open_regular
+from tula_hpc.files import has_no_room, in_words, no_folder_of_a_run, open_regular
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.failures_and_waits import MAX_LOG_BYTES, read_logs, telling_line
 from tula_hpc.launch.launcher import NOTICE
@@ -30,6 +30,7 @@ from tula_hpc.records import (
     StepMetrics,
     TrainDirectory,
     TrainResult,
+    damaged_footprints,
     parse_record,
     read_document,
 )
@@ -114,12 +115,7 @@ def read_facts(run: RunDirectory) -> Facts:
 
 def _refuse_other(run: RunDirectory) -> None:
     if not run.root.is_dir():
-        what = (
-            "is not a folder; expected a run directory"
-            if run.root.exists()
-            else "no such run directory"
-        )
-        raise RunDirectoryError(what, source=run.root)
+        raise RunDirectoryError(no_folder_of_a_run(run.root), source=run.root)
     if not run.sweep_file.exists() and not run.events_file.exists():
         raise RunDirectoryError("is not a run directory: it has no sweep.toml", source=run.root)
 
@@ -132,6 +128,7 @@ def _read(run: RunDirectory) -> Facts:
     told = run.read_events()
     if measured.skipped or told.skipped:
         doubts += run.damage()
+    doubts += damaged_footprints(run.root)
     history = RunHistory(told.records)
     cut_off = _cut_off(run, history)
     report_at = _newest(run.report / name for name in ("report.html", "study.html"))
