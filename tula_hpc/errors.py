@@ -33,8 +33,8 @@ Those who branch on kinds, all of them, to be looked through:
   `stages/train.py` (what the job itself has put on record goes first);
 - followed by more than a retry: `stages/profile.py` (end of the whole stage),
   `stages/train_many.py` (one that would end all), `stages/context.py` (records and messages),
-  `records/broken_hosts.py`, `records/events.py` (`JobEvents`), `analysis/models/profiles.py` (bounds of memory),
-  `status/jobs.py` and `cli/detached.py` (no kind on record: a bug).
+  `records/broken_hosts.py`, `records/events.py` (`JobEvents`), `analysis/models/profiles.py`
+  (bounds of memory), `status/jobs.py` and `cli/detached.py` (no kind on record: a bug).
 
 `tests/test_retries.py` fails until a new kind is in its table.
 """

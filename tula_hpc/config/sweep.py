@@ -290,11 +290,13 @@ def loaders_without_cores(sweep: SweepSpec, cluster: ClusterSpec) -> Iterator[tu
     usual = int(WorkloadSpec.model_fields["loader_workers"].default)
     for name, part in zip(cluster.part_names(), cluster.parts(), strict=True):
         table = f"partitions.{name}." if name else ""
-        key, cores, remedy = f"{table}cpus_per_worker", part.cpus_per_worker, ""
         if part.executor == "local":
             key = "workload.loader_workers"
             cores = max(1, len(os.sched_getaffinity(0)) // part.workers_per_node)
+            remedy = ""
         else:
+            key = f"{table}cpus_per_worker"
+            cores = part.cpus_per_worker
             remedy = f"at least {loaders + 1}, better {loaders + 2}, or "
         most = cores - 1 if part.device == "cuda" else max(cores, usual)
         if loaders > most:

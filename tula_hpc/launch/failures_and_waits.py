@@ -1,4 +1,4 @@
-"""Why a job failed, by Slurm's states and its log, and why one waits.
+"""Tell why a job failed, by Slurm's states and its log, and why one waits.
 
 Slurm's words for a wait are those of "JOB REASON CODES" in squeue(1) and of the controller's own
 descriptions. Logs are read as far as they belong to the job's last run.

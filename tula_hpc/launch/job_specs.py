@@ -91,7 +91,7 @@ class ProfileJob(Requeueable):
 
     @property
     def entry(self) -> str:
-        """As `Requeueable.entry`; a script is measured in processes of its own."""
+        """Return the `Requeueable.entry`; a script is measured in processes of its own."""
         if self.sweep.workload.is_script:
             return "tula_hpc.attach.script_profile_job:run"
         return self.run

@@ -1,7 +1,7 @@
 """Rounds of whole steps that a profile measures, and what is told of them, whoever takes the steps.
 
-A `Course` is a generator that yields where it waits for a step's end. The built-in training takes the
-steps in between itself, see `timing.driven`; a script takes them as it likes, and its hooks tell
+A `Course` is a generator that yields where it waits for a step's end. The built-in training takes
+the steps in between itself, see `timing.driven`; a script takes them as it likes, and its hooks tell
 when one has ended. So both are measured in the same way, and make the same record.
 """
 

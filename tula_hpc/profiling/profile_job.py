@@ -5,11 +5,11 @@ Where memory runs out:
 1. The worker that meets it records "oom" (`record.record_oom`) and ends with an error, which ends
    the job. A script's profile does the same, once the worker has heard of it from the script's
    process: `_fail` in `attach/script_profile_job.py`.
-2. Where the kernel or Slurm killed the job before it could, `stages/profile.py` writes that record in
-   its place (`_record_end`), for the configuration that `died_of` finds to blame.
+2. Where the kernel or Slurm killed the job before it could, `stages/profile.py` writes that record
+   in its place (`_record_end`), for the configuration that `died_of` finds to blame.
 3. The next round proposes no such batch and no larger one on any number of nodes (`_below_bound` in
-   `analysis/search/propose.py`); a script that can takes it in more forward passes. What the job had
-   not measured yet is submitted again, unless that bound rules it out.
+   `analysis/search/propose.py`); a script that can takes it in more forward passes. What the job
+   had not measured yet is submitted again, unless that bound rules it out.
 
 Any other error ends the job as well; `retries.py` tells whether another one follows.
 """

@@ -49,5 +49,6 @@ def corners(configurations: Iterable[Configuration]) -> list[Configuration]:
         by_nodes.setdefault(configuration.nodes, []).append(configuration)
     if not by_nodes:
         return []
-    fewest, most = by_nodes[min(by_nodes)], by_nodes[max(by_nodes)]
+    fewest = by_nodes[min(by_nodes)]
+    most = by_nodes[max(by_nodes)]
     return sorted({fewest[0], fewest[-1], most[0], most[-1]})

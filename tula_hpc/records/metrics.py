@@ -1,4 +1,4 @@
-"""metrics.jsonl of a training: its lines as records, and an even choice of the steps of very long ones.
+"""metrics.jsonl of a training: its lines as records, and an even choice of steps of long ones.
 
 It is written by `training/metrics_writer.py` alone, and read
 

@@ -98,8 +98,6 @@ class ScriptJob:
         self.folder = self.files.root / "script"
         nodes, per_node, _ = job.configuration
         self.place = place_among(self.env, nodes, per_node) or self.env
-        # it began with its resume_arguments
-        self.resumes = False
         # known at the end
         self.progress: TrainedSoFar
         # the plan's steps, see `script_drift`
@@ -119,7 +117,6 @@ class ScriptJob:
         self.folder.mkdir(mode=0o700, exist_ok=True)
         meeting = meeting_from(self.allocation.broadcast(lambda: choose_meeting(self.env)))
         start = Start(**json.loads(self.allocation.broadcast(lambda: json.dumps(self._start()))))
-        self.resumes = start.resumes
         self.compared_with = json.loads(self.allocation.broadcast(self._planned_steps))
         peers = Peers(self.allocation.store, meeting.run_id)
         mine = self._judged(self._watch(start, meeting, peers), peers)
@@ -134,7 +131,7 @@ class ScriptJob:
         self.progress = told[0].model_copy(update={"restarts": restarts})
         if any(each.end == "stopped" for each in told):
             return self._leave()
-        self._write_result()
+        self._write_result(start)
         return "finished"
 
     def _planned_steps(self) -> str:
@@ -345,13 +342,14 @@ class ScriptJob:
             event, "train", detail=detail, job_id=self.env.job_id, data=data or {}
         )
 
-    def _write_result(self) -> None:
+    def _write_result(self, start: Start) -> None:
         if not self.is_main:
             return
-        job, told, epochs = self.job, self.progress, self.job.sweep.workload.epochs
+        job, told = self.job, self.progress
+        epochs = job.sweep.workload.epochs
         scores = _last_scores(self.files.metrics_file)
         # where a script went on by itself is known to an epoch only
-        is_whole = told.epoch >= epochs - int(self.resumes)
+        is_whole = told.epoch >= epochs - int(start.resumes)
         result = TrainResult(
             label=job.label,
             nodes=job.configuration.nodes,
