@@ -14,6 +14,9 @@ from tula_hpc.env import begin_process
 from tula_hpc.errors import InputError, TulaError
 from tula_hpc.files import NO_SPACE, drop_output, full_disk, in_words
 
+# the last line of a command or job that works on a run, and of one that does not
+TRY_AGAIN_ON_A_RUN = "Fix the cause and run the same command again; finished work is kept."
+TRY_AGAIN = "Fix the cause and run the same command again."
 # of a command that says itself what it leaves once it works
 NOTHING_BEGUN = "interrupted before anything was begun"
 
@@ -41,9 +44,8 @@ def exit_code_of(
         sys.stderr.write(f"{error}\n")
         return 2
     except TulaError as error:
-        # of the commands that work on a run
-        kept = "; finished work is kept" if hasattr(options, "run_dir") else ""
-        sys.stderr.write(f"{error}\nFix the cause and run the same command again{kept}.\n")
+        again = TRY_AGAIN_ON_A_RUN if hasattr(options, "run_dir") else TRY_AGAIN
+        sys.stderr.write(f"{error}\n{again}\n")
         return 1
     except BrokenPipeError:
         drop_output()
@@ -54,7 +56,7 @@ def exit_code_of(
             words = f"{error.filename}: {words}"
         elif error.errno in NO_SPACE:
             words = _full_folder(options) or words
-        sys.stderr.write(f"{words}\nFix the cause and run the same command again.\n")
+        sys.stderr.write(f"{words}\n{TRY_AGAIN}\n")
         return 1
     except KeyboardInterrupt:
         if interrupted:

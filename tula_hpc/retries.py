@@ -27,7 +27,7 @@ A job is also started again under its own id, by what it runs in:
 - the training itself after a stop, up to `training.max_requeues` times: `leave` in
   `training/ending.py`, for scripts too;
 - submitit at the time limit of a profile (TIME_OUTS) or controller (`controller_time_outs`): in
-  `launch/job_start.py`;
+  `launch/job_start.py`, which reads what the executor wrote by `launch/job_files.py`;
 - the batch script of a controller whose process is killed (REVIVALS): `requeue_if_killed` in
   `launch/slurm_executor.py`. Where the script dies too, its guard goes on: `cli/detached.py`.
 """

@@ -1,4 +1,4 @@
-"""Equations of a training step's time, and their gradients.
+"""Equations of a training step's time, and their gradients; collectives' laws are `FORMS`.
 
 For N workers, local batch b, K nodes and r = N / K workers on each of them:
 

@@ -1,7 +1,8 @@
 """First page of the report: the decision in plain words, and what a reader asks next.
 
 What will it take, or did it take? How sure is that? Why this one? What would change it? What is to
-be done next? Each answer is a section of some sentences; nothing is said in two of them.
+be done next? Each answer is a section of some sentences; nothing is said in two of them. The first
+paragraph is `_decision`, or `_without_plan`; `report_template.html` shows them.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import time
 from typing import TYPE_CHECKING
 
 from tula_hpc.cli.pipeline import carry_out
+from tula_hpc.command_errors import TRY_AGAIN_ON_A_RUN
 from tula_hpc.env import slurm_job_id
 from tula_hpc.errors import (
     Failure,
@@ -172,7 +173,7 @@ def run_controller(job: ControlJob) -> None:
         with contextlib.suppress(StorageError):
             _log_end(run, words)
     if words:
-        sys.exit(f"{words}\nFix the cause and run the same command again; finished work is kept.")
+        sys.exit(f"{words}\n{TRY_AGAIN_ON_A_RUN}")
 
 
 @contextlib.contextmanager

@@ -217,4 +217,5 @@ def times_out(job: Submitted) -> int:
         noted = read_bounded(job.folder / f"{job.job_id}_time_outs_left.txt", 100)
     except OSError:
         return 0
-    return TIME_OUTS - int(noted) if re.fullmatch(rb"[0-3]\n", noted) else 0
+    left = int(noted) if re.fullmatch(rb"\d{1,9}\n", noted) else TIME_OUTS
+    return max(0, TIME_OUTS - left)

@@ -1,4 +1,10 @@
-"""Launcher: submits jobs exactly once, waits for them, and tells how each ended."""
+"""Launcher: submits jobs, waits for them, and tells how each ended.
+
+Every job goes through `Launcher.submit`: it cuts them into arrays as large as Slurm takes
+(`_submit_in_pieces`), and an executor starts each array: `launch/slurm_executor.py` by sbatch,
+`launch/local_executor.py` on this machine. What its jobs are doing, such as "1 running", is worded
+by `describe_states`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Executor of jobs on Slurm that makes each array exactly once, whatever the controller does.
+"""Executor of jobs on Slurm: calls sbatch so that each array is made exactly once.
+
+`launch/launcher.py` cuts jobs into arrays and hands each to `SlurmJobs.submit`; what calls sbatch
+is `submit_once`.
 
 submitit calls sbatch once and takes any error for a refusal. But a controller that is paused,
 restarts or is overloaded lets sbatch fail although the job may have been accepted. So every
