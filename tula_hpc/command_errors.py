@@ -13,6 +13,7 @@ from pathlib import Path
 from tula_hpc.env import begin_process
 from tula_hpc.errors import InputError, TulaError
 from tula_hpc.files import NO_SPACE, drop_output, full_disk, in_words
+from tula_hpc.python_path import missing_library
 
 # of a command that says itself what it leaves once it works
 NOTHING_BEGUN = "interrupted before anything was begun"
@@ -37,8 +38,11 @@ def exit_code_of(
         code = run(options)
         sys.stdout.flush()
         return code
-    except InputError as error:
-        sys.stderr.write(f"{error}\n")
+    except (InputError, ModuleNotFoundError) as error:
+        words = str(error)
+        if isinstance(error, ModuleNotFoundError):
+            words = missing_library(error.name or "library")
+        sys.stderr.write(f"{words}\n")
         return 2
     except TulaError as error:
         # of the commands that work on a run
