@@ -63,7 +63,11 @@ def test_help_imports_nothing_heavy() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--set", "search.min_batch=128"], "search.min_batch: 128 is above max_batch = 64"),
+        (
+            ["--set", "workload.epochs=3", "--set", "search.min_batch=128"],
+            "small.toml with --set search.min_batch=128: search.min_batch: 128 is above max_batch = 64",
+        ),
+        (["--set", "search.max_batch=8"], "small.toml with --set search.max_batch=8: search.min_batch: 32 is above"),
         (["--set", "objective.max_global_batch=1"], "objective.max_global_batch: 1 is below search.min_batch"),
         (["--set", "search.cluster_sizes=[0]"], "search.cluster_sizes.0"),
         (["--set", "workload.model=resnet19"], "did you mean 'resnet18'"),
@@ -71,13 +75,16 @@ def test_help_imports_nothing_heavy() -> None:
         (["--set", "workload.epoch=3"], "did you mean 'epochs'"),
         (["--set", "max_batch=32"], "--set: max_batch: unknown key (did you mean search.max_batch?)"),
         (["--cluster", "small.toml"], "small.toml: is a sweep file (it has [workload]); expected a cluster file"),
-        (["--set", "cluster.max_nodes=1"], "2 nodes, but the default cluster (this machine) has max_nodes = 1"),
+        (
+            ["--set", "cluster.max_nodes=1"],
+            "with --set cluster.max_nodes=1: search.cluster_sizes: 2 nodes, but the default cluster (this machine) has",
+        ),
         (["--set", "search.cluster_sizes=[1,128]"], "max_nodes"),
         (["--set", "workload.precision=fp16"], "workload.precision"),
         (["--set", "workload.samples=50"], "search.max_batch: 64 is above workload.samples = 50"),
         (
             ["--set", "search.min_batch=2048", "--set", "search.max_batch=4096"],
-            "search.min_batch: 2048 is above the 1438 training samples of 'digits'",
+            "with --set search.min_batch=2048 --set search.max_batch=4096: search.min_batch: 2048 is above the 1438",
         ),
         (["--cluster", "nowhere.toml"], "nowhere.toml: no such file"),
         (["--detach"], '--detach: needs a cluster with executor = "slurm"'),
