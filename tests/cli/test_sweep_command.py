@@ -647,14 +647,28 @@ def test_a_foreign_folder_is_not_taken_over(sweep_file: Path, capsys: pytest.Cap
     assert [path.name for path in folder.iterdir()] == ["chapter1.tex"]
 
 
-@pytest.mark.parametrize("place", ["/dev/null/x", "/proc/x"])
-def test_a_run_directory_that_cannot_be_made_is_refused_and_nobody_told_to_change_a_device(
-    sweep_file: Path, capsys: pytest.CaptureFixture[str], place: str
-) -> None:
-    assert main([str(sweep_file), "--run-dir", place]) == 2
+def test_a_run_directory_that_cannot_be_made_is_refused(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(sweep_file), "--run-dir", "/proc/x"]) == 2
     words = capsys.readouterr().err
-    assert words.startswith(f"{place}: cannot be made: ")
+    assert words.startswith("/proc/x: cannot be made: ")
     assert words.endswith("; use another --run-dir\n")
+
+
+@pytest.mark.parametrize("below", ["", "x"])
+@pytest.mark.parametrize("options", [[], ["--dry-run"], ["--cluster", "c.toml"], ["--cluster", "c.toml", "--dry-run"]])
+@pytest.mark.parametrize(
+    "table", ["", '[study]\nnodes = 1\nbatches = [64]\nmethods = ["lbt"]\n'], ids=["sweep", "study"]
+)
+def test_a_file_in_the_place_of_a_run_directory_is_refused_as_that_before_slurm_is_asked(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str], below: str, options: list[str], table: str
+) -> None:
+    sweep_file.write_text(f"{SWEEP}{table}")
+    Path("c.toml").write_text('executor = "slurm"\n')
+    file = Path("runs").absolute() if below else Path("other").absolute()
+    file.touch()
+    where = [] if below else ["--run-dir", str(file)]
+    assert main([str(sweep_file), *where, *options]) == 2
+    assert capsys.readouterr().err == f"{file}: is not a folder; use another --run-dir\n"
 
 
 def dry_run(sweep_file: Path, capsys: pytest.CaptureFixture[str], *options: str, more: str = "") -> str:

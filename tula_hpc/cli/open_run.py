@@ -90,8 +90,6 @@ def check_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> None:
 def _refuse_other_folder(run: RunDirectory) -> None:
     from tula_hpc.stages.plan import lost_inputs
 
-    if run.root.exists() and not run.root.is_dir():
-        raise RunDirectoryError("is not a folder; use another --run-dir", source=run.root)
     if run.root.is_dir() and not run.sweep_file.exists() and not _is_fresh(run.root):
         if words := lost_inputs(run):
             raise RunDirectoryError(words)
