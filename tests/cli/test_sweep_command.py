@@ -613,8 +613,8 @@ def test_an_interrupt_before_the_work_is_told(
 def test_status_and_the_command_say_the_same_of_a_lost_file(
     sweep_file: Path, capsys: pytest.CaptureFixture[str], name: str, content: str | None, words: str
 ) -> None:
+    from tula_hpc.analysis.plan import lost_inputs
     from tula_hpc.cli.open_run import open_run
-    from tula_hpc.stages.plan import lost_inputs
     from tula_hpc.status import __main__ as status
 
     run = open_run(*inputs_of(sweep_file), sweep_file.parent / "run").run

@@ -199,6 +199,7 @@ def test_what_is_damaged_is_told_alike_by_status_and_plan_with_what_to_do(
     assert "delete it, and" in doubt
     assert plan_command([str(run.root)]) == 0
     assert f"warning: {doubt}\n" in capsys.readouterr().err
+    assert run.damage(lines=False) == ([doubt] if name == "footprint.json" else [])
     if name == "plan.json":
         assert obstacle(run) == doubt, "the sweep ends with it"
 
@@ -223,6 +224,9 @@ def test_a_lost_cluster_file_is_told_by_status_and_written_anew_by_the_command(
     run.cluster_file.unlink()
     scheduler = status.status_of(run.root).scheduler
     words = f"{run.cluster_file} is missing (the same command writes it anew)"
+    assert plan_command([str(run.root)]) == 2
+    remedy = "run the command of the sweep again, which writes it anew"
+    assert capsys.readouterr().err == f"{run.cluster_file}: is missing; {remedy}\n"
     assert (scheduler.answered, scheduler.words.partition(",")[0]) == (False, words)
     open_run(*inputs, run.root)
     assert f"{run.cluster_file}: is missing, and written anew: " in capsys.readouterr().err

@@ -88,7 +88,7 @@ def check_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> None:
 
 
 def _refuse_other_folder(run: RunDirectory) -> None:
-    from tula_hpc.stages.plan import lost_inputs
+    from tula_hpc.analysis.plan import lost_inputs
 
     if run.root.is_dir() and not run.sweep_file.exists() and not _is_fresh(run.root):
         if words := lost_inputs(run):
@@ -152,7 +152,7 @@ def _files(
 
 def _refuse_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> None:
     """Refuse changed inputs on which measurements or a training depend."""
-    from tula_hpc.stages.plan import lost_inputs
+    from tula_hpc.analysis.plan import lost_inputs
 
     if words := lost_inputs(run):
         raise RunDirectoryError(words)

@@ -103,11 +103,10 @@ def carry_out(sweep: Sweep, until: str) -> int:
         StageError: A stage failed.
         StillRunningError: Jobs are on their way, and the sweep is detached.
     """
-    from tula_hpc.records import damaged_footprints
     from tula_hpc.stages.notify import tell
 
     sweep.launcher.find_lost()
-    for words in [*sweep.run.damage(), *damaged_footprints(sweep.run.root)]:
+    for words in sweep.run.damage():
         print(f"warning: {words}", file=sys.stderr)
     try:
         if sweep.spec.study is not None:
