@@ -909,3 +909,16 @@ def test_a_sweep_until_the_plan_ends_with_time_cost_and_the_next_command(
     assert planned.endswith(f"{format_duration(chosen.train_time_s)} and {format_money(chosen.cost, 'USD')} in all")
     inputs = (str(run.sweep_file), "--cluster", str(run.cluster_file), "--run-dir", str(run.root))
     assert following == f"to train it: cd {Path.cwd()} && {command_line('sweep', *inputs)}"
+
+
+@pytest.mark.parametrize("price", [None, 3.0])
+def test_the_cost_at_the_end_says_where_its_price_is_the_default(tmp_path: Path, price: float | None) -> None:
+    from tula_hpc.cli.pipeline import _cost
+    from tula_hpc.stages.context import Sweep
+
+    run = make_run(tmp_path / "run", stage="plan")
+    values = [] if price is None else [f"pricing.usd_per_node_hour={price}"]
+    cluster = load_cluster(run.cluster_file, ["pricing={}", *values])
+    said = _cost(Sweep(load_sweep(run.sweep_file, check_paths=False), cluster, run), run.read_plan(), None)
+    usual = "; by 1.00 USD a node and hour, the default of pricing.usd_per_node_hour"
+    assert said.endswith(usual) == (price is None), said
