@@ -43,7 +43,7 @@ from tula_hpc.records import (
     RunDirectory,
     read_metrics,
     refuse_several,
-    write_atomically,
+    write_plan,
 )
 
 NEW_RUN = "start a sweep with these values and a new --run-dir, as the run's own may not want it"
@@ -186,11 +186,9 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
     if options.write:
         differs = _other_objective(load_frozen_sweep(run.sweep_file).objective, sweep.objective)
         plan = plan.model_copy(update={"other_objective": differs})
-    text = plan.model_dump_json(by_alias=True, indent=1) if options.json or options.write else ""
-    if options.write:
-        write_atomically(run.plan_file, text)
+        write_plan(run.plan_file, plan)
     if options.json:
-        return printable(text)
+        return printable(plan.model_dump_json(by_alias=True, indent=1))
     text = _as_text(plan, sweep, cluster, read.records, run)
     return f"{text}\n\n{_what_if(plan, sweep, cluster, read.records)}" if options.what_if else text
 

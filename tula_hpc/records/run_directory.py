@@ -30,7 +30,7 @@ from tula_hpc.records.measurement import (
     holds_any,
     parse_without_samples,
 )
-from tula_hpc.records.plan import Plan
+from tula_hpc.records.plan import Plan, read_plan
 from tula_hpc.records.storage import (
     ReadResult,
     append_record,
@@ -399,10 +399,10 @@ class RunDirectory:
         """Read plan.json.
 
         Raises:
-            RunDirectoryError: There is none, or it is damaged.
+            RunDirectoryError: There is none, or it is damaged or was changed.
         """
         try:
-            return read_document(Plan, self.plan_file)
+            return read_plan(self.plan_file)
         except FileNotFoundError:
             message = "no plan yet; run the sweep with --until plan"
             raise RunDirectoryError(message, source=self.plan_file) from None

@@ -8,7 +8,7 @@ from tula_hpc.analysis.plan import lost_inputs
 from tula_hpc.config import SweepSpec
 from tula_hpc.errors import InfeasibleError, RunDirectoryError, StageError
 from tula_hpc.invocation import command_line
-from tula_hpc.records import Plan, RunDirectory, refuse_several, write_atomically
+from tula_hpc.records import Plan, RunDirectory, refuse_several, write_plan
 from tula_hpc.stages.context import Sweep
 
 MADE_AGAIN = "is missing: it is made again from the measurements"
@@ -43,7 +43,7 @@ def plan_stage(sweep: Sweep) -> Plan:
         ) from None
     if is_plan_lost(sweep.run):
         plan = _as_begun(plan, sweep.run)
-    write_atomically(sweep.run.plan_file, plan.model_dump_json(by_alias=True, indent=1))
+    write_plan(sweep.run.plan_file, plan)
     return plan
 
 
