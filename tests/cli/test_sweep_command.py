@@ -249,7 +249,7 @@ def test_inputs_that_another_command_replaced_are_not_worked_with(
 
     monkeypatch.setattr(sweep, "open_run", open_two)
     assert main([str(sweep_file), "--run-dir", "run"]) == 2
-    assert "was given other inputs by another command just now" in capsys.readouterr().err
+    assert "another command has just changed its inputs" in capsys.readouterr().err
 
 
 def test_data_may_move_at_any_time(sweep_file: Path) -> None:

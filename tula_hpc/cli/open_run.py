@@ -293,7 +293,7 @@ def _refuse_changed_meanwhile(sweep: Sweep) -> None:
     files = _files(sweep.run, sweep.spec, sweep.cluster)
     if any(changes_of(path, inputs) for path, inputs in files):
         raise RunDirectoryError(
-            "was given other inputs by another command just now; run this one again to go by its own",
+            "another command has just changed its inputs; run this one again to use yours",
             source=sweep.run.root,
         )
 

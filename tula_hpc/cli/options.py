@@ -72,7 +72,9 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
         InputError: One line per mistake.
     """
     if getattr(options, "json", False) and getattr(options, "dry_run", False):
-        raise InputError("is of a run, and --dry-run makes none; leave out either", source="--json")
+        raise InputError(
+            "tells of a run, and --dry-run makes none; leave out one of them", source="--json"
+        )
     from tula_hpc.config import (
         hidden_peers,
         idle_keys,

@@ -256,7 +256,8 @@ def next_candidate(plan: Plan, run: RunDirectory, max_fallbacks: int) -> Candida
         return plan.chosen
     if len(failed) > max_fallbacks:
         raise StageError(
-            f"train: out of memory {len(failed)} times; training.max_fallbacks = {max_fallbacks}"
+            f"train: out of memory {len(failed)} times, and training.max_fallbacks = "
+            f"{max_fallbacks} allows no smaller batch; raise it"
         )
     for candidate in (plan.chosen, *plan.fallbacks):
         here = [m for m in out if m.partition == candidate.partition]
@@ -323,7 +324,9 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
         tell_news(sweep, now.running)
         if (words := sweep.run.history().passed_over(MAIN_LABEL)) not in told:
             told.append(words)
-            sys.stderr.write(f"warning: passed over, and its work is done again: {words}\n")
+            sys.stderr.write(
+                f"warning: a checkpoint cannot be used, and its work is done again: {words}\n"
+            )
         metrics = read_metrics(metrics_file)
         done = metrics.steps[-1].epoch if metrics.steps else 0.0
         shown = [f"{round(done, 1):g} of {plural(epochs, 'epoch')} done", now.text]

@@ -182,7 +182,7 @@ class Trainings:
         over = sum(history.attempts(label, since) for label in self.jobs) - len(self.running)
         if kind in (Failure.BUG, Failure.BAD_INPUT) and over >= STUDY_ATTEMPTS:
             message = describe_failures([outcome.end])
-            raise StageError(f"train: nothing gets as far as its first logged step; {message}")
+            raise StageError(f"train: no training reaches its first logged step; {message}")
 
 
 def most_at_once(cluster: ClusterSpec, workers: int) -> int:
