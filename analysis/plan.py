@@ -41,10 +41,9 @@ from tula_hpc.records import (
     Metrics,
     Plan,
     RunDirectory,
-    damaged_footprints,
     read_metrics,
     refuse_several,
-    write_atomically,
+    write_plan,
 )
 
 NEW_RUN = "start a sweep with these values and a new --run-dir, as the run's own may not want it"
@@ -163,8 +162,9 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
     if options.write:
         _refuse_trained(run)
     read = run.measurements()
-    damage = run.damage() if read.skipped else []
-    damage += [*damaged_footprints(run.root), *([] if options.write else _damaged_plan(run))]
+    damage = run.damage(lines=bool(read.skipped))
+    if not options.write:
+        damage += _damaged_plan(run)
     for words in damage:
         print(f"warning: {words}", file=sys.stderr)
     refuse_several(run, read.records)
@@ -186,11 +186,9 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
     if options.write:
         differs = _other_objective(load_frozen_sweep(run.sweep_file).objective, sweep.objective)
         plan = plan.model_copy(update={"other_objective": differs})
-    text = plan.model_dump_json(by_alias=True, indent=1) if options.json or options.write else ""
-    if options.write:
-        write_atomically(run.plan_file, text)
+        write_plan(run.plan_file, plan)
     if options.json:
-        return printable(text)
+        return printable(plan.model_dump_json(by_alias=True, indent=1))
     text = _as_text(plan, sweep, cluster, read.records, run)
     return f"{text}\n\n{_what_if(plan, sweep, cluster, read.records)}" if options.what_if else text
 
@@ -245,12 +243,13 @@ def _inputs(
     """
     from tula_hpc.config.changes import refuse_other_cluster, refuse_other_sweep
 
-    try:
-        own_sweep = load_frozen_sweep(run.sweep_file)
-        own_cluster = load_cluster(run.cluster_file)
-    except InputError as error:
-        remedy = f"; {PUT_BACK}" if run.has_results() else ""
-        raise InputError(f"{str(error).splitlines()[0]}{remedy}") from None
+    if words := lost_inputs(run):
+        raise InputError(words)
+    own_sweep = load_frozen_sweep(run.sweep_file)
+    if not run.cluster_file.exists():
+        message = "is missing; run the command of the sweep again, which writes it anew"
+        raise InputError(message, source=run.cluster_file)
+    own_cluster = load_cluster(run.cluster_file)
     sweep = load_frozen_sweep(run.sweep_file, sweep_overrides)
     cluster = load_cluster(run.cluster_file, cluster_overrides)
     if sweep.study is not None:
@@ -261,6 +260,22 @@ def _inputs(
     refuse_other_cluster(run.cluster_file, own_cluster, cluster)
     unchanged = (sweep, cluster) == (own_sweep, own_cluster)
     return sweep, cluster, None if unchanged else NEW_RUN
+
+
+def lost_inputs(run: RunDirectory) -> str:
+    """Say which of a run's own inputs is gone or damaged, and what to do; "" if none.
+
+    Damaged ones that nothing was measured with are replaced instead.
+    """
+    if not run.sweep_file.exists():
+        return f"{run.sweep_file}: is missing; {PUT_BACK}" if run.events_file.exists() else ""
+    try:
+        load_frozen_sweep(run.sweep_file)
+        if run.cluster_file.exists():
+            load_cluster(run.cluster_file)
+    except InputError as error:
+        return f"{str(error).splitlines()[0]}; {PUT_BACK}" if run.has_results() else ""
+    return ""
 
 
 def _as_text(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import os
@@ -13,13 +14,17 @@ import tomllib
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import tula_hpc
 from tests.run_factory import make_run
 from tests.study_factory import make_study
+from tula_hpc import command_errors
 from tula_hpc.__main__ import COMMANDS, main
+from tula_hpc.analysis.report import output
 from tula_hpc.invocation import command_line
 from tula_hpc.python_path import is_found_elsewhere
 
@@ -153,6 +158,33 @@ def test_a_copy_that_is_not_installed_runs_from_its_own_folder(tmp_path: Path, f
     assert run(["-S", "-c", code], tmp_path, **libraries).stdout == "[]\n"
     assert is_found_elsewhere()
     assert run(["-c", code], tmp_path).stdout == "['-P']\n"
+
+
+# --- a Python that the package was not installed with
+
+
+def test_a_python_without_the_libraries_is_told_in_a_line_before_any_is_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tula"])
+    # as the system's Python in a folder with a copy of the package
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(sys, "path", [str(ROOT)])
+    with pytest.raises(SystemExit) as ended:
+        importlib.reload(tula_hpc)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"this Python ({sys.executable}) has no pydantic, which tula_hpc needs: use the Python that")
+
+
+def test_a_library_that_a_command_misses_later_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def need(*_: object) -> Any:
+        importlib.import_module("no_such_library.part")
+
+    assert command_errors.exit_code_of(need, argparse.Namespace()) == 2
+    assert output.exit_code_of(need, ROOT) == 2
+    for line in capsys.readouterr().err.splitlines():
+        assert ") has no no_such_library, which tula_hpc needs: use the Python that" in line
 
 
 # --- the commands under one name

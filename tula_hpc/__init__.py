@@ -15,10 +15,11 @@ if sys.version_info < (3, 11):  # noqa: UP036
         + "): use the one that tula_hpc was installed with, as .venv/bin/tula"
     )
 
-from tula_hpc.python_path import drop_working_directory, starts_a_command
+from tula_hpc.python_path import drop_working_directory, refuse_without_libraries, starts_a_command
 
 __version__ = "0.1.0"
 
 # before any other import: somebody may type a command in a folder that is a stranger's run
 if starts_a_command():
     drop_working_directory()
+    refuse_without_libraries()

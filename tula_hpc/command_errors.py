@@ -13,6 +13,7 @@ from pathlib import Path
 from tula_hpc.env import begin_process
 from tula_hpc.errors import InputError, TulaError
 from tula_hpc.files import NO_SPACE, drop_output, full_disk, in_words
+from tula_hpc.python_path import missing_library
 
 # the last line of a command or job that works on a run, and of one that does not
 TRY_AGAIN_ON_A_RUN = "Fix the cause and run the same command again; finished work is kept."
@@ -40,8 +41,11 @@ def exit_code_of(
         code = run(options)
         sys.stdout.flush()
         return code
-    except InputError as error:
-        sys.stderr.write(f"{error}\n")
+    except (InputError, ModuleNotFoundError) as error:
+        words = str(error)
+        if isinstance(error, ModuleNotFoundError):
+            words = missing_library(error.name or "library")
+        sys.stderr.write(f"{words}\n")
         return 2
     except TulaError as error:
         again = TRY_AGAIN_ON_A_RUN if hasattr(options, "run_dir") else TRY_AGAIN

@@ -43,6 +43,25 @@ def drop_working_directory() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(kept)
 
 
+def refuse_without_libraries() -> None:
+    """End a command where this Python has no pydantic, which each command and each job imports.
+
+    Raises:
+        SystemExit: There is none; its code is that of bad input.
+    """
+    if not _file_of("pydantic"):
+        sys.stderr.write(missing_library("pydantic") + "\n")
+        raise SystemExit(2)
+
+
+def missing_library(name: str) -> str:
+    """Say in a line that this Python has no such library, and what to do."""
+    return (
+        f"this Python ({sys.executable}) has no {name}, which tula_hpc needs: use the Python that "
+        "tula_hpc was installed with, as .venv/bin/tula, or install it here, see its README.md"
+    )
+
+
 def is_found_elsewhere() -> bool:
     """Tell whether Python finds this package without the working directory, as when installed."""
     return bool(sys.flags.safe_path) or _finds_this_package(_without_working_directory())
@@ -78,8 +97,14 @@ def _is_working_directory(entry: str) -> bool:
 
 
 def _finds_this_package(path: list[str]) -> bool:
+    file = _file_of(_PACKAGE, path)
+    return bool(file) and os.path.samefile(os.path.dirname(file), _HERE)
+
+
+def _file_of(package: str, path: list[str] | None = None) -> str:
+    """Return the file that an import would begin with, "" where it would find none."""
     for finder in sys.meta_path:
-        spec = finder.find_spec(_PACKAGE, path) if hasattr(finder, "find_spec") else None
+        spec = finder.find_spec(package, path) if hasattr(finder, "find_spec") else None
         if spec is not None:
-            return spec.origin is not None and os.path.samefile(os.path.dirname(spec.origin), _HERE)
-    return False
+            return spec.origin or ""
+    return ""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tula_hpc.cli.open_run import open_run, work
+from tula_hpc.cli.open_run import check_run, open_run, work
 from tula_hpc.cli.options import add_input_options, load_inputs, refuse_impossible, run_root
 from tula_hpc.command_errors import NOTHING_BEGUN, exit_code_of
 from tula_hpc.errors import InputError
@@ -71,6 +71,7 @@ def run(
         from tula_hpc.stages.context import Sweep
         from tula_hpc.stages.study import describe_study
 
+        check_run(spec, cluster, root)
         try_dry(Sweep(spec, cluster, RunDirectory(root)))
         describe_study(spec, cluster, root).show()
         return 0

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     runs = [RunDirectory(path) for path in options.runs]
     if options.out is not None and len(runs) == 1:
-        parser.error("--out: a run's own report stands in RUN/report")
+        parser.error("--out: is for the page of several runs; that of one is in RUN/report")
 
     def write() -> None:
         _write(runs, options.out, as_json=options.json)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tula_hpc.errors import InputError, RunDirectoryError, TulaError
 from tula_hpc.files import in_words, mistrust
 from tula_hpc.formatting import keep_units, printable
+from tula_hpc.python_path import missing_library
 from tula_hpc.records import write_atomically
 
 if TYPE_CHECKING:
@@ -60,6 +61,9 @@ def exit_code_of(action: Callable[[], None], folder: Path) -> int:
         action()
     except InputError as error:
         sys.stderr.write(f"{error}\n")
+        return 2
+    except ModuleNotFoundError as error:
+        sys.stderr.write(f"{missing_library(error.name or 'library')}\n")
         return 2
     except TulaError as error:
         sys.stderr.write(f"{error}\n")

@@ -63,7 +63,11 @@ def test_help_imports_nothing_heavy() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--set", "search.min_batch=128"], "search.min_batch: 128 is above max_batch = 64"),
+        (
+            ["--set", "workload.epochs=3", "--set", "search.min_batch=128"],
+            "small.toml with --set search.min_batch=128: search.min_batch: 128 is above max_batch = 64",
+        ),
+        (["--set", "search.max_batch=8"], "small.toml with --set search.max_batch=8: search.min_batch: 32 is above"),
         (["--set", "objective.max_global_batch=1"], "objective.max_global_batch: 1 is below search.min_batch"),
         (["--set", "search.cluster_sizes=[0]"], "search.cluster_sizes.0"),
         (["--set", "workload.model=resnet19"], "did you mean 'resnet18'"),
@@ -71,13 +75,16 @@ def test_help_imports_nothing_heavy() -> None:
         (["--set", "workload.epoch=3"], "did you mean 'epochs'"),
         (["--set", "max_batch=32"], "--set: max_batch: unknown key (did you mean search.max_batch?)"),
         (["--cluster", "small.toml"], "small.toml: is a sweep file (it has [workload]); expected a cluster file"),
-        (["--set", "cluster.max_nodes=1"], "2 nodes, but the default cluster (this machine) has max_nodes = 1"),
+        (
+            ["--set", "cluster.max_nodes=1"],
+            "with --set cluster.max_nodes=1: search.cluster_sizes: 2 nodes, but the default cluster (this machine) has",
+        ),
         (["--set", "search.cluster_sizes=[1,128]"], "max_nodes"),
         (["--set", "workload.precision=fp16"], "workload.precision"),
         (["--set", "workload.samples=50"], "search.max_batch: 64 is above workload.samples = 50"),
         (
             ["--set", "search.min_batch=2048", "--set", "search.max_batch=4096"],
-            "search.min_batch: 2048 is above the 1438 training samples of 'digits'",
+            "with --set search.min_batch=2048 --set search.max_batch=4096: search.min_batch: 2048 is above the 1438",
         ),
         (["--cluster", "nowhere.toml"], "nowhere.toml: no such file"),
         (["--detach"], '--detach: needs a cluster with executor = "slurm"'),
@@ -242,7 +249,7 @@ def test_inputs_that_another_command_replaced_are_not_worked_with(
 
     monkeypatch.setattr(sweep, "open_run", open_two)
     assert main([str(sweep_file), "--run-dir", "run"]) == 2
-    assert "was given other inputs by another command just now" in capsys.readouterr().err
+    assert "another command has just changed its inputs" in capsys.readouterr().err
 
 
 def test_data_may_move_at_any_time(sweep_file: Path) -> None:
@@ -606,8 +613,8 @@ def test_an_interrupt_before_the_work_is_told(
 def test_status_and_the_command_say_the_same_of_a_lost_file(
     sweep_file: Path, capsys: pytest.CaptureFixture[str], name: str, content: str | None, words: str
 ) -> None:
+    from tula_hpc.analysis.plan import lost_inputs
     from tula_hpc.cli.open_run import open_run
-    from tula_hpc.stages.plan import lost_inputs
     from tula_hpc.status import __main__ as status
 
     run = open_run(*inputs_of(sweep_file), sweep_file.parent / "run").run
@@ -640,14 +647,28 @@ def test_a_foreign_folder_is_not_taken_over(sweep_file: Path, capsys: pytest.Cap
     assert [path.name for path in folder.iterdir()] == ["chapter1.tex"]
 
 
-@pytest.mark.parametrize("place", ["/dev/null/x", "/proc/x"])
-def test_a_run_directory_that_cannot_be_made_is_refused_and_nobody_told_to_change_a_device(
-    sweep_file: Path, capsys: pytest.CaptureFixture[str], place: str
-) -> None:
-    assert main([str(sweep_file), "--run-dir", place]) == 2
+def test_a_run_directory_that_cannot_be_made_is_refused(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(sweep_file), "--run-dir", "/proc/x"]) == 2
     words = capsys.readouterr().err
-    assert words.startswith(f"{place}: cannot be made: ")
+    assert words.startswith("/proc/x: cannot be made: ")
     assert words.endswith("; use another --run-dir\n")
+
+
+@pytest.mark.parametrize("below", ["", "x"])
+@pytest.mark.parametrize("options", [[], ["--dry-run"], ["--cluster", "c.toml"], ["--cluster", "c.toml", "--dry-run"]])
+@pytest.mark.parametrize(
+    "table", ["", '[study]\nnodes = 1\nbatches = [64]\nmethods = ["lbt"]\n'], ids=["sweep", "study"]
+)
+def test_a_file_in_the_place_of_a_run_directory_is_refused_as_that_before_slurm_is_asked(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str], below: str, options: list[str], table: str
+) -> None:
+    sweep_file.write_text(f"{SWEEP}{table}")
+    Path("c.toml").write_text('executor = "slurm"\n')
+    file = Path("runs").absolute() if below else Path("other").absolute()
+    file.touch()
+    where = [] if below else ["--run-dir", str(file)]
+    assert main([str(sweep_file), *where, *options]) == 2
+    assert capsys.readouterr().err == f"{file}: is not a folder; use another --run-dir\n"
 
 
 def dry_run(sweep_file: Path, capsys: pytest.CaptureFixture[str], *options: str, more: str = "") -> str:
@@ -888,3 +909,16 @@ def test_a_sweep_until_the_plan_ends_with_time_cost_and_the_next_command(
     assert planned.endswith(f"{format_duration(chosen.train_time_s)} and {format_money(chosen.cost, 'USD')} in all")
     inputs = (str(run.sweep_file), "--cluster", str(run.cluster_file), "--run-dir", str(run.root))
     assert following == f"to train it: cd {Path.cwd()} && {command_line('sweep', *inputs)}"
+
+
+@pytest.mark.parametrize("price", [None, 3.0])
+def test_the_cost_at_the_end_says_where_its_price_is_the_default(tmp_path: Path, price: float | None) -> None:
+    from tula_hpc.cli.pipeline import _cost
+    from tula_hpc.stages.context import Sweep
+
+    run = make_run(tmp_path / "run", stage="plan")
+    values = [] if price is None else [f"pricing.usd_per_node_hour={price}"]
+    cluster = load_cluster(run.cluster_file, ["pricing={}", *values])
+    said = _cost(Sweep(load_sweep(run.sweep_file, check_paths=False), cluster, run), run.read_plan(), None)
+    usual = "; by 1.00 USD a node and hour, the default of pricing.usd_per_node_hour"
+    assert said.endswith(usual) == (price is None), said

@@ -155,7 +155,7 @@ def test_a_module_that_only_lies_beside_the_sweep_file_is_said_to_lie_there(here
         ('[[partitions]]\npartition = "a"\npricing = {basis = "x"}', "partitions: a: pricing.basis: expected"),
         ('[[partitions]]\npartition = "a"\npricing = {bass = "x"}',
          r"partitions: a: pricing.bass: unknown key.*did you mean 'basis'"),
-        ('[[partitions]]\npartition = "a"\n[[partitions]]\npartition = "a"', "partitions: 'a' stands there twice"),
+        ('[[partitions]]\npartition = "a"\n[[partitions]]\npartition = "a"', "partitions: 'a' is listed twice"),
         ('[[partitions]]\npartition = "a"\n[[partitions]]\npartition = "b"\npricing = '
          '{basis = "tres", tres_weights = "CPU=1"}', "partitions: some are priced in USD and some in SU"),
         ('partitoin = "x"', r"partitoin: unknown key \(did you mean 'partition'\?\)"),

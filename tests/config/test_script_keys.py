@@ -123,7 +123,7 @@ def test_a_mistake_is_one_line(was: str, now: str, said: str) -> None:
 @pytest.mark.parametrize("key", ['arguments = ["x"]', "accumulation = 2", 'counted_model = "Net"', "hang_minutes = 5"])
 def test_keys_of_a_script_need_one(key: str) -> None:
     line = complaint(load_sweep, f'name = "x"\n[workload]\n{key}\n')
-    assert re.match(r"in\.toml: workload\.\w+: is of a script; expected script or module as well", line), line
+    assert re.match(r"in\.toml: workload\.\w+: belongs to a training script; set script or module, or", line), line
 
 
 def test_braces_of_the_scripts_own_stay() -> None:

@@ -206,7 +206,7 @@ def test_each_partition_has_its_table_and_a_record_is_of_one(
     assert main([*asked, "--json", "--partition", "large"]) == 0
     assert Footprint.model_validate(json.loads(capsys.readouterr().out)).limit_bytes == int(0.9 * 64 * 1024**3)
     assert main([*asked, "--json"]) == 2
-    assert capsys.readouterr().err == "--partition: a record is of one of [[partitions]]; give small or large\n"
+    assert capsys.readouterr().err == "--partition: --json prints one of [[partitions]]; give small or large\n"
     assert main([*asked, "--partition", "huge"]) == 2
     assert "no partition 'huge'; expected small or large" in capsys.readouterr().err
 

@@ -132,7 +132,7 @@ def test_progress_says_what_is_left_at_the_pace_of_what_was_logged(
     for _ in range(2):
         tick(JobsNow(0, "1 waiting for 3 min (other jobs go first)"))
     runs, damage, waits = capsys.readouterr().err.splitlines()
-    assert damage == f"warning: passed over, and its work is done again: {bad}"
+    assert damage == f"warning: a checkpoint cannot be used, and its work is done again: {bad}"
     assert runs == "training: 5 of 10 epochs done, 1 running, 64.5 % test accuracy, about 15 min left"
     assert waits == ("training: 5 of 10 epochs done, 1 waiting for 3 min (other jobs go first), 64.5 % test accuracy")
 

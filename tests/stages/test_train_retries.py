@@ -16,7 +16,7 @@ from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.launch.launcher import Ended
 from tula_hpc.launch.slurm import AccountedRun
-from tula_hpc.records import Configuration, JobAccount, RunDirectory, StopReason, append_record
+from tula_hpc.records import Configuration, JobAccount, RunDirectory, StepMetrics, StopReason, append_record
 from tula_hpc.stages import train as stages
 from tula_hpc.stages.context import Sweep, stage_progress
 from tula_hpc.stages.train import keep_accounting, train_stage
@@ -213,7 +213,25 @@ def test_nor_does_a_study_try_again(
     job = TrainJob(SPEC, ClusterSpec(), CHOSEN.configuration, run.root, "a")
     failures = Trainings(Sweep(SPEC, ClusterSpec(), run, time.time()), [job]).run(stage_progress("train"))
     assert scheduler.jobs == 1
-    assert failures == {"a": f"preempted: {SENTENCE}"}
+    advice = "a larger train_minutes in the cluster file (now 1440) takes fewer restarts"
+    assert failures == {"a": f"preempted: {SENTENCE}; {advice}"}
+
+
+@pytest.mark.parametrize("failure", [Failure.TIMED_OUT, Failure.BUG])
+def test_a_study_names_the_key_of_a_time_limit_as_a_sweep_does_with_what_would_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failure: Failure
+) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    scheduler = Scheduler(run, lambda _: failure, lambda _: 0)
+    monkeypatch.setattr(Sweep, "launcher", property(lambda _: scheduler))
+    for step in (10, 20):
+        line = StepMetrics(step=step, samples_seen=64 * step, epoch=step / 20, loss=1.0, lr=0.1, step_time_s=6.0)
+        append_record(run.make_train("a").metrics_file, line)
+    job = TrainJob(SPEC, ClusterSpec(), CHOSEN.configuration, run.root, "a")
+    (said,) = Trainings(Sweep(SPEC, ClusterSpec(), run, time.time()), [job]).run(stage_progress("train")).values()
+    # 20 steps of 6 s an epoch
+    key = "raise train_minutes in the cluster file (now 1440; 10 epochs take 20 min at this pace)"
+    assert said == (f"timed out: the log; {key}" if failure is Failure.TIMED_OUT else "bug: the log")
 
 
 def accounted(run: RunDirectory, *answers: list[AccountedRun], executor: str = "slurm") -> tuple[JobAccount, ...]:

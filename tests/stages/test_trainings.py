@@ -161,7 +161,7 @@ def test_where_every_training_meets_broken_devices_the_others_are_not_tried(tmp_
 
 def test_where_nothing_gets_anywhere_the_others_are_not_tried(tmp_path: Path) -> None:
     made, scheduler = trainings(tmp_path, lambda *_: Failure.BUG, "abcdefgh")
-    with pytest.raises(StageError, match="nothing gets as far as its first logged step"):
+    with pytest.raises(StageError, match="no training reaches its first logged step"):
         run_all(made)
     assert scheduler.jobs <= 5
 

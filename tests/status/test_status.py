@@ -199,8 +199,32 @@ def test_what_is_damaged_is_told_alike_by_status_and_plan_with_what_to_do(
     assert "delete it, and" in doubt
     assert plan_command([str(run.root)]) == 0
     assert f"warning: {doubt}\n" in capsys.readouterr().err
+    assert run.damage(lines=False) == ([doubt] if name == "footprint.json" else [])
     if name == "plan.json":
         assert obstacle(run) == doubt, "the sweep ends with it"
+
+
+def test_a_plan_that_was_edited_is_refused_alike_by_status_plan_and_sweep_until_it_is_made_again(
+    tmp_path: Path, cluster: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", stage="plan")
+    assert plan_command([str(run.root), "--write"]) == 0
+    assert obstacle(run) == ""
+    assert status.status_of(run.root).doubts == []
+    epochs = run.read_plan().epochs
+    text = run.plan_file.read_text()
+    run.plan_file.write_text(text.replace(f'"epochs": {epochs}', f'"epochs": {epochs + 1}'))
+    (doubt,) = status.status_of(run.root).doubts
+    assert doubt.startswith(f"{run.plan_file}: was changed since it was written, perhaps by hand; delete it, and it is")
+    assert obstacle(run) == doubt, "the sweep ends with it"
+    capsys.readouterr()
+    assert plan_command([str(run.root)]) == 0
+    assert f"warning: {doubt}\n" in capsys.readouterr().err
+    assert plan_command([str(run.root), "--set", "objective.kind=time", "--write"]) == 0
+    assert obstacle(run) == ""
+    # by an editor that ends files with a new line
+    run.plan_file.write_text(f"{run.plan_file.read_text()}\n")
+    assert run.read_plan().objective == "time"
 
 
 def test_a_damaged_sweep_file_is_told_alike_by_status_and_plan_with_what_to_do(
@@ -223,6 +247,9 @@ def test_a_lost_cluster_file_is_told_by_status_and_written_anew_by_the_command(
     run.cluster_file.unlink()
     scheduler = status.status_of(run.root).scheduler
     words = f"{run.cluster_file} is missing (the same command writes it anew)"
+    assert plan_command([str(run.root)]) == 2
+    remedy = "run the command of the sweep again, which writes it anew"
+    assert capsys.readouterr().err == f"{run.cluster_file}: is missing; {remedy}\n"
     assert (scheduler.answered, scheduler.words.partition(",")[0]) == (False, words)
     open_run(*inputs, run.root)
     assert f"{run.cluster_file}: is missing, and written anew: " in capsys.readouterr().err

@@ -115,7 +115,7 @@ def test_a_tracker_that_fails_does_not_disturb_another_and_gets_the_rest_from_th
         log(run, steps)
         follower.pass_on()
     assert whole.steps() == [*range(1, 6)]
-    assert capsys.readouterr().err == "broken: OSError: no route to host; it gets no more\n"
+    assert capsys.readouterr().err == "broken: OSError: no route to host; nothing more is passed on to it\n"
     broken.fails = False
     Follower(run.make_train(), both).pass_on()
     assert (broken.steps("run 1"), whole.steps()) == ([*range(1, 6)], [*range(1, 6)])

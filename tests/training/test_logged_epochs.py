@@ -46,5 +46,5 @@ def test_inputs_that_are_not_finite_are_blamed_and_not_the_rate(
     spoil = lambda self, batches: (next_batch(self, batches)[0] * float("nan"), next_batch(self, batches)[1])  # noqa: E731
     monkeypatch.setattr(trainer_module.Trainer, "_next_batch", spoil)
     job = TrainJob(SweepSpec.model_validate(tables), ClusterSpec(), Configuration(1, 1, 16), run.root)
-    with pytest.raises(DivergedError, match="at step 1: its batch has inputs that are not; mend the data"):
+    with pytest.raises(DivergedError, match="at step 1: its batch has inputs that are not finite; mend the data"):
         trainer_module.run_training(job, StopRequest())

@@ -177,7 +177,10 @@ class MeasuredSteps(Mode):
     def found(self) -> tuple[nn.Module, Optimizer]:
         """The model and the optimizer whose steps count; they are known since the first step."""
         if self.hooks.model is None or self.hooks.optimizer is None:
-            raise InputError(f"{self.spec.program.name}: no model that an optimizer trains")
+            name = self.spec.program.name
+            raise InputError(
+                f"{name}: expected an optimizer over the parameters of a model, found none"
+            )
         return self.hooks.model, self.hooks.optimizer
 
     def meet(self) -> None:
@@ -190,7 +193,9 @@ class MeasuredSteps(Mode):
         model, _ = self.found
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         if not self.parameters:
-            raise InputError(f"{name}: its optimizer has no parameters that are trained")
+            raise InputError(
+                f"{name}: no parameter of the model has requires_grad, so that nothing is trained"
+            )
         self.device = self.parameters[0].device
         self.waits.device = self.device
         if self.device.type != self.expected_device:

@@ -145,7 +145,8 @@ class ScriptProfile(MeasuredSteps):
         passes = self.step_forwards.most_common(1)[0][0] if self.step_forwards else 0
         batch = self.forward_samples.most_common(1)[0][0] if self.forward_samples else 0
         if passes == 0:
-            raise InputError(f"{name}: {self._model_name()} takes no training pass in a step")
+            found = f"found none of {self._model_name()}"
+            raise InputError(f"{name}: expected forward passes in training mode in a step, {found}")
         asked, parts = self.settings.forward_batch, self.settings.accumulation
         if parts is not None and passes != parts:
             raise InputError(

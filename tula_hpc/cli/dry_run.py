@@ -151,7 +151,9 @@ def try_dry(sweep: Sweep) -> Trial | None:
     with _input_files(sweep) as files:
         tried = rehearse(spec, cluster, files, memory)
     if isinstance(tried, str):
-        sys.stderr.write(f"not tried here, a job will find out: {tried}\n")
+        sys.stderr.write(
+            f"your code is not tried here, only a job will show its mistakes: {tried}\n"
+        )
         return None
     refuse_another_model(sweep, tried)
     return tried

@@ -88,10 +88,8 @@ def check_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> None:
 
 
 def _refuse_other_folder(run: RunDirectory) -> None:
-    from tula_hpc.stages.plan import lost_inputs
+    from tula_hpc.analysis.plan import lost_inputs
 
-    if run.root.exists() and not run.root.is_dir():
-        raise RunDirectoryError("is not a folder; use another --run-dir", source=run.root)
     if run.root.is_dir() and not run.sweep_file.exists() and not _is_fresh(run.root):
         if words := lost_inputs(run):
             raise RunDirectoryError(words)
@@ -154,7 +152,7 @@ def _files(
 
 def _refuse_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> None:
     """Refuse changed inputs on which measurements or a training depend."""
-    from tula_hpc.stages.plan import lost_inputs
+    from tula_hpc.analysis.plan import lost_inputs
 
     if words := lost_inputs(run):
         raise RunDirectoryError(words)
@@ -295,7 +293,7 @@ def _refuse_changed_meanwhile(sweep: Sweep) -> None:
     files = _files(sweep.run, sweep.spec, sweep.cluster)
     if any(changes_of(path, inputs) for path, inputs in files):
         raise RunDirectoryError(
-            "was given other inputs by another command just now; run this one again to go by its own",
+            "another command has just changed its inputs; run this one again to use yours",
             source=sweep.run.root,
         )
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tula_hpc.errors import InputError
+from tula_hpc.errors import InputError, RunDirectoryError
 
 if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec, SweepSpec
@@ -71,7 +72,9 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
         InputError: One line per mistake.
     """
     if getattr(options, "json", False) and getattr(options, "dry_run", False):
-        raise InputError("is of a run, and --dry-run makes none; leave out either", source="--json")
+        raise InputError(
+            "tells of a run, and --dry-run makes none; leave out one of them", source="--json"
+        )
     from tula_hpc.config import (
         hidden_peers,
         idle_keys,
@@ -199,10 +202,15 @@ def run_root(options: argparse.Namespace, spec: SweepSpec) -> Path:
     """Return the run directory's path.
 
     Raises:
-        RunDirectoryError: It holds characters that job scripts would take for something else.
+        RunDirectoryError: It holds characters that job scripts would take for something else, or it
+            or what lies above it is no folder.
     """
     from tula_hpc.records import RunDirectory
 
     root = Path(options.run_dir or Path("runs") / spec.name)
-    RunDirectory(root).check_name()
+    run = RunDirectory(root)
+    run.check_name()
+    there = next(path for path in (run.root, *run.root.parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise RunDirectoryError("is not a folder; use another --run-dir", source=there)
     return root

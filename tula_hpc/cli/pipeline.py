@@ -103,11 +103,10 @@ def carry_out(sweep: Sweep, until: str) -> int:
         StageError: A stage failed.
         StillRunningError: Jobs are on their way, and the sweep is detached.
     """
-    from tula_hpc.records import damaged_footprints
     from tula_hpc.stages.notify import tell
 
     sweep.launcher.find_lost()
-    for words in [*sweep.run.damage(), *damaged_footprints(sweep.run.root)]:
+    for words in sweep.run.damage():
         print(f"warning: {words}", file=sys.stderr)
     try:
         if sweep.spec.study is not None:
@@ -221,12 +220,18 @@ def _cost(sweep: Sweep, plan: Plan, bill: TrainingBill | None) -> str:
     price = chosen.cost / node_seconds if node_seconds else 0.0
     spent = profiling_cost(sweep.run.measurements().records, sweep.run.job_notes()).node_seconds
     profiling = f"profiling about {format_money(spent * price, chosen.currency)}"
+    by = ""
+    parts = dict(zip(sweep.cluster.part_names(), sweep.cluster.parts(), strict=True))
+    part = parts.get(chosen.partition)
+    if part is not None and part.pricing.is_default:
+        money = format_money(part.pricing.usd_per_node_hour)
+        by = f"; by {money} a node and hour, the default of pricing.usd_per_node_hour"
     if bill is None or bill.cost.actual is None:
-        return f"{profiling}; what the training cost is not known"
+        return f"{profiling}; what the training cost is not known{by}"
     paid = format_money(bill.cost.actual, bill.currency)
     expected = format_money(bill.cost.expected, bill.currency)
     whole = format_money(bill.cost.actual + spent * price, bill.currency)
-    return f"about {whole}: training {paid} ({expected} were predicted), {profiling}"
+    return f"about {whole}: training {paid} ({expected} were predicted), {profiling}{by}"
 
 
 def _say_summary(sweep: Sweep, plan: Plan, result: TrainResult | None) -> TrainingBill | None:

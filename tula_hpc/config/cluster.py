@@ -407,7 +407,7 @@ def _check_partitions(cluster: ClusterSpec) -> None:
     names = cluster.part_names()
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ValueError(f"partitions: {twice!r} stands there twice; expected each name once")
+        raise ValueError(f"partitions: {twice!r} is listed twice; expected each name once")
     currencies = set()
     for table in cluster.partitions:
         try:

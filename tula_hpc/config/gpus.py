@@ -42,7 +42,7 @@ def parse_weights(weights: str | Mapping[str, object]) -> dict[str, float]:
         weights: Text as in slurm.conf, or a table such as {"CPU": 1.0, "Mem": "0.25G"}.
 
     Raises:
-        ValueError: An entry is not NAME=WEIGHT, a weight is negative, or a TRES stands there twice.
+        ValueError: An entry is not NAME=WEIGHT, a weight is negative, or a TRES is listed twice.
     """
     entries = _split(weights) if isinstance(weights, str) else list(weights.items())
     found: dict[str, float] = {}
@@ -51,7 +51,7 @@ def parse_weights(weights: str | Mapping[str, object]) -> dict[str, float]:
         if not _NAME.fullmatch(key):
             raise ValueError(f"{name!r} is no TRES; expected for example {_EXAMPLE}")
         if key in found:
-            raise ValueError(f"{name!r} stands there twice; expected each TRES once")
+            raise ValueError(f"{name!r} is listed twice; expected each TRES once")
         found[key] = _weight(key, value)
     return found
 

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -109,7 +109,7 @@ def override(tables: dict[str, Any], text: str) -> None:
     left = key.strip()
     if not equals or not left or left.endswith(".") or not text.isprintable():
         given = f"{key}={VALUE}" if equals and is_hidden(key.split(".")) else text
-        raise InputError(f"expected section.key=value, got {given[:200]!r}", source="--set")
+        raise InputError(f"expected section.key=value, got {given[:200]!r}", source=OPTION)
     while "." in left:
         tables, left = _enter(tables, left, key)
     try:
@@ -127,7 +127,7 @@ def _enter(tables: dict[str, Any], left: str, key: str) -> tuple[dict[str, Any],
     inner = tables.setdefault(section, {})
     if not isinstance(inner, dict):
         message = f"{section!r} is not a table; expected section.key=value"
-        raise InputError(message, source="--set", key=key)
+        raise InputError(message, source=OPTION, key=key)
     return inner, rest
 
 
@@ -138,7 +138,7 @@ def _enter_partition(tables: object, left: str, key: str) -> tuple[dict[str, Any
     if name is None:
         there = ", ".join(filter(str.isprintable, named)) or "no [[partitions]]"
         raise InputError(
-            f"expected partitions.NAME.KEY=VALUE; there is {there}", source="--set", key=key
+            f"expected partitions.NAME.KEY=VALUE; there is {there}", source=OPTION, key=key
         )
     return named[name], left.removeprefix(f"{name}.")
 
@@ -169,7 +169,9 @@ REMOVED_KEYS: dict[tuple[str, ...], object] = {
     ("training", "curvature_epochs"): [],
     ("training", "curvature_samples"): 512,
 }
+OPTION = "--set"
 S = TypeVar("S", bound=Spec)
+Loaded = TypeVar("Loaded")
 
 
 def load_sweep(path: Path, overrides: Sequence[str] = (), *, check_paths: bool = True) -> SweepSpec:
@@ -193,11 +195,15 @@ def load_frozen_sweep(
     path: Path, overrides: Sequence[str] = (), *, check_paths: bool = False
 ) -> SweepSpec:
     """Read the sweep of a run as `load_sweep` does, without keys that have been removed since."""
-    tables = read_toml(path)
-    for table, key in REMOVED_KEYS:
-        if isinstance(tables.get(table), dict):
-            tables[table].pop(key, None)
-    return _sweep_of(path, tables, overrides, check_paths=check_paths)
+
+    def load(given: Sequence[str]) -> SweepSpec:
+        tables = read_toml(path)
+        for table, key in REMOVED_KEYS:
+            if isinstance(tables.get(table), dict):
+                tables[table].pop(key, None)
+        return _sweep_of(path, tables, given, check_paths=check_paths)
+
+    return _naming_overrides(load, overrides)
 
 
 def _sweep_of(
@@ -210,6 +216,10 @@ def _sweep_of(
 
 def load_cluster(path: Path, overrides: Sequence[str] = ()) -> ClusterSpec:
     """Read and check a cluster file; see `load_sweep`."""
+    return _naming_overrides(lambda given: _load_cluster(path, given), overrides)
+
+
+def _load_cluster(path: Path, overrides: Sequence[str]) -> ClusterSpec:
     tables = read_toml(path)
     if isinstance(tables.get("workload"), dict):
         message = "is a sweep file (it has [workload]); expected a cluster file"
@@ -233,14 +243,50 @@ def load_together(
     Raises:
         InputError: As `load_sweep`, or the cluster cannot run the sweep.
     """
-    of_sweep, of_cluster = split_overrides(overrides)
-    sweep = load_sweep(sweep_file, of_sweep, check_paths=check_paths)
-    if cluster_file is None:
-        cluster = _parse(ClusterSpec, DEFAULT, {}, of_cluster)
-    else:
-        cluster = load_cluster(cluster_file, of_cluster)
-    check_together(sweep, cluster, sweep_file, cluster_file or DEFAULT)
-    return sweep, cluster
+
+    def load(given: Sequence[str]) -> tuple[SweepSpec, ClusterSpec]:
+        of_sweep, of_cluster = split_overrides(given)
+        sweep = load_sweep(sweep_file, of_sweep, check_paths=check_paths)
+        if cluster_file is None:
+            cluster = _parse(ClusterSpec, DEFAULT, {}, of_cluster)
+        else:
+            cluster = _load_cluster(cluster_file, of_cluster)
+        check_together(sweep, cluster, sweep_file, cluster_file or DEFAULT)
+        return sweep, cluster
+
+    return _naming_overrides(load, overrides)
+
+
+def _naming_overrides(load: Callable[[Sequence[str]], Loaded], overrides: Sequence[str]) -> Loaded:
+    """Load inputs; a mistake of a file that is not there without an override names that, too."""
+    try:
+        return load(overrides)
+    except InputError as error:
+        mistakes = str(error).splitlines()
+    without: dict[str, list[str]] = {}
+    for text in overrides:
+        try:
+            load([other for other in overrides if other != text])
+            without[text] = []
+        except InputError as error:
+            without[text] = str(error).splitlines()
+    lines = []
+    for mistake in mistakes:
+        line = mistake
+        file, colon, rest = mistake.partition(": ")
+        culprits = [_as_typed(text) for text, left in without.items() if mistake not in left]
+        if culprits and colon and file != OPTION:
+            line = f"{file} with {' '.join(culprits)}: {rest}"
+        lines.append(line)
+    raise InputError("\n".join(lines))
+
+
+def _as_typed(override: str) -> str:
+    key = override.partition("=")[0]
+    hidden = is_hidden(key.strip().removeprefix("cluster.").split("."))
+    value = f"{key}={VALUE}" if hidden else override
+    value = value if value.isprintable() else ascii(value)
+    return f"{OPTION} {value if len(value) <= 100 else value[:97] + '...'}"
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -273,7 +319,7 @@ def _refuse_without_effect(cluster: ClusterSpec, overrides: Sequence[str]) -> No
                 "changes nothing: every one of [[partitions]] has a value of its own; set "
                 f"partitions.NAME.{key}, NAME being {' or '.join(cluster.part_names())}"
             )
-            raise InputError(message, source="--set", key=key)
+            raise InputError(message, source=OPTION, key=key)
 
 
 def _parse(
@@ -303,7 +349,7 @@ def _parse(
         for item in own[:MOST_MISTAKES]:
             key = ".".join(map(str, item["loc"]))
             is_set = any(f"{key}.".startswith(f"{given}.") for given in keys)
-            lines.append(explain(kind, "--set" if is_set else path, item))
+            lines.append(explain(kind, OPTION if is_set else path, item))
         if len(own) > MOST_MISTAKES:
             lines.append(f"{path}: and {len(own) - MOST_MISTAKES} more mistakes")
         # a union has one problem for each of its members

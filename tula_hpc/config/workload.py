@@ -229,7 +229,9 @@ class WorkloadSpec(Spec):
         if not self.is_script:
             for key in sorted(OF_SCRIPTS - {"script", "module"}):
                 if getattr(self, key) != type(self).model_fields[key].default:
-                    raise ValueError(f"{key}: is of a script; expected script or module as well")
+                    raise ValueError(
+                        f"{key}: belongs to a training script; set script or module, or remove it"
+                    )
             return self
         if self.script is not None and self.module is not None:
             raise ValueError("module: expected either script or module")

@@ -39,7 +39,6 @@ from tula_hpc.records.measurement import (
     StepTimes,
     Trial,
     compute_of,
-    damaged_footprints,
     is_usable,
     measurements_for_search,
     measurements_of,
@@ -59,7 +58,7 @@ from tula_hpc.records.metrics import (
     steps_left_s,
     training_left_s,
 )
-from tula_hpc.records.plan import Candidate, Doubt, Knee, Plan, Remedy
+from tula_hpc.records.plan import Candidate, Doubt, Knee, Plan, Remedy, write_plan
 from tula_hpc.records.run_directory import RunDirectory, TrainDirectory
 from tula_hpc.records.storage import (
     MAX_LINE_BYTES,
@@ -128,7 +127,6 @@ __all__ = [
     "append_record",
     "compute_of",
     "corners",
-    "damaged_footprints",
     "in_short",
     "is_usable",
     "measured_identity",
@@ -149,4 +147,5 @@ __all__ = [
     "training_left_s",
     "with_rank_files",
     "write_atomically",
+    "write_plan",
 ]

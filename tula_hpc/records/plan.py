@@ -1,15 +1,26 @@
-"""plan.json."""
+"""plan.json, and whether it is as it was written.
+
+A plan ends with the SHA-256 of its text above that: one that was edited since is refused wherever
+it is read. Plans of earlier versions, without, are taken as they are.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from enum import StrEnum
+from hashlib import sha256
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import ConfigDict, Field
 
+from tula_hpc.errors import RunDirectoryError
+from tula_hpc.files import read_bounded
+from tula_hpc.invocation import command_line
 from tula_hpc.records.base import Batch, Configuration, Nodes, Record, WorkersPerNode
+from tula_hpc.records.storage import MAX_DOCUMENT_BYTES, read_document, write_atomically
 
 
 class Candidate(Record):
@@ -166,3 +177,38 @@ class Plan(Record):
         warnings = [doubt.text for doubt in every]
         remedies = [doubt.remedy for doubt in every]
         return self.model_copy(update={"warnings": warnings, "remedies": remedies})
+
+
+_SEAL = re.compile(rb',\s*"sha256":\s*"(\w+)"\s*}\s*$')
+SEAL_BYTES = 200
+
+
+def write_plan(path: Path, plan: Plan) -> None:
+    """Write plan.json with the digest of its text.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    text = plan.model_dump_json(by_alias=True, indent=1).removesuffix("\n}")
+    digest = sha256(text.encode()).hexdigest()
+    write_atomically(path, f'{text},\n "sha256": "{digest}"\n}}')
+
+
+def read_plan(path: Path) -> Plan:
+    """Read plan.json.
+
+    Raises:
+        FileNotFoundError: There is none.
+        RunDirectoryError: It cannot be read, is damaged, or was changed since it was written.
+    """
+    plan = read_document(Plan, path)
+    content = read_bounded(path, MAX_DOCUMENT_BYTES)
+    seal = _SEAL.search(content, max(0, len(content) - SEAL_BYTES))
+    if seal is not None and sha256(content[: seal.start()]).hexdigest() != seal[1].decode():
+        again = command_line("plan", str(path.parent), "--set", "objective.KEY=VALUE", "--write")
+        message = (
+            "was changed since it was written, perhaps by hand; delete it, and it is made again; "
+            f"for another choice over the same measurements: {again}"
+        )
+        raise RunDirectoryError(message, source=path)
+    return plan

@@ -21,22 +21,16 @@ from tula_hpc.env import unix_time
 from tula_hpc.errors import RunDirectoryError, StorageError
 from tula_hpc.files import foreign_link, in_words, make_private, mistrust, open_to_all
 from tula_hpc.invocation import command_line
-from tula_hpc.records.events import (
-    MAIN_LABEL,
-    Event,
-    EventName,
-    JobAccount,
-    JobNote,
-    RunHistory,
-)
+from tula_hpc.records.events import MAIN_LABEL, Event, EventName, JobAccount, JobNote, RunHistory
 from tula_hpc.records.measurement import (
     Footprint,
     Measurement,
     Trial,
+    damaged_footprints,
     holds_any,
     parse_without_samples,
 )
-from tula_hpc.records.plan import Plan
+from tula_hpc.records.plan import Plan, read_plan
 from tula_hpc.records.storage import (
     ReadResult,
     append_record,
@@ -382,10 +376,16 @@ class RunDirectory:
         """Return all events that can be read."""
         return self.read_events().records
 
-    def damage(self) -> list[str]:
-        """Name the lines of measurements and events that cannot be read."""
-        paths = sorted(self.profile.glob("*.jsonl"))
-        return [*damaged_lines(Measurement, paths), *damaged_lines(Event, [self.events_file])]
+    def damage(self, *, lines: bool = True) -> list[str]:
+        """Name lines of measurements and events, and estimates of memory, that cannot be read.
+
+        To look for `lines` is to read all their files once more.
+        """
+        found = damaged_footprints(self.root)
+        if lines:
+            found += damaged_lines(Measurement, sorted(self.profile.glob("*.jsonl")))
+            found += damaged_lines(Event, [self.events_file])
+        return found
 
     def history(self) -> RunHistory:
         """Return what the events tell together."""
@@ -399,10 +399,10 @@ class RunDirectory:
         """Read plan.json.
 
         Raises:
-            RunDirectoryError: There is none, or it is damaged.
+            RunDirectoryError: There is none, or it is damaged or was changed.
         """
         try:
-            return read_document(Plan, self.plan_file)
+            return read_plan(self.plan_file)
         except FileNotFoundError:
             message = "no plan yet; run the sweep with --until plan"
             raise RunDirectoryError(message, source=self.plan_file) from None

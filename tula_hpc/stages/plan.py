@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from tula_hpc.config import PUT_BACK, SweepSpec, load_cluster, load_frozen_sweep
-from tula_hpc.errors import InfeasibleError, InputError, RunDirectoryError, StageError
+from tula_hpc.analysis.plan import lost_inputs
+from tula_hpc.config import SweepSpec
+from tula_hpc.errors import InfeasibleError, RunDirectoryError, StageError
 from tula_hpc.invocation import command_line
-from tula_hpc.records import Plan, RunDirectory, refuse_several, write_atomically
+from tula_hpc.records import Plan, RunDirectory, refuse_several, write_plan
 from tula_hpc.stages.context import Sweep
 
 MADE_AGAIN = "is missing: it is made again from the measurements"
@@ -42,7 +43,7 @@ def plan_stage(sweep: Sweep) -> Plan:
         ) from None
     if is_plan_lost(sweep.run):
         plan = _as_begun(plan, sweep.run)
-    write_atomically(sweep.run.plan_file, plan.model_dump_json(by_alias=True, indent=1))
+    write_plan(sweep.run.plan_file, plan)
     return plan
 
 
@@ -62,22 +63,6 @@ def _as_begun(plan: Plan, run: RunDirectory) -> Plan:
 def is_plan_lost(run: RunDirectory) -> bool:
     """Tell whether a training has begun by a plan that is gone."""
     return run.has_trained() and not run.plan_file.exists()
-
-
-def lost_inputs(run: RunDirectory) -> str:
-    """Say which of a run's own inputs is gone or damaged, and what to do; "" if none.
-
-    Damaged ones that nothing was measured with are replaced instead.
-    """
-    if not run.sweep_file.exists():
-        return f"{run.sweep_file}: is missing; {PUT_BACK}" if run.events_file.exists() else ""
-    try:
-        load_frozen_sweep(run.sweep_file)
-        if run.cluster_file.exists():
-            load_cluster(run.cluster_file)
-    except InputError as error:
-        return f"{str(error).splitlines()[0]}; {PUT_BACK}" if run.has_results() else ""
-    return ""
 
 
 def why_no_model(run: RunDirectory, spec: SweepSpec | None) -> str:

@@ -299,8 +299,11 @@ def _record_end(part: Sweep, job: Submission, end: Ended) -> bool:
 
 
 def _is_an_attempt(part: Sweep, blamed: Configuration, end: Ended) -> bool:
-    events = part.run.events()
-    broken_devices = profiled_in_vain(events, blamed, part.partition, part.started_at)
+    broken_devices = 0
+    # only then are the events read, which may be many
+    if end.failure is Failure.DEVICE_FAILED:
+        events = part.run.events()
+        broken_devices = profiled_in_vain(events, blamed, part.partition, part.started_at)
     return is_held_against(end.failure, broken_devices)
 
 

@@ -203,7 +203,9 @@ def _try_with_progress(sweep: Sweep) -> Trial | None:
         files = (sweep.run.sweep_file, sweep.run.cluster_file)
         tried = rehearse(sweep.spec, sweep.cluster, files, memory)
         if isinstance(tried, str):
-            progress.update(1, 1, f"not tried here, a job will find out: {tried}")
+            progress.update(
+                1, 1, f"your code is not tried here, only a job will show its mistakes: {tried}"
+            )
             return None
         for name, footprint in tried.footprints.items():
             write_atomically(sweep.run.footprint_file(name), footprint.model_dump_json(indent=1))

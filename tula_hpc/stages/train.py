@@ -16,7 +16,7 @@ from typing import NamedTuple
 from tula_hpc.analysis.drift import describe_drift
 from tula_hpc.env import unix_time
 from tula_hpc.errors import Failure, StageError
-from tula_hpc.formatting import format_score, plural
+from tula_hpc.formatting import format_duration, format_score, plural
 from tula_hpc.launch.failures_and_waits import telling_line
 from tula_hpc.launch.job_specs import TrainJob, in_passes
 from tula_hpc.launch.launcher import Ended, JobsNow
@@ -212,17 +212,32 @@ def _record_oom(sweep: Sweep, job: Submission, end: Ended, events: JobEvents) ->
 
 def _why_given_up(sweep: Sweep, outcome: Outcome) -> str:
     job_id, failure = outcome.end.job.job_id, outcome.failure
-    limit = f"train_minutes in the cluster file (now {sweep.cluster.train_minutes})"
+    advice = time_limit_advice(sweep, MAIN_LABEL, failure)
     if failure.stop is StopReason.REQUEUES_EXHAUSTED:
         return (
             f"{failure.detail}, the last time in job {job_id}; all that was done is saved, and goes "
-            f"on with the same command; a larger {limit} takes fewer restarts"
+            f"on with the same command; {advice}"
         )
     if failure.kind is Failure.DEVICE_FAILED:
         return why_given_up(sweep.run.events(), job_id, unix_time())
-    if failure.kind is Failure.TIMED_OUT:
-        return f"raise {limit}; {describe_failures([outcome.end])}"
-    return describe_failures([outcome.end])
+    return "; ".join(filter(None, [advice, describe_failures([outcome.end])]))
+
+
+def time_limit_advice(sweep: Sweep, label: str, failure: JobFailure) -> str:
+    """Say which key to raise where a time limit ended a training; "" where something else did."""
+    is_used_up = failure.stop is StopReason.REQUEUES_EXHAUSTED
+    if not is_used_up and failure.kind is not Failure.TIMED_OUT:
+        return ""
+    limit = f"now {sweep.cluster.train_minutes}"
+    epochs, metrics = sweep.spec.workload.epochs, read_metrics(sweep.run.train(label).metrics_file)
+    last = metrics.epochs[-1] if metrics.epochs else None
+    left_s = training_left_s(metrics.steps, last, epochs)
+    # nothing is left of a training that ended while its model was saved
+    if left_s:
+        whole_s = left_s * epochs / (epochs - metrics.steps[-1].epoch)
+        limit += f"; {plural(epochs, 'epoch')} take {format_duration(whole_s)} at this pace"
+    key = f"train_minutes in the cluster file ({limit})"
+    return f"a larger {key} takes fewer restarts" if is_used_up else f"raise {key}"
 
 
 def next_candidate(plan: Plan, run: RunDirectory, max_fallbacks: int) -> Candidate:
@@ -241,7 +256,8 @@ def next_candidate(plan: Plan, run: RunDirectory, max_fallbacks: int) -> Candida
         return plan.chosen
     if len(failed) > max_fallbacks:
         raise StageError(
-            f"train: out of memory {len(failed)} times; training.max_fallbacks = {max_fallbacks}"
+            f"train: out of memory {len(failed)} times, and training.max_fallbacks = "
+            f"{max_fallbacks} allows no smaller batch; raise it"
         )
     for candidate in (plan.chosen, *plan.fallbacks):
         here = [m for m in out if m.partition == candidate.partition]
@@ -308,7 +324,9 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
         tell_news(sweep, now.running)
         if (words := sweep.run.history().passed_over(MAIN_LABEL)) not in told:
             told.append(words)
-            sys.stderr.write(f"warning: passed over, and its work is done again: {words}\n")
+            sys.stderr.write(
+                f"warning: a checkpoint cannot be used, and its work is done again: {words}\n"
+            )
         metrics = read_metrics(metrics_file)
         done = metrics.steps[-1].epoch if metrics.steps else 0.0
         shown = [f"{round(done, 1):g} of {plural(epochs, 'epoch')} done", now.text]

@@ -23,7 +23,7 @@ from tula_hpc.records.events import JobFailure
 from tula_hpc.retries import STUDY_ATTEMPTS, Verdict, study_policy
 from tula_hpc.stages.context import StageProgress, Sweep, describe_failures, submitted_job
 from tula_hpc.stages.notify import tell_news
-from tula_hpc.stages.train import Outcome, report_deletion, settle
+from tula_hpc.stages.train import Outcome, report_deletion, settle, time_limit_advice
 
 # at once: many sites allow fewer jobs a user than Slurm allows tasks an array
 MOST_TRAININGS = 500
@@ -121,7 +121,7 @@ class Trainings:
             if verdict is Verdict.AGAIN:
                 self.waiting.append(label)
             else:
-                self.failures[label] = _describe(failed[label])
+                self.failures[label] = self._describe(label, failed[label])
 
     def _submit(self) -> None:
         """Submit free slots; on Slurm only one array at a time, which bounds the jobs at once."""
@@ -156,7 +156,15 @@ class Trainings:
             self.waiting.append(job.label)
         else:
             log = f"; log: {end.log_file}" if end.log_file else ""
-            self.failures[job.label] = _describe(outcome.failure) + log
+            self.failures[job.label] = self._describe(job.label, outcome.failure) + log
+
+    def _describe(self, label: str, failure: JobFailure) -> str:
+        kind = failure.kind or Failure.BUG
+        said = f"{kind.value.replace('_', ' ')}: {failure.detail}"
+        # a column's own spec, whose epochs are its own
+        there = self.sweep._replace(spec=self.jobs[label].sweep)
+        advice = time_limit_advice(there, label, failure)
+        return f"{said}; {advice}" if advice else said
 
     def _refuse_hopeless(self, outcome: Outcome) -> None:
         """Stop where no training has logged a step and the failure would end all of them.
@@ -174,12 +182,7 @@ class Trainings:
         over = sum(history.attempts(label, since) for label in self.jobs) - len(self.running)
         if kind in (Failure.BUG, Failure.BAD_INPUT) and over >= STUDY_ATTEMPTS:
             message = describe_failures([outcome.end])
-            raise StageError(f"train: nothing gets as far as its first logged step; {message}")
-
-
-def _describe(failure: JobFailure) -> str:
-    kind = failure.kind or Failure.BUG
-    return f"{kind.value.replace('_', ' ')}: {failure.detail}"
+            raise StageError(f"train: no training reaches its first logged step; {message}")
 
 
 def most_at_once(cluster: ClusterSpec, workers: int) -> int:

@@ -30,7 +30,6 @@ from tula_hpc.records import (
     StepMetrics,
     TrainDirectory,
     TrainResult,
-    damaged_footprints,
     parse_record,
     read_document,
 )
@@ -126,9 +125,7 @@ def _read(run: RunDirectory) -> Facts:
     spec = _try(lambda: load_frozen_sweep(run.sweep_file), doubts)
     measured = run.measurements()
     told = run.read_events()
-    if measured.skipped or told.skipped:
-        doubts += run.damage()
-    doubts += damaged_footprints(run.root)
+    doubts += run.damage(lines=bool(measured.skipped or told.skipped))
     history = RunHistory(told.records)
     cut_off = _cut_off(run, history)
     report_at = _newest(run.report / name for name in ("report.html", "study.html"))

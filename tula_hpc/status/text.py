@@ -200,7 +200,7 @@ def _training_lines(training: TrainingStatus) -> Iterator[Line]:
     if marks:
         yield "", "; ".join(marks)
     if training.passed_over:
-        yield "", f"passed over, and its work done again: {training.passed_over}"
+        yield "", f"a checkpoint cannot be used, and its work is done again: {training.passed_over}"
     if training.drift:
         yield "", training.drift
 

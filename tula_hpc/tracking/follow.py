@@ -119,7 +119,9 @@ class Follower:
                 self._pass_on(name, tracker, rows)
             except Exception as error:  # noqa: BLE001 - a tracker may raise anything
                 del self.trackers[name]
-                sys.stderr.write(f"{name}: {type(error).__name__}: {error}; it gets no more\n")
+                sys.stderr.write(
+                    f"{name}: {type(error).__name__}: {error}; nothing more is passed on to it\n"
+                )
 
     def _pass_on(self, name: str, tracker: Tracker, rows: Sequence[AnyMetrics]) -> None:
         first_line = self.lines.first_line

@@ -154,9 +154,9 @@ class Trainer:
             if all(bool(tensor.isfinite().all()) for tensor in tensors_of(inputs)):
                 raise
             words = (
-                f"the loss is not finite at step {progress.step}: its batch has inputs that are not"
+                f"the loss is not finite at step {progress.step}: its batch has inputs that are "
+                "not finite; mend the data"
             )
-            words += "; mend the data"
             raise DivergedError(words) from None
 
     def _set_position(self) -> None:

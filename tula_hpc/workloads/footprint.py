@@ -295,7 +295,7 @@ def _partition_names(
     ]
     if options.json and len(names) > 1:
         expected = f"give {' or '.join(names)}"
-        raise InputError(f"a record is of one of [[partitions]]; {expected}", source="--partition")
+        raise InputError(f"--json prints one of [[partitions]]; {expected}", source="--partition")
     return names
 
 

@@ -86,7 +86,7 @@ def workload_of(
     """Return the workload over data that are there already; see `build_workload`."""
     model = build_model(spec, data.classes, data.image_size)
     if spec.channels_last and any(parameter.dim() > 4 for parameter in model.parameters()):
-        message = "true, but the model has parameters of 5 dimensions; this layout is for images"
+        message = "is for images, and the model has parameters of 5 dimensions; set it to false"
         raise InputError(message, key="workload.channels_last")
     criterion = build_criterion(spec)
     if spec.loss or spec.metric or is_entry_point(spec.model) or is_entry_point(spec.dataset):

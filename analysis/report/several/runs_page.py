@@ -97,7 +97,9 @@ def read_runs(runs: Sequence[RunDirectory]) -> list[NamedRun]:
         if roots.count(root) > 1:
             raise InputError("is named twice; name other runs beside it", source=run.root)
         if run.root.is_dir() and holds_study(run):
-            raise InputError("is a study, which stands beside no other run", source=run.root)
+            raise InputError(
+                "is a study, and only sweeps are shown side by side; leave it out", source=run.root
+            )
     contents = [read_run(run) for run in runs]
     _refuse_other_work(runs, contents)
     names = [root.name for root in roots]

@@ -79,7 +79,10 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
             InputError: It has trained before.
         """
         if self.trainer is not None:
-            raise InputError("one call of Trainer.train is kept", source="tula.trainer_callback")
+            raise InputError(
+                "is for one call of Trainer.train; leave it out of the others",
+                source="tula.trainer_callback",
+            )
         self.trainer = trainer
         batch = self.keeper.settings.global_batch
         self.keeper.keep(

@@ -93,7 +93,10 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
             InputError: It has trained before.
         """
         if self.trainer is not None:
-            raise InputError("one call of Trainer.fit is kept", source="tula.lightning_callback")
+            raise InputError(
+                "is for one call of Trainer.fit; leave it out of the others",
+                source="tula.lightning_callback",
+            )
         self.trainer = trainer
         batch = self.keeper.settings.global_batch
         rehearse = self.keeper.rehearse

@@ -92,7 +92,7 @@ class Keeper(SafePoints):
             InputError: One has no state, the checkpoint has none of it, or epochs have begun.
         """
         if self.has_begun:
-            raise InputError("expected before tula.epochs", source="tula.keep")
+            raise InputError("call it before the loop over tula.epochs", source="tula.keep")
         if not self._has_looked:
             self._has_looked = True
             self.loaded = self._latest()
@@ -196,7 +196,10 @@ class Keeper(SafePoints):
         if not self.in_epoch:
             raise InputError("expected within `for … in tula.epochs(n)`", source="tula.batches")
         if self.in_batches:
-            raise InputError("expected one such loop at a time", source="tula.batches")
+            raise InputError(
+                "is called in another such loop; expected one after the other",
+                source="tula.batches",
+            )
         self.calls += 1
         self.loaders[self.calls] = loader
         set_generator_states(loader, self.generators.pop(str(self.calls), []))
@@ -374,8 +377,12 @@ class Keeper(SafePoints):
             raise InputError(message, source="tula.epochs")
         missing = set() if self.loaded is None else set(self.loaded.state["kept"]) - set(self.kept)
         if missing:
-            message = f"{self.store.folder} has a state of {', '.join(sorted(missing))}, too"
-            raise InputError(f"{message}; keep it as before", source="tula.keep")
+            message = (
+                f"the checkpoints in {self.store.folder} hold {', '.join(sorted(missing))}, too"
+            )
+            raise InputError(
+                f"{message}; keep it as before, or delete them to begin anew", source="tula.keep"
+            )
 
     def state(self) -> dict[str, Any]:
         """See `SafePoints`."""

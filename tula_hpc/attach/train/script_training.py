@@ -416,7 +416,9 @@ class ScriptTraining(Mode):
         for name, value in scores.items():
             if name not in SCORES:
                 known = ", ".join(SCORES)
-                sys.stderr.write(f"tula.report: {name!r} is not shown; known are {known}\n")
+                sys.stderr.write(
+                    f"tula.report: {name!r} is no score to be shown; expected one of {known}\n"
+                )
             elif math.isfinite(float(value)):
                 self._reported[name] = as_share(name, float(value))
 
