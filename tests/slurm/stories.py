@@ -291,7 +291,7 @@ STORIES: dict[str, Story] = {
     "preempted, user signal": Story(preempted_with_user_signal, Settings(cluster=REQUEUES)),
     "preempted, CANCEL": Story(preempted_for_good, Settings(cluster=CANCELS)),
     "preempted, no grace": Story(preempted_for_good, Settings(cluster=KILLS)),
-    "suspended": Story(suspended, Settings(cluster=SUSPENDS)),
+    "suspended": Story(suspended, Settings(PAIR, cluster=SUSPENDS), "two"),
     "damaged checkpoint": Story(damaged_checkpoint, Settings()),
     "requeue refused": Story(requeue_refused, Settings(cluster=NO_REQUEUE)),
     "job killed": Story(job_killed, Settings()),
