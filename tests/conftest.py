@@ -20,6 +20,7 @@ settings.load_profile("busy machines")
 
 # those that take longest first
 JOBS = ("tests/slurm/", "tests/local/", "tests/attach/")
+LONGEST = "tests/slurm/"  # its tests, one after another, take longest of all
 LESS_URGENT = 5  # of 19: a third of a usual claim to a processor
 
 
@@ -60,9 +61,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Beside jobs, what starts none leaves the processors to them; no worker comes to jobs later on."""
-    beside_jobs = getattr(item.config, "workerinput", {}).get("dist") == "loadscope"
-    if beside_jobs and not folder_of_jobs(item.nodeid):
+    """All leave the processors to the tests that everything waits for; no worker comes to these later on."""
+    beside_others = getattr(item.config, "workerinput", {}).get("dist") == "loadscope"
+    if beside_others and folder_of_jobs(item.nodeid) != LONGEST:
         os.nice(max(0, LESS_URGENT - os.nice(0)))
 
 

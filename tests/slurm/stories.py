@@ -288,12 +288,12 @@ STORIES: dict[str, Story] = {
     ),
     "rank killed": Story(rank_killed, Settings(PAIR, cluster=ALONE, loader_workers=1), "two"),
     "preempted": Story(preempted, Settings(PAIR, cluster=REQUEUES, loader_workers=1), "two"),
-    "preempted, user signal": Story(preempted_with_user_signal, Settings(cluster=REQUEUES, loader_workers=1)),
+    "preempted, user signal": Story(preempted_with_user_signal, Settings(cluster=REQUEUES)),
     "preempted, CANCEL": Story(preempted_for_good, Settings(cluster=CANCELS)),
     "preempted, no grace": Story(preempted_for_good, Settings(cluster=KILLS)),
     "suspended": Story(suspended, Settings(PAIR, cluster=SUSPENDS), "two"),
     "damaged checkpoint": Story(damaged_checkpoint, Settings()),
-    "requeue refused": Story(requeue_refused, Settings(cluster=NO_REQUEUE, loader_workers=1)),
+    "requeue refused": Story(requeue_refused, Settings(cluster=NO_REQUEUE)),
     "job killed": Story(job_killed, Settings()),
     "cancelled": Story(cancelled, Settings()),
     "memory of one rank": Story(
@@ -303,8 +303,6 @@ STORIES: dict[str, Story] = {
         disturbs=True,
     ),
     "no accounting": Story(no_accounting, Settings(cluster=SITE_DECIDES), disturbs=True),
-    "preempted, JobRequeue=0": Story(
-        preempted_for_good, Settings(PAIR, cluster={**REQUEUES, **SITE_DECIDES}), "two", disturbs=True
-    ),
+    "preempted, JobRequeue=0": Story(preempted_for_good, Settings(cluster={**REQUEUES, **SITE_DECIDES}), disturbs=True),
     "controller gone": Story(controller_gone, Settings(), disturbs=True),
 }

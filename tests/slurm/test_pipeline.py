@@ -184,7 +184,7 @@ def test_what_profiling_cost_is_told_by_accounting(digits: Finished) -> None:
 
 def test_the_same_command_again_submits_nothing(digits: Finished, slurm_env: dict[str, str]) -> None:
     before = digits.run.events_file.read_text()
-    again = sweep(DIGITS, digits.folder, slurm_env)
+    again = sweep(DIGITS, digits.folder, slurm_env, "--until", "train")
     assert again.returncode == 0, again.stderr
     assert digits.run.events_file.read_text() == before
 

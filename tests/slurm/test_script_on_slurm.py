@@ -18,68 +18,72 @@ from tula_hpc.records import Configuration, read_metrics
 
 pytestmark = pytest.mark.usefixtures("quick_nodes")
 SCRIPTS = Path(__file__).parents[1] / "attach" / "scripts"
-SCRIPT = SCRIPTS / "three_lines.py"
-STEPS = 24
+SCRIPTED = ("three_lines.py", "on_lightning.py")  # the faster one first: it is struck first
+STEPS = 16
 SPEC = SweepSpec.model_validate(
     {
         "name": "script",
         "workload": {
-            "script": SCRIPT,
+            "script": SCRIPTS / "three_lines.py",
             "arguments": [
                 *("--batch-size", "{local_batch}", "--epochs", "{epochs}", "--samples", "128"),
-                *("--log", "{run_dir}/log", "--pause", "0.5"),
+                *("--log", "{run_dir}/log", "--pause", "1"),
             ],
             "samples": 128,
-            "epochs": 3,
+            "epochs": 2,
         },
         "training": {"log_interval_steps": 1, "checkpoint_minutes": 1e-6},
     }
 )
 
 
-def test_preempted_a_script_is_requeued_and_ends_as_undisturbed(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
-    settings = Settings(Configuration(2, 1, 8), cluster=REQUEUES, spec=SPEC)
-    whole = Training("whole", slurm_cluster, tmp_path / "whole", settings)
-    whole.start()
-    whole.end()
-    cut = Training("cut", slurm_cluster, tmp_path / "cut", settings)
-    cut.start()
-    cut.wait_for_steps(4)
-    cut.strike(lambda: slurm_cluster.preempt(cut.job_id))
-    cut.wait_for_event("resumed")
-    cut.end()
-    assert (whole.result().steps, cut.result().steps) == (STEPS, STEPS)
-    assert (whole.result().restarts, cut.result().restarts) == (0, 1), cut.account()
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Story]:
+    """What each script comes to by itself on this machine."""
+    stories = {
+        name: Story(tmp_path_factory.mktemp("alone") / "run", 2, (), around=False, script=SCRIPTS / name)
+        for name in SCRIPTED
+    }
+    assert [story.start() for story in stories.values()] == [[0, 0]] * 2
+    return stories
+
+
+@pytest.fixture(scope="module")
+def preempted(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Training]:
+    """Both trainings at the same time, each on two nodes, which a job of a higher partition takes for a while."""
+    trainings = {}
+    for name in SCRIPTED:
+        workload = SPEC.workload.model_copy(update={"script": SCRIPTS / name})
+        settings = Settings(
+            Configuration(2, 1, 8), cluster=REQUEUES, spec=SPEC.model_copy(update={"workload": workload})
+        )
+        folder = tmp_path_factory.mktemp("cut") / "run"
+        trainings[name] = Training(name.removesuffix(".py"), slurm_cluster, folder, settings)
+        trainings[name].start()
+    for training in trainings.values():
+        training.wait_for_steps(4)
+        training.strike(lambda job_id=training.job_id: slurm_cluster.preempt(job_id))
+    for training in trainings.values():
+        training.wait_for_event("resumed")
+        training.end()
+    return trainings
+
+
+@pytest.mark.parametrize("name", SCRIPTED)
+def test_preempted_a_script_is_requeued_and_ends_as_undisturbed(
+    name: str, preempted: dict[str, Training], alone: dict[str, Story]
+) -> None:
+    cut, whole = preempted[name], alone[name]
+    assert (cut.result().steps, cut.result().restarts) == (STEPS, 1), cut.account()
+    assert cut.result().test_accuracy is not None
     stopped, resumed = cut.events("preempted")[0], cut.events("resumed")[0]
     assert stopped.data["step"] == resumed.data["step"] >= 4
     assert len(cut.events("submitted")) == 1
     for rank in range(2):
-        assert weights(cut, rank).keys() == weights(whole, rank).keys()
-        assert all(torch.equal(value, weights(cut, rank)[name]) for name, value in weights(whole, rank).items())
-        assert losses(cut, rank) == losses(whole, rank)
-    assert [row.epoch for row in read_metrics(cut.files.metrics_file).epochs] == [1, 2, 3]
-
-
-def test_preempted_a_script_on_lightning_is_requeued_and_ends_as_undisturbed(
-    slurm_cluster: MiniCluster, tmp_path: Path
-) -> None:
-    alone = Story(tmp_path / "alone", 2, (), around=False, script=SCRIPTS / "on_lightning.py")
-    assert alone.start() == [0, 0]
-    workload = SPEC.workload.model_copy(update={"script": alone.script, "epochs": 2})
-    spec = SPEC.model_copy(update={"workload": workload})
-    cut = Training(
-        "lightning", slurm_cluster, tmp_path / "cut", Settings(Configuration(2, 1, 8), {}, REQUEUES, spec=spec)
-    )
-    cut.start()
-    cut.wait_for_steps(4)
-    cut.strike(lambda: slurm_cluster.preempt(cut.job_id))
-    cut.wait_for_event("resumed")
-    cut.end()
-    assert (cut.result().steps, cut.result().restarts) == (16, 1), cut.account()
-    assert cut.result().test_accuracy is not None
-    for rank in range(2):
-        assert all(torch.equal(value, weights(cut, rank)[name]) for name, value in alone.weights(rank).items())
-        assert losses(cut, rank) == alone.lines(rank)
+        assert weights(cut, rank).keys() == whole.weights(rank).keys()
+        assert all(torch.equal(value, weights(cut, rank)[name]) for name, value in whole.weights(rank).items())
+        assert losses(cut, rank) == whole.lines(rank)
+    assert [row.epoch for row in read_metrics(cut.files.metrics_file).epochs] == [1, 2]
 
 
 def log_of(training: Training) -> Path:

@@ -32,7 +32,7 @@ small_batch = 0
 def study(folder: Path, cluster: MiniCluster) -> subprocess.CompletedProcess[str]:
     path = folder / "study.toml"
     path.write_text(STUDY)
-    command = [sys.executable, "-m", "tula_hpc.study", str(path), "--cluster", str(CLUSTER)]
+    command = [sys.executable, "-m", "tula_hpc.sweep", str(path), "--cluster", str(CLUSTER), "--until", "train"]
     command += ["--run-dir", str(folder / "run"), "--set", "cluster.array_parallelism=2"]
     return subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=ROOT, env=cluster.environment, timeout=300
