@@ -85,7 +85,8 @@ def duration_within(seconds: float, low: float, high: float) -> str:
         # never more than three digits
         least = abs(seconds) / 300 or half
         return _short_within(seconds, _power_of_ten(max(half, least)))
-    step = max(step for step in _STEPS_S if step <= half)
+    # coarser, an end of the interval would be rounded across what lies well within it
+    step = max(step for step in _STEPS_S if step <= max(half / 2, 1))
     # what is shown in hours is not rounded to half a minute first, nor days to half an hour
     if abs(seconds) >= DAY_S:
         step = max(step, HOUR_S)
