@@ -209,12 +209,14 @@ def _what_if(
     plan: Plan, sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement]
 ) -> str:
     from tula_hpc.analysis.report.plan_text import table_lines
-    from tula_hpc.analysis.report.tables import what_if_table
+    from tula_hpc.analysis.report.tables import nothing_changes, what_if_table
     from tula_hpc.analysis.what_if import answers
 
     rows = answers(sweep, cluster, measurements, plan)
-    # a plan that counts what a training measured may choose otherwise than its profiles alone
-    return table_lines(what_if_table(rows)) if rows else "No what-if: a training changed the plan."
+    if not rows:
+        # a plan that counts what a training measured may choose otherwise than its profiles alone
+        return "No what-if: a training changed the plan."
+    return nothing_changes(rows) or table_lines(what_if_table(rows))
 
 
 def _refuse_trained(run: RunDirectory) -> None:

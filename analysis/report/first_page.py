@@ -244,6 +244,7 @@ def _what_would_change(plan: Plan) -> Iterator[str]:
     yield from (as_sentence(text) for text in plan.binding)
     chosen = plan.chosen
     feasible = [chosen, *(candidate for candidate in plan.candidates if candidate.feasible)]
+    alike = not_told_apart(plan)
     named = {
         "the next best": plan.runners_up[0] if plan.runners_up else chosen,
         "the fastest": min(feasible, key=lambda c: (c.expected_time_s, c.cost)),
@@ -252,8 +253,10 @@ def _what_would_change(plan: Plan) -> Iterator[str]:
     roles: dict[str, list[str]] = {}
     others = {}
     for role, candidate in named.items():
-        # one that is faster and cheaper has its sentence beside the reason
-        if candidate == chosen or beats(candidate, chosen):
+        # one that is faster and cheaper has its sentence beside the reason, one that cannot be told
+        # apart beside how sure it is
+        is_compared = beats(candidate, chosen) or (alike and candidate == plan.runners_up[0])
+        if candidate == chosen or is_compared:
             continue
         name = name_of(candidate)
         roles.setdefault(name, []).append(role)

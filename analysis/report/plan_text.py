@@ -230,7 +230,9 @@ def _alternatives(plan: Plan) -> list[str]:
     feasible = [plan.chosen, *(candidate for candidate in plan.candidates if candidate.feasible)]
     fastest = min(feasible, key=lambda c: (c.expected_time_s, c.cost))
     cheapest = min(feasible, key=lambda c: (c.cost, c.expected_time_s))
-    named = [("Next best", candidate) for candidate in plan.runners_up]
+    alike = not_told_apart(plan)
+    # the sentence about both compares them
+    named = [("Next best", candidate) for candidate in plan.runners_up[len(alike) :]]
     # one that is also cheaper has a sentence of its own
     if not beats(fastest, plan.chosen):
         named.append(("Fastest", fastest))
@@ -239,7 +241,7 @@ def _alternatives(plan: Plan) -> list[str]:
     for role, candidate in named:
         if candidate != plan.chosen:
             found.append(f"{role}: {name_of(candidate)}, {against(candidate, plan.chosen)}.")
-    return found + not_told_apart(plan)
+    return found + alike
 
 
 def not_told_apart(plan: Plan) -> list[str]:
