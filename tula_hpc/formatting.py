@@ -115,7 +115,7 @@ def money_within(amount: float, low: float, high: float, currency: str = "USD") 
     if half <= 0 or not math.isfinite(half + amount):
         return format_money(amount, currency)
     least = abs(amount) / 300 or half
-    step = _power_of_ten(max(half, least))
+    step = _power_of_ten(max(half / 2, least))
     decimals = max(0, -round(math.log10(step)))
     return f"{step * round(amount / step):,.{decimals}f} {currency}"
 

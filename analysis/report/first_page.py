@@ -124,14 +124,9 @@ def _decision(plan: Plan) -> str:
     )
 
 
-def _whole_time(chosen: Candidate) -> str:
-    # older plans have the time of the steps alone
-    return "train_time_s" if chosen.wall_time_s is None else "wall_time_s"
-
-
 def _expected(plan: Plan) -> str:
     chosen = plan.chosen
-    time = predicted(chosen, _whole_time(chosen))
+    time = predicted(chosen, chosen.expected_quantity)
     cost = predicted(chosen, "cost")
     memory = format_bytes(chosen.peak_memory_bytes)
     if plan.memory_limit_bytes:
@@ -214,7 +209,7 @@ def _against_prediction(run: RunContents, training: Training) -> str:
 
 def _how_sure(run: RunContents, plan: Plan, *, is_billed: bool) -> Iterator[str]:
     chosen = plan.chosen
-    time = predicted(chosen, _whole_time(chosen))
+    time = predicted(chosen, chosen.expected_quantity)
     cost = predicted(chosen, "cost")
     # the bill tells what was predicted
     if time.low < time.high and not is_billed:

@@ -197,9 +197,7 @@ def beats(candidate: Candidate, chosen: Candidate) -> bool:
 
 def _expectation(plan: Plan) -> str:
     chosen = plan.chosen
-    # older plans have the time of the steps alone
-    quantity = "train_time_s" if chosen.wall_time_s is None else "wall_time_s"
-    low, high = chosen.interval_90.get(quantity, (None, None))
+    low, high = chosen.interval_90.get(chosen.expected_quantity, (None, None))
     between = f"between {format_duration(low)} and {format_duration(high)} with 90 % probability"
     time = format_duration(chosen.expected_time_s)
     cost = format_money(chosen.cost, chosen.currency)
@@ -249,11 +247,9 @@ def not_told_apart(plan: Plan) -> list[str]:
     if not plan.runners_up or plan.runners_up[0].configuration == plan.chosen.configuration:
         return []
     what = "time"
-    name = "wall_time_s"
+    name = plan.chosen.expected_quantity
     if plan.objective == "cost":
         what = name = "cost"
-    elif plan.chosen.wall_time_s is None:
-        name = "train_time_s"
     other = plan.runners_up[0]
     for one, its in ((plan.chosen, other), (other, plan.chosen)):
         low, high = its.interval_90.get(name, (math.inf, -math.inf))

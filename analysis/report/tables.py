@@ -305,7 +305,7 @@ def _what_if_cells(row: WhatIf) -> tuple[str, ...]:
         return (row.change, "nothing is possible", UNKNOWN, UNKNOWN)
     where = f" on {shown.partition}" if shown.partition else ""
     remark = "" if row.chosen else "\nimpossible; this comes nearest"
-    time = predicted(shown, "train_time_s" if shown.wall_time_s is None else "wall_time_s")
+    time = predicted(shown, shown.expected_quantity)
     cost = predicted(shown, "cost")
     return (
         row.change,

@@ -101,7 +101,7 @@ def test_durations_with_intervals(value: float, low: float, high: float, text: s
 
 @pytest.mark.parametrize(
     ("value", "low", "high", "text"),
-    [(2.48, 2.1, 2.9, "2.5 USD"), (0.0171, 0.0152, 0.0189, "0.017 USD"), (1234.0, 900.0, 1600.0, "1,200 USD")],
+    [(2.48, 2.1, 2.9, "2.5 USD"), (0.0171, 0.0152, 0.0189, "0.0171 USD"), (1234.0, 900.0, 1600.0, "1,200 USD")],
 )
 def test_amounts_with_intervals(value: float, low: float, high: float, text: str) -> None:
     assert money_within(value, low, high) == text

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 
 from tula_hpc.analysis.figures import labels, style
 from tula_hpc.analysis.figures.drawing import CONFIGURATION_COLUMNS, Cell, Drawing, Missing, Table
-from tula_hpc.analysis.run_contents import RunContents
-from tula_hpc.formatting import format_duration, format_money, format_percent, plural
+from tula_hpc.analysis.run_contents import RunContents, predicted
+from tula_hpc.formatting import duration_within, format_money, format_percent, plural
 from tula_hpc.records import Candidate, Plan
 
 COLUMNS = (
@@ -132,8 +132,8 @@ def _title(plan: Plan) -> str:
     currency = plan.chosen.currency
     least_cost = format_money(cheapest.cost, currency)
     most_cost = format_money(fastest.cost, currency)
-    least_time = format_duration(fastest.expected_time_s)
-    most_time = format_duration(cheapest.expected_time_s)
+    least_time = duration_within(*predicted(fastest, fastest.expected_quantity))
+    most_time = duration_within(*predicted(cheapest, cheapest.expected_quantity))
     if most_time == least_time:
         return f"The cheapest of the front costs {least_cost} and is as fast as any: {most_time}"
     if least_cost == most_cost:
