@@ -286,7 +286,7 @@ def test_text_from_files_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run.log_event("failed", "train", detail=HOSTILE, job_id="17")
     hostile = plan(
         [candidate(item) for item in configurations()],
-        warnings=[HOSTILE],
+        warnings=[f"{HOSTILE}; try --set a=1"],
         reason=HOSTILE,
         models={HOSTILE: {HOSTILE: HOSTILE}},
     )
@@ -296,6 +296,7 @@ def test_text_from_files_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "script" not in page.tags
     assert "<script" not in text
     assert page.words.count(HOSTILE) >= 9
+    assert '; try <span class="option">--set</span> a=1' in text
 
 
 @pytest.mark.parametrize("exists", [False, True])

@@ -153,10 +153,10 @@ def draw_progress(run: RunContents) -> Drawing | Missing:
     chosen = run.plan.chosen
     feasible = [c for c in run.plan.candidates if c.feasible and c.progress_time_s]
     best = min(feasible, key=lambda c: c.progress_time_s or math.inf, default=chosen)
-    least = format_duration(best.progress_time_s)
+    least = duration_within(*predicted(best, field))
     title = f"Soonest to the same progress: {_place(best)}, {least}"
     if best.configuration != chosen.configuration:
-        title += f"; the chosen one takes {format_duration(chosen.progress_time_s)}"
+        title += f"; the chosen one takes {duration_within(*predicted(chosen, field))}"
     caption = (
         f"Expected time to the progress of {plural(run.plan.epochs, 'epoch')} at "
         "training.base_batch, if nothing scales the gradients: beyond the critical batch a larger "

@@ -145,11 +145,13 @@ def _caption(plan: Plan) -> str:
     chosen = plan.chosen
     several = _partitions(plan)
     shape = ", its shape that of its partition" if several else ""
-    verb = "is" if len(plan.pareto) == 1 else "are"
+    front = "is the only candidate"
+    if len(plan.pareto) > 1:
+        front = f"are the {plural(len(plan.pareto), 'candidate')}"
     text = (
         "What the whole training costs and how long it is expected to last, one mark for each "
-        f"candidate{shape}; down and to the left is better. On the line {verb} the "
-        f"{plural(len(plan.pareto), 'candidate')} of the Pareto front: no other feasible one is "
+        f"candidate{shape}; down and to the left is better. On the line {front} "
+        "of the Pareto front: no other feasible one is "
         "both faster and cheaper. The chosen one (ring) is "
     )
     if chosen.pareto:
