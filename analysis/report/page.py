@@ -193,4 +193,5 @@ def _title_page(page: Mapping[str, Any]) -> TitlePage:
     lists = {section.heading: section.sentences for section in first.sections} | page["groups"]
     if more := sum(map(len, page["more_groups"].values())):
         lists["More"] = [f"{plural(more, 'more remark')} in report.html."]
-    return TitlePage(*head, *page["summary"], lists)
+    summary = page["summary"]
+    return TitlePage(*head, summary.columns, summary.rows, lists)
