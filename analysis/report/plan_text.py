@@ -18,7 +18,9 @@ from rich.text import Text
 
 from tula_hpc.analysis.planning.partitions import name_of
 from tula_hpc.analysis.report.tables import TextTable
+from tula_hpc.analysis.run_contents import predicted
 from tula_hpc.formatting import (
+    duration_within,
     format_bytes,
     format_duration,
     format_money,
@@ -26,6 +28,7 @@ from tula_hpc.formatting import (
     format_percent,
     in_comparison,
     in_samples,
+    money_within,
     plural,
     printable,
 )
@@ -197,11 +200,11 @@ def beats(candidate: Candidate, chosen: Candidate) -> bool:
 
 def _expectation(plan: Plan) -> str:
     chosen = plan.chosen
-    low, high = chosen.interval_90.get(chosen.expected_quantity, (None, None))
-    between = f"between {format_duration(low)} and {format_duration(high)} with 90 % probability"
-    time = format_duration(chosen.expected_time_s)
-    cost = format_money(chosen.cost, chosen.currency)
-    text = f"Training should take {time} ({between}) and cost {cost}"
+    interval = predicted(chosen, chosen.expected_quantity)
+    time, low, high = (duration_within(s, interval.low, interval.high) for s in interval)
+    between = f" (between {low} and {high} with 90 % probability)" if low != high else ""
+    cost = money_within(*predicted(chosen, "cost"), chosen.currency)
+    text = f"Training should take {time}{between} and cost {cost}"
     if chosen.wall_time_s is not None:
         steps = format_duration(chosen.train_time_s)
         every = format_duration(60.0 * (chosen.checkpoint_minutes or 0.0))
