@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import get_args
@@ -206,13 +207,17 @@ def _damaged_plan(run: RunDirectory) -> list[str]:
 def _what_if(
     plan: Plan, sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement]
 ) -> str:
-    from tula_hpc.analysis.report.plan_text import table_lines
-    from tula_hpc.analysis.report.tables import what_if_table
+    from tula_hpc.analysis.report.plan_text import PLAN_WIDTH, table_lines
+    from tula_hpc.analysis.report.tables import nothing_changes, what_if_table
     from tula_hpc.analysis.what_if import answers
 
     rows = answers(sweep, cluster, measurements, plan)
-    # a plan that counts what a training measured may choose otherwise than its profiles alone
-    return table_lines(what_if_table(rows)) if rows else "No what-if: a training changed the plan."
+    if not rows:
+        # a plan that counts what a training measured may choose otherwise than its profiles alone
+        return "No what-if: a training changed the plan."
+    if said := nothing_changes(rows):
+        return textwrap.fill(said, PLAN_WIDTH)
+    return table_lines(what_if_table(rows))
 
 
 def _refuse_trained(run: RunDirectory) -> None:

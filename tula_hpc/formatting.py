@@ -85,7 +85,8 @@ def duration_within(seconds: float, low: float, high: float) -> str:
         # never more than three digits
         least = abs(seconds) / 300 or half
         return _short_within(seconds, _power_of_ten(max(half, least)))
-    step = max(step for step in _STEPS_S if step <= half)
+    # coarser, an end of the interval would be rounded across what lies well within it
+    step = max(step for step in _STEPS_S if step <= max(half / 2, 1))
     # what is shown in hours is not rounded to half a minute first, nor days to half an hour
     if abs(seconds) >= DAY_S:
         step = max(step, HOUR_S)
@@ -114,7 +115,7 @@ def money_within(amount: float, low: float, high: float, currency: str = "USD") 
     if half <= 0 or not math.isfinite(half + amount):
         return format_money(amount, currency)
     least = abs(amount) / 300 or half
-    step = _power_of_ten(max(half, least))
+    step = _power_of_ten(max(half / 2, least))
     decimals = max(0, -round(math.log10(step)))
     return f"{step * round(amount / step):,.{decimals}f} {currency}"
 

@@ -11,8 +11,8 @@ from matplotlib.ticker import MaxNLocator
 
 from tula_hpc.analysis.figures import style
 from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
-from tula_hpc.analysis.run_contents import RunContents, measured_epochs
-from tula_hpc.formatting import format_duration
+from tula_hpc.analysis.run_contents import Interval, RunContents, measured_epochs, predicted
+from tula_hpc.formatting import duration_within
 
 NAME = "run_curves"
 COLUMNS = ("run", "quantity", "global_batch_samples", "epoch", "value", "chosen")
@@ -28,8 +28,8 @@ class RunCurve(NamedTuple):
     predicted_s: Mapping[int, float]
     # of the fastest measured configuration
     measured_s: Mapping[int, float]
-    # global batch and seconds of an epoch
-    chosen: tuple[int, float] | None
+    # global batch, and seconds of an epoch with their 90 % interval
+    chosen: tuple[int, Interval] | None
     # epochs and test accuracy, percent, or test loss
     scores: Sequence[tuple[int, float]]
     has_accuracy: bool
@@ -37,13 +37,13 @@ class RunCurve(NamedTuple):
 
 def curve_of(name: str, run: RunContents) -> RunCurve:
     """Return the curves of a run at any stage."""
-    predicted: dict[int, float] = {}
+    least: dict[int, float] = {}
     chosen = None
     if run.plan:
         for item in run.plan.candidates:
             if item.feasible and item.epoch_time_s > 0:
-                _keep_least(predicted, item.global_batch, item.epoch_time_s)
-        chosen = (run.plan.chosen.global_batch, run.plan.chosen.epoch_time_s)
+                _keep_least(least, item.global_batch, item.epoch_time_s)
+        chosen = (run.plan.chosen.global_batch, predicted(run.plan.chosen, "epoch_time_s"))
     measured: dict[int, float] = {}
     samples = run.plan.dataset_samples if run.plan else 0
     for where, seconds in measured_epochs(run.ok, samples).items():
@@ -53,7 +53,7 @@ def curve_of(name: str, run: RunContents) -> RunCurve:
         (row.epoch, 100 * row.test_accuracy) for row in epochs if row.test_accuracy is not None
     ]
     losses = [(row.epoch, row.test_loss) for row in epochs if row.test_loss is not None]
-    return RunCurve(name, predicted, measured, chosen, accuracies or losses, bool(accuracies))
+    return RunCurve(name, least, measured, chosen, accuracies or losses, bool(accuracies))
 
 
 def _keep_least(found: dict[int, float], batch: int, seconds: float) -> None:
@@ -107,7 +107,8 @@ def _draw_times(axes: Axes, curves: Sequence[RunCurve]) -> None:
         marks = np.array(sorted(curve.measured_s.items()), dtype=np.float64).reshape(-1, 2)
         axes.plot(*marks.T, _marker(index), color=colour, markersize=5, linestyle="none")
         if curve.chosen:
-            ring = axes.plot(*np.array([curve.chosen]).T, "o", color=colour, fillstyle="none")
+            batch, epoch_s = curve.chosen
+            ring = axes.plot(batch, epoch_s.value, "o", color=colour, fillstyle="none")
             ring[0].set(markersize=13, markeredgewidth=1.6)
 
 
@@ -127,10 +128,13 @@ def _title(curves: Sequence[RunCurve]) -> str:
     chosen = [(curve.chosen[1], curve) for curve in curves if curve.chosen]
     if not chosen:
         return "Epoch times of the runs"
-    best_s, best = min(chosen, key=lambda pair: pair[0])
-    text = f"{best.name}: the shortest epoch among the chosen ones, {format_duration(best_s)}"
-    others = [f"{curve.name} {format_duration(s)}" for s, curve in chosen if curve is not best]
-    return f"{text} ({', '.join(others)})" if others else text
+    chosen.sort(key=lambda pair: pair[0].value)
+    texts = [f"{curve.name} {duration_within(*epoch_s)}" for epoch_s, curve in chosen]
+    # the others may be as fast: no word about which is the shortest
+    if any(epoch_s.low <= chosen[0][0].high for epoch_s, _ in chosen[1:]):
+        return f"Epochs of the chosen ones: {', '.join(texts)}"
+    title = f"The shortest epoch of the chosen ones: {texts[0]}"
+    return f"{title} ({', '.join(texts[1:])})" if texts[1:] else title
 
 
 def _caption(curves: Sequence[RunCurve], kinds: set[bool]) -> str:

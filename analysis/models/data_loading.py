@@ -90,7 +90,7 @@ def describe_slow_storage(profiles: Sequence[Profile]) -> str:
     samples = worst.configuration.global_batch / worst.times.step_time_s
     return (
         f"the file system decides: at {worst.configuration} waiting for data takes "
-        f"{wait_share(worst.times):.0%} of a step, and less on fewer nodes; all together read "
+        f"{100 * wait_share(worst.times):.0f} % of a step, and less on fewer nodes; all together read "
         f"{format_number(samples, 3)} samples/s there, and more nodes will hardly read more: copy "
         "the data to disks of the nodes, or pack it into fewer and larger files"
     )
@@ -103,7 +103,7 @@ def describe_slow_loader(profile: Profile, loader_workers: int | None) -> str:
         profile: Where it decides.
         loader_workers: As profiled; None: a script's own, which it alone knows.
     """
-    share = f"{wait_share(profile.times):.0%}"
+    share = f"{100 * wait_share(profile.times):.0f} %"
     found = (
         "the data loader decides: waiting for data takes up to "
         f"{share} of a step at {profile.configuration}"

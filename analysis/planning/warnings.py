@@ -168,7 +168,7 @@ def about_left_out_samples(chosen: int, fitted: Fitted, *, many: bool) -> list[s
     if share < DROPPED_SHARE or (share >= MANY_DROPPED) != many:
         return []
     batches = f"full batches of {global_batch:,}"
-    return [f"{batches} leave out {share:.0%} of the {samples:,} samples in every epoch"]
+    return [f"{batches} leave out {100 * share:.0f} % of the {samples:,} samples in every epoch"]
 
 
 def about_range(plan: Plan, search: SearchSpec) -> list[str]:
@@ -354,7 +354,7 @@ def with_estimates(plan: Plan, fitted: Fitted, footprints: Mapping[str, Footprin
         if name in partitions:
             models["partitions"] = partitions | {name: _with_error(partitions[name], error)}
         if error > NOTEWORTHY_ERROR:
-            off = f"off by {error:.0%} in the median"
+            off = f"off by {100 * error:.0f} % in the median"
             warnings.append(prefixed(name, f"the memory estimate before profiling was {off}"))
     return plan.model_copy(update={"models": models}).with_doubts(to_know(warnings))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from tula_hpc.analysis.costs.spread import TimePart
 from tula_hpc.analysis.costs.training_bill import (
@@ -15,7 +15,14 @@ from tula_hpc.analysis.costs.training_bill import (
 from tula_hpc.analysis.report.plan_text import PART_NAMES
 from tula_hpc.analysis.report.tables import TextTable
 from tula_hpc.analysis.run_contents import Training, candidate_of
-from tula_hpc.formatting import UNKNOWN, format_duration, format_money, plural
+from tula_hpc.formatting import (
+    UNKNOWN,
+    duration_within,
+    format_duration,
+    format_money,
+    money_within,
+    plural,
+)
 from tula_hpc.records import Event, Plan, RunHistory
 
 COLUMNS = ("", "predicted (90 %)", "actual", "verdict")
@@ -60,9 +67,9 @@ def bill_sentences(
     if whole.actual is None:
         return
     took = f"{name} took {format_duration(whole.actual)} in all {SOURCES[bill.source]}"
-    yield f"{took}, {_judged(whole, format_duration)}."
+    yield f"{took}, {_judged(whole, _promised_times(whole))}."
     paid = f"It cost {format_money(cost.actual, bill.currency)}"
-    yield f"{paid}; {_predicted(cost, lambda amount: format_money(amount, bill.currency))}."
+    yield f"{paid}; {_predicted(_promised_amounts(cost, bill.currency))}."
     if parts:
         yield from _parts_off(bill)
     if bill.source is Source.NOTES and bill.unknown_runs:
@@ -78,40 +85,55 @@ def _parts_off(bill: TrainingBill) -> Iterator[str]:
         yield f"Most of the difference: {_off(most, bill.parts[most])}."
 
 
-def _judged(compared: Compared, words: Callable[[float], str]) -> str:
-    """Compare with what was predicted: "longer than the 90 % interval of the predicted 19.3 s"."""
-    predicted = f"the predicted {words(compared.expected)}"
-    if compared.interval is None or compared.verdict is Verdict.UNKNOWN:
-        return f"beside {predicted}"
-    low, high = map(words, compared.interval)
-    return f"{JUDGED[compared.verdict]} {predicted} ({low} to {high})"
-
-
-def _predicted(compared: Compared, words: Callable[[float], str]) -> str:
-    text = f"{words(compared.expected)} was predicted"
+def _promised_times(compared: Compared) -> list[str]:
+    """Return the expected time and the ends of its interval, with the digits that it leaves."""
     if compared.interval is None:
-        return text
-    low, high = map(words, compared.interval)
-    return f"{text} ({low} to {high})"
+        return [format_duration(compared.expected)]
+    ends = compared.interval
+    return [duration_within(seconds, *ends) for seconds in (compared.expected, *ends)]
+
+
+def _promised_amounts(compared: Compared, currency: str) -> list[str]:
+    if compared.interval is None:
+        return [format_money(compared.expected, currency)]
+    ends = compared.interval
+    return [money_within(amount, *ends, currency) for amount in (compared.expected, *ends)]
+
+
+def _judged(compared: Compared, promised: Sequence[str]) -> str:
+    """Compare with what was predicted: "longer than the 90 % interval of the predicted 19 s"."""
+    expected, *ends = promised
+    if not ends or compared.verdict is Verdict.UNKNOWN:
+        return f"beside the predicted {expected}"
+    return f"{JUDGED[compared.verdict]} the predicted {expected} ({' to '.join(ends)})"
+
+
+def _predicted(promised: Sequence[str]) -> str:
+    expected, *ends = promised
+    text = f"{expected} was predicted"
+    return f"{text} ({' to '.join(ends)})" if ends else text
 
 
 def _off(part: TimePart, seconds: Compared) -> str:
-    took, expected = format_duration(seconds.actual), format_duration(seconds.expected)
+    took = format_duration(seconds.actual)
+    expected = _promised_times(seconds)[0]
     return f"{PART_NAMES.get(part, str(part))} {took}, {expected} were predicted"
 
 
 def bill_table(bill: TrainingBill) -> TextTable:
     """Return whole, parts and cost, each with its verdict; a cell's second line is its interval."""
-    rows = [_row("whole training", bill.whole, format_duration)]
-    for part, seconds in bill.parts.items():
-        rows.append(_row(PART_NAMES.get(part, str(part)), seconds, format_duration))
-    rows.append(_row("cost", bill.cost, lambda amount: format_money(amount, bill.currency)))
+    times = {"whole training": bill.whole}
+    times |= {PART_NAMES.get(part, str(part)): seconds for part, seconds in bill.parts.items()}
+    rows = [
+        _row(name, seconds, _promised_times(seconds), format_duration(seconds.actual))
+        for name, seconds in times.items()
+    ]
+    paid = format_money(bill.cost.actual, bill.currency)
+    rows.append(_row("cost", bill.cost, _promised_amounts(bill.cost, bill.currency), paid))
     return TextTable(COLUMNS, rows)
 
 
-def _row(name: str, compared: Compared, words: Callable[[float | None], str]) -> tuple[str, ...]:
-    predicted = words(compared.expected)
-    if compared.interval is not None:
-        low, high = map(words, compared.interval)
-        predicted += f"\n{low} – {high}"
-    return name, predicted, words(compared.actual), VERDICTS[compared.verdict]
+def _row(name: str, compared: Compared, promised: Sequence[str], actual: str) -> tuple[str, ...]:
+    expected, *ends = promised
+    predicted = f"{expected}\n{' – '.join(ends)}" if ends else expected
+    return name, predicted, actual, VERDICTS[compared.verdict]

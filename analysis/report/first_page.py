@@ -125,14 +125,9 @@ def _decision(plan: Plan) -> str:
     )
 
 
-def _whole_time(chosen: Candidate) -> str:
-    # older plans have the time of the steps alone
-    return "train_time_s" if chosen.wall_time_s is None else "wall_time_s"
-
-
 def _expected(plan: Plan) -> str:
     chosen = plan.chosen
-    time = predicted(chosen, _whole_time(chosen))
+    time = predicted(chosen, chosen.expected_quantity)
     cost = predicted(chosen, "cost")
     memory = format_bytes(chosen.peak_memory_bytes)
     if plan.memory_limit_bytes:
@@ -215,7 +210,7 @@ def _against_prediction(run: RunContents, training: Training) -> str:
 
 def _how_sure(run: RunContents, plan: Plan, *, is_billed: bool) -> Iterator[str]:
     chosen = plan.chosen
-    time = predicted(chosen, _whole_time(chosen))
+    time = predicted(chosen, chosen.expected_quantity)
     cost = predicted(chosen, "cost")
     # the bill tells what was predicted
     if time.low < time.high and not is_billed:
@@ -245,6 +240,7 @@ def _what_would_change(plan: Plan) -> Iterator[str]:
     yield from (as_sentence(text) for text in plan.binding)
     chosen = plan.chosen
     feasible = [chosen, *(candidate for candidate in plan.candidates if candidate.feasible)]
+    alike = not_told_apart(plan)
     named = {
         "the next best": plan.runners_up[0] if plan.runners_up else chosen,
         "the fastest": min(feasible, key=lambda c: (c.expected_time_s, c.cost)),
@@ -253,8 +249,10 @@ def _what_would_change(plan: Plan) -> Iterator[str]:
     roles: dict[str, list[str]] = {}
     others = {}
     for role, candidate in named.items():
-        # one that is faster and cheaper has its sentence beside the reason
-        if candidate == chosen or beats(candidate, chosen):
+        # one that is faster and cheaper has its sentence beside the reason, one that cannot be told
+        # apart beside how sure it is
+        is_compared = beats(candidate, chosen) or (alike and candidate == plan.runners_up[0])
+        if candidate == chosen or is_compared:
             continue
         name = name_of(candidate)
         roles.setdefault(name, []).append(role)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -79,10 +80,15 @@ def render_page(template: str, page: Mapping[str, Any]) -> str:
     return printable(_environment().get_template(template).render(page))
 
 
+# of a command: its hyphens are no place to end a line
+_OPTION = re.compile(r"(?<!\S)--?[a-z][\w-]*")
+
+
 # cached: compiling a template takes ten times as long as filling it in
 @functools.cache
 def _environment() -> jinja2.Environment:
     import jinja2
+    from markupsafe import Markup, escape
 
     # late: it computes with NumPy, which a command's --help does without
     from tula_hpc.analysis.report.tables import numbers_as_text
@@ -95,6 +101,11 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["keep_units"] = keep_units
+
+    def in_one_piece(text: str) -> Markup:
+        whole = r'<span class="option">\g<0></span>'
+        return Markup(_OPTION.sub(whole, str(escape(keep_units(text)))))  # noqa: S704 - escaped before
+
+    environment.filters["keep_units"] = in_one_piece
     environment.filters["as_text"] = lambda table: numbers_as_text(table.columns, table.rows)
     return environment

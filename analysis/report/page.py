@@ -24,9 +24,9 @@ from tula_hpc.analysis.report.tables import (
     failure_table,
     fallback_table,
     model_tables,
+    nothing_changes,
     summary_cells,
     summary_rows,
-    summary_table,
     what_if_table,
 )
 from tula_hpc.analysis.report.text import assumptions, doubts, grouped, how_measured
@@ -71,7 +71,9 @@ def write_report(run: RunDirectory) -> list[Path]:
     svgs = [drawing.svg() for drawing in drawn.drawings]
     summary = _summary(contents)
     page = _page(contents, drawn, svgs)
-    page["summary"] = summary_table(summary)
+    # the first page tells the accuracy
+    cells = [summary_cells(row)[: len(SUMMARY_COLUMNS)] for row in summary]
+    page["summary"] = TextTable(SUMMARY_COLUMNS, cells)
     page |= {"deciding": DECIDING, "study_title": STUDY_TITLE}
     page["bills"] = list(_bills(contents))
     files: dict[str, bytes] = {"report.html": render_page(TEMPLATE, page).encode()}
@@ -79,7 +81,7 @@ def write_report(run: RunDirectory) -> list[Path]:
     if drawn.scaling:
         files |= scaling_files(drawn.scaling)
     # last: it changes the layout of the figures
-    files["report.pdf"] = render_pdf(_title_page(page, summary), drawn.drawings, DECIDING)
+    files["report.pdf"] = render_pdf(_title_page(page), drawn.drawings, DECIDING)
     return replace_files(run.report, {*FIGURES, *STEMS}, files)
 
 
@@ -98,7 +100,7 @@ def _page(contents: RunContents, drawn: Figures, svgs: Sequence[str]) -> dict[st
         "accounts": account_table(contents.accounts),
         "failed": sum(item.status != "ok" for item in contents.measurements),
         "models": [],
-        "what_if": what_if_table(what_if(contents)),
+        **_what_if(contents),
         "fallbacks": None,
         "candidates": None,
         "inputs": [("sweep.toml", contents.sweep_text), ("cluster.toml", contents.cluster_text)],
@@ -108,6 +110,11 @@ def _page(contents: RunContents, drawn: Figures, svgs: Sequence[str]) -> dict[st
         page["fallbacks"] = fallback_table(contents.plan)
         page["candidates"] = candidate_table(contents.plan, contents.measurements)
     return page
+
+
+def _what_if(contents: RunContents) -> dict[str, Any]:
+    rows = what_if(contents)
+    return {"what_if": what_if_table(rows), "nothing_changes": nothing_changes(rows)}
 
 
 def _shown_and_more(
@@ -178,13 +185,13 @@ def _subtitle(contents: RunContents) -> str:
     return " · ".join(parts)
 
 
-def _title_page(page: Mapping[str, Any], summary: Sequence[SummaryRow]) -> TitlePage:
+def _title_page(page: Mapping[str, Any]) -> TitlePage:
     from tula_hpc.analysis.figures.drawing import TitlePage
 
-    rows = [summary_cells(row)[: len(SUMMARY_COLUMNS)] for row in summary]
     first = page["first"]
     head = (page["title"], page["subtitle"], first.decision)
     lists = {section.heading: section.sentences for section in first.sections} | page["groups"]
     if more := sum(map(len, page["more_groups"].values())):
         lists["More"] = [f"{plural(more, 'more remark')} in report.html."]
-    return TitlePage(*head, SUMMARY_COLUMNS, rows, lists)
+    summary = page["summary"]
+    return TitlePage(*head, summary.columns, summary.rows, lists)

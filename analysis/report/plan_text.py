@@ -18,7 +18,9 @@ from rich.text import Text
 
 from tula_hpc.analysis.planning.partitions import name_of
 from tula_hpc.analysis.report.tables import TextTable
+from tula_hpc.analysis.run_contents import predicted
 from tula_hpc.formatting import (
+    duration_within,
     format_bytes,
     format_duration,
     format_money,
@@ -26,6 +28,7 @@ from tula_hpc.formatting import (
     format_percent,
     in_comparison,
     in_samples,
+    money_within,
     plural,
     printable,
 )
@@ -197,13 +200,11 @@ def beats(candidate: Candidate, chosen: Candidate) -> bool:
 
 def _expectation(plan: Plan) -> str:
     chosen = plan.chosen
-    # older plans have the time of the steps alone
-    quantity = "train_time_s" if chosen.wall_time_s is None else "wall_time_s"
-    low, high = chosen.interval_90.get(quantity, (None, None))
-    between = f"between {format_duration(low)} and {format_duration(high)} with 90 % probability"
-    time = format_duration(chosen.expected_time_s)
-    cost = format_money(chosen.cost, chosen.currency)
-    text = f"Training should take {time} ({between}) and cost {cost}"
+    interval = predicted(chosen, chosen.expected_quantity)
+    time, low, high = (duration_within(s, interval.low, interval.high) for s in interval)
+    between = f" (between {low} and {high} with 90 % probability)" if low != high else ""
+    cost = money_within(*predicted(chosen, "cost"), chosen.currency)
+    text = f"Training should take {time}{between} and cost {cost}"
     if chosen.wall_time_s is not None:
         steps = format_duration(chosen.train_time_s)
         every = format_duration(60.0 * (chosen.checkpoint_minutes or 0.0))
@@ -230,7 +231,9 @@ def _alternatives(plan: Plan) -> list[str]:
     feasible = [plan.chosen, *(candidate for candidate in plan.candidates if candidate.feasible)]
     fastest = min(feasible, key=lambda c: (c.expected_time_s, c.cost))
     cheapest = min(feasible, key=lambda c: (c.cost, c.expected_time_s))
-    named = [("Next best", candidate) for candidate in plan.runners_up]
+    alike = not_told_apart(plan)
+    # the sentence about both compares them
+    named = [("Next best", candidate) for candidate in plan.runners_up[len(alike) :]]
     # one that is also cheaper has a sentence of its own
     if not beats(fastest, plan.chosen):
         named.append(("Fastest", fastest))
@@ -239,7 +242,7 @@ def _alternatives(plan: Plan) -> list[str]:
     for role, candidate in named:
         if candidate != plan.chosen:
             found.append(f"{role}: {name_of(candidate)}, {against(candidate, plan.chosen)}.")
-    return found + not_told_apart(plan)
+    return found + alike
 
 
 def not_told_apart(plan: Plan) -> list[str]:
@@ -247,11 +250,9 @@ def not_told_apart(plan: Plan) -> list[str]:
     if not plan.runners_up or plan.runners_up[0].configuration == plan.chosen.configuration:
         return []
     what = "time"
-    name = "wall_time_s"
+    name = plan.chosen.expected_quantity
     if plan.objective == "cost":
         what = name = "cost"
-    elif plan.chosen.wall_time_s is None:
-        name = "train_time_s"
     other = plan.runners_up[0]
     for one, its in ((plan.chosen, other), (other, plan.chosen)):
         low, high = its.interval_90.get(name, (math.inf, -math.inf))

@@ -162,9 +162,10 @@ def summary_cells(row: SummaryRow) -> tuple[str, ...]:
     """Return the cells of SUMMARY_COLUMNS and the accuracy; a second line in a cell is a remark."""
     role = row.role if row.feasible else f"{row.role}, not feasible"
     measured = format_duration(row.measured_epoch_s)
+    off = _off(row.relative_error)
     if row.trained_epoch_s is not None:
-        profiled = "" if row.measured_epoch_s is None else f"\n{measured} profiled"
-        measured = f"{format_duration(row.trained_epoch_s)} in training{profiled}"
+        measured += f"\n{format_duration(row.trained_epoch_s)} in training"
+        off += "\nin training"
     time, cost = _time_and_cost(row.train_time_s, row.cost, row.currency)
     if row.trained_s:
         time += f"\n{format_duration(row.trained_s)} in training"
@@ -177,7 +178,7 @@ def summary_cells(row: SummaryRow) -> tuple[str, ...]:
         f"N = {row.configuration.nodes}, B = {row.configuration.global_batch:,}\n{role}",
         format_interval(row.predicted_epoch_s),
         measured,
-        _off(row.relative_error),
+        off,
         time,
         cost,
         format_bytes(row.peak_memory_bytes),
@@ -290,35 +291,41 @@ def _candidate_cells(item: Candidate, measured: Mapping[Configuration, float]) -
     )
 
 
-WHAT_IF_COLUMNS = ("if", "nodes", "global batch", "expected time", "cost", "")
+WHAT_IF_COLUMNS = ("if", "choice", "expected time", "cost")
 
 
 def what_if_table(rows: Sequence[WhatIf]) -> TextTable:
     """Return the plan's choice under each change, the first being none."""
-    first = rows[0].chosen if rows else None
-    return TextTable(WHAT_IF_COLUMNS, [_what_if_cells(row, first) for row in rows])
+    return TextTable(WHAT_IF_COLUMNS, list(map(_what_if_cells, rows)))
 
 
-def _what_if_cells(row: WhatIf, first: Candidate | None) -> tuple[str, ...]:
-    item = row.chosen
-    shown = item or row.nearest
+def _what_if_cells(row: WhatIf) -> tuple[str, ...]:
+    shown = row.chosen or row.nearest
     if shown is None:
-        return (row.change, *[UNKNOWN] * 4, "nothing is possible")
-    where = f"\n{shown.partition}" if shown.partition else ""
-    time = predicted(shown, "train_time_s" if shown.wall_time_s is None else "wall_time_s")
+        return (row.change, "nothing is possible", UNKNOWN, UNKNOWN)
+    where = f" on {shown.partition}" if shown.partition else ""
+    remark = "" if row.chosen else "\nimpossible; this comes nearest"
+    time = predicted(shown, shown.expected_quantity)
     cost = predicted(shown, "cost")
-    remark = "impossible; this comes nearest"
-    if item is not None:
-        same = first is not None and name_of(item) == name_of(first)
-        remark = "the same choice" if same else "another choice"
     return (
         row.change,
-        f"{shown.nodes}{where}",
-        f"{shown.global_batch:,}",
+        f"N = {shown.nodes}, B = {shown.global_batch:,}{where}{remark}",
         duration_within(*time),
         money_within(*cost, shown.currency),
-        "" if item is not None and item is first else remark,
     )
+
+
+def nothing_changes(rows: Sequence[WhatIf]) -> str:
+    """Say that no change leads to another choice; "" where one does, and a table tells more."""
+    names = {name_of(found) for row in rows if (found := row.chosen or row.nearest)}
+    if len(names) != 1:
+        return ""
+    asked = [row.change for row in rows[1:] if row.chosen]
+    impossible = [row.change for row in rows if not row.chosen]
+    text = f"None of these changes the choice: {', '.join(asked)}." if asked else ""
+    if impossible:
+        text += f" Not possible: {', '.join(impossible)}."
+    return text.strip()
 
 
 def fallback_table(plan: Plan) -> TextTable:

@@ -19,7 +19,7 @@ from tula_hpc.analysis.planning.partitions import of_partition, prefixed
 from tula_hpc.analysis.planning.warnings import to_measure
 from tula_hpc.analysis.search.decision import DecisionModel
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec
-from tula_hpc.formatting import format_duration, format_percent
+from tula_hpc.formatting import format_duration, in_comparison
 from tula_hpc.records import Configuration, Measurement, Plan, is_usable
 
 # of the chosen configuration: its training takes by about half of it longer or shorter
@@ -56,8 +56,7 @@ class Unsteady(NamedTuple):
         halves = (
             f"{format_duration(times.first_half_s)}, then {format_duration(times.second_half_s)}"
         )
-        way = "slower" if self.drift > 0 else "faster"
-        changed = f"{format_percent(abs(self.drift))} {way} while it was measured ({halves})"
+        changed = f"{in_comparison(1.0 + self.drift)} while it was measured ({halves})"
         return f"the step of {self.profile.configuration} became {changed}"
 
 
@@ -144,9 +143,8 @@ def _choice(decision: DecisionModel, search: SearchSpec, summary: Summary) -> Co
 
 
 def _on_training(one: Unsteady) -> str:
-    later = (one.profile.times.second_half_s or 0.0) / one.profile.times.step_time_s - 1.0
-    way = "longer" if later > 0 else "shorter"
-    return f"if it stays as it was at the end, training takes {format_percent(abs(later))} {way}"
+    later = (one.profile.times.second_half_s or 0.0) / one.profile.times.step_time_s
+    return f"if it stays as it was at the end, training takes {in_comparison(later)}"
 
 
 def _what_to_do(one: Unsteady, search: SearchSpec, usable: Iterable[Measurement]) -> str:

@@ -41,7 +41,9 @@ for (const page of PAGES) for (const width of WIDTHS) {
       e.getBoundingClientRect().right > width + 1).map(e => e.tagName + "." + e.className);
     const closed = root.scrollWidth;
     inner.querySelectorAll("details").forEach(e => e.open = true);
-    found.push({page, width, closed, open: root.scrollWidth, wide: wide(),
+    const cut = [...inner.querySelectorAll(".scroll")].filter(e => !e.closest("details") &&
+      e.scrollWidth > e.clientWidth + 1).map(e => e.innerText.slice(0, 40));
+    found.push({page, width, closed, open: root.scrollWidth, wide: wide(), cut,
       figures: [...inner.querySelectorAll("figure svg")].map(e => {
         const box = e.getBoundingClientRect(), label = e.getAttribute("aria-label");
         return {label, height: box.height, width: box.width,
@@ -131,12 +133,18 @@ def test_no_page_is_wider_than_its_window(seen: Seen) -> None:
         assert frame["open"] <= frame["width"], (frame["page"], frame["width"])
 
 
+def test_nothing_is_cut_on_a_screen_and_no_figure_on_a_phone(seen: Seen) -> None:
+    for frame in seen.frames:
+        assert all(figure["width"] <= frame["width"] for figure in frame["figures"])
+        assert frame["cut"] == [] or frame["width"] < 1280
+
+
 def test_every_figure_is_there_with_its_words_and_numbers(seen: Seen) -> None:
     for frame in seen.frames:
         expected = len(FIGURES) if frame["page"] == "report.html" else 1
         assert len(frame["figures"]) == frame["tables"] == expected
         for figure in frame["figures"]:
-            assert figure["height"] > 100
+            assert figure["height"] > 75
             assert figure["width"] > 300
             assert figure["label"]
             assert figure["described"]

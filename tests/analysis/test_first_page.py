@@ -91,7 +91,7 @@ def test_durations_are_as_exact_as_their_interval_and_no_more(seconds: float, sh
     ("value", "low", "high", "text"),
     [
         (152.0, 138.0, 168.0, "2 min 30 s"), (9.1, 6.4, 12.9, "9 s"), (0.217, 0.2, 0.24, "220 ms"),
-        (7_990.0, 7_000.0, 9_000.0, "2 h 10 min"), (5.0, 5.0, 5.0, "5.0 s"),
+        (7_990.0, 7_000.0, 9_000.0, "2 h 15 min"), (22.0, 16.0, 32.3, "22 s"), (5.0, 5.0, 5.0, "5.0 s"),
         (1_988_101.0, 1_986_113.0, 1_990_089.0, "23 d"),
     ],
 )  # fmt: skip
@@ -101,7 +101,7 @@ def test_durations_with_intervals(value: float, low: float, high: float, text: s
 
 @pytest.mark.parametrize(
     ("value", "low", "high", "text"),
-    [(2.48, 2.1, 2.9, "2.5 USD"), (0.0171, 0.0152, 0.0189, "0.017 USD"), (1234.0, 900.0, 1600.0, "1,200 USD")],
+    [(2.48, 2.1, 2.9, "2.5 USD"), (0.0171, 0.0152, 0.0189, "0.0171 USD"), (1234.0, 900.0, 1600.0, "1,200 USD")],
 )
 def test_amounts_with_intervals(value: float, low: float, high: float, text: str) -> None:
     assert money_within(value, low, high) == text

@@ -77,7 +77,7 @@ def test_a_plan_predicts_every_candidate_from_four_corners() -> None:
         assert candidate.step_time_s == pytest.approx(step_time_s(candidate.nodes, candidate.local_batch), rel=0.03)
         assert candidate.peak_memory_bytes == pytest.approx(peak_bytes(candidate.local_batch), rel=1e-3)
     assert plan.warnings == []
-    assert "full batches of 1,024 leave out 3% of the 20,000 samples in every epoch" in plan.notes
+    assert "full batches of 1,024 leave out 3 % of the 20,000 samples in every epoch" in plan.notes
     assert plan.models["step_time"]["form"] == "auto"
     assert plan.models["batch_memory"]["parameters"]["bytes_per_sample"] == pytest.approx(12_288, rel=1e-3)
 
@@ -255,7 +255,7 @@ def test_candidates_beyond_the_profiled_range_become_a_warning() -> None:
 
 
 def test_samples_that_full_batches_leave_out_become_a_warning() -> None:
-    assert "full batches of 1,024 leave out 49% of the 2,000 samples" in warnings_of(CORNERS, samples=2000)
+    assert "full batches of 1,024 leave out 49 % of the 2,000 samples" in warnings_of(CORNERS, samples=2000)
     assert "leave out" not in warnings_of(CORNERS, samples=2 * 1024)
 
 
@@ -264,7 +264,7 @@ def test_left_out_samples_are_said_from_one_percent_on(left_out: int, is_said: b
     # the fastest candidate takes batches of 1,024
     samples = 97 * 1024 + left_out
     assert (left_out / samples >= 0.01) == is_said
-    said = f"full batches of 1,024 leave out 1% of the {samples:,} samples in every epoch"
+    said = f"full batches of 1,024 leave out 1 % of the {samples:,} samples in every epoch"
     rows = [row.model_copy(update={"dataset_samples": samples}) for row in CORNERS]
     assert said not in warnings_of(rows)
     assert (said in make_plan(sweep(), cluster(), rows).notes) == is_said

@@ -9,7 +9,7 @@ import pytest
 
 from tests.planning_data import SWEEP_FILE, cluster, grid, sweep
 from tula_hpc.analysis.plan import main, make_plan
-from tula_hpc.analysis.report.tables import WHAT_IF_COLUMNS, what_if_table
+from tula_hpc.analysis.report.tables import WHAT_IF_COLUMNS, nothing_changes, what_if_table
 from tula_hpc.analysis.what_if import WhatIf, answers, with_objective_of
 from tula_hpc.config import SweepSpec
 from tula_hpc.records import Candidate, RunDirectory, append_record
@@ -104,6 +104,13 @@ def test_the_table_has_a_row_for_each_change(found: dict[str, WhatIf]) -> None:
     table = what_if_table(rows)
     assert table.columns == WHAT_IF_COLUMNS
     assert [row[0] for row in table.rows] == [row.change for row in rows]
-    assert table.rows[0][-1] == ""
-    assert table.rows[-1][-1] == "nothing is possible"
+    assert table.rows[-1][1] == "nothing is possible"
     assert {len(row) for row in table.rows} == {len(WHAT_IF_COLUMNS)}
+    assert nothing_changes(rows) == ""
+
+
+def test_where_no_change_leads_to_another_choice_a_sentence_says_so(found: dict[str, WhatIf]) -> None:
+    planned = found["as planned"].chosen
+    rows = [WhatIf("as planned", planned), WhatIf("1 node at most", planned), WhatIf("a deadline", None, planned)]
+    assert nothing_changes(rows) == "None of these changes the choice: 1 node at most. Not possible: a deadline."
+    assert nothing_changes(rows[::2]) == "Not possible: a deadline."

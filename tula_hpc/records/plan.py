@@ -95,6 +95,11 @@ class Candidate(Record):
         """Return the expected wall time, or the time of the steps in plans without it."""
         return self.train_time_s if self.wall_time_s is None else self.wall_time_s
 
+    @property
+    def expected_quantity(self) -> str:
+        """Return the name of the field, also in `interval_90`, that `expected_time_s` is."""
+        return "train_time_s" if self.wall_time_s is None else "wall_time_s"
+
 
 class Knee(Record):
     """Knee of training time against global batch, with its confidence."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from tula_hpc.formatting import (
+    duration_within,
     format_duration,
     format_left,
     format_money,
@@ -180,11 +181,11 @@ def _plan(plan: PlanStatus) -> str:
 def _promise(promise: PromiseStatus) -> str:
     expected = f"predicted: {format_duration(promise.expected_s)}"
     if promise.interval_s is not None:
-        low, high = map(format_duration, promise.interval_s)
+        ends = promise.interval_s
+        time, low, high = (duration_within(s, *ends) for s in (promise.expected_s, *ends))
         verdict = {"more": "longer than", "less": "shorter than", "within": "within"}
         where = verdict.get(promise.verdict, "beside")
-        expected += f", {low} to {high} with 90 % probability"
-        expected = f"{where} what was {expected}"
+        expected = f"{where} what was predicted: {time}, {low} to {high} with 90 % probability"
     taken = f"took {format_duration(promise.actual_s)}, {expected}"
     currency = promise.promised_currency
     paid = format_money(promise.paid, currency)

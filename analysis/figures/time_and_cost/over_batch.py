@@ -20,7 +20,14 @@ from tula_hpc.analysis.run_contents import (
     measured_epoch,
     predicted,
 )
-from tula_hpc.formatting import format_duration, format_money, format_number, format_percent, plural
+from tula_hpc.formatting import (
+    duration_within,
+    format_duration,
+    format_money,
+    format_number,
+    format_percent,
+    plural,
+)
 from tula_hpc.records import Candidate, Configuration, Knee, Measurement, Plan
 
 # at the ends of lines: beside one that has no marks a name is clearer than in a legend
@@ -146,10 +153,10 @@ def draw_progress(run: RunContents) -> Drawing | Missing:
     chosen = run.plan.chosen
     feasible = [c for c in run.plan.candidates if c.feasible and c.progress_time_s]
     best = min(feasible, key=lambda c: c.progress_time_s or math.inf, default=chosen)
-    least = format_duration(best.progress_time_s)
+    least = duration_within(*predicted(best, field))
     title = f"Soonest to the same progress: {_place(best)}, {least}"
     if best.configuration != chosen.configuration:
-        title += f"; the chosen one takes {format_duration(chosen.progress_time_s)}"
+        title += f"; the chosen one takes {duration_within(*predicted(chosen, field))}"
     caption = (
         f"Expected time to the progress of {plural(run.plan.epochs, 'epoch')} at "
         "training.base_batch, if nothing scales the gradients: beyond the critical batch a larger "
@@ -392,15 +399,16 @@ def _cost_title(plan: Plan) -> str:
     if cheapest.cost >= chosen.cost or least == price:
         return f"{title}, as cheap as any"
     where = f"{plural(cheapest.nodes, 'node')}, batch {cheapest.global_batch:,}"
-    pace = _compare_times(cheapest.expected_time_s, chosen.expected_time_s)
-    return f"{title}; the cheapest ({where}) {least}, {pace}"
+    return f"{title}; the cheapest ({where}) {least}, {_compare_times(cheapest, chosen)}"
 
 
-def _compare_times(time_s: float, chosen_s: float) -> str:
-    time, chosen = format_duration(time_s), format_duration(chosen_s)
-    if time == chosen:
+def _compare_times(item: Candidate, chosen: Candidate) -> str:
+    both = (item, chosen)
+    time, other = (duration_within(*predicted(each, each.expected_quantity)) for each in both)
+    if time == other:
         return "and be as fast"
-    return f"{'but' if time_s > chosen_s else 'and'} take {time} instead of {chosen}"
+    verb = "but" if item.expected_time_s > chosen.expected_time_s else "and"
+    return f"{verb} take {time} instead of {other}"
 
 
 def _table(curves: Curves, quantity: Quantity) -> Table:

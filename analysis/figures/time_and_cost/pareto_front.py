@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 
 from tula_hpc.analysis.figures import labels, style
 from tula_hpc.analysis.figures.drawing import CONFIGURATION_COLUMNS, Cell, Drawing, Missing, Table
-from tula_hpc.analysis.run_contents import RunContents
-from tula_hpc.formatting import format_duration, format_money, format_percent, plural
+from tula_hpc.analysis.run_contents import RunContents, predicted
+from tula_hpc.formatting import duration_within, format_money, format_percent, plural
 from tula_hpc.records import Candidate, Plan
 
 COLUMNS = (
@@ -132,8 +132,8 @@ def _title(plan: Plan) -> str:
     currency = plan.chosen.currency
     least_cost = format_money(cheapest.cost, currency)
     most_cost = format_money(fastest.cost, currency)
-    least_time = format_duration(fastest.expected_time_s)
-    most_time = format_duration(cheapest.expected_time_s)
+    least_time = duration_within(*predicted(fastest, fastest.expected_quantity))
+    most_time = duration_within(*predicted(cheapest, cheapest.expected_quantity))
     if most_time == least_time:
         return f"The cheapest of the front costs {least_cost} and is as fast as any: {most_time}"
     if least_cost == most_cost:
@@ -145,11 +145,13 @@ def _caption(plan: Plan) -> str:
     chosen = plan.chosen
     several = _partitions(plan)
     shape = ", its shape that of its partition" if several else ""
-    verb = "is" if len(plan.pareto) == 1 else "are"
+    front = "is the only candidate"
+    if len(plan.pareto) > 1:
+        front = f"are the {plural(len(plan.pareto), 'candidate')}"
     text = (
         "What the whole training costs and how long it is expected to last, one mark for each "
-        f"candidate{shape}; down and to the left is better. On the line {verb} the "
-        f"{plural(len(plan.pareto), 'candidate')} of the Pareto front: no other feasible one is "
+        f"candidate{shape}; down and to the left is better. On the line {front} "
+        "of the Pareto front: no other feasible one is "
         "both faster and cheaper. The chosen one (ring) is "
     )
     if chosen.pareto:

@@ -149,7 +149,7 @@ def runs_table(named: Sequence[NamedRun]) -> TextTable:
         "objective": [_objective(run) for run in named],
         "epoch, predicted (90 %)": [_predicted(run, "epoch_time_s") for run in named],
         "epoch, measured": [_measured_epoch(run) for run in named],
-        "whole training, predicted (90 %)": [_predicted(run, _whole(run)) for run in named],
+        "whole training, predicted (90 %)": [_predicted(run) for run in named],
         "whole training, actual": [_actual_time(run) for run in named],
         "cost, predicted (90 %)": [_predicted(run, "cost") for run in named],
         "cost, actual": [_actual_cost(run) for run in named],
@@ -175,15 +175,11 @@ def _objective(run: NamedRun) -> str:
     return run.contents.plan.objective if run.contents.plan else UNKNOWN
 
 
-def _whole(run: NamedRun) -> str:
-    has_whole = run.chosen is not None and run.chosen.wall_time_s is not None
-    return "wall_time_s" if has_whole else "train_time_s"
-
-
-def _predicted(run: NamedRun, quantity: str) -> str:
+def _predicted(run: NamedRun, quantity: str = "") -> str:
+    """Return a quantity of the plan's choice with its interval; by default the whole time."""
     if run.chosen is None:
         return UNKNOWN
-    found = predicted(run.chosen, quantity)
+    found = predicted(run.chosen, quantity or run.chosen.expected_quantity)
 
     def words(value: float) -> str:
         if quantity == "cost":

@@ -271,6 +271,11 @@ def test_start_up_costs_the_same_however_long_steps_take(run: RunContents) -> No
                 assert float(after[column]) == pytest.approx(float(before[column]) + steps[where])
 
 
+def costing(where: Configuration, cost: float, seconds: float) -> Candidate:
+    """A candidate of that cost and time, without intervals."""
+    return candidate(where).model_copy(update={"cost": cost, "train_time_s": seconds, "interval_90": {}})
+
+
 @pytest.mark.parametrize(
     ("cost", "pace", "ending"),
     [
@@ -284,15 +289,15 @@ def test_start_up_costs_the_same_however_long_steps_take(run: RunContents) -> No
 def test_the_cheapest_is_told_by_the_digits_that_are_shown(
     run: RunContents, cost: float, pace: float, ending: str
 ) -> None:
-    chosen = candidate(Configuration(1, 1, 64)).model_copy(update={"cost": 1.0, "train_time_s": 2.0})
-    other = candidate(Configuration(1, 1, 32)).model_copy(update={"cost": cost, "train_time_s": 2.0 * pace})
+    chosen = costing(Configuration(1, 1, 64), 1.0, 2.0)
+    other = costing(Configuration(1, 1, 32), cost, 2.0 * pace)
     assert drawn(run._replace(plan=plan([chosen, other], chosen=chosen)), "cost").title.endswith(ending)
 
 
 def test_the_time_beside_a_cost_is_the_one_that_is_paid_for(run: RunContents) -> None:
     """That of the whole run, as in the front's figure; with the steps alone the cheaper one would seem slower."""
-    chosen = candidate(Configuration(1, 1, 64)).model_copy(update={"cost": 1.0, "train_time_s": 2.0})
-    other = candidate(Configuration(1, 1, 32)).model_copy(update={"cost": 0.5, "train_time_s": 3.0})
+    chosen = costing(Configuration(1, 1, 64), 1.0, 2.0)
+    other = costing(Configuration(1, 1, 32), 0.5, 3.0)
     made = plan([chosen.model_copy(update={"wall_time_s": 9.0}), other.model_copy(update={"wall_time_s": 5.0})])
     title = drawn(run._replace(plan=made.model_copy(update={"chosen": made.candidates[0]})), "cost").title
     assert title.endswith("0.50 USD, and take 5.0 s instead of 9.0 s")
@@ -309,8 +314,8 @@ def test_the_time_beside_a_cost_is_the_one_that_is_paid_for(run: RunContents) ->
 def test_the_front_is_told_by_the_digits_that_are_shown(
     run: RunContents, cost: float, time_s: float, title: str
 ) -> None:
-    cheapest = candidate(Configuration(1, 1, 64)).model_copy(update={"cost": 1.0, "train_time_s": 62.4})
-    fastest = candidate(Configuration(2, 1, 32)).model_copy(update={"cost": cost, "train_time_s": time_s})
+    cheapest = costing(Configuration(1, 1, 64), 1.0, 62.4)
+    fastest = costing(Configuration(2, 1, 32), cost, time_s)
     made = plan([cheapest, fastest], chosen=cheapest)
     assert drawn(run._replace(plan=made), "pareto").title == title
 
