@@ -4,6 +4,7 @@ undisturbed.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,7 @@ def preempted(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFacto
         trainings[name].start()
     for training in trainings.values():
         training.wait_for_steps(4)
-        training.strike(lambda job_id=training.job_id: slurm_cluster.preempt(job_id))
+        training.strike(partial(slurm_cluster.preempt, training.job_id))
     for training in trainings.values():
         training.wait_for_event("resumed")
         training.end()
