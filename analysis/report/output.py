@@ -39,10 +39,14 @@ def replace_files(folder: Path, figures: Iterable[str], files: Mapping[str, byte
     """Write a report's files; delete figures of an earlier report that this one does not have.
 
     Raises:
-        RunDirectoryError: The folder belongs to another user, or is a link to somewhere else.
+        RunDirectoryError: It is no folder, belongs to another user, or is a link to somewhere else.
         StorageError: A file cannot be written.
     """
-    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        message = "is not a folder, or lies below a file; move that file away, or name another folder"
+        raise RunDirectoryError(message, source=folder) from None
     if reason := mistrust(folder):
         raise RunDirectoryError(reason, source=folder)
     for figure in figures:

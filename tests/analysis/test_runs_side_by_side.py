@@ -76,6 +76,10 @@ def test_a_refusal_is_one_line(runs: list[RunDirectory], tmp_path: Path, capsys:
     for other in (first, str(study.root), str(tmp_path / "nowhere")):
         assert main([first, other]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
+    (tmp_path / "file").write_text("")
+    for place in ("file", "file/below"):
+        assert main([*(str(run.root) for run in runs), "--out", str(tmp_path / place)]) == 2
+        assert "is not a folder" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([first, "--out", str(tmp_path / "out")])
     assert "RUN/report" in capsys.readouterr().err
