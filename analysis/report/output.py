@@ -45,7 +45,7 @@ def replace_files(folder: Path, figures: Iterable[str], files: Mapping[str, byte
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        message = "is not a folder, or lies below a file; move that file away, or name another folder"
+        message = "is not a folder, or lies below a file; move it away, or name another folder"
         raise RunDirectoryError(message, source=folder) from None
     if reason := mistrust(folder):
         raise RunDirectoryError(reason, source=folder)
