@@ -106,20 +106,26 @@ def net(classes, image_size):
     return nn.Sequential(nn.Flatten(), helper.layers.wide({width}), nn.ReLU(), nn.Linear({width}, classes))
 """
 LAYERS = "from torch import nn\ndef wide(width):\n    return nn.Linear(192, width)\n"
+# forked before anything of a folder is imported: torch is imported once
 ASK = """
 import os, sys
-os.chdir(sys.argv[1])
 from tula_hpc.config import WorkloadSpec
 from tula_hpc.workloads.workload import build_workload
-print(build_workload(WorkloadSpec(model="net:net", seed=int(sys.argv[2]))).identity.model_dump_json())
+for seed, folder in enumerate(sys.argv[1:]):
+    if os.fork():
+        os.wait()
+        continue
+    os.chdir(folder)
+    print(build_workload(WorkloadSpec(model="net:net", seed=seed)).identity.model_dump_json(), flush=True)
+    os._exit(0)
 """
 
 
-def identity_in(folder: Path, seed: int = 0) -> Identity:
-    """Ask a process of its own, whose hashes of strings are others."""
-    command = [sys.executable, "-P", "-c", ASK, str(folder), str(seed)]
+def identities_in(*folders: Path) -> list[Identity]:
+    """Ask a process of its own, whose hashes of strings are others; the seed is another in each folder."""
+    command = [sys.executable, "-P", "-c", ASK, *map(str, folders)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return Identity.model_validate_json(done.stdout)
+    return [Identity.model_validate_json(line) for line in done.stdout.splitlines()]
 
 
 def write_own(folder: Path, width: int = 16, layers: str = LAYERS) -> Path:
@@ -132,12 +138,13 @@ def write_own(folder: Path, width: int = 16, layers: str = LAYERS) -> Path:
 
 
 def test_the_digest_is_the_same_in_every_process_and_folder(tmp_path: Path) -> None:
-    first = identity_in(write_own(tmp_path / "a"))
-    assert first == identity_in(write_own(tmp_path / "b"), seed=3)
+    wide = write_own(tmp_path / "wide", width=32)
+    (first,) = identities_in(write_own(tmp_path / "a"))
+    doubled, again = identities_in(wide, write_own(tmp_path / "b"))
+    assert first == again
     assert [*first.sources] == ["helper/__init__.py", "helper/layers.py", "net.py"]
     assert first.parameters == 192 * 16 + 16 + 16 * 10 + 10
     assert first.gradient_bytes == 4 * first.parameters
-    doubled = identity_in(write_own(tmp_path / "b", width=32))
     assert f"the model has {doubled.parameters:,} parameters now" in doubled.difference(first)
     assert "changed since then: net.py" in doubled.difference(first)
 
