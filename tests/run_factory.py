@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+
+import pytest
 
 from tula_hpc.config import SweepSpec
 from tula_hpc.errors import Failure
@@ -239,6 +242,19 @@ def make_run(root: Path, *, stage: str = "train", epochs_done: int = EPOCHS, see
     if stage == "train":
         write_training(run, epochs_done=epochs_done)
     return run
+
+
+@contextlib.contextmanager
+def pages_alone(*names: str) -> Iterator[None]:
+    """Reports have pages with all figures, or these, as SVG meanwhile; PNG and PDF, most of the work, are empty."""
+    from tula_hpc.analysis.figures import all as figures
+
+    with pytest.MonkeyPatch.context() as patch:
+        if names:
+            patch.setattr(figures, "FIGURES", {name: figures.FIGURES[name] for name in names})
+        patch.setattr("tula_hpc.analysis.figures.drawing.Drawing.png", lambda _: b"")
+        patch.setattr("tula_hpc.analysis.figures.drawing.render_pdf", lambda *_: b"%PDF")
+        yield
 
 
 def write_plan(run: RunDirectory, made: Plan) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.fuzzing import fuzz
 from tests.hostile_words import COLOURS, CONTROL, HOSTILE, WORDS, spoil
-from tests.run_factory import make_run
+from tests.run_factory import make_run, pages_alone
 from tests.study_factory import make_study
 from tula_hpc.analysis import plan
 from tula_hpc.analysis import study as study_report
@@ -176,7 +176,8 @@ def check_report(folder: Path) -> None:
 
 
 def test_a_report_holds_no_control_characters(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    code = report.main([str(run.root)])
+    with pages_alone():
+        code = report.main([str(run.root)])
     shown = check_shown(capsys)
     assert code == 0, shown
     check_report(run.report)

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 import tula_hpc
+from tests.analysis.test_damaged_runs import SMALL_STUDY
 from tests.run_factory import make_run
 from tests.study_factory import make_study
 from tula_hpc import command_errors
@@ -73,10 +74,14 @@ def run(command: Iterable[object], folder: Path, **environment: str) -> subproce
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     above = tmp_path_factory.mktemp("runs")
+    profile, few = make_run(above / "profile", stage="profile"), ("1-32", "1-64", "2-32", "2-64")
+    for path in profile.profile.glob("*.jsonl"):
+        if path.stem not in few:
+            path.unlink()
     return {
-        "profile": make_run(above / "profile", stage="profile").root,
+        "profile": profile.root,
         "run": make_run(above / "run", epochs_done=2).root,
-        "study": make_study(above / "study").root,
+        "study": make_study(above / "study", SMALL_STUDY).root,
     }
 
 
@@ -108,9 +113,7 @@ def test_commands_as_modules_import_nothing_of_a_run(
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "words", "code"), [("run", ["status"], 3), ("profile", ["plan", "--json"], 0), ("study", ["report"], 0)]
-)
+@pytest.mark.parametrize(("name", "words", "code"), [("run", ["status"], 3), ("profile", ["plan", "--json"], 0)])
 def test_the_script_imports_nothing_of_a_run(
     folders: dict[str, Path], script: Path, name: str, words: list[str], code: int
 ) -> None:
@@ -124,7 +127,7 @@ def test_python_without_its_working_directory_is_as_good(folders: dict[str, Path
         assert run(["-P", "-m", "tula_hpc", "status", "."], folders["run"]).returncode == 3
 
 
-@pytest.mark.parametrize("path", [":", "/nowhere:", ":/nowhere", "."])
+@pytest.mark.parametrize("path", [":/nowhere:", "."])
 def test_an_empty_entry_of_pythonpath_is_no_wish_for_a_strangers_folder(
     folders: dict[str, Path], script: Path, path: str
 ) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.run_factory import make_run
+from tests.run_factory import make_run, pages_alone
 from tula_hpc.analysis.figures.all import FIGURES
 from tula_hpc.analysis.report.page import write_report
 from tula_hpc.analysis.report.several.runs_page import write_runs_report
@@ -88,8 +88,9 @@ class Seen(NamedTuple):
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("browser")
     first, second = make_run(root / "first"), make_run(root / "second", stage="plan", seed=1)
-    write_report(first)
-    write_runs_report([first, second])
+    with pages_alone():
+        write_report(first)
+        write_runs_report([first, second])
     measure = MEASURE.replace("PAGES", json.dumps(PAGES)).replace("WIDTHS", json.dumps(WIDTHS))
     (first.report / "measure.html").write_text(measure)
     return first.report

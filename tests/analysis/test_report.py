@@ -37,6 +37,7 @@ from tula_hpc.analysis.report.tables import (
 )
 from tula_hpc.analysis.report.text import assumptions, doubts, how_measured
 from tula_hpc.analysis.run_contents import RunContents, median_epoch_s, predicted, read_run, trained_candidate
+from tula_hpc.analysis.scaling import no_scaling
 from tula_hpc.analysis.search.profiling_cost import profiling_cost
 from tula_hpc.cli.pipeline import carry_out, print_summary, report_stage
 from tula_hpc.config import ClusterSpec, PricingSpec, load_cluster, load_sweep
@@ -123,7 +124,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Written:
 
 
 @pytest.fixture
-def cost_figure(monkeypatch: pytest.MonkeyPatch, no_pages: None) -> None:
+def cost_figure(monkeypatch: pytest.MonkeyPatch, no_pages: None, no_figure: None) -> None:
     """Where figures are not the point, but one of them needs a plan."""
     monkeypatch.setattr("tula_hpc.analysis.figures.all.FIGURES", {"cost": FIGURES["cost"]})
 
@@ -132,6 +133,7 @@ def cost_figure(monkeypatch: pytest.MonkeyPatch, no_pages: None) -> None:
 def no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is about the files or the page."""
     monkeypatch.setattr("tula_hpc.analysis.figures.all.FIGURES", {})
+    monkeypatch.setattr("tula_hpc.analysis.figures.all.scaling_of", lambda _: no_scaling("it is not looked at"))
 
 
 @pytest.fixture
@@ -274,6 +276,7 @@ def test_reports_grow_with_the_run(tmp_path: Path) -> None:
     assert "Not in this report yet" not in words
 
 
+@pytest.mark.usefixtures("no_pages")
 def test_text_from_files_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tula_hpc.analysis.figures.all.FIGURES", {"memory": FIGURES["memory"]})
     run = make_run(tmp_path / "run", stage="profile")
@@ -616,10 +619,13 @@ def test_a_training_counts_only_on_the_partition_where_it_ran(
 
 
 @pytest.mark.usefixtures("no_figure", "no_pages")
-@pytest.mark.parametrize("until", ["train", "report"])
 @pytest.mark.parametrize(
-    ("factor", "words"),
-    [(1.0, None), (1.0e9, "Training main: the loss ended at 378,000,000, above the ")],
+    ("factor", "words", "until"),
+    [
+        (1.0, None, "report"),
+        (1.0e9, "Training main: the loss ended at 378,000,000, above the ", "report"),
+        (1.0e9, "Training main: the loss ended at 378,000,000, above the ", "train"),
+    ],
 )
 def test_a_training_that_blew_up_is_a_warning(
     tmp_path: Path, factor: float, words: str | None, until: str, capsys: pytest.CaptureFixture[str]

@@ -51,6 +51,10 @@ class Law:
         return np.ones((len(nodes), len(nodes))) + self.unseen * np.eye(len(nodes))
 
 
+# where it is about which rows there are
+KNOWN = Law(lambda _, batch: 0.001 * batch)
+
+
 def part_of(rows: list[Measurement], spec: SweepSpec, where: ClusterSpec = ROOMY, law: Law | None = None) -> Part:
     part = fit_parts(spec, where, rows).parts[0]
     if law is None:
@@ -150,7 +154,7 @@ def test_one_batch_is_split_and_the_other_repeated(fitted: Scaling) -> None:
 def test_rows_go_to_four_times_the_largest_profiled_size_and_name_the_clusters() -> None:
     spec = sweep(**SEARCH)
     where = cluster(memory_gb=64.0, max_nodes=12)
-    found = part_scaling(part_of(grid(), spec, where), spec, chosen(4, 256))
+    found = part_scaling(part_of(grid(), spec, where, KNOWN), spec, chosen(4, 256))
     assert [row.nodes for row in found.weak.rows] == [1, 2, 4, 8, 12, 16]
     assert found.max_nodes == 12
     # 256 samples have no twelve equal shares
@@ -160,9 +164,8 @@ def test_rows_go_to_four_times_the_largest_profiled_size_and_name_the_clusters()
 
 def test_of_very_many_sizes_some_are_shown_the_first_last_and_chosen_among_them() -> None:
     spec = sweep(cluster_sizes=list(range(1, 65)), min_batch=32, max_batch=4096)
-    law = Law(lambda _, batch: 0.001 * batch)
     rows = [measured(1, 32), measured(1, 64), measured(64, 32)]
-    found = part_scaling(part_of(rows, spec, law=law), spec, chosen(37, 37 * 32))
+    found = part_scaling(part_of(rows, spec, law=KNOWN), spec, chosen(37, 37 * 32))
     shown = [row.nodes for row in found.weak.rows]
     assert len(shown) <= 25
     assert {1, 37, 256} <= set(shown)
@@ -181,7 +184,7 @@ def basis_of(rows: list[Measurement], where: Configuration) -> str:
 @pytest.mark.parametrize("rows", [grid(), CORNERS, grid((2, 4)), grid((1, 2, 4), (32, 1024)), [*CORNERS, oom(2, 512)]])
 def test_rows_beyond_what_was_measured_are_marked(rows: list[Measurement]) -> None:
     spec = sweep(**SEARCH)
-    part = part_of(rows, spec)
+    part = part_of(rows, spec, law=KNOWN)
     for batch in (32, 256, 1024):
         found = part_scaling(part, spec, chosen(4, batch))
         for curve in found.curves:
@@ -195,18 +198,18 @@ def test_rows_beyond_what_was_measured_are_marked(rows: list[Measurement]) -> No
 def test_the_baseline_is_the_smallest_profiled_size_that_can_run_the_batch() -> None:
     spec = sweep(**SEARCH)
     tight = cluster(memory_gb=3.0)
-    found = part_scaling(part_of(grid(), spec, tight), spec, chosen(4, 1024))
+    found = part_scaling(part_of(grid(), spec, tight, KNOWN), spec, chosen(4, 1024))
     assert found.strong.base.nodes == 2
     assert found.strong.base.efficiency.value == 1.0
     assert found.strong.left_out == {"does not fit in memory": [1]}
     assert found.weak.base.nodes == 1
     # N = 1 is a candidate that was never profiled
-    unprofiled = part_scaling(part_of(grid((2, 4)), spec), spec, chosen(4, 256))
+    unprofiled = part_scaling(part_of(grid((2, 4)), spec, law=KNOWN), spec, chosen(4, 256))
     assert unprofiled.strong.base.nodes == unprofiled.weak.base.nodes == 2
 
 
 def test_a_batch_that_no_two_sizes_can_run_is_explained() -> None:
-    found = scaled(choice=chosen(4, 4))
+    found = scaled(KNOWN, chosen(4, 4))
     assert [row.nodes for row in found.strong.rows] == [1, 2, 4]
     spec = sweep(**SEARCH)
     tight = cluster(memory_gb=1.0)
@@ -221,7 +224,7 @@ def test_several_workers_a_node_share_the_batch() -> None:
     spec = sweep(**SEARCH)
     where = cluster(memory_gb=64.0, workers_per_node=2)
     rows = [row.model_copy(update={"workers_per_node": 2}) for row in grid()]
-    found = part_scaling(part_of(rows, spec, where), spec, chosen(4, 256, 2))
+    found = part_scaling(part_of(rows, spec, where, KNOWN), spec, chosen(4, 256, 2))
     assert [(row.nodes, row.candidate.local_batch) for row in found.strong.rows] == [
         (1, 128),
         (2, 64),

@@ -136,7 +136,7 @@ def test_sections_name_what_each_row_rests_on(scaling: Scaling) -> None:
 
 
 @pytest.mark.usefixtures("no_drawings")
-def test_the_page_has_the_tables_and_links_to_their_files(tmp_path: Path) -> None:
+def test_the_page_has_the_tables_and_links_to_their_files_and_none_of_an_earlier_report_stay(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", stage="plan")
     run.sweep_file.write_text(SWEEP_TOML.replace('"cifar100-vgg11"', '"my_net"'))
     page = write_report(run)[0].read_text()
@@ -146,12 +146,6 @@ def test_the_page_has_the_tables_and_links_to_their_files(tmp_path: Path) -> Non
             assert f'href="{kind}_scaling.{suffix}"' in page
             text = (run.report / f"{kind}_scaling.{suffix}").read_text()
             assert ("my_net" if suffix == "txt" else r"my\_net") in text
-
-
-@pytest.mark.usefixtures("no_drawings")
-def test_tables_of_an_earlier_report_do_not_stay(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", stage="plan")
-    write_report(run)
     run.plan_file.unlink()
     page = write_report(run)[0].read_text()
     assert "Will it scale?" not in page

@@ -26,6 +26,7 @@ from tula_hpc.invocation import command_line
 from tula_hpc.records import RunDirectory, append_record
 from tula_hpc.stages.memory_room import Estimate
 from tula_hpc.sweep import main
+from tula_hpc.workloads.footprint import estimate_footprint
 
 SWEEP = """
 name = "small"
@@ -753,22 +754,14 @@ def test_dry_run_of_an_adaptive_search_says_where_it_starts(
     assert "12 candidates; adaptive search starts with 3 and measures at most 8 of them" in out
 
 
-def test_a_dry_run_offers_only_local_batches_that_the_estimate_lets_fit(
-    sweep_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = [*TRIED, "--set", "search.max_batch=65536", "--set", "search.mode=full"]
-    given += ["--set", "workload.dataset=synthetic", "--set", "workload.samples=65536"]
-    out = dry_run(sweep_file, capsys, *given, more='device = "cuda"\ngres = "gpu:1"\ndevice_memory_gb = 1.0\n')
-    trusted = re.search(r"\nby an estimate, local batches up to (\d+) fit into memory\n", out)
-    assert trusted is not None
-    offered = [[int(batch) for batch in found.split(", ")] for found in re.findall(r"batches ([\d, ]+), in", out)]
-    assert {max(batches) for batches in offered} == {int(trusted[1])}
-    assert 32 < int(trusted[1]) < 65536
-
-
 def test_a_dry_run_refuses_what_fits_nowhere_as_the_sweep_would(
-    sweep_file: Path, capsys: pytest.CaptureFixture[str]
+    sweep_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def in_this_process(of_sweep: Path, of_cluster: Path) -> Estimate:
+        return Estimate(estimate_footprint(load_sweep(of_sweep), load_cluster(of_cluster)))
+
+    monkeypatch.setattr("tula_hpc.cli.dry_run.rehearse", lambda *_: "it was not asked")
+    monkeypatch.setattr("tula_hpc.cli.dry_run.estimate", in_this_process)
     cluster = sweep_file.parent / "c.toml"
     cluster.write_text('executor = "slurm"\ndevice = "cuda"\ngres = "gpu:1"\ndevice_memory_gb = 0.01\n')
     assert main([str(sweep_file), "--cluster", str(cluster), "--dry-run", *TRIED]) == 2

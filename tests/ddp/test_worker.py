@@ -63,7 +63,6 @@ def sweep(method: str = "ags", **workload: object) -> SweepSpec:
         ("static", {}),
         ("lbt", {}),
         ("ags", {"precision": "bf16"}),
-        ("lbt", {"precision": "bf16"}),
         ("ags", {"optimizer": "adamw", "lr": 1e-3}),
         ("static", {"optimizer": "adamw", "lr": 1e-3}),
         ("ags", {"channels_last": True}),

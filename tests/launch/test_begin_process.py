@@ -12,10 +12,13 @@ import pytest
 NAMELESS = ["unshare", "--user", "--map-user=54321", "--map-group=54321", "env", "-i"]
 
 
-def test_a_user_without_a_name_can_use_torch() -> None:
-    """As in containers and on some compute nodes: torch's optimizers ask who one is."""
+@pytest.mark.parametrize(
+    "asks", ["getpass; getpass.getuser()", pytest.param("torch._dynamo", marks=pytest.mark.thorough)]
+)
+def test_a_user_without_a_name_can_use_torch(asks: str) -> None:
+    """As in containers and on some compute nodes: torch's optimizers ask Python who one is."""
     if not shutil.which("unshare") or subprocess.run([*NAMELESS, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no user namespaces here")
-    code = "from tula_hpc.env import begin_process; begin_process(); import torch._dynamo"
+    code = f"from tula_hpc.env import begin_process; begin_process(); import {asks}"
     done = subprocess.run([*NAMELESS, sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

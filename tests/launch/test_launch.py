@@ -217,8 +217,7 @@ def test_a_wckey_is_given_only_where_the_user_gives_one(
     assert [line for line in script.splitlines() if line.startswith("#SBATCH --wckey")] == lines
 
 
-@pytest.mark.parametrize("visible", ["2,3", "", None])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("device", "visible"), [("cpu", "2,3"), ("cuda", "2,3"), ("cuda", ""), ("cuda", None)])
 def test_local_jobs_see_the_gpus_that_the_command_sees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, device: str
 ) -> None:

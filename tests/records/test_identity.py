@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.forked import ROOT, context_of_workers
 from tests.run_factory import make_run, measurement
 from tula_hpc.analysis.plan import main as plan_main
+from tula_hpc.config import WorkloadSpec
 from tula_hpc.errors import InputError
 from tula_hpc.records import (
     Configuration,
@@ -24,6 +27,7 @@ from tula_hpc.records import (
     refuse_another,
     refuse_several,
 )
+from tula_hpc.workloads.workload import build_workload
 
 SMALL = Identity(
     parameters=1234,
@@ -106,20 +110,26 @@ def net(classes, image_size):
     return nn.Sequential(nn.Flatten(), helper.layers.wide({width}), nn.ReLU(), nn.Linear({width}, classes))
 """
 LAYERS = "from torch import nn\ndef wide(width):\n    return nn.Linear(192, width)\n"
-ASK = """
-import os, sys
-os.chdir(sys.argv[1])
-from tula_hpc.config import WorkloadSpec
-from tula_hpc.workloads.workload import build_workload
-print(build_workload(WorkloadSpec(model="net:net", seed=int(sys.argv[2]))).identity.model_dump_json())
-"""
 
 
-def identity_in(folder: Path, seed: int = 0) -> Identity:
-    """Ask a process of its own, whose hashes of strings are others."""
-    command = [sys.executable, "-P", "-c", ASK, str(folder), str(seed)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return Identity.model_validate_json(done.stdout)
+def tell(folder: Path, seed: int) -> None:
+    """Write down what a process that has imported nothing of the folder builds there."""
+    os.chdir(folder)
+    identity = build_workload(WorkloadSpec(model="net:net", seed=seed)).identity
+    (folder / "identity.json").write_text(identity.model_dump_json())
+
+
+def identity_in(folder: Path, seed: int = 0, *, elsewhere: bool = False) -> Identity:
+    """Ask a process that is forked, or one that is started elsewhere, whose hashes of strings are others."""
+    if elsewhere:
+        code = "import pathlib, sys; from tests.records.test_identity import tell as t; t(pathlib.Path(sys.argv[1]), "
+        command = [sys.executable, "-P", "-c", f"{code}{seed})", str(folder)]
+        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    else:
+        process = context_of_workers().Process(target=tell, args=(folder, seed))
+        process.start()
+        process.join()
+    return Identity.model_validate_json((folder / "identity.json").read_bytes())
 
 
 def write_own(folder: Path, width: int = 16, layers: str = LAYERS) -> Path:
@@ -133,7 +143,7 @@ def write_own(folder: Path, width: int = 16, layers: str = LAYERS) -> Path:
 
 def test_the_digest_is_the_same_in_every_process_and_folder(tmp_path: Path) -> None:
     first = identity_in(write_own(tmp_path / "a"))
-    assert first == identity_in(write_own(tmp_path / "b"), seed=3)
+    assert first == identity_in(write_own(tmp_path / "b"), seed=3, elsewhere=True)
     assert [*first.sources] == ["helper/__init__.py", "helper/layers.py", "net.py"]
     assert first.parameters == 192 * 16 + 16 + 16 * 10 + 10
     assert first.gradient_bytes == 4 * first.parameters

@@ -30,6 +30,8 @@ from tula_hpc.study import main
 
 PLAIN = """
 name = "small"
+[search]
+estimate = false
 [workload]
 dataset = "digits"
 """

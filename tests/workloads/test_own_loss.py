@@ -20,10 +20,11 @@ from tests.forked import start_workers
 from tests.run_factory import make_run
 from tests.study_factory import make_study
 from tests.workloads.test_workloads_own import write_module
-from tula_hpc.analysis.figures.all import draw_all
+from tula_hpc.analysis.figures.all import FIGURES
+from tula_hpc.analysis.figures.drawing import Drawing
 from tula_hpc.analysis.report.first_page import first_page
 from tula_hpc.analysis.report.tables import summary_rows, summary_table
-from tula_hpc.analysis.run_contents import read_run
+from tula_hpc.analysis.run_contents import RunContents, read_run
 from tula_hpc.analysis.study_results import read_study
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec, load_sweep
@@ -90,6 +91,12 @@ def trained_worker(run: RunDirectory, spec: SweepSpec) -> Worker:
     return worker
 
 
+def drawn(contents: RunContents, name: str) -> Drawing:
+    figure = FIGURES[name](contents)
+    assert isinstance(figure, Drawing)
+    return figure
+
+
 def test_a_regression_is_trained_and_judged_by_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = sweep(REGRESSION)
     run = train(tmp_path / "run", spec, monkeypatch)
@@ -106,7 +113,7 @@ def test_a_regression_is_trained_and_judged_by_its_loss(tmp_path: Path, monkeypa
     with worker.evaluating():
         losses = worker.workload.criterion.losses(worker.model(inputs), targets)
     assert result.test_loss == pytest.approx(float(losses.mean()))
-    figure = next(item for item in draw_all(read_run(run)).drawings if item.name == "training")
+    figure = drawn(read_run(run), "training")
     assert figure.title.startswith("Test loss")
     assert len(figure.figure.axes) == 1
 
@@ -498,11 +505,11 @@ def test_the_report_tells_the_loss_where_there_is_no_accuracy(known_by_loss: Run
     table = summary_table(summary_rows(made, measured, result_of(known_by_loss)))
     assert (table.columns[-1], table.rows[0][-1], table.rows[1][-1]) == ("test loss", "-3.25", "–")
     assert "and reached test loss -3.25." in first_page(contents).text
-    drawings = {item.name: item for item in draw_all(contents).drawings}
+    drawings = {name: drawn(contents, name) for name in ("training", "variability")}
     last = contents.trainings[0].metrics.epochs[-1].test_loss
     assert last is not None
-    for name in ("training", "variability"):
-        axes = drawings[name].figure.axes[-1]
+    for drawing in drawings.values():
+        axes = drawing.figure.axes[-1]
         assert axes.get_ylim()[0] < last < axes.get_ylim()[1]
         assert "loss" in axes.get_ylabel()
     assert "accuracy" not in drawings["variability"].title

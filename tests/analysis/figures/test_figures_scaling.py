@@ -100,7 +100,10 @@ def test_without_a_plan_the_reason_is_said(run: RunContents) -> None:
 def test_models_are_fitted_once_for_all(run: RunContents, monkeypatch: pytest.MonkeyPatch) -> None:
     fit = mock.Mock(wraps=fit_parts)
     monkeypatch.setattr(scaling_module, "fit_parts", fit)
+    both = {name: figures.FIGURES[name] for name in ("strong_scaling", "weak_scaling")}
+    monkeypatch.setattr(figures, "FIGURES", both)
     result = figures.draw_all(run)
+    assert [drawing.name for drawing in result.drawings] == [*both]
     assert fit.call_count == 1
     assert result.scaling is not None
     assert len(result.scaling.curves) == 2
