@@ -1,5 +1,6 @@
 # make demo    profile, plan, train and report on this machine, with real data and real DDP (about a minute)
-# make test    every test that this machine can run
+# make test    every test that this machine can run, but for variations of others
+# make thorough  those variations, before a release (minutes)
 # make gpu     the tests that need a GPU, checks of process groups, streams and memory on one, and what an optimizer and
 #              checkpoints cost and a memory estimate misses there, into tests/benchmarks/results (ten minutes)
 # make slurm   install Slurm from Debian's packages for the real-Slurm tests (root)
@@ -14,7 +15,7 @@ BIN := .venv/bin
 # a module is compiled once, not at every start of a process
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test gpu slurm browser picture lint .venv clean
+.PHONY: demo test thorough gpu slurm browser picture lint .venv clean
 
 .venv: .venv/.ready
 
@@ -36,8 +37,11 @@ demo: .venv/.ready
 # with what they leave of the processors, all that starts no jobs; at last what measures
 test: .venv/.ready
 	@cores=$$(nproc); $(BIN)/python -m pytest --numprocesses $$((cores < 4 ? cores + 2 : 6)) \
-		--dist loadscope --no-loadscope-reorder -m "not alone"
+		--dist loadscope --no-loadscope-reorder -m "not alone and not thorough"
 	@$(BIN)/python -m pytest -m alone tests/slurm
+
+thorough: .venv/.ready
+	@$(BIN)/python -m pytest -m thorough --numprocesses 2
 
 # each part runs whatever became of those before it; the exit code says whether all were well
 RESULTS := tests/benchmarks/results
