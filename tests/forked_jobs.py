@@ -15,8 +15,9 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,10 +30,15 @@ from submitit.local import local
 from tests.forked import differentiates_in_threads
 from tula_hpc.attach import child, processes
 from tula_hpc.launch import job_start, local_executor
+from tula_hpc.launch.job_specs import resolve
 from tula_hpc.launch.local_controller import EndingController
+from tula_hpc.stages import rehearsal
 
 SHELL = "/bin/sh"
 NAMES = ("PIPE", "DEVNULL", "STDOUT")
+# of `env` in the shell's lines
+TELLING = 8
+Ran = subprocess.CompletedProcess[str]
 
 
 class Place(NamedTuple):
@@ -103,9 +109,9 @@ def _settle(place: Place) -> None:
     os.dup2(place.output, 1)
     os.dup2(place.errors, 2)
     # for as long as this process lives
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115, PTH123
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115, PTH123
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115, PTH123
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     logging.config.dictConfig(CONFIG)
     os.environ.clear()
     os.environ |= place.environment
@@ -125,19 +131,61 @@ def forking_scripts() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def forking_jobs() -> Iterator[None]:
-    """Fork jobs that this process submits, and processes of scripts in them, likewise.
+def forking_jobs(*, scripts: bool = True) -> Iterator[None]:
+    """Fork jobs that this process submits, rehearsals, and processes of scripts in jobs, likewise.
 
     Not for tests of limits that a cluster file's setup lines set, nor of the names of processes.
     """
     if differentiates_in_threads():
         yield
         return
-    with forking_scripts(), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_executor, "hold_lock", lambda _: [])
         patch.setattr(local_executor, "subprocess", _subprocess(_start_job))
         patch.setattr(local, "subprocess", _subprocess(_start_worker))
-        yield
+        rehearsed = SimpleNamespace(run=_run_module, TimeoutExpired=subprocess.TimeoutExpired)
+        patch.setattr(rehearsal, "subprocess", rehearsed)
+        with forking_scripts() if scripts else contextlib.nullcontext():
+            yield
+
+
+def run_command(main: Callable[[Sequence[str]], int], arguments: Sequence[str], folder: Path) -> Ran:
+    """Run a command in a folder as `subprocess.run` would, in a fork, with all that it starts, see `forking_jobs`."""
+    if differentiates_in_threads():
+        command = [sys.executable, "-m", main.__module__, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    return _ran(partial(_command, main, arguments), [*arguments], os.environ, folder)
+
+
+def start_command(main: Callable[[Sequence[str]], int], arguments: Sequence[str], folder: Path) -> Forked:
+    """Start a command likewise, that nobody listens to."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    place = Place(null, null, {**os.environ}, folder, has_session=True)
+    started = Forked(partial(_command, main, arguments), place)
+    os.close(null)
+    return started
+
+
+def _command(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
+    sys.argv = ["tula", *arguments]
+    with forking_jobs():
+        return main(arguments)
+
+
+def _run_module(command: list[str], *, env: Mapping[str, str], **_: Any) -> Ran:
+    """In place of `subprocess.run`, for `python -m MODULE ARGUMENTS`."""
+    at = command.index("-m") + 1
+    return _ran(lambda: resolve(f"{command[at]}:main")(command[at + 1 :]), command, env)
+
+
+def _ran(
+    work: Callable[[], object], words: list[str], environment: Mapping[str, str], folder: Path | None = None
+) -> Ran:
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        code = Forked(work, Place(output.fileno(), errors.fileno(), {**environment}, folder)).wait()
+        output.seek(0)
+        errors.seek(0)
+        return Ran(words, code or 0, output.read().decode(), errors.read().decode())
 
 
 def _subprocess(start: Callable[..., Forked]) -> SimpleNamespace:
@@ -181,13 +229,15 @@ def _start_job(command: list[str], *, env: dict[str, str], **_: Any) -> Forked:
 def _be_shell(folder: Path, setup: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     own = str(os.getpid())
-    told = folder / f"{own}.env"
-    lines = f"{setup} && env -0 >{shlex.quote(str(told))}"
-    code = subprocess.run([SHELL, "-c", lines.replace("$$", own)], check=False).returncode
-    if code:
-        return code
-    variables = dict(line.split("=", 1) for line in told.read_text().split("\0") if line)
-    told.unlink()
+    with tempfile.TemporaryFile() as told:
+        os.dup2(told.fileno(), TELLING)
+        lines = f"{setup} && env -0 >&{TELLING}".replace("$$", own)
+        code = subprocess.run([SHELL, "-c", lines], check=False, pass_fds=[TELLING]).returncode
+        if code:
+            return code
+        told.seek(0)
+        variables = dict(line.split("=", 1) for line in told.read().decode().split("\0") if line)
+    os.close(TELLING)
     with (folder / f"{own}_shell.out").open("ab") as output:
         place = Place(output.fileno(), output.fileno(), variables)
         ended = Forked(lambda: EndingController(folder).run(), place).wait()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked_jobs import forking_scripts
 from tests.attach.script_runs import BATCH, SCRIPTS, measurement_of, profiled
+from tests.forked_jobs import forking_scripts
 from tula_hpc.attach.processes import Outcome, error_of, worst
 from tula_hpc.errors import Failure, InputError
 from tula_hpc.process_memory import descendants
