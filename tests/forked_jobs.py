@@ -84,17 +84,24 @@ def _work_and_end(work: Callable[[], object], place: Place) -> None:
     code = 1
     try:
         _settle(place)
-        code = int(str(work() or 0))
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        if isinstance(error.code, str):
-            sys.stderr.write(f"{error.code}\n")
-    except BaseException:  # noqa: BLE001 # as Python does at a program's end
-        traceback.print_exc()
-    finally:
+        code = _exit_code(work)
         sys.stdout.flush()
         sys.stderr.flush()
+    finally:
+        # whatever happens, this is no second test process
         os._exit(code)
+
+
+def _exit_code(work: Callable[[], object]) -> int:
+    try:
+        return int(str(work() or 0))
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            sys.stderr.write(f"{error.code}\n")
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:  # noqa: BLE001 # as Python does at a program's end
+        traceback.print_exc()
+        return 1
 
 
 def _settle(place: Place) -> None:
@@ -157,13 +164,13 @@ def run_command(main: Callable[[Sequence[str]], int], arguments: Sequence[str], 
     return _ran(partial(_command, main, arguments), [*arguments], os.environ, folder)
 
 
-def start_command(main: Callable[[Sequence[str]], int], arguments: Sequence[str], folder: Path) -> Forked:
-    """Start a command likewise, that nobody listens to."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    place = Place(null, null, {**os.environ}, folder, has_session=True)
-    started = Forked(partial(_command, main, arguments), place)
-    os.close(null)
-    return started
+def start_command(
+    main: Callable[[Sequence[str]], int], arguments: Sequence[str], folder: Path, output: Path = Path(os.devnull)
+) -> Forked:
+    """Start a command likewise; all that it says is written into a file."""
+    with output.open("wb") as said:
+        place = Place(said.fileno(), said.fileno(), {**os.environ}, folder, has_session=True)
+        return Forked(partial(_command, main, arguments), place)
 
 
 def _command(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
