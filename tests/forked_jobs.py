@@ -19,6 +19,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, NamedTuple
@@ -36,6 +37,11 @@ from tula_hpc.stages import rehearsal
 
 SHELL = "/bin/sh"
 NAMES = ("PIPE", "DEVNULL", "STDOUT")
+# of multiprocessing, with what each knows of its process
+HELPERS = {
+    resource_tracker._resource_tracker: ("_fd", "_pid"),
+    forkserver._forkserver: ("_forkserver_address", "_forkserver_alive_fd", "_forkserver_pid"),
+}
 # of `env` in the shell's lines
 TELLING = 8
 Ran = subprocess.CompletedProcess[str]
@@ -120,6 +126,10 @@ def _settle(place: Place) -> None:
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     logging.config.dictConfig(CONFIG)
+    # helpers of the test's process are none of this one's
+    for helper, names in HELPERS.items():
+        for name in names:
+            setattr(helper, name, None)
     os.environ.clear()
     os.environ |= place.environment
     # what the test's process holds need not be looked through

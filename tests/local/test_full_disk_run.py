@@ -119,7 +119,7 @@ def test_a_training_that_runs_out_of_space_ends_and_later_goes_on(disk: Path) ->
     assert resumed.data["samples_seen"] == loaded.samples_seen > 0
 
 
-STEPS = 500
+STEPS = 150
 PROFILED = SPEC.model_copy(
     update={
         # its record is a line of 40 kB and more

@@ -125,7 +125,7 @@ def test_what_is_trained_is_what_was_measured(tmp_path: Path) -> None:
     assert (failed.returncode, jobs(tmp_path, "train")) == (1, 1)
     assert "warning: changed since the measurements: mine.py; the training job looks at the model" in failed.stderr
     assert f"what would be trained now is not what was measured: the model has {now:,} parameters" in failed.stderr
-    trained = sweep(tmp_path, OWN + "\n# a remark\n")
+    trained = sweep(tmp_path, OWN + "\n# a remark\n", "--until", "train")
     assert trained.returncode == 0, trained.stderr
     assert jobs(tmp_path, "train") == 2
     assert "changed since" not in trained.stderr
