@@ -148,10 +148,13 @@ def forking_scripts() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def forking_jobs(*, scripts: bool = True) -> Iterator[None]:
+def forking_jobs(*, starting_first: bool = False) -> Iterator[None]:
     """Fork jobs that this process submits, rehearsals, and processes of scripts in jobs, likewise.
 
     Not for tests of limits that a cluster file's setup lines set, nor of the names of processes.
+
+    Args:
+        starting_first: Start the script of each job's first worker, so that it imports what it needs by itself.
     """
     if differentiates_in_threads():
         yield
@@ -162,7 +165,9 @@ def forking_jobs(*, scripts: bool = True) -> Iterator[None]:
         patch.setattr(local, "subprocess", _subprocess(_start_worker))
         rehearsed = SimpleNamespace(run=_run_module, TimeoutExpired=subprocess.TimeoutExpired)
         patch.setattr(rehearsal, "subprocess", rehearsed)
-        with forking_scripts() if scripts else contextlib.nullcontext():
+        with forking_scripts():
+            if starting_first:
+                patch.setattr(processes, "subprocess", _subprocess(_start_first_script))
             yield
 
 
@@ -205,7 +210,7 @@ def _ran(
         return Ran(words, code or 0, output.read().decode(), errors.read().decode())
 
 
-def _subprocess(start: Callable[..., Forked]) -> SimpleNamespace:
+def _subprocess(start: Callable[..., Any]) -> SimpleNamespace:
     return SimpleNamespace(Popen=start, **{name: getattr(subprocess, name) for name in NAMES})
 
 
@@ -222,6 +227,12 @@ def _start_script(
     if reading is not None:
         script.stdout = os.fdopen(reading, "rb")
     return script
+
+
+def _start_first_script(command: list[str], *, env: Mapping[str, str], **options: Any) -> Any:
+    if env["RANK"] == "0":
+        return subprocess.Popen(command, env=env, **options)
+    return _start_script(command, env=env, **options)
 
 
 def _start_worker(command: list[str], *, env: Mapping[str, str], stdout: IO[str], stderr: IO[str], **_: Any) -> Forked:
