@@ -256,6 +256,11 @@ def _start_job(command: list[str], *, env: dict[str, str], **_: Any) -> Forked:
 
 def _be_shell(folder: Path, setup: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # the run directory's lock is the command's alone, also where the job outlives it
+    for each in [
+        path for path in Path("/proc/self/fd").iterdir() if path.is_symlink() and path.readlink().name == ".lock"
+    ]:
+        os.close(int(each.name))
     own = str(os.getpid())
     with tempfile.TemporaryFile() as told:
         os.dup2(told.fileno(), TELLING)
