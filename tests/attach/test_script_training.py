@@ -44,7 +44,7 @@ KEPT: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def forked() -> Iterator[None]:
-    """Real starts of such jobs are in `test_framework_sweeps.py` and `test_script_sweep.py`."""
+    """Local jobs are started in `tests/local/test_sweep.py`, those of scripts in `tests/slurm`."""
     with forking_jobs():
         yield
 
