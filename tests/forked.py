@@ -71,14 +71,14 @@ def context_of_workers() -> ForkServerContext | ForkContext:
     be they there or only made believe by an earlier test. Then they are forked from a process that has loaded it for
     them all.
     """
-    if not _differentiates_in_threads():
+    if not differentiates_in_threads():
         return get_context("fork")
     context = get_context("forkserver")
     context.set_forkserver_preload(["torch", "tula_hpc.ddp.worker"])
     return context
 
 
-def _differentiates_in_threads() -> bool:
+def differentiates_in_threads() -> bool:
     names = (path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
     return any(name.startswith("pt_autograd") for name in names)
 

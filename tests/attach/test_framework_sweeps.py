@@ -1,35 +1,51 @@
-"""Scripts on frameworks, as they are: profiled, planned, trained and reported on this machine, through the command."""
+"""Scripts on frameworks, as they are: profiled, planned, trained and reported on this machine, through the command.
+
+In a profile the first worker's script is started, so that it imports its framework as a user's does; other processes
+are forked.
+"""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+# here once, not in every process that is forked
+import accelerate  # noqa: F401
+import lightning  # noqa: F401
 import pytest
+from transformers import GPT2LMHeadModel, Trainer  # noqa: F401
 
+from tests.forked_jobs import forking_jobs
 from tula_hpc.records import RunDirectory, is_usable, read_metrics
+from tula_hpc.sweep import main
 
 SCRIPTS = Path(__file__).parent / "scripts"
-SAMPLES, BATCH, EPOCHS = 128, 16, 2
+SAMPLES, BATCH, EPOCHS = 64, 16, 2
 STEPS = EPOCHS * SAMPLES // BATCH
 
 
 class Case(NamedTuple):
-    until: str
+    workers: int = 2
     method: str = "lbt"
     arguments: tuple[str, ...] = ()
     # keys of [workload]
     more: Mapping[str, Any] = MappingProxyType({})
 
 
-def swept(folder: Path, script: str, case: Case) -> RunDirectory:
-    """A run of two workers at one batch."""
-    sweep = folder / "mine.toml"
+CASES = {
+    "on_trainer.py": Case(),
+    "on_lightning.py": Case(method="ags"),
+    "on_accelerate.py": Case(1, arguments=("--accumulate", "{accumulation}"), more={"accumulation": 2}),
+    "on_timm.py": Case(method="ags", more={"metric": r"Acc@1 (?P<test_accuracy>[\d.]+)"}),
+}
+
+
+def arguments_for(script: str, folder: Path) -> list[str]:
+    """A sweep at one batch."""
+    case, sweep = CASES[script], folder / "mine.toml"
     given = ["--batch-size", "{local_batch}", "--epochs", "{epochs}", "--samples", str(SAMPLES), *case.arguments]
     more = "\n".join(f"{key} = {json.dumps(value)}" for key, value in case.more.items())
     sweep.write_text(f"""
@@ -41,7 +57,7 @@ samples = {SAMPLES}
 epochs = {EPOCHS}
 {more}
 [search]
-cluster_sizes = [2]
+cluster_sizes = [{case.workers}]
 min_batch = {BATCH}
 max_batch = {BATCH}
 warmup_steps = 1
@@ -52,38 +68,36 @@ method = "{case.method}"
 base_batch = 8
 log_interval_steps = 1
 """)
-    command = [sys.executable, "-m", "tula_hpc.sweep", str(sweep), "--run-dir", str(folder / "run")]
-    command += ["--until", case.until]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=400)
-    assert done.returncode == 0, done.stderr + done.stdout
-    return RunDirectory(folder / "run")
-
-
-CASES = {
-    "on_trainer.py": Case("plan"),
-    "on_lightning.py": Case("report", "ags"),
-    "on_accelerate.py": Case("plan", arguments=("--accumulate", "{accumulation}"), more={"accumulation": 2}),
-    "on_timm.py": Case("report", "ags", more={"metric": r"Acc@1 (?P<test_accuracy>[\d.]+)"}),
-}
+    return [str(sweep), "--run-dir", str(folder / "run")]
 
 
 @pytest.mark.parametrize("script", CASES)
-def test_a_script_is_profiled_planned_trained_and_reported(tmp_path: Path, script: str) -> None:
-    """Trainings on the Trainer and accelerate are in test_frameworks.py."""
+def test_a_script_is_profiled_planned_trained_and_reported(
+    tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One report is looked at."""
+    monkeypatch.chdir(tmp_path)
+    until = "report" if script == "on_timm.py" else "train"
+    arguments = arguments_for(script, tmp_path)
+    with forking_jobs(starting_first=True):
+        assert main([*arguments, "--until", "plan"]) == 0
+    with forking_jobs():
+        assert main([*arguments, "--until", until]) == 0
+    run = RunDirectory(tmp_path / "run")
     case = CASES[script]
-    run = swept(tmp_path, script, case)
     (measured,) = run.measurements().records
     assert is_usable(measured)
-    assert (measured.nodes, measured.local_batch, measured.backend) == (2, BATCH // 2, "gloo")
+    assert (measured.nodes, measured.local_batch) == (case.workers, BATCH // case.workers)
+    assert measured.backend == ("gloo" if case.workers > 1 else "none")
     assert measured.kept == (script != "on_timm.py")
     plan = run.read_plan()
     assert plan is not None
     assert plan.chosen.global_batch == BATCH
-    if case.until == "plan":
-        return
     metrics = read_metrics(run.train().metrics_file)
     assert [row.step for row in metrics.steps] == list(range(1, STEPS + 1))
     assert [row.epoch for row in metrics.epochs] == list(range(1, EPOCHS + 1))
     assert all(0.0 <= (row.test_accuracy or -1.0) <= 1.0 for row in metrics.epochs)
-    assert len({row.scale_mean for row in metrics.steps} - {None}) > STEPS // 2
-    assert (run.root / "report" / "report.html").exists()
+    scales = {row.scale_mean for row in metrics.steps} - {None}
+    assert len(scales) > STEPS // 2 if case.method == "ags" else not scales
+    if until == "report":
+        assert script in (run.report / "report.html").read_text()

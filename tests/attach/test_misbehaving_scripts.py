@@ -6,18 +6,26 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.attach.script_runs import BATCH, SCRIPTS, measurement_of, profiled
+from tests.forked_jobs import forking_scripts
 from tula_hpc.attach.processes import Outcome, error_of, worst
 from tula_hpc.errors import Failure, InputError
 from tula_hpc.process_memory import descendants
 
 ROOT = Path(__file__).resolve().parents[2]
 MISBEHAVING = SCRIPTS / "misbehaving.py"
+
+
+@pytest.fixture(autouse=True)
+def forked() -> Iterator[None]:
+    """What a process does, however it was started; `test_a_process_ends_with_its_worker` starts one."""
+    with forking_scripts():
+        yield
 
 
 def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, script: Path = MISBEHAVING) -> Outcome:
@@ -50,9 +58,9 @@ def test_a_failure_is_one_line(how: str, failure: Failure, words: str, tmp_path:
 
 @pytest.mark.parametrize("how", ["hangs", "hangs later"])
 def test_a_script_that_takes_no_step_is_given_up(how: str, tmp_path: Path) -> None:
-    outcome = misbehave(how, tmp_path, step_s=15.0)
+    outcome = misbehave(how, tmp_path, step_s=5.0)
     assert outcome.said.failure is Failure.BAD_INPUT
-    assert "misbehaving.py took more than 15 s (search.first_step_minutes)" in outcome.said.detail
+    assert "misbehaving.py took more than 5 s (search.first_step_minutes)" in outcome.said.detail
 
 
 @pytest.mark.parametrize("how", ["catches", "handles TERM", "has a thread", "prints", "has two optimizers"])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.attach.script_runs import QUICK, SCRIPTS, measurement_of, profiled
+from tests.forked_jobs import forking_scripts
 from tula_hpc.attach.measured_steps import between_epochs_s
 from tula_hpc.attach.processes import Outcome
 from tula_hpc.profiling.timing import halves_of
@@ -20,6 +22,12 @@ from tula_hpc.records.measurement import is_usable
 def test_an_epoch_has_as_many_pauses_as_were_seen(pauses: list[tuple[int, float]], seconds: float | None) -> None:
     """The last case pauses every 50 steps, twice an epoch of 100."""
     assert between_epochs_s(pauses, 100) == seconds
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked() -> Iterator[None]:
+    with forking_scripts():
+        yield
 
 
 @pytest.fixture(scope="module")

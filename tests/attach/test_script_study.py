@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.config.test_config import complaint
+from tests.forked_jobs import forking_jobs
 from tula_hpc.analysis.study_results import read_study
 from tula_hpc.attach.script import values_of
 from tula_hpc.config import SweepSpec, load_sweep, load_together, study_column
@@ -85,7 +86,8 @@ def test_a_study_of_a_script_trains_and_compares() -> None:
     study = 'methods = ["lbt", "ags"]\nbatches = [16]\nsmall_batch = 0\nseeds = [0]'
     Path("mine.toml").write_text(sweep_text(study))
     Path("here.toml").write_text(cluster_text(2))
-    assert main(["mine.toml", "--cluster", "here.toml", "--run-dir", "run"]) == 0
+    with forking_jobs():
+        assert main(["mine.toml", "--cluster", "here.toml", "--run-dir", "run"]) == 0
     run = RunDirectory(Path("run"))
     contents = read_study(run)
     assert [(each.cell.column, each.status, each.test) for each in contents.outcomes] == [

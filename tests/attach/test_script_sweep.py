@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forked_jobs import run_command
 from tula_hpc.errors import Failure
 from tula_hpc.records import RunDirectory, is_usable
+from tula_hpc.sweep import main
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "sweeps" / "own_script.toml"
@@ -19,10 +20,7 @@ QUICK = ("search.warmup_steps=1", "search.min_steps=5", "search.max_steps=5", "s
 
 def sweep(path: Path, folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
     words = [word for setting in settings for word in ("--set", setting)]
-    command = [sys.executable, "-m", "tula_hpc.sweep", str(path), "--run-dir", str(folder / "run")]
-    return subprocess.run(
-        [*command, "--until", "plan", *words], capture_output=True, text=True, check=False, cwd=folder, timeout=400
-    )
+    return run_command(main, [str(path), "--run-dir", str(folder / "run"), "--until", "plan", *words], folder)
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,14 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.forked_jobs import forking_jobs
 from tests.run_factory import candidate, measurement, plan, write_plan
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.errors import Failure
@@ -39,6 +40,13 @@ KEPT: dict[str, Any] = {
     "samples": 128,
     "epochs": 2,
 }
+
+
+@pytest.fixture(autouse=True)
+def forked() -> Iterator[None]:
+    """Local jobs are started in `tests/local/test_sweep.py`, those of scripts in `tests/slurm`."""
+    with forking_jobs():
+        yield
 
 
 def train(

@@ -122,7 +122,6 @@ LINGERING = SweepSpec.model_validate(
             "dataset": "digits",
             "samples": 512,
             "epochs": 1,
-            "loader_workers": 1,
         },
         "search": {"min_steps": 5, "max_steps": 5},
         "training": {"method": "lbt"},
@@ -132,16 +131,17 @@ PAIR = Configuration(nodes=1, workers_per_node=2, local_batch=32)
 
 
 def end_of_lingering_worker(
-    run: RunDirectory, stage: Literal["profile", "train"], environment: dict[str, str]
+    run: RunDirectory, stage: Literal["profile", "train"], environment: dict[str, str], loaders: int
 ) -> Ended:
     """Let a job's second worker fail; all of the job's processes must be gone long before they would wake up."""
     cluster = ClusterSpec(workers_per_node=2, environment=environment)
+    spec = LINGERING.model_copy(update={"workload": LINGERING.workload.model_copy(update={"loader_workers": loaders})})
     job: ProfileJob | TrainJob
     if stage == "profile":
-        job = ProfileJob(LINGERING, cluster, (PAIR,), run.profile / "job.jsonl", nodes=1)
+        job = ProfileJob(spec, cluster, (PAIR,), run.profile / "job.jsonl", nodes=1)
     else:
         run.train().root.mkdir()
-        job = TrainJob(LINGERING, cluster, PAIR, run.root)
+        job = TrainJob(spec, cluster, PAIR, run.root)
     local = Launcher(cluster, run, "tula-test")
     (submitted,) = local.submit([job], stage=stage, nodes=1, minutes=4)
     deadline = time.monotonic() + 240
@@ -164,7 +164,7 @@ def log_of_second_worker(end: Ended) -> str:
 
 def test_a_worker_that_has_recorded_its_failure_is_gone_whatever_its_destructors_want(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run").create()
-    end = end_of_lingering_worker(run, "profile", {"LINGERS": "destructor", "RAISES": "MemoryError"})
+    end = end_of_lingering_worker(run, "profile", {"LINGERS": "destructor", "RAISES": "MemoryError"}, 0)
     (record,) = run.measurements().records
     assert (record.status, record.failure, record.detail) == ("oom", Failure.HOST_OOM, "rank 1")
     assert "out of memory (host_oom)" in log_of_second_worker(end)
@@ -172,7 +172,7 @@ def test_a_worker_that_has_recorded_its_failure_is_gone_whatever_its_destructors
 
 def test_a_worker_that_has_raised_is_gone_whatever_its_threads_do(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run").create()
-    end = end_of_lingering_worker(run, "train", {"LINGERS": "thread", "RAISES": "KeyError"})
+    end = end_of_lingering_worker(run, "train", {"LINGERS": "thread", "RAISES": "KeyError"}, 1)
     assert end.failure is Failure.BAD_INPUT
     assert telling_line(end.log_tail).startswith("workload.model: tests.examples.lingering:build failed: KeyError: ")
     assert "Traceback (most recent call last)" in log_of_second_worker(end)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked_jobs import forking_jobs
 from tests.run_factory import candidate, plan
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
@@ -36,6 +37,12 @@ SPEC = SweepSpec.model_validate(
         "training": {"log_interval_steps": 1, "method": "lbt", "drift": False, "checkpoint_minutes": 0.0001},
     }
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked() -> Iterator[None]:
+    with forking_jobs():
+        yield
 
 
 @pytest.fixture
@@ -112,7 +119,7 @@ def test_a_training_that_runs_out_of_space_ends_and_later_goes_on(disk: Path) ->
     assert resumed.data["samples_seen"] == loaded.samples_seen > 0
 
 
-STEPS = 500
+STEPS = 150
 PROFILED = SPEC.model_copy(
     update={
         # its record is a line of 40 kB and more

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked_jobs import run_command
 from tula_hpc.records import RunDirectory
+from tula_hpc.sweep import main
 
 OWN = """
 import torch
@@ -65,12 +67,17 @@ method = "lbt"
 """
 
 
+@pytest.fixture(autouse=True)
+def no_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that has been changed within a second would be taken for the one before."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+
 def sweep(folder: Path, own: str, *options: str, loaders: int = 0) -> subprocess.CompletedProcess[str]:
     """Run the command in a user's folder."""
     (folder / "mine.py").write_text(own)
     (folder / "known.toml").write_text(SWEEP.format(loaders=loaders))
-    command = [sys.executable, "-P", "-B", "-m", "tula_hpc.sweep", "known.toml", "--run-dir", "run", *options]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=300)
+    return run_command(main, ["known.toml", "--run-dir", "run", *options], folder)
 
 
 def jobs(folder: Path, stage: str) -> int:
@@ -118,7 +125,7 @@ def test_what_is_trained_is_what_was_measured(tmp_path: Path) -> None:
     assert (failed.returncode, jobs(tmp_path, "train")) == (1, 1)
     assert "warning: changed since the measurements: mine.py; the training job looks at the model" in failed.stderr
     assert f"what would be trained now is not what was measured: the model has {now:,} parameters" in failed.stderr
-    trained = sweep(tmp_path, OWN + "\n# a remark\n")
+    trained = sweep(tmp_path, OWN + "\n# a remark\n", "--until", "train")
     assert trained.returncode == 0, trained.stderr
     assert jobs(tmp_path, "train") == 2
     assert "changed since" not in trained.stderr

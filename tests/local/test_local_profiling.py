@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.forked_jobs import forking_jobs
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.profiling.timing import halves_of
 from tula_hpc.records import Configuration, JobNote, Measurement, RunDirectory, notes_file, read_records
@@ -35,6 +37,12 @@ def submitted(run: RunDirectory) -> list[int]:
 
 def by_configuration(run: RunDirectory) -> dict[Configuration, Measurement]:
     return {m.configuration: m for m in run.measurements().records}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked() -> Iterator[None]:
+    with forking_jobs():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -6,16 +6,17 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from tests.forked_jobs import run_command, start_command
 from tula_hpc.config import StudyCell, load_sweep
 from tula_hpc.errors import Failure
 from tula_hpc.records import RunDirectory, TrainResult, TunedRates, read_metrics
+from tula_hpc.study import main
 
 ROOT = Path(__file__).resolve().parents[2]
 SWEEP = """
@@ -49,7 +50,7 @@ class Killed:
         self.run = RunDirectory(folder / "run")
         path = folder / "tiny.toml"
         path.write_text(SWEEP)
-        self.command = [sys.executable, "-m", "tula_hpc.study", str(path), "--run-dir", str(self.run.root)]
+        self.arguments = [str(path), "--run-dir", str(self.run.root)]
         study = load_sweep(path).study
         assert study is not None
         self.cells = study.cells()
@@ -57,7 +58,7 @@ class Killed:
         self.again = self.once_more()
 
     def once_more(self) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(self.command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=300)
+        return run_command(main, self.arguments, ROOT)
 
     def result(self, cell: StudyCell) -> TrainResult:
         return TrainResult.model_validate_json(self.run.train(cell.label).result_file.read_bytes())
@@ -67,15 +68,17 @@ class Killed:
 
     def _kill_in_the_middle(self) -> list[StudyCell]:
         """Returns the cells that were in the middle of training then."""
-        with subprocess.Popen(self.command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-            deadline = time.monotonic() + DEADLINE_S
-            while not (any(map(self._is_done, self.cells)) and any(map(self._is_in_the_middle, self.cells))):
-                assert time.monotonic() < deadline, "the study did not get that far"
-                assert process.poll() is None, "the study ended early"
-                time.sleep(0.05)
-            process.kill()
+        process = start_command(main, self.arguments, ROOT)
+        deadline = time.monotonic() + DEADLINE_S
+        while not (any(map(self._is_done, self.cells)) and any(map(self._is_in_the_middle, self.cells))):
+            assert time.monotonic() < deadline, "the study did not get that far"
+            assert process.poll() is None, "the study ended early"
+            time.sleep(0.05)
+        process.kill()
+        process.wait()
         for event in self.run.events():
-            if event.event == "submitted":
+            # a job's lock goes with its end
+            if event.event == "submitted" and any(self.run.root.rglob(f"{event.job_id}.lock")):
                 kill_with_children(int(event.job_id))
         return [cell for cell in self.cells if self._is_in_the_middle(cell)]
 
@@ -90,8 +93,6 @@ class Killed:
 def kill_with_children(pid: int) -> None:
     """A local job: submitit's shell, its controller, and the worker."""
     try:
-        if b"local_controller" not in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         os.kill(pid, signal.SIGKILL)
     except (OSError, ProcessLookupError):
@@ -170,12 +171,12 @@ def test_a_cell_that_fails_does_not_stop_the_others_and_the_command_says_so(tmp_
     )
     text = text.replace("epochs = 24", "epochs = 4").replace('methods = ["static"]', 'methods = ["lbt"]')
     path.write_text(text.replace("workload.lr = 1e12", 'workload.model = "tests.examples.own_workload:Stripes"'))
-    command = [sys.executable, "-m", "tula_hpc.study", str(path), "--run-dir", str(tmp_path / "run")]
     run = RunDirectory(tmp_path / "run")
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        deleted = delete_the_first_training(run)
-        out, said = process.communicate(timeout=300)
-    assert process.returncode == 1, out + said
+    process = start_command(main, [str(path), "--run-dir", str(run.root)], ROOT, tmp_path / "said")
+    deleted = delete_the_first_training(run)
+    code = process.wait()
+    said = (tmp_path / "said").read_text()
+    assert code == 1, said
     assert "study: 1 training without a result:\n  study/wild-b128-s0: bad input: " in said
     assert sum(event.data.get("label") == deleted for event in run.events() if event.event == "submitted") == 1
     assert run.train("study/lbt-b128-s0").result_file.exists()

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.examples.slow import PACE_FILE
+from tests.forked_jobs import forking_jobs, run_command
 from tests.run_factory import LATE_SWEEP, late_plan
 from tests.tracking.test_trackers import scalars
 from tula_hpc.checkpoint.store import CheckpointStore, load_model
@@ -25,6 +27,7 @@ from tula_hpc.launch.launcher import Launcher
 from tula_hpc.records import Configuration, RunDirectory, TrainResult, read_metrics
 from tula_hpc.stages.context import Sweep
 from tula_hpc.stages.train import train_stage
+from tula_hpc.sweep import main
 
 ROOT = Path(__file__).resolve().parents[2]
 UNEVEN = 179  # of a test set of 359, two workers have 180 and 179 samples: two batches, and one
@@ -56,22 +59,22 @@ log_interval_steps = 2
 """
 
 
-def sweep(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def arguments_in(folder: Path) -> list[str]:
     path = folder / "small.toml"
     path.write_text(SWEEP)
     tells = f'cluster.on_event=printf "%s\\n" "$TULA_EVENT" >>{folder}/told'
-    mine = ["--run-dir", str(folder / "run"), "--set", tells, *options]
+    mine = ["--run-dir", str(folder / "run"), "--set", tells]
     if find_spec("tensorboard") is not None:
         mine += ["--set", 'training.log_to=["tensorboard"]']
-    command = [sys.executable, "-m", "tula_hpc.sweep", str(path), *mine]
-    # a user whose shell lets everybody write to new files
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=300, umask=0)
+    return [str(path), *mine]
 
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     folder = tmp_path_factory.mktemp("local")
-    done = sweep(folder)
+    command = [sys.executable, "-m", "tula_hpc.sweep", *arguments_in(folder)]
+    # a user whose shell lets everybody write to new files
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=300, umask=0)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "Chosen configuration" in done.stdout
     (folder / "said").write_text(done.stdout)
@@ -141,10 +144,11 @@ def test_a_tracker_has_every_line_of_the_training(finished: RunDirectory) -> Non
     assert list(scalars(folder, "epoch/test_accuracy")) == [row.step for row in metrics.epochs]
 
 
-def test_running_again_does_nothing_twice(finished: RunDirectory) -> None:
+def test_running_again_does_nothing_twice(finished: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is anything told twice."""
+    monkeypatch.setattr("tula_hpc.analysis.figures.all.FIGURES", {})
     before = finished.events_file.read_text()
-    again = sweep(finished.root.parent, "--json")
+    again = run_command(main, [*arguments_in(finished.root.parent), "--json"], ROOT)
     assert again.returncode == 0, again.stderr
     assert finished.events_file.read_text() == before
     # a program has the object of `tula status --json` alone, and the lines are beside it
@@ -156,6 +160,13 @@ def test_running_again_does_nothing_twice(finished: RunDirectory) -> None:
     assert events == ["stage_ended", "stage_ended", "training_started", "training_finished", "sweep_ended"]
 
 
+@pytest.fixture
+def forked() -> Iterator[None]:
+    with forking_jobs():
+        yield
+
+
+@pytest.mark.usefixtures("forked")
 def test_a_stopped_training_is_started_again_and_ends_the_same(finished: RunDirectory, tmp_path: Path) -> None:
     """Signals to all of the running job's processes: it saves at a step boundary, and is started again."""
     longer = ["workload.epochs=3", "workload.samples=1024", "training.log_interval_steps=1"]
@@ -202,6 +213,7 @@ def stop_when(run: RunDirectory, step: int, shell: int) -> None:
         os.kill(process, signal.SIGTERM)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_stop_in_mid_evaluation_loses_nothing(tmp_path: Path) -> None:
     """Two workers, of which the first has a batch more to evaluate; USR2 reaches the second alone."""
     workload = {**SLOW_TO_EVALUATE, "samples": 3 * 2 * UNEVEN, "epochs": 2}
@@ -255,16 +267,14 @@ def test_out_of_memory_is_a_record_and_the_plan_stays_below_it(tmp_path: Path) -
     path.write_text(
         'name = "hungry"\n'
         '[workload]\nmodel = "tests.examples.hungry:build"\ndataset = "digits"\nloader_workers = 0\n'
-        "[search]\ncluster_sizes = [1]\nmin_batch = 32\nmax_batch = 256\n"
+        '[search]\ncluster_sizes = [1]\nmin_batch = 32\nmax_batch = 128\nmode = "full"\nestimate = false\n'
         "warmup_steps = 1\nnoise_steps = 1\nmin_steps = 5\nmax_steps = 5\n"
         '[training]\nmethod = "lbt"\n'  # scaling takes the batch in two halves, which needs less
     )
     cluster = tmp_path / "limited.toml"
     cluster.write_text('name = "limited"\nsetup = ["ulimit -v 6000000"]\n')
-    command = [sys.executable, "-m", "tula_hpc.sweep", str(path), "--cluster", str(cluster), "--until", "plan"]
-    command += ["--run-dir", str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=300)
-    assert done.returncode == 0, done.stderr
+    options = ["--cluster", str(cluster), "--until", "plan", "--run-dir", str(tmp_path / "run")]
+    assert main([str(path), *options]) == 0
     records = RunDirectory(tmp_path / "run").measurements().records
     assert len({m.configuration for m in records}) == len(records)  # what was measured before is not lost
     failed = [m for m in records if m.status == "oom"]

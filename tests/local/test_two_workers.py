@@ -1,13 +1,11 @@
-"""Watch and probes with two workers over gloo: they stay together. Run as a program, this file is the two workers."""
+"""Watch and probes with two workers over gloo: they stay together."""
 
 from __future__ import annotations
 
 import gc
 import json
 import socket
-import sys
 import time
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.examples.exchanging import Centred
-from tests.forked import fork_workers, give_secret, run_workers
+from tests.forked import give_secret, start_workers
 from tests.run_factory import candidate, plan, write_plan
 from tula_hpc.analysis.planning.replan import slowed
 from tula_hpc.checkpoint.store import CheckpointStore
@@ -69,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     taken = candidate_ports(environment(0, folder))[0]
     with socket.create_server((LOOPBACK, taken)):  # by a stranger, who never says a word
         give_secret(folder)
-        run_workers(__file__, folder)
+        start_workers(WORKERS, work, folder)
     return folder
 
 
@@ -188,7 +186,3 @@ def slow_gradient(*arguments: Any, **options: Any) -> Any:
 
 def out_of_memory(*_: Any, **__: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory")
-
-
-if __name__ == "__main__":
-    sys.exit(fork_workers(WORKERS, partial(work, folder=Path(sys.argv[1]))))
