@@ -24,7 +24,10 @@ esac""",
 *partition*) printf 'PartitionName=cpu Default=YES MaxTime=2-00:00:00 State=UP TotalNodes=100\n' ;;
 *"show job"*) printf 'JobId=12 JobName=x JobState=CANCELLED Restarts=0 ExcNodeList=n9 PreemptTime=None\n' ;;
 esac""",
-    "sinfo": r"printf '20|40|192000|(null)|mixed|v100\n'",
+    "sinfo": r"""case "$*" in
+*%R*) printf 'cpu 40 192000\n' ;;
+*) printf '20|40|192000|(null)|mixed|v100\n' ;;
+esac""",
     "sacctmgr": r"""case "$*" in
 *assoc*) printf 'ml||normal|1-00:00:00|node=4\n' ;;
 *) printf 'normal|12:00:00|node=8\n' ;;

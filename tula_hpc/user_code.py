@@ -254,11 +254,15 @@ def _check_set(spec: WorkloadSpec, which: str, data: Any, classes: int, tried: i
 
 def _check_item(spec: WorkloadSpec, item: Any, classes: int, place: str) -> None:
     if spec.loss is None:
-        fits = _is_item(item)
+        fits = _has_image(item) and _is_whole(item[1])
         if fits and not 0 <= (label := operator.index(item[1])) < classes:
             least = f"; return at least {label + 1} classes" if label >= classes else ""
             found = f"has label {label} as {place}; expected 0 to {classes - 1}"
             raise _data_error(spec, f"{found}, as it returned {classes} for classes{least}")
+        if not fits and _has_image(item):
+            found = f"has {kind_of(item[1])} as the label of {place}"
+            meant = f"expected a whole number from 0 to {classes - 1}, as int(label) makes one"
+            raise _data_error(spec, f"{found}; {meant}; others need a workload.loss of your own")
         expected = (
             f"(float tensor of 3 dimensions, label from 0 to {classes - 1}); "
             "others need a workload.loss of your own"
@@ -319,12 +323,13 @@ def _is_pair(item: Any) -> bool:
     return True
 
 
-def _is_item(item: Any) -> bool:
+def _has_image(item: Any) -> bool:
     if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], Tensor):
         return False
-    image, label = item
-    if not image.is_floating_point() or image.dim() != 3:
-        return False
+    return item[0].is_floating_point() and item[0].dim() == 3
+
+
+def _is_whole(label: Any) -> bool:
     try:
         # int, NumPy's integers, tensors of one integer
         operator.index(label)
@@ -345,7 +350,7 @@ def kind_of(value: Any) -> str:
         is_number = value.dim() == 0 and not (value.is_floating_point() or value.is_meta)
         what = f"{value.item()}" if is_number else f"of shape {tuple(value.shape)}"
         return f"{value.dtype} tensor {what}".removeprefix("torch.")
-    if isinstance(value, int):
+    if isinstance(value, int | float):
         return f"{type(value).__name__} {value}"
     if isinstance(value, tuple | list):
         return f"{type(value).__name__} of length {len(value)}"
@@ -364,10 +369,14 @@ def _load(key: str, name: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except (ImportError, SyntaxError) as error:
-        words = f"{name}: {module_name} cannot be imported: {error}"
-        if isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]:
-            words += f"; it was looked for among the installed packages and in {Path.cwd()}"
-        raise InputError(words, key=key) from error
+        own = module_name.partition(".")[0]
+        if isinstance(error, ModuleNotFoundError) and error.name == own:
+            why = f"{error}; it was looked for among the installed packages and in {Path.cwd()}"
+        elif isinstance(error, SyntaxError):
+            why = f"{error.msg} ({Path(error.filename or own).name}, line {error.lineno})"
+        else:
+            why = f"{told(error)}; correct the name, or install what is missing"
+        raise InputError(f"{name}: {module_name} cannot be imported: {why}", key=key) from error
     except Exception as error:
         if not is_mistake(error):
             raise

@@ -102,7 +102,9 @@ def breaks(constraint: Constraint, candidate: Candidate) -> str:
     limit = constraint.describe(constraint.limit, candidate)
     over = format_percent(amount / constraint.limit - 1.0)
     if constraint.why is not Why.BATCH:
-        over = f"{constraint.describe(amount - constraint.limit, candidate)} ({over})"
+        beyond = constraint.describe(amount - constraint.limit, candidate)
+        # a share of a tiny limit tells nothing
+        over = f"{beyond} ({over})" if amount < 2 * constraint.limit else beyond
     return f"{constraint.describe(amount, candidate)}, {over} over {constraint.key} = {limit}"
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tula_hpc.analysis.report.output import exit_code_of
+from tula_hpc.errors import RunDirectoryError
 from tula_hpc.files import write_out
 from tula_hpc.formatting import printable_output
 from tula_hpc.records import RunDirectory
@@ -71,6 +72,11 @@ def _write(runs: Sequence[RunDirectory], folder: Path | None, *, as_json: bool) 
     else:
         kind = "run"
         paths = write_report(first)
+        if first.plan_file.exists():
+            try:
+                first.read_plan()
+            except RunDirectoryError as error:
+                print(error, file=sys.stderr)
         if not any(first.profile.glob("*.jsonl")):
             print("nothing is measured yet: the report tells no more than that", file=sys.stderr)
     if not as_json:

@@ -319,7 +319,7 @@ def test_no_run_is_one_line_and_exit_code_2(tmp_path: Path, exists: bool, capsys
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run", stage="profile")
     run.report.write_text("a file where the folder should be")
-    assert main([str(run.root)]) == 1
+    assert main([str(run.root)]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 

@@ -708,6 +708,11 @@ def test_a_dry_run_without_slurm_says_that_it_was_not_asked(
     [
         ("max_nodes = 128", "max_nodes: 128, but partition cpu has 100 nodes; set max_nodes = 100, and "),
         ("partition = 'gpuu'", "partition: Slurm has no partition 'gpuu'; expected one of: cpu"),
+        (
+            "cpus_per_worker = 64",
+            "cpus_per_worker: 64, with 1 worker a node, but nodes of partition cpu have 40 CPUs; lower it",
+        ),
+        ("memory_gb = 200", "memory_gb: 200 GiB of a node, but nodes of partition cpu have 188 GiB; lower it"),
     ],
 )
 def test_what_no_partition_can_run_is_refused_before_anything_is_submitted(

@@ -27,6 +27,7 @@ from tula_hpc.config import (
     load_sweep,
     load_together,
     local_batches,
+    split_overrides,
 )
 from tula_hpc.config.workload import DATASETS, TORCHVISION_MODELS
 from tula_hpc.errors import InputError
@@ -93,7 +94,7 @@ def complaint(load: Load, content: str | bytes, overrides: Sequence[str] = ()) -
         ("[objective]\nbudget = 0", "objective.budget: expected more than 0, got 0"),
         ("[objective]\ntime_weight = 0\ncost_weight = 0", "objective.time_weight: expected more than 0"),
         # models and data sets
-        ('[workload]\nmodel = "resnet19"', r"workload\.model: 'resnet19' .*did you mean 'resnet18'.* one of: alexnet,"),
+        ('[workload]\nmodel = "resnet19"', r"workload\.model: 'resnet19' .*did you mean 'resnet18'.*function\"$"),
         ('[workload]\ndataset = "cifar"', r"workload\.dataset: 'cifar' is not a data set.* one of: digits, synthetic"),
         ('[workload]\nmodel = "a b:c"', "workload.model: 'a b:c': expected \"package.module:function\""),
         ('[workload]\nmodel = ":"', "workload.model: ':': expected \"package.module:function\""),
@@ -103,7 +104,7 @@ def complaint(load: Load, content: str | bytes, overrides: Sequence[str] = ()) -
         # data folders
         ('[workload]\ndataset = "imagenet"', "workload.data_dir: dataset = 'imagenet' needs the folder that holds it"),
         ('[workload]\ndataset = "cifar10"\ndata_dir = "gone"', r'workload\.data_dir: no such folder: ".*/gone"'),
-        ('[workload]\ndataset = "cifar10"\ndata_dir = "in.toml"', r'workload\.data_dir: no such folder: ".*/in\.toml"'),
+        ('[workload]\ndataset = "cifar10"\ndata_dir = "in.toml"', r'workload\.data_dir: ".*/in\.toml" is a file;'),
         ('[workload]\ndata_dir = "~no_such_user/x"', "workload.data_dir: no home folder for '~no_such_user'"),
         ('[workload]\ndataset = "cifar10"\ndata_dir = "a\\u0000b"', "workload.data_dir: no such folder"),
         (f'[workload]\ndataset = "cifar10"\ndata_dir = "{"x" * 5000}"', r"workload\.data_dir: .*File name too long"),
@@ -210,7 +211,7 @@ def test_several_mistakes_are_a_line_each(here: Path) -> None:
     assert [line.split(": ")[1] for line in lines] == ["name", "workload.epochs", "workload.lr", "serach"]
 
 
-@pytest.mark.parametrize(("path", "said"), [("gone.toml", "no such file"), (".", "cannot be read: Is a directory")])
+@pytest.mark.parametrize(("path", "said"), [("gone.toml", "no such file"), (".", "is a folder; expected a TOML file")])
 def test_a_file_that_cannot_be_read(here: Path, path: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         load_sweep(Path(path))
@@ -599,3 +600,8 @@ def test_overrides_of_all_kinds(here: Path, override: str) -> None:
 def test_a_file_of_the_other_kind_is_called_what_it_is(here: Path) -> None:
     assert complaint(load_cluster, NAME + "[workload]\n").startswith("in.toml: is a sweep file (it has [workload])")
     assert complaint(load_sweep, NAME + 'executor = "slurm"\n').startswith("in.toml: is a cluster file")
+
+
+def test_a_misspelt_cluster_in_an_override_is_told() -> None:
+    with pytest.raises(InputError, match=r"^--set: clutser: unknown key \(did you mean 'cluster'\?\)$"):
+        split_overrides(["clutser.exclusive=false"])

@@ -79,7 +79,7 @@ def test_a_workload_as_it_should_be_has_an_identity(here: Path, capsys: pytest.C
 MISTAKES = {
     "a missing import": (
         ("import torch\n", "import torch, not_there\n"),
-        "mine cannot be imported: No module named 'not_there'",
+        "No module named 'not_there' (mine.py:2); correct the name, or install what is missing",
     ),
     "an error while importing": (
         ("import torch\n", "import torch\ntorch.nowhere\n"),

@@ -94,7 +94,10 @@ def write_module(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> No
         ("f = lambda: None", r"cannot be called with \(classes, image_size\)"),
         ("f = 3", "mine:f is int 3; expected a function"),
         ("", "mine has no 'f'"),
-        ("import not_there", "mine cannot be imported: No module named 'not_there'"),
+        (
+            "import not_there",
+            "mine cannot be imported: .*No module named 'not_there' .mine.py:.*; correct the name, or install",
+        ),
         ("f = (", "mine cannot be imported"),
         ("f = lambda c, s: nn.Sequential(nn.Flatten(), nn.Linear(s * s * 3, 99))", r"\(2, 99\).*expected.*\(2, 10\)"),
         ("f = lambda c, s: nn.Linear(99, c)", r"cannot take inputs of 3×8×8: RuntimeError: .*mat1 and mat2"),
@@ -162,7 +165,10 @@ def test_a_worker_tries_a_model_on_its_own_device(tmp_path: Path, monkeypatch: p
         ("def f(spec): return [(1, 2)], good, 2", r"has \(int 1, int 2\) as item 0 of the train set"),
         ("def f(spec): return good, [(item[0].byte(), 1)], 2", "uint8 tensor"),
         ("def f(spec): return good, [(item[0][0], 1)], 2", r"shape \(8, 8\)"),
-        ("def f(spec): return good, [(item[0], 1.0)], 2", "type float"),
+        (
+            "def f(spec): return good, [(item[0], 1.0)], 2",
+            "float 1.0 as the label of item 0 of the test set; expected a whole number from 0 to 1",
+        ),
         ("def f(spec): return good, [item[0]], 2", "float32 tensor"),
         ("f = lambda: (good, good, 2)", r"cannot be called with \(spec\)"),
     ],

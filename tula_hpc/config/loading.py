@@ -19,7 +19,16 @@ from pydantic import ValidationError
 
 from tula_hpc.config.cluster import ClusterSpec
 from tula_hpc.config.sweep import SweepSpec, check_columns, check_together
-from tula_hpc.config.validation import PARTITIONS, VALUE, Spec, explain, hide, is_hidden, line_of
+from tula_hpc.config.validation import (
+    PARTITIONS,
+    VALUE,
+    Spec,
+    explain,
+    hide,
+    is_hidden,
+    line_of,
+    nearest,
+)
 from tula_hpc.errors import InputError
 from tula_hpc.files import read_bounded
 
@@ -45,6 +54,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         return _tables(read_bounded(path, MAX_FILE_BYTES).decode("utf-8-sig"))
     except FileNotFoundError:
         raise InputError("no such file; check the path", source=path) from None
+    except IsADirectoryError:
+        raise InputError("is a folder; expected a TOML file", source=path) from None
     except OSError as error:
         if error.errno == errno.EOVERFLOW:
             raise InputError(
@@ -293,14 +304,20 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split overrides into those of the sweep file and of the cluster file.
 
     The section decides; `cluster.` in front of a key is always the cluster file.
+
+    Raises:
+        InputError: A section that neither has is probably a misspelt one of the cluster file.
     """
     sections = ClusterSpec.model_fields.keys() - SweepSpec.model_fields.keys()
     of_sweep: list[str] = []
     of_cluster: list[str] = []
     for text in overrides:
         section = text.partition("=")[0].strip().partition(".")[0]
+        meant = nearest(section, ["cluster", *sections])
         if section == "cluster" or section in sections:
             of_cluster.append(text.removeprefix("cluster."))
+        elif meant and not nearest(section, SweepSpec.model_fields):
+            raise InputError(f"unknown key{meant}", source=OPTION, key=section)
         else:
             of_sweep.append(text)
     return of_sweep, of_cluster

@@ -112,6 +112,7 @@ _EXPECTED = {
 _PATTERNS = {
     NAME_PATTERN: "expected at most 64 letters, digits, '.', '_' and '-', a letter or digit first",
 }
+SHORT_LIST = 20
 # of `sbatch`: pydantic adds them to the location
 _UNION_MEMBERS = ("constrained-str", "constrained-int", "int", "bool")
 
@@ -247,10 +248,12 @@ def known_or_entry_point(
         module, _, function = value.rpartition(".")
         if module and _defines(module, function):
             raise ValueError(f"{value!r} is not {what} (did you mean '{module}:{function}'?)")
-        names = f" or one of: {', '.join(known)}" if known else ""
+        meant = nearest(value, known)
+        # a near name says more than a long list
+        listed = known and not (meant and len(list(known)) > SHORT_LIST)
+        names = f" or one of: {', '.join(known)}" if listed else ""
         raise ValueError(
-            f"{value!r} is not {what}{nearest(value, known)}; "
-            f'expected "package.module:function"{names}'
+            f'{value!r} is not {what}{meant}; expected "package.module:function"{names}'
         )
     return value
 

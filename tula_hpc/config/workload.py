@@ -441,4 +441,7 @@ def _check_data_dir(dataset: str, data_dir: Path | None) -> None:
     except OSError as error:
         raise ValueError(f"data_dir: {shown_path} cannot be read: {error.strerror}") from None
     if not found:
-        raise ValueError(f"data_dir: no such folder: {shown_path}; check the path")
+        where = f"{shown_path} is a file; expected the folder that holds the data"
+        if not data_dir.exists():
+            where = f"no such folder: {shown_path}; check the path"
+        raise ValueError(f"data_dir: {where}")

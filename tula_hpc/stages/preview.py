@@ -27,6 +27,7 @@ UNIQUE = frozenset({"job-name", "output", "error", "comment"})
 ASK_S = 20.0
 # of sbatch: these partitions are not here
 ELSEWHERE = {"clusters", "M", "cluster-constraint"}
+MIB_OF_GIB = 1024
 # what of a node a job asks for
 SHAPE = ("partition", "nodes", "ntasks-per-node", "cpus-per-task", "mem", "gres", "constraint")
 
@@ -146,7 +147,7 @@ def script_of(
 
 
 def impossible(sweep: Sweep) -> tuple[str, str] | None:
-    """Return key and words of a partition that is not there, or has too few nodes for the jobs.
+    """Return key and words of a partition that is not there, or has too little for the jobs.
 
     None also where Slurm cannot be asked. A site's plugin may send jobs to other partitions than
     they ask for: only what sbatch, too, would refuse is meant.
@@ -194,10 +195,35 @@ def _mistake(
         return "partition", f"Slurm has no partition {missing[0]!r}; expected one of: {there}"
     names = names or [name for name, row in partitions.items() if row.get("Default") == "YES"]
     most = max((count_in(partitions[name].get("TotalNodes", "")) or 0 for name in names), default=0)
-    if not 0 < most < nodes:
-        return None
-    found = f"{part.max_nodes}, but partition {', '.join(names)} has {plural(most, 'node')}"
-    return "max_nodes", f"{found}; set max_nodes = {most}, and search.cluster_sizes up to that"
+    if 0 < most < nodes:
+        found = f"{part.max_nodes}, but partition {', '.join(names)} has {plural(most, 'node')}"
+        return "max_nodes", f"{found}; set max_nodes = {most}, and search.cluster_sizes up to that"
+    return _too_large(part, names)
+
+
+def _too_large(part: ClusterSpec, names: Sequence[str]) -> tuple[str, str] | None:
+    """Return key and words where a job needs more of a node than any there has."""
+    nodes = [row for row in _nodes() if row[0] in names]
+    cpus, memory_mb = (max((int(row[at]) for row in nodes), default=0) for at in (1, 2))
+    where = f"nodes of partition {', '.join(names)} have"
+    asked = part.cpus_per_worker * part.workers_per_node
+    if 0 < cpus < asked:
+        workers = plural(part.workers_per_node, "worker")
+        words = f"{part.cpus_per_worker}, with {workers} a node, but {where} {plural(cpus, 'CPU')}"
+        return "cpus_per_worker", f"{words}; lower it or workers_per_node"
+    if part.memory_gb is not None and 0 < memory_mb < part.memory_gb * MIB_OF_GIB:
+        words = f"{part.memory_gb:g} GiB of a node, but {where} {memory_mb / MIB_OF_GIB:.3g} GiB"
+        return "memory_gb", f"{words}; lower it"
+    return None
+
+
+def _nodes() -> list[tuple[str, str, str]]:
+    """Return partition, CPUs and MiB of each kind of node, those that Slurm hides included."""
+    try:
+        shown = slurm.run_command(["sinfo", "-a", "-h", "-e", "-o", "%R %c %m"], ASK_S)
+    except LaunchError:
+        return []
+    return re.findall(r"^(\S+) (\d+) (\d+)", shown, re.MULTILINE)
 
 
 def _is_refused(part: Sweep, nodes: int) -> bool:

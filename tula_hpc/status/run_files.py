@@ -126,6 +126,11 @@ def _read(run: RunDirectory) -> Facts:
     measured = run.measurements()
     told = run.read_events()
     doubts += run.damage(lines=bool(measured.skipped or told.skipped))
+    if not measured.records and run.plan_file.exists():
+        doubts.append(
+            "the measurements that plan.json rests on are gone: put profile/ back, or delete "
+            "plan.json and run the same command again, which measures anew"
+        )
     history = RunHistory(told.records)
     cut_off = _cut_off(run, history)
     report_at = _newest(run.report / name for name in ("report.html", "study.html"))
