@@ -222,14 +222,6 @@ def test_a_plan_that_was_edited_is_refused_alike_by_status_plan_and_sweep_until_
     assert f"warning: {doubt}\n" in capsys.readouterr().err
     assert plan_command([str(run.root), "--set", "objective.kind=time", "--write"]) == 0
     assert obstacle(run) == ""
-
-
-def test_measurements_that_are_gone_are_told(tmp_path: Path, cluster: FakeSlurm) -> None:
-    run = make_run(tmp_path / "run", stage="plan")
-    for path in run.profile.glob("*.jsonl"):
-        path.unlink()
-    (doubt,) = status.status_of(run.root).doubts
-    assert doubt.startswith("the measurements that plan.json rests on are gone: put profile/ back, or ")
     # by an editor that ends files with a new line
     run.plan_file.write_text(f"{run.plan_file.read_text()}\n")
     assert run.read_plan().objective == "time"
@@ -1305,3 +1297,11 @@ def test_a_job_is_in_one_phase_whatever_slurm_says(
         expected = JobPhase.RUNNING if running else JobPhase.WAITING if waiting else JobPhase.OVER
         assert told.phase is expected
     assert {job.phase for job in job_statuses(facts, Answer(None))} == {JobPhase.UNKNOWN}
+
+
+def test_measurements_that_are_gone_are_told(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = make_run(tmp_path / "run", stage="plan")
+    for path in run.profile.glob("*.jsonl"):
+        path.unlink()
+    (doubt,) = status.status_of(run.root).doubts
+    assert doubt.startswith("the measurements that plan.json rests on are gone: put profile/ back, or ")
