@@ -123,6 +123,7 @@ def test_what_the_source_does_not_say_is_unknown_and_asked_for(
     put_site(commands, [Made("cpu")])
     (tmp_path / "train.py").write_text(ARGPARSE)
     files = [str(tmp_path / "cluster.toml"), "--script", str(tmp_path / "train.py")]
+    monkeypatch.chdir(tmp_path)
     assert main([*files, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     text = (tmp_path / "train.toml").read_text()
@@ -132,6 +133,7 @@ def test_what_the_source_does_not_say_is_unknown_and_asked_for(
     assert told["required"] == ["samples"]
     assert 'resume_arguments = ["--resume", "last.pt"]' in text
     assert [line.partition("tula")[2].split()[0] for line in told["next"]] == ["attach", "check", "sweep"]
+    assert told["next"][0].endswith("attach train.py --batch-size 256 --epochs 100")
     assert (told["notes"], told["partition"]["name"]) == ([], "cpu")
     with pytest.raises(InputError, match=r"samples: is required with a script"):
         load_sweep(tmp_path / "train.toml")

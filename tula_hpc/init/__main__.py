@@ -260,7 +260,9 @@ def _notes(cluster: _Cluster, script: Script | None) -> Iterator[str]:
 
 def _next(cluster: _Cluster, script: Script | None) -> Iterator[str]:
     if script is not None:
-        yield command_line("attach", str(script.path), *script.trial())
+        here = Path.cwd()
+        path = script.path.relative_to(here) if script.path.is_relative_to(here) else script.path
+        yield command_line("attach", str(path), *script.trial())
     yield command_line("check", str(cluster.file))
     if script is not None:
         where = ("--cluster", str(cluster.file))

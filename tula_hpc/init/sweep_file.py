@@ -19,6 +19,8 @@ USUAL_BATCH = 32
 # batches up to so many times the script's own are candidates, or one of its own for each worker
 BATCH_RANGE = 16
 MOST_SIZES = 4
+# of small data a few epochs end before anything is measured
+TRIAL_EPOCHS = 100
 LARGEST_BATCH = 2**30
 LARGEST_SEED = 2**31
 METRIC = Line(
@@ -42,9 +44,10 @@ class Script(NamedTuple):
         return _number(self.options.batch, 2**20) or USUAL_BATCH
 
     def trial(self) -> list[str]:
-        """Return arguments with which the script can be looked at."""
-        batch = self.options.batch
-        return [] if batch is None else batch.words(str(self.batch))
+        """Return arguments with which the script runs until it has been looked at."""
+        batch, epochs = self.options.batch, self.options.epochs
+        words = [] if batch is None else batch.words(str(self.batch))
+        return words if epochs is None else [*words, *epochs.words(str(TRIAL_EPOCHS))]
 
 
 def sweep_file(script: Script, cluster: ClusterSpec) -> str:
