@@ -56,7 +56,7 @@ COMMANDS = {
 WAY = (
     ("init --script train.py", "cluster.toml and train.toml; fill in what is unknown there"),
     ("check cluster.toml", "is the cluster as its file says? a job of 3 minutes"),
-    ("attach train.py --batch-size 64", "what the script does here, and its samples"),
+    ("attach train.py --batch-size 64", "what the script does here, as a sweep file"),
     ("sweep train.toml --cluster cluster.toml --until plan", "measure, and choose"),
     ("status runs/train", "what runs and waits, and what it cost so far"),
     ("plan runs/train --objective cost", "the same measurements, another question"),

@@ -65,7 +65,15 @@ def test_runs_of_one_name_are_told_apart(runs: list[RunDirectory], tmp_path: Pat
 def test_other_work_is_no_comparison(runs: list[RunDirectory], tmp_path: Path) -> None:
     other = make_run(tmp_path / "other", stage="plan")
     other.sweep_file.write_text(SWEEP_TOML.replace('"vgg11"', '"resnet18"'))
-    with pytest.raises(InputError, match=r'workload\.model is "resnet18" here and "vgg11" there'):
+    with pytest.raises(InputError, match="it trains resnet18 on cifar100 here and vgg11 on cifar100 there"):
+        read_runs([runs[0], other])
+    other.sweep_file.write_text(SWEEP_TOML.replace("epochs = 20", "epochs = 20\nsamples = 3500"))
+    with pytest.raises(InputError, match=r"workload\.samples is 3500 here and not set there"):
+        read_runs([runs[0], other])
+    script = 'script = "train.py"\narguments = ["{local_batch}"]\nsamples = 3500\nepochs = 20'
+    built_in = SWEEP_TOML[SWEEP_TOML.index("model =") : SWEEP_TOML.index("\n\n[search]")]
+    other.sweep_file.write_text(SWEEP_TOML.replace(built_in, script).replace("delta = 0.5", ""))
+    with pytest.raises(InputError, match=r"it trains train\.py here and vgg11 on cifar100 there"):
         read_runs([runs[0], other])
 
 

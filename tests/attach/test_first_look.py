@@ -1,8 +1,9 @@
-"""`python -m tula_hpc.attach`: what it prints of a script can be pasted into a sweep file."""
+"""`python -m tula_hpc.attach`: what it prints of a script is a sweep file."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 
 from tests.attach.script_runs import SCRIPTS
 from tula_hpc.attach.__main__ import main, with_placeholders
-from tula_hpc.config import load_sweep
+from tula_hpc.config import ClusterSpec, check_together, load_sweep
+from tula_hpc.errors import InputError
 
 
 def look(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -19,18 +21,24 @@ def look(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=200)
 
 
-def test_what_is_seen_can_be_pasted(tmp_path: Path) -> None:
+def test_what_is_printed_is_a_sweep_file_but_for_the_epochs(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text((SCRIPTS / "plain.py").read_text())
     done = look(tmp_path, "train.py", "--batch-size", "16", "--epochs", "500", "--samples", "640")
     assert done.returncode == 0, done.stderr
     assert "16 samples a forward pass, 1 forward pass a step" in done.stdout
     path = tmp_path / "mine.toml"
-    path.write_text(f'name = "mine"\n{done.stdout[done.stdout.index("[workload]") :]}')
-    work = load_sweep(path).workload
-    assert work.script == script
+    path.write_text(done.stdout)
+    # those of the look are not those of the training
+    with pytest.raises(InputError, match="epochs: is required with a script"):
+        load_sweep(path)
+    sweep = load_sweep(path, ["workload.epochs=90"])
+    check_together(sweep, ClusterSpec(max_nodes=len(os.sched_getaffinity(0))), path, "this machine")
+    work = sweep.workload
+    assert (sweep.name, work.script, work.samples) == ("train", script, 640)
     assert work.arguments == ("--batch-size", "{local_batch}", "--epochs", "{epochs}", "--samples", "640")
-    assert (work.samples, work.epochs) == (640, 500)
+    assert (sweep.search.min_batch, sweep.training.base_batch) == (16, 16)
+    assert [line.split()[1] for line in done.stdout.splitlines() if line.endswith("unknown")] == ["epochs", "metric"]
 
 
 def test_a_program_gets_the_same_as_one_object(
@@ -50,6 +58,7 @@ def test_a_program_gets_the_same_as_one_object(
     told = json.loads(capsys.readouterr().out)
     assert told["workload"]["arguments"] == ["--bs", "{local_batch}", "--json"]
     assert (told["unknown"], told["others"], told["schema_version"]) == (["samples", "epochs"], ["Critic"], 1)
+    assert not {"samples", "epochs"} & told["workload"].keys()
 
 
 def test_a_script_that_fails_is_told_in_one_line(tmp_path: Path) -> None:
@@ -78,4 +87,4 @@ def test_a_script_that_is_not_there(tmp_path: Path) -> None:
 def test_the_argument_that_carries_the_batch_is_found(
     arguments: list[str], batch: int, passes: int, expected: list[str]
 ) -> None:
-    assert with_placeholders(arguments, batch, passes)[0] == expected
+    assert with_placeholders(arguments, batch, passes) == expected

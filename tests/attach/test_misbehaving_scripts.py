@@ -37,7 +37,7 @@ def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, scri
     [
         ("imports nothing", Failure.BAD_INPUT, "ModuleNotFoundError: No module named 'no_such_module' (misbehaving"),
         ("ends at once", Failure.BAD_INPUT, "misbehaving.py ended: after 0 optimizer steps, before it was measured"),
-        ("ends", Failure.BAD_INPUT, "misbehaving.py ended: after 2 optimizer steps, before it was measured"),
+        ("ends", Failure.BAD_INPUT, "after 2 optimizer steps, before it was measured; give it more epochs or samples"),
         ("exits with words", Failure.BAD_INPUT, "misbehaving.py exited with code 1: after 0 optimizer steps"),
         ("leaves", Failure.BAD_INPUT, "misbehaving.py ended its process by itself, with exit code 0"),
         ("takes no batch", Failure.BAD_INPUT, "workload.arguments: asked for 4 samples a forward, the model got 6"),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.init.test_init import Made, commands, put_site
-from tula_hpc.config import load_sweep, load_together
+from tula_hpc.config import ClusterSpec, check_together, load_sweep, load_together
 from tula_hpc.errors import InputError
 from tula_hpc.init.__main__ import main
 from tula_hpc.init.script_options import read_options
+from tula_hpc.init.sweep_file import search_and_training
 
 __all__ = ["commands"]
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,11 +118,12 @@ def test_a_script_of_any_style_gets_its_batch(
 
 
 def test_what_the_source_does_not_say_is_unknown_and_asked_for(
-    commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     put_site(commands, [Made("cpu")])
     (tmp_path / "train.py").write_text(ARGPARSE)
     files = [str(tmp_path / "cluster.toml"), "--script", str(tmp_path / "train.py")]
+    monkeypatch.chdir(tmp_path)
     assert main([*files, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     text = (tmp_path / "train.toml").read_text()
@@ -130,34 +133,61 @@ def test_what_the_source_does_not_say_is_unknown_and_asked_for(
     assert told["required"] == ["samples"]
     assert 'resume_arguments = ["--resume", "last.pt"]' in text
     assert [line.partition("tula")[2].split()[0] for line in told["next"]] == ["attach", "check", "sweep"]
+    assert told["next"][0].endswith("attach train.py --batch-size 256 --epochs 100")
     assert (told["notes"], told["partition"]["name"]) == ([], "cpu")
     with pytest.raises(InputError, match=r"samples: is required with a script"):
         load_sweep(tmp_path / "train.toml")
     # the same once more: the sweep file is not replaced, and a cluster file that is there is used
     assert main(files) == 2
     (tmp_path / "train.toml").unlink()
-    (tmp_path / "cluster.toml").write_text('name = "mine"\nmax_nodes = 2\n')
+    (tmp_path / "cluster.toml").write_text('name = "mine"\ncpus_per_worker = 2\n')
+    # nodes that this machine stands in for do not outnumber its cores
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
     capsys.readouterr()
     assert main(files) == 0
     assert "is there already, and stays as it is" in capsys.readouterr().out
-    assert "cluster_sizes = [1, 2] " in (tmp_path / "train.toml").read_text()
+    assert "cluster_sizes = [1] " in (tmp_path / "train.toml").read_text()
 
 
-def test_a_script_without_an_option_for_its_batch_is_told_so(
+def test_without_slurm_both_files_are_for_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
     (tmp_path / "train.py").write_text(NOTHING)
     assert main([str(tmp_path / "cluster.toml"), "--script", str(tmp_path / "train.py")]) == 0
     out = capsys.readouterr().out
-    assert "no Slurm here" in out
+    assert "this machine with its 3 cores, since there is no Slurm here" in out
     assert "no option for its batch" in out
     assert "DistributedDataParallel" in out
-    assert "--cluster" not in out
-    assert not (tmp_path / "cluster.toml").exists()
+    required = ["workload.arguments=['{local_batch}']", "workload.samples=900", "workload.epochs=9"]
+    sweep, cluster = load_together(tmp_path / "train.toml", tmp_path / "cluster.toml", required)
+    assert (cluster.executor, cluster.max_nodes, sweep.search.cluster_sizes) == ("local", 3, (1, 2))
+    assert "; tula attach says it: unknown" in (tmp_path / "train.toml").read_text()
+    # a Slurm that does not answer is another thing
+    put_site(tmp_path, [])
+    for name in ("scontrol", "sacctmgr"):
+        (tmp_path / name).unlink()
+    (tmp_path / "train.toml").unlink()
+    assert main([str(tmp_path / "other.toml"), "--script", str(tmp_path / "train.py")]) == 1
+    assert not (tmp_path / "other.toml").exists()
+    assert "scontrol is not on PATH" in capsys.readouterr().err
     (tmp_path / "broken.py").write_text("def (:")
     assert main([str(tmp_path / "cluster.toml"), "--script", str(tmp_path / "broken.py")]) == 2
     assert "broken.py: is not valid Python" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("batch", "passes", "samples"), [(1, 1, 640), (2, 4, 10**6), (64, 1, 100)])
+def test_bounds_of_the_search_are_valid_for_small_batches_and_data(
+    tmp_path: Path, batch: int, passes: int, samples: int
+) -> None:
+    (tmp_path / "train.py").touch()
+    cluster = ClusterSpec(executor="slurm", max_nodes=8, workers_per_node=2)
+    work = f'script = "train.py"\narguments = ["{{local_batch}}"]\nsamples = {samples}\nepochs = 9'
+    tables = search_and_training(cluster, batch * passes, passes, samples)
+    path = tmp_path / "mine.toml"
+    path.write_text("\n".join(['name = "mine"', "[workload]", work, f"accumulation = {passes}", *tables]))
+    check_together(load_sweep(path), cluster, path, "cluster.toml")
 
 
 def test_the_shipped_scripts_are_read() -> None:

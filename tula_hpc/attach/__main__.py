@@ -3,8 +3,9 @@
     tula attach train.py --batch-size 64
     tula attach -m package.train --batch-size 64
 
-One worker runs it, in a folder of its own in which it sees what lies here. It ends with the table
-`[workload]` of a sweep file that would profile it on a cluster.
+One worker runs it, in a folder of its own in which it sees what lies here. What is printed is a
+sweep file that would profile it on a cluster; what was seen stands in its comments. What was not
+stands in lines that end with `unknown`, as in the file of `tula init --script`.
 
 `--json`, before the script, prints one object. Its keys (None where not known):
 
@@ -16,9 +17,10 @@ One worker runs it, in a folder of its own in which it sees what lies here. It e
     accumulation         forward passes of a step
     samples              of an epoch
     loader_workers       loader processes
+    device               "cpu" or "cuda"
     measurement          as a line of a run's measurements: times, memory, identity, noise_scale
-    workload             the table
-    unknown              keys of it that have to be filled in
+    workload             the table, as far as it is known
+    unknown              keys of it that have to be filled in or corrected
 """
 
 from __future__ import annotations
@@ -47,6 +49,8 @@ from tula_hpc.formatting import (
     plural,
     printable_output,
 )
+from tula_hpc.init.cluster_file import UNKNOWN, Line
+from tula_hpc.init.sweep_file import METRIC, name_line, search_and_training
 from tula_hpc.own_sources import find_module
 from tula_hpc.records import Configuration, Measurement
 
@@ -64,7 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tula attach",
         description="Run a training script here for some steps, and say what was seen: its "
-        "optimizer, batch, step time and its parts, memory, and the [workload] to paste.",
+        "optimizer, batch, step time and its parts, memory. What is printed is a sweep file, "
+        "in which lines that end with 'unknown' hold what it did not show.",
     )
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module")
     parser.add_argument(
@@ -98,7 +103,12 @@ def _run(options: argparse.Namespace) -> int:
         told = {"schema_version": 1, **result, "workload": table, "unknown": list(unknown)}
         write_out(json.dumps(told, indent=1) + "\n")
         return 0
-    lines = [*_told(result), "", *_in_toml(table), *unknown.values()]
+    lines = [
+        f"# Sweep of {options.script}, as one worker of it ran here. Fill in what is {UNKNOWN!r}.",
+        *(f"# {line}" for line in _told(result)),
+        "",
+        *_sweep_file(result, table, unknown),
+    ]
     write_out("\n".join(lines) + "\n")
     return 0
 
@@ -149,7 +159,7 @@ def _look(
     if not outcome.is_done:
         sys.stderr.write(f"{end_of(log)}\n")
         return error_of(outcome, "")
-    return outcome.said.result
+    return {**outcome.said.result, "device": device}
 
 
 def _told(result: dict[str, Any]) -> Iterator[str]:
@@ -187,40 +197,54 @@ def _told(result: dict[str, Any]) -> Iterator[str]:
 
 def _table(
     options: argparse.Namespace, result: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, str]]:
+) -> tuple[dict[str, Any], dict[str, Line]]:
     """Return the table `[workload]` that would profile the script, and a line on what it lacks."""
     key = "module" if options.is_module else "script"
-    arguments, epochs = with_placeholders(
+    arguments = with_placeholders(
         options.arguments, result["forward_batch"], result["accumulation"]
     )
     table: dict[str, Any] = {key: options.script, "arguments": arguments}
-    table |= {"samples": result["samples"] or 1, "epochs": epochs or 1}
+    asked: dict[str, tuple[Any, str]] = {}
+    if not any("batch}" in argument for argument in arguments):
+        words = "put {local_batch} into the argument above that carries the batch, or add it"
+        asked["arguments"] = (["--batch-size", "{local_batch}"], words)
+    if result["samples"]:
+        table["samples"] = result["samples"]
+    else:
+        asked["samples"] = (50_000, "of an epoch, over all workers; the loader does not say")
+    # those of this run were for a look
+    words = "of the whole training"
+    if "{epochs}" not in " ".join(arguments):
+        words += "; put {epochs} into the argument that sets them"
+    asked["epochs"] = (90, words)
     if result["accumulation"] > 1:
         table["accumulation"] = result["accumulation"]
-    unknown: dict[str, str] = {}
-    if not any("batch}" in argument for argument in arguments):
-        unknown["arguments"] = (
-            "# put {local_batch} into the argument that carries the batch: none of these is it"
-        )
-    if not result["samples"]:
-        unknown["samples"] = "# samples: of an epoch, over all workers; the loader does not say"
-    if epochs is None:
-        unknown["epochs"] = (
-            "# epochs: how many the whole training takes, as {epochs} in an argument"
-        )
-    return table, unknown
+    return table, {
+        key: Line(key, value, f"{words}: {UNKNOWN}", asked=True)
+        for key, (value, words) in asked.items()
+    }
 
 
-def _in_toml(table: dict[str, Any]) -> Iterator[str]:
-    yield "[workload]"
+def _sweep_file(
+    result: dict[str, Any], table: dict[str, Any], unknown: dict[str, Line]
+) -> Iterator[str]:
+    """Yield the lines of a sweep file, valid once the lines that end with `unknown` are filled in."""
+    module = table.get("module")
+    yield name_line(module.rpartition(".")[2] if module else Path(table["script"]).stem)
+    yield from ("", "[workload]")
     # numbers, texts and lists of texts are the same in TOML
-    yield from (f"{name} = {json.dumps(value)}" for name, value in table.items())
+    yield from (
+        f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in table.items()
+    )
+    yield from (line.text() for line in (*unknown.values(), METRIC))
+    yield ""
+    batch, passes = max(1, result["forward_batch"]), result["accumulation"]
+    cluster = ClusterSpec(device=result["device"])
+    yield from search_and_training(cluster, batch * passes, passes, result["samples"])
 
 
-def with_placeholders(
-    arguments: Sequence[str], batch: int, passes: int
-) -> tuple[list[str], int | None]:
-    """Return arguments with the batch and the epochs in braces, and the epochs if they are given.
+def with_placeholders(arguments: Sequence[str], batch: int, passes: int) -> list[str]:
+    """Return arguments with the batch and the epochs in braces.
 
     Args:
         arguments: Of one worker that got this batch.
@@ -242,7 +266,7 @@ def with_placeholders(
         kind = placeholder.rpartition("_")[2]
         if fits and not any(kind in argument for argument in found):
             found[fits[0]] = re.sub(r"\d+$", placeholder, found[fits[0]])
-    return found, epochs
+    return found
 
 
 def _is_of(flag: str, names: Sequence[str]) -> bool:

@@ -115,9 +115,16 @@ class ScriptProfile(MeasuredSteps):
             why = f"no optimizer of the model that counts took a step, only {kinds}"
         else:
             why = f"after {steps} optimizer steps, before it was measured"
+            why += self._remedy() if steps and code == 0 else ""
         return Said(
             state="failed", failure=Failure.BAD_INPUT, detail=f"{name} {how}: {why}", steps=steps
         )
+
+    def _remedy(self) -> str:
+        """Return what lets a script take more steps by itself; its options may have any name."""
+        if self.spec.mode == "look":
+            return "; give it more epochs or samples by its own arguments, such as --epochs 100"
+        return "; give it more epochs or samples: {epochs} in workload.arguments is raised for a profile"
 
     def _told(self) -> Said:
         measured = self._measurement()

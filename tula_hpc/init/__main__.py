@@ -1,12 +1,13 @@
 """Command `tula init`: write the files of a first sweep.
 
 Slurm is asked for its partitions, nodes and limits, and for this user's accounts and QOS; nothing
-is submitted. With `--script` the options of a training script are read from its source.
+is submitted. With `--script` the options of a training script are read from its source. Where the
+machine has none of Slurm's commands, `--script` writes a cluster file for this machine.
 
 `--json` prints one object. Its keys (None where there is none):
 
     schema_version
-    cluster_file    path; None on a machine without Slurm
+    cluster_file    path
     is_kept         true if the cluster file was there already, and stays as it is
     partition       name, nodes, cpus, gpus, gpu_type, max_minutes (None: no limit), is_default, refused
     others          the other partitions, likewise
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 # links to the folders sweeps/ and slurm_templates/, which are copied where this is installed
 EXAMPLES = Path(__file__).parent.parent / "examples"
+# a machine that has none of them is no part of a cluster
+SLURM_COMMANDS = ("scontrol", "sinfo", "sbatch")
 
 
 @printable_output()
@@ -66,7 +69,8 @@ def _parser() -> argparse.ArgumentParser:
         "--script",
         type=Path,
         metavar="SCRIPT.py",
-        help="write a sweep file for this script beside it; a cluster file that is there stays",
+        help="write a sweep file for this script beside it; a cluster file that is there stays, "
+        "and without Slurm's commands it is written for this machine",
     )
     parser.add_argument("--partition", metavar="NAME", help="write it for this partition")
     parser.add_argument("--force", action="store_true", help="replace files that are there")
@@ -84,7 +88,8 @@ class _Cluster(NamedTuple):
     """Cluster of a sweep, and where its file and its parts are known from."""
 
     spec: ClusterSpec
-    file: Path | None
+    file: Path
+    is_kept: bool
     survey: Survey | None = None
     place: Place | None = None
 
@@ -151,24 +156,25 @@ def _refuse_existing(target: Path, *, force: bool) -> None:
 
 
 def _cluster(options: argparse.Namespace) -> _Cluster:
-    """Return the cluster, whose file is written unless a script needs none or it is there."""
-    from tula_hpc.config import ClusterSpec, load_cluster
-    from tula_hpc.init.cluster_file import cluster_file
+    """Return the cluster, whose file is written unless it is there beside a script."""
+    from tula_hpc.config import load_cluster
+    from tula_hpc.init.cluster_file import cluster_file, local_cluster_file
     from tula_hpc.init.survey import survey_cluster
     from tula_hpc.records import write_atomically
 
     target: Path = options.file
     has_script = options.script is not None
     if has_script and target.exists() and not options.force:
-        return _Cluster(load_cluster(target), target)
-    if has_script and shutil.which("scontrol") is None:
-        return _Cluster(ClusterSpec(), None)
+        return _Cluster(load_cluster(target), target, is_kept=True)
     _refuse_existing(target, force=options.force)
+    if has_script and not any(map(shutil.which, SLURM_COMMANDS)):
+        write_atomically(target, local_cluster_file())
+        return _Cluster(load_cluster(target), target, is_kept=False)
     survey = survey_cluster()
     place = _chosen(survey, options.partition)
     write_atomically(target, cluster_file(survey, place))
     # what was written is what the other commands will read
-    return _Cluster(load_cluster(target), target, survey, place)
+    return _Cluster(load_cluster(target), target, is_kept=False, survey=survey, place=place)
 
 
 def _write_sweep(script: Script, cluster: _Cluster) -> None:
@@ -180,7 +186,7 @@ def _write_sweep(script: Script, cluster: _Cluster) -> None:
     write_atomically(script.target, text)
     # the rest is as the other commands will read it
     sweep = load_sweep(script.target, filled_in(text))
-    check_together(sweep, cluster.spec, script.target, cluster.file or "this machine")
+    check_together(sweep, cluster.spec, script.target, cluster.file)
 
 
 def _chosen(survey: Survey, name: str | None) -> Place:
@@ -205,11 +211,11 @@ def _as_json(cluster: _Cluster, script: Script | None) -> dict[str, object]:
     """Return what `--json` prints; see the module."""
     from tula_hpc.init.sweep_file import required_keys, unknown_keys
 
-    written = [path for path in (cluster.file, script and script.target) if path is not None]
+    written = [cluster.file, *([script.target] if script else [])]
     return {
         "schema_version": 1,
-        "cluster_file": str(cluster.file) if cluster.file else None,
-        "is_kept": cluster.file is not None and cluster.survey is None,
+        "cluster_file": str(cluster.file),
+        "is_kept": cluster.is_kept,
         "partition": cluster.place and _partition(cluster.place),
         "others": [_partition(place) for place in cluster.others],
         "sweep_file": str(script.target) if script else None,
@@ -243,8 +249,6 @@ def _notes(cluster: _Cluster, script: Script | None) -> Iterator[str]:
         )
     if script is None:
         return
-    if cluster.file is None:
-        yield "There is no Slurm here: the sweep file is for this machine."
     if script.options.batch is None:
         yield f"{script.path.name} has no option for its batch that could be found; it needs one."
     if not script.options.is_parallel:
@@ -256,11 +260,12 @@ def _notes(cluster: _Cluster, script: Script | None) -> Iterator[str]:
 
 def _next(cluster: _Cluster, script: Script | None) -> Iterator[str]:
     if script is not None:
-        yield command_line("attach", str(script.path), *script.trial())
-    where = [] if cluster.file is None else ["--cluster", str(cluster.file)]
-    if cluster.file is not None:
-        yield command_line("check", str(cluster.file))
+        here = Path.cwd()
+        path = script.path.relative_to(here) if script.path.is_relative_to(here) else script.path
+        yield command_line("attach", str(path), *script.trial())
+    yield command_line("check", str(cluster.file))
     if script is not None:
+        where = ("--cluster", str(cluster.file))
         yield command_line("sweep", str(script.target), *where, "--until", "plan")
 
 
@@ -269,8 +274,11 @@ def _words(cluster: _Cluster, script: Script | None) -> Iterator[str]:
 
     if cluster.place is not None:
         yield f"{cluster.file}: partition {_described(cluster.place)}."
-    elif cluster.file is not None:
+    elif cluster.is_kept:
         yield f"{cluster.file}: is there already, and stays as it is."
+    else:
+        cores = plural(cluster.spec.max_nodes, "core")
+        yield f"{cluster.file}: this machine with its {cores}, since there is no Slurm here."
     if script is not None:
         keys = " and ".join(required_keys(script.target.read_text()))
         yield f"{script.target}: a sweep of {script.path.name}. Before it can start, fill in {keys}."

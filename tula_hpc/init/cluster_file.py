@@ -1,15 +1,22 @@
-"""Text of a cluster file for one partition, with a comment on every value and its source."""
+"""Text of a cluster file, for one partition or for this machine without Slurm.
+
+Every value has a comment with its source.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tula_hpc.config import ClusterSpec, WorkloadSpec
 from tula_hpc.env import loaded_modules
-from tula_hpc.init.survey import Place, Survey
+
+if TYPE_CHECKING:
+    # it loads what asks Slurm
+    from tula_hpc.init.survey import Place, Survey
 
 UNKNOWN = "unknown"
 MIB_PER_GIB = 1024
@@ -41,11 +48,39 @@ def cluster_file(survey: Survey, place: Place) -> str:
         "[environment]": list(_environment(place)),
         "[pricing]": list(_pricing(place)),
     }
-    lines = [
+    return _text(
         f"# Cluster {survey.cluster_name}, partition {place.partition.name}, as Slurm described it.",
         f"# Lines that begin with # and end with {UNKNOWN!r} hold what Slurm cannot know: fill in what matters.",
-        "",
-    ]
+        tables=tables,
+    )
+
+
+def local_cluster_file() -> str:
+    """Return the text of a cluster file for this machine without Slurm."""
+    gpus = '"cuda" for its GPUs, one for each worker'
+    tables = {
+        "": [
+            Line("name", "local", "in reports"),
+            Line("executor", "local", "jobs are processes of this machine"),
+            Line("device", "cpu", f"collectives run over gloo; {gpus}"),
+            Line("max_nodes", usable_cores(), "as many as this machine has cores"),
+            Line("workers_per_node", 1, "processes that stand in for a node"),
+            Line("cpus_per_worker", 1, "threads of each"),
+        ]
+    }
+    return _text(
+        "# This machine, without Slurm: worker processes stand in for nodes and run side by side.",
+        tables=tables,
+    )
+
+
+def usable_cores() -> int:
+    """Return the cores of this machine that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def _text(*head: str, tables: dict[str, list[Line]]) -> str:
+    lines = [*head, ""]
     for heading, rows in tables.items():
         if rows:
             lines += [*filter(None, [heading]), *(row.text() for row in rows), ""]

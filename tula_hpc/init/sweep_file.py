@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tula_hpc.config import ClusterSpec
-from tula_hpc.init.cluster_file import UNKNOWN, Line
+from tula_hpc.formatting import plural
+from tula_hpc.init.cluster_file import UNKNOWN, Line, usable_cores
 from tula_hpc.init.script_options import Option, ScriptOptions
 
 # where the script has no default
@@ -18,8 +19,16 @@ USUAL_BATCH = 32
 # batches up to so many times the script's own are candidates, or one of its own for each worker
 BATCH_RANGE = 16
 MOST_SIZES = 4
+# of small data a few epochs end before anything is measured
+TRIAL_EPOCHS = 100
 LARGEST_BATCH = 2**30
 LARGEST_SEED = 2**31
+METRIC = Line(
+    "metric",
+    r"Acc@1 (?P<test_accuracy>[\d.]+)",
+    f"how it prints its score: {UNKNOWN}",
+    asked=True,
+)
 
 
 class Script(NamedTuple):
@@ -35,9 +44,10 @@ class Script(NamedTuple):
         return _number(self.options.batch, 2**20) or USUAL_BATCH
 
     def trial(self) -> list[str]:
-        """Return arguments with which the script can be looked at."""
-        batch = self.options.batch
-        return [] if batch is None else batch.words(str(self.batch))
+        """Return arguments with which the script runs until it has been looked at."""
+        batch, epochs = self.options.batch, self.options.epochs
+        words = [] if batch is None else batch.words(str(self.batch))
+        return words if epochs is None else [*words, *epochs.words(str(TRIAL_EPOCHS))]
 
 
 def sweep_file(script: Script, cluster: ClusterSpec) -> str:
@@ -47,21 +57,21 @@ def sweep_file(script: Script, cluster: ClusterSpec) -> str:
         f"# Lines that begin with # and end with {UNKNOWN!r} hold what the source does not say. Those",
         "# of samples, epochs and arguments have to be filled in.",
         "",
-        Line("name", _name(script.path), "of the run and its jobs").text(),
+        name_line(script.path.stem),
         "",
         "[workload]",
         *(line.text() for line in _workload(script)),
         "",
-        "[search]",
-        *(line.text() for line in _search(script, cluster)),
-        "",
-        "[training]",
-        Line(
-            "base_batch", _base_batch(script, cluster), "global batch that the learning rate is for"
-        ).text(),
+        *search_and_training(cluster, _base_batch(script, cluster), _passes(script.options)),
         "",
     ]
     return "\n".join(lines)
+
+
+def name_line(stem: str) -> str:
+    """Return the line of a sweep's name, made of a script's."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", stem)[:64].lstrip("._-")
+    return Line("name", name or "training", "of the run and its jobs").text()
 
 
 def _workload(script: Script) -> Iterator[Line]:
@@ -91,12 +101,7 @@ def _workload(script: Script) -> Iterator[Line]:
             f"options that resume it, without which it begins anew: {UNKNOWN}",
             asked=True,
         )
-    yield Line(
-        "metric",
-        r"Acc@1 (?P<test_accuracy>[\d.]+)",
-        f"how it prints its score: {UNKNOWN}",
-        asked=True,
-    )
+    yield METRIC
 
 
 def _arguments(options: ScriptOptions) -> Iterator[Line]:
@@ -134,21 +139,54 @@ def _resume(options: ScriptOptions) -> Iterator[Line]:
         yield Line("resume_arguments", resume.words("last.pt"), comment, asked=True)
 
 
-def _search(script: Script, cluster: ClusterSpec) -> Iterator[Line]:
-    sizes = _sizes(cluster)
-    base = _base_batch(script, cluster)
-    workers = cluster.workers_per_node
-    yield Line(
-        "cluster_sizes", sizes, f"nodes, of {workers} workers each; at most {cluster.max_nodes}"
-    )
-    smallest = 2 ** (base.bit_length() - 1)
-    yield Line("min_batch", smallest, "global: samples of a step over all workers")
-    largest = min(LARGEST_BATCH, smallest * max(BATCH_RANGE, sizes[-1] * workers))
-    yield Line("max_batch", largest, "global; samples and memory may bound it further")
+def search_and_training(
+    cluster: ClusterSpec, base_batch: int, passes: int = 1, samples: int | None = None
+) -> list[str]:
+    """Return the lines of the tables `[search]` and `[training]`.
+
+    Args:
+        cluster: Of the sweep.
+        base_batch: Global batch that the script has by itself.
+        passes: Forward passes of a step that the script always takes.
+        samples: Of an epoch, where they are known.
+    """
+    sizes, workers = _sizes(cluster), cluster.workers_per_node
+    # each worker of the largest size needs a sample for each of its passes
+    needed = passes * sizes[-1] * workers if passes > 1 else 1
+    most = _power_of_two(min(LARGEST_BATCH, samples or LARGEST_BATCH))
+    smallest = min(most, max(_power_of_two(base_batch), _power_of_two(2 * needed - 1)))
+    largest = min(most, smallest * max(BATCH_RANGE, sizes[-1] * workers))
+    here = ", by the cores of this machine" if _shares_cores(cluster) else ""
+    nodes = f"nodes, of {plural(workers, 'worker')} each; at most {_most_nodes(cluster)}{here}"
+    rows = [
+        Line("cluster_sizes", sizes, nodes),
+        Line("min_batch", smallest, "global: samples of a step over all workers"),
+        Line("max_batch", largest, "global; samples and memory may bound it further"),
+    ]
+    base = Line("base_batch", base_batch, "global batch that the learning rate is for")
+    return ["[search]", *(row.text() for row in rows), "", "[training]", base.text()]
 
 
 def _sizes(cluster: ClusterSpec) -> list[int]:
-    return [2**k for k in range(MOST_SIZES) if 2**k <= cluster.max_nodes]
+    most = _most_nodes(cluster)
+    return [2**k for k in range(MOST_SIZES) if 2**k <= most]
+
+
+def _most_nodes(cluster: ClusterSpec) -> int:
+    if not _shares_cores(cluster):
+        return cluster.max_nodes
+    of_node = cluster.workers_per_node * cluster.cpus_per_worker
+    return max(1, min(cluster.max_nodes, usable_cores() // of_node))
+
+
+def _shares_cores(cluster: ClusterSpec) -> bool:
+    """Tell whether nodes are stood in for by cores of this machine."""
+    return cluster.executor == "local" and cluster.device == "cpu"
+
+
+def _power_of_two(number: int) -> int:
+    """Return the largest power of two that is at most this."""
+    return int(2 ** (number.bit_length() - 1))
 
 
 def _base_batch(script: Script, cluster: ClusterSpec) -> int:
@@ -161,8 +199,7 @@ def _base_batch(script: Script, cluster: ClusterSpec) -> int:
 
 def _passes(options: ScriptOptions) -> int:
     """Return the forward passes of a step by the script's default, as a power of two."""
-    given = _number(options.accumulation, 2**20) or 1
-    return int(2 ** (given.bit_length() - 1))
+    return _power_of_two(_number(options.accumulation, 2**20) or 1)
 
 
 def _number(option: Option | None, largest: int) -> int | None:
@@ -178,11 +215,6 @@ def _path_of(script: Script) -> str:
     """Return the script's path from the sweep file's folder, or in full where it is elsewhere."""
     relative = os.path.relpath(script.path, script.target.parent.absolute())
     return str(script.path) if relative.startswith("..") else relative
-
-
-def _name(path: Path) -> str:
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", path.stem)[:64].lstrip("._-")
-    return name or "training"
 
 
 def unknown_keys(text: str) -> list[str]:

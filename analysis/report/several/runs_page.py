@@ -35,7 +35,7 @@ from tula_hpc.records import Candidate, RunDirectory
 
 TEMPLATE = "runs_template.html"
 # of [workload]: with another value epochs are not the same work
-SAME_WORK = ("script", "module", "model", "dataset", "samples", "sequence_length")
+SAME_WORK = ("script", "module", "model", "dataset", "samples")
 # that differ between any two runs, and say nothing
 NOT_TOLD = ("name", "workload.data_dir", "study")
 # of settings that differ; a sweep file has more lines
@@ -114,21 +114,27 @@ def _refuse_other_work(runs: Sequence[RunDirectory], contents: Sequence[RunConte
     first = _work_of(contents[0].sweep)
     for run, other in zip(runs[1:], contents[1:], strict=True):
         work = _work_of(other.sweep)
-        for key in first.keys() & work.keys():
-            if first[key] != work[key]:
-                one, another = (json.dumps(value, default=str) for value in (first[key], work[key]))
+        for fact, there in first.items():
+            here = work.get(fact, there)
+            if here != there:
                 message = (
-                    f"cannot be compared with {runs[0].root}: workload.{key} is {another} here and "
-                    f"{one} there, so that an epoch is other work"
+                    f"cannot be compared with {runs[0].root}: {fact} {here} here and {there} "
+                    "there, so that an epoch is other work"
                 )
                 raise InputError(message, source=run.root)
 
 
-def _work_of(sweep: SweepSpec | None) -> dict[str, object]:
+def _work_of(sweep: SweepSpec | None) -> dict[str, str]:
+    """Return what an epoch's work depends on, what people know it by first."""
     if sweep is None:
         return {}
-    known = sweep.workload.model_dump(mode="json")
-    return {key: known[key] for key in SAME_WORK if key in known}
+    workload = sweep.workload
+    named = f"{workload.model} on {workload.dataset}"
+    facts = {"it trains": workload.script_name if workload.is_script else named}
+    for key in SAME_WORK:
+        value = getattr(workload, key)
+        facts[f"workload.{key} is"] = "not set" if value is None else json.dumps(value, default=str)
+    return facts
 
 
 def runs_content(named: Sequence[NamedRun]) -> dict[str, Any]:
