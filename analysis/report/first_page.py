@@ -247,20 +247,24 @@ def _what_would_change(plan: Plan) -> Iterator[str]:
     is_decided = True
     for other in alternatives(plan, RANKS[:1]):
         roles = " and ".join(f"the {role}" for role in other.roles)
-        compared = against(other.candidate, plan.chosen)
-        if other.is_compared:
-            # one that is faster and cheaper has its sentence beside the reason, one that cannot be
-            # told apart beside how sure it is
-            compared = "it is compared above"
+        compared = f": {against(other.candidate, plan.chosen)}"
         kinds = [OBJECTIVE_OF[role] for role in other.roles if role in OBJECTIVE_OF]
         takes = f"; objective.kind = {' or '.join(kinds)} takes it" if kinds else ""
         is_decided = is_decided and not kinds
-        yield f"{as_sentence(roles)[:-1]} is {name_of(other.candidate)}: {compared}{takes}."
+        if other.is_compared:
+            # one that is faster and cheaper has its sentence beside the reason, one that cannot be
+            # told apart beside how sure it is
+            compared = ", compared above"
+        if kinds or not other.is_compared:
+            yield f"{as_sentence(roles)[:-1]} is {name_of(other.candidate)}{compared}{takes}."
     feasible = [candidate for candidate in plan.candidates if candidate.feasible]
     if all(candidate == plan.chosen for candidate in feasible):
         yield "Nothing that was searched: no other candidate is feasible."
     elif is_decided:
-        yield 'Not objective.kind = "time" or "cost": it is the fastest and the cheapest of all.'
+        yield (
+            'Neither objective.kind = "time" nor "cost" would: of all that was searched it is the '
+            "fastest and the cheapest."
+        )
 
 
 def _next(run: RunContents) -> list[str]:

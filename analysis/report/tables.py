@@ -303,7 +303,7 @@ def what_if_table(rows: Sequence[WhatIf]) -> TextTable:
         cost = predicted(item, "cost")
         times.append((duration_within(*time), format_duration(time.value)))
         costs.append((money_within(*cost, item.currency), format_money(cost.value, item.currency)))
-    cells = []
+    cells: list[tuple[str, ...]] = []
     columns = (_told_apart(times), _told_apart(costs))
     for (change, item), time_text, cost_text in zip(shown, *columns, strict=True):
         where = f" on {item.partition}" if item.partition else ""
