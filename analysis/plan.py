@@ -16,7 +16,7 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from tula_hpc.analysis.report.output import exit_code_of
 from tula_hpc.config import (
@@ -46,6 +46,9 @@ from tula_hpc.records import (
     refuse_several,
     write_plan,
 )
+
+if TYPE_CHECKING:
+    from tula_hpc.analysis.what_if import WhatIf
 
 NEW_RUN = "start a sweep with these values and a new --run-dir, as the run's own may not want it"
 
@@ -156,6 +159,9 @@ def _answer(options: argparse.Namespace) -> str:
 
 
 def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
+    from tula_hpc.analysis.planning.partitions import Trained
+    from tula_hpc.analysis.what_if import answers
+
     sweep_overrides, cluster_overrides = split_overrides(options.set)
     if options.objective:
         sweep_overrides.append(f"objective.kind={options.objective}")
@@ -170,6 +176,7 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
         print(f"warning: {words}", file=sys.stderr)
     refuse_several(run, read.records)
     footprints = run.footprints(cluster.part_names())
+    trained = Trained(read_metrics(run.train().metrics_file), run.events())
     try:
         plan = make_plan(
             sweep,
@@ -177,8 +184,8 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
             read.records,
             read.skipped,
             footprints,
-            metrics=read_metrics(run.train().metrics_file),
-            events=run.events(),
+            metrics=trained.metrics,
+            events=trained.events,
             how_to_profile=how_to_profile,
         )
     except InputError as error:
@@ -191,7 +198,9 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
     if options.json:
         return printable(plan.model_dump_json(by_alias=True, indent=1))
     text = _as_text(plan, sweep, cluster, read.records, run)
-    return f"{text}\n\n{_what_if(plan, sweep, cluster, read.records)}" if options.what_if else text
+    if not options.what_if:
+        return text
+    return f"{text}\n\n{_what_if(answers(sweep, cluster, read.records, plan, trained))}"
 
 
 def _damaged_plan(run: RunDirectory) -> list[str]:
@@ -204,20 +213,18 @@ def _damaged_plan(run: RunDirectory) -> list[str]:
     return []
 
 
-def _what_if(
-    plan: Plan, sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement]
-) -> str:
+def _what_if(rows: Sequence[WhatIf]) -> str:
     from tula_hpc.analysis.report.plan_text import PLAN_WIDTH, table_lines
-    from tula_hpc.analysis.report.tables import nothing_changes, what_if_table
-    from tula_hpc.analysis.what_if import answers
+    from tula_hpc.analysis.report.tables import not_possible, nothing_changes, what_if_table
 
-    rows = answers(sweep, cluster, measurements, plan)
     if not rows:
         # a plan that counts what a training measured may choose otherwise than its profiles alone
         return "No what-if: a training changed the plan."
     if said := nothing_changes(rows):
         return textwrap.fill(said, PLAN_WIDTH)
-    return table_lines(what_if_table(rows))
+    lines = [table_lines(what_if_table(rows))]
+    lines += [textwrap.fill(text, PLAN_WIDTH) for text in not_possible(rows)]
+    return "\n".join(lines)
 
 
 def _refuse_trained(run: RunDirectory) -> None:

@@ -24,7 +24,7 @@ from tula_hpc.analysis.planning.candidates import (
 from tula_hpc.analysis.planning.constraints import constrain, nearest_outside
 from tula_hpc.analysis.planning.knee import TimeCurves, knee_curves
 from tula_hpc.analysis.planning.objective import choose
-from tula_hpc.analysis.planning.partitions import Fitted, fit_parts, prefixed
+from tula_hpc.analysis.planning.partitions import Fitted, Trained, fit_parts, prefixed
 from tula_hpc.analysis.run_contents import RunContents
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.formatting import format_duration, format_money, plural
@@ -73,16 +73,20 @@ def what_if(run: RunContents) -> list[WhatIf]:
 
 
 def answers(
-    sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement], plan: Plan
+    sweep: SweepSpec,
+    cluster: ClusterSpec,
+    measurements: Sequence[Measurement],
+    plan: Plan,
+    trained: Trained | None = None,
 ) -> list[WhatIf]:
-    """Fit the models, and ask; see `what_if`.
+    """Fit the models, and ask; see `what_if`. `trained` is what the plan counts of trainings.
 
     Raises:
         NotEnoughDataError: Too few measurements.
         InputError: A price needs a quantity that is not known.
     """
     sweep = with_objective_of(plan, sweep)
-    fitted = fit_parts(sweep, cluster, measurements)
+    fitted = fit_parts(sweep, cluster, measurements, trained)
     question = _Question(sweep, fitted, knee_curves(fitted.parts, sweep, with_draws=False))
     usual = question.ask("as planned")
     same = usual.chosen is not None and (usual.chosen.partition, usual.chosen.configuration) == (
@@ -91,7 +95,7 @@ def answers(
     )
     if not same:
         return []
-    # after a training its measured evaluations count, too
+    # with its intervals
     return [usual._replace(chosen=plan.chosen), *_changes(question, plan.chosen)]
 
 
@@ -170,7 +174,11 @@ def _changes(question: _Question, chosen: Candidate) -> Iterator[WhatIf]:
     for share in DEADLINES:
         seconds = share * chosen.expected_time_s
         sooner = question.with_objective(deadline_hours=seconds / SECONDS_PER_HOUR)
-        yield sooner.ask(f"done within {format_duration(seconds)}")
+        answer = sooner.ask(f"done within {format_duration(seconds)}")
+        yield answer
+        # nor is a shorter one kept
+        if answer.chosen is None:
+            break
     for kind, change in OBJECTIVES.items():
         if kind != question.sweep.objective.kind:
             yield question.with_objective(kind=kind).ask(change)

@@ -53,12 +53,13 @@ def _two(whole_s: int, large_s: int, large: str, small_s: int, small: str) -> st
     return f"{first:,} {large} {rest} {small}"
 
 
-def format_left(seconds: float) -> str:
-    """Format an estimate of what is left: "about 4 min left", in whole minutes."""
+def format_left(seconds: float, *, is_most: bool = False) -> str:
+    """Format an estimate of what is left: "about 4 min left", or "up to about 4 min left"."""
     minutes = round(seconds / MINUTE_S)
     if minutes < 1:
         return "less than a minute left"
-    return f"about {format_duration(float(MINUTE_S * minutes))} left"
+    up_to = "up to " if is_most else ""
+    return f"{up_to}about {format_duration(float(MINUTE_S * minutes))} left"
 
 
 # seconds to which durations are rounded

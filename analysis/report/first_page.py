@@ -14,8 +14,11 @@ from tula_hpc.analysis.models.profiles import is_out_of_memory
 from tula_hpc.analysis.planning.partitions import name_of
 from tula_hpc.analysis.report.bill_text import bill_of, bill_sentences
 from tula_hpc.analysis.report.plan_text import (
+    CHEAPEST,
+    FASTEST,
+    RANKS,
     against,
-    beats,
+    alternatives,
     knee_sentences,
     not_told_apart,
     why_not_better,
@@ -43,6 +46,8 @@ from tula_hpc.records import Candidate, Measurement, Plan, Remedy, TrainResult
 
 GO_ON = "tula sweep RUN/sweep.toml --cluster RUN/cluster.toml --run-dir RUN"
 ANOTHER = "tula plan RUN --set objective.deadline_hours=12"
+# the kind that takes them
+OBJECTIVE_OF = {FASTEST: '"time"', CHEAPEST: '"cost"'}
 IS_RUN = "RUN is the run's directory."
 
 
@@ -236,32 +241,30 @@ def _reason(plan: Plan) -> str:
 
 
 def _what_would_change(plan: Plan) -> Iterator[str]:
-    """Yield constraints that decide, and the next best, fastest and cheapest candidate, each once."""
+    """Yield what decides: constraints, unsettled steps, and what another objective would choose."""
     yield from (as_sentence(text) for text in plan.binding)
-    chosen = plan.chosen
-    feasible = [chosen, *(candidate for candidate in plan.candidates if candidate.feasible)]
-    alike = not_told_apart(plan)
-    named = {
-        "the next best": plan.runners_up[0] if plan.runners_up else chosen,
-        "the fastest": min(feasible, key=lambda c: (c.expected_time_s, c.cost)),
-        "the cheapest": min(feasible, key=lambda c: (c.cost, c.expected_time_s)),
-    }
-    roles: dict[str, list[str]] = {}
-    others = {}
-    for role, candidate in named.items():
-        # one that is faster and cheaper has its sentence beside the reason, one that cannot be told
-        # apart beside how sure it is
-        is_compared = beats(candidate, chosen) or (alike and candidate == plan.runners_up[0])
-        if candidate == chosen or is_compared:
-            continue
-        name = name_of(candidate)
-        roles.setdefault(name, []).append(role)
-        others[name] = candidate
-    for name, mine in roles.items():
-        which = " and ".join(mine)
-        yield f"{as_sentence(which)[:-1]} is {name}: {against(others[name], chosen)}."
-    if len(feasible) == 1 or all(candidate == chosen for candidate in feasible):
+    yield from (as_sentence(text) for text in plan.hangs_on)
+    is_decided = True
+    for other in alternatives(plan, RANKS[:1]):
+        roles = " and ".join(f"the {role}" for role in other.roles)
+        compared = f": {against(other.candidate, plan.chosen)}"
+        kinds = [OBJECTIVE_OF[role] for role in other.roles if role in OBJECTIVE_OF]
+        takes = f"; objective.kind = {' or '.join(kinds)} takes it" if kinds else ""
+        is_decided = is_decided and not kinds
+        if other.is_compared:
+            # one that is faster and cheaper has its sentence beside the reason, one that cannot be
+            # told apart beside how sure it is
+            compared = ", compared above"
+        if kinds or not other.is_compared:
+            yield f"{as_sentence(roles)[:-1]} is {name_of(other.candidate)}{compared}{takes}."
+    feasible = [candidate for candidate in plan.candidates if candidate.feasible]
+    if all(candidate == plan.chosen for candidate in feasible):
         yield "Nothing that was searched: no other candidate is feasible."
+    elif is_decided:
+        yield (
+            'Neither objective.kind = "time" nor "cost" would: of all that was searched it is the '
+            "fastest and the cheapest."
+        )
 
 
 def _next(run: RunContents) -> list[str]:

@@ -24,6 +24,7 @@ from tula_hpc.analysis.report.tables import (
     failure_table,
     fallback_table,
     model_tables,
+    not_possible,
     nothing_changes,
     summary_cells,
     summary_rows,
@@ -114,7 +115,11 @@ def _page(contents: RunContents, drawn: Figures, svgs: Sequence[str]) -> dict[st
 
 def _what_if(contents: RunContents) -> dict[str, Any]:
     rows = what_if(contents)
-    return {"what_if": what_if_table(rows), "nothing_changes": nothing_changes(rows)}
+    return {
+        "what_if": what_if_table(rows),
+        "nothing_changes": nothing_changes(rows),
+        "not_possible": not_possible(rows),
+    }
 
 
 def _shown_and_more(

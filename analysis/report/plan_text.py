@@ -122,6 +122,10 @@ PART_NAMES = {
     "ends": "end of the job",
     "repeated": "work repeated after interruptions",
 }
+# of `Plan.runners_up`
+RANKS = ["next best", "third best", "fourth best"]
+FASTEST = "fastest"
+CHEAPEST = "cheapest"
 # columns where the output is no terminal
 PLAN_WIDTH = 120
 
@@ -225,24 +229,47 @@ def _where_time_goes(chosen: Candidate) -> list[str]:
     return [f"Of the expected time: {', '.join(shown)}."] if shown else []
 
 
-def _alternatives(plan: Plan) -> list[str]:
-    """Return the next best, the fastest and the cheapest candidate, each against the chosen one."""
+class Alternative(NamedTuple):
+    """Candidate that was not chosen, with all that it is: "next best and cheapest"."""
+
+    candidate: Candidate
+    roles: list[str]
+    # the sentence on why it was not chosen, or on how sure that is, compares it
+    is_compared: bool
+
+
+def alternatives(plan: Plan, ranks: Sequence[str] = RANKS) -> list[Alternative]:
+    """Return those behind the chosen one in the plan's ranking, the fastest, and the cheapest."""
+    chosen = plan.chosen
     # the chosen one wins ties
-    feasible = [plan.chosen, *(candidate for candidate in plan.candidates if candidate.feasible)]
+    feasible = [chosen, *(candidate for candidate in plan.candidates if candidate.feasible)]
     fastest = min(feasible, key=lambda c: (c.expected_time_s, c.cost))
     cheapest = min(feasible, key=lambda c: (c.cost, c.expected_time_s))
-    alike = not_told_apart(plan)
-    # the sentence about both compares them
-    named = [("Next best", candidate) for candidate in plan.runners_up[len(alike) :]]
-    # one that is also cheaper has a sentence of its own
-    if not beats(fastest, plan.chosen):
-        named.append(("Fastest", fastest))
-    named.append(("Cheapest", cheapest))
-    found = []
+    named = [*zip(ranks, plan.runners_up, strict=False)]
+    named += [(FASTEST, fastest), (CHEAPEST, cheapest)]
+    alike = plan.runners_up[0] if not_told_apart(plan) else chosen
+    found: dict[str, Alternative] = {}
     for role, candidate in named:
-        if candidate != plan.chosen:
-            found.append(f"{role}: {name_of(candidate)}, {against(candidate, plan.chosen)}.")
-    return found + alike
+        if candidate == chosen:
+            continue
+        is_better = candidate == fastest and beats(candidate, chosen)
+        is_compared = candidate == alike or is_better
+        other = found.setdefault(name_of(candidate), Alternative(candidate, [], is_compared))
+        other.roles.append(role)
+    return list(found.values())
+
+
+def _alternatives(plan: Plan) -> list[str]:
+    """Compare each alternative with the chosen one, once, the next best first."""
+    found = not_told_apart(plan)
+    for other in alternatives(plan):
+        # the fastest that is also cheaper has a sentence of its own
+        if other.is_compared and other.roles in (RANKS[:1], [FASTEST]):
+            continue
+        roles = " and ".join(other.roles)
+        text = "compared above" if other.is_compared else against(other.candidate, plan.chosen)
+        found.append(f"{roles[:1].upper()}{roles[1:]}: {name_of(other.candidate)}, {text}.")
+    return found
 
 
 def not_told_apart(plan: Plan) -> list[str]:
@@ -259,9 +286,9 @@ def not_told_apart(plan: Plan) -> list[str]:
         if not low <= getattr(one, name) <= high:
             return []
     return [
-        f"The chosen one and the next best, {name_of(other)}, cannot be told apart: the {what} of "
-        f"each lies within the other's 90 % interval. It would be "
-        f"{against(other, plan.chosen)}; choose by what matters more to you."
+        f"The next best, {name_of(other)}, is predicted to be {against(other, plan.chosen)}. The "
+        f"two cannot be told apart: the predicted {what} of each lies within the other's 90 % "
+        "interval; choose by what matters more to you."
     ]
 
 

@@ -72,7 +72,7 @@ SUMMARY_COLUMNS = (
     "configuration",
     "epoch predicted (90 %)",
     "measured",
-    "took",
+    "than predicted",
     "steps",
     "cost",
     "memory per worker",
@@ -295,24 +295,40 @@ WHAT_IF_COLUMNS = ("if", "choice", "expected time", "cost")
 
 
 def what_if_table(rows: Sequence[WhatIf]) -> TextTable:
-    """Return the plan's choice under each change, the first being none."""
-    return TextTable(WHAT_IF_COLUMNS, list(map(_what_if_cells, rows)))
+    """Return the plan's choice under each change that is possible, the first being none."""
+    shown = [(row.change, row.chosen) for row in rows if row.chosen]
+    times, costs = [], []
+    for _, item in shown:
+        time = predicted(item, item.expected_quantity)
+        cost = predicted(item, "cost")
+        times.append((duration_within(*time), format_duration(time.value)))
+        costs.append((money_within(*cost, item.currency), format_money(cost.value, item.currency)))
+    cells: list[tuple[str, ...]] = []
+    columns = (_told_apart(times), _told_apart(costs))
+    for (change, item), time_text, cost_text in zip(shown, *columns, strict=True):
+        where = f" on {item.partition}" if item.partition else ""
+        choice = f"N = {item.nodes}, B = {item.global_batch:,}{where}"
+        cells.append((change, choice, time_text, cost_text))
+    return TextTable(WHAT_IF_COLUMNS, cells)
 
 
-def _what_if_cells(row: WhatIf) -> tuple[str, ...]:
-    shown = row.chosen or row.nearest
-    if shown is None:
-        return (row.change, "nothing is possible", UNKNOWN, UNKNOWN)
-    where = f" on {shown.partition}" if shown.partition else ""
-    remark = "" if row.chosen else "\nimpossible; this comes nearest"
-    time = predicted(shown, shown.expected_quantity)
-    cost = predicted(shown, "cost")
-    return (
-        row.change,
-        f"N = {shown.nodes}, B = {shown.global_batch:,}{where}{remark}",
-        duration_within(*time),
-        money_within(*cost, shown.currency),
-    )
+def _told_apart(texts: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the first of each pair, unless only the second ones tell all values apart."""
+    rounded, exact = ([pair[which] for pair in texts] for which in (0, 1))
+    return rounded if len(set(rounded)) >= len(set(exact)) else exact
+
+
+def not_possible(rows: Sequence[WhatIf]) -> list[str]:
+    """Say which changes no candidate keeps, and which comes nearest."""
+    found = []
+    for row in rows:
+        if row.chosen is None:
+            nearest = ""
+            if row.nearest is not None:
+                time = format_duration(row.nearest.expected_time_s)
+                nearest = f"; {name_of(row.nearest)} comes nearest, with {time}"
+            found.append(f"Not possible: {row.change}{nearest}.")
+    return found
 
 
 def nothing_changes(rows: Sequence[WhatIf]) -> str:
@@ -321,11 +337,8 @@ def nothing_changes(rows: Sequence[WhatIf]) -> str:
     if len(names) != 1:
         return ""
     asked = [row.change for row in rows[1:] if row.chosen]
-    impossible = [row.change for row in rows if not row.chosen]
-    text = f"None of these changes the choice: {', '.join(asked)}." if asked else ""
-    if impossible:
-        text += f" Not possible: {', '.join(impossible)}."
-    return text.strip()
+    text = [f"None of these changes the choice: {', '.join(asked)}."] if asked else []
+    return " ".join([*text, *not_possible(rows)])
 
 
 def fallback_table(plan: Plan) -> TextTable:

@@ -52,7 +52,8 @@ class Unsteady(NamedTuple):
         times = self.profile.times
         if not self.drift or times.first_half_s is None or times.second_half_s is None:
             between = f"{format_duration(self.low_s)} and {format_duration(self.high_s)}"
-            return f"the step of {self.profile.configuration} had not settled, at between {between}"
+            took = f"it takes between {between}"
+            return f"the step of {self.profile.configuration} had not settled: {took}"
         halves = (
             f"{format_duration(times.first_half_s)}, then {format_duration(times.second_half_s)}"
         )
@@ -91,13 +92,21 @@ def with_steadiness(
     summary = decision.known(summarize(usable))
     chosen = plan.chosen.configuration
     found: list[tuple[Unsteady, str]] = []
+    hangs_on: list[str] = []
     usual: Configuration | None = None
     tried = min(MOST_TRIED, MOST_ROWS // max(1, 2 * len(summary.profiles)))
     for index, one in enumerate(unsteady(summary.profiles)):
         effect = ""
         if index < tried:
             usual = usual or _choice(decision, sweep.search, summary)
-            effect = _effect(one, usual, decision, sweep.search, summary)
+            seconds, other = _effect(one, usual, decision, sweep.search, summary)
+            if other:
+                effect = f"with {format_duration(seconds)} the plan would choose {other}"
+                step = f"the step of {one.profile.configuration}, which is not settled"
+                hangs_on.append(
+                    f"{prefixed(name, step)}: with {format_duration(seconds)} the plan would choose "
+                    f"{other}"
+                )
         is_chosen = one.profile.configuration == chosen
         if not effect and is_chosen and abs(one.drift) >= NOTABLE_DRIFT:
             effect = _on_training(one)
@@ -109,10 +118,10 @@ def with_steadiness(
     first, effect = found[0]
     more = ""
     if len(found) > 1:
-        more = (
-            f"; as unsure are {', '.join(str(one.profile.configuration) for one, _ in found[1:])}"
-        )
-    text = f"{first.describe()}: {effect}{more}; {_what_to_do(first, sweep.search, usable)}"
+        others = ", ".join(str(one.profile.configuration) for one, _ in found[1:])
+        more = f"; the steps of {others} matter in the same way"
+    text = f"{first.describe()}; {effect}{more}; {_what_to_do(first, sweep.search, usable)}"
+    plan = plan.model_copy(update={"hangs_on": hangs_on})
     return plan.with_doubts(to_measure([prefixed(name, text)]))
 
 
@@ -122,8 +131,8 @@ def _effect(
     decision: DecisionModel,
     search: SearchSpec,
     summary: Summary,
-) -> str:
-    """Return what else would be chosen at an end of the range; "" if nothing is."""
+) -> tuple[float, Configuration | None]:
+    """Return what else would be chosen, and at which end of the range; None if nothing is."""
     for seconds in (one.low_s, one.high_s):
         if seconds == one.profile.times.step_time_s:
             continue
@@ -132,8 +141,8 @@ def _effect(
         profiles = tuple(changed if each is one.profile else each for each in summary.profiles)
         other = _choice(decision, search, summary._replace(profiles=profiles))
         if usual is not None and other not in (None, usual):
-            return f"at {format_duration(seconds)} the plan would choose {other} instead of {usual}"
-    return ""
+            return seconds, other
+    return 0.0, None
 
 
 def _choice(decision: DecisionModel, search: SearchSpec, summary: Summary) -> Configuration | None:
@@ -144,7 +153,8 @@ def _choice(decision: DecisionModel, search: SearchSpec, summary: Summary) -> Co
 
 def _on_training(one: Unsteady) -> str:
     later = (one.profile.times.second_half_s or 0.0) / one.profile.times.step_time_s
-    return f"if it stays as it was at the end, training takes {in_comparison(later)}"
+    less = in_comparison(later, "more", "less").rpartition(" ")
+    return f"at its later pace the training's steps take {less[0]} {less[2]} time than predicted"
 
 
 def _what_to_do(one: Unsteady, search: SearchSpec, usable: Iterable[Measurement]) -> str:

@@ -44,6 +44,29 @@ def test_the_page_answers_each_question_once(plan: Plan, tmp_path: Path) -> None
         assert "would be" in why[1], "what is faster and cheaper stands beside the reason"
 
 
+def test_what_would_change_the_choice_is_said_or_that_nothing_would(plan: Plan, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", stage="plan")
+
+    def would(**changes: object) -> list[str]:
+        write_plan(run, plan.model_copy(update=changes))
+        (said,) = (s.sentences for s in first_page(read_run(run)).sections if s.heading == "What would change it")
+        return said
+
+    fastest, cheapest = would()
+    assert fastest.endswith(', compared above; objective.kind = "time" takes it.'), "beside the reason"
+    assert cheapest.endswith(' cheaper; objective.kind = "cost" takes it.')
+    unsettled = "the step of N=2 b=64 (B=128), which is not settled: with 80 ms the plan would choose N=2 b=64 (B=128)"
+    assert would(hangs_on=[unsettled])[0] == f"T{unsettled[1:]}."
+    worse = {"local_batch": 8, "wall_time_s": 2 * plan.chosen.expected_time_s, "cost": 2 * plan.chosen.cost}
+    other = plan.chosen.model_copy(update=worse)
+    nothing = would(candidates=[plan.chosen, other], runners_up=[])
+    assert nothing == [
+        'Neither objective.kind = "time" nor "cost" would: of all that was searched it is the fastest and the cheapest.'
+    ]
+    alone = would(candidates=[plan.chosen, other.model_copy(update={"feasible": False})], runners_up=[])
+    assert alone == ["Nothing that was searched: no other candidate is feasible."]
+
+
 def test_a_price_that_nobody_set_is_told_beside_the_cost(plan: Plan, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", stage="plan")
     write_plan(run, plan)

@@ -882,7 +882,7 @@ def test_a_sweep_says_which_objective_it_trains_by_where_that_is_not_its_own(
     doubtful = made.model_copy(update={"warnings": ["one", "two"]})
     _say_plan(sweep, doubtful, is_new=False)
     continued = capsys.readouterr().out
-    assert "plan: 2 warnings, as before: " in continued
+    assert f"plan: {doubtful.chosen.configuration}, as before, with 2 warnings: " in continued
     assert "warning: one" not in continued
     run.log_event("submitted", "train", job_id="18")
     assert said(objective="cost").endswith(str(run.sweep_file)), "the training follows that plan"
@@ -891,7 +891,7 @@ def test_a_sweep_says_which_objective_it_trains_by_where_that_is_not_its_own(
 def test_a_sweep_until_the_plan_ends_with_time_cost_and_the_next_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tula_hpc.cli.pipeline import carry_out
+    from tula_hpc.cli.pipeline import _say_what_it_takes, carry_out
     from tula_hpc.stages.context import Sweep
 
     run = make_run(tmp_path / "run", stage="plan")
@@ -905,6 +905,9 @@ def test_a_sweep_until_the_plan_ends_with_time_cost_and_the_next_command(
         f"planned: {chosen.configuration}, predicted {format_duration(chosen.epoch_time_s)} an epoch, "
     )
     assert planned.endswith(f"{format_duration(chosen.train_time_s)} and {format_money(chosen.cost, 'USD')} in all")
+    _say_what_it_takes(run.read_plan().model_copy(update={"chosen": chosen.model_copy(update={"measured": False})}))
+    _, unmeasured = capsys.readouterr().out.splitlines()
+    assert unmeasured.startswith("planned: this configuration itself was not measured; its epoch is predicted")
     inputs = (str(run.sweep_file), "--cluster", str(run.cluster_file), "--run-dir", str(run.root))
     assert following == f"to train it: cd {Path.cwd()} && {command_line('sweep', *inputs)}"
 

@@ -138,7 +138,7 @@ def test_the_parts_of_a_step_are_measured_apart(digits: Finished) -> None:
 def test_one_job_per_cluster_size(digits: Finished) -> None:
     submitted = [event for event in digits.run.events() if event.event == "submitted" and event.stage == "profile"]
     assert [event.data["nodes"] for event in submitted] == [1, 2, 4]
-    assert "profiling cost: 6 configurations in 3 jobs" in digits.done.stdout
+    assert digits.done.stdout.count("profiling cost: 6 configurations in 3 jobs") == 1
 
 
 def test_the_first_measurement_of_each_job_tells_how_long_a_start_takes(digits: Finished) -> None:

@@ -98,7 +98,7 @@ class Said(LineProgress):
         self.lines: list[str] = []
 
     def update(
-        self, done: float, total: float, text: str, left_s: float | None = None, notes: Sequence[str] = ()
+        self, done: float, total: float, text: str, left_s: float | None = None, notes: Sequence[str] = (), **_: object
     ) -> None:
         self.lines.append(text)
 
@@ -319,6 +319,31 @@ def test_a_time_limit_is_said_at_once_with_its_key_and_ends_in_a_sentence(
     assert f"profile: {failure.detail}" == str(caught.value)
     assert len(scheduler.wanted) == 1
     assert {row.detail for row in sweep.run.measurements().records} == {"reached its time limit too many times."}
+
+
+class Measuring(Scheduler):
+    """Measures two configurations, half a minute each."""
+
+    def wait(self, jobs: Sequence[Submitted], tick: Callable[[JobsNow], None]) -> list[Ended]:
+        for batch in (32, 64):
+            row = measurement(Configuration(1, 1, batch), finished_at=time.time(), elapsed_s=35.0)
+            append_record(self.run.profile / "n1.jsonl", row)
+            tick(JobsNow(1, "1 running"))
+        raise KeyboardInterrupt
+
+
+def test_an_adaptive_search_says_how_many_more_there_may_be(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, sweep = profile(monkeypatch, tmp_path, measures=False)
+    sweep = sweep._replace(spec=spec(cluster_sizes=[1, 2], min_batch=32, max_batch=512, estimate=False))
+    scheduler = Measuring(sweep.run, measures=False)
+    monkeypatch.setattr(Sweep, "launcher", property(lambda _: scheduler))
+    with pytest.raises(KeyboardInterrupt):
+        profile_stage(sweep)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "profiling: 1 done, at most 7 more, 1 running, up to about 4 min left", "of max_profiles = 8"
+    assert second.startswith("profiling: 2 done, at most 6 more, 1 running, up to about ")
 
 
 @pytest.mark.parametrize("failure", [Failure.PREEMPTED, Failure.KILLED])

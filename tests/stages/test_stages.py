@@ -137,6 +137,36 @@ def test_progress_says_what_is_left_at_the_pace_of_what_was_logged(
     assert waits == ("training: 5 of 10 epochs done, 1 waiting for 3 min (other jobs go first), 64.5 % test accuracy")
 
 
+def test_a_log_has_no_line_more_often_than_an_epoch_and_a_minute_and_keeps_the_last_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr("tula_hpc.stages.context.time.monotonic", lambda: clock[0])
+    run = RunDirectory(tmp_path / "run").create()
+    metrics = run.make_train().metrics_file
+    tick = training_tick(Sweep(SweepSpec(name="x"), ClusterSpec(), run), LineProgress("training"))
+    epoch = {"samples_seen": 3200, "global_batch": 64, "epoch_time_s": 120.0, "steps": 10, "train_loss": 1.0}
+
+    def told(epochs: float, after_s: float, *, running: int = 1) -> list[str]:
+        """Lines after so many epochs, with a score after the first alone."""
+        row = StepMetrics(step=1, samples_seen=64, epoch=epochs, loss=1.0, lr=0.1, step_time_s=12.0)
+        append_record(metrics, row)
+        if epochs == int(epochs) > 0:
+            scores = {"test_accuracy": 0.645 if epochs == 1 else None, "test_loss": None, "test_top5_accuracy": None}
+            append_record(metrics, EpochMetrics.model_validate({"epoch": int(epochs), "step": 1, **epoch, **scores}))
+        clock[0] += after_s
+        tick(JobsNow(running, f"{running} running"))
+        return capsys.readouterr().err.splitlines()
+
+    assert len(told(0.1, 1.0)) == 1
+    assert told(0.5, 90.0) == [], "a minute within an epoch"
+    assert len(told(1, 90.0)) == 1
+    assert told(2, 10.0) == [], "an epoch within a minute"
+    (line,) = told(3, 60.0)
+    assert "3 of 10 epochs done, 1 running, 64.5 % test accuracy" in line
+    assert len(told(3.1, 1.0, running=0)) == 1, "a change of the jobs is told at once"
+
+
 def test_the_time_that_profiling_takes_follows_from_what_was_measured() -> None:
     """Two at a time: three in 100 s are 33 s each, whatever a single one takes; time goes on meanwhile."""
     one = Measurement(status="ok", nodes=1, workers_per_node=1, local_batch=8, finished_at=50.0, elapsed_s=50.0)

@@ -67,7 +67,7 @@ class Silent:
     """Progress that nobody sees."""
 
     def update(
-        self, done: float, total: float, text: str, left_s: float | None = None, notes: Sequence[str] = ()
+        self, done: float, total: float, text: str, left_s: float | None = None, notes: Sequence[str] = (), **_: object
     ) -> None:
         pass
 

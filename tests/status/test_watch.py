@@ -72,7 +72,7 @@ def test_time_left_is_said_and_makes_no_line_of_its_own(run: RunDirectory, capsy
     for each in (runs, later):
         display.show(each)
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.endswith("1 configuration measured, about 3 min left")
+    assert line.endswith("1 configuration measured, up to about 3 min left")
 
 
 def test_a_training_says_its_epochs(tmp_path: Path) -> None:

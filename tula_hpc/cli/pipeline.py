@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # columns where the output is no terminal
 SUMMARY_WIDTH = 140
 # left out first: the largest
-SPARE = {"memory per worker": 4, "took": 3, "measured": 2, "steps": 1}
+SPARE = {"memory per worker": 4, "than predicted": 3, "measured": 2, "steps": 1}
 # where lines may end in cells
 NARROW = {"configuration": len("N = 16, B = 16,384"), "measured": len("in training")}
 
@@ -123,7 +123,8 @@ def _run_stages(sweep: Sweep, last: int) -> int:
     from tula_hpc.stages.rehearsal import try_before_jobs
     from tula_hpc.stages.train import train_stage
 
-    is_tried = training_began(sweep.run) or _profile(sweep)
+    has_profiled = not training_began(sweep.run)
+    is_tried = _profile(sweep) if has_profiled else True
     if last == STAGES.index("profile"):
         # as it was asked to, for `status`
         sweep.run.log_event("ended", "profile")
@@ -132,10 +133,14 @@ def _run_stages(sweep: Sweep, last: int) -> int:
     plan = plan_stage(sweep)
     if not training_began(sweep.run):
         tell(sweep, "stage_ended", f"planned: {plan.chosen.configuration}: {plan.reason}", "plan")
-    _say_plan(sweep, plan, is_new=_contents(sweep.run.plan_file) != before)
-    if last == STAGES.index("plan"):
+    is_new = _contents(sweep.run.plan_file) != before
+    _say_plan(sweep, plan, is_new=is_new)
+    ends_here = last == STAGES.index("plan")
+    if is_new or ends_here:
+        _say_what_it_takes(plan)
+    if ends_here:
         sweep.run.log_event("ended", "plan")
-        _say_what_follows(sweep, plan)
+        print(f"to train it: {sweep.command()}")
         return 0
     over = sweep.run.train().result_file.exists() or sweep.run.history().unsettled("train")
     if is_tried and not over:
@@ -143,7 +148,7 @@ def _run_stages(sweep: Sweep, last: int) -> int:
         try_before_jobs(sweep)
     result = train_stage(sweep, plan) if last >= STAGES.index("train") else None
     if last == STAGES.index("report"):
-        _say_end(sweep, plan, result)
+        _say_end(sweep, plan, result, is_cost_said=has_profiled)
     elif result is not None:
         from tula_hpc.records import read_metrics
 
@@ -172,12 +177,12 @@ def _profile(sweep: Sweep) -> bool:
     return is_tried
 
 
-def _say_end(sweep: Sweep, plan: Plan, result: TrainResult | None) -> None:
+def _say_end(sweep: Sweep, plan: Plan, result: TrainResult | None, *, is_cost_said: bool) -> None:
     """Write the report; say what was decided, what it cost, and where the report is."""
     from tula_hpc.stages.notify import tell
 
     paths = report_stage(sweep)
-    bill = _say_summary(sweep, plan, result)
+    bill = _say_summary(sweep, plan, result, "" if is_cost_said else _profiling_cost(sweep))
     lines = [f"decided: {_decision(plan, result)}", f"cost: {_cost(sweep, plan, bill)}"]
     lines += _model_lines(sweep, result)
     lines.append(f"report: {next(path for path in paths if path.suffix == '.html')}")
@@ -234,7 +239,9 @@ def _cost(sweep: Sweep, plan: Plan, bill: TrainingBill | None) -> str:
     return f"about {whole}: training {paid} ({expected} were predicted), {profiling}{by}"
 
 
-def _say_summary(sweep: Sweep, plan: Plan, result: TrainResult | None) -> TrainingBill | None:
+def _say_summary(
+    sweep: Sweep, plan: Plan, result: TrainResult | None, profiling_cost: str
+) -> TrainingBill | None:
     """Print table and bill; returns the latter."""
     from tula_hpc.analysis.run_contents import median_epoch_s, trained_partition
     from tula_hpc.records import read_metrics
@@ -248,7 +255,7 @@ def _say_summary(sweep: Sweep, plan: Plan, result: TrainResult | None) -> Traini
         plan,
         sweep.run.measurements().records,
         trained,
-        _profiling_cost(sweep),
+        profiling_cost,
         median_epoch_s(metrics.epochs),
         bill=bill,
     )
@@ -301,7 +308,8 @@ def _contents(path: Path) -> bytes:
 
 
 def _say_plan(sweep: Sweep, plan: Plan, *, is_new: bool = True) -> None:
-    """Say what was planned; warnings in full only where an earlier command has not said them."""
+    """Say what was planned; in full only where an earlier command has not said it."""
+    from tula_hpc.analysis.planning.partitions import name_of
     from tula_hpc.analysis.report.plan_text import not_told_apart
 
     differs = list(plan.other_objective)
@@ -313,20 +321,22 @@ def _say_plan(sweep: Sweep, plan: Plan, *, is_new: bool = True) -> None:
             f"objective: {', '.join(differs)}, by {sweep.run.plan_file} (tula plan --write), not as "
             f"in {sweep.run.sweep_file}{undone}"
         )
-    print(f"plan: {plan.reason}")
     if not is_new:
-        if plan.warnings:
-            count = plural(len(plan.warnings), "warning")
-            print(f"plan: {count}, as before: {command_line('plan', str(sweep.run.root))}")
+        count = f", with {plural(len(plan.warnings), 'warning')}" if plan.warnings else ""
+        again = command_line("plan", str(sweep.run.root))
+        print(f"plan: {name_of(plan.chosen)}, as before{count}: {again}")
         return
+    print(f"plan: {plan.reason}")
     for text in not_told_apart(plan):
         print(f"plan: {text}")
     for warning in plan.warnings:
         print(f"warning: {warning}")
 
 
-def _say_what_follows(sweep: Sweep, plan: Plan) -> None:
-    """Say what the planned training takes, and the command that begins it."""
+def _say_what_it_takes(plan: Plan) -> None:
+    """Say what the planned training takes, and whether its configuration was measured."""
+    from tula_hpc.analysis.run_contents import predicted
+
     chosen = plan.chosen
     where = f" on {chosen.partition}" if chosen.partition else ""
     print(
@@ -334,7 +344,12 @@ def _say_what_follows(sweep: Sweep, plan: Plan) -> None:
         f"an epoch, {format_duration(chosen.expected_time_s)} and "
         f"{format_money(chosen.cost, chosen.currency)} in all"
     )
-    print(f"to train it: {sweep.command()}")
+    if not chosen.measured:
+        _, low, high = map(format_duration, predicted(chosen, "epoch_time_s"))
+        between = f", between {low} and {high} with 90 % probability" if low != high else ""
+        print(
+            f"planned: this configuration itself was not measured; its epoch is predicted{between}"
+        )
 
 
 def _run_study(sweep: Sweep, *, report: bool) -> int:

@@ -145,6 +145,8 @@ class Plan(Record):
     candidates_total: int | None = None
     # what would have been chosen next, best first
     runners_up: list[Candidate] = Field(default=[])
+    # measurements that were not settled, and the choice with another of their values
+    hangs_on: list[str] = Field(default=[])
     # constraints that rule out a better candidate
     binding: list[str] = Field(default=[])
     knee: Knee | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import shlex
 import sys
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Protocol
 
-from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.config import ClusterSpec, SweepSpec, local_batches
 from tula_hpc.env import unix_time
 from tula_hpc.formatting import format_left, printable, printable_output, with_own_escapes
 from tula_hpc.invocation import command_line
@@ -45,6 +46,9 @@ class StageProgress(Protocol):
         text: str,
         left_s: float | None = None,
         notes: Sequence[str] = (),
+        *,
+        is_most: bool = False,
+        state: str | None = None,
     ) -> None:
         """Show how much of the stage is done.
 
@@ -54,6 +58,9 @@ class StageProgress(Protocol):
             text: The same for people, counts first, and the present work.
             left_s: Estimated seconds until it is done.
             notes: Sentences on what happened.
+            is_most: True if `left_s` is as long as it can take.
+            state: What the jobs do, where a log tells only of its changes at once, and of counts
+                at most once a whole count and minute.
         """
 
 
@@ -109,9 +116,12 @@ class BarProgress:
         text: str,
         left_s: float | None = None,
         notes: Sequence[str] = (),
+        *,
+        is_most: bool = False,
+        state: str | None = None,
     ) -> None:
         """Redraw."""
-        shown = printable(_in_a_line(text, left_s, notes))
+        shown = printable(_in_a_line(text, left_s, notes, is_most=is_most))
         self.bar.update(self.task, completed=done, total=total, description=shown)
 
 
@@ -122,6 +132,7 @@ class LineProgress:
         self.stage = stage
         self.last: tuple[str, ...] = ()
         self.printed_at = 0.0
+        self.done = 0.0
 
     def __enter__(self) -> LineProgress:
         """Nothing to start."""
@@ -142,20 +153,40 @@ class LineProgress:
         text: str,
         left_s: float | None = None,
         notes: Sequence[str] = (),
+        *,
+        is_most: bool = False,
+        state: str | None = None,
     ) -> None:
         """Print a line that changed, or any after a long silence; the time left changes always."""
-        said = (text, *notes)
-        if said == self.last and time.monotonic() - self.printed_at < LOG_EVERY_S:
+        said = (text if state is None else state, *notes)
+        is_due = time.monotonic() - self.printed_at >= LOG_EVERY_S
+        if state is not None:
+            is_due = is_due and math.floor(done) > math.floor(self.done)
+        if said == self.last and not is_due:
             return
         self.last = said
         self.printed_at = time.monotonic()
-        sys.stderr.write(f"{self.stage}: {_in_a_line(text, left_s, notes)}\n")
+        self.done = done
+        sys.stderr.write(f"{self.stage}: {_in_a_line(text, left_s, notes, is_most=is_most)}\n")
         sys.stderr.flush()
 
 
-def _in_a_line(text: str, left_s: float | None, notes: Sequence[str]) -> str:
-    left = [] if left_s is None else [format_left(left_s)]
+def _in_a_line(text: str, left_s: float | None, notes: Sequence[str], *, is_most: bool) -> str:
+    left = [] if left_s is None else [format_left(left_s, is_most=is_most)]
     return "; ".join([", ".join([text, *left]), *notes])
+
+
+def most_profiled(sweep: SweepSpec, workers_per_node: int) -> int | None:
+    """Return an upper bound of what a partition measures; None where the search has no such bound.
+
+    Batches beyond the memory are not measured.
+    """
+    search = sweep.search
+    if search.mode == "partial":
+        return None
+    sizes = search.cluster_sizes
+    count = sum(len(local_batches(search, nodes, workers_per_node)) for nodes in sizes)
+    return min(count, search.max_profiles) if search.mode == "adaptive" else count
 
 
 def profiling_left_s(measured: Sequence[Measurement], left: int, now: float) -> float | None:

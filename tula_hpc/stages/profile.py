@@ -1,6 +1,6 @@
 """Profile stage: rounds of jobs for the proposals of the search, until it proposes nothing more.
 
-Its progress line, such as "profiling: 3 of 8 done, 1 running", is put together in `_settle`, with
+Its progress line, such as "profiling: 3 done, at most 5 more, 1 running", is put together in `_settle`, with
 the states of jobs by `describe_states` of `launch/launcher.py`, and shown by `StageProgress` of
 `stages/context.py`.
 """
@@ -40,6 +40,7 @@ from tula_hpc.stages.context import (
     Sweep,
     describe_failures,
     failed_measurement,
+    most_profiled,
     profiling_left_s,
     stage_progress,
     submitted_job,
@@ -236,14 +237,22 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
     unsettled = part.run.history().unsettled("profile")
     submitted = {job.job_id: job for job in unsettled if _is_of(part, job)}
     wanted = {(part.partition, each) for job in submitted.values() for each in job.configurations}
-    expected = len(_tried(part) | wanted)
+    tried = _tried(part)
+    expected = len(tried | wanted)
+    # a job of the adaptive search asks for more
+    asks = part.spec.search.mode == "adaptive"
+    if asks:
+        elsewhere = sum(name != part.partition for name, _ in tried)
+        most_here = most_profiled(part.spec, part.cluster.workers_per_node) or 0
+        expected = max(expected, elsewhere + most_here)
 
     def tick(now: JobsNow) -> None:
         done = len(_tried(part))
         most = max(done, expected)
         left_s = _left_s(part, most - done) if now.running else None
-        text = f"{done} of {most} done, {now.text}"
-        progress.update(done, most, text, left_s, _requeues(part, jobs))
+        count = f"{done} done, at most {most - done} more" if asks else f"{done} of {most} done"
+        text = f"{count}, {now.text}"
+        progress.update(done, most, text, left_s, _requeues(part, jobs), is_most=asks)
 
     jobs = [submitted_job(part.run, job) for job in submitted.values()]
     ended = part.launcher.wait(jobs, tick) if jobs else []

@@ -331,10 +331,14 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
         done = metrics.steps[-1].epoch if metrics.steps else 0.0
         shown = [f"{round(done, 1):g} of {plural(epochs, 'epoch')} done", now.text]
         last = metrics.epochs[-1] if metrics.epochs else None
-        if last is not None:
-            shown.append(format_score(last.test_accuracy, last.test_loss))
+        # a script tells the score of an epoch after its end
+        for row in reversed(metrics.epochs):
+            if row.test_accuracy is not None or row.test_loss is not None:
+                shown.append(format_score(row.test_accuracy, row.test_loss))
+                break
         left_s = training_left_s(metrics.steps, last, epochs) if now.running else None
-        progress.update(done, epochs, ", ".join(shown), left_s, list(_notes(sweep)))
+        text = ", ".join(shown)
+        progress.update(done, epochs, text, left_s, list(_notes(sweep)), state=now.text)
 
     return tick
 

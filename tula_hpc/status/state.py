@@ -10,13 +10,13 @@ from typing import Literal, NamedTuple
 from pydantic import Field
 
 from tula_hpc.analysis.models.profiles import is_out_of_memory
-from tula_hpc.config import ClusterSpec, SweepSpec, local_batches, sweep_for
+from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
 from tula_hpc.formatting import plural
 from tula_hpc.records import MAIN_LABEL, Plan, Record, is_usable
 from tula_hpc.records.broken_hosts import BrokenHost, broken_hosts, first_line
 from tula_hpc.records.events import JobFailure, StageFailure
 from tula_hpc.retries import Verdict, study_policy
-from tula_hpc.stages.context import profiling_left_s
+from tula_hpc.stages.context import most_profiled, profiling_left_s
 from tula_hpc.stages.plan import why_no_model
 from tula_hpc.status.cost import (
     Accounted,
@@ -341,7 +341,12 @@ def _profiling_left_s(facts: Facts, jobs: Sequence[JobStatus]) -> float | None:
     recent = [row for row in rows if row.finished_at >= since]
     known = {(row.partition, row.configuration) for row in recent}
     wanted = {(job.partition or "", each) for job in going_on for each in job.configurations}
-    return profiling_left_s(list(filter(is_usable, recent)), len(wanted - known), facts.now)
+    left = len(wanted - known)
+    # a job of the adaptive search asks for more
+    if facts.spec is not None and facts.spec.search.mode == "adaptive":
+        every = {(row.partition, row.configuration) for row in rows}
+        left = max(left, (_wanted(facts.spec, facts.cluster) or 0) - len(every))
+    return profiling_left_s(list(filter(is_usable, recent)), left, facts.now)
 
 
 def _profile_stand(facts: Facts, all_jobs: Sequence[JobStatus], good: bool, bad: bool) -> Stand:
@@ -374,20 +379,11 @@ def _failed_stage(facts: Facts) -> StageFailure | None:
 
 
 def _wanted(spec: SweepSpec | None, cluster: ClusterSpec | None) -> int | None:
-    """Return an upper bound: batches beyond the memory are not measured."""
+    """Return an upper bound of the measured configurations; see `most_profiled`."""
     if spec is None or cluster is None or spec.search.mode == "partial":
         return None
     own = [(sweep_for(spec, part), part.workers_per_node) for part in cluster.parts()]
-    counts = [_candidates(sweep, workers) for sweep, workers in own if sweep is not None]
-    if spec.search.mode == "adaptive":
-        counts = [min(count, spec.search.max_profiles) for count in counts]
-    return sum(counts)
-
-
-def _candidates(sweep: SweepSpec, workers: int) -> int:
-    return sum(
-        len(local_batches(sweep.search, nodes, workers)) for nodes in sweep.search.cluster_sizes
-    )
+    return sum(most_profiled(sweep, workers) or 0 for sweep, workers in own if sweep is not None)
 
 
 def _study(

@@ -164,7 +164,7 @@ def _profile(profile: ProfileStatus) -> str:
         "stopped": "not going on",
         "unknown": "not over as far as the files tell",
     }.get(profile.stand, profile.stand)
-    left = [] if profile.left_s is None else [format_left(profile.left_s)]
+    left = [] if profile.left_s is None else [format_left(profile.left_s, is_most=bool(most))]
     return "; ".join([f"{stand}: {', '.join(counts)}", plural(profile.jobs, "job"), *left])
 
 

@@ -120,15 +120,17 @@ class LogDisplay:
         self.last = line
         self.printed_at = time.monotonic()
         clock = time.strftime("%H:%M:%S", time.localtime(status.asked_at))
-        left = left_of(status)
-        write_out(f"{clock} {line}{f', {format_left(left)}' if left is not None else ''}\n")
+        write_out(f"{clock} {', '.join([line, *left_of(status)])}\n")
 
 
-def left_of(status: RunStatus) -> float | None:
-    """Return the estimated seconds that the stage at work still takes; None where unknown."""
-    if status.training is not None and status.training.stand == "running":
-        return status.training.left_s
-    return status.profile.left_s if status.profile is not None else None
+def left_of(status: RunStatus) -> list[str]:
+    """Say how long the stage at work still takes; empty where that is unknown."""
+    training, profile = status.training, status.profile
+    if training is not None and training.stand == "running":
+        return [] if training.left_s is None else [format_left(training.left_s)]
+    if profile is None or profile.left_s is None:
+        return []
+    return [format_left(profile.left_s, is_most=profile.wanted is not None)]
 
 
 def state_line(status: RunStatus) -> str:

@@ -42,8 +42,11 @@ def test_what_had_not_settled_is_said_where_another_choice_lies_within(where: Co
     plan = planned(with_step(where, WIDE, **UNSETTLED))
     assert plan.chosen.configuration == CHOSEN
     (text,) = told(plan, where)
-    assert f"the step of {where} had not settled, at between " in text
-    assert f"the plan would choose {NEXT} instead of {CHOSEN}; " in text
+    assert f"the step of {where} had not settled: it takes between " in text
+    assert f"the plan would choose {NEXT}; " in text
+    (told_first,) = plan.hangs_on
+    assert told_first.startswith(f"the step of {where}, which is not settled: with ")
+    assert told_first.endswith(f"the plan would choose {NEXT}")
     assert text.endswith("a new sweep, with --set search.max_seconds=240 and a new --run-dir, measures it for longer")
 
 
@@ -62,7 +65,7 @@ def test_what_changes_nothing_is_not_said(
     where: Configuration, step: dict[str, float], changes: dict[str, Any]
 ) -> None:
     plan = planned(with_step(where, step, **changes))
-    assert plan.warnings == USUAL.warnings
+    assert (plan.warnings, plan.hangs_on) == (USUAL.warnings, [])
     assert plan.chosen.configuration == CHOSEN
 
 
@@ -76,12 +79,12 @@ def test_a_drift_of_what_is_chosen_is_said_with_what_it_does_to_training() -> No
     slower = {"first_half": 0.97, "second_half": 1.03}
     (text,) = told(planned(with_step(CHOSEN, slower)), CHOSEN)
     assert f"{CHOSEN} became 6.2 % longer while it was measured (" in text
-    assert "if it stays as it was at the end, training takes 3 % longer" in text
+    assert "at its later pace the training's steps take 3 % more time than predicted" in text
     assert "search.max_seconds=240" in text
     faster = {"first_half": 1.03, "second_half": 0.97}
     (text,) = told(planned(with_step(CHOSEN, faster)), CHOSEN)
     assert "became 5.8 % shorter" in text
-    assert "training takes 3 % shorter" in text
+    assert "the training's steps take 3 % less time than predicted" in text
     assert "--set search.warmup_steps=20 and a new --run-dir, measures it when it has warmed up" in text
 
 
@@ -94,11 +97,13 @@ def test_a_drift_that_matters_to_nothing_is_not_said(where: Configuration, halve
 def test_a_drift_within_which_another_choice_lies_is_said_of_any_configuration() -> None:
     (text,) = told(planned(with_step(NEXT, {"first_half": 0.5, "second_half": 1.5})), NEXT)
     assert "became 3 times longer while it was measured (" in text
-    assert f"the plan would choose {NEXT} instead of {CHOSEN}" in text
+    assert f"the plan would choose {NEXT}; " in text
 
 
 def test_several_that_had_not_settled_are_one_warning() -> None:
     rows = [with_step(where, WIDE, **UNSETTLED) for where in (CHOSEN, NEXT)]
     both = [rows[0][at] if row.configuration == CHOSEN else rows[1][at] for at, row in enumerate(rows[0])]
-    (text,) = [text for text in planned(both).warnings if "had not settled" in text]
-    assert "; as unsure are N=" in text
+    plan = planned(both)
+    (text,) = [text for text in plan.warnings if "had not settled" in text]
+    assert "; the steps of N=" in text
+    assert len(plan.hangs_on) == 2
