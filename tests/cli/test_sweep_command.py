@@ -735,6 +735,9 @@ def test_what_no_partition_can_run_is_refused_before_anything_is_submitted(
     assert main(command) == 2
     assert f"{cluster}: {refused}" in capsys.readouterr().err
     assert not run.exists()
+    monkeypatch.setenv("SLURM_CONF", str(run))
+    assert main(command) == 2
+    assert capsys.readouterr().err == f"SLURM_CONF: no readable file {run}; correct it, or unset it\n"
 
 
 def test_dry_run_of_an_array_for_each_size(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

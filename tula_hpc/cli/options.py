@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tula_hpc.env import slurm_conf
 from tula_hpc.errors import InputError, RunDirectoryError
 
 if TYPE_CHECKING:
@@ -193,6 +194,9 @@ def refuse_impossible(
     sweep = Sweep(spec, cluster, RunDirectory(root))
     if cluster.executor != "slurm" or training_began(sweep.run):
         return
+    # Slurm's commands would look for it for a minute each
+    if (file := slurm_conf()) and not os.access(file, os.R_OK):
+        raise InputError(f"no readable file {file}; correct it, or unset it", source="SLURM_CONF")
     if found := impossible(sweep):
         key, words = found
         raise InputError(words, source=options.cluster or "cluster", key=key)
