@@ -74,9 +74,7 @@ _STEPS_S = (
 _UNITS_S = ((0.01, 1e-4), (0.9995, 1e-3), (59.95, 0.1), (HOUR_S, 1.0), (DAY_S, 60.0))
 
 
-def duration_within(
-    seconds: float, low: float, high: float, beside: float | None = None
-) -> str:
+def duration_within(seconds: float, low: float, high: float, beside: float | None = None) -> str:
     """Format seconds with the digits that an interval leaves them: 152 in 138 to 168 → "2 min 30 s".
 
     Args:
@@ -123,9 +121,7 @@ def _rounded_s(seconds: float, step: float) -> float:
     return step * round(seconds / step)
 
 
-def _keeps_order(
-    shown: Iterable[float], ends: Iterable[float], beside: float, unit: float
-) -> bool:
+def _keeps_order(shown: Iterable[float], ends: Iterable[float], beside: float, unit: float) -> bool:
     """Tell whether rounded ends lie on the same sides of a value as they do of its rounded one."""
     seen = unit * round(beside / unit)
     pairs = zip(shown, ends, strict=True)

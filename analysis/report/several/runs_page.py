@@ -149,7 +149,7 @@ def runs_table(named: Sequence[NamedRun]) -> TextTable:
         "objective": [_objective(run) for run in named],
         "epoch, predicted (90 %)": [_predicted(run, "epoch_time_s") for run in named],
         "epoch, measured": [_measured_epoch(run) for run in named],
-        "whole training, predicted (90 %)": [_predicted(run) for run in named],
+        "whole training, predicted (90 %)": [_predicted(run, "wall_time_s") for run in named],
         "whole training, actual": [_actual_time(run) for run in named],
         "cost, predicted (90 %)": [_predicted(run, "cost") for run in named],
         "cost, actual": [_actual_cost(run) for run in named],
@@ -175,11 +175,11 @@ def _objective(run: NamedRun) -> str:
     return run.contents.plan.objective if run.contents.plan else UNKNOWN
 
 
-def _predicted(run: NamedRun, quantity: str = "") -> str:
-    """Return a quantity of the plan's choice with its interval; by default the whole time."""
-    if run.chosen is None:
+def _predicted(run: NamedRun, quantity: str) -> str:
+    """Return a quantity of the plan's choice with its interval."""
+    if run.chosen is None or getattr(run.chosen, quantity) is None:
         return UNKNOWN
-    found = predicted(run.chosen, quantity or run.chosen.expected_quantity)
+    found = predicted(run.chosen, quantity)
 
     def words(value: float) -> str:
         if quantity == "cost":
@@ -211,8 +211,6 @@ def _actual_time(run: NamedRun) -> str:
         bill = bill_of(run.contents.plan, run.contents.events, training)
         if bill is not None and bill.whole.actual is not None:
             return format_duration(bill.whole.actual)
-        if training.result:
-            return f"{format_duration(training.result.train_time_s)}\nits steps"
     return UNKNOWN
 
 
