@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from tula_hpc.analysis.costs.spread import TimePart
 from tula_hpc.analysis.models.profiles import is_out_of_memory
 from tula_hpc.analysis.planning.partitions import name_of
 from tula_hpc.analysis.report.bill_text import bill_of, bill_sentences, steps_off
@@ -135,7 +136,8 @@ def _expected(plan: Plan) -> str:
         memory += f" of {format_bytes(plan.memory_limit_bytes)}"
     contents = "the steps alone"
     if chosen.wall_time_s is not None:
-        saves = "" if chosen.checkpoint_minutes is None else "checkpoints, "
+        # older plans do not tell the parts
+        saves = "checkpoints, " if chosen.wall_parts_s.get(TimePart.CHECKPOINTS, 1.0) else ""
         contents = f"with evaluation, {saves}starts and interruptions"
     energy = ""
     if chosen.energy_kwh is not None:
