@@ -421,7 +421,6 @@ def _record(
         progress_s = numbers["wall_time_s"] * progress
         earliest, latest = intervals["wall_time_s"]
         intervals["progress_time_s"] = (earliest * progress, latest * progress)
-    is_saved = part.resume is not Resume.NOTHING
     return Candidate(
         partition=part.name,
         nodes=int(row.nodes),
@@ -433,7 +432,7 @@ def _record(
         model_step_time_s=model_s,
         currency=part.cluster.pricing.currency,
         energy_kwh=None if np.isnan(kwh) else kwh,
-        checkpoint_minutes=float(row.checkpoint_s) / 60.0 if is_saved else None,
+        checkpoint_minutes=None if part.resume is Resume.NOTHING else float(row.checkpoint_s) / 60.0,
         progress_time_s=progress_s,
         peak_memory_bytes=int(row.peak_bytes),
         wall_parts_s=parts_s,
