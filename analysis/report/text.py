@@ -21,7 +21,6 @@ from tula_hpc.analysis.run_contents import (
 from tula_hpc.analysis.search.propose import propose
 from tula_hpc.config import ClusterSpec, sweep_for
 from tula_hpc.formatting import (
-    format_duration,
     format_money,
     format_number,
     plural,
