@@ -71,34 +71,43 @@ _STEPS_S = (
 )
 
 
-def duration_within(seconds: float, low: float, high: float) -> str:
+# below how many seconds `format_duration` rounds to which
+_UNITS_S = ((0.01, 1e-4), (0.9995, 1e-3), (59.95, 0.1), (HOUR_S, 1.0), (DAY_S, 60.0))
+
+
+def duration_within(seconds: float, low: float, high: float, beside: float | None = None) -> str:
     """Format seconds with the digits that an interval leaves them: 152 in 138 to 168 → "2 min 30 s".
 
     Args:
         seconds: The duration, or an end of the interval.
         low: Lower end.
         high: Upper end.
+        beside: Seconds that are shown with the interval, by `format_duration`: rounding puts no end
+            across them, more digits are taken where it would.
     """
     half = (high - low) / 2
     if half <= 0 or not math.isfinite(half + seconds):
         return format_duration(seconds)
     if half < 1:
         # never more than three digits
-        least = abs(seconds) / 300 or half
-        return _short_within(seconds, _power_of_ten(max(half, least)))
-    # coarser, an end of the interval would be rounded across what lies well within it
-    step = max(step for step in _STEPS_S if step <= max(half / 2, 1))
-    # what is shown in hours is not rounded to half a minute first, nor days to half an hour
-    if abs(seconds) >= DAY_S:
-        step = max(step, HOUR_S)
-    elif abs(seconds) >= HOUR_S:
-        step = max(step, MINUTE_S)
-    rounded = step * round(seconds / step)
-    return f"{rounded} s" if 0 <= rounded < MINUTE_S else format_duration(rounded)
+        steps = [_power_of_ten(max(half, abs(low) / 300, abs(high) / 300))]
+    else:
+        # coarser, an end of the interval would be rounded across what lies well within it
+        steps = [step for step in reversed(_STEPS_S) if step <= max(half / 2, 1)]
+    if beside is None:
+        return _within(seconds, steps[0])
+    unit = next((unit for limit, unit in _UNITS_S if abs(beside) < limit), HOUR_S)
+    for step in steps:
+        shown = [_rounded_s(end, step) for end in (low, high)]
+        if _keeps_order(shown, (low, high), beside, unit):
+            return _within(seconds, step)
+    return format_duration(seconds)
 
 
-def _short_within(seconds: float, step: float) -> str:
-    rounded = step * round(seconds / step)
+def _within(seconds: float, step: float) -> str:
+    rounded = _rounded_s(seconds, step)
+    if step >= 1:
+        return f"{rounded:.0f} s" if 0 <= rounded < MINUTE_S else format_duration(rounded)
     if abs(rounded) >= MINUTE_S:
         return format_duration(rounded)
     if abs(rounded) >= 1:
@@ -106,17 +115,40 @@ def _short_within(seconds: float, step: float) -> str:
     return f"{format_number(1000 * rounded, 3)} ms"
 
 
+def _rounded_s(seconds: float, step: float) -> float:
+    # what is shown in hours is not rounded to half a minute first, nor days to half an hour
+    if step >= 1 and abs(seconds) >= HOUR_S:
+        step = max(step, HOUR_S if abs(seconds) >= DAY_S else MINUTE_S)
+    return step * round(seconds / step)
+
+
+def _keeps_order(shown: Iterable[float], ends: Iterable[float], beside: float, unit: float) -> bool:
+    """Tell whether rounded ends lie on the same sides of a value as they do of its rounded one."""
+    seen = unit * round(beside / unit)
+    pairs = zip(shown, ends, strict=True)
+    return all((rounded - seen) * (end - beside) > 0.0 for rounded, end in pairs)
+
+
 def _power_of_ten(value: float) -> float:
     return 10.0 ** math.floor(math.log10(value))
 
 
-def money_within(amount: float, low: float, high: float, currency: str = "USD") -> str:
-    """Format an amount with the digits that its interval leaves: 2.48 in 2.1 to 2.9 → "2.5 USD"."""
+def money_within(
+    amount: float, low: float, high: float, currency: str = "USD", beside: float | None = None
+) -> str:
+    """Format an amount with the digits that its interval leaves: 2.48 in 2.1 to 2.9 → "2.5 USD".
+
+    `beside` is shown with the interval, by `format_money`; see `duration_within`.
+    """
     half = (high - low) / 2
     if half <= 0 or not math.isfinite(half + amount):
         return format_money(amount, currency)
-    least = abs(amount) / 300 or half
-    step = _power_of_ten(max(half / 2, least))
+    step = _power_of_ten(max(half / 2, abs(low) / 300, abs(high) / 300))
+    if beside is not None:
+        shown = [step * round(end / step) for end in (low, high)]
+        unit = _power_of_ten(abs(beside) or 1.0) / 10 if abs(beside) < 0.0995 else 0.01
+        if not _keeps_order(shown, (low, high), beside, unit):
+            return format_money(amount, currency)
     decimals = max(0, -round(math.log10(step)))
     return f"{step * round(amount / step):,.{decimals}f} {currency}"
 

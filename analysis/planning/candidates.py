@@ -406,9 +406,9 @@ def _record(
     part = parts[int(row.part)]
     names = ("step_time_s", "epoch_time_s", "train_time_s", "wall_time_s", "cost")
     numbers = {name: float(getattr(row, name)) for name in names}
-    kwh = float(row.energy_kwh)
+    every_s = float(row.checkpoint_s)
     parts_s = _wall_parts_s(row, part)
-    each_s = part.cluster.pricing.start_s + float(row.checkpoint_s) / 2.0
+    each_s = part.cluster.pricing.start_s + every_s / 2.0
     part_ends = part.spread.of_parts(parts_s, ends, each_s)
     whole = whole_factors(parts_s, part_ends, ends)
     intervals = {}
@@ -431,8 +431,8 @@ def _record(
         **numbers,
         model_step_time_s=model_s,
         currency=part.cluster.pricing.currency,
-        energy_kwh=None if np.isnan(kwh) else kwh,
-        checkpoint_minutes=float(row.checkpoint_s) / 60.0,
+        energy_kwh=None if np.isnan(row.energy_kwh) else float(row.energy_kwh),
+        checkpoint_minutes=None if part.resume is Resume.NOTHING else every_s / 60.0,
         progress_time_s=progress_s,
         peak_memory_bytes=int(row.peak_bytes),
         wall_parts_s=parts_s,

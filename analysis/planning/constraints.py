@@ -104,7 +104,7 @@ def breaks(constraint: Constraint, candidate: Candidate) -> str:
     if constraint.why is not Why.BATCH:
         beyond = constraint.describe(amount - constraint.limit, candidate)
         # a share of a tiny limit tells nothing
-        over = f"{beyond} ({over})" if amount < 2 * constraint.limit else beyond
+        over = f"{beyond} ({over})" if amount < 3 * constraint.limit else beyond
     return f"{constraint.describe(amount, candidate)}, {over} over {constraint.key} = {limit}"
 
 

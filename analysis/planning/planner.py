@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tula_hpc.analysis.costs import evaluation, interruptions
+from tula_hpc.analysis.costs.interruptions import Resume
 from tula_hpc.analysis.costs.pricing import assumptions
 from tula_hpc.analysis.planning import warnings
 from tula_hpc.analysis.planning.candidates import (
@@ -124,6 +125,9 @@ def _remarks(
         "binding": binding(fitted, sweep.objective, curves),
         "notes": [*_all_notes(fitted.parts), *left_out],
     }
+    if critical and sweep.training.scales:
+        saved = "what scaling gradients (training.method) saves is in no time to the same progress"
+        remarks["notes"].append(saved)
     if critical:
         remarks |= {"critical_batch": critical.batch, "critical_batch_source": critical.source}
     return remarks
@@ -140,20 +144,27 @@ def _all_notes(parts: Sequence[Part]) -> list[str]:
 
 
 def _notes(part: Part) -> list[str]:
-    counted = "beside what loads the data"
-    if part.cluster.device == "cpu":
-        counted = "which the plan counts"
-    copy = format_bytes(checkpoint_copy(part.summary))
     return [
         *assumptions(part.cluster, part.power),
         part.evaluation.describe(),
         interruptions.describe(part.save, part.cluster.pricing, part.resume),
         evaluation.describe(part.summary.start_s, part.cluster.pricing),
-        f"while a checkpoint is written, the first node holds {copy} more in host memory, "
-        f"{counted}",
+        *_describe_copy(part),
         *describe_limit(part.cluster, part.summary.memory_uses),
         *_describe_passes(part),
     ]
+
+
+def _describe_copy(part: Part) -> list[str]:
+    # a script's own way to save is not known
+    if part.resume is not Resume.CHECKPOINT:
+        return []
+    copy = format_bytes(checkpoint_copy(part.summary))
+    counted = "beside what loads the data"
+    if part.cluster.device == "cpu":
+        counted = "which the plan counts"
+    held = f"the first node holds {copy} more in host memory"
+    return [f"while a checkpoint is written, {held}, {counted}"]
 
 
 def _describe_passes(part: Part) -> list[str]:

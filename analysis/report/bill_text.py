@@ -14,12 +14,13 @@ from tula_hpc.analysis.costs.training_bill import (
 )
 from tula_hpc.analysis.report.plan_text import PART_NAMES
 from tula_hpc.analysis.report.tables import TextTable
-from tula_hpc.analysis.run_contents import Training, candidate_of
+from tula_hpc.analysis.run_contents import Training, candidate_of, predicted
 from tula_hpc.formatting import (
     UNKNOWN,
     duration_within,
     format_duration,
     format_money,
+    in_comparison,
     money_within,
     plural,
 )
@@ -41,6 +42,13 @@ JUDGED = {
     Verdict.WITHIN: "within the 90 % interval of",
     Verdict.MORE: "longer than the 90 % interval of",
     Verdict.LESS: "shorter than the 90 % interval of",
+}
+# by the part of a step that drift names
+CAUSES = {
+    "loader": "; by its drift events they waited for data",
+    "compute": "; by its drift events it was the computation, as other load on a node makes it",
+    "network": "; by its drift events it was the network",
+    "unknown": "; by its drift events it was no one part, as with other load on a node",
 }
 
 
@@ -77,6 +85,28 @@ def bill_sentences(
         yield f"Not in it: {killed} of the job, killed without a note."
 
 
+def steps_off(
+    plan: Plan | None, events: Iterable[Event], training: Training, name: str = "the training"
+) -> Iterator[str]:
+    """Yield a sentence on steps outside of the plan's interval: how far, and the likely cause."""
+    promised = candidate_of(plan, training) if plan else None
+    took_s = training.epoch_time_s
+    if promised is None or took_s is None:
+        return
+    expected = predicted(promised, "epoch_time_s")
+    if expected.low == expected.high or expected.low <= took_s <= expected.high:
+        return
+    ends = (expected.low, expected.high)
+    low, high = (duration_within(end, *ends, took_s) for end in ends)
+    drift = RunHistory(events).last_drift(training.label)
+    cause = CAUSES.get(drift.part, "") if drift else ""
+    yield (
+        f"The steps of {name} took {in_comparison(took_s / expected.value)} than predicted, "
+        f"outside of the 90 % interval: an epoch {format_duration(took_s)}, not {low} to {high}"
+        f"{cause}."
+    )
+
+
 def _parts_off(bill: TrainingBill) -> Iterator[str]:
     if off := [_off(part, bill.parts[part]) for part in bill.parts_off()]:
         yield f"Outside of their intervals: {'; '.join(off)}."
@@ -90,14 +120,16 @@ def _promised_times(compared: Compared) -> list[str]:
     if compared.interval is None:
         return [format_duration(compared.expected)]
     ends = compared.interval
-    return [duration_within(seconds, *ends) for seconds in (compared.expected, *ends)]
+    times = (compared.expected, *ends)
+    return [duration_within(seconds, *ends, compared.actual) for seconds in times]
 
 
 def _promised_amounts(compared: Compared, currency: str) -> list[str]:
     if compared.interval is None:
         return [format_money(compared.expected, currency)]
     ends = compared.interval
-    return [money_within(amount, *ends, currency) for amount in (compared.expected, *ends)]
+    amounts = (compared.expected, *ends)
+    return [money_within(amount, *ends, currency, compared.actual) for amount in amounts]
 
 
 def _judged(compared: Compared, promised: Sequence[str]) -> str:

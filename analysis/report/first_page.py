@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from tula_hpc.analysis.costs.spread import TimePart
 from tula_hpc.analysis.models.profiles import is_out_of_memory
 from tula_hpc.analysis.planning.partitions import name_of
-from tula_hpc.analysis.report.bill_text import bill_of, bill_sentences
+from tula_hpc.analysis.report.bill_text import bill_of, bill_sentences, steps_off
 from tula_hpc.analysis.report.plan_text import (
     CHEAPEST,
     FASTEST,
@@ -82,7 +83,8 @@ def first_page(run: RunContents) -> FirstPage:
     else:
         decision = _decision(run.plan)
         took = list(_took(run))
-        is_billed = any(bill_of(run.plan, run.events, one) for one in run.trainings)
+        bills = [bill_of(run.plan, run.events, one) for one in run.trainings]
+        is_billed = any(bill and bill.whole.actual is not None for bill in bills)
         answers = {
             "What it will take": [] if is_billed else [_expected(run.plan), *_price(run)],
             "What it took": [*took, *_price(run)] if is_billed else took,
@@ -139,7 +141,9 @@ def _expected(plan: Plan) -> str:
         memory += f" of {format_bytes(plan.memory_limit_bytes)}"
     contents = "the steps alone"
     if chosen.wall_time_s is not None:
-        contents = "with evaluation, checkpoints, starts and interruptions"
+        # older plans do not tell the parts
+        saves = "checkpoints, " if chosen.wall_parts_s.get(TimePart.CHECKPOINTS, 1.0) else ""
+        contents = f"with evaluation, {saves}starts and interruptions"
     energy = ""
     if chosen.energy_kwh is not None:
         energy = f", {format_number(chosen.energy_kwh, 2)} kWh"
@@ -167,13 +171,14 @@ def _price(run: RunContents) -> list[str]:
 
 def _took(run: RunContents) -> Iterator[str]:
     for training in run.trainings:
-        name = "The training"
-        if len(run.trainings) > 1:
-            name = f"Training {training.label}"
-        bill = bill_of(run.plan, run.events, training)
-        told = list(bill_sentences(bill, name, parts=False)) if bill else []
-        yield from told
-        yield from _outcome(run, training, f"{name}'s steps" if told else name)
+        name = as_sentence(_name(run, training))[:-1]
+        if bill := bill_of(run.plan, run.events, training):
+            yield from bill_sentences(bill, name, parts=False)
+        yield from _outcome(run, training, name)
+
+
+def _name(run: RunContents, training: Training) -> str:
+    return "the training" if len(run.trainings) == 1 else f"training {training.label}"
 
 
 def _outcome(run: RunContents, training: Training, name: str) -> Iterator[str]:
@@ -189,7 +194,7 @@ def _outcome(run: RunContents, training: Training, name: str) -> Iterator[str]:
         return
     time = f"{format_duration(result.train_time_s)}{_against_prediction(run, training)}"
     reached = format_score(result.test_accuracy, result.test_loss)
-    yield f"{name} ({result.method}) took {time} and reached {reached}."
+    yield f"{name}'s steps ({result.method}) took {time} and reached {reached}."
     if run.plan and not _ended_as(run.plan.chosen, training, result):
         where = plural(result.nodes, "node") + of_partition_in_words(training.partition or "")
         batch = f"global batch {result.global_batch:,}"
@@ -206,7 +211,8 @@ def _ended_as(chosen: Candidate, training: Training, result: TrainResult) -> boo
 
 def _against_prediction(run: RunContents, training: Training) -> str:
     candidate = trained_candidate(run, training)
-    if candidate is None or not training.epoch_time_s:
+    is_told = any(steps_off(run.plan, run.events, training))
+    if candidate is None or not training.epoch_time_s or is_told:
         return ""
     # the median epoch: the sum of all holds the start of the first one, too
     ratio = training.epoch_time_s / candidate.epoch_time_s
@@ -215,6 +221,8 @@ def _against_prediction(run: RunContents, training: Training) -> str:
 
 def _how_sure(run: RunContents, plan: Plan, *, is_billed: bool) -> Iterator[str]:
     chosen = plan.chosen
+    for training in run.trainings:
+        yield from steps_off(plan, run.events, training, _name(run, training))
     time = predicted(chosen, chosen.expected_quantity)
     cost = predicted(chosen, "cost")
     # the bill tells what was predicted

@@ -211,8 +211,9 @@ def _expectation(plan: Plan) -> str:
     text = f"Training should take {time}{between} and cost {cost}"
     if chosen.wall_time_s is not None:
         steps = format_duration(chosen.train_time_s)
-        every = format_duration(60.0 * (chosen.checkpoint_minutes or 0.0))
-        text += f"; its steps alone take {steps}, with a checkpoint every {every}"
+        text += f"; its steps alone take {steps}"
+    if chosen.checkpoint_minutes is not None:
+        text += f", with a checkpoint every {format_duration(60.0 * chosen.checkpoint_minutes)}"
     if chosen.energy_kwh is not None:
         text += f"; {format_number(chosen.energy_kwh, 3)} kWh"
     return f"{text}."
@@ -350,8 +351,7 @@ def critical_batch_sentences(plan: Plan) -> list[str]:
             samples = f"{format_number(factor, 2)} times the samples"
         found.append(
             f"To the progress of {plural(plan.epochs, 'epoch')} at training.base_batch this batch "
-            f"needs {samples} and {format_duration(chosen.progress_time_s)}, without what scaling "
-            "its gradients (training.method) saves."
+            f"needs {samples} and {format_duration(chosen.progress_time_s)}."
         )
     return found
 

@@ -17,13 +17,10 @@ from tula_hpc.analysis.run_contents import (
     SMALLER_STEPS,
     RunContents,
     learned_nothing,
-    predicted,
-    trained_candidate,
 )
 from tula_hpc.analysis.search.propose import propose
 from tula_hpc.config import ClusterSpec, sweep_for
 from tula_hpc.formatting import (
-    format_duration,
     format_money,
     format_number,
     plural,
@@ -75,7 +72,7 @@ def doubts(run: RunContents) -> list[Doubt]:
     found = [Doubt(as_sentence(doubt.text, names), doubt.remedy) for doubt in known]
     return [
         *found,
-        *plan_warnings.to_know([*_mixed_devices(run), *_off_prediction(run)]),
+        *plan_warnings.to_know(_mixed_devices(run)),
         *plan_warnings.to_change([*_learned_nothing(run), *_scaled_nothing(run)]),
         *plan_warnings.to_know(run.notes),
     ]
@@ -115,20 +112,6 @@ def _doubts_before_plan(run: RunContents) -> list[Doubt]:
         ]
         found += [Doubt(prefixed(name, doubt.text), doubt.remedy) for doubt in known]
     return found
-
-
-def _off_prediction(run: RunContents) -> Iterator[str]:
-    for training in run.trainings:
-        candidate = trained_candidate(run, training)
-        if candidate is None or training.epoch_time_s is None:
-            continue
-        expected = predicted(candidate, "epoch_time_s")
-        outside = not expected.low <= training.epoch_time_s <= expected.high
-        if expected.low < expected.high and outside:
-            between = f"{format_duration(expected.low)} to {format_duration(expected.high)}"
-            took = f"Epochs of the training took {format_duration(training.epoch_time_s)}"
-            interval = f"the {between} that were expected with 90 % confidence"
-            yield f"{took}, outside of {interval}; see events and drift."
 
 
 def _learned_nothing(run: RunContents) -> Iterator[str]:

@@ -16,7 +16,7 @@ from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.report.first_page import first_page
 from tula_hpc.analysis.report.text import HEADINGS, assumptions, doubts, grouped
 from tula_hpc.analysis.run_contents import read_run
-from tula_hpc.formatting import duration_within, format_duration, money_within
+from tula_hpc.formatting import duration_within, format_duration, format_money, money_within
 from tula_hpc.records import Doubt, Plan, Remedy
 
 
@@ -120,6 +120,29 @@ def test_durations_are_as_exact_as_their_interval_and_no_more(seconds: float, sh
 )  # fmt: skip
 def test_durations_with_intervals(value: float, low: float, high: float, text: str) -> None:
     assert duration_within(value, low, high) == text
+
+
+def in_order(first: float, second: float) -> int:
+    return (first > second) - (first < second)
+
+
+@given(st.floats(0.01, 1e7), st.floats(0.0, 3.0), st.floats(0.001, 0.9))
+def test_no_end_is_rounded_across_what_stands_beside_it(value: float, beside: float, share: float) -> None:
+    """It may seem equal to it, where the finest digits do not tell them apart."""
+    low, high, taken = value * (1 - share), value * (1 + share), value * beside
+    for end in (low, high):
+        shown = in_seconds(duration_within(end, low, high, taken))
+        assert in_order(shown, in_seconds(format_duration(taken))) in (0, in_order(end, taken))
+        paid = float(money_within(end, low, high, beside=taken).removesuffix(" USD").replace(",", ""))
+        taken_paid = float(format_money(taken).removesuffix(" USD").replace(",", ""))
+        assert in_order(paid, taken_paid) in (0, in_order(end, taken))
+
+
+@pytest.mark.parametrize(
+    ("beside", "text"), [(None, "1 min 10 s"), (60.0, "1 min 10 s"), (71.0, "1 min 12 s"), (72.2, "1 min 12 s")]
+)
+def test_digits_are_added_where_the_verdict_would_look_wrong(beside: float | None, text: str) -> None:
+    assert duration_within(72.4, 40.2, 72.4, beside) == text
 
 
 @pytest.mark.parametrize(

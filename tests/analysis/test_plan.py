@@ -502,6 +502,11 @@ def test_a_batch_beyond_the_critical_one_is_a_warning() -> None:
     assert planned().critical_batch is None
     assert plan.critical_batch_source == "profile"
     assert any("that batch grows in training" in warning for warning in plan.warnings)
+    for method, scales in (("ags", True), ("lbt", False)):
+        training = sweep().training.model_copy(update={"method": method})
+        spec = sweep("time").model_copy(update={"training": training})
+        notes = make_plan(spec, cluster(), noisy(100.0)).notes
+        assert any("what scaling gradients" in note for note in notes) == scales
 
 
 def test_a_critical_batch_from_training_is_not_said_to_be_the_first_weights() -> None:

@@ -50,6 +50,8 @@ def test_the_table_has_a_column_for_each_run_and_no_empty_row(runs: list[RunDire
     assert table.columns == ("", "first", "second", "third")
     assert [row[0] for row in table.rows][:2] == ["chosen", "objective"]
     assert all(set(row[1:]) != {"–"} for row in table.rows)
+    # neither plan nor training tells a whole: its steps are none
+    assert not any(row[0].startswith("whole training") for row in table.rows)
     score = next(row for row in table.rows if row[0] == "score")
     assert score[1].endswith("test accuracy")
     assert score[2:] == ("–", "–")

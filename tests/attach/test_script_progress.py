@@ -19,6 +19,8 @@ from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import Configuration, Drift, Metrics, RunDirectory, StepParts, append_record, read_metrics
 
 STEP_S, WAIT_S = 1.0, 0.25
+# of the job
+BEGAN_AT = 1000.0
 
 
 class Clock:
@@ -38,6 +40,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     for module in (script_training, script_drift, agreement):
         monkeypatch.setattr(module, "time", made)
+    monkeypatch.setattr(script_training, "unix_time", lambda: BEGAN_AT + made.now)
     return made
 
 
@@ -49,7 +52,7 @@ class Told:
         self.run.make_train()
         settings = TrainSettings(
             root=self.run.root, label="main", job_id="1", samples=samples, global_batch=8, log_interval_steps=3,
-            between_s=3600.0, drift=drift,
+            between_s=3600.0, drift=drift, job_began_at=BEGAN_AT,
         )  # fmt: skip
         said = folder / "said.json"
         spec = ChildSpec(
@@ -124,6 +127,26 @@ def test_what_an_epoch_does_beside_its_steps_stands_in_its_line(tmp_path: Path, 
     append_record(told.run.train().metrics_file, first.model_copy(update={"evaluation_time_s": None, "test_loss": 0.5}))
     first, _ = told.metrics().epochs
     assert (first.test_loss, first.evaluation_time_s is None) == (0.5, False)
+
+
+@pytest.mark.parametrize("parts", [1, 0], ids=["seen", "a first pass that nobody saw"])
+def test_a_start_lasts_until_the_first_step(tmp_path: Path, clock: Clock, parts: int) -> None:
+    told = Told(tmp_path, clock, samples=16)
+    clock.now += 30.0
+    told.step(parts=parts)
+    told.step()
+    so_far = told.training.ended(0).result
+    assert so_far["starts_s"] == 30.0 + WAIT_S
+    assert so_far["started_at"] == BEGAN_AT + 30.0 + WAIT_S
+
+
+def test_a_start_after_others_adds_to_them(tmp_path: Path, clock: Clock) -> None:
+    told = Told(tmp_path, clock, samples=16)
+    told.training.progress.starts_s = 40.0
+    told.training.progress.started_at = 7.0
+    told.step()
+    so_far = told.training.ended(0).result
+    assert (so_far["starts_s"], so_far["started_at"]) == (40.0 + WAIT_S, 7.0)
 
 
 def test_scores_are_of_the_epoch_that_was_over(tmp_path: Path, clock: Clock) -> None:

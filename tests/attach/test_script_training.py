@@ -102,10 +102,15 @@ def details(run: RunDirectory, name: str) -> list[str]:
 
 
 def test_a_script_trains_and_its_output_tells_the_scores(tmp_path: Path) -> None:
+    began = time.time()
     run, ended = train(tmp_path / "run", OWN)
     result = result_of(run, ended)
     assert (result.epochs, result.steps, result.samples_seen) == (3, 12, 192)
     assert (result.test_accuracy, result.test_loss, result.final_loss) == (0.7, 0.3333, None)
+    # before its first step, which no other time holds
+    assert result.starts_s is not None
+    assert result.starts_s > 0.0
+    assert result.starts_s + result.wall_time_s < time.time() - began
     metrics = read_metrics(run.train().metrics_file)
     assert [row.epoch for row in metrics.steps] == pytest.approx([n / 4 for n in range(1, 13)])
     assert [row.test_accuracy for row in metrics.epochs] == [0.5, 0.6, 0.7]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tula_hpc.analysis.costs.training_bill import TrainingBill
     from tula_hpc.analysis.report.plan_text import TextColumn
     from tula_hpc.analysis.report.tables import TextTable
+    from tula_hpc.analysis.run_contents import Training
     from tula_hpc.records import Measurement, Metrics, Plan, RunDirectory, TrainResult
     from tula_hpc.stages.context import Sweep
 
@@ -150,12 +151,10 @@ def _run_stages(sweep: Sweep, last: int) -> int:
     if last == STAGES.index("report"):
         _say_end(sweep, plan, result, is_cost_said=has_profiled)
     elif result is not None:
-        from tula_hpc.records import read_metrics
-
-        metrics = read_metrics(sweep.run.train().metrics_file)
-        _say_bill(_bill(sweep, plan, result, metrics))
-        _warn_of_loss(sweep, metrics)
-        print("\n".join(_model_lines(sweep, result)))
+        trained = _trained(sweep, result)
+        _say_bill(_bill(sweep, plan, trained))
+        _warn_of_loss(sweep, trained.metrics)
+        print("\n".join([*_steps_off(sweep, plan, trained), *_model_lines(sweep, result)]))
     return 0
 
 
@@ -182,8 +181,11 @@ def _say_end(sweep: Sweep, plan: Plan, result: TrainResult | None, *, is_cost_sa
     from tula_hpc.stages.notify import tell
 
     paths = report_stage(sweep)
-    bill = _say_summary(sweep, plan, result, "" if is_cost_said else _profiling_cost(sweep))
-    lines = [f"decided: {_decision(plan, result)}", f"cost: {_cost(sweep, plan, bill)}"]
+    trained = None if result is None else _trained(sweep, result)
+    bill = _say_summary(sweep, plan, trained, "" if is_cost_said else _profiling_cost(sweep))
+    lines = [f"decided: {_decision(plan, result)}"]
+    lines += _steps_off(sweep, plan, trained) if trained else []
+    lines.append(f"cost: {_cost(sweep, plan, bill)}")
     lines += _model_lines(sweep, result)
     lines.append(f"report: {next(path for path in paths if path.suffix == '.html')}")
     print("\n".join(lines))
@@ -240,40 +242,48 @@ def _cost(sweep: Sweep, plan: Plan, bill: TrainingBill | None) -> str:
 
 
 def _say_summary(
-    sweep: Sweep, plan: Plan, result: TrainResult | None, profiling_cost: str
+    sweep: Sweep, plan: Plan, trained: Training | None, profiling_cost: str
 ) -> TrainingBill | None:
     """Print table and bill; returns the latter."""
-    from tula_hpc.analysis.run_contents import median_epoch_s, trained_partition
-    from tula_hpc.records import read_metrics
+    from tula_hpc.analysis.run_contents import trained_partition
 
-    metrics = read_metrics(sweep.run.train().metrics_file)
     # which the table is about
     here = trained_partition(sweep.run.events()) in (None, plan.chosen.partition)
-    trained = result if here else None
-    bill = None if result is None else _bill(sweep, plan, result, metrics)
+    bill = None if trained is None else _bill(sweep, plan, trained)
     print_summary(
         plan,
         sweep.run.measurements().records,
-        trained,
+        trained.result if trained and here else None,
         profiling_cost,
-        median_epoch_s(metrics.epochs),
+        None if trained is None else trained.epoch_time_s,
         bill=bill,
     )
     _say_bill(bill)
-    if result is not None:
-        _warn_of_loss(sweep, metrics)
+    if trained is not None:
+        _warn_of_loss(sweep, trained.metrics)
     return bill
 
 
-def _bill(sweep: Sweep, plan: Plan, result: TrainResult, metrics: Metrics) -> TrainingBill | None:
-    from tula_hpc.analysis.report.bill_text import bill_of
+def _trained(sweep: Sweep, result: TrainResult) -> Training:
     from tula_hpc.analysis.run_contents import Training, trained_partition
-    from tula_hpc.records import MAIN_LABEL
+    from tula_hpc.records import MAIN_LABEL, read_metrics
 
-    events = sweep.run.events()
+    metrics = read_metrics(sweep.run.train().metrics_file)
     accounts = sweep.run.history().accounted(MAIN_LABEL, sweep.run.accounts())
-    partition = trained_partition(events)
-    return bill_of(plan, events, Training(MAIN_LABEL, metrics, result, partition, accounts))
+    return Training(MAIN_LABEL, metrics, result, trained_partition(sweep.run.events()), accounts)
+
+
+def _bill(sweep: Sweep, plan: Plan, trained: Training) -> TrainingBill | None:
+    from tula_hpc.analysis.report.bill_text import bill_of
+
+    return bill_of(plan, sweep.run.events(), trained)
+
+
+def _steps_off(sweep: Sweep, plan: Plan, trained: Training) -> list[str]:
+    from tula_hpc.analysis.report.bill_text import steps_off
+
+    found = steps_off(plan, sweep.run.events(), trained)
+    return [f"off the plan: {sentence.removesuffix('.')}" for sentence in found]
 
 
 def _say_bill(bill: TrainingBill | None) -> None:

@@ -306,17 +306,17 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     The section decides; `cluster.` in front of a key is always the cluster file.
 
     Raises:
-        InputError: A section that neither has is probably a misspelt one of the cluster file.
+        InputError: A section is probably a misspelt `cluster`.
     """
     sections = ClusterSpec.model_fields.keys() - SweepSpec.model_fields.keys()
     of_sweep: list[str] = []
     of_cluster: list[str] = []
     for text in overrides:
         section = text.partition("=")[0].strip().partition(".")[0]
-        meant = nearest(section, ["cluster", *sections])
+        meant = nearest(section, ["cluster"])
         if section == "cluster" or section in sections:
             of_cluster.append(text.removeprefix("cluster."))
-        elif meant and not nearest(section, SweepSpec.model_fields):
+        elif meant:
             raise InputError(f"unknown key{meant}", source=OPTION, key=section)
         else:
             of_sweep.append(text)

@@ -364,6 +364,11 @@ class DriftState(NamedTuple):
     part: str
 
 
+def _drift_of(event: Event) -> DriftState | None:
+    data = DriftData.of(event)
+    return None if data.ratio is None else DriftState(data.ratio, data.part)
+
+
 class StageFailure(NamedTuple):
     """Failure of a stage as a whole, not of one of its jobs."""
 
@@ -579,9 +584,13 @@ class RunHistory:
             if event.event == "recovered":
                 return None
             if event.event == "drifted":
-                data = DriftData.of(event)
-                return None if data.ratio is None else DriftState(data.ratio, data.part)
+                return _drift_of(event)
         return None
+
+    def last_drift(self, label: str) -> DriftState | None:
+        """Return the last drift of a training, be it over or not; None without any."""
+        drifted = (e for e in reversed(self.of_training(label)) if e.event == "drifted")
+        return next(map(_drift_of, drifted), None)
 
     def signs(self) -> list[Sign]:
         """Return the signs of life of all trainings, in the order of time."""

@@ -54,7 +54,8 @@ class Candidate(Record):
     currency: Literal["USD", "SU"] = "USD"
     # of the site, its overhead included; None where no power is known
     energy_kwh: float | None = None
-    # between two checkpoints, as time and cost reckon; training measures anew
+    # between two checkpoints, as time and cost reckon; training measures anew. None: of a script that
+    # saves nothing
     checkpoint_minutes: float | None = None
     # of wall_time_s: steps, evaluation, checkpoints, starts and ends of jobs, repeated (what restarts
     # do again)

@@ -182,7 +182,9 @@ def _promise(promise: PromiseStatus) -> str:
     expected = f"predicted: {format_duration(promise.expected_s)}"
     if promise.interval_s is not None:
         ends = promise.interval_s
-        time, low, high = (duration_within(s, *ends) for s in (promise.expected_s, *ends))
+        time, low, high = (
+            duration_within(s, *ends, promise.actual_s) for s in (promise.expected_s, *ends)
+        )
         verdict = {"more": "longer than", "less": "shorter than", "within": "within"}
         where = verdict.get(promise.verdict, "beside")
         expected = f"{where} what was predicted: {time}, {low} to {high} with 90 % probability"

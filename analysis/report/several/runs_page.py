@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tula_hpc.analysis.costs.training_bill import TrainingBill
 from tula_hpc.analysis.report.bill_text import bill_of
 from tula_hpc.analysis.report.first_page import first_page
 from tula_hpc.analysis.report.output import figure_files, render_page, replace_files
@@ -155,7 +156,7 @@ def runs_table(named: Sequence[NamedRun]) -> TextTable:
         "objective": [_objective(run) for run in named],
         "epoch, predicted (90 %)": [_predicted(run, "epoch_time_s") for run in named],
         "epoch, measured": [_measured_epoch(run) for run in named],
-        "whole training, predicted (90 %)": [_predicted(run) for run in named],
+        "whole training, predicted (90 %)": [_predicted(run, "wall_time_s") for run in named],
         "whole training, actual": [_actual_time(run) for run in named],
         "cost, predicted (90 %)": [_predicted(run, "cost") for run in named],
         "cost, actual": [_actual_cost(run) for run in named],
@@ -181,17 +182,20 @@ def _objective(run: NamedRun) -> str:
     return run.contents.plan.objective if run.contents.plan else UNKNOWN
 
 
-def _predicted(run: NamedRun, quantity: str = "") -> str:
-    """Return a quantity of the plan's choice with its interval; by default the whole time."""
-    if run.chosen is None:
+def _predicted(run: NamedRun, quantity: str) -> str:
+    """Return a quantity of the plan's choice with its interval."""
+    if run.chosen is None or getattr(run.chosen, quantity) is None:
         return UNKNOWN
-    found = predicted(run.chosen, quantity or run.chosen.expected_quantity)
+    found = predicted(run.chosen, quantity)
+    bill = _bill(run)
 
     def words(value: float) -> str:
         if quantity == "cost":
             currency = run.chosen.currency if run.chosen else "USD"
-            return money_within(value, found.low, found.high, currency)
-        return duration_within(value, found.low, found.high)
+            paid = bill.cost.actual if bill else None
+            return money_within(value, found.low, found.high, currency, paid)
+        took_s = bill.whole.actual if bill and quantity == "wall_time_s" else None
+        return duration_within(value, found.low, found.high, took_s)
 
     return _with_ends(found, [words(value) for value in found])
 
@@ -212,22 +216,21 @@ def _measured_epoch(run: NamedRun) -> str:
     return UNKNOWN if seconds is None else f"{format_duration(seconds)}\nprofiled"
 
 
+def _bill(run: NamedRun) -> TrainingBill | None:
+    """Return the bill of the first training that has one."""
+    plan, events = run.contents.plan, run.contents.events
+    found = (bill_of(plan, events, training) for training in run.contents.trainings)
+    return next((bill for bill in found if bill and bill.whole.actual is not None), None)
+
+
 def _actual_time(run: NamedRun) -> str:
-    for training in run.contents.trainings:
-        bill = bill_of(run.contents.plan, run.contents.events, training)
-        if bill is not None and bill.whole.actual is not None:
-            return format_duration(bill.whole.actual)
-        if training.result:
-            return f"{format_duration(training.result.train_time_s)}\nits steps"
-    return UNKNOWN
+    bill = _bill(run)
+    return format_duration(bill.whole.actual) if bill else UNKNOWN
 
 
 def _actual_cost(run: NamedRun) -> str:
-    for training in run.contents.trainings:
-        bill = bill_of(run.contents.plan, run.contents.events, training)
-        if bill is not None and bill.cost.actual is not None:
-            return format_money(bill.cost.actual, bill.currency)
-    return UNKNOWN
+    bill = _bill(run)
+    return format_money(bill.cost.actual, bill.currency) if bill else UNKNOWN
 
 
 def _score(run: NamedRun) -> str:

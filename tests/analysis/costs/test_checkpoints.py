@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.planning_data import CORNERS, cluster, sweep
 from tula_hpc.analysis.costs.interruptions import (
     MAX_SHARE,
     Resume,
@@ -15,6 +16,8 @@ from tula_hpc.analysis.costs.interruptions import (
     with_epoch_ends_s,
 )
 from tula_hpc.analysis.costs.pricing import FOREVER_S, Bill, Usage, bill
+from tula_hpc.analysis.plan import make_plan
+from tula_hpc.analysis.report.plan_text import sentences
 from tula_hpc.checkpoint.interval import FIRST_S, Cadence, Interruptions
 from tula_hpc.config import ClusterSpec, TrainingSpec, WorkloadSpec
 
@@ -122,15 +125,27 @@ def test_what_begins_anew_has_to_end_within_one_time_limit() -> None:
     assert paid_by_script(11.0, Resume.EPOCH, 600, "node-hour").requeues[0] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("workload", "kept", "resume"),
-    [
-        ({}, False, Resume.CHECKPOINT),
-        (SCRIPT, False, Resume.NOTHING),
-        (SCRIPT | {"resume_arguments": ["--resume", "last.pt"]}, False, Resume.EPOCH),
-        (SCRIPT, True, Resume.CHECKPOINT),
-    ],
-)
+RESUMES = [
+    ({"epochs": 3}, False, Resume.CHECKPOINT),
+    (SCRIPT, False, Resume.NOTHING),
+    (SCRIPT | {"resume_arguments": ["--resume", "last.pt"]}, False, Resume.EPOCH),
+    (SCRIPT, True, Resume.CHECKPOINT),
+]
+
+
+@pytest.mark.parametrize(("workload", "kept", "resume"), RESUMES)
 def test_from_where_a_workload_goes_on(workload: dict[str, object], kept: bool, resume: Resume) -> None:
     spec = WorkloadSpec.model_validate(workload, context={"check_paths": False})
     assert resume_of(spec, kept) is resume
+
+
+@pytest.mark.parametrize(("workload", "kept", "resume"), RESUMES)
+def test_a_plan_tells_of_the_checkpoints_that_are_written(
+    workload: dict[str, object], kept: bool, resume: Resume
+) -> None:
+    spec = WorkloadSpec.model_validate(workload, context={"check_paths": False})
+    rows = [row.model_copy(update={"kept": kept}) for row in CORNERS]
+    plan = make_plan(sweep("time").model_copy(update={"workload": spec}), cluster(), rows)
+    said = " ".join(sentences(plan))
+    assert ("with a checkpoint every " in said) == (resume is not Resume.NOTHING)
+    assert ("while a checkpoint is written" in said) == (resume is Resume.CHECKPOINT)

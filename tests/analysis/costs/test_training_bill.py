@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.run_factory import EPOCHS, candidate
+from tests.run_factory import EPOCHS, candidate, plan
 from tula_hpc.analysis.costs.evaluation import END_SHARE
 from tula_hpc.analysis.costs.spread import TimePart
 from tula_hpc.analysis.costs.training_bill import Compared, Source, TrainingBill, Verdict, training_bill
-from tula_hpc.analysis.report.bill_text import bill_sentences, bill_table
-from tula_hpc.records import Candidate, Configuration, EpochMetrics, Event, JobAccount, TrainResult
+from tula_hpc.analysis.report.bill_text import bill_sentences, bill_table, steps_off
+from tula_hpc.analysis.run_contents import Training
+from tula_hpc.records import Candidate, Configuration, EpochMetrics, Event, JobAccount, Metrics, TrainResult
 
 WHERE = Configuration(2, 1, 64)
 PARTS_S = {"steps": 100.0, "evaluation": 20.0, "checkpoints": 2.0, "starts": 8.0, "ends": 1.5, "repeated": 0.0}
@@ -151,6 +152,27 @@ def test_the_table_has_every_part_and_its_verdict() -> None:
     assert verdicts[0] == "more than predicted"
     assert actual[0] == "2 min 30 s"
     assert all(len(row) == len(table.columns) for row in table.rows)
+
+
+@pytest.mark.parametrize(
+    ("epoch_s", "drifts", "said"),
+    [
+        (11.0, ["drifted"], ""),
+        (20.0, [], "2 times longer than predicted, outside of the 90 % interval: an epoch 20.0 s, not 9 s to 12 s."),
+        (12.04, ["drifted", "recovered"], "; by its drift events they waited for data."),
+        (8.0, [], "20 % shorter than predicted, outside of the 90 % interval: an epoch 8.0 s, not 9 s to 12 s."),
+    ],
+)
+def test_steps_off_the_plan_are_told_with_their_likely_cause(epoch_s: float, drifts: list[str], said: str) -> None:
+    chosen = promised(epoch_time_s=10.0, interval_90={"epoch_time_s": (9.0, 12.0)})
+    line = dict.fromkeys(EpochMetrics.model_fields, 1) | {"kind": "epoch", "epoch_time_s": epoch_s}
+    line |= {"global_batch": WHERE.global_batch}
+    training = Training("main", Metrics([], [EpochMetrics.model_validate(line)], 0), result())
+    data = {"label": "main", "ratio": 2.0, "part": "loader"}
+    events = [event(name, at).model_copy(update={"data": data}) for at, name in enumerate(drifts)]
+    found = " ".join(steps_off(plan([chosen, chosen]), events, training))
+    assert found.endswith(said)
+    assert found.startswith("The steps of the training took ") == bool(said)
 
 
 @given(st.lists(st.floats(0.0, 1e6), max_size=3), st.floats(0.0, 1e6), st.integers(0, 3))

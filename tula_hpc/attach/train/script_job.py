@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from tula_hpc.attach.script import own_folder, script_of
 from tula_hpc.ddp.exit_at_once import leaving_at_once
 from tula_hpc.ddp.stop_signals import StopRequest
-from tula_hpc.env import join_job, loading_libraries, unix_time
+from tula_hpc.env import job_started_at, join_job, loading_libraries, unix_time
 from tula_hpc.errors import Failure
 from tula_hpc.formatting import format_score
 from tula_hpc.launch.job_specs import TrainJob
@@ -259,7 +259,9 @@ class ScriptJob:
             restarts=start.restarts,
             epoch=start.epoch,
             step=start.step,
-            started_at=start.started_at,
+            # a first start takes its first step for the beginning
+            started_at=start.started_at if start.restarts else 0.0,
+            job_began_at=job_started_at(),
             between_s=prior.prior_s,
             between_is_known=prior.is_known,
             fixed_s=None if options.checkpoint_minutes is None else options.checkpoint_s,
@@ -349,6 +351,7 @@ class ScriptJob:
         epochs = job.sweep.workload.epochs
         scores = _last_scores(self.files.metrics_file)
         # where a script went on by itself is known to an epoch only
+        started_at = told.started_at or start.started_at
         is_whole = told.epoch >= epochs - int(start.resumes)
         result = TrainResult(
             label=job.label,
@@ -365,8 +368,9 @@ class ScriptJob:
             test_accuracy=scores.get("test_accuracy"),
             test_top5_accuracy=scores.get("test_top5_accuracy"),
             train_time_s=told.train_time_s,
-            wall_time_s=max(told.train_time_s, unix_time() - told.started_at),
+            wall_time_s=max(told.train_time_s, unix_time() - started_at),
             restarts=told.restarts,
+            starts_s=told.starts_s,
             saving_s=told.saving_s,
         )
         write_atomically(self.files.result_file, result.model_dump_json(indent=1))

@@ -28,6 +28,7 @@ from tula_hpc.checkpoint.safe_points import Progress
 from tula_hpc.config import SweepSpec
 from tula_hpc.ddp.agreement import CHECK_EVERY_S, Agreed, Wish
 from tula_hpc.ddp.stop_signals import StopRequest, Suspensions
+from tula_hpc.env import unix_time
 from tula_hpc.errors import InputError
 from tula_hpc.optim import NoObserver
 from tula_hpc.records import Configuration, RunDirectory
@@ -57,7 +58,9 @@ class TrainSettings(Record):
     restarts: int = 0
     epoch: int = 0
     step: int = 0
+    # Unix times of the training's first step, 0 before it, and of this job's beginning
     started_at: float = 0.0
+    job_began_at: float = Field(default_factory=unix_time)
     # of a method that scales gradients; empty: nothing is done to the script's steps
     sweep: dict[str, Any] = Field(default={})
     # nodes, workers per node and local batch
@@ -83,7 +86,9 @@ class TrainedSoFar(Record):
     step: int = 0
     samples_seen: int = 0
     train_time_s: float = 0.0
+    starts_s: float = 0.0
     saving_s: float = 0.0
+    # 0: it took no step
     started_at: float = 0.0
     restarts: int = 0
 
@@ -204,6 +209,7 @@ class ScriptTraining(Mode):
             step=self.progress.step,
             samples_seen=self.progress.samples_seen,
             train_time_s=self.progress.train_time_s,
+            starts_s=self.progress.starts_s,
             saving_s=self.progress.saving_s,
             started_at=self.progress.started_at,
             restarts=self.progress.restarts,
@@ -267,6 +273,8 @@ class ScriptTraining(Mode):
         if not self.is_open and not is_first:
             # the optimizer has stepped twice
             return
+        if self._stepped_at is None:
+            self._count_start()
         self.count_step()
         self._count_progress()
         is_last = self.progress.epoch_ends(self.settings.samples, self.settings.global_batch)
@@ -283,6 +291,13 @@ class ScriptTraining(Mode):
             # what a script saves it saves after an epoch
             if not is_last or self.settings.samples < 2 * self.settings.global_batch:
                 self._stop_if_asked()
+
+    def _count_start(self) -> None:
+        """Count the time of this job up to its first step, which has just been taken."""
+        step_s = time.perf_counter() - self._began if self.is_open else 0.0
+        began_at = unix_time() - step_s
+        self.progress.starts_s += max(0.0, began_at - self.settings.job_began_at)
+        self.progress.started_at = self.progress.started_at or began_at
 
     def _refuse_another(self) -> None:
         """Refuse to train another model than was measured."""
