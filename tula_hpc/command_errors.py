@@ -15,7 +15,8 @@ from tula_hpc.errors import InputError, TulaError
 from tula_hpc.files import NO_SPACE, drop_output, full_disk, in_words
 from tula_hpc.python_path import missing_library
 
-# the last line of a command or job that works on a run, and of one that does not
+# the last line of a command that works on a run, or of its controller job (`cli/detached.py`), and of
+# a command that does not
 TRY_AGAIN_ON_A_RUN = "Fix the cause and run the same command again; finished work is kept."
 TRY_AGAIN = "Fix the cause and run the same command again."
 # of a command that says itself what it leaves once it works

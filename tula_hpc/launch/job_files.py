@@ -1,5 +1,7 @@
 """Files that a job starts from: its pickle, and the shell lines of `setup` and `[environment]`.
 
+The batch script itself is made by `_script` of `launch/slurm_executor.py`.
+
 The pickle is written by who submits, with its SHA-256, and the job loads only bytes of that hash.
 Whoever may write to a folder above the run directory can put another folder in its place while a
 job waits, so the folder's owner proves nothing. The hash travels in the batch script, which Slurm

@@ -30,10 +30,11 @@ def node_hour_price(
 ) -> float | None:
     """Return the price of a node and hour in `PricingSpec.currency`, None if not known.
 
-    Args: part: The nodes, and what they cost; a cluster without partitions (see
-        `ClusterSpec.parts`). peak_bytes: Memory that each worker uses, for the basis "memory".
+    Args:
+        part: The nodes, and what they cost; a cluster without partitions (see `ClusterSpec.parts`).
+        peak_bytes: Memory that each worker uses, for the basis "memory".
         watts: Measured power of a node, for the basis "energy"; the cluster file's figure goes
-        before it.
+            before it.
     """
     pricing = part.pricing
     if pricing.basis == "tres":
@@ -311,7 +312,7 @@ def _estimated_training(facts: Facts, jobs: Sequence[JobStatus]) -> _Use | None:
 
 
 def _local_seconds(facts: Facts, job: JobStatus, last_sign: float, is_newest: bool) -> float:
-    """Return the seconds from submission, as there is no queue, to the last sign of life, or until now.
+    """Return the seconds from submission to the last sign of life, or until now: there is no queue.
 
     The time of a file is a sign only where no record tells of the end: copying a run changes it.
     """

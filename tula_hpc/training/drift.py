@@ -2,7 +2,8 @@
 
 Rank 0 reads plan and open episode for all workers: a network file system may show them different
 files at the same moment. Where step times drift, a probe times the parts of a step in mid-training,
-without a trace, to find the part that has changed.
+without a trace, to find the part that has changed. Whether they have drifted is decided by
+`Detector` and `Watch` of `analysis/drift.py`.
 """
 
 from __future__ import annotations

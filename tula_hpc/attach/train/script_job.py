@@ -1,4 +1,4 @@
-"""Training job of a script: its processes, their stop, requeue and end. Importing this imports no torch.
+"""Training job of a script: its processes, their stop, requeue and end. It imports no torch.
 
 The job's workers stay outside: each starts the script's process of its rank and watches it. A stop
 is passed on as the signal that it came by. Where the script has no handler of its own, its process

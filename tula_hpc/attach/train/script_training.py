@@ -1,7 +1,9 @@
 """Progress of a script's training, told by its steps: metrics.jsonl, epochs, and the end at a stop.
 
 Without `tula.epochs` an epoch is over when no further whole batch is left of the samples that the
-sweep names; a shorter batch right after that was the epoch's last one.
+sweep names; a shorter batch right after that was the epoch's last one. The end at a stop is
+`_stop_if_asked`; who passes the stop on, and what `keeping.py` does instead, is told in
+`ddp/stop_signals.py`.
 """
 
 from __future__ import annotations
