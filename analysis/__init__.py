@@ -1,9 +1,11 @@
-"""Numbers only: what measurements say, what to measure next, what to choose, how to show it. Never torch or submitit.
+"""Numbers only: what measurements say, what to measure next, what to choose, how to show it.
 
-Nothing is imported here, so that each part costs only what it needs itself.
+It needs neither torch nor submitit. Nothing is imported here, so that each part costs only what it
+needs itself.
 
-Raises: ImportError: The folder was imported under its bare name `analysis`, which would make a
-    second copy of every class.
+Raises:
+    ImportError: The folder was imported under its bare name `analysis`, which would make a second
+        copy of every class.
 """
 
 from __future__ import annotations

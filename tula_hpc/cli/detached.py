@@ -123,9 +123,9 @@ def _submit_controller(
 def _post_guard(sweep: Sweep, controller: Submitted, until: str) -> str:
     """Have a guard wait for the end of this controller; returns its id.
 
-    Raises: LaunchError: The scheduler does not want it. One that was left behind an earlier
-        controller starts when that is
-            over, and puts things right.
+    Raises:
+        LaunchError: The scheduler does not want it. One that was left behind an earlier controller
+            starts when that is over, and puts things right.
     """
     _, idle = _on_duty(sweep)
     if not idle:
