@@ -161,8 +161,8 @@ class Evaluation(NamedTuple):
             )
         what = "what the script does between its epochs (evaluation, saving, start of loaders)"
         if self.measured:
-            return f"{what} is counted as {plural(self.measured, 'epoch')} of its training took it"
-        return f"{what} is counted as profiles saw it: {format_duration(sum(self.between_s))}"
+            return f"{what} is taken from {plural(self.measured, 'epoch')} of its training"
+        return f"{what} takes {format_duration(sum(self.between_s))}, as its profiles measured"
 
 
 def evaluation_of(
