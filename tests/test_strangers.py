@@ -613,7 +613,7 @@ def make_sparse(path: Path, size: int) -> None:
 KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
     "100 MB": (lambda path: make_sparse(path, 100_000_000), "expected a TOML file under 1,000,000 bytes"),
     "a terabyte": (lambda path: make_sparse(path, 10**12), "expected a TOML file under 1,000,000 bytes"),
-    "folder": (lambda path: path.mkdir(), "cannot be read: Is a directory"),
+    "folder": (lambda path: path.mkdir(), "is a folder; expected a TOML file"),
     "pipe": (os.mkfifo, "found a pipe or a device"),
     "endless": (lambda path: path.symlink_to("/dev/zero"), "found a pipe or a device"),
     "circle": (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
