@@ -52,7 +52,15 @@ def backward(model: nn.Module, batch: int, width: int = 4) -> torch.Tensor:
     return loss
 
 
+class Lazy:
+    """As the placeholders of libraries: it must not be asked for its class."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
 def plain() -> None:
+    lazy = Lazy()
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(2):
@@ -63,6 +71,7 @@ def plain() -> None:
         model(torch.randn(1, 4))
     model.eval()
     model(torch.randn(1, 4))
+    assert type(lazy) is Lazy
 
 
 def with_closures() -> None:

@@ -231,7 +231,8 @@ def _module_of(owned: set[Tensor]) -> nn.Module | None:
     """Return the smallest module that has all of these parameters; None without one."""
     found: list[nn.Module] = []
     for thing in gc.get_objects():
-        if isinstance(thing, nn.Module) and owned <= set(thing.parameters()):
+        # not isinstance, which asks lazy objects of libraries for a class and so wakes them
+        if issubclass(type(thing), nn.Module) and owned <= set(thing.parameters()):
             found.append(thing)
     # a wrapper has as many parameters, and more modules
     best = min(found, key=lambda module: (_size(module), len(list(module.modules()))), default=None)
