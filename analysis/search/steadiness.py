@@ -92,7 +92,7 @@ def with_steadiness(
     summary = decision.known(summarize(usable))
     chosen = plan.chosen.configuration
     found: list[tuple[Unsteady, str]] = []
-    hangs_on: list[str] = []
+    instead: dict[Configuration, list[tuple[Configuration, float]]] = {}
     usual: Configuration | None = None
     tried = min(MOST_TRIED, MOST_ROWS // max(1, 2 * len(summary.profiles)))
     for index, one in enumerate(unsteady(summary.profiles)):
@@ -102,11 +102,7 @@ def with_steadiness(
             seconds, other = _effect(one, usual, decision, sweep.search, summary)
             if other:
                 effect = f"with {format_duration(seconds)} the plan would choose {other}"
-                step = f"the step of {one.profile.configuration}, which is not settled"
-                hangs_on.append(
-                    f"{prefixed(name, step)}: with {format_duration(seconds)} the plan would choose "
-                    f"{other}"
-                )
+                instead.setdefault(other, []).append((one.profile.configuration, seconds))
         is_chosen = one.profile.configuration == chosen
         if not effect and is_chosen and abs(one.drift) >= NOTABLE_DRIFT:
             effect = _on_training(one)
@@ -121,8 +117,22 @@ def with_steadiness(
         others = ", ".join(str(one.profile.configuration) for one, _ in found[1:])
         more = f"; the steps of {others} matter in the same way"
     text = f"{first.describe()}; {effect}{more}; {_what_to_do(first, sweep.search, usable)}"
+    hangs_on = [prefixed(name, _hanging(steps, other)) for other, steps in instead.items()]
     plan = plan.model_copy(update={"hangs_on": hangs_on})
     return plan.with_doubts(to_measure([prefixed(name, text)]))
+
+
+def _hanging(steps: Sequence[tuple[Configuration, float]], other: Configuration) -> str:
+    """Say in a sentence with which steps another choice would be made."""
+    if len(steps) > 1:
+        which = ", ".join(str(configuration) for configuration, _ in steps)
+        return (
+            f"the steps of {which}, which are not settled: if any of them came out at the end of "
+            f"its range, the plan would choose {other}"
+        )
+    ((configuration, seconds),) = steps
+    step = f"the step of {configuration}, which is not settled"
+    return f"{step}: with {format_duration(seconds)} the plan would choose {other}"
 
 
 def _effect(
