@@ -297,7 +297,8 @@ WHAT_IF_COLUMNS = ("if", "choice", "expected time", "cost")
 def what_if_table(rows: Sequence[WhatIf]) -> TextTable:
     """Return the plan's choice under each change that is possible, the first being none."""
     shown = [(row.change, row.chosen) for row in rows if row.chosen]
-    times, costs = [], []
+    times = []
+    costs = []
     for _, item in shown:
         time = predicted(item, item.expected_quantity)
         cost = predicted(item, "cost")

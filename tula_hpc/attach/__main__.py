@@ -238,9 +238,10 @@ def _sweep_file(
     )
     yield from (line.text() for line in (*unknown.values(), METRIC))
     yield ""
-    batch, passes = max(1, result["forward_batch"]), result["accumulation"]
+    passes = result["accumulation"]
+    batch = passes * max(1, result["forward_batch"])
     cluster = ClusterSpec(device=result["device"])
-    yield from search_and_training(cluster, batch * passes, passes, result["samples"])
+    yield from search_and_training(cluster, batch, passes, result["samples"])
 
 
 def with_placeholders(arguments: Sequence[str], batch: int, passes: int) -> list[str]:

@@ -45,9 +45,12 @@ class Script(NamedTuple):
 
     def trial(self) -> list[str]:
         """Return arguments with which the script runs until it has been looked at."""
-        batch, epochs = self.options.batch, self.options.epochs
-        words = [] if batch is None else batch.words(str(self.batch))
-        return words if epochs is None else [*words, *epochs.words(str(TRIAL_EPOCHS))]
+        words: list[str] = []
+        if self.options.batch is not None:
+            words += self.options.batch.words(str(self.batch))
+        if self.options.epochs is not None:
+            words += self.options.epochs.words(str(TRIAL_EPOCHS))
+        return words
 
 
 def sweep_file(script: Script, cluster: ClusterSpec) -> str:
@@ -150,7 +153,8 @@ def search_and_training(
         passes: Forward passes of a step that the script always takes.
         samples: Of an epoch, where they are known.
     """
-    sizes, workers = _sizes(cluster), cluster.workers_per_node
+    sizes = _sizes(cluster)
+    workers = cluster.workers_per_node
     # each worker of the largest size needs a sample for each of its passes
     needed = passes * sizes[-1] * workers if passes > 1 else 1
     most = _power_of_two(min(LARGEST_BATCH, samples or LARGEST_BATCH))

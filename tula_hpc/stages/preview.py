@@ -153,8 +153,13 @@ def impossible(sweep: Sweep) -> tuple[str, str] | None:
     they ask for: only what sbatch, too, would refuse is meant.
     """
     partitions = _partitions()
-    for name, part, nodes in _largest_jobs(sweep) if partitions else ():
-        mistake = None if ELSEWHERE & part.sbatch.keys() else _mistake(part, nodes, partitions)
+    if not partitions:
+        return None
+    kinds = _kinds_of_nodes()
+    for name, part, nodes in _largest_jobs(sweep):
+        if ELSEWHERE & part.sbatch.keys():
+            continue
+        mistake = _mistake(part, nodes, partitions, kinds)
         if mistake is not None and _is_refused(sweep.on(name), nodes):
             key, words = mistake
             return f"partitions.{name}.{key}" if name else key, words
@@ -185,7 +190,10 @@ def _largest_jobs(sweep: Sweep) -> Iterator[tuple[str, ClusterSpec, int]]:
 
 
 def _mistake(
-    part: ClusterSpec, nodes: int, partitions: Mapping[str, Mapping[str, str]]
+    part: ClusterSpec,
+    nodes: int,
+    partitions: Mapping[str, Mapping[str, str]],
+    kinds: Sequence[tuple[str, str, str]],
 ) -> tuple[str, str] | None:
     wanted = part.partition or str(part.sbatch.get("partition", ""))
     # sbatch takes several, of which the first that is free is used
@@ -198,13 +206,15 @@ def _mistake(
     if 0 < most < nodes:
         found = f"{part.max_nodes}, but partition {', '.join(names)} has {plural(most, 'node')}"
         return "max_nodes", f"{found}; set max_nodes = {most}, and search.cluster_sizes up to that"
-    return _too_large(part, names)
+    return _too_large(part, names, [kind for kind in kinds if kind[0] in names])
 
 
-def _too_large(part: ClusterSpec, names: Sequence[str]) -> tuple[str, str] | None:
-    """Return key and words where a job needs more of a node than any there has."""
-    nodes = [row for row in _nodes() if row[0] in names]
-    cpus, memory_mb = (max((int(row[at]) for row in nodes), default=0) for at in (1, 2))
+def _too_large(
+    part: ClusterSpec, names: Sequence[str], kinds: Sequence[tuple[str, str, str]]
+) -> tuple[str, str] | None:
+    """Return key and words where a job needs more of a node than any of these partitions has."""
+    cpus = max((int(kind[1]) for kind in kinds), default=0)
+    memory_mb = max((int(kind[2]) for kind in kinds), default=0)
     where = f"nodes of partition {', '.join(names)} have"
     asked = part.cpus_per_worker * part.workers_per_node
     if 0 < cpus < asked:
@@ -217,7 +227,7 @@ def _too_large(part: ClusterSpec, names: Sequence[str]) -> tuple[str, str] | Non
     return None
 
 
-def _nodes() -> list[tuple[str, str, str]]:
+def _kinds_of_nodes() -> list[tuple[str, str, str]]:
     """Return partition, CPUs and MiB of each kind of node, those that Slurm hides included."""
     try:
         shown = slurm.run_command(["sinfo", "-a", "-h", "-e", "-o", "%R %c %m"], ASK_S)

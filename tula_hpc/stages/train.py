@@ -229,7 +229,8 @@ def time_limit_advice(sweep: Sweep, label: str, failure: JobFailure) -> str:
     if not is_used_up and failure.kind is not Failure.TIMED_OUT:
         return ""
     limit = f"now {sweep.cluster.train_minutes}"
-    epochs, metrics = sweep.spec.workload.epochs, read_metrics(sweep.run.train(label).metrics_file)
+    epochs = sweep.spec.workload.epochs
+    metrics = read_metrics(sweep.run.train(label).metrics_file)
     last = metrics.epochs[-1] if metrics.epochs else None
     left_s = training_left_s(metrics.steps, last, epochs)
     # nothing is left of a training that ended while its model was saved

@@ -125,7 +125,8 @@ class LogDisplay:
 
 def left_of(status: RunStatus) -> list[str]:
     """Say how long the stage at work still takes; empty where that is unknown."""
-    training, profile = status.training, status.profile
+    training = status.training
+    profile = status.profile
     if training is not None and training.stand == "running":
         return [] if training.left_s is None else [format_left(training.left_s)]
     if profile is None or profile.left_s is None:

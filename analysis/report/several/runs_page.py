@@ -218,8 +218,8 @@ def _measured_epoch(run: NamedRun) -> str:
 
 def _bill(run: NamedRun) -> TrainingBill | None:
     """Return the bill of the first training that has one."""
-    plan, events = run.contents.plan, run.contents.events
-    found = (bill_of(plan, events, training) for training in run.contents.trainings)
+    contents = run.contents
+    found = (bill_of(contents.plan, contents.events, each) for each in contents.trainings)
     return next((bill for bill in found if bill and bill.whole.actual is not None), None)
 
 

@@ -347,7 +347,8 @@ class ScriptJob:
     def _write_result(self, start: Start) -> None:
         if not self.is_main:
             return
-        job, told = self.job, self.progress
+        job = self.job
+        told = self.progress
         epochs = job.sweep.workload.epochs
         scores = _last_scores(self.files.metrics_file)
         # where a script went on by itself is known to an epoch only
