@@ -18,9 +18,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("busy machines", deadline=None)  # an example may wait for a processor
 settings.load_profile("busy machines")
 
-# those that take longest first
-JOBS = ("tests/slurm/", "tests/local/", "tests/attach/")
-LONGEST = "tests/slurm/"  # its tests, one after another, take longest of all
+# those that take longest first; each of the first two has a cluster of its own
+JOBS = ("tests/slurm/faults/", "tests/slurm/", "tests/local/", "tests/attach/")
+LONGEST = JOBS[:2]  # their tests, one after another, take longest of all
 LESS_URGENT = 5  # of 19: a third of a usual claim to a processor
 
 
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """All leave the processors to the tests that everything waits for; no worker comes to these later on."""
     beside_others = getattr(item.config, "workerinput", {}).get("dist") == "loadscope"
-    if beside_others and folder_of_jobs(item.nodeid) != LONGEST:
+    if beside_others and folder_of_jobs(item.nodeid) not in LONGEST:
         os.nice(max(0, LESS_URGENT - os.nice(0)))
 
 

@@ -123,7 +123,9 @@ def test_metrics_tell_of_every_epoch_and_of_the_scale(finished: RunDirectory) ->
 
 
 def test_the_end_says_what_was_decided_what_it_cost_and_where_the_report_is(finished: RunDirectory) -> None:
-    decided, cost, model, report = (finished.root.parent / "said").read_text().splitlines()[-4:]
+    said = (finished.root.parent / "said").read_text().splitlines()
+    # on a busy machine a training is off its plan, which then stands among the four
+    decided, cost, model, report = [line for line in said if not line.startswith("off the plan")][-4:]
     assert re.fullmatch(
         r"decided: \d nodes? and a batch of \d+ samples; trained 2 epochs in .* % test accuracy", decided
     )

@@ -27,7 +27,10 @@ PROGRAMS = (
     "unshare",
 )
 SBIN = "/usr/local/sbin:/usr/sbin:/sbin"  # where Debian puts daemons; not on every PATH
-SUBNET = "10.92.0"
+# every worker of pytest-xdist can have a cluster of its own
+NUMBER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+NAME = f"ttc{NUMBER or ''}"
+SUBNET = f"10.92.{NUMBER}"
 HEAD = f"{SUBNET}.254"
 CGROUPS = Path("/sys/fs/cgroup")
 V1_CONTROLLERS = ("cpu", "cpuacct", "memory", "freezer")  # those that Slurm or the quota need
@@ -157,15 +160,15 @@ def make_cgroups(hosts: tuple[str, ...], cpu_percent: int) -> None:
     """Make a branch for the head and one per host; a host's has a CPU quota in per cent of a core, and no swap."""
     for hierarchy in hierarchies():
         for place in ("head", *hosts):
-            (hierarchy / "ttc" / place).mkdir(parents=True)
+            (hierarchy / NAME / place).mkdir(parents=True)
     # with swap, a step that exceeds its limit would live on
     for host in hosts:
         if has_cgroup_v2():
-            for parent in (CGROUPS, CGROUPS / "ttc", CGROUPS / "ttc" / host):
+            for parent in (CGROUPS, CGROUPS / NAME, CGROUPS / NAME / host):
                 (parent / "cgroup.subtree_control").write_text(subtree_control())
-            (CGROUPS / "ttc" / host / "memory.swap.max").write_text("0")
+            (CGROUPS / NAME / host / "memory.swap.max").write_text("0")
         else:
-            (CGROUPS / "memory/ttc" / host / "memory.swappiness").write_text("0")
+            (CGROUPS / "memory" / NAME / host / "memory.swappiness").write_text("0")
     set_cpu_quota(hosts, cpu_percent)
 
 
@@ -174,17 +177,17 @@ def set_cpu_quota(hosts: tuple[str, ...], cpu_percent: int) -> None:
     quota_us = QUOTA_PERIOD_US * cpu_percent // 100
     for host in hosts:
         if has_cgroup_v2():
-            (CGROUPS / "ttc" / host / "cpu.max").write_text(f"{quota_us} {QUOTA_PERIOD_US}")
+            (CGROUPS / NAME / host / "cpu.max").write_text(f"{quota_us} {QUOTA_PERIOD_US}")
         else:
-            (CGROUPS / "cpu/ttc" / host / "cpu.cfs_period_us").write_text(str(QUOTA_PERIOD_US))
-            (CGROUPS / "cpu/ttc" / host / "cpu.cfs_quota_us").write_text(str(quota_us))
+            (CGROUPS / "cpu" / NAME / host / "cpu.cfs_period_us").write_text(str(QUOTA_PERIOD_US))
+            (CGROUPS / "cpu" / NAME / host / "cpu.cfs_quota_us").write_text(str(quota_us))
 
 
 def cluster_pids(place: str = "") -> set[int]:
     """All processes of the cluster, jobs included, or of one place (head or a host): whoever is in its cgroups."""
     pids: set[int] = set()
     for hierarchy in hierarchies():
-        for folder in _folders(hierarchy / "ttc" / place):
+        for folder in _folders(hierarchy / NAME / place):
             with suppress(OSError):  # a step's cgroup can go away meanwhile
                 pids.update(int(line) for line in (folder / "cgroup.procs").read_text().split())
     return pids
@@ -223,7 +226,7 @@ def _folders(top: Path) -> Iterator[Path]:
 
 def kill_processes(place: str = "") -> None:
     """SIGKILL all processes of the cluster, or of one place, and wait for their end."""
-    for folder in _folders(CGROUPS / "freezer/ttc" / place):
+    for folder in _folders(CGROUPS / "freezer" / NAME / place):
         with suppress(OSError):
             (folder / "freezer.state").write_text("THAWED")  # with cgroup v1 a suspended process does not die before
 
@@ -240,7 +243,7 @@ def kill_processes(place: str = "") -> None:
 @contextmanager
 def busy_neighbours(host: str, count: int) -> Iterator[None]:
     """Processes that compute on a host all the while, each with as large a claim to the host's CPU as all jobs have."""
-    folders = [hierarchies()[0] / "ttc" / host / f"busy{number}" for number in range(count)]
+    folders = [hierarchies()[0] / NAME / host / f"busy{number}" for number in range(count)]
     loops = []
     try:
         for folder in folders:
@@ -259,7 +262,7 @@ def busy_neighbours(host: str, count: int) -> Iterator[None]:
 def remove_cgroups() -> None:
     """Remove the cluster's branch of every hierarchy; its processes must be gone."""
     for hierarchy in hierarchies():
-        for folder in _folders(hierarchy / "ttc"):
+        for folder in _folders(hierarchy / NAME):
             wait_for(partial(_rmdir, folder), 10, f"{folder} to be empty")
 
 
@@ -275,13 +278,13 @@ def _rmdir(folder: Path) -> bool:
 
 def make_network(hosts: tuple[str, ...], rate_mbit: int) -> None:
     """Make a bridge with the head's address, and per host a namespace and a link that is shaped both ways."""
-    _ip("link add ttc0 type bridge")
-    _ip(f"addr add {HEAD}/24 dev ttc0")
-    _ip("link set ttc0 up")
+    _ip(f"link add {NAME}-0 type bridge")
+    _ip(f"addr add {HEAD}/24 dev {NAME}-0")
+    _ip(f"link set {NAME}-0 up")
     for number, host in enumerate(hosts, start=1):
         _ip(f"netns add {host}")
-        _ip(f"link add ttc{number} type veth peer name eth0 netns {host}")
-        _ip(f"link set ttc{number} master ttc0 up")
+        _ip(f"link add {NAME}-{number} type veth peer name eth0 netns {host}")
+        _ip(f"link set {NAME}-{number} master {NAME}-0 up")
         _ip(f"-n {host} link set eth0 addrgenmode none")  # IPv4 alone: no choice of address for collectives
         _ip(f"-n {host} addr add {SUBNET}.{number}/24 dev eth0")
         _ip(f"-n {host} link set eth0 up")
@@ -291,7 +294,7 @@ def make_network(hosts: tuple[str, ...], rate_mbit: int) -> None:
 
 def shape_link(number: int, host: str, rate_mbit: int) -> None:
     """Give a host's link a rate, both ways, whatever it had before."""
-    for end in (f"-n {host} qdisc replace dev eth0", f"qdisc replace dev ttc{number}"):
+    for end in (f"-n {host} qdisc replace dev eth0", f"qdisc replace dev {NAME}-{number}"):
         run("tc", *end.split(), *_shaping(rate_mbit).split())
 
 
@@ -306,8 +309,8 @@ def _ip(arguments: str) -> None:
 
 def remove_network() -> None:
     """Remove the cluster's namespaces and links."""
-    for namespace in Path("/run/netns").glob("ttc-*"):
+    for namespace in Path("/run/netns").glob(f"{NAME}-*"):
         _ip(f"netns del {namespace.name}")
-    for link in [path.name for path in Path("/sys/class/net").glob("ttc[0-9]*")]:
+    for link in [path.name for path in Path("/sys/class/net").glob(f"{NAME}-*")]:
         with suppress(ClusterError):  # a namespace takes its link along when it goes, a moment later
             _ip(f"link del {link}")

@@ -20,6 +20,7 @@ from tula_hpc.check.rank_verdicts import bus_rate
 from tula_hpc.check.reports import AllReduce, RankReport, Scope
 
 pytestmark = pytest.mark.usefixtures("quick_nodes")
+NODE_1, NODE_2, NODE_3, NODE_4 = (f"{machine.NAME}-node{number}" for number in (1, 2, 3, 4))
 CLUSTER = """
 name = "test"
 executor = "slurm"
@@ -28,7 +29,7 @@ workers_per_node = 2
 memory_gb = 4.0
 signal_delay_s = 30
 [sbatch]
-nodelist = "ttc-node[{nodes}]"
+nodelist = "{name}-node[{nodes}]"
 {sbatch}
 [environment]
 OMP_NUM_THREADS = "1"
@@ -80,7 +81,8 @@ def files(
     here: Path, sbatch: str = "", environment: str = ETH0, *, nodes: str = "1-2", name: str = "cluster"
 ) -> list[str]:
     """The command's arguments."""
-    (here / f"{name}.toml").write_text(CLUSTER.format(sbatch=sbatch, environment=environment, nodes=nodes))
+    settings = {"name": machine.NAME, "nodes": nodes, "sbatch": sbatch, "environment": environment}
+    (here / f"{name}.toml").write_text(CLUSTER.format(**settings))
     return [f"{name}.toml", "--sweep", "sweep.toml"]
 
 
@@ -129,7 +131,7 @@ def test_a_healthy_cluster_passes_a_slow_link_shows_and_requeue_that_is_off_is_f
     healthy = files(here)
     faulty = files(here, sbatch="no-requeue = true", nodes="3-4", name="faulty")
     with (
-        slurm_cluster.slow_link("ttc-node3", slurm_cluster.rate_mbit // 4),
+        slurm_cluster.slow_link(NODE_3, slurm_cluster.rate_mbit // 4),
         checking(here, healthy, slurm_env) as first,
         checking(here, faulty, slurm_env) as second,
     ):
@@ -146,7 +148,7 @@ def check_healthy(checked: Checked) -> None:
     # other work on this machine may slow a node down
     assert checked.not_ok() <= {("compute", "warning")}, checked.data
     assert checked.code == 0
-    assert [rank.hostname for rank in checked.ranks] == ["ttc-node1"] * 2 + ["ttc-node2"] * 2
+    assert [rank.hostname for rank in checked.ranks] == [NODE_1] * 2 + [NODE_2] * 2
     assert all(rank.finished and rank.signal and rank.signal.arrived for rank in checked.ranks)
     assert checked.ranks[0].requeue is not None
     assert checked.levels("requeue") == ["ok"]
@@ -167,20 +169,20 @@ def test_a_missing_interface_shared_cores_a_slow_node_and_two_ranks_on_one_devic
     (here / "bound/sitecustomize.py").write_text("import os\nos.sched_setaffinity(0, {0})\n")
     environment = f'GLOO_SOCKET_IFNAME = "eth7"\nPYTHONPATH = "{here / "bound"}"'
     with (
-        slow_node("ttc-node2"),
+        slow_node(NODE_2),
         checking(here, files(here, environment=environment), slurm_env) as first,
         checking(here, [path, *options], slurm_env) as second,
     ):
         checked, gpus = first(), second()
     assert (checked.code, gpus.code) == (1, 1)
-    assert "ranks 0, 1 on ttc-node3 have the same GPU 1" in gpus.found("devices")
-    assert "ranks 2, 3 on ttc-node4 have the same GPU 1" in gpus.found("devices")
+    assert f"ranks 0, 1 on {NODE_3} have the same GPU 1" in gpus.found("devices")
+    assert f"ranks 2, 3 on {NODE_4} have the same GPU 1" in gpus.found("devices")
     expected = {("interfaces", "failed"), ("all-reduce", "failed"), ("cores", "failed"), ("compute", "warning")}
     assert checked.not_ok() == expected, checked.data
     assert "eth7" in checked.found("interfaces")
     assert "eth0" in str(checked.partition["verdicts"])
-    assert "ttc-node2" in checked.found("compute")
-    assert "ttc-node1" not in checked.found("compute")
+    assert NODE_2 in checked.found("compute")
+    assert NODE_1 not in checked.found("compute")
 
 
 def test_a_job_that_waits_says_why_and_is_cancelled(

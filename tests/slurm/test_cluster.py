@@ -15,6 +15,7 @@ from tests.slurm.testcluster import ClusterError, MiniCluster
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, str(Path(testcluster.__file__).resolve())]
+NODE_2, NODE_3, NODE_4 = (f"{machine.NAME}-node{number}" for number in (2, 3, 4))
 TELL_SIGNALS = "trap 'echo got USR2' USR2; trap 'echo got TERM' TERM; echo ready; while :; do sleep 0.1; done"
 ALLOCATE_300_MB = "print(len(bytearray(300 << 20)))"
 
@@ -34,9 +35,9 @@ def steps(cluster: MiniCluster, job_id: str) -> dict[str, str]:
 def cpu_quota(host: str) -> float:
     """The cores that a node may use, read from its cgroup."""
     if (machine.CGROUPS / "cgroup.controllers").exists():
-        quota_us, period_us = (machine.CGROUPS / "ttc" / host / "cpu.max").read_text().split()
+        quota_us, period_us = (machine.CGROUPS / machine.NAME / host / "cpu.max").read_text().split()
     else:
-        folder = machine.CGROUPS / "cpu/ttc" / host
+        folder = machine.CGROUPS / "cpu" / machine.NAME / host
         quota_us, period_us = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
     return int(quota_us) / int(period_us)
 
@@ -55,14 +56,14 @@ def test_tasks_of_a_step_run_on_different_hosts(slurm_cluster: MiniCluster) -> N
 
 
 def test_nodes_know_each_other_by_name(slurm_cluster: MiniCluster) -> None:
-    lookup = "import socket; print(*(socket.gethostbyname(f'ttc-node{i}') for i in (1, 2, 3, 4)))"
-    addresses = slurm_cluster.run("srun", "--nodelist=ttc-node3", "python3", "-c", lookup).split()
+    lookup = f"import socket; print(*map(socket.gethostbyname, {slurm_cluster.hosts}))"
+    addresses = slurm_cluster.run("srun", f"--nodelist={NODE_3}", "python3", "-c", lookup).split()
     assert addresses == [f"{machine.SUBNET}.{i}" for i in (1, 2, 3, 4)]
 
 
 def test_both_ends_of_a_link_are_shaped(slurm_cluster: MiniCluster) -> None:
-    from_node = slurm_cluster.run("srun", "--nodelist=ttc-node2", "/sbin/tc", "-j", "qdisc", "show", "dev", "eth0")
-    to_node = slurm_cluster.run("tc", "-j", "qdisc", "show", "dev", "ttc2")
+    from_node = slurm_cluster.run("srun", f"--nodelist={NODE_2}", "/sbin/tc", "-j", "qdisc", "show", "dev", "eth0")
+    to_node = slurm_cluster.run("tc", "-j", "qdisc", "show", "dev", f"{machine.NAME}-2")
     for end in (from_node, to_node):
         (shaper,) = json.loads(end)
         assert shaper["kind"] == "tbf"
@@ -71,12 +72,14 @@ def test_both_ends_of_a_link_are_shaped(slurm_cluster: MiniCluster) -> None:
 
 def test_jobs_run_under_their_nodes_cpu_quota(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    job_id = submit(slurm_cluster, "echo $$ ready; sleep 60", log, "--nodelist=ttc-node2")
+    job_id = submit(slurm_cluster, "echo $$ ready; sleep 60", log, f"--nodelist={NODE_2}")
     slurm_cluster.wait_for(lambda: log.exists() and "ready" in log.read_text(), 20)
     places = Path(f"/proc/{log.read_text().split()[0]}/cgroup").read_text().splitlines()
     slurm_cluster.run("scancel", job_id)
-    assert any(line.split(":")[1] in ("cpu", "cpu,cpuacct", "") and "/ttc/ttc-node2/" in line for line in places)
-    assert cpu_quota("ttc-node2") == slurm_cluster.cpu_percent / 100
+    assert any(
+        line.split(":")[1] in ("cpu", "cpu,cpuacct", "") and f"/{machine.NAME}/{NODE_2}/" in line for line in places
+    )
+    assert cpu_quota(NODE_2) == slurm_cluster.cpu_percent / 100
 
 
 def test_a_step_over_its_memory_is_killed_and_says_so(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
@@ -138,15 +141,13 @@ def test_accounting_can_be_missing(slurm_cluster: MiniCluster) -> None:
 @pytest.mark.parametrize("kill", [MiniCluster.kill_slurmd, MiniCluster.kill_node])
 def test_a_killed_node_can_come_back(slurm_cluster: MiniCluster, kill: Callable[[MiniCluster, str], None]) -> None:
     # a node that dies before it has told the end of its last job gets no other for a minute
-    slurm_cluster.wait_for(
-        lambda: slurm_cluster.run("sinfo", "-hn", "ttc-node4", "-p", "batch", "-o", "%t") == "idle\n", 30
-    )
-    before = slurm_cluster.pid("slurmd-ttc-node4")
-    kill(slurm_cluster, "ttc-node4")
-    assert slurm_cluster.pid("slurmd-ttc-node4") is None
-    slurm_cluster.start_slurmd("ttc-node4")
-    slurm_cluster.wait_for(lambda: slurm_cluster.pid("slurmd-ttc-node4") not in (None, before), 10)
-    assert slurm_cluster.run("srun", "--nodelist=ttc-node4", "uname", "-n").strip() == "ttc-node4"
+    slurm_cluster.wait_for(lambda: slurm_cluster.run("sinfo", "-hn", NODE_4, "-p", "batch", "-o", "%t") == "idle\n", 30)
+    before = slurm_cluster.pid(f"slurmd-{NODE_4}")
+    kill(slurm_cluster, NODE_4)
+    assert slurm_cluster.pid(f"slurmd-{NODE_4}") is None
+    slurm_cluster.start_slurmd(NODE_4)
+    slurm_cluster.wait_for(lambda: slurm_cluster.pid(f"slurmd-{NODE_4}") not in (None, before), 10)
+    assert slurm_cluster.run("srun", f"--nodelist={NODE_4}", "uname", "-n").strip() == NODE_4
 
 
 def test_submitit_reaches_it_from_outside(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
@@ -176,11 +177,11 @@ class TestLifeCycle:
 
     def test_down_leaves_nothing(self) -> None:
         assert not testcluster.STATE.exists()
-        assert not list(Path("/run/netns").glob("ttc-*"))
-        assert not list(Path("/sys/class/net").glob("ttc*"))
-        assert not list(machine.CGROUPS.rglob("ttc"))
-        assert "ttc" not in Path("/proc/mounts").read_text()
-        assert "ttc-" not in Path("/etc/hosts").read_text()
+        assert not list(Path("/run/netns").glob(f"{machine.NAME}-*"))
+        assert not list(Path("/sys/class/net").glob(f"{machine.NAME}-*"))
+        assert not list(machine.CGROUPS.rglob(machine.NAME))
+        assert f"/{machine.NAME}/" not in Path("/proc/mounts").read_text()
+        assert f"{machine.NAME}-" not in Path("/etc/hosts").read_text()
 
     def test_what_a_killed_run_left_is_replaced(self) -> None:
         begin = "import os; from tests.slurm.testcluster import MiniCluster"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.slurm import machine
 from tests.slurm.testcluster import MiniCluster
 from tula_hpc.errors import Failure
 from tula_hpc.records import RunDirectory, TrainResult
@@ -121,7 +122,7 @@ def test_every_configuration_was_measured_on_nodes_of_its_own(digits: Finished) 
     assert {(m.nodes, m.nodes * m.local_batch) for m in measured} == {(n, b) for n in (1, 2, 4) for b in (64, 128)}
     assert all(m.status == "ok" and m.exclusive and not m.emulated for m in measured)
     assert all(len(set(m.hosts)) == m.nodes for m in measured)
-    assert all(m.hosts[0].startswith("ttc-node") for m in measured)
+    assert all(m.hosts[0].startswith(f"{machine.NAME}-node") for m in measured)
 
 
 def test_the_parts_of_a_step_are_measured_apart(digits: Finished) -> None:

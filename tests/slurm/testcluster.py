@@ -35,30 +35,31 @@ if __name__ == "__main__":  # run by its path: Python does not yet know the fold
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.slurm import machine
-from tests.slurm.machine import HEAD, SUBNET, ClusterError, check
+from tests.slurm.machine import HEAD, NAME, NUMBER, SUBNET, ClusterError, check
 
 __all__ = ["STATE", "ClusterError", "MiniCluster", "main", "running_cluster"]
 
-STATE = Path("/var/tmp/tula-testcluster")
+STATE = Path(f"/var/tmp/tula-testcluster{NUMBER or ''}")
 TEMPLATES = Path(__file__).resolve().parent / "conf"
 NULL_DEVICE = os.makedev(1, 3)  # what stands for a GPU: Slurm takes nothing but a device
-DATABASE_PORT, ACCOUNTING_PORT = 16806, 16819
+SERVICES = ("database_port", "accounting_port", "controller_port", "node_port")
+PORTS = {name: 16806 + 10 * NUMBER + place for place, name in enumerate(SERVICES)}
 
 # Both scripts end in exec, so the pid that they write is the daemon's. Arguments: state folder, pid name, place,
 # command. The mount namespaces give them a hosts file of their own.
 HEAD_ENTRY = """
-set -e; state=$1; echo $$ >"$state/run/$2.pid"; echo $$ >"${HIERARCHIES%% *}/ttc/head/cgroup.procs"; shift 3
-exec unshare --uts --mount sh -c 'hostname ttc-head; mount --bind "$0/hosts" /etc/hosts; exec "$@"' "$state" "$@"
+set -e; state=$1; echo $$ >"$state/run/$2.pid"; echo $$ >"${HIERARCHIES%% *}/$NAME/head/cgroup.procs"; shift 3
+exec unshare --uts --mount sh -c 'hostname $NAME-head; mount --bind "$0/hosts" /etc/hosts; exec "$@"' "$state" "$@"
 """
 # nsenter, not `ip netns exec`: the latter mounts a fresh /sys and hides the cgroups from slurmd. A slurmd sees its own
 # branch of every cgroup hierarchy as the whole, so no process of a job can leave the branch with the node's CPU quota.
 # Every start makes a new branch: once Slurm has put jobs into one, cgroup v2 lets no process into its root.
 NODE_ENTRY = """
 set -e; state=$1 place=$3; echo $$ >"$state/run/$2.pid"; shift 3
-for h in $HIERARCHIES; do mkdir -p "$h/ttc/$place/$$/daemon"; echo $$ >"$h/ttc/$place/$$/cgroup.procs"; done
+for h in $HIERARCHIES; do mkdir -p "$h/$NAME/$place/$$/daemon"; echo $$ >"$h/$NAME/$place/$$/cgroup.procs"; done
 exec nsenter --net="/run/netns/$place" unshare --uts --mount --cgroup sh -c '
   set -e; state=$0 place=$1; shift; hostname "$place"; mount --bind "$state/hosts" /etc/hosts
-  for h in $HIERARCHIES; do mount --bind "$h/ttc/$place/$$" "$h"; echo $$ >"$h/daemon/cgroup.procs"; done
+  for h in $HIERARCHIES; do mount --bind "$h/$NAME/$place/$$" "$h"; echo $$ >"$h/daemon/cgroup.procs"; done
   if [ -n "$CONTROLLERS" ]; then
     mkdir "$h/system.slice"; for d in . system.slice; do echo $CONTROLLERS >"$h/$d/cgroup.subtree_control"; done
   fi
@@ -72,8 +73,8 @@ CGROUP_V2 = "CgroupPlugin=cgroup/v2\nIgnoreSystemd=yes"
 class MiniCluster:
     """A Slurm cluster on this machine; `with MiniCluster(grace_s=5) as cluster:` brings it up and takes it down.
 
-    There is at most one on a machine. The objects hold settings only: a second one, made in another process, reaches
-    the same running cluster.
+    There is at most one on a machine, or one for each worker of pytest-xdist. The objects hold settings only: a second
+    one, made in another process, reaches the same running cluster.
     """
 
     nodes: int = 4
@@ -118,7 +119,7 @@ class MiniCluster:
     @property
     def hosts(self) -> tuple[str, ...]:
         """The nodes' host names, in order."""
-        return tuple(f"ttc-node{i}" for i in range(1, self.nodes + 1))
+        return tuple(f"{NAME}-node{i}" for i in range(1, self.nodes + 1))
 
     def up(self, owner_pid: int | None = None) -> None:
         """Bring the cluster up and wait until all nodes are idle.
@@ -361,7 +362,7 @@ class MiniCluster:
             os.mknod(STATE / f"devices/gpu{number}", stat.S_IFCHR | 0o666, NULL_DEVICE)
         self._write_config()
         _write(STATE / "munge.key", secrets.token_bytes(128), 0o600)
-        names = [f"{HEAD} ttc-head", *(f"{SUBNET}.{i} {host}" for i, host in enumerate(self.hosts, start=1))]
+        names = [f"{HEAD} {NAME}-head", *(f"{SUBNET}.{i} {host}" for i, host in enumerate(self.hosts, start=1))]
         (STATE / "hosts").write_text("\n".join([Path("/etc/hosts").read_text().rstrip(), *names, ""]))
         owner = None if owner_pid is None else [owner_pid, machine.start_time(owner_pid)]
         (STATE / "cluster.json").write_text(json.dumps({"settings": asdict(self), "owner": owner}))
@@ -370,7 +371,7 @@ class MiniCluster:
         optional = ["AccountingStorageType=accounting_storage/none"]
         if self.accounting:
             optional = ["AccountingStorageType=accounting_storage/slurmdbd", f"AccountingStorageHost={HEAD}"]
-            optional += [f"AccountingStoragePort={ACCOUNTING_PORT}"]
+            optional += [f"AccountingStoragePort={PORTS['accounting_port']}"]
             optional += [f"AccountingStoragePass={STATE}/run/munge.socket"]  # with munge, the "password" is its socket
         if self.submit_limit:
             optional += ["AccountingStorageEnforce=associations,limits,qos"]
@@ -412,20 +413,20 @@ class MiniCluster:
         grant = f"grant all on slurm_acct_db.* to 'slurm'@'%' identified by '{password}';"
         _write(STATE / "database.sql", f"create database slurm_acct_db;\n{grant}\n".encode(), 0o600)
         _fill_in("slurmdbd.conf", {"password": password}, 0o600)
-        place = [f"--bind-address={HEAD}", f"--port={DATABASE_PORT}", f"--socket={STATE}/run/mariadbd.socket"]
+        place = [f"--bind-address={HEAD}", f"--port={PORTS['database_port']}", f"--socket={STATE}/run/mariadbd.socket"]
         # durability is not wanted: the data live as long as the daemon
         speed = ["--skip-name-resolve", "--innodb-flush-log-at-trx-commit=0", "--innodb-lock-wait-timeout=900"]
         files = [f"--pid-file={STATE}/run/mariadbd.own.pid", f"--init-file={STATE}/database.sql"]
         self._launch("mariadbd", "mariadbd", *own, *place, *speed, *files)
-        machine.wait_for(lambda: _listens(DATABASE_PORT), 30, "mariadbd")
+        machine.wait_for(lambda: _listens(PORTS["database_port"]), 30, "mariadbd")
         self._launch("slurmdbd", "slurmdbd", "-D")
-        machine.wait_for(lambda: _listens(ACCOUNTING_PORT), 30, "slurmdbd")
+        machine.wait_for(lambda: _listens(PORTS["accounting_port"]), 30, "slurmdbd")
 
     def _launch(self, name: str, *command: str, place: str = "head") -> None:
         entry = HEAD_ENTRY if place == "head" else NODE_ENTRY
         # in a session of its own: Ctrl-C in a test run must not reach the daemons before `down` does
         detached = ["setsid", "--fork", "sh", "-c", entry, "sh", str(STATE), name, place, *command]
-        environment = {**self.environment, "HIERARCHIES": " ".join(map(str, machine.hierarchies()))}
+        environment = {**self.environment, "NAME": NAME, "HIERARCHIES": " ".join(map(str, machine.hierarchies()))}
         environment["CONTROLLERS"] = machine.subtree_control() if machine.has_cgroup_v2() else ""
         # with cgroup v2 slurmd takes this as the sign that somebody has prepared its cgroup, as we have
         environment["INVOCATION_ID"] = "testcluster"
@@ -473,7 +474,7 @@ def _lock() -> Iterator[None]:
     """One bring-up or clean-up at a time. An abstract socket: it needs no file, and the kernel frees it when we die."""
     with socket.socket(socket.AF_UNIX) as holder:
         try:
-            holder.bind("\0tula-testcluster")
+            holder.bind(f"\0{STATE.name}")
         except OSError:
             raise ClusterError("another process is bringing a test cluster up or down at this moment") from None
         yield
@@ -500,8 +501,8 @@ def _remove_everything() -> None:
 
 
 def _fill_in(name: str, values: Mapping[str, object], mode: int = 0o644) -> None:
-    ports = {"database_port": DATABASE_PORT, "accounting_port": ACCOUNTING_PORT}
-    text = Template((TEMPLATES / name).read_text()).substitute(values, **ports, state=STATE, head=HEAD, subnet=SUBNET)
+    places = {**PORTS, "state": STATE, "name": NAME, "head": HEAD, "subnet": SUBNET}
+    text = Template((TEMPLATES / name).read_text()).substitute(values, **places)
     _write(STATE / "etc" / name, text.encode(), mode)
 
 

@@ -225,7 +225,7 @@ def test_a_scripts_time_between_epochs_is_as_profiles_saw_it() -> None:
     rows = [ok(nodes, 64, between_epochs_s=3.0 + 8.0 / nodes) for nodes in (1, 2, 4)]
     found = of_rows(*rows, workload=SCRIPT)
     assert [predicted(n, 64, found) for n in (1, 2, 8)] == pytest.approx([11.0, 7.0, 4.0])
-    assert "profiles saw it" in found.describe()
+    assert "as its profiles measured" in found.describe()
     assert predicted(8, 64, of_rows(ok(1, 64, between_epochs_s=2.0), ok(4, 64), workload=SCRIPT)) == 2.0
     # a training that took half as long
     corrected = found.corrected([epoch(3.5, number=n) for n in (1, 2)])

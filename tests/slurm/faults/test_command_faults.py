@@ -16,7 +16,7 @@ from tests.slurm.testcluster import MiniCluster
 from tula_hpc.records import RunDirectory, read_metrics
 
 pytestmark = pytest.mark.usefixtures("quick_nodes")
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TEMPLATE = ROOT / "slurm_templates" / "testcluster.toml"
 SWEEP = """
 name = "{name}"

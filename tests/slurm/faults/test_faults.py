@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.slurm.faulty_training import STEPS_PER_EPOCH, Training
-from tests.slurm.telling import Stories, about
+from tests.slurm.faults.faulty_training import STEPS_PER_EPOCH, Training
+from tests.slurm.faults.telling import Stories, about
 from tula_hpc.errors import Failure
 from tula_hpc.records import EpochMetrics, read_records
 

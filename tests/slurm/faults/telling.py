@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.faulty_training import Training
-from tests.slurm.stories import OTHERS_ARE_OVER, SETTINGS, STORIES, Story
+from tests.slurm.faults.faulty_training import Training
+from tests.slurm.faults.stories import OTHERS_ARE_OVER, SETTINGS, STORIES, Story
 from tests.slurm.testcluster import MiniCluster
 
 CPU_SHARE_PERCENT = 200  # nothing is timed, and most of the time most trainings sleep

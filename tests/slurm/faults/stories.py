@@ -12,7 +12,7 @@ from signal import SIGUSR2
 from typing import NamedTuple
 
 from tests.run_factory import LATE_SWEEP, late_plan, plan
-from tests.slurm.faulty_training import Settings, Training, fitting
+from tests.slurm.faults.faulty_training import Settings, Training, fitting
 from tula_hpc.config import SweepSpec
 from tula_hpc.records import Configuration, Plan
 

@@ -36,7 +36,7 @@ from tula_hpc.records import (
 from tula_hpc.stages.context import Sweep
 from tula_hpc.stages.train import train_stage
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TEMPLATE = ROOT / "slurm_templates" / "testcluster.toml"
 PATIENCE_S = 600  # for anything that a story waits for: many trainings share two cores
 LOOK_PAUSE_S = 0.5  # between two looks at files or the queue: many stories look, and the jobs need the processors

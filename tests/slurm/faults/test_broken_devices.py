@@ -17,7 +17,7 @@ from tula_hpc.errors import Failure
 from tula_hpc.records import RunDirectory
 
 pytestmark = pytest.mark.usefixtures("quick_nodes")
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TEMPLATE = ROOT / "slurm_templates" / "testcluster.toml"
 SAID = "CUDA error: uncorrectable ECC error encountered"
 NCCL = "NCCL error in: NCCLUtils.hpp:317, unhandled system error (run with NCCL_DEBUG=INFO for details)"

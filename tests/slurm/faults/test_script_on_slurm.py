@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from tests.attach.test_keeping import Story
-from tests.slurm.faulty_training import Settings, Training
-from tests.slurm.stories import REQUEUES
+from tests.slurm.faults.faulty_training import Settings, Training
+from tests.slurm.faults.stories import REQUEUES
 from tests.slurm.testcluster import MiniCluster
 from tula_hpc.config import SweepSpec
 from tula_hpc.records import Configuration, read_metrics
 
 pytestmark = pytest.mark.usefixtures("quick_nodes")
-SCRIPTS = Path(__file__).parents[1] / "attach" / "scripts"
+SCRIPTS = Path(__file__).parents[2] / "attach" / "scripts"
 SCRIPTED = ("three_lines.py", "on_lightning.py")  # the faster one first: it is struck first
 STEPS = 16
 SPEC = SweepSpec.model_validate(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tests.slurm.faulty_training import Training
-from tests.slurm.stories import SUSPENDED_S
-from tests.slurm.telling import Stories, about
+from tests.slurm.faults.faulty_training import Training
+from tests.slurm.faults.stories import SUSPENDED_S
+from tests.slurm.faults.telling import Stories, about
 from tula_hpc.errors import Failure
 from tula_hpc.records import read_metrics
 
