@@ -177,6 +177,9 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
     refuse_several(run, read.records)
     footprints = run.footprints(cluster.part_names())
     trained = Trained(read_metrics(run.train().metrics_file), run.events())
+    if not read.records and run.has_trained():
+        message = "the measurements are gone, and the training is over: measure in a new --run-dir"
+        raise RunDirectoryError(message, source=run.profile)
     try:
         plan = make_plan(
             sweep,
@@ -250,6 +253,7 @@ def _inputs(
     """Return the run's own inputs with overrides, and how to profile more where these change them.
 
     Raises:
+        RunDirectoryError: It is no run directory.
         InputError: A mistake, nothing to plan, or an override for which the run's measurements do
             not hold.
     """
@@ -257,6 +261,8 @@ def _inputs(
 
     if words := lost_inputs(run):
         raise InputError(words)
+    if not run.sweep_file.exists():
+        raise RunDirectoryError("is not a run directory: it has no sweep.toml", source=run.root)
     own_sweep = load_frozen_sweep(run.sweep_file)
     if not run.cluster_file.exists():
         message = "is missing; run the command of the sweep again, which writes it anew"

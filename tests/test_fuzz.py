@@ -168,7 +168,7 @@ def test_a_line_without_an_end_takes_no_more_memory_than_a_long_one(tmp_path: Pa
 @pytest.mark.parametrize("kind", [Plan, TrainResult, TunedRates, Drift, Footprint])
 def test_a_damaged_document_says_what_to_do(tmp_path: Path, kind: type[Plan]) -> None:
     (tmp_path / "x.json").write_text('{"candidates": 3}')
-    with pytest.raises(InputError, match=r"x\.json: is damaged: .*; delete it, and it is made again$"):
+    with pytest.raises(InputError, match=r"x\.json: is damaged: .*; delete it, and the command of .* makes it again$"):
         read_document(kind, tmp_path / "x.json")
 
 

@@ -617,9 +617,12 @@ KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
     "pipe": (os.mkfifo, "found a pipe or a device"),
     "endless": (lambda path: path.symlink_to("/dev/zero"), "found a pipe or a device"),
     "circle": (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
-    "binary": (lambda path: path.write_bytes(bytes(range(256))), "expected UTF-8 text"),
-    "latin": (lambda path: path.write_bytes('name = "ü"'.encode("latin-1")), "expected UTF-8 text"),
-    "utf-16": (lambda path: path.write_bytes(SWEEP.encode("utf-16")), "expected UTF-8 text"),
+    "binary": (lambda path: path.write_bytes(bytes(range(256))), "save the file as UTF-8"),
+    "latin": (
+        lambda path: path.write_bytes('name = "ü"'.encode("latin-1")),
+        "save the file as UTF-8",
+    ),
+    "utf-16": (lambda path: path.write_bytes(SWEEP.encode("utf-16")), "save the file as UTF-8"),
     "gone": (lambda path: None, "no such file"),
 }
 

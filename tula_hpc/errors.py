@@ -126,6 +126,10 @@ class NotStartedError(LaunchError):
     """A command of the scheduler cannot be run here at all: it is missing or not a program."""
 
 
+class NotConfiguredError(LaunchError):
+    """A command of the scheduler runs here, but finds no configuration, so that no wait helps."""
+
+
 class RefusedError(LaunchError):
     """The scheduler refused: there is no such job."""
 

@@ -182,7 +182,7 @@ def source_of(path: Path) -> Source:
     """
     try:
         # bytes: it may name an encoding of its own
-        body = ast.parse(path.read_bytes()).body
+        body = ast.parse(path.read_bytes(), path.name).body
         names = list(_bound_names(body))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None

@@ -72,11 +72,16 @@ def _write(runs: Sequence[RunDirectory], folder: Path | None, *, as_json: bool) 
     else:
         kind = "run"
         paths = write_report(first)
-        if first.plan_file.exists():
-            try:
-                first.read_plan()
-            except RunDirectoryError as error:
-                print(error, file=sys.stderr)
+        try:
+            first.read_plan()
+        except RunDirectoryError as error:
+            print(error, file=sys.stderr)
+        except FileNotFoundError:
+            if first.has_trained():
+                words = (
+                    "is missing, and so from the report; the command of the sweep makes it again"
+                )
+                print(f"{first.plan_file}: {words}", file=sys.stderr)
         if not any(first.profile.glob("*.jsonl")):
             print("nothing is measured yet: the report tells no more than that", file=sys.stderr)
     if not as_json:

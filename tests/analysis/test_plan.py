@@ -836,7 +836,7 @@ def test_mistakes_give_one_clear_line_and_their_exit_code(
     run.sweep_file.write_text('name = "test"\n[search]\nmin_batch = 0\n')
     assert "search.min_batch" in line(str(run.root), code=2)
     run.sweep_file.unlink()
-    assert "sweep.toml: no such file" in line(str(run.root), code=2)
+    assert "is not a run directory: it has no sweep.toml" in line(str(run.root), code=2)
     with pytest.raises(SystemExit, match="2"):
         main([str(run.root), "--objective", "luck"])
 

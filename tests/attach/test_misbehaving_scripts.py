@@ -36,9 +36,9 @@ def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, scri
     ("how", "failure", "words"),
     [
         ("imports nothing", Failure.BAD_INPUT, "ModuleNotFoundError: No module named 'no_such_module' (misbehaving"),
-        ("ends at once", Failure.BAD_INPUT, "misbehaving.py ended: after 0 optimizer steps, before it was measured"),
+        ("ends at once", Failure.BAD_INPUT, "misbehaving.py ended: no torch optimizer took a step"),
         ("ends", Failure.BAD_INPUT, "after 2 optimizer steps, before it was measured; give it more epochs or samples"),
-        ("exits with words", Failure.BAD_INPUT, "misbehaving.py exited with code 1: after 0 optimizer steps"),
+        ("exits with words", Failure.BAD_INPUT, "before it was measured; the last it printed: no data here"),
         ("leaves", Failure.BAD_INPUT, "misbehaving.py ended its process by itself, with exit code 0"),
         ("takes no batch", Failure.BAD_INPUT, "workload.arguments: asked for 4 samples a forward, the model got 6"),
         ("accumulates", Failure.BAD_INPUT, "takes 2 forward passes for an optimizer step, not 1; set workload.accum"),

@@ -608,7 +608,7 @@ def test_an_interrupt_before_the_work_is_told(
         ("sweep.toml", None, f"is missing; {PUT_BACK}"),
         ("sweep.toml", "name = ", PUT_BACK),
         ("cluster.toml", "name = ", PUT_BACK),
-        ("plan.json", "{", "delete it, and it is made again"),
+        ("plan.json", "{", "delete it, and the command of the sweep makes it again"),
     ],
 )
 def test_status_and_the_command_say_the_same_of_a_lost_file(

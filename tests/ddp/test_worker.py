@@ -415,7 +415,7 @@ def test_a_node_without_a_gpu_is_the_users_mistake(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.cuda.init", refuses)
-    with pytest.raises(InputError, match=r"torch sees no GPU on .*: Found no NVIDIA driver on your system\.$"):
+    with pytest.raises(InputError, match=r"torch sees no GPU on .*: Found no NVIDIA driver on your system; where "):
         pick_device(ClusterSpec(device="cuda"), 0)
 
 

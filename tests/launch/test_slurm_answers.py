@@ -332,6 +332,26 @@ def test_a_machine_without_slurms_configuration_is_told_where_to_go(commands: Pa
     assert str(caught.value).endswith("run this on a login node, or set SLURM_CONF")
 
 
+@pytest.mark.parametrize(
+    ("complaint", "keys"),
+    [
+        ("Invalid --mail-type specification", "mail-type"),
+        ("Batch job submission failed: Invalid qos specification", "qos"),
+        (
+            "Batch job submission failed: Invalid account or account/partition combination specified",
+            "partition and account",
+        ),
+        ("Batch job submission failed: Invalid feature specification", "constraint"),
+    ],
+)
+def test_a_refusal_names_the_key_that_it_is_about(commands: Path, complaint: str, keys: str) -> None:
+    put_commands(commands)
+    (commands / "sbatch").write_text(f"#!/bin/sh\necho 'sbatch: error: {complaint}' >&2\nexit 1\n")
+    with pytest.raises(RefusedError) as caught:
+        could_start("#!/bin/sh\n")
+    assert str(caught.value) == f"{complaint} (see {keys} in the cluster file)"
+
+
 def test_a_job_larger_than_any_node_is_refused_with_what_it_asks_for() -> None:
     script = Script("profile", "#!/bin/sh\n#SBATCH --nodes=8\n#SBATCH --cpus-per-task=64\n#SBATCH --job-name=x\n")
     said = _asked(script, RefusedError("sbatch: error: Requested node configuration is not available"))

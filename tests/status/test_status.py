@@ -763,21 +763,24 @@ def test_a_measurement_that_is_damaged_later_is_named_and_nothing_is_finished(
         lines.write("{torn\n")
     run.log_event("ended", "profile")
     told = status.status_of(run.root)
-    assert (told.state, told.doubts) == ("finished", [f"{file}, line 2: is damaged, and passed over"])
+    damage = "is damaged (Invalid JSON: key must be a string at line 1 column 2), and passed over"
+    assert (told.state, told.doubts) == ("finished", [f"{file}, line 2: {damage}"])
     later = time.time() + 60
     file.write_text("{torn\n")
     os.utime(file, (later, later))
     told = status.status_of(run.root)
     assert (told.state, told.exit_code) == ("stopped", 3)
-    words = f"{file}, line 1: is damaged, and passed over: run the same command again to measure it again"
-    assert told.words == words
+    assert told.words == f"{file}, line 1: {damage}: run the same command again to measure it again"
 
 
 def test_events_that_are_damaged_are_told(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = profiled(tmp_path / "run")
     run.events_file.write_text("garbage\n" * 5)
-    named = [f"{run.events_file}, line {line}: is damaged, and passed over" for line in (1, 2, 3)]
-    assert status.status_of(run.root).doubts == [*named, f"{run.events_file}: so are 2 more lines"]
+    *named, others = status.status_of(run.root).doubts
+    assert [words.partition(": is damaged (")[0] for words in named] == [
+        f"{run.events_file}, line {n}" for n in (1, 2, 3)
+    ]
+    assert others == f"{run.events_file}: so are 2 more lines"
 
 
 @contextmanager

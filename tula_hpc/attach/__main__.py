@@ -51,7 +51,7 @@ from tula_hpc.formatting import (
 )
 from tula_hpc.init.cluster_file import UNKNOWN, Line
 from tula_hpc.init.sweep_file import METRIC, name_line, search_and_training
-from tula_hpc.own_sources import find_module
+from tula_hpc.own_sources import find_module, source_of
 from tula_hpc.records import Configuration, Measurement
 
 # until the first step, and between two
@@ -77,9 +77,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("script", metavar="SCRIPT", help="a file, or with -m the name of a module")
-    parser.add_argument(
+    rest = parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="of the script"
     )
+    # argparse would ask for them where SCRIPT is missing, too
+    rest.required = False
     return parser
 
 
@@ -87,8 +89,7 @@ def _run(options: argparse.Namespace) -> int:
     script, module = None, options.script
     if not options.is_module:
         script, module = Path(options.script).absolute(), None
-        if not script.is_file():
-            raise InputError(f"no such file: {script}", source="SCRIPT")
+        _check_script(script)
     elif find_module(module) is None:
         raise InputError(f"no module {module!r} here or installed", source="SCRIPT")
     folder = Path(tempfile.mkdtemp(prefix="tula-attach-"))
@@ -111,6 +112,20 @@ def _run(options: argparse.Namespace) -> int:
     ]
     write_out("\n".join(lines) + "\n")
     return 0
+
+
+def _check_script(script: Path) -> None:
+    if not script.is_file():
+        raise InputError(f"no such file: {script}", source="SCRIPT")
+    if script.suffix == ".toml":
+        raise InputError(
+            f"{script.name} is a sweep or cluster file; expected a training script in Python",
+            source="SCRIPT",
+        )
+    try:
+        source_of(script)
+    except ValueError as error:
+        raise InputError(str(error), source="SCRIPT") from None
 
 
 def _look(

@@ -169,6 +169,9 @@ class Child:
         said = self.said()
         if said is None or said.state == "stepping":
             said = unexplained(self.spec.program, said, code)
+        if said.exit_code and (printed := end_of(self.log).strip().splitlines()):
+            detail = f"{said.detail}; the last it printed: {printed[-1].strip()[:300]}"
+            said = said.model_copy(update={"detail": detail})
         return Outcome(self.spec.rank, said, str(self.log))
 
 

@@ -69,6 +69,8 @@ class Said(Record):
     follows: bool = False
     # optimizer steps so far
     steps: int = 0
+    # of a script that ended by itself too early
+    exit_code: int = 0
     # of the mode
     result: dict[str, Any] = Field(default={})
 

@@ -113,11 +113,17 @@ class ScriptProfile(MeasuredSteps):
         if steps == 0 and self.hooks.others:
             kinds = ", ".join(type(each).__name__ for each in self.hooks.others)
             why = f"no optimizer of the model that counts took a step, only {kinds}"
+        elif steps == 0 and code == 0:
+            why = "no torch optimizer took a step; expected optimizer.step() after each batch"
         else:
             why = f"after {steps} optimizer steps, before it was measured"
-            why += self._remedy() if steps and code == 0 else ""
+            why += self._remedy() if code == 0 else ""
         return Said(
-            state="failed", failure=Failure.BAD_INPUT, detail=f"{name} {how}: {why}", steps=steps
+            state="failed",
+            failure=Failure.BAD_INPUT,
+            detail=f"{name} {how}: {why}",
+            steps=steps,
+            exit_code=code,
         )
 
     def _remedy(self) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_hpc.env import slurm_conf
-from tula_hpc.errors import InputError, RunDirectoryError
+from tula_hpc.errors import InputError, NotConfiguredError, RunDirectoryError
 
 if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec, SweepSpec
@@ -185,6 +185,7 @@ def refuse_impossible(
 
     Raises:
         InputError: Slurm says so.
+        NotConfiguredError: Slurm's commands find no configuration, which a dry run can do without.
     """
     from tula_hpc.records import RunDirectory
     from tula_hpc.stages.context import Sweep
@@ -197,7 +198,13 @@ def refuse_impossible(
     # Slurm's commands would look for it for a minute each
     if (file := slurm_conf()) and not os.access(file, os.R_OK):
         raise InputError(f"no readable file {file}; correct it, or unset it", source="SLURM_CONF")
-    if found := impossible(sweep):
+    try:
+        found = impossible(sweep)
+    except NotConfiguredError:
+        if options.dry_run:
+            return
+        raise
+    if found is not None:
         key, words = found
         raise InputError(words, source=options.cluster or "cluster", key=key)
 

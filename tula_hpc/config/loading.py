@@ -40,6 +40,11 @@ PUT_BACK = (
     "another --run-dir"
 )
 DAMAGED = "# not shown: it is damaged, and may hold passwords\n"
+# for people who do not write parsers
+TOMLLIB_WORDS = {
+    "Cannot overwrite a value": "a key is given twice",
+    "Invalid value": "expected a number, true, false, a list or a text in quotes",
+}
 # tomllib's time grows with the square of a dotted key's parts
 MOST_KEY_PARTS = 100
 
@@ -62,13 +67,16 @@ def read_toml(path: Path) -> dict[str, Any]:
                 f"expected a TOML file under {MAX_FILE_BYTES:,} bytes", source=path
             ) from None
         raise InputError(f"cannot be read: {error.strerror}", source=path) from None
-    except UnicodeDecodeError:
-        raise InputError("expected UTF-8 text", source=path) from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        message = f"line {line} has a byte that is not UTF-8; save the file as UTF-8"
+        raise InputError(message, source=path) from None
     except (ValueError, RecursionError) as error:
         # TOMLDecodeError is a ValueError; so is a number of 5000 digits
         text = _one_line(error)
-        hint = "; text stands in quotes" if text.startswith("Invalid value") else ""
-        raise InputError(f"is not valid TOML: {text}{hint}", source=path) from None
+        for words, meaning in TOMLLIB_WORDS.items():
+            text = text.replace(words, meaning)
+        raise InputError(f"is not valid TOML: {text}", source=path) from None
 
 
 def _one_line(error: Exception) -> str:

@@ -26,7 +26,7 @@ from typing import Annotated, Any, get_args
 from pydantic import BaseModel, ConfigDict, Field
 
 from tula_hpc.errors import InputError
-from tula_hpc.own_sources import can_be_given, find_source, module_files
+from tula_hpc.own_sources import can_be_given, find_module, find_source, module_files
 
 GIB = 1024**3
 MOST_GIB = 1e9
@@ -267,12 +267,14 @@ def _check_entry_point(value: str, called_with: Sequence[str], beside: Path | No
     if not _are_identifiers(module, function):
         raise ValueError(f'{value!r}: expected "package.module:function"')
     source = find_source(module)
+    if source is None and module.endswith(".py") and find_module(module.removesuffix(".py")):
+        meant = f"{module.removesuffix('.py')}:{function}"
+        raise ValueError(f"{value!r}: a module has no ending; did you mean {meant!r}?")
     if source is None:
         raise ValueError(f"{value!r}: no module {module!r} {where_looked(module, beside)}")
     if function not in source.names and "*" not in source.names:
-        raise ValueError(
-            f"{value!r}: {source.path} defines no {function!r}{_hidden(module, source.path)}"
-        )
+        meant = nearest(function, source.names) + _hidden(module, source.path)
+        raise ValueError(f"{value!r}: {source.path} defines no {function!r}{meant}")
     if function in source.takes and not can_be_given(source.takes[function], len(called_with)):
         raise ValueError(
             f"{value!r}: {source.path} defines it so that it cannot be called with "

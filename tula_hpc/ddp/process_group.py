@@ -99,7 +99,9 @@ def pick_device(cluster: ClusterSpec, local_rank: int) -> torch.device:
                 f"Slurm granted {granted_gpus()} GPUs, but torch sees none: {_why_no_gpu()}"
             )
         raise InputError(
-            f'"cuda", but torch sees no GPU on {os.uname().nodename}: {_why_no_gpu()}', key="device"
+            f'"cuda", but torch sees no GPU on {os.uname().nodename}: {_why_no_gpu()}; '
+            'where there are only CPUs, set device = "cpu"',
+            key="device",
         )
     count = torch.cuda.device_count()
     if count < granted_gpus():
@@ -117,7 +119,7 @@ def _why_no_gpu() -> str:
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call] # torch's
     except (RuntimeError, AssertionError) as error:
-        return str(error).strip().partition("\n")[0]
+        return str(error).strip().partition("\n")[0].rstrip(".")
     return "it does not say why"
 
 

@@ -99,7 +99,7 @@ def read_options(path: Path) -> ScriptOptions:
     """
     try:
         # bytes: it may name an encoding of its own
-        tree = ast.parse(path.read_bytes())
+        tree = ast.parse(path.read_bytes(), path.name)
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from None
     except (SyntaxError, ValueError, RecursionError) as error:

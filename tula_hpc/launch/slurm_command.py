@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, NamedTuple
 
 from tula_hpc.env import slurm_conf, without_filters
-from tula_hpc.errors import LaunchError, NotStartedError
+from tula_hpc.errors import LaunchError, NotConfiguredError, NotStartedError
 
 COMMAND_TIMEOUT_S = 60.0
 # of an answer: a million jobs, with 60 characters for each
@@ -50,11 +50,12 @@ def run_command(arguments: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S) 
     """Return the output of a Slurm command, run without the user's filters for squeue.
 
     Raises:
+        NotConfiguredError: It finds no configuration of Slurm on this machine.
         LaunchError: It failed or did not answer; the message holds its own words.
     """
     done = run(arguments, timeout_s, environment=without_filters())
     if done.code and NOT_CONFIGURED in done.complaint:
-        raise LaunchError(
+        raise NotConfiguredError(
             f"Slurm cannot be reached from here ({arguments[0]}: {NOT_CONFIGURED}): run this on a "
             "login node, or set SLURM_CONF"
         )

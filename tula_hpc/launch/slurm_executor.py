@@ -68,8 +68,17 @@ NO: dict[type[RefusedError], str] = {
 }
 # submitit would write --wckey=submitit, which is refused where wckeys are enforced
 DEFAULTS: dict[str, Any] = {"wckey": None}
+# nouns of sbatch's complaints about one key
+REFUSED_KEYS = {
+    "partition": "partition",
+    "account": "account",
+    "qos": "qos",
+    "feature": "constraint",
+    "generic resource": "gres",
+    "reservation": "reservation",
+}
 _COULD_START = re.compile(r"\bJob [0-9]+ to start at\b")
-_PREFIX = re.compile(r"^((sbatch|error|allocation failure): )*")
+_PREFIX = re.compile(r"^((sbatch|error|fatal|allocation failure): )*")
 # after attempts that failed
 REQUEUE_PAUSES_S = (2, 5, 10, 30)
 # perhaps "… on cluster a"
@@ -317,11 +326,11 @@ def submit_once(script: Path, name: str) -> str:
             done = Done(-1, "", str(error))
         if done.code == 0:
             return _accepted(done.stdout, name, is_first=attempt == 0)
-        words = _last_line(done.complaint)
+        words = _PREFIX.sub("", _last_line(done.complaint))
         # where sbatch was killed, nobody has refused anything
         refusal = _refusal(done.complaint) if done.code > 0 else None
         if refusal is not None:
-            raise refusal(f"{NO[refusal]}: {_with_limit(words, done.complaint)}")
+            raise refusal(f"{NO[refusal]}: {_explained(words, done.complaint)}")
         slurm.say(f"sbatch: {words}; looking for the job, then trying again")
         time.sleep(pause_s)
     if found := submissions_named(name):
@@ -399,16 +408,21 @@ def could_start(script: str) -> str:
     words = _PREFIX.sub("", _last_line(done.complaint))
     if done.code < 0 or (refusal := _refusal(done.complaint)) is None:
         raise LaunchError(f"sbatch gives no answer: {slurm.unreached(LaunchError(words))}")
-    raise refusal(_with_limit(words, done.complaint))
+    raise refusal(_explained(words, done.complaint))
 
 
-def _with_limit(line: str, words: str) -> str:
-    """Add the limits that were reached, named before the last line.
+def _explained(line: str, words: str) -> str:
+    """Add the limits that were reached, or else the keys of the cluster file that are refused.
 
-    The last line is the same for every limit.
+    Limits are named before the last line, which is the same for all of them.
     """
-    limits = dict.fromkeys(slurm.limits_named(words))
-    return ": ".join([line, *(name for name in limits if name not in line)])
+    if limits := dict.fromkeys(slurm.limits_named(words)):
+        return ": ".join([line, *(name for name in limits if name not in line)])
+    keys = [key for noun, key in REFUSED_KEYS.items() if re.search(rf"\b{noun}\b", line, re.I)]
+    keys += re.findall(r"--([a-z-]+)", line)
+    if not keys:
+        return line
+    return f"{line} (see {' and '.join(keys)} in the cluster file)"
 
 
 def _last_line(words: str) -> str:

@@ -29,6 +29,7 @@ from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec, load_together
 from tula_hpc.data.datasets import Data, build_data
 from tula_hpc.data.images import prepared
 from tula_hpc.data.named_items import NamedItems
+from tula_hpc.ddp.process_group import pick_device
 from tula_hpc.env import begin_process
 from tula_hpc.errors import InputError
 from tula_hpc.files import write_out
@@ -111,6 +112,9 @@ def _try_step(spec: WorkloadSpec, workload: Workload, *, several: bool) -> None:
         key = "workload.loss" if spec.loss else "workload.model"
         with blamed(key, f"{spec.loss or spec.model} fails in training"):
             loss = workload.criterion.loss(outputs, targets)
+        if not torch.isfinite(loss).all():
+            message = f"{spec.loss or spec.model}: the untrained model's loss is {float(loss)}"
+            raise InputError(f"{message}; expected a finite number", key=key)
         with blamed("workload.model", words):
             torch.autograd.backward(loss)
     if several:
@@ -118,6 +122,10 @@ def _try_step(spec: WorkloadSpec, workload: Workload, *, several: bool) -> None:
 
 
 def _trial_of(sweep: SweepSpec, cluster: ClusterSpec, partitions: Sequence[str]) -> Trial:
+    if cluster.executor == "local":
+        # where the jobs will run
+        for part in cluster.parts():
+            pick_device(part, 0)
     # before the data are loaded
     host_bytes = {name: host_baseline(sweep, cluster.part(name)) for name in partitions}
     data = build_data(sweep.workload, TRIED_BEFORE)

@@ -215,8 +215,8 @@ def read_plan(path: Path) -> Plan:
     if seal is not None and sha256(content[: seal.start()]).hexdigest() != seal[1].decode():
         again = command_line("plan", str(path.parent), "--set", "objective.KEY=VALUE", "--write")
         message = (
-            "was changed since it was written, perhaps by hand; delete it, and it is made again; "
-            f"for another choice over the same measurements: {again}"
+            "was changed since it was written, perhaps by hand; delete it, and the command of the "
+            f"sweep makes it again; for another choice over the same measurements: {again}"
         )
         raise RunDirectoryError(message, source=path)
     return plan

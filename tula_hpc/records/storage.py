@@ -81,19 +81,26 @@ def damaged_lines(kind: type[R], paths: Iterable[Path]) -> list[str]:
     """Name the lines that `read_records` skips."""
     told: list[str] = []
     for path in paths:
-        bad = [number for number, line in enumerate(lines_of(path), 1) if not _is_one(kind, line)]
-        told += [f"{path}, line {n}: is damaged, and passed over" for n in bad[:NAMED_LINES]]
-        if len(bad) > NAMED_LINES:
-            told.append(f"{path}: so are {len(bad) - NAMED_LINES} more lines")
+        bad = 0
+        for number, line in enumerate(lines_of(path), 1):
+            if damage := _damage_of(kind, line):
+                bad += 1
+                if bad <= NAMED_LINES:
+                    told.append(f"{path}, line {number}: is damaged ({damage}), and passed over")
+        if bad > NAMED_LINES:
+            told.append(f"{path}: so are {bad - NAMED_LINES} more lines")
     return told
 
 
-def _is_one(kind: type[R], line: bytes) -> bool:
+def _damage_of(kind: type[R], line: bytes) -> str:
+    """Return the first thing that is wrong with a record's line, or ""."""
     try:
         parse_record(kind, line)
-    except ValueError:
-        return False
-    return True
+    except ValidationError as error:
+        return _first_of(error)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 class Bounds:
@@ -220,7 +227,7 @@ def _check_numbers(value: Any) -> None:
         raise ValueError(f"holds the number {value:.3g}")
 
 
-_ANEW = "delete it, and it is made again"
+_ANEW = "delete it, and the command of the sweep makes it again"
 
 
 def read_document(kind: type[R], path: Path) -> R:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tula_hpc.config import ClusterSpec, cluster_sizes, study_part
-from tula_hpc.errors import LaunchError, RefusedError, SubmitLimitError
+from tula_hpc.errors import LaunchError, NotConfiguredError, RefusedError, SubmitLimitError
 from tula_hpc.formatting import plural
 from tula_hpc.launch import slurm
 from tula_hpc.launch.launcher import Launcher
@@ -151,6 +151,9 @@ def impossible(sweep: Sweep) -> tuple[str, str] | None:
 
     None also where Slurm cannot be asked. A site's plugin may send jobs to other partitions than
     they ask for: only what sbatch, too, would refuse is meant.
+
+    Raises:
+        NotConfiguredError: Slurm's commands find no configuration on this machine.
     """
     partitions = _partitions()
     if not partitions:
@@ -170,6 +173,8 @@ def _partitions() -> dict[str, dict[str, str]]:
     """Return the fields of Slurm's partitions by name, those that it hides included."""
     try:
         shown = slurm.run_command(["scontrol", "show", "partition", "--all", "--oneliner"], ASK_S)
+    except NotConfiguredError:
+        raise
     except LaunchError:
         return {}
     lines = (line for line in shown.splitlines() if line.startswith("PartitionName="))
