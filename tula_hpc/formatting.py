@@ -54,7 +54,7 @@ def _two(whole_s: int, large_s: int, large: str, small_s: int, small: str) -> st
 
 
 def format_left(seconds: float, *, is_most: bool = False) -> str:
-    """Format an estimate of what is left: "about 4 min left", or "up to about 4 min left"."""
+    """Format an estimate of the time left: "about 4 min left", or "up to about 4 min left"."""
     minutes = round(seconds / MINUTE_S)
     if minutes < 1:
         return "less than a minute left"
@@ -158,8 +158,8 @@ def in_comparison(ratio: float, more: str = "longer", less: str = "shorter") -> 
 
     Args:
         ratio: Of the value to the other.
-        more: Comparative of what lies above the other.
-        less: Comparative of what lies below it.
+        more: Comparative for a value above the other.
+        less: Comparative for a value below it.
     """
     if ratio >= 2.0:
         return f"{format_number(ratio, 2)} times {more}"

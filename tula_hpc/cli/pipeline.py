@@ -1,7 +1,7 @@
 """Work of the commands in an open run directory: a sweep's stages, or a study.
 
 The summary at the end compares the chosen configuration and its neighbours, predicted and measured,
-tells the cost of profiling, and what the training took and cost of what it was to take and cost.
+names the cost of profiling, and compares the training's time and cost with the prediction.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def carry_out(sweep: Sweep, until: str) -> int:
     """Do all stages up to this one that are not done yet; returns the exit code.
 
     Raises:
-        InputError: The workload is not as it should be, or not what was measured.
+        InputError: The workload has a mistake, or is not the measured one.
         StageError: A stage failed.
         StillRunningError: Jobs are on their way, and the sweep is detached.
     """
@@ -177,7 +177,7 @@ def _profile(sweep: Sweep) -> bool:
 
 
 def _say_end(sweep: Sweep, plan: Plan, result: TrainResult | None, *, is_cost_said: bool) -> None:
-    """Write the report; say what was decided, what it cost, and where the report is."""
+    """Write the report; print the decision, the cost, and the report's path."""
     from tula_hpc.stages.notify import tell
 
     paths = report_stage(sweep)
@@ -205,7 +205,7 @@ def _model_lines(sweep: Sweep, result: TrainResult | None) -> list[str]:
 
 
 def _decision(plan: Plan, result: TrainResult | None) -> str:
-    """Return what was chosen, and what came of it."""
+    """Describe the chosen configuration, and the result of its training."""
     chosen = plan.chosen
     where = f" on {chosen.partition}" if chosen.partition else ""
     text = f"{plural(chosen.nodes, 'node')}{where} and a batch of {chosen.global_batch:,} samples"
@@ -219,7 +219,7 @@ def _decision(plan: Plan, result: TrainResult | None) -> str:
 
 
 def _cost(sweep: Sweep, plan: Plan, bill: TrainingBill | None) -> str:
-    """Return what training and profiling cost, at the plan's price of a node and second."""
+    """Describe the cost of training and profiling, at the plan's price of a node and second."""
     from tula_hpc.analysis.search.profiling_cost import profiling_cost
 
     chosen = plan.chosen
@@ -318,7 +318,7 @@ def _contents(path: Path) -> bytes:
 
 
 def _say_plan(sweep: Sweep, plan: Plan, *, is_new: bool = True) -> None:
-    """Say what was planned; in full only where an earlier command has not said it."""
+    """Print the plan; in full only where an earlier command has not done so."""
     from tula_hpc.analysis.planning.partitions import name_of
     from tula_hpc.analysis.report.plan_text import not_told_apart
 
@@ -344,7 +344,7 @@ def _say_plan(sweep: Sweep, plan: Plan, *, is_new: bool = True) -> None:
 
 
 def _say_what_it_takes(plan: Plan) -> None:
-    """Say what the planned training takes, and whether its configuration was measured."""
+    """Print the planned training's time and cost, and whether its configuration was measured."""
     from tula_hpc.analysis.run_contents import predicted
 
     chosen = plan.chosen

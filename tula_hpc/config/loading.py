@@ -192,7 +192,7 @@ def load_sweep(path: Path, overrides: Sequence[str] = (), *, check_paths: bool =
     exist here: for planning and reporting from logs that were copied from another machine.
 
     Raises:
-        InputError: One line per mistake: file, key, what was expected.
+        InputError: One line per mistake: file, key, expected value.
     """
     tables = read_toml(path)
     if "executor" in tables and "workload" not in tables:

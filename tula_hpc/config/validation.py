@@ -7,8 +7,8 @@ How the keys of a file are checked, in this order:
 2. `_parse` there hands them to the type of the file, a `Spec` of this module: `SweepSpec` in
    `sweep.py` with the tables of `workload.py`, `search.py`, `training.py` and `study.py`;
    `ClusterSpec` in `cluster.py`, with `gpus.py`. Each field has its type and bounds; validators in
-   these types check what keys of one table or one file mean together. Unknown keys are refused.
-3. Here, `explain` makes one line of each mistake: file, key, what was expected, what is meant.
+   these types check how keys of one table or one file fit together. Unknown keys are refused.
+3. Here, `explain` makes one line of each mistake: file, key, expected value, likely intention.
 4. `check_columns` in `sweep.py` checks each column of a study, and `check_together` there the sweep
    against the cluster. A resumed run also against what it has measured: `changes.py`.
 
@@ -281,7 +281,7 @@ def _check_entry_point(value: str, called_with: Sequence[str], beside: Path | No
 
 
 def where_looked(module: str, beside: Path | None) -> str:
-    """Say where a module is not, and what to do.
+    """Name the places without this module, and the remedy.
 
     Jobs start in the working directory of the command, so that it is not looked for elsewhere.
     """

@@ -14,7 +14,7 @@ machine has none of Slurm's commands, `--script` writes a cluster file for this 
     sweep_file      path; None without --script
     unknown         keys to fill in, by file
     required        those of the sweep file without which nothing starts
-    notes           sentences on what may go wrong
+    notes           sentences on possible problems
     next            command lines, in order
 """
 
@@ -208,7 +208,7 @@ def _chosen(survey: Survey, name: str | None) -> Place:
 
 
 def _as_json(cluster: _Cluster, script: Script | None) -> dict[str, object]:
-    """Return what `--json` prints; see the module."""
+    """Return the object that `--json` prints; see the module."""
     from tula_hpc.init.sweep_file import required_keys, unknown_keys
 
     written = [cluster.file, *([script.target] if script else [])]

@@ -1,7 +1,7 @@
 """events.jsonl, the log of a run, and its one reading: `RunHistory`. Notes of profile jobs.
 
 A line of the file is an `Event`; the data of each kind of event has a type here. No other package
-looks into an event: what a run's events mean together is asked of `RunHistory`.
+looks into an event: `RunHistory` answers questions about all events of a run.
 """
 
 from __future__ import annotations

@@ -231,8 +231,8 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
     """Wait for submitted jobs, and record the configurations that ended one.
 
     Returns:
-        Those that died without a record of their own; what was wrong with an earlier command's jobs
-        may have been mended.
+        Those that died without a record of their own; none of an earlier command with bad input,
+        which may have been mended.
     """
     unsettled = part.run.history().unsettled("profile")
     submitted = {job.job_id: job for job in unsettled if _is_of(part, job)}
@@ -269,7 +269,7 @@ def _left_s(part: Sweep, left: int) -> float | None:
 
 
 def _tried(sweep: Sweep) -> set[tuple[str, Configuration]]:
-    """Return what was measured or failed, as `measurements_for_search` counts it."""
+    """Return the configurations that were measured or failed, as `measurements_for_search` counts."""
     records = sweep.run.measurements().records
     parts = {m.partition for m in records}
     return {
@@ -346,7 +346,7 @@ def allocated_nodes(spec: SweepSpec, configurations: Sequence[Configuration]) ->
 def _submit(
     part: Sweep, configurations: tuple[Configuration, ...], trusted_batch: int | None
 ) -> None:
-    """Submit one job for each group; the next round repeats what exceeds the site's limits."""
+    """Submit one job for each group; the next round repeats those beyond the site's limits."""
     alone: list[tuple[Configuration, ...]] = [(configuration,) for configuration in configurations]
     groups = [configurations] if part.spec.search.packed else alone
     nodes = allocated_nodes(part.spec, configurations)

@@ -1,9 +1,9 @@
 """Rehearsal: the workload is tried on this machine before anything is submitted.
 
-It needs torch, so it takes place in a process of its own: `profiling/rehearsal_process.py`. What
-is wrong is refused here, as is another model or other data than the run has measured. What was
-tried is kept in the run directory: the next command tries again only where code, keys of the
-workload or libraries have changed since.
+It needs torch, so it takes place in a process of its own: `profiling/rehearsal_process.py`.
+Mistakes are refused here, as is another model or other data than the run has measured. The result
+is kept in the run directory: the next command tries again only where code, keys of the workload or
+libraries have changed since.
 
 `search.estimate = false` leaves it out, for data or libraries that only the compute nodes have; a
 job then finds out. Controller jobs leave it out, too. A training script of the user's own is not
@@ -53,7 +53,7 @@ def rehearse(
     memory: Sequence[str] = (),
     timeout_s: float = TIMEOUT_S,
 ) -> Trial | str:
-    """Try the workload; return what was found, or the reason why it could not be tried.
+    """Try the workload; return the findings, or the reason why it could not be tried.
 
     Args:
         spec: The sweep.
@@ -63,7 +63,7 @@ def rehearse(
         timeout_s: Give up after so many seconds.
 
     Raises:
-        InputError: Something is wrong with the workload; the message says what.
+        InputError: The workload has a mistake, which the message names.
     """
     # a dry run leaves nothing behind, compiled files of the user's own included
     command = [
@@ -106,7 +106,7 @@ def _run(
 
 
 def with_remedy(said: str, cluster: ClusterSpec) -> str:
-    """Add what to do where other machines may have what this one lacks."""
+    """Add the remedy for the case that only this machine lacks something."""
     elsewhere = cluster.executor != "local" or cluster.setup
     return f"{said}\n{ELSEWHERE}" if elsewhere else said
 
@@ -135,7 +135,7 @@ def _batches(spec: SweepSpec, cluster: ClusterSpec) -> Iterator[int]:
 
 
 def key_of(spec: SweepSpec) -> str:
-    """Return a digest of what a trial depends on: the workload, its code, and libraries."""
+    """Return a digest of a trial's inputs: the workload, its code, and libraries."""
     sources = sorted(digests_of(spec.workload.entry_points).items())
     facts = [spec.workload.model_dump_json(), str(sources), sys.version, *map(_version, LIBRARIES)]
     return hashlib.sha256("\n".join(facts).encode(errors="replace")).hexdigest()[:32]
@@ -149,7 +149,7 @@ def _version(library: str) -> str:
 
 
 def try_before_jobs(sweep: Sweep) -> bool:
-    """Try the workload of a run unless that was done, and compare it with what was measured.
+    """Try the workload of a run unless that was done, and compare it with the measured one.
 
     Returns:
         False if it could not be tried here.
@@ -231,7 +231,7 @@ def _say_changed(names: Sequence[str], consequence: str) -> None:
 
 
 def is_tried(spec: SweepSpec, cluster: ClusterSpec) -> bool:
-    """Tell whether a workload is tried before any job; what it needs may be in a container alone."""
+    """Tell whether a workload is tried before any job; its libraries may be in a container alone."""
     return spec.search.estimate and not spec.workload.is_script and cluster.container is None
 
 

@@ -33,7 +33,7 @@ class Trainings:
     """Trainings on their way, by label.
 
     A training that has a result is not run again. One whose job died goes on from its checkpoint in
-    a new job, so often as its failure allows; what failed for good does not hold up the others.
+    a new job, so often as its failure allows; one that failed for good does not hold up the others.
 
     Args:
         sweep: The run directory, and the part of the cluster that trains.

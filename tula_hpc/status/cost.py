@@ -1,6 +1,6 @@
 """Cost of a run so far: node-hours of its jobs by stage, their source, and their price.
 
-The price of a node and hour on every basis of `[pricing]`, for what was already used.
+The price of a node and hour on every basis of `[pricing]`, for resources already used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def node_hour_price(
     """Return the price of a node and hour in `PricingSpec.currency`, None if not known.
 
     Args:
-        part: The nodes, and what they cost; a cluster without partitions (see `ClusterSpec.parts`).
+        part: The nodes, and their prices; a cluster without partitions (see `ClusterSpec.parts`).
         peak_bytes: Memory that each worker uses, for the basis "memory".
         watts: Measured power of a node, for the basis "energy"; the cluster file's figure goes
             before it.

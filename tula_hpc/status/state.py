@@ -458,7 +458,7 @@ StateAndText = tuple[State, str]
 
 
 def _obstructed(parts: _Parts) -> StateAndText | None:
-    """Report what the next command will refuse; one that is at work has read it before."""
+    """Report a file that the next command will refuse; one at work has read it before."""
     if not parts.facts.obstacle or parts.at_work:
         return None
     return "failed", parts.facts.obstacle

@@ -48,7 +48,7 @@ def status_text(status: RunStatus, width: int = 110) -> str:
     """Format the state.
 
     Args:
-        status: What to tell.
+        status: Of the run.
         width: Columns of the terminal.
     """
     lines = [
@@ -71,7 +71,7 @@ def status_text(status: RunStatus, width: int = 110) -> str:
 
 
 def _notes(status: RunStatus) -> Iterator[Line]:
-    """Return what could not be read, without what the state says of the same place."""
+    """Return the doubts, except one about the place that the state names already."""
     said, _, _ = status.words.partition(": ")
     return (("note", doubt) for doubt in status.doubts if doubt.partition(": ")[0] != said)
 

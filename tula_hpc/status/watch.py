@@ -135,7 +135,7 @@ def left_of(status: RunStatus) -> list[str]:
 
 
 def state_line(status: RunStatus) -> str:
-    """Describe a state in one line: what it means, how far it came, and what it waits for."""
+    """Describe a state in one line: its meaning, the progress, and the reason for waiting."""
     parts = [f"{status.state}: {status.words}"]
     if status.study is not None:
         ended = status.study.finished + status.study.diverged
