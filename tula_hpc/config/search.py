@@ -23,7 +23,7 @@ class SearchSpec(Spec):
     max_batch: int = Field(default=1024, ge=1, le=2**30)
     """Largest global batch; memory may bound it further."""
     mode: Literal["adaptive", "full", "partial"] = "adaptive"
-    """Configurations to measure: those that the decision needs, the four corners (partial), or all."""
+    """Measured configurations: those the decision needs, the four corners (partial), or all."""
     max_profiles: int = Field(default=8, ge=3, le=100_000)
     """Measured configurations after which an adaptive search ends at the latest."""
     form: Literal[

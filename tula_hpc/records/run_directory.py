@@ -160,7 +160,7 @@ class RunDirectory:
         return aside
 
     def check_name(self) -> None:
-        """Refuse a path that job scripts would change: Slurm and submitit replace letters after a %.
+        """Refuse a path that job scripts would change: Slurm and submitit replace %j and the like.
 
         Raises:
             RunDirectoryError: It holds characters that have a meaning there.

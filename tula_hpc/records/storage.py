@@ -284,7 +284,7 @@ def _append(path: Path, line: bytes, durable: bool) -> None:
 
 
 def _write_whole(descriptor: int, data: bytes) -> None:
-    """Append all or nothing: take back a part that a full disk took, unless another writer went on."""
+    """Append all or nothing: take back the part on a full disk, unless another writer went on."""
     written = os.write(descriptor, data)
     try:
         while written < len(data):

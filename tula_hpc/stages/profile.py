@@ -269,7 +269,7 @@ def _left_s(part: Sweep, left: int) -> float | None:
 
 
 def _tried(sweep: Sweep) -> set[tuple[str, Configuration]]:
-    """Return the configurations that were measured or failed, as `measurements_for_search` counts."""
+    """Return the configurations measured or failed, as `measurements_for_search` counts them."""
     records = sweep.run.measurements().records
     parts = {m.partition for m in records}
     return {

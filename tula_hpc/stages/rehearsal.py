@@ -231,7 +231,7 @@ def _say_changed(names: Sequence[str], consequence: str) -> None:
 
 
 def is_tried(spec: SweepSpec, cluster: ClusterSpec) -> bool:
-    """Tell whether a workload is tried before any job; its libraries may be in a container alone."""
+    """Tell whether a workload is tried before any job; its libraries may be only in a container."""
     return spec.search.estimate and not spec.workload.is_script and cluster.container is None
 
 
