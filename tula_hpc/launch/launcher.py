@@ -463,5 +463,8 @@ def _in_words(state: JobState) -> tuple[str, str]:
         return state.state.lower().replace("_", " "), ""
     wait = explain(state)
     why = wait.words or state.reason
-    stuck = "; this does not go away by itself" if wait.stuck else ""
-    return "waiting", f" ({why}{stuck})" if why else ""
+    if not why:
+        return "waiting", ""
+    if wait.stuck:
+        why += "; this does not go away by itself"
+    return "waiting", f" ({why})"

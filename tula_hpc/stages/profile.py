@@ -159,7 +159,9 @@ def _profile_part(part: Sweep, progress: StageProgress, trusted_batch: int | Non
         kinds = [end.failure for end in failures]
         in_vain = is_partition_hopeless(kinds, _broken_rounds(part))
         hopeless = in_vain and not measured_anything(part)
-        proposed = [] if hopeless or _wrong(failures) else propose_on(part, trusted_batch)
+        if hopeless or _wrong(failures):
+            return failures
+        proposed = propose_on(part, trusted_batch)
         if not proposed:
             return failures
         for configurations in first_wave(part.spec, part.cluster, proposed):
@@ -250,7 +252,9 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
         done = len(_tried(part))
         most = max(done, expected)
         left_s = _left_s(part, most - done) if now.running else None
-        count = f"{done} done, at most {most - done} more" if asks else f"{done} of {most} done"
+        count = f"{done} of {most} done"
+        if asks:
+            count = f"{done} done, at most {most - done} more"
         text = f"{count}, {now.text}"
         progress.update(done, most, text, left_s, _requeues(part, jobs), is_most=asks)
 
@@ -330,7 +334,9 @@ def first_wave(
     by_nodes = [tuple(group) for _, group in groupby(sorted(proposed), key=lambda c: c.nodes)]
     if cluster.executor == "local" and not spec.search.packed:
         return [by_nodes[0][:1]]
-    return by_nodes[:1] if one_at_a_time(spec, cluster) else by_nodes
+    if one_at_a_time(spec, cluster):
+        return by_nodes[:1]
+    return by_nodes
 
 
 def one_at_a_time(spec: SweepSpec, cluster: ClusterSpec) -> bool:
@@ -340,7 +346,9 @@ def one_at_a_time(spec: SweepSpec, cluster: ClusterSpec) -> bool:
 
 def allocated_nodes(spec: SweepSpec, configurations: Sequence[Configuration]) -> int:
     """Return the nodes of the allocation in which these are measured."""
-    return max(spec.search.cluster_sizes) if spec.search.nest else configurations[0].nodes
+    if spec.search.nest:
+        return max(spec.search.cluster_sizes)
+    return configurations[0].nodes
 
 
 def _submit(

@@ -107,8 +107,9 @@ def _run(
 
 def with_remedy(said: str, cluster: ClusterSpec) -> str:
     """Add the remedy for the case that only this machine lacks something."""
-    elsewhere = cluster.executor != "local" or cluster.setup
-    return f"{said}\n{ELSEWHERE}" if elsewhere else said
+    if cluster.executor == "local" and not cluster.setup:
+        return said
+    return f"{said}\n{ELSEWHERE}"
 
 
 def _refuse_large_batches(spec: SweepSpec, cluster: ClusterSpec, found: Identity) -> None:
@@ -126,7 +127,8 @@ def _refuse_large_batches(spec: SweepSpec, cluster: ClusterSpec, found: Identity
 
 def _batches(spec: SweepSpec, cluster: ClusterSpec) -> Iterator[int]:
     if spec.study is not None:
-        yield from spec.study.batches if study_part(spec.study, cluster) else ()
+        if study_part(spec.study, cluster):
+            yield from spec.study.batches
         return
     for part in cluster.parts():
         for nodes in spec.search.cluster_sizes:

@@ -158,5 +158,9 @@ def _is_work(job: JobStatus) -> bool:
 
 def _waits(job: JobStatus, count: int) -> str:
     why = job.waits_for or job.reason
-    stuck = "; this does not go away by itself" if job.stuck else ""
-    return f"{plural(count, 'job')} waiting{f' ({why}{stuck})' if why else ''}"
+    waiting = f"{plural(count, 'job')} waiting"
+    if not why:
+        return waiting
+    if job.stuck:
+        why += "; this does not go away by itself"
+    return f"{waiting} ({why})"
