@@ -88,7 +88,7 @@ class PricingSpec(Spec):
     preemption_hours: float = Field(default=24.0, gt=0)
     """Mean time between preemptions of spot nodes."""
     preempted: Literal["node", "job"] = "node"
-    """`preemption_hours` holds for each node, so that more nodes are preempted more often, or for
+    """Preemptions are counted for each node, so that more nodes are preempted more often, or for
     the whole job.
     """
     watts_per_node: float | None = Field(default=None, gt=0)
