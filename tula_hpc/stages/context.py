@@ -177,7 +177,7 @@ def _in_a_line(text: str, left_s: float | None, notes: Sequence[str], *, is_most
 
 
 def most_profiled(sweep: SweepSpec, workers_per_node: int) -> int | None:
-    """Return the most configurations that a partition measures; None if the search has no bound.
+    """Return the largest number of profiles on a partition; None where the search has no bound.
 
     Batches beyond the memory are not measured.
     """

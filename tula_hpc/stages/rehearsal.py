@@ -106,7 +106,7 @@ def _run(
 
 
 def with_remedy(said: str, cluster: ClusterSpec) -> str:
-    """Add the remedy for the case that only this machine lacks something."""
+    """Add the remedy that helps if only this machine lacks something."""
     if cluster.executor == "local" and not cluster.setup:
         return said
     return f"{said}\n{ELSEWHERE}"
