@@ -2,12 +2,12 @@
 
 `[container]` of a cluster file has every job that computes run in an image: profiles, trainings,
 `tula check`. The batch script, and a detached sweep's controller jobs, which need Slurm's commands,
-stay outside. What a worker needs is mounted under its own path: the working directory, the run
-directory, the data folder and the folders of the user's own sources. Variables of `[environment]`
-go before the image's own; their values are on no command line.
+stay outside. Each path that a worker needs is mounted under the same name: the working directory,
+the run directory, the data folder and the folders of the user's own sources. Variables of
+`[environment]` go before the image's own; their values are on no command line.
 
 Inside, `container.python` runs the job. Nothing of the login node's Python is needed there: the
-image has this package, of the same version, and what it needs.
+image has this package, of the same version, and its dependencies.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def folders_of(work: WorkloadSpec) -> Folders:
 
 
 def mounts_of(cluster: ClusterSpec, folders: Folders, run: Path) -> list[str]:
-    """Return what is mounted: paths that are the same inside, and the user's own mounts.
+    """Return the mounts: paths that are the same inside, and the user's own.
 
     Args:
         cluster: With a container.
@@ -64,7 +64,7 @@ def mounts_of(cluster: ClusterSpec, folders: Folders, run: Path) -> list[str]:
 
 
 def _outermost(paths: Iterable[Path]) -> list[Path]:
-    """Leave out what lies below another, and the root, which would hide the image."""
+    """Leave out paths below another, and the root, which would hide the image."""
     unique = [path for path in dict.fromkeys(paths) if path.parent != path]
     return [path for path in unique if not any(other in path.parents for other in unique)]
 

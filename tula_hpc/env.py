@@ -74,9 +74,9 @@ def begin_process() -> None:
 
 @contextlib.contextmanager
 def loading_libraries() -> Iterator[None]:
-    """Search for no garbage while libraries are imported, nor later among what is there by then.
+    """Search for no garbage while libraries are imported, nor later among the objects made by then.
 
-    What torch makes then stays, and to search all of it again and again is a sixth of a start.
+    Objects of torch stay, and searching all of them again and again takes a sixth of a start.
     """
     gc.disable()
     try:

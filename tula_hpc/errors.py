@@ -27,10 +27,10 @@ the error that means it, if any (`TulaError.failure`), and in these two places:
 Those who branch on kinds, all of them, to be looked through:
 
 - found where it happens: `process_memory.py` (memory), `ddp/device_errors.py` (devices),
-  `attach/reporting.py` and `attach/processes.py` (what a script's process failed of, and how its
+  `attach/reporting.py` and `attach/processes.py` (why a script's process failed, and how its
   worker ends then), `attach/script_profile.py`, `attach/train/script_job.py`;
 - found by whoever waits: `launch/launcher.py` (a full disk, hosts of broken devices),
-  `stages/train.py` (what the job itself has put on record goes first);
+  `stages/train.py` (the job's own record goes first);
 - followed by more than a retry: `stages/profile.py` (end of the whole stage),
   `stages/train_many.py` (one that would end all), `stages/context.py` (records and messages),
   `records/broken_hosts.py`, `records/events.py` (`JobEvents`), `analysis/models/profiles.py`
@@ -89,10 +89,10 @@ class TulaError(Exception):
 
 
 class InputError(TulaError):
-    """The user's input is wrong; the message names file, key and what was expected.
+    """The user's input is wrong; the message names file, key and the expected input.
 
     Args:
-        message: The mistake and what was expected, in one line.
+        message: The mistake and the expected input, in one line.
         source: The file (or command-line option) that holds the input.
         key: Dotted key inside the source, for example ``search.min_batch``.
     """

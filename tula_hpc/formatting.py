@@ -27,8 +27,10 @@ def format_duration(seconds: float | None) -> str:
         return UNKNOWN
     if seconds < 0:
         return f"−{format_duration(-seconds)}"
+    if seconds < 0.1:
+        return f"{format_number(seconds * 1000, 2)} ms"
     if seconds < 0.9995:
-        return f"{format_number(seconds * 1000, 3 if seconds >= 0.1 else 2)} ms"
+        return f"{format_number(seconds * 1000, 3)} ms"
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     return _long_duration(seconds)
@@ -54,7 +56,7 @@ def _two(whole_s: int, large_s: int, large: str, small_s: int, small: str) -> st
 
 
 def format_left(seconds: float, *, is_most: bool = False) -> str:
-    """Format an estimate of what is left: "about 4 min left", or "up to about 4 min left"."""
+    """Format an estimate of the time left: "about 4 min left", or "up to about 4 min left"."""
     minutes = round(seconds / MINUTE_S)
     if minutes < 1:
         return "less than a minute left"
@@ -106,9 +108,9 @@ def duration_within(seconds: float, low: float, high: float, beside: float | Non
 
 def _within(seconds: float, step: float) -> str:
     rounded = _rounded_s(seconds, step)
-    if step >= 1:
-        return f"{rounded:.0f} s" if 0 <= rounded < MINUTE_S else format_duration(rounded)
-    if abs(rounded) >= MINUTE_S:
+    if step >= 1 and 0 <= rounded < MINUTE_S:
+        return f"{rounded:.0f} s"
+    if step >= 1 or abs(rounded) >= MINUTE_S:
         return format_duration(rounded)
     if abs(rounded) >= 1:
         return f"{rounded:.{max(0, -round(math.log10(step)))}f} s"
@@ -117,8 +119,10 @@ def _within(seconds: float, step: float) -> str:
 
 def _rounded_s(seconds: float, step: float) -> float:
     # what is shown in hours is not rounded to half a minute first, nor days to half an hour
-    if step >= 1 and abs(seconds) >= HOUR_S:
-        step = max(step, HOUR_S if abs(seconds) >= DAY_S else MINUTE_S)
+    if step >= 1 and abs(seconds) >= DAY_S:
+        step = max(step, HOUR_S)
+    elif step >= 1 and abs(seconds) >= HOUR_S:
+        step = max(step, MINUTE_S)
     return step * round(seconds / step)
 
 
@@ -146,7 +150,9 @@ def money_within(
     step = _power_of_ten(max(half / 2, abs(low) / 300, abs(high) / 300))
     if beside is not None:
         shown = [step * round(end / step) for end in (low, high)]
-        unit = _power_of_ten(abs(beside) or 1.0) / 10 if abs(beside) < 0.0995 else 0.01
+        unit = 0.01
+        if abs(beside) < 0.0995:
+            unit = _power_of_ten(abs(beside) or 1.0) / 10
         if not _keeps_order(shown, (low, high), beside, unit):
             return format_money(amount, currency)
     decimals = max(0, -round(math.log10(step)))
@@ -158,8 +164,8 @@ def in_comparison(ratio: float, more: str = "longer", less: str = "shorter") -> 
 
     Args:
         ratio: Of the value to the other.
-        more: Comparative of what lies above the other.
-        less: Comparative of what lies below it.
+        more: Comparative for a value above the other.
+        less: Comparative for a value below it.
     """
     if ratio >= 2.0:
         return f"{format_number(ratio, 2)} times {more}"
@@ -213,7 +219,9 @@ def format_percent(share: float | None, *, signed: bool = False) -> str:
 
 def in_samples(batch: float) -> str:
     """Format a batch that need not be whole: "150 samples", "less than one sample"."""
-    return plural(round(batch), "sample") if batch >= 1.0 else "less than one sample"
+    if batch >= 1.0:
+        return plural(round(batch), "sample")
+    return "less than one sample"
 
 
 def in_percent(share: float | None) -> float | None:

@@ -1,7 +1,7 @@
 """The user's own source files, found and read without importing them.
 
-Own is what defines the functions of a sweep (`"package.module:function"`), or its training script,
-and what these import from the same folder; what is installed in site-packages, Python's library and
+Own are the modules that define a sweep's functions (`"package.module:function"`), or its training
+script, and the modules that these import from the same folder; site-packages, Python's library and
 this package are not. Imports below `if`, `try` and in functions count, those by a computed name do
 not.
 """
@@ -139,7 +139,7 @@ def _may_be_own(name: str) -> bool:
 
 
 def digest_of(path: Path) -> str:
-    """Return a digest of what a source file says; comments and formatting do not count."""
+    """Return a digest of a source file's code; comments and formatting do not count."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -155,7 +155,7 @@ def digests_of(entry_points: Iterable[str]) -> dict[str, str]:
 
 
 class Source(NamedTuple):
-    """What the source of a module says."""
+    """Names that a module's source binds, and the parameters of its functions."""
 
     path: Path
     # bound by its statements
@@ -175,7 +175,7 @@ def find_source(module: str) -> Source | None:
 
 
 def source_of(path: Path) -> Source:
-    """Return what a file says, which is not imported: that could import torch.
+    """Read a module's source without importing it: that could import torch.
 
     Raises:
         ValueError: It cannot be read, or is not valid Python.

@@ -55,7 +55,7 @@ def refuse_without_libraries() -> None:
 
 
 def missing_library(name: str) -> str:
-    """Say in a line that this Python has no such library, and what to do."""
+    """Say in a line that this Python has no such library, and name the remedy."""
     return (
         f"this Python ({sys.executable}) has no {name}, which tula_hpc needs: use the Python that "
         "tula_hpc was installed with, as .venv/bin/tula, or install it here, see its README.md"

@@ -1,6 +1,6 @@
 """Retries: is a job that ended without a result submitted again? All tables and limits stand here.
 
-What follows depends on how the job failed (`errors.Failure`) and on what it was to do:
+The answer depends on how the job failed (`errors.Failure`) and on its purpose:
 
     failure                 plan's training        study's training       a configuration's profile
     device_oom, host_oom    a smaller batch        given up               given up, and larger ones
@@ -15,19 +15,19 @@ What follows depends on how the job failed (`errors.Failure`) and on what it was
     bad_input, diverged     given up               given up               given up
 
 "In vain" are a training's last jobs that ended alike and had begun at one sample. Jobs of an
-earlier command do not count: the user may have removed the cause. What memory rules out of a
-profile is in `analysis/search/propose.py`; a partition where nothing could be measured is given up
-as a whole, see `is_partition_hopeless`.
+earlier command do not count: the user may have removed the cause. `analysis/search/propose.py`
+decides which larger ones lack of memory rules out; a partition where nothing could be measured
+is given up as a whole, see `is_partition_hopeless`.
 
 Who asks: `stages/train.py`, `stages/train_many.py` and `status/state.py` (`RetryPolicy.judge`);
 `stages/profile.py`; `analysis/search/propose.py`, which proposes a configuration once more or not.
 
-A job is also started again under its own id, by what it runs in:
+A job is also started again under its own id, by one of these:
 
 - the training itself after a stop, up to `training.max_requeues` times: `leave` in
   `training/ending.py`, for scripts too;
 - submitit at the time limit of a profile (TIME_OUTS) or controller (`controller_time_outs`): in
-  `launch/job_start.py`, which reads what the executor wrote by `launch/job_files.py`;
+  `launch/job_start.py`, which reads the executor's files by `launch/job_files.py`;
 - the batch script of a controller whose process is killed (REVIVALS): `requeue_if_killed` in
   `launch/slurm_executor.py`. Where the script dies too, its guard goes on: `cli/detached.py`.
 """
@@ -90,7 +90,7 @@ class RetryPolicy:
     def judge(
         self, history: RunHistory, label: str, failure: JobFailure, since: float = 0.0
     ) -> Verdict:
-        """Decide what follows a job that ended without a result and is on record.
+        """Decide the next step after a job that ended without a result and is on record.
 
         Args:
             history: Of the run, with that end.

@@ -345,9 +345,9 @@ class _Watch:
         self.launcher.cancel([self.job])
         (end,) = self.launcher.wait([self.job])
         last = end.log_tail.strip().rpartition("\n")[2]
-        found = f"ended early ({end.failure.value.replace('_', ' ')})" + (
-            f": {last}" if last else ""
-        )
+        found = f"ended early ({end.failure.value.replace('_', ' ')})"
+        if last:
+            found += f": {last}"
         return failed(Topic.JOB, found, f"see {end.log_file or self.job.folder}")
 
 

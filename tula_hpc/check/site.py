@@ -169,7 +169,7 @@ def fields_of(line: str) -> dict[str, str]:
 
 
 def partition_of(fields: dict[str, str], config: dict[str, str]) -> Partition:
-    """Read a partition; what it does not set is as in the configuration."""
+    """Read a partition; values that it does not set are those of the configuration."""
     own = {**config, **{key: value for key, value in fields.items() if value not in NO_LIMIT}}
     return Partition(
         name=fields["PartitionName"],

@@ -1,8 +1,8 @@
 """A sweep that carries on by itself: nothing has to stay alive on the login node.
 
-The command does what can be done at once and submits the first jobs. Then a small controller job,
-which Slurm starts when they are over (`afterany`: also when they failed), does the same: it sees to
-what they left, submits what comes next, and leaves another controller behind. Every one of them may
+The command does all that can be done at once and submits the first jobs. Then a small controller
+job, which Slurm starts when they are over (`afterany`: also when they failed), does the same: it
+handles their results, submits the next jobs, and leaves another controller behind. Each of them may
 be killed: whatever it did is on disk. Where its process dies, its batch script has it requeued.
 Where the whole job dies, a guard takes its place: another controller job, which waits for the end
 of the one that is next, and is moved on behind the next one as long as all goes well.
@@ -55,7 +55,7 @@ def carry_on_detached(sweep: Sweep, until: str) -> int:
     """Begin a detached sweep, on the login node; returns the exit code.
 
     Raises:
-        StageError: What could be done at once failed.
+        StageError: Work that could be done at once failed.
     """
     # a controller that was submitted by a command that was killed
     sweep.launcher.find_lost()
@@ -213,7 +213,7 @@ def _log_end(run: RunDirectory, words: str) -> None:
 
 
 def look_on(sweep: Sweep) -> None:
-    """Show what a detached sweep does until nobody carries it on; it is left as it is.
+    """Show a detached sweep's progress as long as controllers carry it on; change nothing.
 
     Returns at once where the sweep is not detached, or the user wants this command to carry on.
 

@@ -193,7 +193,7 @@ def _take_over(run: RunDirectory, path: Path, inputs: SweepSpec | ClusterSpec) -
 
 
 def _is_fresh(root: Path) -> bool:
-    """Tell whether a folder is empty, or holds only what an interrupted command left."""
+    """Tell whether a folder is empty, or holds only remains of an interrupted command."""
     return all(
         path.name.startswith(".sweep.toml.")
         or (path.name in ("profile", "slurm", "train") and not any(path.iterdir()))
@@ -202,7 +202,7 @@ def _is_fresh(root: Path) -> bool:
 
 
 def _other_inputs(refused: Changes, run: RunDirectory, kind: str, *, is_sweep: bool) -> str:
-    """Explain which keys differ from the run directory and may not, and what to do.
+    """Name the keys that differ from the run directory and may not, and the remedy.
 
     Args:
         refused: The keys.
@@ -235,7 +235,7 @@ def _when_free(run: RunDirectory) -> str:
 
 
 def _in_the_way(run: RunDirectory, left: Sequence[Submitted]) -> str:
-    """Explain what to do about jobs of the earlier inputs that have no results yet."""
+    """Explain how to proceed with jobs of the earlier inputs that have no results yet."""
     from tula_hpc.config import load_cluster
     from tula_hpc.launch.launcher import Launcher
 
@@ -280,7 +280,7 @@ def work(sweep: Sweep, until: str, *, detach: bool = False, here: bool = False) 
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ignore a second Ctrl-C: what is said of the jobs that are left takes but seconds."""
+    """Ignore a second Ctrl-C: the message on the jobs that are left takes only seconds."""
     before = {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -299,7 +299,7 @@ def _refuse_changed_meanwhile(sweep: Sweep) -> None:
 
 
 def say_interrupted(sweep: Sweep, until: str = "report") -> None:
-    """Say what goes on without this command, how to go on, and how to cancel the jobs left."""
+    """Say which work goes on without this command, how to continue, and how to cancel the jobs."""
     from tula_hpc.launch.launcher import describe_states
     from tula_hpc.stages.context import jobs_on_record
 

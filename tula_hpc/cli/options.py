@@ -214,7 +214,7 @@ def run_root(options: argparse.Namespace, spec: SweepSpec) -> Path:
 
     Raises:
         RunDirectoryError: It holds characters that job scripts would take for something else, or it
-            or what lies above it is no folder.
+            or a parent is no folder.
     """
     from tula_hpc.records import RunDirectory
 

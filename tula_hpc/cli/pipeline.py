@@ -1,7 +1,7 @@
 """Work of the commands in an open run directory: a sweep's stages, or a study.
 
 The summary at the end compares the chosen configuration and its neighbours, predicted and measured,
-tells the cost of profiling, and what the training took and cost of what it was to take and cost.
+names the cost of profiling, and compares the training's time and cost with the prediction.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def carry_out(sweep: Sweep, until: str) -> int:
     """Do all stages up to this one that are not done yet; returns the exit code.
 
     Raises:
-        InputError: The workload is not as it should be, or not what was measured.
+        InputError: The workload has a mistake, or is not the measured one.
         StageError: A stage failed.
         StillRunningError: Jobs are on their way, and the sweep is detached.
     """
@@ -125,7 +125,9 @@ def _run_stages(sweep: Sweep, last: int) -> int:
     from tula_hpc.stages.train import train_stage
 
     has_profiled = not training_began(sweep.run)
-    is_tried = _profile(sweep) if has_profiled else True
+    is_tried = True
+    if has_profiled:
+        is_tried = _profile(sweep)
     if last == STAGES.index("profile"):
         # as it was asked to, for `status`
         sweep.run.log_event("ended", "profile")
@@ -147,14 +149,14 @@ def _run_stages(sweep: Sweep, last: int) -> int:
     if is_tried and not over:
         # code may have changed while jobs measured, or since the last training job ended
         try_before_jobs(sweep)
-    result = train_stage(sweep, plan) if last >= STAGES.index("train") else None
+    result = train_stage(sweep, plan)
     if last == STAGES.index("report"):
         _say_end(sweep, plan, result, is_cost_said=has_profiled)
-    elif result is not None:
-        trained = _trained(sweep, result)
-        _say_bill(_bill(sweep, plan, trained))
-        _warn_of_loss(sweep, trained.metrics)
-        print("\n".join([*_steps_off(sweep, plan, trained), *_model_lines(sweep, result)]))
+        return 0
+    trained = _trained(sweep, result)
+    _say_bill(_bill(sweep, plan, trained))
+    _warn_of_loss(sweep, trained.metrics)
+    print("\n".join([*_steps_off(sweep, plan, trained), *_model_lines(sweep)]))
     return 0
 
 
@@ -176,41 +178,39 @@ def _profile(sweep: Sweep) -> bool:
     return is_tried
 
 
-def _say_end(sweep: Sweep, plan: Plan, result: TrainResult | None, *, is_cost_said: bool) -> None:
-    """Write the report; say what was decided, what it cost, and where the report is."""
+def _say_end(sweep: Sweep, plan: Plan, result: TrainResult, *, is_cost_said: bool) -> None:
+    """Write the report; print the decision, the cost, and the report's path."""
     from tula_hpc.stages.notify import tell
 
     paths = report_stage(sweep)
-    trained = None if result is None else _trained(sweep, result)
+    trained = _trained(sweep, result)
     bill = _say_summary(sweep, plan, trained, "" if is_cost_said else _profiling_cost(sweep))
     lines = [f"decided: {_decision(plan, result)}"]
-    lines += _steps_off(sweep, plan, trained) if trained else []
+    lines += _steps_off(sweep, plan, trained)
     lines.append(f"cost: {_cost(sweep, plan, bill)}")
-    lines += _model_lines(sweep, result)
+    lines += _model_lines(sweep)
     lines.append(f"report: {next(path for path in paths if path.suffix == '.html')}")
     print("\n".join(lines))
     tell(sweep, "sweep_ended", "; ".join(lines))
 
 
-def _model_lines(sweep: Sweep, result: TrainResult | None) -> list[str]:
+def _model_lines(sweep: Sweep) -> list[str]:
     """Say where the trained model is, or that it is gone."""
     from tula_hpc.stages.plan import why_no_model
 
-    if result is None:
-        return []
     if words := why_no_model(sweep.run, sweep.spec):
         return [f"warning: {words}"]
     newest = sweep.run.train().newest_checkpoint
-    return [f"model: {newest}"] if newest else []
+    if not newest:
+        return []
+    return [f"model: {newest}"]
 
 
-def _decision(plan: Plan, result: TrainResult | None) -> str:
-    """Return what was chosen, and what came of it."""
+def _decision(plan: Plan, result: TrainResult) -> str:
+    """Describe the chosen configuration, and the result of its training."""
     chosen = plan.chosen
     where = f" on {chosen.partition}" if chosen.partition else ""
     text = f"{plural(chosen.nodes, 'node')}{where} and a batch of {chosen.global_batch:,} samples"
-    if result is None:
-        return f"{text}; not trained yet"
     if result.global_batch != chosen.global_batch:
         text = f"{text}; {result.global_batch:,} were trained, which fit into memory"
     score = format_score(result.test_accuracy, result.test_loss)
@@ -219,7 +219,7 @@ def _decision(plan: Plan, result: TrainResult | None) -> str:
 
 
 def _cost(sweep: Sweep, plan: Plan, bill: TrainingBill | None) -> str:
-    """Return what training and profiling cost, at the plan's price of a node and second."""
+    """Describe the cost of training and profiling, at the plan's price of a node and second."""
     from tula_hpc.analysis.search.profiling_cost import profiling_cost
 
     chosen = plan.chosen
@@ -242,25 +242,24 @@ def _cost(sweep: Sweep, plan: Plan, bill: TrainingBill | None) -> str:
 
 
 def _say_summary(
-    sweep: Sweep, plan: Plan, trained: Training | None, profiling_cost: str
+    sweep: Sweep, plan: Plan, trained: Training, profiling_cost: str
 ) -> TrainingBill | None:
     """Print table and bill; returns the latter."""
     from tula_hpc.analysis.run_contents import trained_partition
 
     # which the table is about
     here = trained_partition(sweep.run.events()) in (None, plan.chosen.partition)
-    bill = None if trained is None else _bill(sweep, plan, trained)
+    bill = _bill(sweep, plan, trained)
     print_summary(
         plan,
         sweep.run.measurements().records,
-        trained.result if trained and here else None,
+        trained.result if here else None,
         profiling_cost,
-        None if trained is None else trained.epoch_time_s,
+        trained.epoch_time_s,
         bill=bill,
     )
     _say_bill(bill)
-    if trained is not None:
-        _warn_of_loss(sweep, trained.metrics)
+    _warn_of_loss(sweep, trained.metrics)
     return bill
 
 
@@ -289,7 +288,9 @@ def _steps_off(sweep: Sweep, plan: Plan, trained: Training) -> list[str]:
 def _say_bill(bill: TrainingBill | None) -> None:
     from tula_hpc.analysis.report.bill_text import bill_sentences
 
-    for sentence in bill_sentences(bill) if bill else ():
+    if bill is None:
+        return
+    for sentence in bill_sentences(bill):
         print(printable(sentence))
 
 
@@ -318,7 +319,7 @@ def _contents(path: Path) -> bytes:
 
 
 def _say_plan(sweep: Sweep, plan: Plan, *, is_new: bool = True) -> None:
-    """Say what was planned; in full only where an earlier command has not said it."""
+    """Print the plan; in full only where an earlier command has not done so."""
     from tula_hpc.analysis.planning.partitions import name_of
     from tula_hpc.analysis.report.plan_text import not_told_apart
 
@@ -344,7 +345,7 @@ def _say_plan(sweep: Sweep, plan: Plan, *, is_new: bool = True) -> None:
 
 
 def _say_what_it_takes(plan: Plan) -> None:
-    """Say what the planned training takes, and whether its configuration was measured."""
+    """Print the planned training's time and cost, and whether its configuration was measured."""
     from tula_hpc.analysis.run_contents import predicted
 
     chosen = plan.chosen
@@ -376,7 +377,9 @@ def _run_study(sweep: Sweep, *, report: bool) -> int:
         "sweep_ended",
         f"{len(cells) - len(failures)} of {plural(len(cells), 'training')} done",
     )
-    code = report_study(sweep.run) if report else 0
+    code = 0
+    if report:
+        code = report_study(sweep.run)
     if failures:
         raise StageError(_describe(failures))
     return code
@@ -393,7 +396,9 @@ def report_study(run: RunDirectory) -> int:
 
 
 def _describe(failures: Mapping[str, str]) -> str:
-    lines = [f"  {label}: {why}" for label, why in list(failures.items())[:SAID]]
-    more = [f"  and {len(failures) - SAID} more"] if len(failures) > SAID else []
     count = f"{len(failures)} training{'s' if len(failures) > 1 else ''}"
-    return "\n".join([f"study: {count} without a result:", *lines, *more])
+    lines = [f"study: {count} without a result:"]
+    lines += [f"  {label}: {why}" for label, why in list(failures.items())[:SAID]]
+    if len(failures) > SAID:
+        lines.append(f"  and {len(failures) - SAID} more")
+    return "\n".join(lines)

@@ -1,7 +1,7 @@
 """Typed, validated inputs: one sweep file and one cluster file, both TOML.
 
-Every mistake becomes an `InputError` with one line per problem: the file, the dotted key, what is
-wrong and what is expected.
+Every mistake becomes an `InputError` with one line per problem: the file, the dotted key, the
+mistake and the expected value.
 """
 
 from tula_hpc.config.cluster import ClusterSpec, ContainerSpec, PartitionSpec, PricingSpec

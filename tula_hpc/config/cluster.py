@@ -58,7 +58,7 @@ class PricingSpec(Spec):
     """`[pricing]`: price of training; `basis` picks the prices that count."""
 
     basis: Literal["node-hour", "memory", "tres", "spot", "energy"] = "node-hour"
-    """What is paid for: hours of nodes, memory in use, Slurm's billing units, spot nodes, or
+    """Basis of the price: hours of nodes, memory in use, Slurm's billing units, spot nodes, or
     energy.
     """
     usd_per_node_hour: float = Field(default=1.0, ge=0)
@@ -88,12 +88,12 @@ class PricingSpec(Spec):
     preemption_hours: float = Field(default=24.0, gt=0)
     """Mean time between preemptions of spot nodes."""
     preempted: Literal["node", "job"] = "node"
-    """What that time is of: each node, so that more nodes are preempted more often, or the whole
-    job.
+    """Preemptions are counted for each node, so that more nodes are preempted more often, or for
+    the whole job.
     """
     watts_per_node: float | None = Field(default=None, gt=0)
-    """Power of a whole node under load; without it what profiles measure of processors and GPUs
-    counts.
+    """Power of a whole node under load; without it the power of processors and GPUs that
+    profiles measure.
     """
     usd_per_kwh: float = Field(default=0.15, ge=0)
     """Price of a kilowatt-hour, for `basis = "energy"`."""
@@ -153,9 +153,9 @@ class ContainerSpec(Spec):
     """`[container]`: image in which jobs run; see `tula_hpc.containers`."""
 
     image: Annotated[Line, Field(min_length=1)]
-    """Image file, or what the runtime takes for one."""
+    """Image file, or another name of an image that the runtime takes."""
     runtime: Literal["apptainer", "pyxis"] = "apptainer"
-    """What runs the image."""
+    """Container runtime that runs the image."""
     python: Annotated[Line, Field(min_length=1)] = "python3"
     """Python of the image."""
     mounts: tuple[Mount, ...] = Field(default=(), max_length=100)
@@ -234,7 +234,7 @@ class ClusterSpec(Spec):
     memory_gb: float | None = Field(default=None, gt=0, le=MOST_GIB)
     """Host memory of a node; Slurm enforces it, and on processors it bounds the batch."""
     device_memory_gb: float | None = Field(default=None, gt=0, le=MOST_GIB)
-    """Memory of a GPU, which bounds the batch; without it what profiles measure."""
+    """Memory of a GPU, which bounds the batch; without it the size that profiles measure."""
     memory_margin: float = Field(default=0.1, ge=0, lt=1)
     """Share of the memory limit that plans leave free."""
     partition: SlurmWord | None = None
@@ -250,7 +250,7 @@ class ClusterSpec(Spec):
     exclusive: bool = True
     """Nobody else's job is on the nodes."""
     profile_minutes: int = Field(default=20, ge=1, le=MOST_MINUTES)
-    """Time limit of each profiling job; what it does not reach, a next one measures."""
+    """Time limit of each profiling job; a next job measures the configurations that are left."""
     train_minutes: int = Field(default=24 * 60, ge=1, le=MOST_MINUTES)
     """Time limit of each training job, which then saves, requeues and goes on."""
     array_parallelism: int = Field(default=1, ge=1, le=10_000)

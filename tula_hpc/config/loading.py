@@ -82,9 +82,12 @@ def read_toml(path: Path) -> dict[str, Any]:
 def _one_line(error: Exception) -> str:
     # the message may quote anything from the file
     text = str(error)
-    text = text if text.isprintable() else ascii(text)
+    if not text.isprintable():
+        text = ascii(text)
     # the place in the file stands at the end
-    return text if len(text) <= 200 else f"{text[:120]}...{text[-60:]}"
+    if len(text) > 200:
+        return f"{text[:120]}...{text[-60:]}"
+    return text
 
 
 # a string, or the rest of its line where it does not end: the search goes on behind either, so that
@@ -200,7 +203,7 @@ def load_sweep(path: Path, overrides: Sequence[str] = (), *, check_paths: bool =
     exist here: for planning and reporting from logs that were copied from another machine.
 
     Raises:
-        InputError: One line per mistake: file, key, what was expected.
+        InputError: One line per mistake: file, key, expected value.
     """
     tables = read_toml(path)
     if "executor" in tables and "workload" not in tables:
@@ -302,10 +305,14 @@ def _naming_overrides(load: Callable[[Sequence[str]], Loaded], overrides: Sequen
 
 def _as_typed(override: str) -> str:
     key = override.partition("=")[0]
-    hidden = is_hidden(key.strip().removeprefix("cluster.").split("."))
-    value = f"{key}={VALUE}" if hidden else override
-    value = value if value.isprintable() else ascii(value)
-    return f"{OPTION} {value if len(value) <= 100 else value[:97] + '...'}"
+    value = override
+    if is_hidden(key.strip().removeprefix("cluster.").split(".")):
+        value = f"{key}={VALUE}"
+    if not value.isprintable():
+        value = ascii(value)
+    if len(value) > 100:
+        value = f"{value[:97]}..."
+    return f"{OPTION} {value}"
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:

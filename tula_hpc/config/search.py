@@ -23,7 +23,7 @@ class SearchSpec(Spec):
     max_batch: int = Field(default=1024, ge=1, le=2**30)
     """Largest global batch; memory may bound it further."""
     mode: Literal["adaptive", "full", "partial"] = "adaptive"
-    """What is measured: what the decision needs, the four corners (partial), or everything."""
+    """Measured configurations: those the decision needs, the four corners (partial), or all."""
     max_profiles: int = Field(default=8, ge=3, le=100_000)
     """Measured configurations after which an adaptive search ends at the latest."""
     form: Literal[
@@ -127,8 +127,8 @@ class ObjectiveSpec(Spec):
     """`[objective]`: goal and constraints of the chosen configuration."""
 
     kind: Literal["knee", "kneedle", "time", "progress", "cost", "weighted"] = "knee"
-    """What the plan minimizes: time up to the knee, the paper's knee, time, time to equal progress,
-    cost, or a product of time and cost.
+    """Quantity that the plan minimizes: time up to the knee, the paper's knee, time, time to equal
+    progress, cost, or a product of time and cost.
     """
     time_weight: float = Field(default=1.0, ge=0, le=100)
     """Exponent of time for `kind = "weighted"`."""

@@ -161,7 +161,7 @@ def check_accuracy(work: WorkloadSpec, study: StudySpec) -> None:
 
 
 def _check_script_study(work: WorkloadSpec, study: StudySpec) -> None:
-    """Refuse what a study of a training script cannot compare, or set, from outside.
+    """Refuse keys that a study of a training script cannot compare, or set, from outside.
 
     Raises:
         ValueError: With the key in front.

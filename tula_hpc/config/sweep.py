@@ -174,7 +174,7 @@ def check_columns(sweep: SweepSpec, path: Path, *, check_paths: bool) -> None:
     """Check the sweep of each column of a study.
 
     Raises:
-        InputError: One line per mistake in a variant: file, variant, key, what was expected.
+        InputError: One line per mistake in a variant: file, variant, key, expected value.
     """
     if sweep.study is None:
         return

@@ -17,7 +17,7 @@ LrScaling = Literal["none", "sqrt", "linear"]
 class AgsOptions(NamedTuple):
     """Form of adaptive gradient scaling: the preset with the keys that are given.
 
-    `TrainingSpec` says what each means. Without `small_batch` see `following_batch`, without
+    `TrainingSpec` explains each. Without `small_batch` see `following_batch`, without
     `small_batch_shrink` see `following_shrink`.
     """
 
@@ -134,7 +134,7 @@ class TrainingSpec(Spec):
     delta: float | None = Field(default=None, gt=0)
     """Threshold of the gate: relative change of the gradient's squared norm."""
     granularity: Granularity | None = None
-    """What shares one factor."""
+    """Part of the model that shares one factor."""
     exponent: float | None = Field(default=None, gt=0, le=4)
     """Exponent of the ratio of norms that is the factor: 1 in the paper, 2 in AdaScale."""
     smoothing: float | None = Field(default=None, ge=0, lt=1)
@@ -148,8 +148,8 @@ class TrainingSpec(Spec):
     exclude_norms: bool | None = None
     """Normalization layers and biases are not scaled."""
     apply: Literal["gradient", "update"] | None = None
-    """What is multiplied: the gradient or the optimizer's update; without it the update where the
-    optimizer divides by the gradient's size.
+    """Quantity that is multiplied: the gradient or the optimizer's update; without it the update
+    where the optimizer divides by the gradient's size.
     """
     spike_guard: bool | None = None
     """A gradient longer than its moving average is scaled by its own length."""
@@ -174,8 +174,8 @@ class TrainingSpec(Spec):
     log_to: tuple[TrackerName, ...] = Field(default=(), max_length=3)
     """Where the lines of metrics.jsonl go, too."""
     checkpoint_minutes: float | None = Field(default=None, gt=0, le=1e6)
-    """Time between two checkpoints; without it what loses least by the measured cost of one, at
-    most 5.
+    """Time between two checkpoints; without it the time that loses least by the measured cost of
+    one, at most 5.
     """
     interruption_hours: float = Field(default=24.0, gt=0, le=1e6)
     """Mean time between kills that leave no time to save, before the training has seen any."""
@@ -284,7 +284,7 @@ _OUTSIDE = {
 
 
 def check_script(training: TrainingSpec, *, scales: bool, of_study: bool = False) -> None:
-    """Refuse what cannot be done to a training script from outside.
+    """Refuse keys of `[training]` that cannot act on a training script from outside.
 
     Args:
         training: The table.

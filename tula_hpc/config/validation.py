@@ -7,8 +7,8 @@ How the keys of a file are checked, in this order:
 2. `_parse` there hands them to the type of the file, a `Spec` of this module: `SweepSpec` in
    `sweep.py` with the tables of `workload.py`, `search.py`, `training.py` and `study.py`;
    `ClusterSpec` in `cluster.py`, with `gpus.py`. Each field has its type and bounds; validators in
-   these types check what keys of one table or one file mean together. Unknown keys are refused.
-3. Here, `explain` makes one line of each mistake: file, key, what was expected, what is meant.
+   these types check how keys of one table or one file fit together. Unknown keys are refused.
+3. Here, `explain` makes one line of each mistake: file, key, expected value, likely intention.
 4. `check_columns` in `sweep.py` checks each column of a study, and `check_together` there the sweep
    against the cluster. A resumed run also against what it has measured: `changes.py`.
 
@@ -131,7 +131,9 @@ def explain(kind: type[Spec], path: Path | str, item: Mapping[str, Any]) -> str:
         return line_of(path, *_own_message(location, message_of(item)))
     is_key = location[-1] == "[key]"
     # the input of a mistake in a key is the key itself
-    got = VALUE if is_hidden(location) and not is_key else shown(item["input"])
+    got = VALUE
+    if is_key or not is_hidden(location):
+        got = shown(item["input"])
     if "pattern" in item["type"]:
         table = location[:-2] if is_key else location
         message = f"{got} holds characters that are not allowed here"
@@ -144,7 +146,9 @@ def explain(kind: type[Spec], path: Path | str, item: Mapping[str, Any]) -> str:
 def _own_message(location: list[str], message: str) -> tuple[list[str], str]:
     """Split off the key that a model validator puts in front of its message."""
     field, colon, rest = message.partition(": ")
-    return ([*location, field], rest) if colon and field.isidentifier() else (location, message)
+    if not colon or not field.isidentifier():
+        return location, message
+    return [*location, field], rest
 
 
 def _tables_meant(kind: type[Spec], location: Sequence[str], value: object) -> str:
@@ -171,15 +175,21 @@ def line_of(path: Path | str, location: Sequence[str], message: str) -> str:
 
 
 def _printable_part(part: str) -> str:
-    part = part if part and part.isprintable() else ascii(part)
-    return part if len(part) <= 100 else f"{part[:97]}..."
+    if not part or not part.isprintable():
+        part = ascii(part)
+    if len(part) > 100:
+        return f"{part[:97]}..."
+    return part
 
 
 def shown(value: object, most: int = 80) -> str:
     """Return a value as in TOML, cut after `most` characters."""
     text = json.dumps(value, default=str, ensure_ascii=False)
-    text = text if text.isprintable() else json.dumps(value, default=str)
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    if not text.isprintable():
+        text = json.dumps(value, default=str)
+    if len(text) > most:
+        return f"{text[: most - 3]}..."
+    return text
 
 
 def valid_keys(kind: type[BaseModel], location: Sequence[str]) -> str:
@@ -217,7 +227,9 @@ def nearest(word: str, valid: Iterable[str], form: str = "{!r}") -> str:
     close = [other for other in valid if sorted(other) == sorted(word)]
     if not close and len(word) <= 100:
         close = difflib.get_close_matches(word, valid, n=1)
-    return f" (did you mean {form.format(close[0])}?)" if close else ""
+    if not close:
+        return ""
+    return f" (did you mean {form.format(close[0])}?)"
 
 
 def known_or_entry_point(
@@ -283,7 +295,7 @@ def _check_entry_point(value: str, called_with: Sequence[str], beside: Path | No
 
 
 def where_looked(module: str, beside: Path | None) -> str:
-    """Say where a module is not, and what to do.
+    """Name the places without this module, and the remedy.
 
     Jobs start in the working directory of the command, so that it is not looked for elsewhere.
     """

@@ -119,7 +119,7 @@ class WorkloadSpec(Spec):
     module: str | None = Field(default=None, max_length=200, pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*$")
     """The same as a module, which is run as with `python -m`."""
     arguments: tuple[Argument, ...] = Field(default=(), max_length=1000)
-    """Arguments of the script, with names in braces for what the sweep chooses."""
+    """Arguments of the script, with names in braces for values that the sweep chooses."""
     resume_arguments: tuple[Argument, ...] = Field(default=(), max_length=1000)
     """Appended when the script goes on after an interruption; without them it begins anew."""
     accumulation: int = Field(default=1, ge=1, le=2**20)

@@ -14,7 +14,7 @@ machine has none of Slurm's commands, `--script` writes a cluster file for this 
     sweep_file      path; None without --script
     unknown         keys to fill in, by file
     required        those of the sweep file without which nothing starts
-    notes           sentences on what may go wrong
+    notes           sentences on possible problems
     next            command lines, in order
 """
 
@@ -208,7 +208,7 @@ def _chosen(survey: Survey, name: str | None) -> Place:
 
 
 def _as_json(cluster: _Cluster, script: Script | None) -> dict[str, object]:
-    """Return what `--json` prints; see the module."""
+    """Return the object that `--json` prints; see the module."""
     from tula_hpc.init.sweep_file import required_keys, unknown_keys
 
     written = [cluster.file, *([script.target] if script else [])]
@@ -261,7 +261,9 @@ def _notes(cluster: _Cluster, script: Script | None) -> Iterator[str]:
 def _next(cluster: _Cluster, script: Script | None) -> Iterator[str]:
     if script is not None:
         here = Path.cwd()
-        path = script.path.relative_to(here) if script.path.is_relative_to(here) else script.path
+        path = script.path
+        if path.is_relative_to(here):
+            path = path.relative_to(here)
         yield command_line("attach", str(path), *script.trial())
     yield command_line("check", str(cluster.file))
     if script is not None:
@@ -286,8 +288,10 @@ def _words(cluster: _Cluster, script: Script | None) -> Iterator[str]:
     if cluster.others:
         yield "Other partitions (--partition NAME):"
         yield from (f"  {_described(each)}{_reason(each)}" for each in cluster.others)
-    for number, line in enumerate(_next(cluster, script)):
-        yield f"{'Then' if number else 'Next'}: {line}"
+    label = "Next"
+    for line in _next(cluster, script):
+        yield f"{label}: {line}"
+        label = "Then"
 
 
 def _described(place: Place) -> str:
@@ -296,16 +300,20 @@ def _described(place: Place) -> str:
         return place.partition.name
     parts = [plural(nodes.count, "node"), f"{nodes.cpus} CPUs"]
     if place.gpus:
-        kind = f" {place.gpu_type}" if place.gpu_type else ""
-        parts.append(f"{place.gpus}{kind} {'GPU' if place.gpus == 1 else 'GPUs'}")
-    limit = place.most_minutes
-    parts.append("no time limit" if limit is None else f"at most {limit} min")
-    default = ", the default" if place.is_default else ""
-    return f"{place.partition.name} ({', '.join(parts)}{default})"
+        parts.append(plural(place.gpus, f"{place.gpu_type} GPU".lstrip()))
+    if place.most_minutes is None:
+        parts.append("no time limit")
+    else:
+        parts.append(f"at most {place.most_minutes} min")
+    if place.is_default:
+        parts.append("the default")
+    return f"{place.partition.name} ({', '.join(parts)})"
 
 
 def _reason(place: Place) -> str:
-    return f": {place.refused}" if place.refused else ""
+    if not place.refused:
+        return ""
+    return f": {place.refused}"
 
 
 if __name__ == "__main__":

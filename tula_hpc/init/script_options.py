@@ -92,7 +92,7 @@ _HUGGING_FACE = (
 
 
 def read_options(path: Path) -> ScriptOptions:
-    """Return what a script's source says about its command line.
+    """Read the options of a script's command line from its source.
 
     Raises:
         ValueError: It cannot be read, or is not valid Python.

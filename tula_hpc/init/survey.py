@@ -68,7 +68,7 @@ class Place(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """What Slurm says about the cluster and this user."""
+    """Slurm's answers about the cluster and this user."""
 
     cluster_name: str
     places: tuple[Place, ...]

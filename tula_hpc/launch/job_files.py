@@ -5,9 +5,9 @@ The batch script itself is made by `_script` of `launch/slurm_executor.py`.
 The pickle is written by who submits, with its SHA-256, and the job loads only bytes of that hash.
 Whoever may write to a folder above the run directory can put another folder in its place while a
 job waits, so the folder's owner proves nothing. The hash travels in the batch script, which Slurm
-keeps from the submission on, or in the environment of a local job. What remains: who can change
-the script (its owner, administrators, or somebody who exchanges the folder in the moment in which
-sbatch reads it) or the job's Python runs what they like, and whoever can exchange the folder can
+keeps from the submission on, or in the environment of a local job. These risks remain: whoever can
+change the script (its owner, administrators, or somebody who exchanges the folder in the moment in
+which sbatch reads it) or the job's Python can run any code, and whoever can exchange the folder can
 keep the job from running.
 
 submitit pickles a job again when it requeues it, on the node, where no script knows that hash. All

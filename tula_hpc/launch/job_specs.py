@@ -108,8 +108,8 @@ class TrainJob(Requeueable):
         root: The run directory.
         label: Name of this training inside the run directory.
         partition: Name of the partition, see `Candidate.partition`.
-        measured: What the plan was made for; another model or other data are refused. None where
-            there is no plan, or its records do not tell.
+        measured: Identity that the plan was made for; another model or other data are refused.
+            None where there is no plan, or its records have none.
     """
 
     run: ClassVar[str] = "tula_hpc.training.job:run"

@@ -91,7 +91,7 @@ class Requeue:
 
 
 def _await(path: Path) -> None:
-    """Wait for a file system that shows this node late what another one wrote."""
+    """Wait for a file of another node, which the file system may show late on this one."""
     deadline = time.monotonic() + WAIT_S
     while not os.path.lexists(path) and time.monotonic() < deadline:
         time.sleep(1.0)

@@ -2,8 +2,8 @@
 
 Every job goes through `Launcher.submit`: it cuts them into arrays as large as Slurm takes
 (`_submit_in_pieces`), and an executor starts each array: `launch/slurm_executor.py` by sbatch,
-`launch/local_executor.py` on this machine. What its jobs are doing, such as "1 running", is worded
-by `describe_states`.
+`launch/local_executor.py` on this machine. `describe_states` words the states of its jobs, such as
+"1 running".
 """
 
 from __future__ import annotations
@@ -376,7 +376,7 @@ class Launcher:
         self.executor.cancel(jobs)
 
     def note_accounts(self) -> bool:
-        """Write down what accounting has of all jobs so far, for those who cannot ask it.
+        """Write down the accounting records of all jobs so far, for those who cannot ask for them.
 
         Return False where it knows of none, does not answer in seconds, or is not there.
         """
@@ -463,5 +463,8 @@ def _in_words(state: JobState) -> tuple[str, str]:
         return state.state.lower().replace("_", " "), ""
     wait = explain(state)
     why = wait.words or state.reason
-    stuck = "; this does not go away by itself" if wait.stuck else ""
-    return "waiting", f" ({why}{stuck})" if why else ""
+    if not why:
+        return "waiting", ""
+    if wait.stuck:
+        why += "; this does not go away by itself"
+    return "waiting", f" ({why})"

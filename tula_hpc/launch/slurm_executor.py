@@ -1,7 +1,7 @@
 """Executor of jobs on Slurm: calls sbatch so that each array is made exactly once.
 
-`launch/launcher.py` cuts jobs into arrays and hands each to `SlurmJobs.submit`; what calls sbatch
-is `submit_once`.
+`launch/launcher.py` cuts jobs into arrays and hands each to `SlurmJobs.submit`; `submit_once`
+calls sbatch.
 
 submitit calls sbatch once and takes any error for a refusal. But a controller that is paused,
 restarts or is overloaded lets sbatch fail although the job may have been accepted. So every
@@ -133,7 +133,7 @@ class SlurmJobs:
     """Executor of jobs on Slurm: each submission is a job or an array, made exactly once.
 
     Args:
-        cluster: What sbatch is asked for.
+        cluster: The resources that sbatch is asked for.
         folders: Of the workload, for a container.
     """
 

@@ -1,7 +1,7 @@
 """events.jsonl, the log of a run, and its one reading: `RunHistory`. Notes of profile jobs.
 
 A line of the file is an `Event`; the data of each kind of event has a type here. No other package
-looks into an event: what a run's events mean together is asked of `RunHistory`.
+looks into an event: `RunHistory` answers questions about all events of a run.
 """
 
 from __future__ import annotations
@@ -270,7 +270,9 @@ class JobEvents:
     def end(self) -> JobEnd | None:
         """End on record, if any."""
         ended = self._named("ended")
-        return JobEnd(ended[-1].time, ended[-1].failure) if ended else None
+        if not ended:
+            return None
+        return JobEnd(ended[-1].time, ended[-1].failure)
 
     @property
     def memory_failure(self) -> Failure | None:
@@ -292,7 +294,9 @@ class JobEvents:
     def own_failure(self) -> JobFailure | None:
         """Last failure that the job itself reported."""
         failed = self._named("failed")
-        return _failure_in(failed[-1]) if failed else None
+        if not failed:
+            return None
+        return _failure_in(failed[-1])
 
     @property
     def failure(self) -> JobFailure | None:
@@ -366,7 +370,9 @@ class DriftState(NamedTuple):
 
 def _drift_of(event: Event) -> DriftState | None:
     data = DriftData.of(event)
-    return None if data.ratio is None else DriftState(data.ratio, data.part)
+    if data.ratio is None:
+        return None
+    return DriftState(data.ratio, data.part)
 
 
 class StageFailure(NamedTuple):
@@ -450,9 +456,13 @@ class RunHistory:
             self._jobs[job.job_id] = self._unsettled[key] = job
         else:
             self._jobs.setdefault(event.job_id, JobEvents(event.job_id)).events.append(event)
-        named = EndData.of(event).label if "label" in event.data else ""
+        label = ""
+        if "label" in event.data:
+            label = EndData.of(event).label
         known = self._jobs[event.job_id]
-        self._labels.append(named or (known.label if isinstance(known, Submission) else ""))
+        if not label and isinstance(known, Submission):
+            label = known.label
+        self._labels.append(label)
 
     def submissions(self, *stages: str) -> list[Submission]:
         """Return the submitted jobs of these stages, or of all, in the order of submission."""
@@ -470,7 +480,9 @@ class RunHistory:
         """Return why the last controller that ended could not go on, "" if it could."""
         ends = (e for e in reversed(self.events) if (e.event, e.stage) == ("ended", CONTROL))
         last = next(ends, None)
-        return "" if last is None or last.failure is None else last.detail
+        if last is None or last.failure is None:
+            return ""
+        return last.detail
 
     def job(self, job_id: str) -> JobEvents:
         """Return the events of a job."""

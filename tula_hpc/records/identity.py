@@ -1,7 +1,7 @@
-"""Identity of what is measured or trained: the model's structure, the user's own code, the data.
+"""Identity of a workload: the model's structure, the user's own code, the data.
 
-Measurements hold for one model and one kind of data. `Identity.difference` tells in a sentence what
-is another one now. Own code that changed while model and data stayed the same is no reason to
+Measurements hold for one model and one kind of data. `Identity.difference` describes their changes
+in a sentence. Own code that changed while model and data stayed the same is no reason to
 refuse a plan: `changed_sources` names the files, for a warning.
 
 It is checked before jobs are submitted (`stages/rehearsal.py`), in the job (`training/progress.py`;
@@ -54,7 +54,7 @@ class Identity(Record):
         return [name for name in names if self.sources.get(name) != before.sources.get(name)]
 
     def difference(self, before: Identity) -> str:
-        """Describe what is another now than before; "" where model and data are the same."""
+        """Describe the changes since then; "" where model and data are the same."""
         parts = list(_differences(self, before))
         changed = self.changed_sources(before)
         if parts and changed:
@@ -84,7 +84,7 @@ def in_short(names: Sequence[str]) -> str:
 
 
 def measured_identity(measurements: Iterable[Measurement]) -> Identity | None:
-    """Return what the newest measurement is of; None where no record knows."""
+    """Return the identity in the newest measurement that has one; None without any."""
     known = [m for m in measurements if m.identity is not None]
     newest = max(known, key=lambda m: m.finished_at, default=None)
     return newest.identity if newest else None
@@ -94,7 +94,7 @@ def refuse_another(run: RunDirectory, measured: Identity | None, now: Identity) 
     """Refuse to plan or train another model, or other data, than the run has measured.
 
     Raises:
-        InputError: It is another one; the message says in what, and what to do.
+        InputError: It is another one; the message names the differences and the remedy.
     """
     found = now.difference(measured) if measured is not None else ""
     if found:
@@ -107,7 +107,7 @@ def refuse_several(run: RunDirectory, measurements: Iterable[Measurement]) -> No
     """Refuse to plan from measurements of different models or data.
 
     Raises:
-        InputError: There are several; the message says which, and what to do.
+        InputError: There are several; the message names them and the remedy.
     """
     rows = [m for m in measurements if m.identity is not None]
     newest = measured_identity(rows)

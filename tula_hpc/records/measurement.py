@@ -279,12 +279,12 @@ def holds_any(output: Path, rows: Iterable[Measurement]) -> bool:
 
 
 def recorded_by_job(output: Path) -> list[Measurement]:
-    """Return what one profile job has written so far, its workers' own files included."""
+    """Return a profile job's measurements so far, those in its workers' own files included."""
     return read_records(Measurement, with_rank_files(output)).records
 
 
 def recorded_in(folder: Path) -> list[Measurement]:
-    """Return what all profile jobs of a run have written so far."""
+    """Return the measurements so far of all profile jobs of a run."""
     return read_records(Measurement, sorted(folder.glob("*.jsonl"))).records
 
 
@@ -304,9 +304,9 @@ def compute_of(batch: int) -> str:
 class Footprint(Record):
     """Estimate of one worker's memory from counting, before any step was run; bytes.
 
-    `fixed_bytes + activation_bytes_per_sample × b` is what tensors hold at the peak of a step with
-    local batch b, once b is so large that the peak lies in the backward pass. `peaks` is what the
-    limit counts, at the powers of two.
+    `fixed_bytes + activation_bytes_per_sample × b` is the memory of tensors at the peak of a step
+    with local batch b, once b is so large that the peak lies in the backward pass. `peaks` is the
+    memory that counts towards the limit, at the powers of two.
     """
 
     schema_version: Literal[1] = 1
@@ -344,7 +344,7 @@ class Footprint(Record):
 
     @property
     def before_batch_bytes(self) -> int:
-        """Bytes of a worker before any batch, without what a library takes."""
+        """Bytes of a worker before any batch, without those of libraries."""
         states = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
         return self.host_baseline_bytes + states + self.beside_bytes
 
@@ -358,7 +358,7 @@ class Footprint(Record):
 
 
 def damaged_footprints(run: Path) -> list[str]:
-    """Name a run's estimates of memory that cannot be read, and say what to do."""
+    """Name a run's estimates of memory that cannot be read, and the remedy."""
     found = []
     for path in sorted(run.glob("footprint*.json")):
         try:

@@ -204,8 +204,8 @@ def parse_metrics(line: bytes) -> AnyMetrics:
 def split(rows: Iterable[AnyMetrics], skipped: int) -> Metrics:
     """Split lines by kind; the later of two for the same samples or epoch counts.
 
-    What a later line of an epoch does not tell counts as the earlier one told it: a script's scores
-    and the time until its next epoch are known at different moments.
+    Fields that a later line of an epoch lacks are taken from the earlier one: a script's scores and
+    the time until its next epoch are known at different moments.
     """
     steps: dict[int, StepMetrics] = {}
     epochs: dict[int, EpochMetrics] = {}

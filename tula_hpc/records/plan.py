@@ -114,7 +114,7 @@ class Knee(Record):
 
 
 class Remedy(StrEnum):
-    """What the reader of a doubt should do about it."""
+    """Action that a doubt asks of its reader."""
 
     MEASURE = "measure"
     CHANGE = "change"
@@ -123,14 +123,14 @@ class Remedy(StrEnum):
 
 
 class Doubt(NamedTuple):
-    """A warning with what the reader should do about it."""
+    """A warning with the action that it asks of its reader."""
 
     text: str
     remedy: Remedy
 
 
 class Plan(Record):
-    """plan.json: the chosen configuration, every candidate, and what to fall back to."""
+    """plan.json: the chosen configuration, every candidate, and the fallbacks."""
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
     objective: str

@@ -160,7 +160,7 @@ class RunDirectory:
         return aside
 
     def check_name(self) -> None:
-        """Refuse a path that job scripts would change: Slurm and submitit replace what follows a %.
+        """Refuse a path that job scripts would change: Slurm and submitit replace %j and the like.
 
         Raises:
             RunDirectoryError: It holds characters that have a meaning there.
@@ -176,7 +176,7 @@ class RunDirectory:
         """Keep other commands from working on this run until the process ends.
 
         Args:
-            role: What this process is to the run, in at most 100 characters.
+            role: Task of this process in the run, in at most 100 characters.
 
         Raises:
             RunDirectoryError: Another one holds it; the message says who.
@@ -296,7 +296,7 @@ class RunDirectory:
 
     @property
     def trial_file(self) -> Path:
-        """Return the file of what the login node found when it tried the workload."""
+        """Return the file with the result of trying the workload on the login node."""
         return self.root / "trial.json"
 
     @property
@@ -330,12 +330,12 @@ class RunDirectory:
 
     @property
     def told_file(self) -> Path:
-        """Return the file of what `on_event` was run for."""
+        """Return the file that lists the events for which `on_event` was run."""
         return self.root / "told.json"
 
     @property
     def accounting_file(self) -> Path:
-        """Return the file of what the scheduler's accounting has of the run's jobs."""
+        """Return the file of the scheduler's accounting records of the run's jobs."""
         return self.root / "accounting.jsonl"
 
     def train(self, label: str = MAIN_LABEL) -> TrainDirectory:
@@ -365,7 +365,7 @@ class RunDirectory:
         return read_records(JobNote, sorted(self.profile.glob("*.notes"))).records
 
     def accounts(self) -> list[JobAccount]:
-        """Read what accounting had of all jobs when it was asked last; none where there is none."""
+        """Read the accounting records of all jobs, as of the last query; none before the first."""
         return read_records(JobAccount, [self.accounting_file]).records
 
     def read_events(self) -> ReadResult[Event]:
@@ -388,7 +388,7 @@ class RunDirectory:
         return found
 
     def history(self) -> RunHistory:
-        """Return what the events tell together."""
+        """Return the history that all events make up."""
         return RunHistory(self.events())
 
     def log_event(self, event: EventName, stage: str, **fields: Any) -> None:

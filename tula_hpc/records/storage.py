@@ -49,7 +49,7 @@ def read_records(
     Args:
         kind: Of the records.
         paths: The files.
-        parse: In place of `parse_record`; for those that leave out what nobody needs of so many
+        parse: In place of `parse_record`; for those that leave out fields not needed of so many
             records.
 
     Raises:
@@ -260,7 +260,7 @@ def append_record(path: Path, record: BaseModel | dict[str, Any], *, durable: bo
 
     Args:
         path: A JSON Lines file; made if it is missing.
-        record: What to append.
+        record: The content of the line.
         durable: Whether to wait until the disk has it. Not for metrics: they are many, and the wait
             would be a step's.
 
@@ -291,7 +291,7 @@ def _append(path: Path, line: bytes, durable: bool) -> None:
 
 
 def _write_whole(descriptor: int, data: bytes) -> None:
-    """Append all or nothing: take back what a full disk took, unless another writer went on."""
+    """Append all or nothing: take back the part on a full disk, unless another writer went on."""
     written = os.write(descriptor, data)
     try:
         while written < len(data):

@@ -1,4 +1,4 @@
-"""Progress of a stage on a terminal or in a log, and what the stages share."""
+"""Progress of a stage on a terminal or in a log, and helpers that the stages share."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class StageProgress(Protocol):
             total: For a bar.
             text: The same for people, counts first, and the present work.
             left_s: Estimated seconds until it is done.
-            notes: Sentences on what happened.
+            notes: Sentences on events.
             is_most: True if `left_s` is as long as it can take.
-            state: What the jobs do, where a log tells only of its changes at once, and of counts
+            state: States of the jobs, if a log shows only changes of these at once, and of counts
                 at most once a whole count and minute.
         """
 
@@ -177,7 +177,7 @@ def _in_a_line(text: str, left_s: float | None, notes: Sequence[str], *, is_most
 
 
 def most_profiled(sweep: SweepSpec, workers_per_node: int) -> int | None:
-    """Return an upper bound of what a partition measures; None where the search has no such bound.
+    """Return the largest number of profiles on a partition; None where the search has no bound.
 
     Batches beyond the memory are not measured.
     """

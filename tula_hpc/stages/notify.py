@@ -1,6 +1,6 @@
 """Notification: runs the user's `on_event` when something happens that a person wants to know.
 
-The command is the cluster file's own text, which a shell evaluates; what happened is in its
+The command is the cluster file's own text, which a shell evaluates; the event is in its
 environment alone: TULA_EVENT, TULA_RUN (the run directory) and TULA_MESSAGE (a sentence). Events:
 
     stage_ended            the message names the stage
@@ -34,7 +34,7 @@ SHELL = ("/bin/sh", "-c", 'eval "$TULA_ON_EVENT"')
 
 
 class Told(Record):
-    """told.json: what was told so far."""
+    """told.json: the notifications so far."""
 
     # of events.jsonl, from its beginning
     events: int
@@ -50,7 +50,7 @@ def tell(sweep: Sweep, event: str, message: str, name: str = "") -> None:
     Args:
         sweep: The run, and its cluster file.
         event: See the module.
-        message: What happened.
+        message: A sentence on the event.
         name: Distinguishes events of a kind.
     """
     if sweep.cluster.on_event is None:
@@ -95,7 +95,7 @@ def _read(sweep: Sweep) -> Told:
 
 
 def _keep(sweep: Sweep, told: Told) -> bool:
-    """Write down what is told, before it is: who is killed in between tells nothing twice."""
+    """Write down a notification before it is sent: a process killed in between sends none twice."""
     try:
         write_atomically(sweep.run.told_file, told.model_dump_json())
     except StorageError as error:

@@ -48,7 +48,7 @@ def plan_stage(sweep: Sweep) -> Plan:
 
 
 def _as_begun(plan: Plan, run: RunDirectory) -> Plan:
-    """Choose what the training began with, whatever is better by now."""
+    """Choose the candidate that the training began with, even if another is better by now."""
     submitted = run.history().submissions("train")
     if not submitted:
         return plan
@@ -66,7 +66,7 @@ def is_plan_lost(run: RunDirectory) -> bool:
 
 
 def why_no_model(run: RunDirectory, spec: SweepSpec | None) -> str:
-    """Say that the model of a finished training is gone, and what to do; "" where it is there.
+    """Say that the model of a finished training is gone, with the remedy; "" where it is there.
 
     A script's own model may be anywhere.
     """
@@ -80,7 +80,7 @@ def why_no_model(run: RunDirectory, spec: SweepSpec | None) -> str:
 
 
 def obstacle(run: RunDirectory) -> str:
-    """Say which of a run's own files no command goes on with, and what to do; "" if none."""
+    """Name a file of the run that stops every command, and the remedy; "" if there is none."""
     if words := lost_inputs(run):
         return words
     try:

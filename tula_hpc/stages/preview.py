@@ -67,7 +67,7 @@ def _by_kind(scripts: Sequence[Script]) -> list[list[Script]]:
 
 
 def _show(scripts: Sequence[Script]) -> Iterator[str]:
-    """Yield the first script, and a table of what the others have in its place."""
+    """Yield the first script, and a table of the options in which the others differ."""
     first, *others = scripts
     yield f"\n# ---- {first.title} ----\n{first.text}"
     if not others:
@@ -117,7 +117,7 @@ def _ask_slurm(scripts: Sequence[Script]) -> None:
 
 
 def _asked(script: Script, error: RefusedError) -> str:
-    """Say what no node has, or not enough of them, and the keys that ask for it."""
+    """Name the resources that too few nodes have, and the keys that ask for them."""
     if "Requested node configuration is not available" not in str(error):
         return ""
     options = _options(script.text)
@@ -150,7 +150,7 @@ def impossible(sweep: Sweep) -> tuple[str, str] | None:
     """Return key and words of a partition that is not there, or has too little for the jobs.
 
     None also where Slurm cannot be asked. A site's plugin may send jobs to other partitions than
-    they ask for: only what sbatch, too, would refuse is meant.
+    they ask for: only jobs that sbatch, too, would refuse count.
 
     Raises:
         NotConfiguredError: Slurm's commands find no configuration on this machine.

@@ -159,7 +159,9 @@ def _profile_part(part: Sweep, progress: StageProgress, trusted_batch: int | Non
         kinds = [end.failure for end in failures]
         in_vain = is_partition_hopeless(kinds, _broken_rounds(part))
         hopeless = in_vain and not measured_anything(part)
-        proposed = [] if hopeless or _wrong(failures) else propose_on(part, trusted_batch)
+        if hopeless or _wrong(failures):
+            return failures
+        proposed = propose_on(part, trusted_batch)
         if not proposed:
             return failures
         for configurations in first_wave(part.spec, part.cluster, proposed):
@@ -231,8 +233,8 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
     """Wait for submitted jobs, and record the configurations that ended one.
 
     Returns:
-        Those that died without a record of their own; what was wrong with an earlier command's jobs
-        may have been mended.
+        Those that died without a record of their own; none of an earlier command with bad input,
+        which may have been mended.
     """
     unsettled = part.run.history().unsettled("profile")
     submitted = {job.job_id: job for job in unsettled if _is_of(part, job)}
@@ -250,7 +252,9 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
         done = len(_tried(part))
         most = max(done, expected)
         left_s = _left_s(part, most - done) if now.running else None
-        count = f"{done} done, at most {most - done} more" if asks else f"{done} of {most} done"
+        count = f"{done} of {most} done"
+        if asks:
+            count = f"{done} done, at most {most - done} more"
         text = f"{count}, {now.text}"
         progress.update(done, most, text, left_s, _requeues(part, jobs), is_most=asks)
 
@@ -269,7 +273,7 @@ def _left_s(part: Sweep, left: int) -> float | None:
 
 
 def _tried(sweep: Sweep) -> set[tuple[str, Configuration]]:
-    """Return what was measured or failed, as `measurements_for_search` counts it."""
+    """Return the configurations measured or failed, as `measurements_for_search` counts them."""
     records = sweep.run.measurements().records
     parts = {m.partition for m in records}
     return {
@@ -330,7 +334,9 @@ def first_wave(
     by_nodes = [tuple(group) for _, group in groupby(sorted(proposed), key=lambda c: c.nodes)]
     if cluster.executor == "local" and not spec.search.packed:
         return [by_nodes[0][:1]]
-    return by_nodes[:1] if one_at_a_time(spec, cluster) else by_nodes
+    if one_at_a_time(spec, cluster):
+        return by_nodes[:1]
+    return by_nodes
 
 
 def one_at_a_time(spec: SweepSpec, cluster: ClusterSpec) -> bool:
@@ -340,13 +346,15 @@ def one_at_a_time(spec: SweepSpec, cluster: ClusterSpec) -> bool:
 
 def allocated_nodes(spec: SweepSpec, configurations: Sequence[Configuration]) -> int:
     """Return the nodes of the allocation in which these are measured."""
-    return max(spec.search.cluster_sizes) if spec.search.nest else configurations[0].nodes
+    if spec.search.nest:
+        return max(spec.search.cluster_sizes)
+    return configurations[0].nodes
 
 
 def _submit(
     part: Sweep, configurations: tuple[Configuration, ...], trusted_batch: int | None
 ) -> None:
-    """Submit one job for each group; the next round repeats what exceeds the site's limits."""
+    """Submit one job for each group; the next round repeats those beyond the site's limits."""
     alone: list[tuple[Configuration, ...]] = [(configuration,) for configuration in configurations]
     groups = [configurations] if part.spec.search.packed else alone
     nodes = allocated_nodes(part.spec, configurations)

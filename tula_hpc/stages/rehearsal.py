@@ -1,9 +1,9 @@
 """Rehearsal: the workload is tried on this machine before anything is submitted.
 
-It needs torch, so it takes place in a process of its own: `profiling/rehearsal_process.py`. What
-is wrong is refused here, as is another model or other data than the run has measured. What was
-tried is kept in the run directory: the next command tries again only where code, keys of the
-workload or libraries have changed since.
+It needs torch, so it takes place in a process of its own: `profiling/rehearsal_process.py`.
+Mistakes are refused here, as is another model or other data than the run has measured. The result
+is kept in the run directory: the next command tries again only where code, keys of the workload or
+libraries have changed since.
 
 `search.estimate = false` leaves it out, for data or libraries that only the compute nodes have; a
 job then finds out. Controller jobs leave it out, too. A training script of the user's own is not
@@ -53,7 +53,7 @@ def rehearse(
     memory: Sequence[str] = (),
     timeout_s: float = TIMEOUT_S,
 ) -> Trial | str:
-    """Try the workload; return what was found, or the reason why it could not be tried.
+    """Try the workload; return the findings, or the reason why it could not be tried.
 
     Args:
         spec: The sweep.
@@ -63,7 +63,7 @@ def rehearse(
         timeout_s: Give up after so many seconds.
 
     Raises:
-        InputError: Something is wrong with the workload; the message says what.
+        InputError: The workload has a mistake, which the message names.
     """
     # a dry run leaves nothing behind, compiled files of the user's own included
     command = [
@@ -106,9 +106,10 @@ def _run(
 
 
 def with_remedy(said: str, cluster: ClusterSpec) -> str:
-    """Add what to do where other machines may have what this one lacks."""
-    elsewhere = cluster.executor != "local" or cluster.setup
-    return f"{said}\n{ELSEWHERE}" if elsewhere else said
+    """Add the remedy that helps if only this machine lacks something."""
+    if cluster.executor == "local" and not cluster.setup:
+        return said
+    return f"{said}\n{ELSEWHERE}"
 
 
 def _refuse_large_batches(spec: SweepSpec, cluster: ClusterSpec, found: Identity) -> None:
@@ -126,7 +127,8 @@ def _refuse_large_batches(spec: SweepSpec, cluster: ClusterSpec, found: Identity
 
 def _batches(spec: SweepSpec, cluster: ClusterSpec) -> Iterator[int]:
     if spec.study is not None:
-        yield from spec.study.batches if study_part(spec.study, cluster) else ()
+        if study_part(spec.study, cluster):
+            yield from spec.study.batches
         return
     for part in cluster.parts():
         for nodes in spec.search.cluster_sizes:
@@ -135,7 +137,7 @@ def _batches(spec: SweepSpec, cluster: ClusterSpec) -> Iterator[int]:
 
 
 def key_of(spec: SweepSpec) -> str:
-    """Return a digest of what a trial depends on: the workload, its code, and libraries."""
+    """Return a digest of a trial's inputs: the workload, its code, and libraries."""
     sources = sorted(digests_of(spec.workload.entry_points).items())
     facts = [spec.workload.model_dump_json(), str(sources), sys.version, *map(_version, LIBRARIES)]
     return hashlib.sha256("\n".join(facts).encode(errors="replace")).hexdigest()[:32]
@@ -149,7 +151,7 @@ def _version(library: str) -> str:
 
 
 def try_before_jobs(sweep: Sweep) -> bool:
-    """Try the workload of a run unless that was done, and compare it with what was measured.
+    """Try the workload of a run unless that was done, and compare it with the measured one.
 
     Returns:
         False if it could not be tried here.
@@ -231,7 +233,7 @@ def _say_changed(names: Sequence[str], consequence: str) -> None:
 
 
 def is_tried(spec: SweepSpec, cluster: ClusterSpec) -> bool:
-    """Tell whether a workload is tried before any job; what it needs may be in a container alone."""
+    """Tell whether a workload is tried before any job; its libraries may be only in a container."""
     return spec.search.estimate and not spec.workload.is_script and cluster.container is None
 
 

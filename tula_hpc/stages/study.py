@@ -76,9 +76,8 @@ def cell_spec(sweep: SweepSpec, cell: StudyCell, rates: Mapping[str, float]) -> 
     rate = None if "workload.lr" in given else rates.get(family(column))
     if rate is not None and sweep.study is not None:
         workload |= {"lr": rate}
-        training |= (
-            {} if "training.base_batch" in given else {"base_batch": sweep.study.small_batch}
-        )
+        if "training.base_batch" not in given:
+            training["base_batch"] = sweep.study.small_batch
     return _updated(column, workload, training)
 
 

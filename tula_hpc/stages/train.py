@@ -105,7 +105,7 @@ def _see_to(
 
 
 def _completed(job: Submission, plan: Plan) -> Submission:
-    """Take what the record of a job lacks, or no plan knows, from the chosen candidate."""
+    """Replace a configuration that is missing or no candidate by the chosen one."""
     for candidate in (plan.chosen, *plan.fallbacks, *plan.candidates):
         if (candidate.configuration, candidate.partition) == (job.configuration, job.partition):
             return job
@@ -122,7 +122,7 @@ class Outcome(NamedTuple):
 
 
 def settle(sweep: Sweep, job: Submission, end: Ended, policy: RetryPolicy) -> Outcome:
-    """Put on record how a training's job ended, and judge what follows.
+    """Put on record how a training's job ended, and decide the next step.
 
     Args:
         sweep: On the partition where the job ran.

@@ -33,7 +33,7 @@ class Trainings:
     """Trainings on their way, by label.
 
     A training that has a result is not run again. One whose job died goes on from its checkpoint in
-    a new job, so often as its failure allows; what failed for good does not hold up the others.
+    a new job, so often as its failure allows; one that failed for good does not hold up the others.
 
     Args:
         sweep: The run directory, and the part of the cluster that trains.
@@ -164,7 +164,9 @@ class Trainings:
         # a column's own spec, whose epochs are its own
         there = self.sweep._replace(spec=self.jobs[label].sweep)
         advice = time_limit_advice(there, label, failure)
-        return f"{said}; {advice}" if advice else said
+        if not advice:
+            return said
+        return f"{said}; {advice}"
 
     def _refuse_hopeless(self, outcome: Outcome) -> None:
         """Stop where no training has logged a step and the failure would end all of them.
@@ -198,8 +200,6 @@ def most_at_once(cluster: ClusterSpec, workers: int) -> int:
         return cluster.array_parallelism
     cores = len(os.sched_getaffinity(0))
     fitting = max(1, cores // (workers * cluster.cpus_per_worker))
-    return (
-        min(fitting, cluster.array_parallelism)
-        if "array_parallelism" in cluster.model_fields_set
-        else fitting
-    )
+    if "array_parallelism" in cluster.model_fields_set:
+        return min(fitting, cluster.array_parallelism)
+    return fitting

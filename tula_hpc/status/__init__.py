@@ -1,1 +1,1 @@
-"""Show what a run did, does and waits for."""
+"""Show the work of a run so far, its present jobs, and the reasons for their waiting."""

@@ -1,4 +1,4 @@
-"""`tula status RUN`: what ran, runs, waits (and for what), failed, and what it cost so far.
+"""`tula status RUN`: the jobs that ran, run, wait (and why) or failed, and the cost so far.
 
 It only reads: from any machine that sees the run directory, whoever's it is, at any stage and age.
 Slurm is asked where its commands are; where they are not, or do not answer in seconds, the files
@@ -11,7 +11,7 @@ seconds):
     state           finished, running, waiting, stuck (a job waits until somebody acts), over (jobs are
                     over, and nobody has acted on it yet), stopped, failed, unknown (the scheduler
                     could not be asked)
-    words           what that means, and what to do
+    words           its meaning, and the next step
     exit_code       see --help
     command         process, host, alive (None: cannot be seen from this machine)
     detached        None, or since, until, job_id and phase of the last controller job (of its guard where that acts)
@@ -35,7 +35,7 @@ seconds):
                     measurements, events, steps), queue_s
     promise         of a training that ended: expected_s, interval_s (90 %), actual_s, verdict (within, more, less,
                     unknown), expected_cost, paid, promised_currency, told_by (accounting, notes)
-    doubts          what could not be read
+    doubts          places that could not be read
     avoided         hosts that later jobs are kept off because a device failed there: host, said, until
 """
 

@@ -1,6 +1,6 @@
 """Cost of a run so far: node-hours of its jobs by stage, their source, and their price.
 
-The price of a node and hour on every basis of `[pricing]`, for what was already used.
+The price of a node and hour on every basis of `[pricing]`, for resources already used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def node_hour_price(
     """Return the price of a node and hour in `PricingSpec.currency`, None if not known.
 
     Args:
-        part: The nodes, and what they cost; a cluster without partitions (see `ClusterSpec.parts`).
+        part: The nodes, and their prices; a cluster without partitions (see `ClusterSpec.parts`).
         peak_bytes: Memory that each worker uses, for the basis "memory".
         watts: Measured power of a node, for the basis "energy"; the cluster file's figure goes
             before it.
@@ -42,7 +42,9 @@ def node_hour_price(
         return units * (1.0 if pricing.usd_per_unit is None else pricing.usd_per_unit)
     if pricing.basis == "energy":
         watts = pricing.watts_per_node or watts
-        return watts * pricing.pue / WATTS_PER_KILOWATT * pricing.usd_per_kwh if watts else None
+        if not watts:
+            return None
+        return watts * pricing.pue / WATTS_PER_KILOWATT * pricing.usd_per_kwh
     if pricing.basis == "memory" and not peak_bytes:
         return None
     return train_cost_usd(
@@ -55,12 +57,10 @@ def describe_price(part: ClusterSpec, watts: float | None) -> str:
     pricing, currency = part.pricing, part.pricing.currency
     if pricing.basis == "tres":
         units = billing.billing_per_node(pricing, billing.node_resources(part).tres)
-        price = (
-            ""
-            if pricing.usd_per_unit is None
-            else f", {format_money(pricing.usd_per_unit)} a unit and hour"
-        )
-        return f"Slurm's billing: {format_number(units)} units a node{price}"
+        words = f"Slurm's billing: {format_number(units)} units a node"
+        if pricing.usd_per_unit is None:
+            return words
+        return f"{words}, {format_money(pricing.usd_per_unit)} a unit and hour"
     if pricing.basis == "energy":
         known = pricing.watts_per_node or watts
         power = f"nodes of {known:.0f} W" if known else "the power of a node is not known"
@@ -69,9 +69,10 @@ def describe_price(part: ClusterSpec, watts: float | None) -> str:
         return f"memory: {format_money(pricing.usd_per_gib_hour)} a GiB and hour"
     if pricing.basis == "spot":
         return f"spot: {format_money(pricing.usd_per_spot_node_hour, currency)} a node and hour"
-    default = ", the default of pricing.usd_per_node_hour" if pricing.is_default else ""
-    price = format_money(pricing.usd_per_node_hour, currency)
-    return f"node-hour: {price} a node and hour{default}"
+    words = f"node-hour: {format_money(pricing.usd_per_node_hour, currency)} a node and hour"
+    if pricing.is_default:
+        words += ", the default of pricing.usd_per_node_hour"
+    return words
 
 
 def measured_watts(measurements: Iterable[Measurement]) -> float | None:
@@ -191,11 +192,12 @@ def cost_so_far(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) -
     known = [cost for cost in costs if cost is not None]
     parts = _parts(facts.cluster)
     first = next(iter(parts.values()), None)
+    price = ""
+    if first and len(parts) == 1:
+        price = describe_price(first, measured_watts(facts.measurements))
     return CostStatus(
         currency=first.pricing.currency if first else "USD",
-        price=describe_price(first, measured_watts(facts.measurements))
-        if first and len(parts) == 1
-        else "",
+        price=price,
         node_hours=sum(stage.node_hours for stage in stages.values()),
         cost=sum(known) if first and len(known) == len(costs) else None,
         profile=stages.get("profile"),
@@ -205,7 +207,9 @@ def cost_so_far(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) -
 
 
 def _parts(cluster: ClusterSpec | None) -> dict[str, ClusterSpec]:
-    return dict(zip(cluster.part_names(), cluster.parts(), strict=True)) if cluster else {}
+    if not cluster:
+        return {}
+    return dict(zip(cluster.part_names(), cluster.parts(), strict=True))
 
 
 def _priced(facts: Facts, stage: str, use: _Use) -> StageCost:
@@ -260,7 +264,9 @@ def _measured(facts: Facts) -> _Use | None:
             used[row.partition] = used.get(row.partition, 0.0) + (
                 row.node_seconds or row.elapsed_s * row.nodes
             )
-    return _Use(used, "measurements") if used else None
+    if not used:
+        return None
+    return _Use(used, "measurements")
 
 
 def _by_accounting(
@@ -272,7 +278,9 @@ def _by_accounting(
         if job.stage == stage and job.job_id in accounted
     ]
     used = [(job_id, sum(run.node_seconds for run in runs)) for job_id, runs in known]
-    return _Use(_by_partition(facts, jobs, used), "sacct") if used else None
+    if not used:
+        return None
+    return _Use(_by_partition(facts, jobs, used), "sacct")
 
 
 def _by_partition(
@@ -308,7 +316,9 @@ def _estimated_training(facts: Facts, jobs: Sequence[JobStatus]) -> _Use | None:
                 facts, job, last_signs[job.job_id, job.submitted_at], is_newest
             )
             used.append((job.job_id, (job.nodes or 1) * seconds))
-    return _Use(_by_partition(facts, jobs, used), "events") if used else None
+    if not used:
+        return None
+    return _Use(_by_partition(facts, jobs, used), "events")
 
 
 def _local_seconds(facts: Facts, job: JobStatus, last_sign: float, is_newest: bool) -> float:
@@ -352,9 +362,13 @@ def _from_steps(facts: Facts, jobs: Sequence[JobStatus]) -> _Use | None:
         else:
             seconds = nodes.get(label, planned) * _steps_s(files)
         used[partition] = used.get(partition, 0.0) + seconds
-    return _Use(used, "steps") if used else None
+    if not used:
+        return None
+    return _Use(used, "steps")
 
 
 def _steps_s(files: TrainingFacts) -> float:
     steps = files.tail.steps
-    return steps[-1].step * median(row.step_time_s for row in steps) if steps else 0.0
+    if not steps:
+        return 0.0
+    return steps[-1].step * median(row.step_time_s for row in steps)

@@ -84,7 +84,7 @@ class _End(NamedTuple):
 
 
 class _Records:
-    """Records of profile jobs, by job, and what later stages imply."""
+    """Records of profile jobs, by job, and signs of later stages."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts

@@ -252,10 +252,12 @@ def _parts(
     facts: Facts, answer: Answer, jobs: Sequence[JobStatus], rate_labels: Sequence[str]
 ) -> _Parts:
     trainings = training_statuses(facts, jobs)
-    is_study = facts.spec is not None and facts.spec.study is not None
-    study = _study(facts, trainings, jobs, rate_labels) if is_study else None
-    profile = None if is_study else _profile(facts, jobs)
-    training = None if is_study else trainings.get(MAIN_LABEL)
+    study = _study(facts, trainings, jobs, rate_labels)
+    profile: ProfileStatus | None = None
+    training: TrainingStatus | None = None
+    if study is None:
+        profile = _profile(facts, jobs)
+        training = trainings.get(MAIN_LABEL)
     acting = _without_idle_guards(jobs)
     return _Parts(facts, answer, acting, profile, training, study, _detached(facts, acting))
 
@@ -264,9 +266,9 @@ def _without_idle_guards(jobs: Sequence[JobStatus]) -> list[JobStatus]:
     """Leave out guards of controllers that need not act."""
     open_phases = (*ALIVE, JobPhase.UNKNOWN)
     is_led = any(job.kind == "control" and job.phase in open_phases for job in jobs)
-    idle = (
-        (JobPhase.FINISHED, JobPhase.WAITING, JobPhase.UNKNOWN) if is_led else (JobPhase.FINISHED,)
-    )
+    idle = {JobPhase.FINISHED}
+    if is_led:
+        idle |= {JobPhase.WAITING, JobPhase.UNKNOWN}
     return [job for job in jobs if job.kind == job.stage or job.phase not in idle]
 
 
@@ -279,7 +281,8 @@ def _failures(facts: Facts, jobs: Sequence[JobStatus]) -> list[JobStatus]:
         if is_usable(row) or is_out_of_memory(row)
     }
     lost = {row.job_id for row in rows if (row.partition, row.configuration) not in known}
-    lost |= set() if facts.plan else {job.job_id for job in jobs} - {row.job_id for row in rows}
+    if not facts.plan:
+        lost |= {job.job_id for job in jobs} - {row.job_id for row in rows}
     last = {(job.stage, job.label): job for job in jobs}
     done = {label for label, files in facts.trainings.items() if files.result is not None}
     failed = [job for job in jobs if job.phase is JobPhase.FAILED]
@@ -363,7 +366,9 @@ def _profile_stand(facts: Facts, all_jobs: Sequence[JobStatus], good: bool, bad:
     if _is_at_work(facts, all_jobs):
         return "waiting"
     stand: Stand = "stopped" if jobs or good else "none"
-    return "failed" if (bad or JobPhase.FAILED in phases) and not good else stand
+    if (bad or JobPhase.FAILED in phases) and not good:
+        stand = "failed"
+    return stand
 
 
 def _went_on(facts: Facts) -> bool:
@@ -374,8 +379,10 @@ def _went_on(facts: Facts) -> bool:
 def _failed_stage(facts: Facts) -> StageFailure | None:
     """Return why the last command could not plan or submit, if that is why it ended."""
     failure = facts.history.stage_failure()
-    # planned after all, by `tula plan --write`
-    return failure if failure is not None and facts.plan_at <= failure.time else None
+    # a later plan: planned after all, by `tula plan --write`
+    if failure is not None and facts.plan_at <= failure.time:
+        return failure
+    return None
 
 
 def _wanted(spec: SweepSpec | None, cluster: ClusterSpec | None) -> int | None:
@@ -436,8 +443,12 @@ def _failed_for_good(
 
 
 def _failure_words(job: JobStatus) -> str:
-    kind = job.failure.value.replace("_", " ") if job.failure else "ended"
-    return f"{kind}: {job.detail}" if job.detail else kind
+    kind = "ended"
+    if job.failure:
+        kind = job.failure.value.replace("_", " ")
+    if not job.detail:
+        return kind
+    return f"{kind}: {job.detail}"
 
 
 def _readable(path: str | os.PathLike[str]) -> str:
@@ -458,7 +469,7 @@ StateAndText = tuple[State, str]
 
 
 def _obstructed(parts: _Parts) -> StateAndText | None:
-    """Report what the next command will refuse; one that is at work has read it before."""
+    """Report a file that the next command will refuse; one at work has read it before."""
     if not parts.facts.obstacle or parts.at_work:
         return None
     return "failed", parts.facts.obstacle
@@ -492,7 +503,9 @@ def _finished_early(parts: _Parts) -> StateAndText | None:
         stage == "plan" or (parts.detached and parts.detached.until == "plan")
     ):
         return "finished", "planned, which was to be the last stage"
-    return ("finished", "profiled, which was to be the last stage") if stage == "profile" else None
+    if stage == "profile":
+        return "finished", "profiled, which was to be the last stage"
+    return None
 
 
 def _stuck(parts: _Parts) -> StateAndText | None:
@@ -511,12 +524,9 @@ def _going_on(parts: _Parts) -> StateAndText | None:
     ]
     if stages:
         verb = {"profile": "profiling", "train": "training"}.get(stages[-1], stages[-1])
-        return (
-            "running",
-            verb
-            if parts.at_work
-            else f"{verb}; no command waits for its end: {AGAIN}, now or later",
-        )
+        if parts.at_work:
+            return "running", verb
+        return "running", f"{verb}; no command waits for its end: {AGAIN}, now or later"
     if parts.facts.holder.alive or any(
         j.stage == "control" and j.phase is JobPhase.RUNNING for j in parts.jobs
     ):
@@ -525,8 +535,10 @@ def _going_on(parts: _Parts) -> StateAndText | None:
         job for job in parts.jobs if job.phase is JobPhase.WAITING and job.stage != "control"
     ]
     if waiting:
-        after = "" if parts.at_work else f"; no command waits for them: {AGAIN}, now or later"
-        return "waiting", f"jobs of the stage {waiting[-1].stage} wait in the queue{after}"
+        words = f"jobs of the stage {waiting[-1].stage} wait in the queue"
+        if not parts.at_work:
+            words += f"; no command waits for them: {AGAIN}, now or later"
+        return "waiting", words
     if parts.at_work and parts.detached is not None:
         return "waiting", f"controller job {parts.detached.job_id} waits to act on what is over"
     return None
@@ -555,8 +567,9 @@ def _stage_failed(parts: _Parts) -> StateAndText | None:
         return None
     why = first_line(event.detail)
     # the errors of planning begin with the stage, the scheduler's do not
-    shown = why if event.stage == "plan" else f"{event.stage}: {why}"
-    return "failed", f"{shown}; fix the cause and {AGAIN}"
+    if event.stage != "plan":
+        why = f"{event.stage}: {why}"
+    return "failed", f"{why}; fix the cause and {AGAIN}"
 
 
 def _failed(parts: _Parts) -> StateAndText | None:
@@ -601,12 +614,11 @@ def _left_alone(parts: _Parts) -> StateAndText | None:
 
 def _stopped_words(parts: _Parts) -> str:
     holder = parts.facts.holder
-    unless = (
-        f", unless {holder} still is, which cannot be seen from here"
-        if holder.alive is None
-        else ""
-    )
-    unless += ", unless a submission that was cut off came through" if parts.facts.cut_off else ""
+    unless = ""
+    if holder.alive is None:
+        unless = f", unless {holder} still is, which cannot be seen from here"
+    if parts.facts.cut_off:
+        unless += ", unless a submission that was cut off came through"
     if parts.study is not None:
         so_far = f"{parts.study.finished + parts.study.diverged} of {parts.study.cells} trainings have a result"
     elif parts.training is not None:

@@ -48,7 +48,7 @@ def status_text(status: RunStatus, width: int = 110) -> str:
     """Format the state.
 
     Args:
-        status: What to tell.
+        status: Of the run.
         width: Columns of the terminal.
     """
     lines = [
@@ -71,7 +71,7 @@ def status_text(status: RunStatus, width: int = 110) -> str:
 
 
 def _notes(status: RunStatus) -> Iterator[Line]:
-    """Return what could not be read, without what the state says of the same place."""
+    """Return the doubts, except one about the place that the state names already."""
     said, _, _ = status.words.partition(": ")
     return (("note", doubt) for doubt in status.doubts if doubt.partition(": ")[0] != said)
 
@@ -97,14 +97,11 @@ def _head(status: RunStatus) -> Iterator[Line]:
     yield "command", _command(status.command)
     if status.detached is not None:
         away = status.detached
-        phase = (
-            "not over as far as the files tell" if away.phase is JobPhase.UNKNOWN else away.phase
-        )
-        job = (
-            f"controller job {away.job_id} is {phase}"
-            if phase
-            else "no controller job was submitted"
-        )
+        job = "no controller job was submitted"
+        if away.phase is JobPhase.UNKNOWN:
+            job = f"controller job {away.job_id} is not over as far as the files tell"
+        elif away.phase:
+            job = f"controller job {away.job_id} is {away.phase}"
         yield "detached", f"{_ago(status.asked_at - away.since)}, until {away.until}; {job}"
     if not status.scheduler.answered:
         yield (
@@ -125,7 +122,9 @@ def _command(command: CommandStatus) -> str:
         return f"a command is at work: {who or 'its process is not known'}"
     if command.alive is None:
         return f"the last was {who or 'not known'}; whether it is at work cannot be seen from this machine"
-    return f"none is at work; the last was {who}" if who else "none is at work"
+    if not who:
+        return "none is at work"
+    return f"none is at work; the last was {who}"
 
 
 def _stages(status: RunStatus) -> Iterator[Line]:
@@ -152,20 +151,25 @@ def _report(status: RunStatus) -> str:
 
 
 def _profile(profile: ProfileStatus) -> str:
-    most = profile.wanted if profile.stand != "done" else None
-    bound = "" if most is None else f"{profile.measured} of at most "
-    counts = [
-        f"{bound}{plural(profile.measured if most is None else most, 'configuration')} measured"
-    ]
-    counts += [f"{profile.out_of_memory} out of memory"] if profile.out_of_memory else []
-    counts += [f"{profile.failed} failed"] if profile.failed else []
+    most = profile.wanted
+    if profile.stand == "done" or most is None:
+        most = None
+        counts = [f"{plural(profile.measured, 'configuration')} measured"]
+    else:
+        counts = [f"{profile.measured} of at most {plural(most, 'configuration')} measured"]
+    if profile.out_of_memory:
+        counts.append(f"{profile.out_of_memory} out of memory")
+    if profile.failed:
+        counts.append(f"{profile.failed} failed")
     stand = {
         "none": "not begun",
         "stopped": "not going on",
         "unknown": "not over as far as the files tell",
     }.get(profile.stand, profile.stand)
-    left = [] if profile.left_s is None else [format_left(profile.left_s, is_most=bool(most))]
-    return "; ".join([f"{stand}: {', '.join(counts)}", plural(profile.jobs, "job"), *left])
+    parts = [f"{stand}: {', '.join(counts)}", plural(profile.jobs, "job")]
+    if profile.left_s is not None:
+        parts.append(format_left(profile.left_s, is_most=bool(most)))
+    return "; ".join(parts)
 
 
 def _plan(plan: PlanStatus) -> str:
@@ -209,9 +213,12 @@ def _training_lines(training: TrainingStatus) -> Iterator[Line]:
 
 
 def _progress(training: TrainingStatus) -> str:
-    of = f" of {training.epochs}" if training.epochs else ""
-    share = f" ({format_percent(training.share)})" if training.share is not None else ""
-    told = [f"epoch {training.epoch:.4g}{of}{share}"]
+    epoch = f"epoch {training.epoch:.4g}"
+    if training.epochs:
+        epoch += f" of {training.epochs}"
+    if training.share is not None:
+        epoch += f" ({format_percent(training.share)})"
+    told = [epoch]
     if training.step:
         told.append(f"step {training.step:,}, {training.samples_seen:,} samples")
     if training.global_batch:
@@ -236,11 +243,11 @@ def _marks(training: TrainingStatus) -> Iterator[str]:
 
 def _study_lines(study: StudyStatus) -> Iterator[Line]:
     if study.rates:
-        failed = f", {study.rates_failed} failed" if study.rates_failed else ""
-        yield (
-            "rates",
-            f"{study.rates_finished} of {plural(study.rates, 'training')} to choose them are done{failed}",
-        )
+        trainings = plural(study.rates, "training")
+        rates = f"{study.rates_finished} of {trainings} to choose them are done"
+        if study.rates_failed:
+            rates += f", {study.rates_failed} failed"
+        yield "rates", rates
     counts = {
         "finished": study.finished,
         "diverged": study.diverged,
@@ -298,19 +305,26 @@ def _stand(job: JobStatus, status: RunStatus) -> str:
     if job.phase is JobPhase.UNKNOWN:
         return "not over as far as the files tell"
     if job.phase is JobPhase.RUNNING:
-        return "running" if job.state in ("RUNNING", "") else job.state.lower().replace("_", " ")
-    why = f"{job.reason}: {job.waits_for}" if job.waits_for else job.reason
-    stuck = "; THIS DOES NOT GO AWAY BY ITSELF" if job.stuck else ""
-    if job.kind == "guard" and not stuck:
+        return job.state.lower().replace("_", " ") or "running"
+    if job.kind == "guard" and not job.stuck:
         return "waiting in case the controller job is killed"
-    return f"waiting for {why}{stuck}" if why else "waiting"
+    why = job.reason
+    if job.waits_for:
+        why = f"{job.reason}: {job.waits_for}"
+    if not why:
+        return "waiting"
+    if job.stuck:
+        why += "; THIS DOES NOT GO AWAY BY ITSELF"
+    return f"waiting for {why}"
 
 
 def _who_acts(status: RunStatus) -> str:
     control = status.detached
     if control is not None and control.phase in (JobPhase.WAITING, JobPhase.RUNNING):
         return f"controller job {control.job_id} will"
-    return "the command at work will" if status.command.alive else "run the same command again"
+    if status.command.alive:
+        return "the command at work will"
+    return "run the same command again"
 
 
 def short_ids(job_ids: Iterable[str]) -> str:
@@ -318,10 +332,13 @@ def short_ids(job_ids: Iterable[str]) -> str:
     arrays: dict[str, list[int]] = {}
     for job_id in job_ids:
         parent, _, task = job_id.partition("_")
-        arrays.setdefault(parent, []).extend([int(task)] if task.isdecimal() else [])
+        tasks = arrays.setdefault(parent, [])
+        if task.isdecimal():
+            tasks.append(int(task))
     shown = [_array(parent, sorted(tasks)) for parent, tasks in list(arrays.items())[:3]]
-    more = [f"and {len(arrays) - 3} more"] if len(arrays) > 3 else []
-    return " ".join([*shown, *more])
+    if len(arrays) > 3:
+        shown.append(f"and {len(arrays) - 3} more")
+    return " ".join(shown)
 
 
 def _array(parent: str, tasks: Sequence[int]) -> str:
@@ -334,14 +351,16 @@ def _array(parent: str, tasks: Sequence[int]) -> str:
         else:
             runs.append([task, task])
     shown = [str(low) if low == high else f"{low}-{high}" for low, high in runs[:3]]
-    return f"{parent}_[{','.join([*shown, *(['…'] if len(runs) > 3 else [])])}]"
+    if len(runs) > 3:
+        shown.append("…")
+    return f"{parent}_[{','.join(shown)}]"
 
 
 def _failure_lines(failures: Sequence[JobStatus]) -> Iterator[Line]:
     label = "failed"
     for job in failures[-MOST_FAILURES:]:
-        what = job.label or job.what
-        yield label, f"{job.job_id} {job.stage}{f' {what}' if what else ''}: {_how(job)}"
+        named = " ".join(filter(None, [job.job_id, job.stage, job.label or job.what]))
+        yield label, f"{named}: {_how(job)}"
         label = ""
         if job.log_file:
             yield "", f"log: {job.log_file}"
@@ -358,8 +377,12 @@ def _avoided_lines(status: RunStatus) -> Iterator[Line]:
 
 
 def _how(job: JobStatus) -> str:
-    kind = job.failure.value.replace("_", " ") if job.failure else "ended without a result"
-    return f"{kind}: {job.detail}" if job.detail else kind
+    kind = "ended without a result"
+    if job.failure:
+        kind = job.failure.value.replace("_", " ")
+    if not job.detail:
+        return kind
+    return f"{kind}: {job.detail}"
 
 
 def _cost_lines(cost: CostStatus) -> Iterator[Line]:
@@ -368,21 +391,23 @@ def _cost_lines(cost: CostStatus) -> Iterator[Line]:
     if not known:
         yield "cost", "nothing is known yet"
         return
-    price = f" ({cost.price})" if cost.price else ""
-    yield "cost", f"{_amount(cost.node_hours, cost.cost, cost.currency)} so far{price}"
+    so_far = f"{_amount(cost.node_hours, cost.cost, cost.currency)} so far"
+    if cost.price:
+        so_far += f" ({cost.price})"
+    yield "cost", so_far
     for name, stage in known:
         yield f"  {name}", _stage_cost(stage, cost.currency)
 
 
 def _stage_cost(stage: StageCost, currency: str) -> str:
-    waited = (
-        f"; {format_duration(stage.queue_s)} waiting for nodes"
-        if (stage.queue_s or 0.0) >= 0.5
-        else ""
-    )
-    return f"{_amount(stage.node_hours, stage.cost, currency)}, {SOURCES[stage.source]}{waited}"
+    used = f"{_amount(stage.node_hours, stage.cost, currency)}, {SOURCES[stage.source]}"
+    if (stage.queue_s or 0.0) >= 0.5:
+        return f"{used}; {format_duration(stage.queue_s)} waiting for nodes"
+    return used
 
 
 def _amount(node_hours: float, cost: float | None, currency: str) -> str:
-    money = f", {format_money(cost, currency)}" if cost is not None else ", price not known"
-    return f"{format_number(node_hours, 3)} node-hours{money}"
+    hours = f"{format_number(node_hours, 3)} node-hours"
+    if cost is None:
+        return f"{hours}, price not known"
+    return f"{hours}, {format_money(cost, currency)}"

@@ -81,12 +81,9 @@ def _status(facts: Facts, label: str, jobs: Sequence[JobStatus]) -> TrainingStat
         "drift": describe_drift(facts.history.of_training(label)),
     }
     if files is not None:
-        age = (
-            {}
-            if files.checkpoint_at is None
-            else {"checkpoint_age_s": max(0.0, facts.now - files.checkpoint_at)}
-        )
-        known |= age | (_ended(files) if files.result else _under_way(files, epochs))
+        if files.checkpoint_at is not None:
+            known["checkpoint_age_s"] = max(0.0, facts.now - files.checkpoint_at)
+        known |= _ended(files) if files.result else _under_way(files, epochs)
     return TrainingStatus.model_validate(known)
 
 
@@ -139,7 +136,8 @@ def _under_way(files: TrainingFacts, epochs: int | None) -> dict[str, object]:
         "samples_seen": last.samples_seen,
         "step_time_s": step_time_s,
     }
-    known |= {"global_batch": round(batch)} if batch else {}
+    if batch:
+        known["global_batch"] = round(batch)
     if epochs:
         known["share"] = min(1.0, last.epoch / epochs)
         known["left_s"] = steps_left_s(files.tail.steps, epochs)

@@ -135,7 +135,7 @@ def left_of(status: RunStatus) -> list[str]:
 
 
 def state_line(status: RunStatus) -> str:
-    """Describe a state in one line: what it means, how far it came, and what it waits for."""
+    """Describe a state in one line: its meaning, the progress, and the reason for waiting."""
     parts = [f"{status.state}: {status.words}"]
     if status.study is not None:
         ended = status.study.finished + status.study.diverged
@@ -158,5 +158,9 @@ def _is_work(job: JobStatus) -> bool:
 
 def _waits(job: JobStatus, count: int) -> str:
     why = job.waits_for or job.reason
-    stuck = "; this does not go away by itself" if job.stuck else ""
-    return f"{plural(count, 'job')} waiting{f' ({why}{stuck})' if why else ''}"
+    waiting = f"{plural(count, 'job')} waiting"
+    if not why:
+        return waiting
+    if job.stuck:
+        why += "; this does not go away by itself"
+    return f"{waiting} ({why})"
