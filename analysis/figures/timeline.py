@@ -1,4 +1,4 @@
-"""Timeline of a run: when each of its jobs waited and ran, and what interrupted the training."""
+"""Timeline of a run: when each of its jobs waited and ran, and interruptions of the training."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _runs(signs: Iterable[Sign]) -> list[list[Sign]]:
 
 
 def _begin(signs: Sequence[Sign], elapsed_s: float | None, reached: float | None) -> float:
-    """Return when a run began: by its first sign, by what it took, or else when the last one ended."""
+    """Return when a run began: by its first sign, its length, or else when the last one ended."""
     known = []
     if signs[0].kind in BEGINNINGS:
         known.append(signs[0].time)

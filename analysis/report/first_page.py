@@ -1,8 +1,8 @@
-"""First page of the report: the decision in plain words, and what a reader asks next.
+"""First page of the report: the decision in plain words, and answers to a reader's next questions.
 
-What will it take, or did it take? How sure is that? Why this one? What would change it? What is to
-be done next? Each answer is a section of some sentences; nothing is said in two of them. The first
-paragraph is `_decision`, or `_without_plan`; `report_template.html` shows them.
+How long will it take, or did it take? How sure is that? Why this one? What would change it? What is
+to be done next? Each answer is a section of some sentences; no fact appears in two of them. The
+first paragraph is `_decision`, or `_without_plan`; `report_template.html` shows them.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def _reason(plan: Plan) -> str:
 
 
 def _what_would_change(plan: Plan) -> Iterator[str]:
-    """Yield what decides: constraints, unsettled steps, and what another objective would choose."""
+    """Yield the deciding facts: constraints, unsettled steps, and choices of other objectives."""
     yield from (as_sentence(text) for text in plan.binding)
     yield from (as_sentence(text) for text in plan.hangs_on)
     is_decided = True

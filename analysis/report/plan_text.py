@@ -331,7 +331,7 @@ def knee_sentences(plan: Plan) -> list[str]:
 
 
 def critical_batch_sentences(plan: Plan) -> list[str]:
-    """Say what the gradient's noise means for the batch; empty where it was not measured."""
+    """Describe the critical batch by the gradient's noise; empty where it was not measured."""
     if plan.critical_batch is None:
         return []
     source = {

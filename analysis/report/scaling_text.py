@@ -40,9 +40,9 @@ class ScalingSection(NamedTuple):
 
 
 def scaling_sections(scaling: Scaling) -> list[ScalingSection]:
-    """Return what the page shows of each kind of scaling that could be predicted.
+    """Return the page's section on each kind of scaling that could be predicted.
 
-    What was said of the first kind is not said again.
+    Sentences of the first section are not repeated in the second.
     """
     sections = []
     said: list[str] = []
@@ -123,7 +123,7 @@ def _number(value: float) -> str:
 
 
 def explain(scaling: Scaling, curve: Curve) -> Iterator[str]:
-    """Yield sentences: what was measured, what is predicted, and what the numbers mean."""
+    """Yield sentences on the measurements, the predictions, and the meaning of the numbers."""
     yield (
         f"Step times were measured on {listed_sizes(scaling.profiled_sizes)} nodes "
         f"({scaling.configurations} configurations of nodes and batch), and a model was fitted to "
@@ -174,7 +174,7 @@ def _subject(scaling: Scaling, curve: Curve) -> str:
 
 
 def plain_text(scaling: Scaling, curve: Curve) -> str:
-    """Return the table in columns of one width, with a heading and what the numbers mean."""
+    """Return the table in columns of one width, with a heading and an explanation."""
     table = scaling_table(curve)
     rows = [table.columns]
     rows += [tuple(map(_on_one_line, row)) for row in table.rows]
@@ -193,7 +193,7 @@ def _on_one_line(cell: str) -> str:
 
 
 def latex(scaling: Scaling, curve: Curve) -> str:
-    """Return a table that needs no package, with its intervals below, and what the numbers mean."""
+    """Return a table that needs no package, with its intervals below, and an explanation."""
     table = scaling_table(curve)
     lines = [
         r"{\small\setlength{\tabcolsep}{3pt}",

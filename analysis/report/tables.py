@@ -89,7 +89,7 @@ def summary_rows(
     """Return the chosen configuration, its next smaller and larger batch, its batch on other nodes.
 
     All are of the chosen partition. `trained_epoch_s` is the training's own time of an epoch, see
-    `run_contents.median_epoch_s`, and `bill` what the whole of it cost.
+    `run_contents.median_epoch_s`, and `bill` the bill of the whole training.
     """
     measured = measured_epochs(
         of_partition(measurements, plan.chosen.partition), plan.dataset_samples
@@ -143,7 +143,7 @@ def _with_training(
     trained_epoch_s: float | None,
     bill: TrainingBill | None,
 ) -> SummaryRow:
-    """Return the row with what a training at its configuration measured."""
+    """Return the row with the measurements of a training at its configuration."""
     if not result or (result.nodes, result.global_batch) != (item.nodes, item.global_batch):
         return row
     if trained_epoch_s:
@@ -240,7 +240,7 @@ _LATEX = {
 
 
 def latex_escaped(text: str) -> str:
-    """Return a text for LaTeX with any font: without accents, what is not ASCII as "?"."""
+    """Return a text for LaTeX with any font: without accents, other non-ASCII signs as "?"."""
     plain = unicodedata.normalize("NFKD", text.replace("–", "--"))
     kept = [letter for letter in plain if not unicodedata.combining(letter)]
     ascii_only = "".join(kept).encode("ascii", "replace").decode()

@@ -126,7 +126,7 @@ def _refuse_other_work(runs: Sequence[RunDirectory], contents: Sequence[RunConte
 
 
 def _work_of(sweep: SweepSpec | None) -> dict[str, str]:
-    """Return what an epoch's work depends on, what people know it by first."""
+    """Return the facts on which an epoch's work depends, the best known first."""
     if sweep is None:
         return {}
     workload = sweep.workload
@@ -139,7 +139,7 @@ def _work_of(sweep: SweepSpec | None) -> dict[str, str]:
 
 
 def runs_content(named: Sequence[NamedRun]) -> dict[str, Any]:
-    """Return what the page has beside its figure."""
+    """Return the contents of the page beside its figure."""
     pages = [(run.name, first_page(run.contents)) for run in named]
     return {
         "subtitle": "Runs side by side: decisions, predicted and actual",
