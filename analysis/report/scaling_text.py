@@ -75,25 +75,35 @@ def _stem(curve: Curve) -> str:
 
 def scaling_table(curve: Curve) -> TextTable:
     """Return the rows, with each interval in the second line of its cell."""
-    strong = curve.kind == "strong"
-    times = [row.epoch_s if strong else row.step_s for row in curve.rows]
+    batch_name = "global batch"
+    batches = [row.candidate.global_batch for row in curve.rows]
+    time_name = "step"
+    times = [row.step_s for row in curve.rows]
+    measured = [row.measured_step_s for row in curve.rows]
+    if curve.kind == "strong":
+        batch_name = "local batch"
+        batches = [row.candidate.local_batch for row in curve.rows]
+        time_name = "epoch"
+        times = [row.epoch_s for row in curve.rows]
+        measured = [row.measured_epoch_s for row in curve.rows]
     unit = _unit(times)
     columns = (
         "nodes",
-        "local batch" if strong else "global batch",
-        f"{'epoch' if strong else 'step'}, {unit.name}",
+        batch_name,
+        f"{time_name}, {unit.name}",
         f"measured, {unit.name}",
         "speed-up",
         "efficiency, %",
         "node-hours",
     )
     rows: list[tuple[str, ...]] = []
-    for row, time in zip(curve.rows, times, strict=True):
-        measured_s = row.measured_epoch_s if strong else row.measured_step_s
-        batch = row.candidate.local_batch if strong else row.candidate.global_batch
+    for row, batch, time, seconds in zip(curve.rows, batches, times, measured, strict=True):
+        measured_cell = UNKNOWN
+        if seconds is not None:
+            measured_cell = _number(seconds / unit.seconds)
         cells = (
             _cell(time.times(1.0 / unit.seconds)),
-            UNKNOWN if measured_s is None else _number(measured_s / unit.seconds),
+            measured_cell,
             _cell(row.speed_up),
             _cell(row.efficiency.times(100.0)),
             _cell(row.node_hours),

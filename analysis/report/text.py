@@ -272,4 +272,6 @@ def _steps(ok: Iterable[Measurement]) -> str:
         return ""
     least = min(steps)
     most = max(steps)
-    return f"{least} per configuration" if least == most else f"{least} to {most} per configuration"
+    if least == most:
+        return f"{least} per configuration"
+    return f"{least} to {most} per configuration"
