@@ -1,4 +1,4 @@
-"""Numbers only: what measurements say, what to measure next, what to choose, how to show it.
+"""Numbers only: models of measurements, the next measurement, the choice, and how to show them.
 
 It needs neither torch nor submitit. Nothing is imported here, so that each part costs only what it
 needs itself.

@@ -252,7 +252,9 @@ def update_time_s(measurements: Iterable[Measurement], world_size: int) -> float
         if is_usable(row) and row.times and row.times.update_time_s > 0:
             distance = abs(row.configuration.world_size - world_size)
             by_distance.setdefault(distance, []).append(row.times.update_time_s)
-    return median(by_distance[min(by_distance)]) if by_distance else 0.0
+    if not by_distance:
+        return 0.0
+    return median(by_distance[min(by_distance)])
 
 
 def _computes(
@@ -325,4 +327,6 @@ def extra_s(measured: StepParts, expected: StepParts, part: str) -> float:
 def describe_drift(events: Iterable[Event]) -> str:
     """Return the present drift for a line of progress; "" when step times are as predicted."""
     drift = RunHistory(events).drift()
-    return f"step time {drift.ratio:.2f} × the prediction ({drift.part})" if drift else ""
+    if drift is None:
+        return ""
+    return f"step time {drift.ratio:.2f} × the prediction ({drift.part})"

@@ -241,7 +241,7 @@ def _refuse_trained(run: RunDirectory) -> None:
 
 
 def _other_objective(own: ObjectiveSpec, wanted: ObjectiveSpec) -> list[str]:
-    """Return what of [objective] is not as in the run's sweep.toml, as assignments."""
+    """Return the keys of [objective] that differ from the run's sweep.toml, as assignments."""
     values = {key: getattr(wanted, key) for key in ObjectiveSpec.model_fields}
     differing = {key: value for key, value in values.items() if value != getattr(own, key)}
     return [f"objective.{key} = {json.dumps(value)}" for key, value in differing.items()]
@@ -281,9 +281,9 @@ def _inputs(
 
 
 def lost_inputs(run: RunDirectory) -> str:
-    """Say which of a run's own inputs is gone or damaged, and what to do; "" if none.
+    """Say which of a run's own inputs is gone or damaged, and the remedy; "" if none.
 
-    Damaged ones that nothing was measured with are replaced instead.
+    Damaged ones that no measurement was made with are replaced instead.
     """
     if not run.sweep_file.exists():
         return f"{run.sweep_file}: is missing; {PUT_BACK}" if run.events_file.exists() else ""

@@ -12,7 +12,7 @@ that was profiled and can run the batch:
 Steps are the plan's: as measured where they were, else those of the model that is fitted to all
 measurements. Intervals hold the truth with 90 % probability: those of times and node-hours are the
 plan's, those of speed-up and efficiency come from models drawn from the fit's uncertainty, each of
-which predicts both steps, and from the covariance of both: what they share cancels.
+which predicts both steps, and from the covariance of both: shared errors cancel.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Curve(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """Both kinds of scaling of a run, and what they come from."""
+    """Both kinds of scaling of a run, and their sources."""
 
     strong: Curve
     weak: Curve
@@ -304,7 +304,7 @@ def _ends(table: CandidateTable, part: Part, value: Array) -> tuple[Array, Array
 
 
 def _basis(candidate: Candidate, part: Part) -> Basis:
-    """Tell whether a configuration was measured, or lies within what was, or beyond it."""
+    """Tell whether a configuration was measured, lies within the measured range, or beyond it."""
     if candidate.measured:
         return "measured"
     known = [profile.configuration for profile in part.summary.profiles]

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from tula_hpc.config import REFERENCE_COLUMN, StudyCell, StudySpec, SweepSpec, load_frozen_sweep
 from tula_hpc.errors import RunDirectoryError
-from tula_hpc.formatting import UNKNOWN
+from tula_hpc.formatting import UNKNOWN, in_percent
 from tula_hpc.invocation import command_line
 from tula_hpc.records import (
     EpochMetrics,
@@ -125,9 +125,11 @@ def _outcomes(run: RunDirectory, study: StudySpec, failures: dict[str, str]) -> 
             why = f"the loss was not finite after {result.steps:,} steps"
             yield Outcome(cell, "diverged", why=why)
         else:
-            top5 = study.metric == "top5"
-            test = result.test_top5_accuracy if top5 else result.test_accuracy
-            train = result.train_top5_accuracy if top5 else result.train_accuracy
+            test = result.test_accuracy
+            train = result.train_accuracy
+            if study.metric == "top5":
+                test = result.test_top5_accuracy
+                train = result.train_top5_accuracy
             if test is None:
                 why = "no accuracy: its targets have none, or workload.metric was not finite"
                 yield Outcome(cell, "failed", test, train, why)
@@ -243,7 +245,7 @@ def make_table(
     for outcome in outcomes:
         grouped.setdefault((outcome.cell.column, outcome.cell.batch), []).append(outcome)
     means = {key: _entry(*key, group) for key, group in grouped.items()}
-    reference = means.get((REFERENCE_COLUMN, study.small_batch)) if study.small_batch else None
+    reference = means.get((REFERENCE_COLUMN, study.small_batch))
     entries: dict[tuple[str, int], Entry] = {}
     batches = tuple(sorted(study.batches))
     for batch in batches:
@@ -310,7 +312,9 @@ def recovered_share(
         return None
     lost = small.test.mean - plain.test.mean
     least = least_loss(small.test, plain.test, test_samples)
-    return (entry.test.mean - plain.test.mean) / lost if lost >= least else None
+    if lost >= least:
+        return (entry.test.mean - plain.test.mean) / lost
+    return None
 
 
 def least_loss(small: Spread, plain: Spread, test_samples: int | None) -> float:
@@ -427,15 +431,11 @@ def _csv_row(kind: str, entry: Entry) -> tuple[str | int | float | None, ...]:
     accuracies = (*_percents(entry.test), *_percents(entry.train))
     runs = entry.test.runs if entry.test else 0
     counts = (runs, entry.diverged, entry.failed, entry.missing)
-    recovered = _percent_of(entry.recovered)
+    recovered = in_percent(entry.recovered)
     return (kind, entry.column, entry.batch, *accuracies, *counts, recovered, entry.mark)
 
 
 def _percents(value: Spread | None) -> tuple[float | None, float | None]:
     if value is None:
         return None, None
-    return 100 * value.mean, _percent_of(value.deviation)
-
-
-def _percent_of(share: float | None) -> float | None:
-    return None if share is None else 100 * share
+    return 100 * value.mean, in_percent(value.deviation)

@@ -79,7 +79,7 @@ def answers(
     plan: Plan,
     trained: Trained | None = None,
 ) -> list[WhatIf]:
-    """Fit the models, and ask; see `what_if`. `trained` is what the plan counts of trainings.
+    """Fit the models, and ask; see `what_if`. `trained`: as for the plan.
 
     Raises:
         NotEnoughDataError: Too few measurements.

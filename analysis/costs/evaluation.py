@@ -21,11 +21,11 @@ large head), the median 0.25 to 0.27 by the run (the same command), which puts p
 The correction is the ratio of the evaluations that trainings of the same run measured to their
 predictions, on the kind of nodes where they ran, or 1. It is the same for all kinds.
 
-What a script does between its epochs (evaluation, saving, start of loaders) is not known by samples:
+A script's work between its epochs (evaluation, saving, start of loaders) has no known samples:
 
     t_between = correction × (fixed + shared / W)
 
-as profiles saw it where they met the end of an epoch, else what the training's own epochs took. It
+as profiles saw it where they met the end of an epoch, else as the training's own epochs did. It
 stands in place of the evaluation; where neither saw it, it is unknown, and the plan says so.
 
 A job's start lasts until its first step: interpreter, torch, rendezvous, model and data. Every
@@ -222,7 +222,7 @@ def _forward_time_s(times: StepTimes) -> float | None:
 def evaluated_on(workload: WorkloadSpec, train_samples: int, test_samples: int = 0) -> EvaluatedOn:
     """Return the test samples: counted by profiles (0: not), held out, known, or assumed.
 
-    Whether a script evaluates, and on what, nobody knows here: none.
+    Whether a script evaluates, and on which samples, is not known here: none.
     """
     if workload.is_script:
         return EvaluatedOn(0.0, known=True)

@@ -1,4 +1,4 @@
-"""Uncertainty of a training's whole time: what each of its parts, and their sum, may be off by.
+"""Uncertainty of a training's whole time: possible errors of each of its parts and of their sum.
 
 Every part has a 90 % interval of its own. The ends of the sum T = Σ t follow from those of the
 parts in quadrature, on either side by itself:
@@ -80,8 +80,8 @@ class Spread(NamedTuple):
         Args:
             parts_s: As `Candidate.wall_parts_s`; empty where a training would never end.
             pace: Factors of the step time.
-            interruption_s: What one interruption repeats: a start, and half an interval between
-                checkpoints.
+            interruption_s: Work that one interruption repeats: a start, and half an interval
+                between checkpoints.
         """
         expected = parts_s.get(TimePart.REPEATED, 0.0) / max(interruption_s, MOMENT_S)
         more = Z_90 / math.sqrt(max(expected, FEWEST))

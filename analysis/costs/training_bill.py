@@ -1,4 +1,4 @@
-"""A training's promise and its bill: what the plan expected, what it took, and which part was off.
+"""A training's promise and its bill: expected and actual time, and the part that was off.
 
 Seconds are those of the training's jobs, from when the scheduler gave them nodes to when it had
 them back, without queueing. The scheduler's accounting tells them, where there is one
@@ -7,7 +7,7 @@ takes to end is then taken as planned. The price of a second is the plan's, so t
 from its promise by the time alone.
 
 The steps, evaluations and saves of a training are timed by itself, and the start of each of its
-jobs. What accounting has on top of them is the end of the job; after interruptions it is the work
+jobs. The rest of the time in accounting is the end of the job; after interruptions it is the work
 that was lost with them, too, and counts as repeated.
 """
 
@@ -28,7 +28,7 @@ NOTEWORTHY_SHARE = 0.01
 
 
 class Verdict(StrEnum):
-    """Place of what was measured against the 90 % interval of what was expected."""
+    """Place of a measured value against the 90 % interval of the expected one."""
 
     WITHIN = "within"
     MORE = "more"
@@ -110,7 +110,7 @@ def training_bill(
     accounts: Sequence[JobAccount] = (),
     epochs: Sequence[EpochMetrics] = (),
 ) -> TrainingBill | None:
-    """Compare a training with its plan; None for plans of old, and for what would never end.
+    """Compare a training with its plan; None for old plans, and for trainings without an end.
 
     Args:
         promised: The candidate that was trained, as planned.

@@ -43,7 +43,9 @@ class Line(NamedTuple):
         """
         points = self._points
         (first, low), (last, high) = points[0], points[-1]
-        return (high - low) / (last - first) if last > first and high > low else None
+        if last > first and high > low:
+            return (high - low) / (last - first)
+        return None
 
     @property
     def is_uneven(self) -> bool:
@@ -64,7 +66,9 @@ class Line(NamedTuple):
     @property
     def fitting(self) -> int:
         """The largest candidate that fits; 0 if none does."""
-        return max(self.predicted, default=0) if self.largest is None else self.largest
+        if self.largest is not None:
+            return self.largest
+        return max(self.predicted, default=0)
 
 
 class Usage(NamedTuple):
@@ -149,7 +153,9 @@ def _usage(run: RunContents) -> Usage:
         used = used_bytes(item)
         if used is not None:
             measured.append((item.configuration, used))
-    candidates = sorted(run.plan.candidates if run.plan else (), key=lambda item: item.local_batch)
+    candidates: list[Candidate] = []
+    if run.plan:
+        candidates = sorted(run.plan.candidates, key=lambda item: item.local_batch)
     workers = {configuration.world_size for configuration, _ in measured}
     workers.update(item.configuration.world_size for item in candidates)
     limit = _limit(run, summary)
@@ -160,14 +166,18 @@ def _usage(run: RunContents) -> Usage:
         mine = [item for item in measured if item[0].world_size in kind]
         line = [item for item in candidates if item.configuration.world_size in kind]
         lines.append(_line(mine, line, fitting))
-    most = None if limit is None else int(max([0.0, *allowed.values()]))
+    most = None
+    if limit is not None:
+        most = int(max([0.0, *allowed.values()]))
     return Usage(lines, summary.parts, limit, most, run.out_of_memory)
 
 
 def _limit(run: RunContents, summary: Summary) -> int | None:
     if run.plan:
         return run.plan.memory_limit_bytes
-    return memory_limit_bytes(run.cluster, summary.memory_uses) if run.cluster else None
+    if run.cluster:
+        return memory_limit_bytes(run.cluster, summary.memory_uses)
+    return None
 
 
 def _allowed(
@@ -329,13 +339,17 @@ def _title(usage: Usage) -> str:
     first, last = _describe_fit(lines[0]), _describe_fit(lines[-1])
     if first != last:
         return f"{title}; {first}, on a single worker {last}"
-    return f"{title}; {first}{', the next candidate does not' if lines[0].largest else ''}"
+    if lines[0].largest:
+        first += ", the next candidate does not"
+    return f"{title}; {first}"
 
 
 def _describe_fit(line: Line) -> str:
     if line.largest is None:
         return "every candidate fits"
-    return f"{plural(line.largest, 'sample')} fit" if line.largest else "no candidate fits"
+    if line.largest == 0:
+        return "no candidate fits"
+    return f"{plural(line.largest, 'sample')} fit"
 
 
 def _caption(usage: Usage, kinds: str) -> str:
@@ -350,7 +364,9 @@ def _caption(usage: Usage, kinds: str) -> str:
             f" Plans let a step use no more than {format_bytes(usage.allowed)} of it (dotted in "
             "red). The rest is a margin, and room for what training holds beside its steps."
         )
-    outside = ["where their line is dotted"] if usage.bounded else []
+    outside = []
+    if usage.bounded:
+        outside.append("where their line is dotted")
     if usage.largest is not None:
         outside.append("in the grey region")
     if outside:

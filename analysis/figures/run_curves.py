@@ -61,7 +61,7 @@ def _keep_least(found: dict[int, float], batch: int, seconds: float) -> None:
 
 
 def draw_run_curves(curves: Sequence[RunCurve]) -> Drawing | Missing:
-    """Draw the least epoch time over the batch of every run, and below it what their trainings reached.
+    """Draw the least epoch time over the batch of every run, and below it the scores of trainings.
 
     Scores are drawn where all runs that have any have the same kind.
     """

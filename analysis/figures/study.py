@@ -34,7 +34,7 @@ from tula_hpc.analysis.study_results import (
     within_one_deviation,
 )
 from tula_hpc.config import REFERENCE_COLUMN, SweepSpec, study_column
-from tula_hpc.formatting import format_number, plural
+from tula_hpc.formatting import format_number, in_percent, plural
 from tula_hpc.records import Metrics, StepMetrics
 
 MOST_PANELS = 3
@@ -83,6 +83,8 @@ def draw_study_accuracy(contents: StudyContents, table: StudyTable) -> Drawing |
     """Draw mean test accuracy against the global batch, in a band of one standard deviation."""
     lines: dict[str, list[Entry]] = {}
     shown: list[Entry] = []
+    if table.reference:
+        shown.append(table.reference)
     for name in table.columns:
         for batch in table.batches:
             entry = table.entries[name, batch]
@@ -91,7 +93,6 @@ def draw_study_accuracy(contents: StudyContents, table: StudyTable) -> Drawing |
                 shown.append(entry)
     if not lines:
         return Missing("study_accuracy", "accuracy against batch", no_result(table))
-    small = table.reference if table.reference and table.reference.test else None
     names = list(lines)
     beside = labels.have_room(names)
     title = _accuracy_title(table)
@@ -99,9 +100,11 @@ def draw_study_accuracy(contents: StudyContents, table: StudyTable) -> Drawing |
         figure, (axes,) = style.new_figure(title, 3.9)
         right = 0.06 + 0.0145 * max(map(len, names)) if beside else 0.05
         style.batch_axis(axes, table.batches, "global batch B", right=right)
-        accuracy_axis(axes, [*shown, small] if small else shown)
+        accuracy_axis(axes, shown)
         ends = [_draw_line(axes, entries, table.columns) for entries in lines.values()]
-        across = None if small is None else _draw_small_batch(axes, small)
+        across = None
+        if table.reference and table.reference.test:
+            across = _draw_small_batch(axes, table.reference)
         if beside:
             labels.label_ends(axes, ends, across=across)
         else:
@@ -113,8 +116,7 @@ def draw_study_accuracy(contents: StudyContents, table: StudyTable) -> Drawing |
         "training with the small batch. All have seen equally many epochs. Hollow marks: some of "
         "the runs diverged and are not in the mean."
     )
-    numbers = _accuracy_table([small, *shown] if small else shown)
-    return Drawing("study_accuracy", title, caption, figure, numbers)
+    return Drawing("study_accuracy", title, caption, figure, _accuracy_table(shown))
 
 
 def _in_percent(spread: Spread | None) -> tuple[float, float]:
@@ -188,7 +190,7 @@ def _accuracy_table(entries: Iterable[Entry]) -> Table:
     for entry in entries:
         if entry.test:
             mean, deviation, runs = entry.test
-            spread = (100 * mean, None if deviation is None else 100 * deviation)
+            spread = (100 * mean, in_percent(deviation))
             rows.append((entry.column, entry.batch, *spread, runs))
     return Table(columns, rows)
 
@@ -206,8 +208,9 @@ def draw_study_epochs(contents: StudyContents, table: StudyTable) -> Drawing | M
             if curve:
                 panels_of.setdefault(batch, {})[name] = curve
     if not panels_of:
-        under_way = any(entry.missing for entry in table.entries.values())
-        why = "no training has finished an epoch yet" if under_way else no_result(table)
+        why = no_result(table)
+        if any(entry.missing for entry in table.entries.values()):
+            why = "no training has finished an epoch yet"
         return Missing("study_epochs", "accuracy over the epochs", why)
     small = _mean_curve(contents, REFERENCE_COLUMN, contents.study.small_batch)
     names = sorted(set().union(*panels_of.values()), key=table.columns.index)
@@ -245,8 +248,10 @@ def _mean_curve(contents: StudyContents, column: str, batch: int) -> EpochCurve:
     for run in contents.of(column, batch):
         if run.epochs:
             known.append({row.epoch: contents.accuracy(row) for row in run.epochs})
+    if not known:
+        return []
     curve: EpochCurve = []
-    for epoch in sorted(set(known[0]).intersection(*known)) if known else []:
+    for epoch in sorted(set(known[0]).intersection(*known)):
         mean = float(np.mean([accuracies[epoch] for accuracies in known]))
         curve.append((epoch, 100 * mean))
     return curve
@@ -629,7 +634,9 @@ def _draw_batch(
     low, high = min(means, default=0.0), max(means, default=1.0)
     best = next((entry for entry in entries if entry.mark == "best"), None)
     for row, entry in enumerate(entries):
-        share = (entry.test.mean - low) / (high - low) if entry.test and high > low else 0.0
+        share = 0.0
+        if entry.test and high > low:
+            share = (entry.test.mean - low) / (high - low)
         box = (left + 0.04 * width, top + 0.06 + row), 0.92 * width, 0.88
         fill = Rectangle(*box, color=style.SIZES[5].light, alpha=DARKEST * share, linewidth=0)
         axes.add_patch(fill)
@@ -673,7 +680,9 @@ def _line_heights(lines: int) -> tuple[float, float, float]:
 
 
 def _achieved(entry: Entry) -> list[str]:
-    parts = [f"train {100 * entry.train.mean:.1f}"] if entry.train else []
+    parts = []
+    if entry.train:
+        parts.append(f"train {100 * entry.train.mean:.1f}")
     if entry.recovered is not None and _is_recovered(entry):
         parts.append(f"{signed(entry.recovered)} back")
     return parts
@@ -697,7 +706,9 @@ def _caption(contents: StudyContents) -> str:
     kind = "top-5 accuracy" if contents.study.metric == "top5" else "accuracy"
     epochs = plural(contents.sweep.workload.epochs, "epoch")
     seeds = len(contents.study.seeds)
-    over = f"mean and standard deviation over {seeds} seeds" if seeds > 1 else "of one seed"
+    over = "of one seed"
+    if seeds > 1:
+        over = f"mean and standard deviation over {seeds} seeds"
     return (
         f"Test {kind} at the end of {epochs}, {over}; below it the accuracy on training samples, "
         "and how much of what plain large-batch training (lbt) lost against the small batch came "

@@ -1,4 +1,4 @@
-"""Timeline of a run: when each of its jobs waited and ran, and what interrupted the training."""
+"""Timeline of a run: when each of its jobs waited and ran, and interruptions of the training."""
 
 from __future__ import annotations
 
@@ -139,14 +139,15 @@ def _runs(signs: Iterable[Sign]) -> list[list[Sign]]:
 
 
 def _begin(signs: Sequence[Sign], elapsed_s: float | None, reached: float | None) -> float:
-    """Return when a run began: by its first sign, by what it took, or else when the last one ended."""
+    """Return when a run began: by its first sign, its length, or else when the last one ended."""
     known = []
     if signs[0].kind in BEGINNINGS:
         known.append(signs[0].time)
     if elapsed_s:
         known.append(signs[-1].time - elapsed_s)
-    begin = min(known, default=signs[0].time if reached is None else reached)
-    return begin if reached is None else max(begin, reached)
+    if reached is None:
+        return min(known, default=signs[0].time)
+    return max(reached, min(known, default=reached))
 
 
 def draw_timeline(run: RunContents) -> Drawing | Missing:
@@ -188,7 +189,10 @@ def _draw(axes: Axes, one: Stretch, y: int, first: float, whole_s: float) -> Non
 
 def _dress(axes: Axes, rows: Sequence[str], whole_s: float, found: Sequence[Stretch]) -> None:
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_yticks(range(len(rows)), rows if len(rows) <= MOST_NAMES else [""] * len(rows))
+    names = rows
+    if len(rows) > MOST_NAMES:
+        names = [""] * len(rows)
+    axes.set_yticks(range(len(rows)), names)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x")

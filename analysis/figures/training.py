@@ -238,7 +238,9 @@ def draw_sensitivity(run: RunContents) -> Drawing | Missing:
     steps = next(filter(None, map(_scaled_steps, run.trainings)), None)
     if steps is None:
         return Missing("sensitivity", subject, "training logged no gradient scale")
-    gate = _gate(run.sweep.training) if run.sweep else UNKNOWN_GATE
+    gate = UNKNOWN_GATE
+    if run.sweep:
+        gate = _gate(run.sweep.training)
     title = _sensitivity_title(steps, gate)
     with style.styled():
         figure, panels = style.new_figure(title, 5.6, ratios=(1.2, 1.2, 0.7))
@@ -348,7 +350,9 @@ def _sensitivity_title(steps: Sequence[StepMetrics], gate: _Gate) -> str:
         f"Gradients were calm (Δ below {format_number(gate.delta)}) in {format_percent(calm)} of "
         "the logged steps"
     )
-    return f"{title} and {scaled}" if scaled else title
+    if scaled:
+        title += f" and {scaled}"
+    return title
 
 
 def describe_range(values: Sequence[float]) -> str:

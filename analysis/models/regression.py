@@ -250,7 +250,7 @@ def explaining_a_row(relative: Array) -> Array:
     """Return the size (p,) of each coefficient that alone explains a row; 1 where no row shows it.
 
     Args:
-        relative: (n, p), gradients of the predictions over what was observed.
+        relative: (n, p), gradients of the predictions over the observed values.
     """
     largest = np.max(np.abs(relative), axis=0, initial=0.0)
     return np.where(largest > 0.0, 1.0 / np.where(largest > 0.0, largest, 1.0), 1.0)

@@ -342,8 +342,8 @@ def _observations(profile: Profile, alone_s: float) -> Iterator[tuple[float, ...
 
     Args:
         profile: Of one configuration.
-        alone_s: Wait for data per sample on the fewest workers; what others wait beyond it they
-            wait for storage that all share, which is a term of its own.
+        alone_s: Wait for data per sample on the fewest workers; any further wait of others is
+            for storage that all share, which is a term of its own.
     """
     nodes, per_node, batch = profile.configuration
     times = profile.times

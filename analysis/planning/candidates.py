@@ -291,7 +291,7 @@ def _why_not(part: Part, grid: Grid, peak: Array, on_top: Array, wall_time_s: Ar
 
 
 def _may_lack_memory(part: Part, grid: Grid, allowed: Array) -> NDArray[np.bool_]:
-    """Mark batches far larger than any measured, whose memory may reach beyond what is allowed."""
+    """Mark batches far larger than any measured that may need more memory than is allowed."""
     workers = grid.nodes * grid.workers_per_node
     at_once = part.summary.passes.batch_of_one(grid.local_batch)
     at_once /= np.where(workers == 1, part.summary.parts, 1)

@@ -92,7 +92,7 @@ class TimeCurves(NamedTuple):
 def knee_curves(
     parts: Sequence[Part], sweep: SweepSpec, *, with_draws: bool = True
 ) -> TimeCurves | None:
-    """Return what the objective's knee is found in; None for objectives without one.
+    """Return the curves to search for the objective's knee; None for objectives without one.
 
     Args:
         parts: Fitted partitions; each has a batch that is possible.

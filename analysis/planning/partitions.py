@@ -64,7 +64,7 @@ def fit_parts(
     as a ratio to the prediction for the partition where it ran.
 
     Raises:
-        NotEnoughDataError: No partition has; the message says what each of them lacks.
+        NotEnoughDataError: No partition has; the message gives the reason for each.
         InputError: A price needs a quantity that is not known.
     """
     trained = trained or Trained()

@@ -152,7 +152,7 @@ def about_partition(
 
 
 def about_extrapolation(chosen: int, fitted: Fitted) -> list[str]:
-    """Count the candidates beyond what was profiled, the chosen row perhaps among them."""
+    """Count the candidates beyond the profiled range, the chosen row perhaps among them."""
     found = []
     for index, part in enumerate(fitted.parts):
         texts = _extrapolated(chosen, index, fitted.table, part.summary.profiles)
@@ -255,7 +255,7 @@ def about_interruptions(chosen: int, fitted: Fitted, sweep: SweepSpec) -> list[s
 
 
 def about_beginning_anew(chosen: int, fitted: Fitted) -> list[str]:
-    """Say where an interruption begins a script anew, and what that costs."""
+    """Warn where an interruption makes a script start over, with the cost of that."""
     row = fitted.table.take([chosen])
     part = fitted.parts[row.part[0]]
     if part.resume is not Resume.NOTHING:

@@ -55,7 +55,7 @@ CAUSES = {
 def bill_of(plan: Plan | None, events: Iterable[Event], training: Training) -> TrainingBill | None:
     """Return the bill of a training that ended; None where it has not, or the plan is too old.
 
-    What changed its batch on the way is held against the plan's choice: that was the promise.
+    A training that changed its batch is compared with the plan's choice: that was the promise.
     """
     if plan is None or training.result is None:
         return None
@@ -133,7 +133,7 @@ def _promised_amounts(compared: Compared, currency: str) -> list[str]:
 
 
 def _judged(compared: Compared, promised: Sequence[str]) -> str:
-    """Compare with what was predicted: "longer than the 90 % interval of the predicted 19 s"."""
+    """Compare with the prediction: "longer than the 90 % interval of the predicted 19 s"."""
     expected, *ends = promised
     if not ends or compared.verdict is Verdict.UNKNOWN:
         return f"beside the predicted {expected}"

@@ -1,8 +1,8 @@
-"""First page of the report: the decision in plain words, and what a reader asks next.
+"""First page of the report: the decision in plain words, and answers to a reader's next questions.
 
-What will it take, or did it take? How sure is that? Why this one? What would change it? What is to
-be done next? Each answer is a section of some sentences; nothing is said in two of them. The first
-paragraph is `_decision`, or `_without_plan`; `report_template.html` shows them.
+How long will it take, or did it take? How sure is that? Why this one? What would change it? What is
+to be done next? Each answer is a section of some sentences; no fact appears in two of them. The
+first paragraph is `_decision`, or `_without_plan`; `report_template.html` shows them.
 """
 
 from __future__ import annotations
@@ -82,12 +82,17 @@ def first_page(run: RunContents) -> FirstPage:
         answers = {"What to do next": _next(run)}
     else:
         decision = _decision(run.plan)
+        will_take = []
         took = list(_took(run))
         bills = [bill_of(run.plan, run.events, one) for one in run.trainings]
         is_billed = any(bill and bill.whole.actual is not None for bill in bills)
+        if is_billed:
+            took += _price(run)
+        else:
+            will_take = [_expected(run.plan), *_price(run)]
         answers = {
-            "What it will take": [] if is_billed else [_expected(run.plan), *_price(run)],
-            "What it took": [*took, *_price(run)] if is_billed else took,
+            "What it will take": will_take,
+            "What it took": took,
             "How sure": list(_how_sure(run, run.plan, is_billed=is_billed)),
             "Why this one": [_reason(run.plan), *why_not_better(run.plan)],
             "What would change it": list(_what_would_change(run.plan)),
@@ -105,7 +110,10 @@ def _without_plan(run: RunContents) -> Iterator[str]:
         return
     measured = f"{plural(_configurations(ok), 'configuration')} could be measured"
     out = _configurations(filter(is_out_of_memory, run.measurements))
-    yield f"{measured}, {out} ran out of memory." if out else f"{measured} so far."
+    if out:
+        yield f"{measured}, {out} ran out of memory."
+    else:
+        yield f"{measured} so far."
     epochs = {}
     for name in sorted({item.partition for item in ok}):
         rows = [item for item in ok if item.partition == name]
@@ -249,7 +257,7 @@ def _reason(plan: Plan) -> str:
 
 
 def _what_would_change(plan: Plan) -> Iterator[str]:
-    """Yield what decides: constraints, unsettled steps, and what another objective would choose."""
+    """Yield the deciding facts: constraints, unsettled steps, and choices of other objectives."""
     yield from (as_sentence(text) for text in plan.binding)
     yield from (as_sentence(text) for text in plan.hangs_on)
     is_decided = True
@@ -287,5 +295,7 @@ def _next(run: RunContents) -> list[str]:
         if not below:
             return ["Nothing: the training is done."]
         return [f"The training is done; before a longer one see {below} below."]
-    found = [f"Before a long training see {below} below."] if below else []
+    found = []
+    if below:
+        found.append(f"Before a long training see {below} below.")
     return [*found, f"To train it: {GO_ON}. To plan otherwise: {ANOTHER}. {IS_RUN}"]

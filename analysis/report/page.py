@@ -125,7 +125,7 @@ def _what_if(contents: RunContents) -> dict[str, Any]:
 def _shown_and_more(
     groups: Mapping[str, Sequence[str]],
 ) -> tuple[dict[str, Sequence[str]], dict[str, Sequence[str]]]:
-    """Return what stands before the line of each group, and the rest: each group gets its turns."""
+    """Return the texts of each group that are shown, and the rest: each group gets its turns."""
     left = MOST_WARNINGS
     kept = dict.fromkeys(groups, 0)
     while left and any(kept[name] < len(texts) for name, texts in groups.items()):

@@ -227,7 +227,9 @@ def _where_time_goes(chosen: Candidate) -> list[str]:
         if seconds >= 0.001 * whole_s > 0.0:
             share = format_percent(seconds / whole_s)
             shown.append(f"{PART_NAMES.get(name, name)} {format_duration(seconds)} ({share})")
-    return [f"Of the expected time: {', '.join(shown)}."] if shown else []
+    if not shown:
+        return []
+    return [f"Of the expected time: {', '.join(shown)}."]
 
 
 class Alternative(NamedTuple):
@@ -248,7 +250,9 @@ def alternatives(plan: Plan, ranks: Sequence[str] = RANKS) -> list[Alternative]:
     cheapest = min(feasible, key=lambda c: (c.cost, c.expected_time_s))
     named = [*zip(ranks, plan.runners_up, strict=False)]
     named += [(FASTEST, fastest), (CHEAPEST, cheapest)]
-    alike = plan.runners_up[0] if not_told_apart(plan) else chosen
+    alike = chosen
+    if not_told_apart(plan):
+        alike = plan.runners_up[0]
     found: dict[str, Alternative] = {}
     for role, candidate in named:
         if candidate == chosen:
@@ -331,7 +335,7 @@ def knee_sentences(plan: Plan) -> list[str]:
 
 
 def critical_batch_sentences(plan: Plan) -> list[str]:
-    """Say what the gradient's noise means for the batch; empty where it was not measured."""
+    """Describe the critical batch by the gradient's noise; empty where it was not measured."""
     if plan.critical_batch is None:
         return []
     source = {
@@ -374,8 +378,12 @@ def _table(plan: Plan, width: int) -> Table:
     )
     styles = []
     for candidate in shown:
-        style = "" if candidate.feasible else "dim"
-        styles.append("bold" if candidate == plan.chosen else style)
+        style = ""
+        if candidate == plan.chosen:
+            style = "bold"
+        elif not candidate.feasible:
+            style = "dim"
+        styles.append(style)
     add_columns(table, _columns(plan, shown), width, styles)
     return table
 

@@ -40,9 +40,9 @@ class ScalingSection(NamedTuple):
 
 
 def scaling_sections(scaling: Scaling) -> list[ScalingSection]:
-    """Return what the page shows of each kind of scaling that could be predicted.
+    """Return the page's section on each kind of scaling that could be predicted.
 
-    What was said of the first kind is not said again.
+    Sentences of the first section are not repeated in the second.
     """
     sections = []
     said: list[str] = []
@@ -75,25 +75,35 @@ def _stem(curve: Curve) -> str:
 
 def scaling_table(curve: Curve) -> TextTable:
     """Return the rows, with each interval in the second line of its cell."""
-    strong = curve.kind == "strong"
-    times = [row.epoch_s if strong else row.step_s for row in curve.rows]
+    batch_name = "global batch"
+    batches = [row.candidate.global_batch for row in curve.rows]
+    time_name = "step"
+    times = [row.step_s for row in curve.rows]
+    measured = [row.measured_step_s for row in curve.rows]
+    if curve.kind == "strong":
+        batch_name = "local batch"
+        batches = [row.candidate.local_batch for row in curve.rows]
+        time_name = "epoch"
+        times = [row.epoch_s for row in curve.rows]
+        measured = [row.measured_epoch_s for row in curve.rows]
     unit = _unit(times)
     columns = (
         "nodes",
-        "local batch" if strong else "global batch",
-        f"{'epoch' if strong else 'step'}, {unit.name}",
+        batch_name,
+        f"{time_name}, {unit.name}",
         f"measured, {unit.name}",
         "speed-up",
         "efficiency, %",
         "node-hours",
     )
     rows: list[tuple[str, ...]] = []
-    for row, time in zip(curve.rows, times, strict=True):
-        measured_s = row.measured_epoch_s if strong else row.measured_step_s
-        batch = row.candidate.local_batch if strong else row.candidate.global_batch
+    for row, batch, time, seconds in zip(curve.rows, batches, times, measured, strict=True):
+        measured_cell = UNKNOWN
+        if seconds is not None:
+            measured_cell = _number(seconds / unit.seconds)
         cells = (
             _cell(time.times(1.0 / unit.seconds)),
-            UNKNOWN if measured_s is None else _number(measured_s / unit.seconds),
+            measured_cell,
             _cell(row.speed_up),
             _cell(row.efficiency.times(100.0)),
             _cell(row.node_hours),
@@ -123,7 +133,7 @@ def _number(value: float) -> str:
 
 
 def explain(scaling: Scaling, curve: Curve) -> Iterator[str]:
-    """Yield sentences: what was measured, what is predicted, and what the numbers mean."""
+    """Yield sentences on the measurements, the predictions, and the meaning of the numbers."""
     yield (
         f"Step times were measured on {listed_sizes(scaling.profiled_sizes)} nodes "
         f"({scaling.configurations} configurations of nodes and batch), and a model was fitted to "
@@ -174,7 +184,7 @@ def _subject(scaling: Scaling, curve: Curve) -> str:
 
 
 def plain_text(scaling: Scaling, curve: Curve) -> str:
-    """Return the table in columns of one width, with a heading and what the numbers mean."""
+    """Return the table in columns of one width, with a heading and an explanation."""
     table = scaling_table(curve)
     rows = [table.columns]
     rows += [tuple(map(_on_one_line, row)) for row in table.rows]
@@ -193,7 +203,7 @@ def _on_one_line(cell: str) -> str:
 
 
 def latex(scaling: Scaling, curve: Curve) -> str:
-    """Return a table that needs no package, with its intervals below, and what the numbers mean."""
+    """Return a table that needs no package, with its intervals below, and an explanation."""
     table = scaling_table(curve)
     lines = [
         r"{\small\setlength{\tabcolsep}{3pt}",

@@ -89,7 +89,7 @@ def summary_rows(
     """Return the chosen configuration, its next smaller and larger batch, its batch on other nodes.
 
     All are of the chosen partition. `trained_epoch_s` is the training's own time of an epoch, see
-    `run_contents.median_epoch_s`, and `bill` what the whole of it cost.
+    `run_contents.median_epoch_s`, and `bill` the bill of the whole training.
     """
     measured = measured_epochs(
         of_partition(measurements, plan.chosen.partition), plan.dataset_samples
@@ -122,13 +122,16 @@ def _summary_row(
     measured: Mapping[Configuration, float],
 ) -> SummaryRow:
     epoch = measured.get(item.configuration)
+    relative_error = None
+    if epoch:
+        relative_error = item.epoch_time_s * item.model_ratio / epoch - 1
     return SummaryRow(
         role=role,
         configuration=item.configuration,
         feasible=item.feasible,
         predicted_epoch_s=predicted(item, "epoch_time_s"),
         measured_epoch_s=epoch,
-        relative_error=item.epoch_time_s * item.model_ratio / epoch - 1 if epoch else None,
+        relative_error=relative_error,
         train_time_s=item.train_time_s,
         cost=item.cost,
         currency=item.currency,
@@ -143,24 +146,27 @@ def _with_training(
     trained_epoch_s: float | None,
     bill: TrainingBill | None,
 ) -> SummaryRow:
-    """Return the row with what a training at its configuration measured."""
+    """Return the row with the measurements of a training at its configuration."""
     if not result or (result.nodes, result.global_batch) != (item.nodes, item.global_batch):
         return row
     if trained_epoch_s:
         # the model was not fitted to it
         row = row._replace(relative_error=item.epoch_time_s / trained_epoch_s - 1)
+    if bill:
+        row = row._replace(paid=bill.cost.actual)
     return row._replace(
         trained_epoch_s=trained_epoch_s,
         test_accuracy=result.test_accuracy,
         test_loss=result.test_loss,
         trained_s=result.train_time_s,
-        paid=bill.cost.actual if bill else None,
     )
 
 
 def summary_cells(row: SummaryRow) -> tuple[str, ...]:
     """Return the cells of SUMMARY_COLUMNS and the accuracy; a second line in a cell is a remark."""
-    role = row.role if row.feasible else f"{row.role}, not feasible"
+    role = row.role
+    if not row.feasible:
+        role += ", not feasible"
     measured = format_duration(row.measured_epoch_s)
     off = _off(row.relative_error)
     if row.trained_epoch_s is not None:
@@ -240,7 +246,7 @@ _LATEX = {
 
 
 def latex_escaped(text: str) -> str:
-    """Return a text for LaTeX with any font: without accents, what is not ASCII as "?"."""
+    """Return a text for LaTeX with any font: without accents, other non-ASCII signs as "?"."""
     plain = unicodedata.normalize("NFKD", text.replace("–", "--"))
     kept = [letter for letter in plain if not unicodedata.combining(letter)]
     ascii_only = "".join(kept).encode("ascii", "replace").decode()
@@ -279,6 +285,9 @@ def candidate_table(plan: Plan, measurements: Sequence[Measurement]) -> TextTabl
 
 
 def _candidate_cells(item: Candidate, measured: Mapping[Configuration, float]) -> tuple[str, ...]:
+    note = ""
+    if not item.feasible:
+        note = f"not feasible\n{item.why}"
     return (
         str(item.nodes),
         f"{item.global_batch:,}\n{item.local_batch:,} per worker{item.in_parts}",
@@ -287,7 +296,7 @@ def _candidate_cells(item: Candidate, measured: Mapping[Configuration, float]) -
         format_duration(measured.get(item.configuration)),
         *_time_and_cost(item.train_time_s, item.cost, item.currency),
         format_bytes(item.peak_memory_bytes),
-        "" if item.feasible else f"not feasible\n{item.why}",
+        note,
     )
 
 
@@ -337,9 +346,11 @@ def nothing_changes(rows: Sequence[WhatIf]) -> str:
     names = {name_of(found) for row in rows if (found := row.chosen or row.nearest)}
     if len(names) != 1:
         return ""
+    sentences = not_possible(rows)
     asked = [row.change for row in rows[1:] if row.chosen]
-    text = [f"None of these changes the choice: {', '.join(asked)}."] if asked else []
-    return " ".join([*text, *not_possible(rows)])
+    if asked:
+        sentences.insert(0, f"None of these changes the choice: {', '.join(asked)}.")
+    return " ".join(sentences)
 
 
 def fallback_table(plan: Plan) -> TextTable:
@@ -375,7 +386,9 @@ def account_table(accounts: Sequence[JobAccount]) -> TextTable:
             left_out = f"{len(accounts) - MOST_ROWS:,} more are in accounting.jsonl"
             rows.append((left_out, "", "", "", "", ""))
             continue
-        state = account.state if account.over else f"{account.state}, when it was asked"
+        state = account.state
+        if not account.over:
+            state += ", when it was asked"
         used = (format_duration(account.elapsed_s), format_number(account.node_seconds))
         rows.append((account.job_id, account.stage, str(account.nodes), *used, state))
     return TextTable(("job", "stage", "nodes", "time", "node-seconds", "state"), rows)
@@ -433,14 +446,16 @@ def model_tables(models: Mapping[str, Any]) -> list[tuple[str, TextTable]]:
 
 
 def _model_table(model: object) -> TextTable:
-    pinned: object = []
-    if isinstance(model, dict):
-        pinned = model.get("pinned")
-    names = set(map(str, pinned)) if isinstance(pinned, list) else set()
+    names: set[str] = set()
+    if isinstance(model, dict) and isinstance(model.get("pinned"), list):
+        names.update(map(str, model["pinned"]))
     rows: list[tuple[str, ...]] = []
     for key, value in _flatten(model):
+        mark = ""
+        if key.split(".")[-1] in names:
+            mark = "pinned"
         if key != "pinned":
-            rows.append((key, value, "pinned" if key.split(".")[-1] in names else ""))
+            rows.append((key, value, mark))
     return TextTable(("quantity", "value", ""), rows)
 
 

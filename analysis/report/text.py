@@ -44,7 +44,7 @@ def of_partition_in_words(partition: str) -> str:
 
 
 def assumptions(run: RunContents) -> list[str]:
-    """List what the plan assumes, and what the gradient's noise says of its batch."""
+    """List the plan's assumptions, and its critical batch by the gradient's noise."""
     if run.plan is None:
         return []
     outdated = _outdated_notes(run)
@@ -53,7 +53,7 @@ def assumptions(run: RunContents) -> list[str]:
 
 
 def _outdated_notes(run: RunContents) -> set[str]:
-    """Return notes on what the plan had to assume until a training measured it."""
+    """Return notes on assumptions that a training has since replaced by measurements."""
     if run.cluster is None or interruptions.measured_cost(run.events) is None:
         return set()
     notes = set()
@@ -79,7 +79,7 @@ def doubts(run: RunContents) -> list[Doubt]:
 
 
 def grouped(every: Iterable[Doubt]) -> dict[str, list[str]]:
-    """Return the doubts under headings that say what to do about them; none without any."""
+    """Return the doubts under headings that name the remedy; none without any."""
     found: dict[str, list[str]] = {}
     listed = list(every)
     for remedy, heading in HEADINGS.items():
@@ -272,4 +272,6 @@ def _steps(ok: Iterable[Measurement]) -> str:
         return ""
     least = min(steps)
     most = max(steps)
-    return f"{least} per configuration" if least == most else f"{least} to {most} per configuration"
+    if least == most:
+        return f"{least} per configuration"
+    return f"{least} to {most} per configuration"

@@ -17,7 +17,7 @@ batch, deadline and budget rule out in every draw weigh nothing and are not meas
 The search ends when the draws agree on the decision, the step times of the choice and of most
 candidates are known well enough, and the configuration that the plan would choose was measured
 itself. Where that measurement contradicts its prediction the search goes on: the refitted model
-decides again, and what it chooses has to be measured again. The last of `max_profiles`
+decides again, and its choice has to be measured again. The last of `max_profiles`
 configurations are kept for that. Not measured is only a choice whose profile would cost too much of
 the training (see `confirmation`), one that cannot be profiled, and one that appears after the last
 profile.
@@ -116,7 +116,7 @@ class AdaptiveSearch:
         return self._by_uncertainty(summary, usable, open_)
 
     def choice(self, measurements: Sequence[Measurement]) -> Configuration | None:
-        """Return what would be chosen from these measurements; None where nothing can be.
+        """Return the choice from these measurements; None where nothing can be chosen.
 
         Raises:
             ValueError: Nothing was measured.

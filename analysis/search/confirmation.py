@@ -70,7 +70,7 @@ def with_confirmation(
     measurements: Sequence[Measurement],
     pending: Collection[Configuration],
 ) -> Plan:
-    """Add what the plan has to say of a choice that was not measured, or not as predicted.
+    """Add notes and warnings on a choice that was not measured, or not as predicted.
 
     Args:
         plan: Of these measurements.
@@ -140,7 +140,7 @@ class _Surprise(NamedTuple):
 def surprises(
     chosen: Configuration, sweep: SweepSpec, cluster: ClusterSpec, usable: Sequence[Measurement]
 ) -> list[str]:
-    """Say where what was to be chosen was measured far from its prediction, and what followed.
+    """Report choices that were measured far from their prediction, and the further search.
 
     Args:
         chosen: By the plan.
@@ -167,7 +167,7 @@ def surprises(
 def _surprises(
     decision: DecisionModel, sweep: SweepSpec, usable: Sequence[Measurement]
 ) -> Iterator[_Surprise]:
-    """Retrace the search: what each choice was predicted to be from the measurements before it."""
+    """Retrace the search, and yield the choices that contradicted their predictions."""
     order = measured_in_order(usable)
     if len(order) > MOST_RETRACED:
         return
@@ -192,7 +192,7 @@ def _by_time(usable: Sequence[Measurement]) -> list[Measurement]:
 def prediction_before(
     configuration: Configuration, usable: Sequence[Measurement], form: FormName
 ) -> Before | None:
-    """Return what a measured configuration was predicted to be; None with too few before it."""
+    """Return the prediction of a configuration before it was measured; None with too few before."""
     own = [row for row in _by_time(usable) if row.configuration == configuration]
     earlier = [row for row in usable if row.finished_at < own[0].finished_at]
     if len({row.configuration for row in earlier}) < AT_LEAST:

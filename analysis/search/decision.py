@@ -163,7 +163,7 @@ class DecisionModel(NamedTuple):
         return sampled_knees(self.kind, curves or _curves_through(points, model))
 
     def choices(self, summary: Summary, model: StepTimeModel) -> list[Chosen] | None:
-        """Return what the plan would choose from these measurements, by the plan's own code.
+        """Return the plan's choices from these measurements, by the plan's own code.
 
         The last one it takes as things are. Another before it is taken once a profile shows that
         its memory suffices. None of them where nothing can be chosen; None where there is no plan.

@@ -1,7 +1,7 @@
 """Steps that had not settled when their measurement ended, or changed while it lasted.
 
-Both are said only where they matter, with what to do: where the choice is another one somewhere
-within what was measured of a configuration, or where the chosen one itself drifted, as a training
+Both are reported only where they matter, with a remedy: where the choice is another one somewhere
+within the measured range of a configuration, or where the chosen one itself drifted, as a training
 takes as long as its steps do in the end. The choice is that of the plan's own code, with the models
 fitted again.
 """
@@ -48,7 +48,7 @@ class Unsteady(NamedTuple):
         return self.profile.times.drift
 
     def describe(self) -> str:
-        """Describe what was measured."""
+        """Describe the measurement."""
         times = self.profile.times
         if not self.drift or times.first_half_s is None or times.second_half_s is None:
             between = f"{format_duration(self.low_s)} and {format_duration(self.high_s)}"
@@ -84,7 +84,7 @@ def unsteady(profiles: Iterable[Profile]) -> list[Unsteady]:
 def with_steadiness(
     plan: Plan, sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement]
 ) -> Plan:
-    """Add what the plan has to say of unsteady steps on the partition that it chose."""
+    """Add a warning about unsteady steps on the partition that the plan chose."""
     name = plan.chosen.partition
     part = dict(zip(cluster.part_names(), cluster.parts(), strict=True))[name]
     usable = [row for row in of_partition(measurements, name) if is_usable(row)]
@@ -142,7 +142,7 @@ def _effect(
     search: SearchSpec,
     summary: Summary,
 ) -> tuple[float, Configuration | None]:
-    """Return what else would be chosen, and at which end of the range; None if nothing is."""
+    """Return the end of the range that changes the choice, and the new choice; None without one."""
     for seconds in (one.low_s, one.high_s):
         if seconds == one.profile.times.step_time_s:
             continue

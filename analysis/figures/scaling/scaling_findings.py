@@ -18,7 +18,7 @@ QUANTITIES = (
 
 
 def finding(curve: Curve) -> str:
-    """Return speed-up and efficiency on the most nodes within what was measured, and on the most.
+    """Return speed-up and efficiency on the most nodes within the measured range, and on the most.
 
     Only measured nodes "are" so fast, others "would be". For example "Strong scaling of batch 1,024: 4
     nodes are 3.3 times as fast as 1 (efficiency 82 %), 16 would be 7.9 times as fast (50 %)".
@@ -51,7 +51,7 @@ def _outdo(curve: Curve, row: ScalingRow, *, would: bool = False) -> str:
 
 
 def caption(curve: Curve, chosen: int | None) -> str:
-    """Return what is shown, and how to read it."""
+    """Describe the figure, and how to read it."""
     base = curve.base.nodes
     shares = f"The global batch of {curve.batch:,} samples is split over N nodes."
     if curve.kind == "weak":

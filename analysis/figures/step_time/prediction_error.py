@@ -1,4 +1,4 @@
-"""Errors of the models: of what they were fitted to, of what they predicted, of trainings."""
+"""Errors of the models: at fitted measurements, at predicted ones, and in trainings."""
 
 from __future__ import annotations
 

@@ -52,7 +52,9 @@ class NamedRun(NamedTuple):
     @property
     def chosen(self) -> Candidate | None:
         """The plan's choice, if there is a plan."""
-        return self.contents.plan.chosen if self.contents.plan else None
+        if self.contents.plan is None:
+            return None
+        return self.contents.plan.chosen
 
 
 def write_runs_report(runs: Sequence[RunDirectory], folder: Path | None = None) -> list[Path]:
@@ -126,20 +128,25 @@ def _refuse_other_work(runs: Sequence[RunDirectory], contents: Sequence[RunConte
 
 
 def _work_of(sweep: SweepSpec | None) -> dict[str, str]:
-    """Return what an epoch's work depends on, what people know it by first."""
+    """Return the facts on which an epoch's work depends, the best known first."""
     if sweep is None:
         return {}
     workload = sweep.workload
-    named = f"{workload.model} on {workload.dataset}"
-    facts = {"it trains": workload.script_name if workload.is_script else named}
+    trains = f"{workload.model} on {workload.dataset}"
+    if workload.is_script:
+        trains = workload.script_name
+    facts = {"it trains": trains}
     for key in SAME_WORK:
         value = getattr(workload, key)
-        facts[f"workload.{key} is"] = "not set" if value is None else json.dumps(value, default=str)
+        text = "not set"
+        if value is not None:
+            text = json.dumps(value, default=str)
+        facts[f"workload.{key} is"] = text
     return facts
 
 
 def runs_content(named: Sequence[NamedRun]) -> dict[str, Any]:
-    """Return what the page has beside its figure."""
+    """Return the contents of the page beside its figure."""
     pages = [(run.name, first_page(run.contents)) for run in named]
     return {
         "subtitle": "Runs side by side: decisions, predicted and actual",
@@ -179,25 +186,31 @@ def _where(run: NamedRun) -> str:
 
 
 def _objective(run: NamedRun) -> str:
-    return run.contents.plan.objective if run.contents.plan else UNKNOWN
+    if run.contents.plan is None:
+        return UNKNOWN
+    return run.contents.plan.objective
 
 
 def _predicted(run: NamedRun, quantity: str) -> str:
     """Return a quantity of the plan's choice with its interval."""
-    if run.chosen is None or getattr(run.chosen, quantity) is None:
+    chosen = run.chosen
+    if chosen is None or getattr(chosen, quantity) is None:
         return UNKNOWN
-    found = predicted(run.chosen, quantity)
+    found = predicted(chosen, quantity)
     bill = _bill(run)
-
-    def words(value: float) -> str:
+    paid = None
+    took_s = None
+    if bill and quantity == "cost":
+        paid = bill.cost.actual
+    elif bill and quantity == "wall_time_s":
+        took_s = bill.whole.actual
+    texts = []
+    for value in found:
         if quantity == "cost":
-            currency = run.chosen.currency if run.chosen else "USD"
-            paid = bill.cost.actual if bill else None
-            return money_within(value, found.low, found.high, currency, paid)
-        took_s = bill.whole.actual if bill and quantity == "wall_time_s" else None
-        return duration_within(value, found.low, found.high, took_s)
-
-    return _with_ends(found, [words(value) for value in found])
+            texts.append(money_within(value, found.low, found.high, chosen.currency, paid))
+        else:
+            texts.append(duration_within(value, found.low, found.high, took_s))
+    return _with_ends(found, texts)
 
 
 def _with_ends(found: Interval, texts: Sequence[str]) -> str:
@@ -213,7 +226,9 @@ def _measured_epoch(run: NamedRun) -> str:
     here = [row for row in run.contents.ok if row.partition == run.chosen.partition]
     found = measured_epochs(here, run.contents.plan.dataset_samples)
     seconds = found.get(run.chosen.configuration)
-    return UNKNOWN if seconds is None else f"{format_duration(seconds)}\nprofiled"
+    if seconds is None:
+        return UNKNOWN
+    return f"{format_duration(seconds)}\nprofiled"
 
 
 def _bill(run: NamedRun) -> TrainingBill | None:
@@ -225,12 +240,16 @@ def _bill(run: NamedRun) -> TrainingBill | None:
 
 def _actual_time(run: NamedRun) -> str:
     bill = _bill(run)
-    return format_duration(bill.whole.actual) if bill else UNKNOWN
+    if bill is None:
+        return UNKNOWN
+    return format_duration(bill.whole.actual)
 
 
 def _actual_cost(run: NamedRun) -> str:
     bill = _bill(run)
-    return format_money(bill.cost.actual, bill.currency) if bill else UNKNOWN
+    if bill is None:
+        return UNKNOWN
+    return format_money(bill.cost.actual, bill.currency)
 
 
 def _score(run: NamedRun) -> str:
