@@ -1,11 +1,12 @@
-"""First contact with a training script: run it here for some steps, and say what was seen.
+"""First contact with a training script: run it here for some steps, and write its sweep file.
 
     tula attach train.py --batch-size 64
     tula attach -m package.train --batch-size 64
 
-One worker runs it, in a folder of its own in which it sees what lies here. What is printed is a
-sweep file that would profile it on a cluster; what was seen stands in its comments. What was not
-stands in lines that end with `unknown`, as in the file of `tula init --script`.
+One worker runs it, in a folder of its own with links to the files of the working directory. The
+output is a sweep file that would profile it on a cluster; its comments hold the observations.
+Values that were not observed are in lines that end with `unknown`, as in the file of `tula init
+--script`.
 
 `--json`, before the script, prints one object. Its keys (None where not known):
 
@@ -116,7 +117,7 @@ def _run(options: argparse.Namespace) -> int:
 def _look(
     script: Path | None, module: str | None, options: argparse.Namespace, folder: Path
 ) -> dict[str, Any] | TulaError:
-    """Return what the script's process says of its steps, or why it could not be measured."""
+    """Return the result of the script's process, or the reason why it could not be measured."""
     import torch
 
     from tula_hpc.attach.processes import (
@@ -163,7 +164,7 @@ def _look(
 
 
 def _told(result: dict[str, Any]) -> Iterator[str]:
-    """Yield lines on what was seen."""
+    """Yield lines that describe the script's model, step and memory."""
     measured = Measurement.model_validate(result["measurement"])
     times, memory, identity = measured.times, measured.memory, measured.identity
     if times is None or memory is None or identity is None:
@@ -198,7 +199,7 @@ def _told(result: dict[str, Any]) -> Iterator[str]:
 def _table(
     options: argparse.Namespace, result: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Line]]:
-    """Return the table `[workload]` that would profile the script, and a line on what it lacks."""
+    """Return the table `[workload]` that would profile the script, and lines for missing keys."""
     key = "module" if options.is_module else "script"
     arguments = with_placeholders(
         options.arguments, result["forward_batch"], result["accumulation"]

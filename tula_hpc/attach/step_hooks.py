@@ -34,7 +34,7 @@ from torch.utils.data import dataloader
 
 
 class Listener:
-    """What is told about the steps of a script; most need a few of these."""
+    """Receiver of the events of a script's steps; most handle only a few of these."""
 
     def model_wrapped(self, model: DistributedDataParallel) -> None:
         """Note a model that the script has just wrapped, before its first forward pass."""

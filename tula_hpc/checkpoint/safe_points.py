@@ -92,7 +92,7 @@ class Member(Agreement, Saver, Protocol):
 
 
 class SafePoints:
-    """One worker's part of that; every worker has one. A subclass knows what a checkpoint holds.
+    """One worker's part of that; every worker has one. A subclass gives a checkpoint's content.
 
     Args:
         store: Of the checkpoints.
@@ -163,7 +163,7 @@ class SafePoints:
         )
 
     def step_ended(self, started: float, decision: Decision) -> None:
-        """Count a step's time, and do what was decided after it. Collective.
+        """Count a step's time, and carry out the decision after it. Collective.
 
         Args:
             started: When it began, by `perf_counter`.

@@ -1,4 +1,4 @@
-"""Rounds of whole steps that a profile measures, and what is told of them, whoever takes the steps.
+"""Rounds of whole steps that a profile measures, and their record, whoever takes the steps.
 
 A `Course` is a generator that yields where it waits for a step's end. The built-in training takes
 the steps in between itself, see `timing.driven`; a script takes them as it likes, and its hooks tell
@@ -245,5 +245,5 @@ class Course:
 
 
 def without(whole_s: float, parts_s: float) -> float:
-    """Return what is left of a step without these parts of it; they were measured apart."""
+    """Return the rest of a step's time without these parts, which were measured apart."""
     return max(whole_s - parts_s, 1e-9)

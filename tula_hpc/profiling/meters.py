@@ -313,7 +313,7 @@ class MemoryMeter:
         optimizer: Optimizer,
         batch_bytes: int,
     ) -> MemoryUse:
-        """Return the metered memory with what is known to be in it.
+        """Return the metered memory with the sizes of its known parts.
 
         Args:
             model: Of the training.

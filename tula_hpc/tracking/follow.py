@@ -112,7 +112,7 @@ class Follower:
         self._begun: set[tuple[str, str]] = set()
 
     def pass_on(self) -> None:
-        """Pass on what is new; a tracker that fails is left out from then on."""
+        """Pass on the new lines; a tracker that fails is left out from then on."""
         rows = self.lines.new()
         for name, tracker in list(self.trackers.items()) if rows else ():
             try:

@@ -431,7 +431,7 @@ def put_on_record(  # noqa: PLR0917 - of one event
         run: Of the training.
         label: Its name there.
         job_id: Slurm's.
-        verdict: What has happened.
+        verdict: Begin or end of the episode.
         drift: The episode.
         host: The slowest, if that matters.
     """

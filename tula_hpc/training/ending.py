@@ -85,7 +85,7 @@ def leave(training: Leaving, stop: StopRequest, saved: str = "saved at step") ->
     Args:
         training: Is stopped.
         stop: By which signal.
-        saved: What was done at its last step, for the event.
+        saved: Words before the number of its last step, in the event.
 
     Returns:
         `stopped` if the requeue was refused; `cancelled` or `preempted` if the job is on its way

@@ -61,7 +61,7 @@ class Scores:
         return self.log if self.pattern is None else subprocess.PIPE
 
     def read(self, process: subprocess.Popen[bytes]) -> None:
-        """Read what a process writes, in a thread of its own."""
+        """Read a process's output, in a thread of its own."""
         if self.pattern is not None and process.stdout is not None:
             number = process.stdout.fileno()
             self._thread = threading.Thread(target=self._read, args=(number,), daemon=True)
@@ -103,7 +103,7 @@ class Scores:
         return 0
 
     def write(self) -> None:
-        """Put what was found on record beside the epoch that was the last one to be over by then.
+        """Record the scores that were found, each beside the last epoch that was over by then.
 
         Later scores of an epoch replace earlier ones.
         """

@@ -65,7 +65,7 @@ def run(job: TrainJob) -> str:
 
 @dataclass
 class Start:
-    """What rank 0 knows of a training when a job begins with it, for all workers."""
+    """State of a training when a job begins with it, from rank 0 for all workers."""
 
     # jobs, and runs of requeued ones, that began with this training before
     restarts: int = 0
@@ -135,7 +135,7 @@ class ScriptJob:
         return "finished"
 
     def _planned_steps(self) -> str:
-        """Return what step times are compared with, as JSON; on rank 0."""
+        """Return the plan's step for the drift watch, as JSON; on rank 0."""
         from tula_hpc.attach.train.script_drift import drift_settings
 
         found = drift_settings(self.job)
@@ -286,10 +286,10 @@ class ScriptJob:
             child.signal(number if child.said() is not None else signal.SIGTERM)
 
     def _judged(self, mine: Outcome, peers: Any) -> Outcome:
-        """Return what it means that this worker's script has ended.
+        """Return the outcome of this worker's script, judged as stopped, failed or done.
 
-        One that ends by itself is stopped if it was asked to, and has failed if its exit code says
-        so.
+        One that ends by itself is stopped if it was asked to, and has failed if its exit code is
+        not 0.
         """
         from tula_hpc.attach.reporting import Said
 
