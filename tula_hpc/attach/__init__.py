@@ -73,7 +73,9 @@ def keep(**things: Any) -> None:
 def epochs(count: int) -> Iterable[int]:
     """Return the epochs from 0 to `count`, from where the script stopped on."""
     around = _around
-    return range(count) if around is None else _Loop(lambda: around.epochs(count), range(count))
+    if around is None:
+        return range(count)
+    return _Loop(lambda: around.epochs(count), range(count))
 
 
 def batches(loader: Iterable[T]) -> Iterable[T]:
@@ -82,7 +84,9 @@ def batches(loader: Iterable[T]) -> Iterable[T]:
     Only one such loop is open at a time, and it belongs into one over `epochs`.
     """
     around = _around
-    return loader if around is None else _Loop(lambda: around.batches(loader), loader)
+    if around is None:
+        return loader
+    return _Loop(lambda: around.batches(loader), loader)
 
 
 def report(**scores: float) -> None:

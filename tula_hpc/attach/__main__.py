@@ -174,8 +174,10 @@ def _told(result: dict[str, Any]) -> Iterator[str]:
         f"{identity.parameters:,} parameters, a gradient of {format_bytes(identity.gradient_bytes)}"
     )
     yield f"model       {result['model']}, {size}, {wrapped} DistributedDataParallel"
-    others = f"; not counted: {', '.join(result['others'])}" if result["others"] else ""
-    yield f"optimizer   {result['optimizer']}{others}"
+    optimizer = result["optimizer"]
+    if result["others"]:
+        optimizer += f"; not counted: {', '.join(result['others'])}"
+    yield f"optimizer   {optimizer}"
     passes = plural(result["accumulation"], "forward pass")
     yield f"batch       {result['forward_batch']} samples a forward pass, {passes} a step"
     low, high = format_duration(times.step_time_low_s), format_duration(times.step_time_high_s)
@@ -230,8 +232,10 @@ def _sweep_file(
     result: dict[str, Any], table: dict[str, Any], unknown: dict[str, Line]
 ) -> Iterator[str]:
     """Yield the lines of a sweep file, valid once the lines that end with `unknown` are filled in."""
-    module = table.get("module")
-    yield name_line(module.rpartition(".")[2] if module else Path(table["script"]).stem)
+    if "module" in table:
+        yield name_line(table["module"].rpartition(".")[2])
+    else:
+        yield name_line(Path(table["script"]).stem)
     yield from ("", "[workload]")
     # numbers, texts and lists of texts are the same in TOML
     yield from (
@@ -280,7 +284,9 @@ def _flag_before(arguments: Sequence[str], index: int) -> str:
     name, equals, _ = arguments[index].rpartition("=")
     if equals:
         return name.lower()
-    return arguments[index - 1].lower() if index else ""
+    if index == 0:
+        return ""
+    return arguments[index - 1].lower()
 
 
 if __name__ == "__main__":

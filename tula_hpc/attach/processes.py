@@ -303,8 +303,7 @@ def watch(
     """
     try:
         while (code := child.wait(POLL_S)) is None:
-            reason = look(child) if look is not None else None
-            if reason:
+            if look is not None and (reason := look(child)):
                 name = child.spec.program.name
                 return _stopped(child, Failure.BUG, f"{name} {reason}")
             said = child.said()
@@ -319,7 +318,7 @@ def watch(
         if code is not None and code < 0:
             # of the job, perhaps: then this process does not come back from here
             time.sleep(SIGNAL_GRACE_S)
-        return child.outcome(0 if code is None else code)
+        return child.outcome(code or 0)
     finally:
         child.end()
 

@@ -99,8 +99,10 @@ def failed_by(error: BaseException) -> Said:
         return _failed(failure, device or _first_line(error))
     if not isinstance(error, Exception):
         return _failed(Failure.BUG, f"ended by {type(error).__name__}")
-    hint = "; it asks for input, which a job has none of" if isinstance(error, EOFError) else ""
-    return _failed(Failure.BAD_INPUT, f"{told(error)}{hint}")
+    detail = told(error)
+    if isinstance(error, EOFError):
+        detail += "; it asks for input, which a job has none of"
+    return _failed(Failure.BAD_INPUT, detail)
 
 
 def _failed(failure: Failure, detail: str) -> Said:

@@ -64,7 +64,9 @@ def script_of(
         resumes: Append the arguments with which it goes on.
     """
     work = sweep.workload
-    arguments = work.arguments + (work.resume_arguments if resumes else ())
+    arguments = work.arguments
+    if resumes:
+        arguments += work.resume_arguments
     return Script(
         work.script, work.module, filled(arguments, values_of(sweep, configuration, run_dir))
     )

@@ -115,7 +115,8 @@ class ScriptProfile(MeasuredSteps):
             why = f"no optimizer of the model that counts took a step, only {kinds}"
         else:
             why = f"after {steps} optimizer steps, before it was measured"
-            why += self._remedy() if steps and code == 0 else ""
+            if steps and code == 0:
+                why += self._remedy()
         return Said(
             state="failed", failure=Failure.BAD_INPUT, detail=f"{name} {how}: {why}", steps=steps
         )
@@ -202,8 +203,13 @@ class ScriptProfile(MeasuredSteps):
         """Return the longest time of any worker between two epochs. Collective."""
         steps = self.settings.samples // self.configuration.global_batch
         mine = between_epochs_s(self.pauses, steps)
-        (longest,) = self.agree(-1.0 if mine is None else mine)
-        return None if longest < 0.0 else longest
+        if mine is None:
+            # below the time of any worker that has seen one
+            mine = -1.0
+        (longest,) = self.agree(mine)
+        if longest < 0.0:
+            return None
+        return longest
 
     def _memory_use(self) -> MemoryUse:
         model, optimizer = self.found
@@ -255,9 +261,9 @@ class ScriptCourse(Course):
 
     def __init__(self, worker: ScriptProfile) -> None:
         settings = worker.settings
-        known = (
-            {} if settings.allreduce_s is None else {worker.env.world_size: settings.allreduce_s}
-        )
+        known: dict[int, float] = {}
+        if settings.allreduce_s is not None:
+            known[worker.env.world_size] = settings.allreduce_s
         super().__init__(worker, StoppingRule.of(settings.search), worker.waits, known)
 
     @property

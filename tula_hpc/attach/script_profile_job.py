@@ -85,7 +85,9 @@ class Session:
         )
         fields, passes = json.loads(told)
         self.sweep = in_passes(self.job.sweep, passes or 1)
-        return None if fields is None else Configuration(*fields)
+        if fields is None:
+            return None
+        return Configuration(*fields)
 
     def _measure(self, configuration: Configuration) -> None:
         """Measure a configuration on the first nodes; all workers learn how that went. Collective.

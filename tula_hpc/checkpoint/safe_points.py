@@ -248,7 +248,8 @@ class SafePoints:
         progress = self.progress
         refused = "; ".join(f"{bad.name} refused: {why}" for bad, why in loaded.rejected)
         detail = f"from {loaded.path.name} at step {progress.step}{note}"
-        detail += f" ({refused})" if refused else ""
+        if refused:
+            detail += f" ({refused})"
         data: dict[str, Any] = {
             "step": progress.step,
             "samples_seen": progress.samples_seen,

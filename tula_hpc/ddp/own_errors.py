@@ -68,7 +68,9 @@ def _key_of(error: Exception) -> str:
             return CALLS[code]
     places = traceback.extract_tb(error.__traceback__)
     ran_model = any(code in _MODULE_CALLS for code in codes)
-    return _MODEL_KEY if ran_model or any(is_own(place.filename) for place in places) else ""
+    if ran_model or any(is_own(place.filename) for place in places):
+        return _MODEL_KEY
+    return ""
 
 
 def _codes(error: Exception) -> Iterator[CodeType]:

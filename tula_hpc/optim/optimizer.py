@@ -378,7 +378,9 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         Raises:
             ValueError: The batches or bounds do not fit together. Nothing has been changed.
         """
-        batches = Batches(self.small_batch if small_batch is None else small_batch, large_batch)
+        if small_batch is None:
+            small_batch = self.small_batch
+        batches = Batches(small_batch, large_batch)
         bounds = checked_bounds(batches, self.s_min, self._fixed_s_max, self._adaptive.exponent)
         ratio = self.large_batch / large_batch
         self._estimates.set_batches(batches, *bounds)

@@ -206,7 +206,9 @@ class Course:
 
     def started_s(self, job_began_at: float | None) -> float:
         """Return the seconds from a job's beginning to the end of its first step; 0: unknown."""
-        return 0.0 if job_began_at is None else max(0.0, self.stepped_at - job_began_at)
+        if job_began_at is None:
+            return 0.0
+        return max(0.0, self.stepped_at - job_began_at)
 
     def times(self) -> StepTimes:
         """Return means, the slowest worker's for the parts that workers do alone. Collective."""

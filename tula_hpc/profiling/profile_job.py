@@ -55,7 +55,9 @@ def run_profile(job: ProfileJob, env: WorkerEnvironment, agenda: Agenda) -> int:
 def _next(allocation: Allocation, agenda: Agenda) -> Configuration | None:
     """Return the next configuration of rank 0's queue, None at its end. Collective."""
     fields = json.loads(allocation.broadcast(lambda: json.dumps(agenda.next())))
-    return None if fields is None else Configuration(*fields)
+    if fields is None:
+        return None
+    return Configuration(*fields)
 
 
 def _measure_and_record(

@@ -126,8 +126,10 @@ class MetricsWriter:
         """
         if self.file is None:
             return
-        again = [line for line in (self._last,) if line is not None and line.epoch == epoch]
-        critical_batch = again[0].critical_batch if again else self.critical_batch.take()
+        if self._last is not None and self._last.epoch == epoch:
+            critical_batch = self._last.critical_batch
+        else:
+            critical_batch = self.critical_batch.take()
         self._last = EpochMetrics(
             epoch=epoch,
             step=progress.step,

@@ -375,7 +375,9 @@ class Keeper(SafePoints):
         if not set(self.kept) - {SCALING}:
             message = "expected tula.keep(model=…, optimizer=…) before it"
             raise InputError(message, source="tula.epochs")
-        missing = set() if self.loaded is None else set(self.loaded.state["kept"]) - set(self.kept)
+        if self.loaded is None:
+            return
+        missing = set(self.loaded.state["kept"]) - set(self.kept)
         if missing:
             message = (
                 f"the checkpoints in {self.store.folder} hold {', '.join(sorted(missing))}, too"

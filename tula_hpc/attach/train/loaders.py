@@ -73,7 +73,9 @@ def generator_states(loader: object) -> list[str]:
     """
     states = [_text(generator.get_state()) for generator in _generators(loader)]
     passes = getattr(loader, "iteration", None)
-    return [*states, f"{PASSES}{passes}"] if isinstance(passes, int) else states
+    if isinstance(passes, int):
+        states.append(f"{PASSES}{passes}")
+    return states
 
 
 def set_generator_states(loader: Any, states: list[str]) -> None:

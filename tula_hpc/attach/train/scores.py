@@ -85,7 +85,9 @@ class Scores:
             self._take_line(line[:MOST_LINE_BYTES].decode(errors="replace"))
 
     def _take_line(self, line: str) -> None:
-        found = self.pattern.search(line) if self.pattern is not None else None
+        if self.pattern is None:
+            return
+        found = self.pattern.search(line)
         if found is None:
             return
         scores: dict[str, float] = {}

@@ -139,10 +139,14 @@ class ScriptDrift:
         Returns:
             Time was spent that is none of the script's.
         """
-        verdict = self.watch.observe(Look(*shared)) if shared else None
+        if not shared:
+            return False
+        verdict = self.watch.observe(Look(*shared))
         if verdict is None:
             return False
-        reduced_s = all_reduce_s(_Probed(peers, parameters), peers.count) if parameters else None
+        reduced_s = None
+        if parameters:
+            reduced_s = all_reduce_s(_Probed(peers, parameters), peers.count)
         if peers.rank == 0:
             put_on_record(self.run, self.label, self.job_id, verdict, self._drift(reduced_s))
         return True

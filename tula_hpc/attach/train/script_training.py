@@ -302,9 +302,12 @@ class ScriptTraining(Mode):
 
     def _refuse_another(self) -> None:
         """Refuse to train another model than was measured."""
-        model, before = self.hooks.inner_model, self.settings.parameters
-        now = sum(p.numel() for p in model.parameters()) if model is not None else None
-        if None not in (now, before) and now != before:
+        model = self.hooks.inner_model
+        before = self.settings.parameters
+        if model is None or before is None:
+            return
+        now = sum(p.numel() for p in model.parameters())
+        if now != before:
             raise InputError(
                 f"the model has {now:,} parameters now, {before:,} when it was measured; undo the "
                 "change, or measure what is there now with another --run-dir"
@@ -364,7 +367,9 @@ class ScriptTraining(Mode):
 
     def readings(self, peers: Peers) -> tuple[float, ...]:
         """Return this worker's readings for the drift watch at an agreement; () without a watch."""
-        return () if self.drift is None else self.drift.readings(peers)
+        if self.drift is None:
+            return ()
+        return self.drift.readings(peers)
 
     def look(self, shared: tuple[float, ...], peers: Peers) -> None:
         """Compare the workers' step times with the plan's. Collective."""
@@ -382,7 +387,9 @@ class ScriptTraining(Mode):
         window, self.window = self.window, StepWindow()
         if window.steps:
             optimizer = self.hooks.optimizer
-            lr = float(optimizer.param_groups[0]["lr"]) if optimizer is not None else 0.0
+            lr = 0.0
+            if optimizer is not None:
+                lr = float(optimizer.param_groups[0]["lr"])
             self.metrics.write_steps(self.progress, window, self._readings, lr=lr)
 
     @property
@@ -454,7 +461,9 @@ def scaling_of(settings: TrainSettings) -> ScriptScaling | None:
 
 def as_share(name: str, value: float) -> float:
     """Return a score as records have it: an accuracy above 1 is in percent."""
-    return value / 100.0 if "accuracy" in name and value > 1.0 else value
+    if "accuracy" in name and value > 1.0:
+        return value / 100.0
+    return value
 
 
 def _synchronize() -> None:
