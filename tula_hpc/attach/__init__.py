@@ -44,7 +44,7 @@ _is_kept = False
 
 
 def be_around(around: _Around) -> None:
-    """Have the script's calls go to what runs it."""
+    """Have the script's calls go to its runner."""
     global _around  # noqa: PLW0603 - a script's process has one
     _around = around
 
@@ -60,10 +60,10 @@ def _note_kept() -> None:
 
 
 def keep(**things: Any) -> None:
-    """Keep what has `state_dict` and `load_state_dict`: model, optimizer, scheduler, averages.
+    """Keep things with `state_dict` and `load_state_dict`: model, optimizer, scheduler, averages.
 
-    Of accelerate an `Accelerator` is enough, with all that it has prepared. What a checkpoint has
-    of it is loaded here.
+    With accelerate, its `Accelerator` stands for all that it has prepared. Their states in a
+    checkpoint are loaded here.
     """
     _note_kept()
     if _around is not None:
@@ -73,7 +73,9 @@ def keep(**things: Any) -> None:
 def epochs(count: int) -> Iterable[int]:
     """Return the epochs from 0 to `count`, from where the script stopped on."""
     around = _around
-    return range(count) if around is None else _Loop(lambda: around.epochs(count), range(count))
+    if around is None:
+        return range(count)
+    return _Loop(lambda: around.epochs(count), range(count))
 
 
 def batches(loader: Iterable[T]) -> Iterable[T]:
@@ -82,7 +84,9 @@ def batches(loader: Iterable[T]) -> Iterable[T]:
     Only one such loop is open at a time, and it belongs into one over `epochs`.
     """
     around = _around
-    return loader if around is None else _Loop(lambda: around.batches(loader), loader)
+    if around is None:
+        return loader
+    return _Loop(lambda: around.batches(loader), loader)
 
 
 def report(**scores: float) -> None:

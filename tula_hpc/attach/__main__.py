@@ -1,11 +1,12 @@
-"""First contact with a training script: run it here for some steps, and say what was seen.
+"""First contact with a training script: run it here for some steps, and write its sweep file.
 
     tula attach train.py --batch-size 64
     tula attach -m package.train --batch-size 64
 
-One worker runs it, in a folder of its own in which it sees what lies here. What is printed is a
-sweep file that would profile it on a cluster; what was seen stands in its comments. What was not
-stands in lines that end with `unknown`, as in the file of `tula init --script`.
+One worker runs it, in a folder of its own with links to the files of the working directory. The
+output is a sweep file that would profile it on a cluster; its comments hold the observations.
+Values that were not observed are in lines that end with `unknown`, as in the file of `tula init
+--script`.
 
 `--json`, before the script, prints one object. Its keys (None where not known):
 
@@ -131,7 +132,7 @@ def _check_script(script: Path) -> None:
 def _look(
     script: Path | None, module: str | None, options: argparse.Namespace, folder: Path
 ) -> dict[str, Any] | TulaError:
-    """Return what the script's process says of its steps, or why it could not be measured."""
+    """Return the result of the script's process, or the reason why it could not be measured."""
     import torch
 
     from tula_hpc.attach.processes import (
@@ -178,7 +179,7 @@ def _look(
 
 
 def _told(result: dict[str, Any]) -> Iterator[str]:
-    """Yield lines on what was seen."""
+    """Yield lines that describe the script's model, step and memory."""
     measured = Measurement.model_validate(result["measurement"])
     times, memory, identity = measured.times, measured.memory, measured.identity
     if times is None or memory is None or identity is None:
@@ -188,8 +189,10 @@ def _told(result: dict[str, Any]) -> Iterator[str]:
         f"{identity.parameters:,} parameters, a gradient of {format_bytes(identity.gradient_bytes)}"
     )
     yield f"model       {result['model']}, {size}, {wrapped} DistributedDataParallel"
-    others = f"; not counted: {', '.join(result['others'])}" if result["others"] else ""
-    yield f"optimizer   {result['optimizer']}{others}"
+    optimizer = result["optimizer"]
+    if result["others"]:
+        optimizer += f"; not counted: {', '.join(result['others'])}"
+    yield f"optimizer   {optimizer}"
     passes = plural(result["accumulation"], "forward pass")
     yield f"batch       {result['forward_batch']} samples a forward pass, {passes} a step"
     low, high = format_duration(times.step_time_low_s), format_duration(times.step_time_high_s)
@@ -213,7 +216,7 @@ def _told(result: dict[str, Any]) -> Iterator[str]:
 def _table(
     options: argparse.Namespace, result: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Line]]:
-    """Return the table `[workload]` that would profile the script, and a line on what it lacks."""
+    """Return the table `[workload]` that would profile the script, and lines for missing keys."""
     key = "module" if options.is_module else "script"
     arguments = with_placeholders(
         options.arguments, result["forward_batch"], result["accumulation"]
@@ -244,8 +247,10 @@ def _sweep_file(
     result: dict[str, Any], table: dict[str, Any], unknown: dict[str, Line]
 ) -> Iterator[str]:
     """Yield the lines of a sweep file, valid once the lines that end with `unknown` are filled in."""
-    module = table.get("module")
-    yield name_line(module.rpartition(".")[2] if module else Path(table["script"]).stem)
+    if "module" in table:
+        yield name_line(table["module"].rpartition(".")[2])
+    else:
+        yield name_line(Path(table["script"]).stem)
     yield from ("", "[workload]")
     # numbers, texts and lists of texts are the same in TOML
     yield from (
@@ -294,7 +299,9 @@ def _flag_before(arguments: Sequence[str], index: int) -> str:
     name, equals, _ = arguments[index].rpartition("=")
     if equals:
         return name.lower()
-    return arguments[index - 1].lower() if index else ""
+    if index == 0:
+        return ""
+    return arguments[index - 1].lower()
 
 
 if __name__ == "__main__":

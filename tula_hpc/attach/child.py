@@ -3,7 +3,7 @@
     python -m tula_hpc.attach.child SPEC.json
 
 A worker of a job starts it afresh for each profile or training, see `processes.start`. The mode
-(`reporting.Mode`) decides what is done at each step, and what the script's end means.
+(`reporting.Mode`) acts at each step, and judges the script's end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Steps of a script as a profile sees them: how long they take, and what belongs to none.
+"""Steps of a script as a profile sees them: their times, and the pauses that are none of them.
 
 The script trains as it always does; only its learning rates are 0 while it is measured, and come
 back after each step, so that no schedule notices. Times between steps that are none of training, an
@@ -35,7 +35,7 @@ class MeasuredSteps(Mode):
     """Times of a script's steps, and agreement with the other workers' processes.
 
     Args:
-        spec: What the process was told.
+        spec: Specification of the process.
         env: Place of this process among those that run the script.
         device: Kind of the device on which it has to train.
     """
@@ -94,7 +94,7 @@ class MeasuredSteps(Mode):
             self.batch_bytes = bytes_in(batch)
 
     def forward_begins(self, samples: int) -> None:
-        """Note a training pass; the first of a step ends what lies between steps."""
+        """Note a training pass; the first of a step ends the pause before it."""
         if self._forwards == 0 and self.steps:
             self._end_of_pause()
         self._forwards += 1
@@ -118,7 +118,7 @@ class MeasuredSteps(Mode):
                 group["lr"] = 0.0
 
     def step_ends(self) -> None:
-        """Restore what was changed for the step, and go on with the profile."""
+        """Restore learning rates and synchronization, and go on with the profile."""
         if self.optimizer_s is not None:
             self.synchronize_device()
             self.optimizer_s.append(time.perf_counter() - self._updating_since)
@@ -152,7 +152,7 @@ class MeasuredSteps(Mode):
         self.pauses.clear()
 
     def after_step(self) -> None:
-        """Do what is to be done between this step and the next."""
+        """Do the profile's work between this step and the next."""
         raise NotImplementedError
 
     def _groups(self) -> list[dict[str, Any]]:

@@ -76,7 +76,7 @@ def meeting_from(text: str) -> Meeting:
 
 
 class Outcome(NamedTuple):
-    """How a script's process ended, in what it said or what its worker saw."""
+    """End of a script's process, by its last message or as its worker saw it."""
 
     rank: int
     said: Said
@@ -85,7 +85,7 @@ class Outcome(NamedTuple):
 
     @property
     def is_done(self) -> bool:
-        """True if the process did what it was started for."""
+        """True if the process completed its task."""
         return self.said.state == "done"
 
     def to_json(self) -> str:
@@ -118,7 +118,7 @@ class Child:
         self._said: Said | None = None
 
     def said(self) -> Said | None:
-        """Return what it has said so far."""
+        """Return its last message; None before its first one."""
         with contextlib.suppress(OSError):
             stamp = self.spec.said.stat().st_mtime_ns
             if stamp != self._stamp:
@@ -192,7 +192,7 @@ def _kill(process: int) -> None:
 
 
 def unexplained(script: Script, said: Said | None, code: int) -> Said:
-    """Return what it means that a process ended with an exit code, and said nothing."""
+    """Return the failure of a process that ended without a report, by its exit code."""
     steps = said.steps if said is not None else 0
     if code < 0:
         name = signal.Signals(-code).name
@@ -208,7 +208,7 @@ def start(
     """Start a script's process.
 
     Args:
-        spec: What it is told; the file is written beside `spec.said`.
+        spec: Of the process; it is written to a file beside `spec.said`.
         variables: Of the environment, on top of this process's.
         folder: Where it runs.
         log: Where its output can be found.
@@ -233,7 +233,7 @@ def start(
 
 
 class Peers:
-    """What the workers of one start know of each other's processes.
+    """Messages between the workers of one start about their processes.
 
     Args:
         store: Shared by all workers; None: there are no others.
@@ -306,8 +306,7 @@ def watch(
     """
     try:
         while (code := child.wait(POLL_S)) is None:
-            reason = look(child) if look is not None else None
-            if reason:
+            if look is not None and (reason := look(child)):
                 name = child.spec.program.name
                 return _stopped(child, Failure.BUG, f"{name} {reason}")
             said = child.said()
@@ -322,7 +321,7 @@ def watch(
         if code is not None and code < 0:
             # of the job, perhaps: then this process does not come back from here
             time.sleep(SIGNAL_GRACE_S)
-        return child.outcome(0 if code is None else code)
+        return child.outcome(code or 0)
     finally:
         child.end()
 
@@ -394,7 +393,7 @@ def end_as(
     Args:
         found: How that process ended.
         key: Of the sweep file, for mistakes of the script.
-        configuration: What it ran at.
+        configuration: That it ran with.
         rank: Of the process that this worker started; None: it started none.
         record_oom: Called where memory ran out, by the worker of that process.
 

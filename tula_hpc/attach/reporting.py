@@ -1,7 +1,6 @@
-"""What a script's process is told, and what it says: a file each, which the worker and it share.
+"""Messages between a worker and its script's process: one file in each direction.
 
-Exit codes and output carry no meaning by themselves: a script may end as it likes, and print what it
-likes.
+Exit codes and output carry no meaning by themselves: a script may end and print as it likes.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ MOST_WORDS = 500
 
 
 class ChildSpec(Record):
-    """What a script's process is told."""
+    """Specification of a script's process, written by its worker."""
 
     mode: Literal["profile", "train", "look"]
     script: Path | None = None
@@ -59,7 +58,7 @@ class ChildSpec(Record):
 
 
 class Said(Record):
-    """What a script's process says: that it steps, that it is done, or why it failed."""
+    """Message of a script's process: it steps, it is done, or it failed and why."""
 
     state: Literal["stepping", "done", "failed"]
     failure: Failure | None = None
@@ -76,7 +75,7 @@ class Said(Record):
 
 
 def read_said(path: Path) -> Said | None:
-    """Return what a process has said so far, None if nothing."""
+    """Return the last message of a process, None if there is none."""
     try:
         return parse_record(Said, path.read_bytes())
     except (OSError, ValueError):
@@ -87,7 +86,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def failed_by(error: BaseException) -> Said:
-    """Return what an exception in a script's process means, in one sentence."""
+    """Return the failure that an exception in a script's process means, in one sentence."""
     own = error.failure if isinstance(error, TulaError) else None
     if own is not None and not isinstance(error, MeetingError | DeviceError):
         return _failed(own, str(error))
@@ -102,8 +101,10 @@ def failed_by(error: BaseException) -> Said:
         return _failed(failure, device or _first_line(error))
     if not isinstance(error, Exception):
         return _failed(Failure.BUG, f"ended by {type(error).__name__}")
-    hint = "; it asks for input, which a job has none of" if isinstance(error, EOFError) else ""
-    return _failed(Failure.BAD_INPUT, f"{told(error)}{hint}")
+    detail = told(error)
+    if isinstance(error, EOFError):
+        detail += "; it asks for input, which a job has none of"
+    return _failed(Failure.BAD_INPUT, detail)
 
 
 def _failed(failure: Failure, detail: str) -> Said:
@@ -124,10 +125,10 @@ def leave(code: int) -> NoReturn:
 
 
 class Mode(Listener):
-    """What a script's process does beside running the script: base of all modes.
+    """Work of a script's process beside running the script: base of all modes.
 
     Args:
-        spec: What the process was told.
+        spec: Specification of the process.
     """
 
     def __init__(self, spec: ChildSpec) -> None:
@@ -141,7 +142,7 @@ class Mode(Listener):
         self.hooks.install()
 
     def ended(self, code: int) -> Said:
-        """Return what it means that the script has ended by itself with this exit code."""
+        """Return the last message, once the script has ended by itself with this exit code."""
         raise NotImplementedError
 
     def say(self, said: Said) -> None:

@@ -1,8 +1,8 @@
 """A user's training script: its command line for a configuration, its place, and its run here.
 
 A script finds its place among the workers in the variables of torchrun. It runs in a folder of its
-own, in which it sees what lies in the working directory of the command: files that it writes do not
-meet those of another configuration.
+own, with links to the files of the command's working directory: files that it writes do not collide
+with those of another configuration.
 """
 
 from __future__ import annotations
@@ -59,19 +59,21 @@ def script_of(
 
     Args:
         sweep: Names it, with its arguments.
-        configuration: What it is to train with.
+        configuration: Nodes and batch to train with.
         run_dir: Folder of this profile or training.
         resumes: Append the arguments with which it goes on.
     """
     work = sweep.workload
-    arguments = work.arguments + (work.resume_arguments if resumes else ())
+    arguments = work.arguments
+    if resumes:
+        arguments += work.resume_arguments
     return Script(
         work.script, work.module, filled(arguments, values_of(sweep, configuration, run_dir))
     )
 
 
 def values_of(sweep: SweepSpec, configuration: Configuration, run_dir: Path) -> dict[str, str]:
-    """Return what each placeholder stands for, see `config.workload.PLACEHOLDERS`."""
+    """Return the value of each placeholder, see `config.workload.PLACEHOLDERS`."""
     work = sweep.workload
     return {
         "local_batch": str(forward_batch(sweep, configuration)),
@@ -141,10 +143,9 @@ def torchrun_variables(
 
 
 def own_folder(path: Path, home: Path) -> Path:
-    """Make a folder in which a script sees what lies in the working directory, and return it.
+    """Make a folder with links to the entries of the working directory, and return it.
 
-    Each thing there is a symbolic link: it can be read under its own name, and what the script
-    writes anew stays in the folder.
+    A script can read each entry under its own name; files that it creates stay in the folder.
     """
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=True)

@@ -3,17 +3,17 @@
 How a user's script is profiled, from the job on:
 
 1. `script_profile_job.py`: each worker of the job starts the script's process of its rank for a
-   configuration, watches it (`processes.py`), and rank 0 records what it says at its end.
+   configuration, watches it (`processes.py`), and rank 0 records its result.
 2. `child.py` is that process: it puts the hooks in place and runs the script as the main program.
 3. `step_hooks.py` notices torch's optimizer steps, backward passes and batches, whatever framework
    takes them, and finds the model that counts.
 4. `measured_steps.py` makes the script's steps fit to be timed: learning rates of 0, and times that
    are of no step left out.
-5. This module decides between two steps what is measured next, and makes the record.
+5. This module chooses the next measurement between two steps, and makes the record.
 6. `profiling/measured_rounds.py` has the rounds of steps and their statistics, the same for the
    built-in training; `reporting.py` carries the result to the worker.
 
-What is done between the script's steps is one generator, `ScriptProfile._steps`, which reads like a
+The work between the script's steps is one generator, `ScriptProfile._steps`, which reads like a
 profile of the built-in training: each `yield` in it waits for the end of the script's next step.
 When all is measured the process ends at once, whatever the script would do next.
 """
@@ -49,7 +49,7 @@ OPTIMIZER_STEPS = 10
 
 
 class Settings(Record):
-    """What a profile of a script is told."""
+    """Settings of a script's profile."""
 
     search: SearchSpec
     cluster: ClusterSpec
@@ -85,7 +85,7 @@ class ScriptProfile(MeasuredSteps):
         self._going = self._steps()
 
     def begin(self) -> None:
-        """Watch from now on; what memory holds now is not the script's."""
+        """Watch from now on; memory that is in use by now is not the script's."""
         if self.settings.cluster.device == "cpu":
             process_memory.keep_freed()
         self.suspensions.install()
@@ -117,7 +117,8 @@ class ScriptProfile(MeasuredSteps):
             why = "no torch optimizer took a step; expected optimizer.step() after each batch"
         else:
             why = f"after {steps} optimizer steps, before it was measured"
-            why += self._remedy() if code == 0 else ""
+            if code == 0:
+                why += self._remedy()
         return Said(
             state="failed",
             failure=Failure.BAD_INPUT,
@@ -127,7 +128,7 @@ class ScriptProfile(MeasuredSteps):
         )
 
     def _remedy(self) -> str:
-        """Return what lets a script take more steps by itself; its options may have any name."""
+        """Return advice on how to get more steps from a script; its options may have any name."""
         if self.spec.mode == "look":
             return "; give it more epochs or samples by its own arguments, such as --epochs 100"
         return "; give it more epochs or samples: {epochs} in workload.arguments is raised for a profile"
@@ -183,7 +184,7 @@ class ScriptProfile(MeasuredSteps):
     # what was found
 
     def _measurement(self) -> Measurement:
-        """Return what was measured. Collective; whole on rank 0."""
+        """Return the measurement. Collective; whole on rank 0."""
         settings = self.settings
         identity = self._identity()
         facts: dict[str, Any] = {
@@ -208,8 +209,13 @@ class ScriptProfile(MeasuredSteps):
         """Return the longest time of any worker between two epochs. Collective."""
         steps = self.settings.samples // self.configuration.global_batch
         mine = between_epochs_s(self.pauses, steps)
-        (longest,) = self.agree(-1.0 if mine is None else mine)
-        return None if longest < 0.0 else longest
+        if mine is None:
+            # below the time of any worker that has seen one
+            mine = -1.0
+        (longest,) = self.agree(mine)
+        if longest < 0.0:
+            return None
+        return longest
 
     def _memory_use(self) -> MemoryUse:
         model, optimizer = self.found
@@ -217,10 +223,10 @@ class ScriptProfile(MeasuredSteps):
         return self.memory.use_by(model, self.parameters, optimizer, batch_bytes)
 
     def _identity(self) -> Identity:
-        """Return what tells the model and its code from others, by the parameters that are trained.
+        """Return the identity of the model and its code, by the parameters that are trained.
 
         Names and layers do not count: scripts exchange layers by the number of workers
-        (SyncBatchNorm), and what a framework wraps has other names than what a single worker calls.
+        (SyncBatchNorm), and parameters have other names where a framework wraps the model.
         """
         kinds = (f"{p.dtype} {tuple(p.shape)}" for p in self.parameters)
         return Identity(
@@ -233,7 +239,7 @@ class ScriptProfile(MeasuredSteps):
         )
 
     def _seen(self) -> dict[str, Any]:
-        """Return what the script was seen to do, for people."""
+        """Return observations of the script's training, for people."""
         model, optimizer = self.hooks.model, self.hooks.optimizer
         (passes, _), (batch, _) = (
             counted.most_common(1)[0] for counted in (self.step_forwards, self.forward_samples)
@@ -261,9 +267,9 @@ class ScriptCourse(Course):
 
     def __init__(self, worker: ScriptProfile) -> None:
         settings = worker.settings
-        known = (
-            {} if settings.allreduce_s is None else {worker.env.world_size: settings.allreduce_s}
-        )
+        known: dict[int, float] = {}
+        if settings.allreduce_s is not None:
+            known[worker.env.world_size] = settings.allreduce_s
         super().__init__(worker, StoppingRule.of(settings.search), worker.waits, known)
 
     @property

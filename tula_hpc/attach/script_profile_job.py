@@ -2,10 +2,10 @@
 
 Importing this imports no torch, see `run`. The job's workers stay outside: each starts the script's
 process of its rank and watches it, and all of them learn how every process ended before any acts on
-it. What is recorded is what a profile of the built-in training records.
+it. The records are those of a profile of the built-in training.
 
-The whole course, from the job to the measured steps, is told in `script_profile.py`; what follows
-where memory runs out, in `profiling/profile_job.py`.
+`script_profile.py` describes the whole course, from the job to the measured steps;
+`profiling/profile_job.py` describes the case that memory runs out.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Session:
     """Profiles of a script in one allocation, as one of its workers sees them.
 
     Args:
-        job: What is to be measured.
+        job: Sweep and configurations to be measured.
         allocation: Of all workers.
-        agenda: What is measured next.
+        agenda: Gives the next configuration.
     """
 
     def __init__(self, job: ProfileJob, allocation: Allocation, agenda: Agenda) -> None:
@@ -85,7 +85,9 @@ class Session:
         )
         fields, passes = json.loads(told)
         self.sweep = in_passes(self.job.sweep, passes or 1)
-        return None if fields is None else Configuration(*fields)
+        if fields is None:
+            return None
+        return Configuration(*fields)
 
     def _measure(self, configuration: Configuration) -> None:
         """Measure a configuration on the first nodes; all workers learn how that went. Collective.

@@ -34,7 +34,7 @@ from torch.utils.data import dataloader
 
 
 class Listener:
-    """What is told about the steps of a script; most need a few of these."""
+    """Receiver of the events of a script's steps; most handle only a few of these."""
 
     def model_wrapped(self, model: DistributedDataParallel) -> None:
         """Note a model that the script has just wrapped, before its first forward pass."""
@@ -181,8 +181,10 @@ class Hooks:
 
         Two optimizers may share one model. A module that only keeps two models is never called.
         """
-        mine = set(self.model.parameters()) if self.model is not None else set()
-        whole = _module_of(mine | others)
+        owned = set(others)
+        if self.model is not None:
+            owned.update(self.model.parameters())
+        whole = _module_of(owned)
         if whole is None or not self._may_count(whole):
             return
 
@@ -236,9 +238,11 @@ def _module_of(owned: set[Tensor]) -> nn.Module | None:
             found.append(thing)
     # a wrapper has as many parameters, and more modules
     best = min(found, key=lambda module: (_size(module), len(list(module.modules()))), default=None)
+    if best is None:
+        return None
     # of a compiled module the wrapper is what a script calls
     compiled = (module for module in found if getattr(module, "_orig_mod", None) is best)
-    return best if best is None else next(compiled, best)
+    return next(compiled, best)
 
 
 def samples_of(value: Any) -> int:

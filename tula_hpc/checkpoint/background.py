@@ -76,7 +76,9 @@ class BackgroundWriter:
         if write is None:
             return None
         error = write.exception()
-        return Landed(error=error) if error is not None else Landed(write.result())
+        if error is not None:
+            return Landed(error=error)
+        return Landed(write.result())
 
 
 class Saver(Protocol):
@@ -197,7 +199,10 @@ class Saving:
                 the reason.
         """
         landed = self._finish()
-        error = (landed.error if landed is not None else None) or self._folder_error()
+        error: BaseException | None = None
+        if landed is not None:
+            error = landed.error
+        error = error or self._folder_error()
         (failed,) = self.worker.agree(float(error is not None))
         if error is not None:
             raise error
@@ -209,11 +214,16 @@ class Saving:
     def abandon(self) -> BaseException | None:
         """Wait for the write after training has failed, and return its error; not collective."""
         landed = self._finish()
-        return landed.error if landed is not None else None
+        if landed is None:
+            return None
+        return landed.error
 
     def _finish(self) -> Landed | None:
-        return self.writer.finish() if self.writer is not None else None
+        if self.writer is None:
+            return None
+        return self.writer.finish()
 
     def _folder_error(self) -> CheckpointError | None:
-        message = self.folder.loss("trained") if self.folder is not None else ""
-        return CheckpointError(message) if message else None
+        if self.folder is not None and (message := self.folder.loss("trained")):
+            return CheckpointError(message)
+        return None

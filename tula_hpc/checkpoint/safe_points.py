@@ -92,7 +92,7 @@ class Member(Agreement, Saver, Protocol):
 
 
 class SafePoints:
-    """One worker's part of that; every worker has one. A subclass knows what a checkpoint holds.
+    """One worker's part of that; every worker has one. A subclass gives a checkpoint's content.
 
     Args:
         store: Of the checkpoints.
@@ -163,7 +163,7 @@ class SafePoints:
         )
 
     def step_ended(self, started: float, decision: Decision) -> None:
-        """Count a step's time, and do what was decided after it. Collective.
+        """Count a step's time, and carry out the decision after it. Collective.
 
         Args:
             started: When it began, by `perf_counter`.
@@ -248,7 +248,8 @@ class SafePoints:
         progress = self.progress
         refused = "; ".join(f"{bad.name} refused: {why}" for bad, why in loaded.rejected)
         detail = f"from {loaded.path.name} at step {progress.step}{note}"
-        detail += f" ({refused})" if refused else ""
+        if refused:
+            detail += f" ({refused})"
         data: dict[str, Any] = {
             "step": progress.step,
             "samples_seen": progress.samples_seen,

@@ -156,7 +156,9 @@ def build_data(spec: WorkloadSpec, tried: int = TRIED_BY_JOBS) -> Data:
     if spec.test_samples is not None and spec.dataset != "synthetic" and not spec.holdout:
         # the same ones for every seed: results are results on the same samples
         data = data._replace(test=_subset(data.test, "test", spec.test_samples, 0))
-    return _hold_out(spec, data) if spec.holdout else data
+    if spec.holdout:
+        return _hold_out(spec, data)
+    return data
 
 
 def training_samples(spec: WorkloadSpec, most: int = 10_000) -> Dataset[Any]:

@@ -298,8 +298,10 @@ def check_same_classes(train: ImageTree, test: ImageTree) -> None:
 def _lacking(classes: tuple[str, ...], expected: tuple[str, ...]) -> str:
     """Name the first three expected classes that are not there."""
     names = sorted(set(expected) - set(classes))
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+    named = ", ".join(names[:3])
+    if len(names) > 3:
+        named += f" and {len(names) - 3} more"
+    return named
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

@@ -183,10 +183,12 @@ def _adascale(training: TrainingSpec, configuration: Configuration, samples: int
 
 def scaled_batches(training: TrainingSpec, configuration: Configuration) -> dict[str, int]:
     """Return b_small and b_large, as options of `TulaOptimizer`."""
-    # norms are computed for b_small, which then need not be a whole number of samples a worker
-    computed = training.free_reference and configuration.world_size > 1
     large = configuration.global_batch
-    small = training.reference_batch(large) if computed else _taken(training, configuration)
+    if training.free_reference and configuration.world_size > 1:
+        # computed from norms, it need not be a whole number of samples a worker
+        small = training.reference_batch(large)
+    else:
+        small = _taken(training, configuration)
     return {"small_batch": min(small, large), "large_batch": large}
 
 

@@ -1,8 +1,8 @@
 """Exceptions of the user's own code in a job: one sentence says whose code, where, and which key.
 
 It is the last line of the job's log, and an `InputError`: the command ends there, since another job
-would end in the same way. What may not be the user's mistake is left as it is: lack of memory,
-peers that are gone, a device or a file system that fails.
+would end in the same way. Errors that may not be the user's mistake are left as they are: lack of
+memory, peers that are gone, a device or a file system that fails.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def _key_of(error: Exception) -> str:
             return CALLS[code]
     places = traceback.extract_tb(error.__traceback__)
     ran_model = any(code in _MODULE_CALLS for code in codes)
-    return _MODEL_KEY if ran_model or any(is_own(place.filename) for place in places) else ""
+    if ran_model or any(is_own(place.filename) for place in places):
+        return _MODEL_KEY
+    return ""
 
 
 def _codes(error: Exception) -> Iterator[CodeType]:

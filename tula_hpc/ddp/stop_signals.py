@@ -1,6 +1,6 @@
 """Signals that stop a job or suspend it, noted for the next step boundary.
 
-What a training does on USR2 (before its time limit) and TERM (preemption, cancellation):
+Course of a training on USR2 (before its time limit) and TERM (preemption, cancellation):
 
 1. `StopRequest`, here, notes the signal. `training/job.py` installs it before anything else.
 2. `ddp/agreement.py`: about once a second all workers agree to stop, after the same step

@@ -93,10 +93,10 @@ class Worker:
         return self.workload.classes if self.sweep.workload.loss is None else None
 
     def _move_to_device(self, model: nn.Module) -> nn.Module:
-        channels_last = (
-            torch.channels_last if self.sweep.workload.channels_last else torch.preserve_format
-        )
-        return model.to(self.device, memory_format=channels_last)  # type: ignore[call-overload,no-any-return]
+        memory_format = torch.preserve_format
+        if self.sweep.workload.channels_last:
+            memory_format = torch.channels_last
+        return model.to(self.device, memory_format=memory_format)  # type: ignore[call-overload,no-any-return]
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         if self.env.world_size == 1:
@@ -247,7 +247,9 @@ class Worker:
         Update the gradient scale if it is due, then forward, backward, gate, optimizer.
         """
         is_local = self.is_local
-        small = self.reference_gradient(inputs, targets) if self.observer.update_due else None
+        small = None
+        if self.observer.update_due:
+            small = self.reference_gradient(inputs, targets)
         self.optimizer.zero_grad(set_to_none=True)
         self.observer.begin_step(is_local=is_local)
         loss = self.forward_backward(inputs, targets, synchronize=not is_local)

@@ -313,7 +313,7 @@ class PartNorms:
 
     Each gradient is seen just before it is added to `.grad`: there is never a second gradient in
     memory. Layers that look at a whole batch see micro-batches instead. For BatchNorm that changes
-    what is trained, and its statistics are those of a micro-batch: see `looks_at_whole_batch`.
+    the training, and its statistics are those of a micro-batch: see `looks_at_whole_batch`.
     Dropout draws other numbers, by the same law.
 
     A gradient that comes in several pieces has no norm: that of a parameter which several reentrant

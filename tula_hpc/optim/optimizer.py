@@ -244,7 +244,7 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
     def before_step(self) -> None:
         """Gate and scale the gradients, where somebody else steps the base; then `after_step`.
 
-        Both together do what `step` does around the base's step, to the bit.
+        Both together equal the work of `step` around the base's step, to the bit.
 
         Raises:
             TypeError: A gradient is sparse or complex. Nothing has been changed.
@@ -257,7 +257,7 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
 
     @untraced
     def after_step(self) -> None:
-        """Scale the base's update, if that is what is scaled, and count the step."""
+        """Scale the base's update with apply="update", and count the step."""
         if self.apply == "update":
             look, before = self._unfinished
             self._unfinished = (None, {})
@@ -378,7 +378,9 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         Raises:
             ValueError: The batches or bounds do not fit together. Nothing has been changed.
         """
-        batches = Batches(self.small_batch if small_batch is None else small_batch, large_batch)
+        if small_batch is None:
+            small_batch = self.small_batch
+        batches = Batches(small_batch, large_batch)
         bounds = checked_bounds(batches, self.s_min, self._fixed_s_max, self._adaptive.exponent)
         ratio = self.large_batch / large_batch
         self._estimates.set_batches(batches, *bounds)
@@ -465,7 +467,7 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         self.forget_observations()
 
     def forget_observations(self) -> None:
-        """Drop what was observed for a step that did not come."""
+        """Drop the observations for a step that did not come."""
         self._estimates.forget()
         self._shortened, self._squares = 1.0, None
 

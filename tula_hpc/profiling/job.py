@@ -1,7 +1,7 @@
 """Entry of the built-in training's profile job. Importing this imports no torch, see `run`.
 
-What the job does, and what it does where memory runs out, is in `profile_job.py`; a script's
-profile job begins in `attach/script_profile_job.py`.
+`profile_job.py` has the job itself, and describes the case that memory runs out; a script's profile
+job begins in `attach/script_profile_job.py`.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def measure(
         shared: Times from earlier configurations of the job; this one's are added.
         job_began_at: Unix time, for the first configuration of a job: the start's time is measured
             too.
-        on_built: Is told what is measured, before memory may run out.
+        on_built: Takes the workload's identity, before memory may run out.
     """
     suspensions = Suspensions().install()
     attempt = partial(_measure, sweep, cluster, configuration, env)

@@ -1,4 +1,4 @@
-"""Rounds of whole steps that a profile measures, and what is told of them, whoever takes the steps.
+"""Rounds of whole steps that a profile measures, and their record, whoever takes the steps.
 
 A `Course` is a generator that yields where it waits for a step's end. The built-in training takes
 the steps in between itself, see `timing.driven`; a script takes them as it likes, and its hooks tell
@@ -206,7 +206,9 @@ class Course:
 
     def started_s(self, job_began_at: float | None) -> float:
         """Return the seconds from a job's beginning to the end of its first step; 0: unknown."""
-        return 0.0 if job_began_at is None else max(0.0, self.stepped_at - job_began_at)
+        if job_began_at is None:
+            return 0.0
+        return max(0.0, self.stepped_at - job_began_at)
 
     def times(self) -> StepTimes:
         """Return means, the slowest worker's for the parts that workers do alone. Collective."""
@@ -245,5 +247,5 @@ class Course:
 
 
 def without(whole_s: float, parts_s: float) -> float:
-    """Return what is left of a step without these parts of it; they were measured apart."""
+    """Return the rest of a step's time without these parts, which were measured apart."""
     return max(whole_s - parts_s, 1e-9)

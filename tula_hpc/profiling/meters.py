@@ -146,8 +146,10 @@ def _rapl_watts(
 def _used(began: RaplCounter, ended: RaplCounter) -> int:
     """Return the microjoules between two readings."""
     difference = ended.microjoules - began.microjoules
-    # a counter that is lower than before has wrapped once
-    return difference if difference >= 0 else difference + ended.wraps_at
+    if difference < 0:
+        # the counter has wrapped once
+        difference += ended.wraps_at
+    return difference
 
 
 def _gpu_watts(began: _Reading, ended: _Reading, elapsed_s: float) -> float | None:
@@ -313,7 +315,7 @@ class MemoryMeter:
         optimizer: Optimizer,
         batch_bytes: int,
     ) -> MemoryUse:
-        """Return the metered memory with what is known to be in it.
+        """Return the metered memory with the sizes of its known parts.
 
         Args:
             model: Of the training.

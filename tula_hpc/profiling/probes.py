@@ -198,8 +198,8 @@ def time_forward(worker: Worker, inputs: Batch, targets: Batch) -> list[float]:
     A pass is an evaluation's work on a loaded batch, `Worker.score`. It takes a training batch:
     nothing else has to be loaded, and where a training step fits, a pass without gradients does. A
     batch below `EVALUATED_BATCH` is taken as many times over as reach it, and counts for its share:
-    small batches pay for each call what an evaluation does not. Weights, buffers, modes and random
-    numbers stay.
+    small batches pay a cost for each call that an evaluation does not. Weights, buffers, modes and
+    random numbers stay.
 
     Args:
         worker: Gives the model.

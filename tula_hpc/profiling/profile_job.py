@@ -8,8 +8,9 @@ Where memory runs out:
 2. Where the kernel or Slurm killed the job before it could, `stages/profile.py` writes that record
    in its place (`_record_end`), for the configuration that `died_of` finds to blame.
 3. The next round proposes no such batch and no larger one on any number of nodes (`_below_bound` in
-   `analysis/search/propose.py`); a script that can takes it in more forward passes. What the job
-   had not measured yet is submitted again, unless that bound rules it out.
+   `analysis/search/propose.py`); a script that can takes it in more forward passes. The
+   configurations that the job had not measured yet are submitted again, unless that bound rules
+   them out.
 
 Any other error ends the job as well; `retries.py` tells whether another one follows.
 """
@@ -54,7 +55,9 @@ def run_profile(job: ProfileJob, env: WorkerEnvironment, agenda: Agenda) -> int:
 def _next(allocation: Allocation, agenda: Agenda) -> Configuration | None:
     """Return the next configuration of rank 0's queue, None at its end. Collective."""
     fields = json.loads(allocation.broadcast(lambda: json.dumps(agenda.next())))
-    return None if fields is None else Configuration(*fields)
+    if fields is None:
+        return None
+    return Configuration(*fields)
 
 
 def _measure_and_record(

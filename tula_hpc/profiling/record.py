@@ -22,12 +22,12 @@ def record_oom(
     failure: Failure,
     **of_job: Any,
 ) -> None:
-    """Record that a configuration does not fit into memory; see `profile_job` for what follows.
+    """Record that a configuration does not fit into memory; see `profile_job` for the consequences.
 
     Args:
         output: Of the job; the record goes into this worker's own file beside it.
         cluster: Where it was measured.
-        configuration: What was measured or trained.
+        configuration: Of the profile or training.
         env: This worker.
         failure: The kind of memory.
         of_job: Further fields of the `Measurement`: its partition, passes, identity.

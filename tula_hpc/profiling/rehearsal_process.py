@@ -2,9 +2,9 @@
 
 `python -m tula_hpc.profiling.rehearsal_process SWEEP.toml CLUSTER.toml [--memory PARTITION ...]`
 prints a `Trial` as JSON, in a process of its own, as it imports torch: `stages/rehearsal.py` starts
-it, and keeps what it says. What a job would find in its first minute is found here: data that are
-not as they should be, images that cannot be decoded, labels of no class, a function that fails or
-returns something else, an import that is missing.
+it, and keeps its output. Mistakes that would end a job in its first minute are found here: data
+that are not as they should be, images that cannot be decoded, labels of no class, a function that
+fails or returns something else, an import that is missing.
 
 - Several items of training and test set are read; own code takes a training step on the CPU.
 - A model of more than `LARGEST_BYTES` is laid out without memory, and takes no step.
@@ -57,7 +57,7 @@ _SPEAKS_OF_DEVICE = re.compile(
 def try_workload(
     spec: WorkloadSpec, data: Data, *, for_gpus: bool = False, several: bool = False
 ) -> Identity:
-    """Try what a job would do first.
+    """Take a job's first actions as a trial.
 
     Args:
         spec: The workload.

@@ -169,7 +169,7 @@ class StoppingRule(NamedTuple):
 
 
 def driven(steps: Steps[T], step: Callable[[], object]) -> T:
-    """Take the steps that a generator waits for, and return what it returns."""
+    """Take the steps that a generator waits for, and return its result."""
     while True:
         try:
             next(steps)
@@ -219,7 +219,7 @@ def rounds_of(
         worker: For agreements.
         rule: Of the measurement.
         steps: In a round.
-        counted: Returns what counts of a round's mean, after the round.
+        counted: Returns the part of a round's mean that counts, after the round.
         left_out_s: See `round_of`.
     """
     rounds: list[float] = []
@@ -304,7 +304,7 @@ class LoaderWaits:
             self._launched = self._mark()
 
     def mark(self) -> tuple[float, int]:
-        """Return what `back_to` takes."""
+        """Return a mark for `back_to`."""
         return self._lost_s, len(self._waits)
 
     def back_to(self, mark: tuple[float, int]) -> None:

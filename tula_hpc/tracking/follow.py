@@ -112,9 +112,11 @@ class Follower:
         self._begun: set[tuple[str, str]] = set()
 
     def pass_on(self) -> None:
-        """Pass on what is new; a tracker that fails is left out from then on."""
+        """Pass on the new lines; a tracker that fails is left out from then on."""
         rows = self.lines.new()
-        for name, tracker in list(self.trackers.items()) if rows else ():
+        if not rows:
+            return
+        for name, tracker in list(self.trackers.items()):
             try:
                 self._pass_on(name, tracker, rows)
             except Exception as error:  # noqa: BLE001 - a tracker may raise anything

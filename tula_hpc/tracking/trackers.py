@@ -1,7 +1,7 @@
 """Trackers: TensorBoard, Weights & Biases (offline) and MLflow, behind one protocol.
 
-Each is an extra of this package (`pip install 'tula_hpc[wandb]'`) and imported when it is used. What
-they write is in the folder of the training, or for MLflow in that of the run:
+Each is an extra of this package (`pip install 'tula_hpc[wandb]'`) and imported when it is used. Its
+output is in the folder of the training, or for MLflow in that of the run:
 
     tensorboard   RUN/train/LABEL/tensorboard       tensorboard --logdir RUN/train
     wandb         RUN/train/LABEL/wandb             wandb sync RUN/train/LABEL/wandb/offline-run-*
@@ -109,7 +109,7 @@ class TensorBoard:
         self.begun = 0
 
     def begin(self, position: Position) -> Position:
-        """Open a new event file, before which readers drop what the position does not hold."""
+        """Open a new event file, at which readers drop lines after the position."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 

@@ -98,16 +98,17 @@ class Checkpoints(SafePoints):
         optimizer_state = worker.optimizer_state()
         if not training.is_main:
             return {}
-        observer_state = worker.observer.extra_state()
-        return {
+        content = {
             "model": worker.model.state_dict(),
             "optimizer": optimizer_state,
             "scaler": worker.scaler.state_dict(),
             "progress": asdict(training.progress),
             "critical_batch": self.log.metrics.critical_batch.state_dict(),
             "global_batch": training.global_batch,
-            **({"observer": observer_state} if observer_state else {}),
         }
+        if observer_state := worker.observer.extra_state():
+            content["observer"] = observer_state
+        return content
 
     def _resume(self) -> None:
         """Restore the newest good checkpoint, or keep the initial state.

@@ -78,7 +78,9 @@ def begin_drift_watch(job: TrainJob, env: WorkerEnvironment) -> DriftStart:
     """
     if not job.sweep.training.drift or job.sweep.training.method == "polo":
         return DriftStart(job.configuration)
-    mine = _read(job, env.job_id) if env.rank == 0 else DriftStart(job.configuration)
+    mine = DriftStart(job.configuration)
+    if env.rank == 0:
+        mine = _read(job, env.job_id)
     if env.world_size == 1:
         return mine
     values = torch.tensor(
@@ -220,8 +222,12 @@ def probe_parts(worker: Worker, inputs: Batch, targets: Batch) -> Probe:
         targets: Its targets.
     """
     by_rank = _by_rank(worker, _compute_s(worker, inputs, targets))
-    compute_s = None if min(by_rank) < 0 else max(by_rank)
-    slowest = by_rank.index(max(by_rank)) if compute_s is not None and len(by_rank) > 1 else None
+    compute_s = None
+    slowest = None
+    if min(by_rank) >= 0:
+        compute_s = max(by_rank)
+        if len(by_rank) > 1:
+            slowest = by_rank.index(compute_s)
     reduced_s = all_reduce_s(worker, worker.env.world_size)
     parts = StepParts(compute_time_s=compute_s, allreduce_time_s=reduced_s)
     return Probe(parts, slowest)
@@ -402,7 +408,10 @@ class DriftGuard:
             measured=measured,
             expected=expected,
         )
-        return record, self._host(probe.slowest_rank) if part == "compute" else ""
+        host = ""
+        if part == "compute":
+            host = self._host(probe.slowest_rank)
+        return record, host
 
     def _expected(self) -> StepParts:
         # only rank 0 logs, and one reader is enough for a shared file system
@@ -413,9 +422,13 @@ class DriftGuard:
         return expected_parts(own, self.job.configuration)
 
     def _host(self, rank: int | None) -> str:
-        hosts, per_node = self.worker.env.hosts, self.job.configuration.workers_per_node
-        node = -1 if rank is None else rank // per_node
-        return hosts[node] if 0 <= node < len(hosts) else ""
+        if rank is None:
+            return ""
+        hosts = self.worker.env.hosts
+        node = rank // self.job.configuration.workers_per_node
+        if node >= len(hosts):
+            return ""
+        return hosts[node]
 
     def _log(self, verdict: Verdict, found: tuple[Drift, str]) -> None:
         if self.worker.env.rank == 0:
@@ -431,7 +444,7 @@ def put_on_record(  # noqa: PLR0917 - of one event
         run: Of the training.
         label: Its name there.
         job_id: Slurm's.
-        verdict: What has happened.
+        verdict: Begin or end of the episode.
         drift: The episode.
         host: The slowest, if that matters.
     """

@@ -85,7 +85,7 @@ def leave(training: Leaving, stop: StopRequest, saved: str = "saved at step") ->
     Args:
         training: Is stopped.
         stop: By which signal.
-        saved: What was done at its last step, for the event.
+        saved: Words before the number of its last step, in the event.
 
     Returns:
         `stopped` if the requeue was refused; `cancelled` or `preempted` if the job is on its way
@@ -111,7 +111,9 @@ def leave(training: Leaving, stop: StopRequest, saved: str = "saved at step") ->
 def _requeue(training: Leaving) -> str:
     env = training.env
     job_id = slurm_job_id() or ""
-    leaving = slurm.leaving(job_id) if env.on_slurm and training.is_main else None
+    leaving = None
+    if env.on_slurm and training.is_main:
+        leaving = slurm.leaving(job_id)
     if training.any(leaving is slurm.Leaving.CANCELLED):
         if training.is_main:
             training.log_event("failed", "cancelled; finished work is saved")
@@ -123,7 +125,9 @@ def _requeue(training: Leaving) -> str:
         from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
         sys.exit(LOCAL_REQUEUE_RETURN_CODE)
-    refused = slurm.requeue(job_id) if training.is_main else None
+    refused = None
+    if training.is_main:
+        refused = slurm.requeue(job_id)
     is_refused = training.any(refused is not None)
     if training.is_main:
         if refused:

@@ -3,10 +3,10 @@
     `MetricsWriter`   lines of steps and of epochs, on rank 0. For the built-in training
                       `training_log.py` decides when one is due, for a script
                       `attach/train/script_training.py`.
-    `write_scores`    what `attach/train/scores.py` has read in a script's output
+    `write_scores`    scores that `attach/train/scores.py` has read in a script's output
 
-`attach/train/script_job.py` puts the file aside where a script's training begins anew. Who reads it
-is told in `records/metrics.py`, which has the types of its lines.
+`attach/train/script_job.py` puts the file aside where a script's training begins anew.
+`records/metrics.py` names its readers, and has the types of its lines.
 """
 
 from __future__ import annotations
@@ -126,8 +126,10 @@ class MetricsWriter:
         """
         if self.file is None:
             return
-        again = [line for line in (self._last,) if line is not None and line.epoch == epoch]
-        critical_batch = again[0].critical_batch if again else self.critical_batch.take()
+        if self._last is not None and self._last.epoch == epoch:
+            critical_batch = self._last.critical_batch
+        else:
+            critical_batch = self.critical_batch.take()
         self._last = EpochMetrics(
             epoch=epoch,
             step=progress.step,
@@ -144,7 +146,7 @@ class MetricsWriter:
         append_record(self.file, self._last)
 
     def amend(self, known: Mapping[str, Any]) -> None:
-        """Add to the last line of an epoch what is known by now."""
+        """Add values that are known by now to the last line of an epoch."""
         if self._last is not None:
             self._last = self._last.model_copy(update=dict(known))
             append_record(cast("Path", self.file), self._last)

@@ -155,5 +155,5 @@ def _plain(optimizer: Optimizer) -> Optimizer:
 
 
 def _is_sharded(base: Optimizer) -> bool:
-    """Tell it by what torch's class alone has, which takes a while to import."""
+    """Tell it by a method that only torch's class has; importing the class takes a while."""
     return hasattr(base, "consolidate_state_dict")

@@ -101,7 +101,7 @@ def workload_of(
 
 
 def identity_of(spec: WorkloadSpec, model: nn.Module, data: Data) -> Identity:
-    """Return what tells a model, the code behind it and its data from others."""
+    """Return the identity of a model, the code behind it and its data."""
     parameters = [p for p in model.parameters() if not is_lazy(p)]
     return Identity(
         parameters=sum(p.numel() for p in parameters),

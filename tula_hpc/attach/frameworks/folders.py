@@ -49,7 +49,7 @@ class Keeper(Protocol):
         """Keep these, and give them the states of the checkpoint."""
 
     def begin_epoch(self) -> None:
-        """Note that an epoch begins, or what is left of one. Collective."""
+        """Note that an epoch begins, or the rest of one. Collective."""
 
     def open(self, loader: Iterable[Any], around: Iterable[Any]) -> Any:
         """Begin to go through a loader where it stopped."""
@@ -68,7 +68,7 @@ class FolderState:
     """State that a framework keeps in a folder; kept as other things are by their states.
 
     Args:
-        kind: Name of what it is, one word.
+        kind: Name of the framework's object, one word.
         save: Writes into a folder that is there and empty. All workers call it.
         load: Takes such a folder, whole.
         holder: Keeps it.
@@ -92,7 +92,7 @@ class FolderState:
         self.saves = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Save, and return what was written; {} on other workers than rank 0. Collective.
+        """Save, and return the folder and its files; {} on other ranks than 0. Collective.
 
         Raises:
             CheckpointError: The folder cannot be made or read.
@@ -124,12 +124,12 @@ class FolderState:
         return {"folder": folder.name, "batch": self.batch, "files": files}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what was saved so."""
+        """Load the folder that a `state_dict` names."""
         self.load(self.holder.store.folder / state["folder"])
 
 
 def kept_in_folder(name: str, thing: Any, holder: Keeper) -> Any:
-    """Return what is kept of a thing: of accelerate's Accelerator a folder, else the thing."""
+    """Return the state of accelerate's Accelerator as a folder, any other thing as it is."""
     methods = (getattr(thing, method, None) for method in ("save_state", "load_state"))
     if not all(map(callable, methods)):
         return thing

@@ -2,8 +2,8 @@
 
 The Trainer resumes exactly from two places: the beginning of an epoch, and after a step whose next
 batch is of the same epoch. There it is saved, once all that belongs to the step is over: logs,
-evaluation, checkpoints of the user's own. Ours are in the run, and the Trainer's output folder has
-what it would have without us.
+evaluation, checkpoints of the user's own. Ours are in the run, and the Trainer's output folder is
+the same as without us.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ def _after(thing: Any, name: str, then: Callable[..., None]) -> None:
 
 @contextmanager
 def _without_logs(module: Any) -> Iterator[None]:
-    """Have what a module logs in the block thrown away."""
+    """Discard the values that a module logs in the block."""
     names = ("log", "log_dict")
     for name in names:
         vars(module)[name] = lambda *_, **__: None

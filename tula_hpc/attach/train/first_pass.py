@@ -27,7 +27,7 @@ def rehearse_first_pass(
 
     Args:
         model: Wrapped, and not passed yet.
-        around: Entered for the first time, to undo what that does to others.
+        around: Entered for the first time, to undo its effects on others.
     """
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -24,11 +24,11 @@ class Quiet(Protocol):
         """Return the seconds since its last sign of life."""
 
     def said(self) -> object | None:
-        """Return what it has said; None before its first step."""
+        """Return its last message; None before its first step."""
 
 
 class Told(Protocol):
-    """What the workers tell each other."""
+    """Messages between the workers."""
 
     def tell_quiet(self, rank: int, *, is_quiet: bool) -> None:
         """Tell the others whether this worker's script is quiet."""

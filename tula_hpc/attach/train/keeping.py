@@ -1,9 +1,9 @@
-"""Exact resume of a script: what it keeps, its place in epochs and batches, its random numbers.
+"""Exact resume of a script: its kept states, its place in epochs and batches, its random numbers.
 
 The script asks for its epochs and batches here (`tula.epochs`, `tula.batches`). When it comes for
 the next batch, the batch before is done: there all workers agree to save or to stop, unless
-gradients are being accumulated over batches. A checkpoint has the states of what is kept, from rank
-0, and every worker's random numbers.
+gradients are being accumulated over batches. A checkpoint has the kept states, from rank 0, and
+every worker's random numbers.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class Keeper(SafePoints):
     # loops of frameworks, which go through their batches by themselves
 
     def begin_epoch(self) -> None:
-        """Note that an epoch begins, or what is left of one. Collective."""
+        """Note that an epoch begins, or the rest of one. Collective."""
         self._begin()
         self.in_epoch, self._stepped = True, self.progress.step
         self._mark()
@@ -335,7 +335,7 @@ class Keeper(SafePoints):
         self._mark()
 
     def _look_once_more(self) -> None:
-        """Obey a stop before what follows the batches, which may take long."""
+        """Obey a stop before the work that follows the batches, which may take long."""
         (stop,) = self.worker.agree(float(self.stop.received is not None))
         if stop and not self.steps.is_open:
             self.progress.stopped = True
@@ -375,7 +375,9 @@ class Keeper(SafePoints):
         if not set(self.kept) - {SCALING}:
             message = "expected tula.keep(model=…, optimizer=…) before it"
             raise InputError(message, source="tula.epochs")
-        missing = set() if self.loaded is None else set(self.loaded.state["kept"]) - set(self.kept)
+        if self.loaded is None:
+            return
+        missing = set(self.loaded.state["kept"]) - set(self.kept)
         if missing:
             message = (
                 f"the checkpoints in {self.store.folder} hold {', '.join(sorted(missing))}, too"
@@ -434,7 +436,7 @@ class KeptTraining(ScriptTraining):
 
 
 def training(spec: ChildSpec) -> Mode:
-    """Return what a training script's process does beside running the script."""
+    """Return the mode "train"."""
     return KeptTraining(spec)
 
 

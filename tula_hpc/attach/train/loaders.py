@@ -5,9 +5,9 @@ its sampler's own generators included. So a loader is begun again with the numbe
 beginning, is led to the batch that comes next, and then the script goes on with the numbers of the
 moment that was saved.
 
-What was seen is left out by its indices, without loading it, where the script's process loads by
-itself. Loader processes have random numbers of their own, which only loading brings forward: there
-the batches are loaded and dropped.
+Samples that were seen are left out by their indices, without loading them, where the script's
+process loads by itself. Loader processes have random numbers of their own, which only loading
+brings forward: there the batches are loaded and dropped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PASSES = "passes:"
 
 
 class Passed(NamedTuple):
-    """Batches of a loader that a worker has had, and what they were cut by."""
+    """Batches of a loader that a worker has had, their size and the number of workers."""
 
     batches: int
     # the loader's; 0: unknown
@@ -73,7 +73,9 @@ def generator_states(loader: object) -> list[str]:
     """
     states = [_text(generator.get_state()) for generator in _generators(loader)]
     passes = getattr(loader, "iteration", None)
-    return [*states, f"{PASSES}{passes}"] if isinstance(passes, int) else states
+    if isinstance(passes, int):
+        states.append(f"{PASSES}{passes}")
+    return states
 
 
 def set_generator_states(loader: Any, states: list[str]) -> None:
@@ -136,7 +138,7 @@ class Stream:
         loader: Any iterable.
         passed: To be left out; None: nothing.
         workers: Of the script now.
-        around: What is gone through, where that wraps the loader; else the loader itself.
+        around: Wrapper of the loader, to be iterated in its place; None: there is none.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class Scores:
         return self.log if self.pattern is None else subprocess.PIPE
 
     def read(self, process: subprocess.Popen[bytes]) -> None:
-        """Read what a process writes, in a thread of its own."""
+        """Read a process's output, in a thread of its own."""
         if self.pattern is not None and process.stdout is not None:
             number = process.stdout.fileno()
             self._thread = threading.Thread(target=self._read, args=(number,), daemon=True)
@@ -85,7 +85,9 @@ class Scores:
             self._take_line(line[:MOST_LINE_BYTES].decode(errors="replace"))
 
     def _take_line(self, line: str) -> None:
-        found = self.pattern.search(line) if self.pattern is not None else None
+        if self.pattern is None:
+            return
+        found = self.pattern.search(line)
         if found is None:
             return
         scores: dict[str, float] = {}
@@ -103,7 +105,7 @@ class Scores:
         return 0
 
     def write(self) -> None:
-        """Put what was found on record beside the epoch that was the last one to be over by then.
+        """Record the scores that were found, each beside the last epoch that was over by then.
 
         Later scores of an epoch replace earlier ones.
         """

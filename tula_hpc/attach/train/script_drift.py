@@ -1,7 +1,7 @@
 """Drift watch of a script's training: its step times against the plan's, as for the built-in one.
 
 The clock is that of the hooks. No forward pass can be timed apart in mid-training; the bare
-all-reduce can. What neither it nor the wait for data explains is taken for the computation.
+all-reduce can. Time that neither it nor the wait for data explains counts as computation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tula_hpc.training.drift import all_reduce_s, put_on_record, read_drift
 
 
 class DriftSettings(Record):
-    """What a script's process is told of the plan's step."""
+    """The plan's step, as a script's process gets it."""
 
     # seconds, and the ends of its 90 % interval
     prediction: tuple[float, float, float]
@@ -47,7 +47,7 @@ class DriftSettings(Record):
 
 
 def drift_settings(job: TrainJob) -> DriftSettings | None:
-    """Return what a training's steps are compared with; None without a plan, or where it is off."""
+    """Return the plan's step for a training's watch; None without a plan, or where it is off."""
     if not job.sweep.training.drift:
         return None
     run = RunDirectory(job.root)
@@ -82,7 +82,7 @@ def _in_other_parts(plan: Plan, job: TrainJob) -> bool:
 
 
 class _Probed(NamedTuple):
-    """What a bare all-reduce needs of a script."""
+    """A script's peers and parameters, as a bare all-reduce needs them."""
 
     peers: Peers
     parameters: Sequence[Tensor]
@@ -102,7 +102,7 @@ class ScriptDrift:
     """One worker's part of the watch; all workers reach the same verdict at the same step.
 
     Args:
-        told: What the steps are compared with.
+        told: The plan's step.
         run: Of the training.
         label: Its name there.
         job_id: Slurm's.
@@ -139,10 +139,14 @@ class ScriptDrift:
         Returns:
             Time was spent that is none of the script's.
         """
-        verdict = self.watch.observe(Look(*shared)) if shared else None
+        if not shared:
+            return False
+        verdict = self.watch.observe(Look(*shared))
         if verdict is None:
             return False
-        reduced_s = all_reduce_s(_Probed(peers, parameters), peers.count) if parameters else None
+        reduced_s = None
+        if parameters:
+            reduced_s = all_reduce_s(_Probed(peers, parameters), peers.count)
         if peers.rank == 0:
             put_on_record(self.run, self.label, self.job_id, verdict, self._drift(reduced_s))
         return True

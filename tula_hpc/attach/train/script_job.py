@@ -65,7 +65,7 @@ def run(job: TrainJob) -> str:
 
 @dataclass
 class Start:
-    """What rank 0 knows of a training when a job begins with it, for all workers."""
+    """State of a training when a job begins with it, from rank 0 for all workers."""
 
     # jobs, and runs of requeued ones, that began with this training before
     restarts: int = 0
@@ -135,11 +135,13 @@ class ScriptJob:
         return "finished"
 
     def _planned_steps(self) -> str:
-        """Return what step times are compared with, as JSON; on rank 0."""
+        """Return the plan's step for the drift watch, as JSON; on rank 0."""
         from tula_hpc.attach.train.script_drift import drift_settings
 
         found = drift_settings(self.job)
-        return "null" if found is None else found.model_dump_json()
+        if found is None:
+            return "null"
+        return found.model_dump_json()
 
     def any(self, mine: bool) -> bool:
         """Tell whether it is true on rank 0, which alone asks. Collective."""
@@ -168,7 +170,9 @@ class ScriptJob:
             last = metrics.steps[-1].step if metrics.steps else 0
             # what it saves it saves before its next step
             saved = [row for row in metrics.epochs if row.step < last]
-            start.epoch, start.step = (saved[-1].epoch, saved[-1].step) if saved else (0, 0)
+            if saved:
+                start.epoch = saved[-1].epoch
+                start.step = saved[-1].step
         elif self.files.metrics_file.exists():
             # what comes is not what was
             name = f"metrics-{start.restarts}.jsonl"
@@ -247,6 +251,16 @@ class ScriptJob:
         job, options = self.job, self.job.sweep.training
         nodes = job.configuration.nodes
         prior = expected_interruptions(job.cluster.pricing, options, nodes, seen=0, over_s=0.0)
+        more: dict[str, Any] = {}
+        if job.measured is not None:
+            more["parameters"] = job.measured.parameters
+        if start.restarts:
+            # a first start takes its first step for the beginning
+            more["started_at"] = start.started_at
+        if options.checkpoint_minutes is not None:
+            more["fixed_s"] = options.checkpoint_s
+        if options.scales:
+            more["sweep"] = job.sweep.model_dump(mode="json")
         settings = TrainSettings(
             root=job.root,
             label=job.label,
@@ -254,20 +268,16 @@ class ScriptJob:
             samples=job.sweep.workload.samples or 1,
             global_batch=job.configuration.global_batch,
             log_interval_steps=options.log_interval_steps,
-            parameters=None if job.measured is None else job.measured.parameters,
             restart_count=self.env.restart_count,
             restarts=start.restarts,
             epoch=start.epoch,
             step=start.step,
-            # a first start takes its first step for the beginning
-            started_at=start.started_at if start.restarts else 0.0,
             job_began_at=job_started_at(),
             between_s=prior.prior_s,
             between_is_known=prior.is_known,
-            fixed_s=None if options.checkpoint_minutes is None else options.checkpoint_s,
-            sweep=job.sweep.model_dump(mode="json") if options.scales else {},
             configuration=job.configuration,
             drift=self.compared_with,
+            **more,
         )
         return settings.model_dump(mode="json")
 
@@ -282,14 +292,16 @@ class ScriptJob:
             number = signal.SIGTERM
         if number is not None:
             self._passed_on = True
-            # before its first step it may not be prepared, and loses nothing
-            child.signal(number if child.said() is not None else signal.SIGTERM)
+            if child.said() is None:
+                # before its first step it may not be prepared, and loses nothing
+                number = signal.SIGTERM
+            child.signal(number)
 
     def _judged(self, mine: Outcome, peers: Any) -> Outcome:
-        """Return what it means that this worker's script has ended.
+        """Return the outcome of this worker's script, judged as stopped, failed or done.
 
-        One that ends by itself is stopped if it was asked to, and has failed if its exit code says
-        so.
+        One that ends by itself is stopped if it was asked to, and has failed if its exit code is
+        not 0.
         """
         from tula_hpc.attach.reporting import Said
 

@@ -77,7 +77,7 @@ class ScriptScaling:
             raise InputError(message, key="training.method") from None
 
     def gradients_ready(self, optimizer: Optimizer, model: nn.Module, epochs_seen: float) -> None:
-        """Do what comes before the step.
+        """Observe the gradients, then do the part of the scaling that comes before the step.
 
         Args:
             optimizer: The script's, about to step.
@@ -93,7 +93,7 @@ class ScriptScaling:
         self.scaling.before_step()
 
     def step_ends(self) -> None:
-        """Do what comes after the step."""
+        """Do the part of the scaling that comes after the step."""
         if self.scaling is not None:
             self.scaling.after_step()
 

@@ -1,9 +1,8 @@
-"""Progress of a script's training, told by its steps: metrics.jsonl, epochs, and the end at a stop.
+"""Progress of a script's training, read off its steps: metrics.jsonl, epochs, the end at a stop.
 
 Without `tula.epochs` an epoch is over when no further whole batch is left of the samples that the
 sweep names; a shorter batch right after that was the epoch's last one. The end at a stop is
-`_stop_if_asked`; who passes the stop on, and what `keeping.py` does instead, is told in
-`ddp/stop_signals.py`.
+`_stop_if_asked`; `ddp/stop_signals.py` describes the way of a stop, with and without `keeping.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ SCORES = ("test_accuracy", "test_top5_accuracy", "test_loss", "train_loss")
 
 
 class TrainSettings(Record):
-    """What a script's process has to know of its training, beside what each is told."""
+    """Settings of a script's training, beside those that every process has."""
 
     # of the run
     root: Path
@@ -76,7 +75,7 @@ class TrainSettings(Record):
 
 
 class TrainedSoFar(Record):
-    """How far a script came, and why its process ended: what it says at its end."""
+    """Progress of a script, and the reason why its process ended: its last message."""
 
     # stopped: as it was asked to, after a step; exited: by itself
     end: Literal["stopped", "exited"]
@@ -129,7 +128,7 @@ class ScriptTraining(Mode):
     """Counts the steps of a script and logs them, and ends it at a stop. Every worker has one.
 
     Args:
-        spec: What this process was told.
+        spec: Specification of this process.
     """
 
     def __init__(self, spec: ChildSpec) -> None:
@@ -229,7 +228,7 @@ class ScriptTraining(Mode):
         self.models.append(model)
 
     def evaluating(self) -> None:
-        """See `Listener`. What comes before the next step is none of training."""
+        """See `Listener`. The time until the next step is none of training."""
         self.give_sign()
         self.pause()
 
@@ -303,9 +302,12 @@ class ScriptTraining(Mode):
 
     def _refuse_another(self) -> None:
         """Refuse to train another model than was measured."""
-        model, before = self.hooks.inner_model, self.settings.parameters
-        now = sum(p.numel() for p in model.parameters()) if model is not None else None
-        if None not in (now, before) and now != before:
+        model = self.hooks.inner_model
+        before = self.settings.parameters
+        if model is None or before is None:
+            return
+        now = sum(p.numel() for p in model.parameters())
+        if now != before:
             raise InputError(
                 f"the model has {now:,} parameters now, {before:,} when it was measured; undo the "
                 "change, or measure what is there now with another --run-dir"
@@ -364,8 +366,10 @@ class ScriptTraining(Mode):
         return CHECK_EVERY_S if self.drift is None else self.drift.watch.look_every_s
 
     def readings(self, peers: Peers) -> tuple[float, ...]:
-        """Return what the drift watch needs of this worker at an agreement; nothing without one."""
-        return () if self.drift is None else self.drift.readings(peers)
+        """Return this worker's readings for the drift watch at an agreement; () without a watch."""
+        if self.drift is None:
+            return ()
+        return self.drift.readings(peers)
 
     def look(self, shared: tuple[float, ...], peers: Peers) -> None:
         """Compare the workers' step times with the plan's. Collective."""
@@ -383,7 +387,9 @@ class ScriptTraining(Mode):
         window, self.window = self.window, StepWindow()
         if window.steps:
             optimizer = self.hooks.optimizer
-            lr = float(optimizer.param_groups[0]["lr"]) if optimizer is not None else 0.0
+            lr = 0.0
+            if optimizer is not None:
+                lr = float(optimizer.param_groups[0]["lr"])
             self.metrics.write_steps(self.progress, window, self._readings, lr=lr)
 
     @property
@@ -418,7 +424,7 @@ class ScriptTraining(Mode):
         self.metrics.write_epoch(progress, progress.epoch + 1, self._readings, scores)
 
     def add_to_last_epoch(self) -> None:
-        """Add what was reported to the line of the epoch that is over."""
+        """Add the reported scores to the line of the epoch that is over."""
         self.metrics.amend(self._reported)
         self._reported = {}
 
@@ -455,7 +461,9 @@ def scaling_of(settings: TrainSettings) -> ScriptScaling | None:
 
 def as_share(name: str, value: float) -> float:
     """Return a score as records have it: an accuracy above 1 is in percent."""
-    return value / 100.0 if "accuracy" in name and value > 1.0 else value
+    if "accuracy" in name and value > 1.0:
+        return value / 100.0
+    return value
 
 
 def _synchronize() -> None:
