@@ -65,6 +65,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     beside_others = getattr(item.config, "workerinput", {}).get("dist") == "loadscope"
     if beside_others and folder_of_jobs(item.nodeid) not in LONGEST:
         os.nice(max(0, LESS_URGENT - os.nice(0)))
+    if not item.nodeid.startswith("tests/slurm/"):
+        # of the test cluster, which the worker's earlier tests may have left in the environment
+        os.environ.pop("SLURM_CONF", None)
 
 
 def folder_of_jobs(nodeid: str) -> str:

@@ -26,7 +26,7 @@ def give_secret(folder: Path) -> None:
     (folder / SECRET_FILE).write_text(secrets.token_hex(32))
 
 
-def run_workers(program: str, *arguments: str | Path, timeout_s: float = 120, **environment: str) -> None:
+def run_workers(program: str, *arguments: str | Path, timeout_s: float = 400, **environment: str) -> None:
     """Run a test file as a program, with Python's path and gloo's interface set for it; names are given up soon."""
     settings = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "RES_OPTIONS": QUICK_NAMES}
     command = [sys.executable, program, *map(str, arguments)]
@@ -50,7 +50,7 @@ def fork_workers(workers: int, work: Callable[[int], None]) -> int:
     return int(any(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
 
 
-def start_workers(workers: int, work: Callable[[int, Path], None], folder: Path, timeout_s: float = 120) -> None:
+def start_workers(workers: int, work: Callable[[int, Path], None], folder: Path, timeout_s: float = 400) -> None:
     """`work(rank, folder)` in as many processes of the test's own; all have to end well. See `context_of_workers`."""
     context = context_of_workers()
     processes = [context.Process(target=_over_loopback, args=(work, rank, folder)) for rank in range(workers)]

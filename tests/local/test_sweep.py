@@ -74,7 +74,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     folder = tmp_path_factory.mktemp("local")
     command = [sys.executable, "-m", "tula_hpc.sweep", *arguments_in(folder)]
     # a user whose shell lets everybody write to new files
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=300, umask=0)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=550, umask=0)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "Chosen configuration" in done.stdout
     (folder / "said").write_text(done.stdout)

@@ -101,7 +101,7 @@ def checking(here: Path, arguments: list[str], environment: dict[str, str]) -> I
     with subprocess.Popen(command, env=environment, cwd=here, **pipes) as process:
 
         def ended() -> Checked:
-            printed, said = process.communicate(timeout=300)
+            printed, said = process.communicate(timeout=550)
             assert printed, said
             return Checked(process.returncode, printed)
 

@@ -74,7 +74,7 @@ def sweep(text: str, folder: Path, environment: dict[str, str], *options: str) -
         str(folder / "run"),
     ]
     return subprocess.run(
-        [*command, *options], capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=600
+        [*command, *options], capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=580
     )
 
 

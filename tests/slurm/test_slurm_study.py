@@ -35,7 +35,7 @@ def study(folder: Path, cluster: MiniCluster) -> subprocess.CompletedProcess[str
     command = [sys.executable, "-m", "tula_hpc.sweep", str(path), "--cluster", str(CLUSTER), "--until", "train"]
     command += ["--run-dir", str(folder / "run"), "--set", "cluster.array_parallelism=2"]
     return subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=ROOT, env=cluster.environment, timeout=300
+        command, capture_output=True, text=True, check=False, cwd=ROOT, env=cluster.environment, timeout=550
     )
 
 

@@ -72,7 +72,7 @@ def run_sweep(
     command = [sys.executable, "-m", "tula_hpc.sweep", str(path), "--cluster", str(TEMPLATE)]
     command += ["--run-dir", str(folder / "run"), *options]
     environment = {**cluster.environment, "BROKEN_HOSTS": ",".join(broken), "BROKEN_SAYS": said}
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=550)
 
 
 @pytest.fixture(scope="module")
