@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from tula_hpc.analysis.report.output import exit_code_of
+from tula_hpc.command_errors import CommandParser
 from tula_hpc.config import (
     PUT_BACK,
     ClusterSpec,
@@ -115,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="tula plan",
         description="Plan again from a run directory's measurements. Submits nothing.",
     )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from tula_hpc.analysis.report.output import exit_code_of
 from tula_hpc.analysis.report.study_page import study_text, write_study_report
+from tula_hpc.command_errors import CommandParser
 from tula_hpc.formatting import printable_output
 from tula_hpc.records import RunDirectory
 
@@ -16,7 +16,7 @@ from tula_hpc.records import RunDirectory
 @printable_output()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0 done, 1 failed, 2 bad input."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m tula_hpc.analysis.study",
         description=(
             "Write table, figures and verdicts of a study into RUN/report, from the files in RUN "

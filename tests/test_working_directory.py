@@ -215,7 +215,16 @@ def test_what_is_no_command_is_refused_with_those_that_are(
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
-    assert "usage: tula " in capsys.readouterr().err
+    # without any word it is the whole page
+    assert ("tula --help lists" if words else "usage: tula ") in capsys.readouterr().err
+
+
+def test_a_misspelt_option_is_one_line_with_the_one_that_is_near(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["sweep", "train.toml", "--dryrun"])
+    assert ended.value.code == 2
+    complaint = "tula sweep: unrecognized arguments: --dryrun (did you mean --dry-run?)"
+    assert capsys.readouterr().err == f"{complaint}; tula sweep --help lists what there is\n"
 
 
 def test_help_loads_no_library() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import tula_hpc
+from tula_hpc.command_errors import CommandParser
 from tula_hpc.python_path import PROGRAM
 
 
@@ -81,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     way = "\n".join(f"  {PROGRAM} {line}\n      {what}" for line, what in WAY)
     lines = "\n".join(f"  {name:<12}{command.help}" for name, command in COMMANDS.items())
     question = "How many nodes, which batch size, how long, and at what cost?"
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=PROGRAM,
         usage=f"{PROGRAM} [-h] [--version] COMMAND ...",
         description=f"{question}\n\nfrom a script to a report:\n{way}\n\ncommands:\n{lines}",

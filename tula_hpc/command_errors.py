@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 from tula_hpc.env import begin_process
 from tula_hpc.errors import InputError, TulaError
@@ -21,6 +23,26 @@ TRY_AGAIN_ON_A_RUN = "Fix the cause and run the same command again; finished wor
 TRY_AGAIN = "Fix the cause and run the same command again."
 # of a command that says itself what it leaves once it works
 NOTHING_BEGUN = "interrupted before anything was begun"
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parser of a command line that tells a mistake in one line, with the option that is near it."""
+
+    def parse_args(  # type: ignore[override] # the standard library has overloads for other namespaces
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> argparse.Namespace:
+        """Parse arguments; a mistake ends the process with exit code 2."""
+        options: argparse.Namespace
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], self._option_string_actions, n=1)
+            meant = f" (did you mean {near[0]}?)" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+        return options
+
+    def error(self, message: str) -> NoReturn:
+        """Print a mistake and where the options are listed, without argparse's usage block."""
+        self.exit(2, f"{self.prog}: {message}; {self.prog} --help lists what there is\n")
 
 
 def exit_code_of(

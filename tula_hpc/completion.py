@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tula_hpc.__main__ import COMMANDS
+from tula_hpc.command_errors import CommandParser
 from tula_hpc.files import write_out
 from tula_hpc.python_path import PROGRAM
 
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=f"{PROGRAM} completion",
         description="Print a script that completes commands, options and files of tula.",
         epilog="bash: tula completion bash >~/.local/share/bash-completion/completions/tula. "

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tula_hpc.cli.open_run import check_run, open_run, work
 from tula_hpc.cli.options import add_input_options, load_inputs, refuse_impossible, run_root
-from tula_hpc.command_errors import NOTHING_BEGUN, exit_code_of
+from tula_hpc.command_errors import NOTHING_BEGUN, CommandParser, exit_code_of
 from tula_hpc.errors import InputError
 from tula_hpc.files import write_out
 from tula_hpc.formatting import printable_output
@@ -32,7 +32,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="tula study",
         description="Train every method at every batch with every seed of a sweep's [study] table, "
         "and compare them.",

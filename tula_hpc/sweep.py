@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tula_hpc.cli.open_run import check_run, open_run, work
 from tula_hpc.cli.options import add_input_options, load_inputs, refuse_impossible, run_root
 from tula_hpc.cli.pipeline import STAGES
-from tula_hpc.command_errors import NOTHING_BEGUN, exit_code_of
+from tula_hpc.command_errors import NOTHING_BEGUN, CommandParser, exit_code_of
 from tula_hpc.errors import InputError
 from tula_hpc.formatting import printable_output
 from tula_hpc.study import run, status_at_end
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="tula sweep",
         description="Profile a training job at a few cluster and batch sizes, plan, train at the "
         "best, and report. A sweep with a [study] table compares methods instead, like tula study.",

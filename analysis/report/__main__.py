@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tula_hpc.analysis.report.output import exit_code_of
+from tula_hpc.command_errors import CommandParser
 from tula_hpc.errors import RunDirectoryError
-from tula_hpc.files import write_out
+from tula_hpc.files import no_folder_of_a_run, write_out
 from tula_hpc.formatting import printable_output
 from tula_hpc.records import RunDirectory
 
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="tula report",
         description=(
             "Write figures, tables and the report of a run into RUN/report, from the files in RUN "
@@ -57,6 +58,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _write(runs: Sequence[RunDirectory], folder: Path | None, *, as_json: bool) -> None:
+    for run in runs:
+        # before the libraries that draw are loaded
+        if not run.root.is_dir():
+            raise RunDirectoryError(no_folder_of_a_run(run.root), source=run.root)
     from tula_hpc.analysis.report.page import write_report
     from tula_hpc.analysis.report.several.runs_page import write_runs_report
     from tula_hpc.analysis.report.study_page import write_study_report

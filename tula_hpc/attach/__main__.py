@@ -37,7 +37,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tula_hpc.command_errors import exit_code_of
+from tula_hpc.command_errors import CommandParser, exit_code_of
 from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import InputError, TulaError
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="tula attach",
         description="Run a training script here for some steps, and say what was seen: its "
         "optimizer, batch, step time and its parts, memory. What is printed is a sweep file, "

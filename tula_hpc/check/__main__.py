@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tula_hpc.command_errors import exit_code_of
+from tula_hpc.command_errors import CommandParser, exit_code_of
 from tula_hpc.files import make_private, write_out
 from tula_hpc.formatting import in_short_lines, printable, printable_output
 
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="tula check",
         description="Check a cluster before anything is trained there: its file, Slurm's limits, "
         f"and, by a job of at most {MINUTES} minutes on {NODES} nodes, devices, cores, network, "

@@ -185,7 +185,7 @@ def _say_end(sweep: Sweep, plan: Plan, result: TrainResult, *, is_cost_said: boo
     paths = report_stage(sweep)
     trained = _trained(sweep, result)
     bill = _say_summary(sweep, plan, trained, "" if is_cost_said else _profiling_cost(sweep))
-    lines = [f"decided: {_decision(plan, result)}"]
+    lines = [f"decided: {_decision(plan, result, bill)}"]
     lines += _steps_off(sweep, plan, trained)
     lines.append(f"cost: {_cost(sweep, plan, bill)}")
     lines += _model_lines(sweep)
@@ -206,16 +206,20 @@ def _model_lines(sweep: Sweep) -> list[str]:
     return [f"model: {newest}"]
 
 
-def _decision(plan: Plan, result: TrainResult) -> str:
+def _decision(plan: Plan, result: TrainResult, bill: TrainingBill | None) -> str:
     """Describe the chosen configuration, and the result of its training."""
     chosen = plan.chosen
+    took_s = result.wall_time_s
+    if bill is not None and bill.whole.actual is not None:
+        # with its start, as the sentence of the bill has it
+        took_s = bill.whole.actual
     where = f" on {chosen.partition}" if chosen.partition else ""
     text = f"{plural(chosen.nodes, 'node')}{where} and a batch of {chosen.global_batch:,} samples"
     if result.global_batch != chosen.global_batch:
         text = f"{text}; {result.global_batch:,} were trained, which fit into memory"
     score = format_score(result.test_accuracy, result.test_loss)
     epochs = plural(result.epochs, "epoch")
-    return f"{text}; trained {epochs} in {format_duration(result.wall_time_s)}: {score}"
+    return f"{text}; trained {epochs} in {format_duration(took_s)}: {score}"
 
 
 def _cost(sweep: Sweep, plan: Plan, bill: TrainingBill | None) -> str:

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from tula_hpc.command_errors import exit_code_of
+from tula_hpc.command_errors import CommandParser, exit_code_of
 from tula_hpc.formatting import plural, printable, printable_output
 from tula_hpc.invocation import command_line
 
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="tula init",
         description="Write a cluster file for the cluster of this login node, for the partition that "
         "suits a training best, or the one that is named; with --script also a sweep file for a "

@@ -49,7 +49,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tula_hpc.command_errors import exit_code_of
+from tula_hpc.command_errors import CommandParser, exit_code_of
 from tula_hpc.files import write_out
 from tula_hpc.formatting import printable_output
 
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="tula status",
         description="Tell what a run does: what ran, runs, waits and for what, failed, and what it cost so far. "
         "Nothing is written or changed.",
