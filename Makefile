@@ -36,7 +36,7 @@ demo: .venv/.ready
 # jobs on the test cluster, jobs on this machine, scripts of a user's own, each one test after another, and beside them,
 # with what they leave of the processors, all that starts no jobs; at last what measures
 test: .venv/.ready
-	@cores=$$(nproc); $(BIN)/python -m pytest --numprocesses $$((cores < 4 ? cores + 2 : 6)) \
+	@cores=$$(nproc); $(BIN)/python -m pytest --numprocesses $$((cores < 4 ? cores + 1 : 6)) \
 		--dist loadscope --no-loadscope-reorder -m "not alone and not thorough"
 	@$(BIN)/python -m pytest -m alone tests/slurm
 

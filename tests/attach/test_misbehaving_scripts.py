@@ -87,9 +87,11 @@ profiled(Path({str(MISBEHAVING)!r}), ("handles TERM", "4"), Path({str(tmp_path)!
     said, told = tmp_path / "rank-0.said", tmp_path / "rank-0.spec"
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT) as worker:
         wait_for(said.exists)
-        (child,) = (pid for pid in descendants(worker.pid) if str(told) in command_of(pid))
+        # and what it is just starting
+        children = [pid for pid in descendants(worker.pid) if str(told) in command_of(pid)]
+        assert children
         worker.kill()
-    wait_for(lambda: not command_of(child))
+    wait_for(lambda: not any(command_of(child) for child in children))
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

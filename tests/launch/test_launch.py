@@ -359,7 +359,7 @@ def test_what_the_scheduler_refuses_is_on_record_unless_it_can_be_done_without(
         there.submit([touch(tmp_path / "x")], stage=stage, nodes=1, minutes=1)
     (event,) = there.run.events()
     assert (event.event, event.stage, event.job_id) == ("failed", stage, "")
-    assert event.detail.endswith("Invalid feature specification")
+    assert "Invalid feature specification" in event.detail
 
 
 def test_what_a_job_submits_does_not_inherit_the_job(monkeypatch: pytest.MonkeyPatch) -> None:

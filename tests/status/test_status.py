@@ -215,7 +215,7 @@ def test_a_plan_that_was_edited_is_refused_alike_by_status_plan_and_sweep_until_
     text = run.plan_file.read_text()
     run.plan_file.write_text(text.replace(f'"epochs": {epochs}', f'"epochs": {epochs + 1}'))
     (doubt,) = status.status_of(run.root).doubts
-    assert doubt.startswith(f"{run.plan_file}: was changed since it was written, perhaps by hand; delete it, and it is")
+    assert doubt.startswith(f"{run.plan_file}: was changed since it was written, perhaps by hand; delete it, and the")
     assert obstacle(run) == doubt, "the sweep ends with it"
     capsys.readouterr()
     assert plan_command([str(run.root)]) == 0

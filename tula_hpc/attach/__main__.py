@@ -207,7 +207,7 @@ def _told(result: dict[str, Any]) -> Iterator[str]:
         yield f"            {format_duration(seconds)} {name}, {share}"
     yield f"loader      {plural(result['loader_workers'], 'process')}"
     yield f"memory      {format_bytes(memory.peak_bytes)} at the peak of a step"
-    noise = "unknown"
+    noise = "not measured"
     if measured.noise_scale:
         noise = f"{format_number(measured.noise_scale, 3)} samples, at the initial weights"
     yield f"noise scale {noise}"
