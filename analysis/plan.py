@@ -33,8 +33,7 @@ from tula_hpc.config import (
 )
 from tula_hpc.errors import InputError, RunDirectoryError
 from tula_hpc.files import no_folder_of_a_run, write_out
-from tula_hpc.formatting import printable, printable_output, with_own_escapes
-from tula_hpc.invocation import command_line
+from tula_hpc.formatting import command_line, printable, printable_output, with_own_escapes
 from tula_hpc.records import (
     Configuration,
     Event,

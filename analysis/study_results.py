@@ -15,8 +15,7 @@ from typing import Literal, NamedTuple
 
 from tula_hpc.config import REFERENCE_COLUMN, StudyCell, StudySpec, SweepSpec, load_frozen_sweep
 from tula_hpc.errors import RunDirectoryError
-from tula_hpc.formatting import UNKNOWN, in_percent
-from tula_hpc.invocation import command_line
+from tula_hpc.formatting import UNKNOWN, command_line, in_percent
 from tula_hpc.records import (
     EpochMetrics,
     Event,

@@ -34,7 +34,7 @@ SHARED_NAMES = {
 }  # fmt: skip
 # faces of public names, entries of jobs, and the last of each package that nothing else holds; may only shrink
 SMALL = {
-    "analysis/memory.py", "analysis/performance.py", "analysis/study.py", "invocation.py",
+    "analysis/memory.py", "analysis/performance.py", "analysis/study.py",
     "profiling/job.py", "records/base.py", "training/job.py",
 }  # fmt: skip
 # may only shrink

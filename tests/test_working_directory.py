@@ -26,7 +26,7 @@ from tests.study_factory import make_study
 from tula_hpc import command_errors
 from tula_hpc.__main__ import COMMANDS, main
 from tula_hpc.analysis.report import output
-from tula_hpc.invocation import command_line
+from tula_hpc.formatting import command_line
 from tula_hpc.python_path import is_found_elsewhere
 
 ROOT = Path(__file__).resolve().parents[1]

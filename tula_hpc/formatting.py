@@ -1,17 +1,24 @@
 r"""Format numbers and foreign text for reports, figures and the terminal.
 
 Names, errors of models and messages of Slurm must not steer a terminal or break a file. Records on
-disk keep them as they are; for people a control character is shown in a form such as `\x1b`.
+disk keep them as they are; for people a control character is shown in a form such as `\x1b`. A
+command that a message suggests runs as it stands (`command_line`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
+import shlex
+import shutil
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, TextIO, cast
+
+from tula_hpc.python_path import PROGRAM, start_of_python
 
 MINUTE_S = 60
 HOUR_S = 3600
@@ -351,3 +358,27 @@ def with_own_escapes(stream: TextIO) -> TextIO:
     while isinstance(stream, _PrintableStream):
         stream = stream.stream
     return stream
+
+
+def command_line(*words: str) -> str:
+    """Return the shell line of a command of this very installation, such as `tula status RUN`.
+
+    The script is named with its folder where the shell would not find it; without a script, the
+    interpreter is named.
+
+    Args:
+        words: The command and its arguments, unquoted.
+    """
+    return shlex.join([*_program(), *words])
+
+
+def _program() -> list[str]:
+    script = Path(sys.executable).with_name(PROGRAM)
+    running = Path(sys.argv[0])
+    on_path = shutil.which(PROGRAM)
+    own = [path for path in (script, running) if path.name == PROGRAM and path.exists()]
+    if on_path is not None and any(path.samefile(on_path) for path in own):
+        return [PROGRAM]
+    if os.access(script, os.X_OK):
+        return [str(script)]
+    return [*start_of_python(), "-m", "tula_hpc"]

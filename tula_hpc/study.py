@@ -14,8 +14,7 @@ from tula_hpc.cli.options import add_input_options, load_inputs, refuse_impossib
 from tula_hpc.command_errors import NOTHING_BEGUN, CommandParser, exit_code_of
 from tula_hpc.errors import InputError
 from tula_hpc.files import write_out
-from tula_hpc.formatting import printable_output
-from tula_hpc.invocation import command_line
+from tula_hpc.formatting import command_line, printable_output
 
 if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec, SweepSpec

@@ -62,7 +62,7 @@ def run_sweep(name: str, checkout: Path, run: Path, data: Path, environment: dic
 
 
 def main(data: Path, work: Path, output: Path, others: list[str]) -> None:
-    """Run the sweeps in rounds, and write what they gave."""
+    """Run the sweeps in rounds, and write what they gave so far after each."""
     checkouts = {"this": ROOT, **{name: Path(path) for name, _, path in (text.partition("=") for text in others)}}
     work.mkdir(parents=True, exist_ok=True)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in checkouts}
@@ -75,18 +75,26 @@ def main(data: Path, work: Path, output: Path, others: list[str]) -> None:
                 row = run_sweep(workload, checkouts[name], run, data, environment)
                 found[name].append({"workload": workload, "round": number, **row})
                 print(name, json.dumps(found[name][-1]), flush=True)
-    summary = {
+                # a round takes half an hour, and what is known by now may be wanted
+                output.write_text(json.dumps(summary(found), indent=1) + "\n")
+
+
+def summary(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Errors of each checkout over the sweeps that ended."""
+    return {
         name: {
             "median": median(abs(row["error"]) for row in rows),
             "worst": max(abs(row["error"]) for row in rows),
             "by_workload": {
-                workload: median(row["error"] for row in rows if row["workload"] == workload) for workload in CHOSEN
+                workload: median(errors)
+                for workload in CHOSEN
+                if (errors := [row["error"] for row in rows if row["workload"] == workload])
             },
             "sweeps": rows,
         }
         for name, rows in found.items()
+        if rows
     }
-    output.write_text(json.dumps(summary, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from tula_hpc.cli import detached
 from tula_hpc.cli.open_run import work
 from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_frozen_sweep
 from tula_hpc.errors import Failure, LaunchError, RunDirectoryError, StageError, SubmitLimitError
-from tula_hpc.invocation import command_line
+from tula_hpc.formatting import command_line
 from tula_hpc.launch import slurm
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.job_specs import ControlJob

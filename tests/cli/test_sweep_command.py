@@ -21,8 +21,7 @@ from tests.planning_data import failed, ok
 from tests.run_factory import EPOCHS, make_run, write_training
 from tula_hpc.cli.changed_inputs import freeze
 from tula_hpc.config import PUT_BACK, ClusterSpec, SweepSpec, idle_keys, idle_reference, load_cluster, load_sweep
-from tula_hpc.formatting import format_duration, format_money
-from tula_hpc.invocation import command_line
+from tula_hpc.formatting import command_line, format_duration, format_money
 from tula_hpc.records import RunDirectory, append_record
 from tula_hpc.stages.memory_room import Estimate
 from tula_hpc.sweep import main
@@ -269,7 +268,7 @@ def test_data_may_move_at_any_time(sweep_file: Path) -> None:
     open_run(*inputs("workload.data_dir=/tmp"), run.root)
     assert load_sweep(run.sweep_file).workload.data_dir == Path("/tmp")
     assert run.plan_file.exists(), "it is still what is trained"
-    with pytest.raises(RunDirectoryError, match=r"workload\.augment: True before, False now"):
+    with pytest.raises(RunDirectoryError, match=r"workload\.augment: true before, false now"):
         open_run(*inputs("workload.data_dir=/", "workload.augment=false"), run.root)
 
 
@@ -336,7 +335,7 @@ def test_a_run_of_an_earlier_version_goes_on_until_a_new_key_is_set(sweep_file: 
     run.sweep_file.write_text("".join(line for line in lines if not line.startswith(f"{key} =")))
     assert run.sweep_file.read_text() != "".join(lines)
     open_run(*inputs_of(sweep_file), run.root)
-    with pytest.raises(RunDirectoryError, match=rf"workload\.{key}: not set before, False now"):
+    with pytest.raises(RunDirectoryError, match=rf"workload\.{key}: not set before, false now"):
         open_run(*inputs_of(sweep_file, f"workload.{key}=false"), run.root)
 
 
@@ -417,7 +416,7 @@ def test_keys_of_a_partition_are_free_as_those_of_the_cluster(
         with pytest.raises(RunDirectoryError, match=said):
             check_run(*inputs("dear.pricing.usd_per_node_hour=5", "v1.pricing.x.account=rich", keys), run.root)
     cluster_file.write_text("".join(reversed(tables)))
-    with pytest.raises(RunDirectoryError, match=r"  partitions: \['v1\.pricing\.x', 'dear'\] before, \['dear', 'v1"):
+    with pytest.raises(RunDirectoryError, match=r'  partitions: \["v1\.pricing\.x", "dear"\] before, \["dear", "v1'):
         check_run(*inputs("dear.pricing.usd_per_node_hour=5", "v1.pricing.x.account=rich"), run.root)
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from tula_hpc.check.site import Limits, Nodes, Site
 from tula_hpc.config import ClusterSpec, hidden_peers
 from tula_hpc.containers import Folders, describe
-from tula_hpc.formatting import format_bytes, plural
-from tula_hpc.invocation import command_line
+from tula_hpc.formatting import command_line, format_bytes, plural
 from tula_hpc.records import Record
 
 # An exclusive job keeps others off: what it leaves of the node's memory serves nobody.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -65,10 +66,18 @@ def _told(key: Key, was: Any, now: Any) -> tuple[Any, Any]:
     from tula_hpc.config import is_hidden
 
     if not is_hidden(key):
-        return was, now
+        return _as_in_toml(was), _as_in_toml(now)
     if NOT_SET in (was, now):
         return (NOT_SET, "set") if was == NOT_SET else ("set", NOT_SET)
     return "one value", "another"
+
+
+def _as_in_toml(value: Any) -> str:
+    """Return a value as the file has it, but texts without quotes."""
+    if isinstance(value, str):
+        return value
+    # numbers, booleans and lists are written alike
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def is_always_free(key: Key) -> bool:

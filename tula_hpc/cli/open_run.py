@@ -24,7 +24,7 @@ from tula_hpc.cli.changed_inputs import (
 from tula_hpc.env import unix_time
 from tula_hpc.errors import InputError, LaunchError, RunDirectoryError, StorageError
 from tula_hpc.files import NO_SPACE, in_words
-from tula_hpc.invocation import command_line
+from tula_hpc.formatting import command_line
 
 if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec, SweepSpec

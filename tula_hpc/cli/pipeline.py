@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from tula_hpc.errors import StageError, TulaError
 from tula_hpc.files import read_bounded
 from tula_hpc.formatting import (
+    command_line,
     format_duration,
     format_money,
     format_score,
@@ -21,7 +22,6 @@ from tula_hpc.formatting import (
     printable,
     with_own_escapes,
 )
-from tula_hpc.invocation import command_line
 
 if TYPE_CHECKING:
     from tula_hpc.analysis.costs.training_bill import TrainingBill

@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from tula_hpc.command_errors import CommandParser, exit_code_of
-from tula_hpc.formatting import plural, printable, printable_output
-from tula_hpc.invocation import command_line
+from tula_hpc.formatting import command_line, plural, printable, printable_output
 
 if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec

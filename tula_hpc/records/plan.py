@@ -18,7 +18,7 @@ from pydantic import ConfigDict, Field
 
 from tula_hpc.errors import RunDirectoryError
 from tula_hpc.files import read_bounded
-from tula_hpc.invocation import command_line
+from tula_hpc.formatting import command_line
 from tula_hpc.records.base import Batch, Configuration, Nodes, Record, WorkersPerNode
 from tula_hpc.records.storage import MAX_DOCUMENT_BYTES, read_document, write_atomically
 

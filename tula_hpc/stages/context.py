@@ -14,8 +14,13 @@ from typing import NamedTuple, Protocol
 
 from tula_hpc.config import ClusterSpec, SweepSpec, local_batches
 from tula_hpc.env import unix_time
-from tula_hpc.formatting import format_left, printable, printable_output, with_own_escapes
-from tula_hpc.invocation import command_line
+from tula_hpc.formatting import (
+    command_line,
+    format_left,
+    printable,
+    printable_output,
+    with_own_escapes,
+)
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.failures_and_waits import telling_line, without_chatter
 from tula_hpc.launch.launcher import Ended, Launcher

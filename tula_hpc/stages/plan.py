@@ -7,7 +7,7 @@ import sys
 from tula_hpc.analysis.plan import lost_inputs
 from tula_hpc.config import SweepSpec
 from tula_hpc.errors import InfeasibleError, RunDirectoryError, StageError
-from tula_hpc.invocation import command_line
+from tula_hpc.formatting import command_line
 from tula_hpc.records import Plan, RunDirectory, refuse_several, write_plan
 from tula_hpc.stages.context import Sweep
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from tula_hpc.formatting import (
+    command_line,
     duration_within,
     format_duration,
     format_left,
@@ -18,7 +19,6 @@ from tula_hpc.formatting import (
     plural,
     printable,
 )
-from tula_hpc.invocation import command_line
 from tula_hpc.records import Configuration
 from tula_hpc.records.broken_hosts import first_line
 from tula_hpc.status.cost import CostStatus, PromiseStatus, StageCost

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -153,6 +154,7 @@ def runs_content(named: Sequence[NamedRun]) -> dict[str, Any]:
         "decisions": [(name, page.decision) for name, page in pages],
         "runs": runs_table(named),
         "differences": differences(named),
+        "knees_apart": knees_apart(named),
     }
 
 
@@ -161,6 +163,7 @@ def runs_table(named: Sequence[NamedRun]) -> TextTable:
     rows = {
         "chosen": [_where(run) for run in named],
         "objective": [_objective(run) for run in named],
+        "knee (90 %)": [_knee(run) for run in named],
         "epoch, predicted (90 %)": [_predicted(run, "epoch_time_s") for run in named],
         "epoch, measured": [_measured_epoch(run) for run in named],
         "whole training, predicted (90 %)": [_predicted(run, "wall_time_s") for run in named],
@@ -189,6 +192,36 @@ def _objective(run: NamedRun) -> str:
     if run.contents.plan is None:
         return UNKNOWN
     return run.contents.plan.objective
+
+
+def _knee(run: NamedRun) -> str:
+    knee = run.contents.plan and run.contents.plan.knee
+    if not knee or knee.global_batch is None:
+        return UNKNOWN
+    text = f"B = {knee.global_batch:,.0f}"
+    if knee.interval_90 is None:
+        return text
+    low, high = knee.interval_90
+    return f"{text}\n{low:,.0f} – {high:,.0f}"
+
+
+def knees_apart(named: Sequence[NamedRun]) -> str:
+    """Say which runs' knees lie apart by more than their intervals, and why; "" if none do."""
+    ends = {
+        run.name: run.contents.plan.knee.interval_90
+        for run in named
+        if run.contents.plan and run.contents.plan.knee and run.contents.plan.knee.interval_90
+    }
+    for (name, (_, high)), (other, (low, _)) in itertools.permutations(ends.items(), 2):
+        if high < low:
+            why = "Look at the settings that differ."
+            if not differences(named).rows:
+                why = (
+                    "Their settings are the same, so machine or code differed: measure both again."
+                )
+            knees = f"at most B = {high:,.0f} in {name}, at least {low:,.0f} in {other}"
+            return f"The knees contradict each other: {knees}. {why}"
+    return ""
 
 
 def _predicted(run: NamedRun, quantity: str) -> str:
