@@ -393,7 +393,7 @@ def end_as(
     Args:
         found: How that process ended.
         key: Of the sweep file, for mistakes of the script.
-        configuration: That it ran with.
+        configuration: Of the process, nodes and batch.
         rank: Of the process that this worker started; None: it started none.
         record_oom: Called where memory ran out, by the worker of that process.
 

@@ -57,7 +57,7 @@ class Scores:
 
     @property
     def output(self) -> int | IO[bytes]:
-        """Where the script's process writes, as subprocess takes it."""
+        """Return the destination of the script's output, as subprocess takes it."""
         return self.log if self.pattern is None else subprocess.PIPE
 
     def read(self, process: subprocess.Popen[bytes]) -> None:
