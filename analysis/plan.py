@@ -32,7 +32,7 @@ from tula_hpc.config import (
     told_by_set,
 )
 from tula_hpc.errors import InputError, RunDirectoryError
-from tula_hpc.files import no_folder_of_a_run, write_out
+from tula_hpc.files import MEASUREMENTS_GONE, no_folder_of_a_run, write_out
 from tula_hpc.formatting import command_line, printable, printable_output, with_own_escapes
 from tula_hpc.records import (
     Configuration,
@@ -178,8 +178,7 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
     footprints = run.footprints(cluster.part_names())
     trained = Trained(read_metrics(run.train().metrics_file), run.events())
     if not read.records and run.has_trained():
-        message = "the measurements are gone, and the training is over: measure in a new --run-dir"
-        raise RunDirectoryError(message, source=run.profile)
+        raise RunDirectoryError(MEASUREMENTS_GONE, source=run.profile)
     try:
         plan = make_plan(
             sweep,

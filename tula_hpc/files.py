@@ -22,6 +22,11 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FULL_BYTES = 1_000_000
 # followed for one path, as Linux allows
 MOST_LINKS = 40
+# nothing is measured again in a run that has trained
+MEASUREMENTS_GONE = (
+    "the measurements are gone, and the run has trained: put profile/ back, or measure in a new "
+    "--run-dir"
+)
 
 
 def in_words(error: OSError) -> str:

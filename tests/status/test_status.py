@@ -26,6 +26,7 @@ from tula_hpc.analysis.plan import main as plan_command
 from tula_hpc.cli.open_run import open_run
 from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_frozen_sweep
 from tula_hpc.errors import Failure, LaunchError
+from tula_hpc.files import MEASUREMENTS_GONE
 from tula_hpc.formatting import format_duration
 from tula_hpc.launch import slurm
 from tula_hpc.launch.executor import Submitted
@@ -1308,3 +1309,9 @@ def test_measurements_that_are_gone_are_told(tmp_path: Path, cluster: FakeSlurm)
         path.unlink()
     (doubt,) = status.status_of(run.root).doubts
     assert doubt.startswith("the measurements that plan.json rests on are gone: put profile/ back, or ")
+    finished = make_run(tmp_path / "finished")
+    for path in finished.profile.glob("*.jsonl"):
+        path.unlink()
+    assert status.status_of(finished.root).doubts == [MEASUREMENTS_GONE]
+    finished.plan_file.unlink()
+    assert MEASUREMENTS_GONE in status.status_of(finished.root).doubts

@@ -7,6 +7,7 @@ import sys
 from tula_hpc.analysis.plan import lost_inputs
 from tula_hpc.config import SweepSpec
 from tula_hpc.errors import InfeasibleError, RunDirectoryError, StageError
+from tula_hpc.files import MEASUREMENTS_GONE
 from tula_hpc.formatting import command_line
 from tula_hpc.records import Plan, RunDirectory, refuse_several, write_plan
 from tula_hpc.stages.context import Sweep
@@ -19,7 +20,7 @@ def plan_stage(sweep: Sweep) -> Plan:
     """Fit the models, choose and write plan.json; keep a plan that `plan_is_good`.
 
     Raises:
-        RunDirectoryError: The measurements are of several models.
+        RunDirectoryError: The measurements are of several models, or gone after a training.
         StageError: No plan can be made.
     """
     if plan_is_good(sweep.run):
@@ -29,6 +30,8 @@ def plan_stage(sweep: Sweep) -> Plan:
     if is_plan_lost(sweep.run):
         sys.stderr.write(f"{sweep.run.plan_file}: {MADE_AGAIN}\n")
     measured = sweep.run.measurements()
+    if not measured.records and sweep.run.has_trained():
+        raise RunDirectoryError(MEASUREMENTS_GONE, source=sweep.run.profile)
     refuse_several(sweep.run, measured.records)
     footprints = sweep.run.footprints(sweep.cluster.part_names())
     try:

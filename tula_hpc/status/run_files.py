@@ -14,7 +14,13 @@ from typing import NamedTuple, TypeVar
 from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_frozen_sweep
 from tula_hpc.env import unix_time
 from tula_hpc.errors import InputError, RunDirectoryError
-from tula_hpc.files import has_no_room, in_words, no_folder_of_a_run, open_regular
+from tula_hpc.files import (
+    MEASUREMENTS_GONE,
+    has_no_room,
+    in_words,
+    no_folder_of_a_run,
+    open_regular,
+)
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.failures_and_waits import MAX_LOG_BYTES, read_logs, telling_line
 from tula_hpc.launch.launcher import NOTICE
@@ -126,7 +132,9 @@ def _read(run: RunDirectory) -> Facts:
     measured = run.measurements()
     told = run.read_events()
     doubts += run.damage(lines=bool(measured.skipped or told.skipped))
-    if not measured.records and run.plan_file.exists():
+    if not measured.records and run.has_trained():
+        doubts.append(MEASUREMENTS_GONE)
+    elif not measured.records and run.plan_file.exists():
         doubts.append(
             "the measurements that plan.json rests on are gone: put profile/ back, or delete "
             "plan.json and run the same command again, which measures anew"
