@@ -32,7 +32,7 @@ from tula_hpc.config import (
     told_by_set,
 )
 from tula_hpc.errors import InputError, RunDirectoryError
-from tula_hpc.files import MEASUREMENTS_GONE, no_folder_of_a_run, write_out
+from tula_hpc.files import MEASUREMENTS_GONE, NO_SWEEP, no_folder_of_a_run, write_out
 from tula_hpc.formatting import command_line, printable, printable_output, with_own_escapes
 from tula_hpc.records import (
     Configuration,
@@ -261,7 +261,7 @@ def _inputs(
     if words := lost_inputs(run):
         raise InputError(words)
     if not run.sweep_file.exists():
-        raise RunDirectoryError("is not a run directory: it has no sweep.toml", source=run.root)
+        raise RunDirectoryError(NO_SWEEP, source=run.root)
     own_sweep = load_frozen_sweep(run.sweep_file)
     if not run.cluster_file.exists():
         message = "is missing; run the command of the sweep again, which writes it anew"

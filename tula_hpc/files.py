@@ -22,6 +22,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FULL_BYTES = 1_000_000
 # followed for one path, as Linux allows
 MOST_LINKS = 40
+NO_SWEEP = "is not a run directory: it has no sweep.toml"
 # nothing is measured again in a run that has trained
 MEASUREMENTS_GONE = (
     "the measurements are gone, and the run has trained: put profile/ back, or measure in a new "

@@ -16,6 +16,7 @@ from tula_hpc.env import unix_time
 from tula_hpc.errors import InputError, RunDirectoryError
 from tula_hpc.files import (
     MEASUREMENTS_GONE,
+    NO_SWEEP,
     has_no_room,
     in_words,
     no_folder_of_a_run,
@@ -122,7 +123,7 @@ def _refuse_other(run: RunDirectory) -> None:
     if not run.root.is_dir():
         raise RunDirectoryError(no_folder_of_a_run(run.root), source=run.root)
     if not run.sweep_file.exists() and not run.events_file.exists():
-        raise RunDirectoryError("is not a run directory: it has no sweep.toml", source=run.root)
+        raise RunDirectoryError(NO_SWEEP, source=run.root)
 
 
 def _read(run: RunDirectory) -> Facts:

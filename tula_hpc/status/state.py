@@ -418,7 +418,7 @@ def _study(
         rates=len(rate_labels),
         rates_finished=sum(known[label].stand in ("finished", "diverged") for label in rate_labels),
         rates_failed=sum(label in failed for label in rate_labels),
-        failures={label: _failure_words(job) for label, job in failed.items()},
+        failures={label: failure_words(job) for label, job in failed.items()},
         under_way=[training for training in known.values() if training.stand == "running"],
     )
 
@@ -442,8 +442,9 @@ def _failed_for_good(
     return given_up
 
 
-def _failure_words(job: JobStatus) -> str:
-    kind = "ended"
+def failure_words(job: JobStatus, unknown: str = "ended") -> str:
+    """Return the failure of a job and its detail, or `unknown` where the failure has no name."""
+    kind = unknown
     if job.failure:
         kind = job.failure.value.replace("_", " ")
     if not job.detail:
@@ -586,7 +587,7 @@ def _failed(parts: _Parts) -> StateAndText | None:
     training, study = parts.training, parts.study
     if training is not None and training.stand == "failed" and not _falls_back(parts):
         last = next(job for job in reversed(parts.jobs) if job.stage == "train")
-        return "failed", f"training: {_failure_words(last)}"
+        return "failed", f"training: {failure_words(last)}"
     if study is not None and study.failed and (study.rates_failed or not study.left):
         return (
             "failed",

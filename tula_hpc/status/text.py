@@ -23,7 +23,14 @@ from tula_hpc.records import Configuration
 from tula_hpc.records.broken_hosts import first_line
 from tula_hpc.status.cost import CostStatus, PromiseStatus, StageCost
 from tula_hpc.status.jobs import JobPhase, JobStatus
-from tula_hpc.status.state import CommandStatus, PlanStatus, ProfileStatus, RunStatus, StudyStatus
+from tula_hpc.status.state import (
+    CommandStatus,
+    PlanStatus,
+    ProfileStatus,
+    RunStatus,
+    StudyStatus,
+    failure_words,
+)
 from tula_hpc.status.trainings import TrainingStatus
 
 LABEL_WIDTH = 11
@@ -360,7 +367,7 @@ def _failure_lines(failures: Sequence[JobStatus]) -> Iterator[Line]:
     label = "failed"
     for job in failures[-MOST_FAILURES:]:
         named = " ".join(filter(None, [job.job_id, job.stage, job.label or job.what]))
-        yield label, f"{named}: {_how(job)}"
+        yield label, f"{named}: {failure_words(job, 'ended without a result')}"
         label = ""
         if job.log_file:
             yield "", f"log: {job.log_file}"
@@ -374,15 +381,6 @@ def _avoided_lines(status: RunStatus) -> Iterator[Line]:
         until = format_duration(round(each.until - status.asked_at))
         yield label, f"{each.host} for {until} more, where a device failed: {first_line(each.said)}"
         label = ""
-
-
-def _how(job: JobStatus) -> str:
-    kind = "ended without a result"
-    if job.failure:
-        kind = job.failure.value.replace("_", " ")
-    if not job.detail:
-        return kind
-    return f"{kind}: {job.detail}"
 
 
 def _cost_lines(cost: CostStatus) -> Iterator[Line]:
