@@ -408,7 +408,8 @@ class MiniCluster:
 
     def _start_accounting(self) -> None:
         data, password = STATE / "database", secrets.token_hex(16)
-        own = ["--no-defaults", "--user=root", f"--datadir={data}"]
+        # a starting mariadbd removes every temporary table in its folder, also those of a second cluster that starts
+        own = ["--no-defaults", "--user=root", f"--datadir={data}", f"--tmpdir={STATE}/run"]
         machine.run("mariadb-install-db", *own, "--skip-test-db", environment=self.environment)
         grant = f"grant all on slurm_acct_db.* to 'slurm'@'%' identified by '{password}';"
         _write(STATE / "database.sql", f"create database slurm_acct_db;\n{grant}\n".encode(), 0o600)
