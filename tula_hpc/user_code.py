@@ -71,6 +71,8 @@ from tula_hpc.process_memory import out_of_memory
 # items of each set that a job tries, and that a command tries before
 TRIED_BY_JOBS = 2
 TRIED_BEFORE = 8
+# where a module parses a command line or ends, which importing it must not do
+_ONLY_AS_SCRIPT = 'below `if __name__ == "__main__":`'
 _MODEL_KEY = "workload.model"
 _DATASET_KEY = "workload.dataset"
 # modules that call the user's code: an error is traced to the code that they call
@@ -93,13 +95,13 @@ def blamed(key: str, words: str, hint: str = "") -> Iterator[None]:
         yield
     except InputError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if not is_mistake(error):
             raise
         raise InputError(f"{words}: {told(error)}{hint}", key=key) from error
 
 
-def is_mistake(error: Exception) -> bool:
+def is_mistake(error: Exception | SystemExit) -> bool:
     """Tell whether an exception in the user's code may be a mistake there.
 
     Lack of memory has remedies of its own, and a file system that fails may work the next time. A
@@ -115,7 +117,7 @@ def is_mistake(error: Exception) -> bool:
     return not isinstance(error, OSError) or error.errno is None or isinstance(error, named)
 
 
-def told(error: Exception) -> str:
+def told(error: Exception | SystemExit) -> str:
     """Describe an error of the user's code in one line: its type, its message, and the place."""
     message = str(error).strip().partition("\n")[0]
     description = f"{type(error).__name__}: {message}" if message else type(error).__name__
@@ -377,10 +379,12 @@ def _load(key: str, name: str) -> Callable[..., Any]:
         else:
             why = f"{told(error)}; correct the name, or install what is missing"
         raise InputError(f"{name}: {module_name} cannot be imported: {why}", key=key) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if not is_mistake(error):
             raise
         words = f"{name}: {module_name} cannot be imported: {told(error)}"
+        if isinstance(error, SystemExit):
+            words += f"; put what only a script does {_ONLY_AS_SCRIPT}"
         raise InputError(words, key=key) from error
     function = getattr(module, function_name, None)
     if function is None:

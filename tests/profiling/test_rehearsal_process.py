@@ -46,16 +46,20 @@ model = "mine:net"
 dataset = "mine:data"
 [search]
 cluster_sizes = [{nodes}]
-min_batch = 8
+min_batch = {smallest}
 max_batch = 16
 """
 
 
-def tried(folder: Path, *, own: str = OWN, nodes: int = 1, cluster: str = "", more: str = "") -> int:
+def tried(
+    folder: Path, *, own: str = OWN, nodes: int | str = 1, smallest: int = 8, cluster: str = "", more: str = ""
+) -> int:
     """Try it in this process; returns the exit code."""
     (folder / "mine.py").write_text(own)
     sys.modules.pop("mine", None)
-    (folder / "sweep.toml").write_text(SWEEP.format(nodes=nodes).replace("[search]", f"{more}\n[search]"))
+    (folder / "sweep.toml").write_text(
+        SWEEP.format(nodes=nodes, smallest=smallest).replace("[search]", f"{more}\n[search]")
+    )
     (folder / "cluster.toml").write_text(f'name = "c"\n{cluster}\n')
     return rehearsal_process.main([str(folder / "sweep.toml"), str(folder / "cluster.toml")])
 
@@ -84,6 +88,14 @@ MISTAKES = {
     "an error while importing": (
         ("import torch\n", "import torch\ntorch.nowhere\n"),
         "mine cannot be imported: AttributeError: .* (mine.py:",
+    ),
+    "a command line that is parsed while importing": (
+        ("import torch\n", "import torch, argparse\nargparse.ArgumentParser().parse_args(['--lr'])\n"),
+        'mine cannot be imported: SystemExit: 2 (mine.py:3); put what only a script does below `if __name__ == "__ma',
+    ),
+    "a data set that ends the process": (
+        ("def data(spec):", "def data(spec):\n    raise SystemExit('no data here')"),
+        "workload.dataset: mine:data failed: SystemExit: no data here (mine.py:",
     ),
     "a forward pass that raises": (
         ("self.head(", "self.haed("),
@@ -120,9 +132,30 @@ def test_a_mistake_in_own_code_is_one_line(here: Path, capsys: pytest.CaptureFix
     code = tried(here, own=OWN.replace(old, new, 1))
     error = capsys.readouterr().err
     assert code == 2
-    assert error.count("\n") == 1
+    # argparse writes its usage before
+    assert error.count("\n") == 1 or "usage:" in error
     for part in said.split(".*"):
         assert part in error
+
+
+NORMALIZED = OWN.replace("self.head(images.flatten(1))", "self.norm(self.head(images.flatten(1)))").replace(
+    "        self.spare = ", "        self.norm = nn.BatchNorm1d(classes)\n        self.spare = "
+)
+
+
+@pytest.mark.parametrize(("smallest", "code"), [(2, 2), (4, 2), (8, 0)])
+def test_one_sample_a_worker_is_tried_where_the_search_asks_for_it(
+    here: Path, capsys: pytest.CaptureFixture[str], smallest: int, code: int
+) -> None:
+    assert tried(here, own=NORMALIZED, nodes="2, 4", smallest=smallest) == code
+    if code:
+        error = capsys.readouterr().err
+        assert error.startswith(
+            "search.min_batch: a batch of 4 is one sample for each worker, but workload.model: mine"
+        )
+        assert "more than 1 value per channel" in error
+        assert "8 in all" in error
+    assert tried(here, nodes="2, 4", smallest=smallest) == 0
 
 
 LATE = """
@@ -223,7 +256,6 @@ def test_a_large_model_takes_no_step(
 @pytest.mark.parametrize(
     ("statement", "said"),
     [
-        ("raise SystemExit(2)", "own code ended the process"),
         ("raise OSError(116, 'Stale file handle')", "Stale file handle"),
         ("raise MemoryError", "MemoryError"),
     ],

@@ -19,13 +19,13 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.data import Dataset, default_collate
 
-from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec, load_together
+from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec, cluster_sizes, load_together
 from tula_hpc.data.datasets import Data, build_data
 from tula_hpc.data.images import prepared
 from tula_hpc.data.named_items import NamedItems
@@ -54,8 +54,21 @@ _SPEAKS_OF_DEVICE = re.compile(
 )
 
 
+class OneSample(NamedTuple):
+    """Global batch of which each worker has one sample, on which BatchNorm may refuse to train."""
+
+    batch: int
+    key: str
+    """Key of the sweep file that asks for it."""
+
+
 def try_workload(
-    spec: WorkloadSpec, data: Data, *, for_gpus: bool = False, several: bool = False
+    spec: WorkloadSpec,
+    data: Data,
+    *,
+    for_gpus: bool = False,
+    several: bool = False,
+    single: OneSample | None = None,
 ) -> Identity:
     """Take a job's first actions as a trial.
 
@@ -64,6 +77,7 @@ def try_workload(
         data: Its data.
         for_gpus: Training is for GPUs.
         several: Several workers train, so that every parameter needs a gradient.
+        single: The largest batch of one sample a worker that a job may meet.
 
     Raises:
         InputError: Something of it is wrong.
@@ -79,6 +93,8 @@ def try_workload(
         workload = workload_of(spec, data, CPU, TRIED_BEFORE)
         if spec.entry_points:
             _try_step(spec, workload, several=several)
+        if single is not None:
+            _try_one_sample(spec, workload, single)
     except InputError as error:
         if not for_gpus or torch.cuda.is_available() or not _SPEAKS_OF_DEVICE.search(str(error)):
             raise
@@ -94,16 +110,31 @@ def _try_items(samples: Dataset[Any], which: str, classes: int | None) -> None:
 
 
 def _try_step(spec: WorkloadSpec, workload: Workload, *, several: bool) -> None:
-    """Take a forward and backward pass in training mode.
+    positions = spread(len(workload.train), TRIED_BEFORE)  # type: ignore[arg-type] # checked before
+    # BatchNorm cannot train on one sample
+    if len(positions) == 1:
+        return
+    _take_step(spec, workload, positions)
+    if several:
+        refuse_unused(workload.model)
+
+
+def _try_one_sample(spec: WorkloadSpec, workload: Workload, single: OneSample) -> None:
+    try:
+        _take_step(spec, workload, [0])
+    except InputError as error:
+        message = f"a batch of {single.batch} is one sample for each worker, but {error}"
+        expected = f"expected two samples or more for each, {2 * single.batch} in all"
+        raise InputError(f"{message}; {expected}", key=single.key) from error
+
+
+def _take_step(spec: WorkloadSpec, workload: Workload, positions: Sequence[int]) -> None:
+    """Take a forward and backward pass in training mode, with the samples at these positions.
 
     Raises:
         InputError: It fails.
     """
     train = workload.train
-    positions = spread(len(train), TRIED_BEFORE)  # type: ignore[arg-type] # checked before
-    # BatchNorm cannot train on one sample
-    if len(positions) == 1:
-        return
     words = f"{spec.model} cannot take a training step"
     with torch.random.fork_rng(devices=[]), autocast_on(spec, CPU):
         inputs, targets = default_collate([train[position] for position in positions])
@@ -117,8 +148,6 @@ def _try_step(spec: WorkloadSpec, workload: Workload, *, several: bool) -> None:
             raise InputError(f"{message}; expected a finite number", key=key)
         with blamed("workload.model", words):
             torch.autograd.backward(loss)
-    if several:
-        refuse_unused(workload.model)
 
 
 def _trial_of(sweep: SweepSpec, cluster: ClusterSpec, partitions: Sequence[str]) -> Trial:
@@ -130,8 +159,9 @@ def _trial_of(sweep: SweepSpec, cluster: ClusterSpec, partitions: Sequence[str])
     host_bytes = {name: host_baseline(sweep, cluster.part(name)) for name in partitions}
     data = build_data(sweep.workload, TRIED_BEFORE)
     for_gpus = any(part.device == "cuda" for part in cluster.parts())
-    several = _trains_in_parallel(sweep, cluster)
-    identity = try_workload(sweep.workload, data, for_gpus=for_gpus, several=several)
+    several = max(_worlds(sweep, cluster), default=1) > 1
+    single = _one_sample(sweep, cluster)
+    identity = try_workload(sweep.workload, data, for_gpus=for_gpus, several=several, single=single)
     found: dict[str, Footprint] = {}
     reasons: dict[str, str] = {}
     for name, host in host_bytes.items():
@@ -154,19 +184,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    except Exception as error:  # noqa: BLE001 # the user's code may raise anything
+    except (Exception, SystemExit) as error:  # noqa: BLE001 # the user's code may raise anything
         sys.stderr.write(f"{told(error)}\n")
-        return 1
-    except SystemExit as error:
-        sys.stderr.write(f"the workload's own code ended the process ({error})\n")
         return 1
     write_out(f"{trial.model_dump_json()}\n")
     return 0
 
 
-def _trains_in_parallel(sweep: SweepSpec, cluster: ClusterSpec) -> bool:
-    nodes = max(sweep.search.cluster_sizes) if sweep.study is None else sweep.study.nodes
-    return nodes * max(part.workers_per_node for part in cluster.parts()) > 1
+def _worlds(sweep: SweepSpec, cluster: ClusterSpec) -> list[int]:
+    if sweep.study is not None:
+        return [sweep.study.nodes * part.workers_per_node for part in cluster.parts()]
+    return [
+        nodes * part.workers_per_node
+        for part in cluster.parts()
+        for nodes in cluster_sizes(sweep.search, part)
+    ]
+
+
+def _one_sample(sweep: SweepSpec, cluster: ClusterSpec) -> OneSample | None:
+    worlds = _worlds(sweep, cluster)
+    if sweep.study is None:
+        key, smallest = "search.min_batch", sweep.search.min_batch
+        # local batches are powers of two: one sample is the smallest of a large enough cluster
+        asked = [world for world in worlds if smallest <= world <= sweep.search.max_batch]
+    else:
+        key = "study.batches"
+        asked = [world for world in worlds if world in sweep.study.batches]
+    return OneSample(max(asked), key) if asked else None
 
 
 def _parser() -> argparse.ArgumentParser:
