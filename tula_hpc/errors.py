@@ -6,6 +6,7 @@
     ├── StageError              a stage failed (exit code 1)
     │   ├── LaunchError         a job could not be submitted or watched
     │   │   ├── NotStartedError         a command of the scheduler cannot be run here at all
+    │   │   ├── NotConfiguredError      it runs, but finds no configuration
     │   │   └── RefusedError            the scheduler refused
     │   │       └── SubmitLimitError    because of a limit of the site on submitted jobs
     │   ├── MeetingError        the workers of a job did not find each other
@@ -18,9 +19,10 @@
     └── CheckpointError         a checkpoint is missing, damaged or not ours
 
 `Failure` names the reason of each job that ended without a result. A new kind is added there, with
-the error that means it, if any (`TulaError.failure`), and in these two places:
+the error that means it, if any (`TulaError.failure`; also in `_TELLING` if its name alone tells the
+kind), and in these two places:
 
-- `launch/failures_and_waits.py` recognizes it in the states of Slurm and in logs; a job in whose
+- `launch/diagnosis.py` recognizes it in the states of Slurm and in logs; a job in whose
   process nothing is raised is of that kind only by its signs;
 - `retries.py` says how often its jobs are submitted again: without an entry a training's never are.
 

@@ -22,6 +22,9 @@ is given up as a whole, see `is_partition_hopeless`.
 Who asks: `stages/train.py`, `stages/train_many.py` and `status/state.py` (`RetryPolicy.judge`);
 `stages/profile.py`; `analysis/search/propose.py`, which proposes a configuration once more or not.
 
+The user reads of it in the command's progress (`stages/train.py`, `stages/profile.py`), on the page
+of status (`status/jobs.py`: "was submitted again"), and by `on_event` (`stages/notify.py`).
+
 A job is also started again under its own id, by one of these:
 
 - the training itself after a stop, up to `training.max_requeues` times: `leave` in

@@ -5,8 +5,9 @@ Steps from the sweep file to a job:
 1. `candidates`, here: cluster sizes × powers of two as local batch within the bounds of [search].
 2. `believed_to_fit`, here: those below every batch that ran out of memory (`_below_bound`), or that
    by the memory model surely would (`_within_memory`).
-3. `propose`, here: all of them (mode "full"), the corners ("partial"), or those that `adaptive.py`
-   finds most worth their cost; without those measured or given up (`_settled`, by `retries.py`).
+3. `propose`, here: all of them (mode "full"), the corners ("partial"), or those that narrow the
+   predictions that matter most for the root of their cost (`adaptive.py`); without those measured
+   or given up (`_settled`, by `retries.py`).
 4. `stages/profile.py` asks once a round (`propose_on`), and submits those that do not disturb each
    other (`first_wave`). It ends where nothing is proposed.
 5. A job goes on by itself: `Agenda` in `profiling/work_queue.py` measures its list, then asks here

@@ -25,8 +25,8 @@ from tula_hpc.command_errors import exit_code_of
 from tula_hpc.config import ClusterSpec
 from tula_hpc.errors import CheckpointError, Failure, RunDirectoryError, StorageError
 from tula_hpc.files import full_disk
+from tula_hpc.launch.diagnosis import telling_line
 from tula_hpc.launch.executor import Submitted
-from tula_hpc.launch.failures_and_waits import telling_line
 from tula_hpc.launch.launcher import Launcher
 from tula_hpc.records import Event, RunDirectory, append_record, read_records, write_atomically
 from tula_hpc.sweep import main

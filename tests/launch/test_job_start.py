@@ -17,7 +17,7 @@ from submitit.core.utils import UncompletedJobError
 from tests.batch_scripts import FewLines
 from tula_hpc.config import ClusterSpec
 from tula_hpc.errors import PreemptedError
-from tula_hpc.launch.failures_and_waits import telling_line
+from tula_hpc.launch.diagnosis import telling_line
 from tula_hpc.launch.job_files import SETUP_FILE, WHAT_TO_DO
 from tula_hpc.launch.job_specs import Requeueable
 from tula_hpc.launch.job_start import Requeue

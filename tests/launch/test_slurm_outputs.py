@@ -8,7 +8,7 @@ import pytest
 
 from tula_hpc.errors import Failure, LaunchError
 from tula_hpc.launch import slurm
-from tula_hpc.launch.failures_and_waits import classify, explain, waits
+from tula_hpc.launch.diagnosis import classify, explain, waits
 from tula_hpc.launch.slurm import JobState, Leaving, accounted_runs
 from tula_hpc.launch.slurm_executor import id_in
 

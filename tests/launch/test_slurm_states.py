@@ -18,7 +18,7 @@ from tula_hpc.errors import (
     error_for,
 )
 from tula_hpc.launch import slurm
-from tula_hpc.launch.failures_and_waits import classify, complaining_nodes, telling_line, without_chatter
+from tula_hpc.launch.diagnosis import classify, complaining_nodes, telling_line, without_chatter
 from tula_hpc.launch.slurm import JobState, StepState, is_submit_limit, is_unanswered
 
 NCCL = "[PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: "

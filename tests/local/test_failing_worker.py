@@ -15,8 +15,8 @@ from tests.launch.test_launch import launcher, processes_of, sleeper
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import join_job
 from tula_hpc.errors import Failure
+from tula_hpc.launch.diagnosis import telling_line
 from tula_hpc.launch.executor import Submitted
-from tula_hpc.launch.failures_and_waits import telling_line
 from tula_hpc.launch.job_specs import ProfileJob, TrainJob
 from tula_hpc.launch.launcher import Ended, Launcher
 from tula_hpc.records import Configuration, RunDirectory

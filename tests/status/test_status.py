@@ -29,8 +29,8 @@ from tula_hpc.errors import Failure, LaunchError
 from tula_hpc.files import MEASUREMENTS_GONE
 from tula_hpc.formatting import format_duration
 from tula_hpc.launch import slurm
+from tula_hpc.launch.diagnosis import explain, read_logs
 from tula_hpc.launch.executor import Submitted
-from tula_hpc.launch.failures_and_waits import explain, read_logs
 from tula_hpc.launch.launcher import NOTICE
 from tula_hpc.launch.slurm import JobState
 from tula_hpc.records import (

@@ -20,7 +20,7 @@ from tula_hpc.attach.script import Script
 from tula_hpc.attach.step_hooks import Hooks, Listener
 from tula_hpc.ddp.device_errors import broken_device
 from tula_hpc.errors import DeviceError, Failure, MeetingError, TulaError
-from tula_hpc.launch.failures_and_waits import lost_a_peer
+from tula_hpc.launch.diagnosis import lost_a_peer
 from tula_hpc.process_memory import out_of_memory
 from tula_hpc.records import parse_record, write_atomically
 from tula_hpc.records.base import Record

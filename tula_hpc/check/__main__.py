@@ -296,7 +296,7 @@ class _Watch:
 
     def follow(self, wait_s: float) -> list[Verdict]:
         """Wait; return the verdicts on the job itself."""
-        from tula_hpc.launch.failures_and_waits import explain, waits
+        from tula_hpc.launch.diagnosis import explain, waits
 
         ends = time.monotonic() + wait_s
         gone = 0
@@ -368,7 +368,7 @@ _NETWORK = re.compile(r"NCCL INFO .*Using network (\S+)")
 
 def _networks(job: Submitted) -> list[str]:
     """Return the networks that nccl names in its log."""
-    from tula_hpc.launch.failures_and_waits import last_bytes
+    from tula_hpc.launch.diagnosis import last_bytes
 
     found: set[str] = set()
     for path in job.log_files():

@@ -17,7 +17,7 @@ from torch import nn
 
 from tula_hpc.config import WorkloadSpec
 from tula_hpc.errors import InputError, TulaError
-from tula_hpc.launch.failures_and_waits import device_word, lost_a_peer
+from tula_hpc.launch.diagnosis import device_word, lost_a_peer
 from tula_hpc.own_sources import is_own
 from tula_hpc.user_code import is_entry_point, is_mistake, told
 from tula_hpc.workloads.criterion import CALLS

@@ -8,8 +8,8 @@ Course of a training on USR2 (before its time limit) and TERM (preemption, cance
 3. `training/loop.py` has them agree after each step. `checkpoint/safe_points.py` then saves, and
    waits until the checkpoint is on disk (`SafePoints.step_ended`).
 4. `training/ending.py` (`leave`) logs "preempted", and asks for a requeue of this job, up to
-   `training.max_requeues` times; not where it is cancelled, or Slurm requeues it by itself. The
-   process ends.
+   `training.max_requeues` times, then it fails; not where it is cancelled, or Slurm requeues it by
+   itself. The process ends; on one machine its exit code asks submitit for the requeue.
 5. The requeued job goes on from the checkpoint. Where there is none, the command that waits submits
    another job, as `retries.py` says (`stages/train.py`).
 
@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from tula_hpc.errors import PreemptedError
-from tula_hpc.launch.failures_and_waits import lost_a_peer
+from tula_hpc.launch.diagnosis import lost_a_peer
 
 
 class Suspensions:

@@ -23,8 +23,7 @@ from tula_hpc.env import SECRET_FILE, slurm_job_id, unix_time
 from tula_hpc.errors import Failure, LaunchError, RefusedError, StorageError, SubmitLimitError
 from tula_hpc.files import full_disk, in_words, make_private
 from tula_hpc.formatting import MINUTE_S, format_duration, in_short_lines
-from tula_hpc.launch.executor import Executor, Notice, Request, Submitted
-from tula_hpc.launch.failures_and_waits import (
+from tula_hpc.launch.diagnosis import (
     classify,
     complaining_nodes,
     ends,
@@ -32,6 +31,7 @@ from tula_hpc.launch.failures_and_waits import (
     read_logs,
     waits,
 )
+from tula_hpc.launch.executor import Executor, Notice, Request, Submitted
 from tula_hpc.launch.local_executor import LocalJobs
 from tula_hpc.launch.slurm import JobState, accounted_runs
 from tula_hpc.launch.slurm_executor import SlurmJobs

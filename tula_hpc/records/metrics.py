@@ -1,12 +1,6 @@
 """metrics.jsonl of a training: its lines as records, and an even choice of steps of long ones.
 
-It is written by `training/metrics_writer.py` alone, and read
-
-- whole, by `read_metrics`: `stages/train.py` (progress), `cli/pipeline.py` (last words of the
-  command), `attach/train/script_job.py` (a script's scores), `analysis/plan.py`,
-  `analysis/run_contents.py` (report) and `analysis/study_results.py`;
-- as it grows: `tracking/follow.py` (trackers);
-- from its end: `status/run_files.py` (the page about a run).
+It is written by `training/metrics_writer.py` alone, which names its readers too.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from tula_hpc.formatting import (
     printable_output,
     with_own_escapes,
 )
+from tula_hpc.launch.diagnosis import telling_line, without_chatter
 from tula_hpc.launch.executor import Submitted
-from tula_hpc.launch.failures_and_waits import telling_line, without_chatter
 from tula_hpc.launch.launcher import Ended, Launcher
 from tula_hpc.records import Configuration, Measurement, RunDirectory, Submission
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
 from tula_hpc.env import unix_time
 from tula_hpc.errors import Failure, InputError, StageError, StorageError
+from tula_hpc.launch.diagnosis import telling_line
 from tula_hpc.launch.executor import Submitted
-from tula_hpc.launch.failures_and_waits import telling_line
 from tula_hpc.launch.job_files import times_out
 from tula_hpc.launch.job_specs import ProfileJob
 from tula_hpc.launch.launcher import Ended, JobsNow

@@ -17,7 +17,7 @@ from tula_hpc.analysis.drift import describe_drift
 from tula_hpc.env import unix_time
 from tula_hpc.errors import Failure, StageError
 from tula_hpc.formatting import format_duration, format_score, plural
-from tula_hpc.launch.failures_and_waits import telling_line
+from tula_hpc.launch.diagnosis import telling_line
 from tula_hpc.launch.job_specs import TrainJob, in_passes
 from tula_hpc.launch.launcher import Ended, JobsNow
 from tula_hpc.records import (

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from tula_hpc.errors import Failure
-from tula_hpc.launch.failures_and_waits import explain, waits
+from tula_hpc.launch.diagnosis import explain, waits
 from tula_hpc.launch.slurm import JobState
 from tula_hpc.records import Configuration, JobNote, Measurement, Record, Submission
 from tula_hpc.records.broken_hosts import first_line

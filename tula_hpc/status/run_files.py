@@ -22,8 +22,8 @@ from tula_hpc.files import (
     no_folder_of_a_run,
     open_regular,
 )
+from tula_hpc.launch.diagnosis import MAX_LOG_BYTES, read_logs, telling_line
 from tula_hpc.launch.executor import Submitted
-from tula_hpc.launch.failures_and_waits import MAX_LOG_BYTES, read_logs, telling_line
 from tula_hpc.launch.launcher import NOTICE
 from tula_hpc.records import (
     RECENT_STEPS,

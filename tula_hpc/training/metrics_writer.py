@@ -6,7 +6,13 @@
     `write_scores`    scores that `attach/train/scores.py` has read in a script's output
 
 `attach/train/script_job.py` puts the file aside where a script's training begins anew.
-`records/metrics.py` names its readers, and has the types of its lines.
+`records/metrics.py` has the types of its lines. It is read
+
+- whole, by `read_metrics`: `stages/train.py` (progress), `cli/pipeline.py` (last words of the
+  command), `attach/train/script_job.py` (a script's scores), `analysis/plan.py`,
+  `analysis/run_contents.py` (report) and `analysis/study_results.py`;
+- as it grows: `tracking/follow.py` (trackers);
+- from its end: `status/run_files.py` (the page about a run).
 """
 
 from __future__ import annotations

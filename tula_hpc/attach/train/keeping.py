@@ -1,6 +1,8 @@
 """Exact resume of a script: its kept states, its place in epochs and batches, its random numbers.
 
-The script asks for its epochs and batches here (`tula.epochs`, `tula.batches`). When it comes for
+The script asks for its epochs and batches here (`tula.epochs`, `tula.batches` of
+`attach/__init__.py`, which do nothing without tula_hpc around them). `loaders.py` leads a loader to
+its next batch: samples already seen are left out. When it comes for
 the next batch, the batch before is done: there all workers agree to save or to stop, unless
 gradients are being accumulated over batches. A checkpoint has the kept states, from rank 0, and
 every worker's random numbers.
