@@ -31,7 +31,7 @@ from tula_hpc.config import (
     sweep_for,
     told_by_set,
 )
-from tula_hpc.errors import InputError, RunDirectoryError
+from tula_hpc.errors import InputError, NotEnoughDataError, RunDirectoryError
 from tula_hpc.files import MEASUREMENTS_GONE, NO_SWEEP, no_folder_of_a_run, write_out
 from tula_hpc.formatting import command_line, printable, printable_output, with_own_escapes
 from tula_hpc.records import (
@@ -46,6 +46,7 @@ from tula_hpc.records import (
     refuse_several,
     write_plan,
 )
+from tula_hpc.records.run_directory import holder_of
 
 if TYPE_CHECKING:
     from tula_hpc.analysis.what_if import WhatIf
@@ -154,8 +155,15 @@ def _answer(options: argparse.Namespace) -> str:
     if warning := told_by_set(options.set):
         print(f"warning: {warning}", file=sys.stderr)
     # a sweep that trains must not begin while its plan is exchanged
-    with run.locked() if options.write else contextlib.nullcontext():
-        return _plan_again(options, run)
+    try:
+        with run.locked() if options.write else contextlib.nullcontext():
+            return _plan_again(options, run)
+    except NotEnoughDataError as error:
+        if not holder_of(run.root / ".lock").alive:
+            raise
+        progress = command_line("status", str(run.root))
+        too_early = f"too little is measured yet, and the sweep is still at work: {progress}"
+        raise NotEnoughDataError(too_early) from error
 
 
 def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:

@@ -76,7 +76,11 @@ _ONLY_AS_SCRIPT = 'below `if __name__ == "__main__":`'
 _MODEL_KEY = "workload.model"
 _DATASET_KEY = "workload.dataset"
 # modules that call the user's code: an error is traced to the code that they call
-_CALLERS = (Path(__file__), Path(__file__).parent / "workloads" / "workload.py")
+_CALLERS = (
+    Path(__file__),
+    Path(__file__).parent / "workloads" / "workload.py",
+    Path(__file__).parent / "profiling" / "rehearsal_process.py",
+)
 
 
 @contextlib.contextmanager

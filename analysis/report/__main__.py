@@ -16,7 +16,7 @@ from pathlib import Path
 from tula_hpc.analysis.report.output import exit_code_of
 from tula_hpc.command_errors import CommandParser
 from tula_hpc.errors import RunDirectoryError
-from tula_hpc.files import no_folder_of_a_run, write_out
+from tula_hpc.files import MEASUREMENTS_GONE, no_folder_of_a_run, write_out
 from tula_hpc.formatting import printable_output
 from tula_hpc.records import RunDirectory
 
@@ -62,7 +62,6 @@ def _write(runs: Sequence[RunDirectory], folder: Path | None, *, as_json: bool) 
         # before the libraries that draw are loaded
         if not run.root.is_dir():
             raise RunDirectoryError(no_folder_of_a_run(run.root), source=run.root)
-    from tula_hpc.analysis.report.page import write_report
     from tula_hpc.analysis.report.several.runs_page import write_runs_report
     from tula_hpc.analysis.report.study_page import write_study_report
     from tula_hpc.analysis.run_contents import holds_study
@@ -76,19 +75,7 @@ def _write(runs: Sequence[RunDirectory], folder: Path | None, *, as_json: bool) 
         paths = write_study_report(first)
     else:
         kind = "run"
-        paths = write_report(first)
-        try:
-            first.read_plan()
-        except RunDirectoryError as error:
-            print(error, file=sys.stderr)
-        except FileNotFoundError:
-            if first.has_trained():
-                words = (
-                    "is missing, and so from the report; the command of the sweep makes it again"
-                )
-                print(f"{first.plan_file}: {words}", file=sys.stderr)
-        if not any(first.profile.glob("*.jsonl")):
-            print("nothing is measured yet: the report tells no more than that", file=sys.stderr)
+        paths = _write_run(first)
     if not as_json:
         print(paths[0])
         return
@@ -100,6 +87,27 @@ def _write(runs: Sequence[RunDirectory], folder: Path | None, *, as_json: bool) 
         "files": [str(path.absolute()) for path in paths],
     }
     write_out(json.dumps(told, indent=1) + "\n")
+
+
+def _write_run(run: RunDirectory) -> list[Path]:
+    from tula_hpc.analysis.report.page import write_report
+
+    is_measured = any(run.profile.glob("*.jsonl"))
+    if run.has_trained() and not is_measured:
+        # a page that knew them is not replaced
+        raise RunDirectoryError(MEASUREMENTS_GONE, source=run.profile)
+    paths = write_report(run)
+    try:
+        run.read_plan()
+    except RunDirectoryError as error:
+        print(error, file=sys.stderr)
+    except FileNotFoundError:
+        if run.has_trained():
+            words = "is missing, and so from the report; the command of the sweep makes it again"
+            print(f"{run.plan_file}: {words}", file=sys.stderr)
+    if not is_measured:
+        print("nothing is measured yet: the report tells no more than that", file=sys.stderr)
+    return paths
 
 
 if __name__ == "__main__":

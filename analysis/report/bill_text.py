@@ -101,7 +101,7 @@ def steps_off(
     drift = RunHistory(events).last_drift(training.label)
     cause = CAUSES.get(drift.part, "") if drift else ""
     yield (
-        f"The steps of {name} took {in_comparison(took_s / expected.value)} than predicted, "
+        f"The steps of {name} were {in_comparison(took_s / expected.value)} than predicted, "
         f"outside of the 90 % interval: an epoch {format_duration(took_s)}, not {low} to {high}"
         f"{cause}."
     )

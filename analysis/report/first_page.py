@@ -224,7 +224,7 @@ def _against_prediction(run: RunContents, training: Training) -> str:
         return ""
     # the median epoch: the sum of all holds the start of the first one, too
     ratio = training.epoch_time_s / candidate.epoch_time_s
-    return f" (its median epoch took {in_comparison(ratio)} than predicted)"
+    return f" (its median epoch was {in_comparison(ratio)} than predicted)"
 
 
 def _how_sure(run: RunContents, plan: Plan, *, is_billed: bool) -> Iterator[str]:

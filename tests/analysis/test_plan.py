@@ -833,6 +833,10 @@ def test_mistakes_give_one_clear_line_and_their_exit_code(
     assert "is not a folder; expected a run directory" in line(str(run.sweep_file), code=2)
     (run.profile / "task.jsonl").unlink()
     assert "no usable measurement" in line(str(run.root), code=1)
+    with run.locked():
+        early = line(str(run.root), code=1)
+        assert early.startswith("too little is measured yet, and the sweep is still at work: ")
+        assert early.endswith(f"tula status {run.root}\n")
     run.sweep_file.write_text('name = "test"\n[search]\nmin_batch = 0\n')
     assert "search.min_batch" in line(str(run.root), code=2)
     run.sweep_file.unlink()

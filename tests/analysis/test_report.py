@@ -42,6 +42,7 @@ from tula_hpc.analysis.search.profiling_cost import profiling_cost
 from tula_hpc.cli.pipeline import carry_out, print_summary, report_stage
 from tula_hpc.config import ClusterSpec, PricingSpec, load_cluster, load_sweep
 from tula_hpc.errors import RunDirectoryError, StorageError
+from tula_hpc.files import MEASUREMENTS_GONE
 from tula_hpc.formatting import format_duration
 from tula_hpc.launch.slurm import AccountedRun
 from tula_hpc.records import (
@@ -502,10 +503,10 @@ def test_steps_outside_of_their_interval_are_said_first_of_how_sure_it_is(finish
         changed = training._replace(metrics=training.metrics._replace(epochs=epochs))
         sections = dict(first_page(contents._replace(trainings=[changed])).sections)
         said = sections["How sure"][0]
-        assert said.startswith("The steps of the training took ") == bool(way)
+        assert said.startswith("The steps of the training were ") == bool(way)
         assert f"% {way} than predicted, outside of the 90 % interval: an epoch " in said or not way
         # once is enough
-        assert ("its median epoch took" in " ".join(sections["What it took"])) == (not way)
+        assert ("its median epoch was" in " ".join(sections["What it took"])) == (not way)
 
 
 def test_the_answer_says_that_the_prediction_is_held_against_the_median_epoch(finished: Written) -> None:
@@ -520,7 +521,7 @@ def test_the_answer_says_that_the_prediction_is_held_against_the_median_epoch(fi
     result = training.result.model_copy(update={"train_time_s": 2 * EPOCHS * epoch_s})
     plan = contents.plan.model_copy(update={"chosen": chosen, "candidates": [chosen]})
     said = answer(contents._replace(plan=plan, trainings=[training._replace(result=result)]))
-    assert f"took {format_duration(result.train_time_s)} (its median epoch took 5 % longer than predicted)" in said
+    assert f"took {format_duration(result.train_time_s)} (its median epoch was 5 % longer than predicted)" in said
 
 
 def with_bill(root: Path, elapsed_s: float, within: float = 0.1) -> RunDirectory:
@@ -566,7 +567,7 @@ def test_what_the_training_took_and_cost_is_said_first_and_last(
         carry_out(sweep, until)
         lines = capsys.readouterr().out.splitlines()
         assert any(line.startswith("The training took 2 h 30 min") for line in lines[-9:])
-        (off,) = (line for line in lines[-4:] if line.startswith("off the plan: The steps of the training took "))
+        (off,) = (line for line in lines[-4:] if line.startswith("off the plan: The steps of the training were "))
         assert off.endswith("; by its drift events it was the network")
     words = Page((run.report / "report.html").read_text()).words
     assert words.index("The training took 2 h 30 min") < words.index("Predicted and actual") < words.index("N = 4, B =")
@@ -805,3 +806,16 @@ def test_an_empty_profile_folder_is_no_run(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run").create()
     with pytest.raises(RunDirectoryError, match="not a run directory"):
         read_run(run)
+
+
+def test_a_report_of_a_training_whose_measurements_are_gone_is_not_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run")
+    for path in run.profile.glob("*.jsonl"):
+        path.unlink()
+    run.report.mkdir()
+    (run.report / "report.html").write_text("the page of before")
+    assert main([str(run.root)]) == 2
+    assert capsys.readouterr().err == f"{run.profile}: {MEASUREMENTS_GONE}\n"
+    assert (run.report / "report.html").read_text() == "the page of before"

@@ -159,6 +159,16 @@ def test_nothing_of_a_command_that_is_given_up_stays_behind(commands: Path, how:
     assert not alive_in(group)
 
 
+def test_the_user_hears_of_a_command_that_has_not_answered_for_long(
+    commands: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_commands(commands, "a child without end")
+    monkeypatch.setattr(slurm_command, "TOLD_AFTER_S", 0.1)
+    with pytest.raises(LaunchError):
+        slurm.own_jobs()
+    assert capsys.readouterr().err == "squeue has not answered for 0.1 s; still waiting\n"
+
+
 def alive_in(group: int) -> list[int]:
     """Processes of a group; one that is dead may wait long for somebody who asks how it ended."""
     found = []

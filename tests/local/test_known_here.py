@@ -129,3 +129,6 @@ def test_what_is_trained_is_what_was_measured(tmp_path: Path) -> None:
     assert trained.returncode == 0, trained.stderr
     assert jobs(tmp_path, "train") == 2
     assert "changed since" not in trained.stderr
+    over = sweep(tmp_path, doubled, "--until", "train")
+    assert (over.returncode, jobs(tmp_path, "train")) == (0, 2)
+    assert "changed since the measurements: mine.py; nothing is trained again; another --run-dir" in over.stderr

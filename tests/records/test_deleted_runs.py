@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from tula_hpc.errors import CheckpointError, StorageError
 from tula_hpc.files import HeldFolder
 from tula_hpc.launch.job_specs import ProfileJob, TrainJob
 from tula_hpc.profiling.profile_job import run_profile
-from tula_hpc.records import Configuration, RunDirectory
+from tula_hpc.records import Configuration, RunDirectory, append_record, write_atomically
 from tula_hpc.training import loop as trainer_module
 from tula_hpc.training.loop import run_training
 
@@ -114,3 +115,9 @@ def test_a_profile_whose_folder_was_deleted_records_nothing_in_the_next_one(tmp_
     with pytest.raises(StorageError, match=f"{run.profile}: was deleted while this job measured"):
         run_profile(job, ALONE, SwapWhenAsked(run.profile))  # type: ignore[arg-type]
     assert list(run.profile.iterdir()) == []
+
+
+@pytest.mark.parametrize("write", [lambda path: append_record(path, {}), lambda path: write_atomically(path, "")])
+def test_a_folder_that_is_gone_is_called_that(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    with pytest.raises(StorageError, match=f"^{tmp_path}/run: is gone, with all that was in it"):
+        write(tmp_path / "run" / "events.jsonl")

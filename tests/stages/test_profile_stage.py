@@ -180,7 +180,9 @@ def test_where_no_batch_fits_nothing_is_submitted_unless_the_estimate_is_not_wan
         profile_stage(sweep)
     sentence, end = str(refused.value).splitlines()
     assert "a worker has 3.0 GiB before any batch and 4.0 GiB with the smallest local batch, 32" in sentence
-    assert "and 1.5 GiB are allowed (memory_gb = 1 of the cluster file, less memory_margin); use a" in sentence
+    assert (
+        "and 1.5 GiB are allowed (memory_gb = 1 of the cluster file, less memory_margin); raise memory_gb" in sentence
+    )
     assert "workload.zero_stage = 1; search.estimate = false tries it all the same" in sentence
     assert end == "Nothing was submitted."
     assert not submitted

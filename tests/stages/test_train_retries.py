@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,11 +19,12 @@ from tula_hpc.launch.launcher import Ended
 from tula_hpc.launch.slurm import AccountedRun
 from tula_hpc.records import Configuration, JobAccount, RunDirectory, StepMetrics, StopReason, append_record
 from tula_hpc.stages import train as stages
-from tula_hpc.stages.context import Sweep, stage_progress
+from tula_hpc.stages.context import LineProgress, Sweep, stage_progress
 from tula_hpc.stages.train import keep_accounting, train_stage
 from tula_hpc.stages.train_many import Trainings
 
 CHOSEN = candidate(Configuration(4, 1, 64)).model_copy(update={"feasible": True})
+STEP = StepMetrics(step=10, samples_seen=640, epoch=1.0, loss=1.0, lr=0.1, step_time_s=1.0)
 PLAN = plan([CHOSEN] * 4, chosen=CHOSEN, fallbacks=[])
 SPEC = SweepSpec.model_validate({"name": "x", "training": {"max_requeues": 6}})
 
@@ -74,11 +76,42 @@ def test_an_interrupted_training_is_submitted_as_often_as_it_may_be_requeued(
     assert failure.value.replace("_", " ") in error
 
 
-@pytest.mark.parametrize("failure", [Failure.BUG, Failure.CANCELLED])
-def test_a_bug_or_a_cancellation_ends_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failure: Failure) -> None:
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [(Failure.BUG, "the log"), (Failure.CANCELLED, "job 1 was cancelled, by scancel or an operator")],
+)
+def test_a_bug_or_a_cancellation_ends_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failure: Failure, said: str
+) -> None:
     scheduler, error = train(monkeypatch, tmp_path, lambda _: failure)
     assert scheduler.jobs == 1
-    assert "the log" in error
+    assert said in error
+    assert "from the start" not in error
+
+
+@pytest.mark.parametrize(
+    ("more", "is_kept", "is_lost"),
+    [({}, False, True), ({"resume_arguments": ["--resume"]}, False, False), ({}, True, False)],
+)
+def test_a_script_that_goes_on_from_nothing_is_said_to_begin_from_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, more: dict[str, object], is_kept: bool, is_lost: bool
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    script = {"script": "train.py", "arguments": ["{local_batch}"], "samples": 640, "epochs": 3}
+    monkeypatch.setattr(
+        sys.modules[__name__], "SPEC", SweepSpec.model_validate({"name": "x", "workload": script | more})
+    )
+    files = RunDirectory(tmp_path / "run").create().make_train()
+    append_record(files.metrics_file, STEP)
+    if is_kept:
+        files.checkpoints.mkdir()
+        (files.checkpoints / "checkpoint-r0000-1.tula").touch()
+    told: list[float] = []
+    monkeypatch.setattr(LineProgress, "update", lambda _, done, *__, **___: told.append(done))
+    _, error = train(monkeypatch, tmp_path, lambda _: Failure.CANCELLED)
+    assert ("This training then begins from the start" in error) == is_lost
+    assert told == [0.0 if is_lost else STEP.epoch]
 
 
 def test_killed_again_and_again_at_the_same_place_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

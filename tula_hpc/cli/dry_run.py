@@ -147,7 +147,7 @@ def try_dry(sweep: Sweep) -> Trial | None:
         return None
     parts = parts_of(sweep) if spec.study is None else []
     memory = [part.partition for part in parts if wants_estimate(part)]
-    sys.stderr.write(f"{TRYING} ...\n")
+    sys.stderr.write(f"trying {TRYING} ...\n")
     with _input_files(sweep) as files:
         tried = rehearse(spec, cluster, files, memory)
     if isinstance(tried, str):

@@ -121,7 +121,7 @@ def carry_out(sweep: Sweep, until: str) -> int:
 def _run_stages(sweep: Sweep, last: int) -> int:
     from tula_hpc.stages.notify import tell
     from tula_hpc.stages.plan import plan_stage, training_began
-    from tula_hpc.stages.rehearsal import try_before_jobs
+    from tula_hpc.stages.rehearsal import try_before_jobs, warn_of_sources
     from tula_hpc.stages.train import train_stage
 
     has_profiled = not training_began(sweep.run)
@@ -145,7 +145,12 @@ def _run_stages(sweep: Sweep, last: int) -> int:
         sweep.run.log_event("ended", "plan")
         print(f"to train it: {sweep.command()}")
         return 0
-    over = sweep.run.train().result_file.exists() or sweep.run.history().unsettled("train")
+    is_trained = sweep.run.train().result_file.exists()
+    if is_trained:
+        warn_of_sources(
+            sweep, "nothing is trained again; another --run-dir trains what is there now"
+        )
+    over = is_trained or sweep.run.history().unsettled("train")
     if is_tried and not over:
         # code may have changed while jobs measured, or since the last training job ended
         try_before_jobs(sweep)

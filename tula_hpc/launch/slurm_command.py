@@ -12,6 +12,7 @@ import selectors
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ from tula_hpc.env import slurm_conf, without_filters
 from tula_hpc.errors import LaunchError, NotConfiguredError, NotStartedError
 
 COMMAND_TIMEOUT_S = 60.0
+# then the user is told of a command that waits for its controller
+TOLD_AFTER_S = 8.0
 # of an answer: a million jobs, with 60 characters for each
 MOST_BYTES = 64 * 2**20
 # characters of what a command says of its failure, the last ones
@@ -130,13 +133,18 @@ def _killed_if_given_up(process: subprocess.Popen[bytes]) -> Iterator[None]:
 def _read(process: subprocess.Popen[bytes], name: str, timeout_s: float) -> tuple[bytes, bytes]:
     """Return standard output and error when both are at their end, and the process too."""
     deadline = time.monotonic() + timeout_s
+    told_at = time.monotonic() + TOLD_AFTER_S
     pipes = [pipe for pipe in (process.stdout, process.stderr) if pipe is not None]
     read = {pipe.fileno(): bytearray() for pipe in pipes}
     with selectors.DefaultSelector() as open_pipes:
         for pipe in pipes:
             open_pipes.register(pipe, selectors.EVENT_READ)
         while open_pipes.get_map():
-            ready = open_pipes.select(max(0.0, deadline - time.monotonic()))
+            ready = open_pipes.select(max(0.0, min(deadline, told_at) - time.monotonic()))
+            if not ready and time.monotonic() < deadline:
+                told_at = deadline
+                sys.stderr.write(f"{name} has not answered for {TOLD_AFTER_S:g} s; still waiting\n")
+                continue
             if not ready or time.monotonic() > deadline:
                 raise LaunchError(f"{name} did not answer within {timeout_s:g} s")
             for key, _ in ready:

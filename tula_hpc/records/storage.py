@@ -275,7 +275,7 @@ def append_record(path: Path, record: BaseModel | dict[str, Any], *, durable: bo
     try:
         _append(path, text.encode() + b"\n", durable)
     except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {in_words(error)}") from error
+        raise _unwritten(path, error) from error
 
 
 def _append(path: Path, line: bytes, durable: bool) -> None:
@@ -322,7 +322,14 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     try:
         _replace(path, content.encode() if isinstance(content, str) else content)
     except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {in_words(error)}") from error
+        raise _unwritten(path, error) from error
+
+
+def _unwritten(path: Path, error: OSError) -> StorageError:
+    if isinstance(error, FileNotFoundError) and not path.parent.exists():
+        lost = "is gone, with all that was in it: somebody has deleted or moved it"
+        return StorageError(f"{path.parent}: {lost}")
+    return StorageError(f"{path}: cannot be written: {in_words(error)}")
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 from tula_hpc.config import ClusterSpec, SweepSpec, local_batches
 from tula_hpc.env import unix_time
+from tula_hpc.errors import Failure
 from tula_hpc.formatting import (
     command_line,
     format_left,
@@ -291,5 +292,7 @@ def describe_failures(failures: Sequence[Ended]) -> str:
     # the log's last line is a sentence
     if first.failure.is_the_users:
         return f"{line}{log}"
+    if first.failure is Failure.CANCELLED:
+        return f"job {first.job.job_id} was cancelled, by scancel or an operator{log}"
     name = first.failure.value.replace("_", " ")
     return f"{name} in job {first.job.job_id}\n{without_chatter(first.log_tail) or line}{log}"

@@ -99,15 +99,15 @@ def _why_none_fits(part: Sweep, footprint: Footprint) -> str:
     smallest = min(footprint.peaks)
     needed = footprint.peaks[smallest] + footprint.beside_bytes
     advice = MORE_MEMORY
+    key = "device_memory_gb" if part.cluster.device == "cuda" else "memory_gb"
     if before > limit:
-        advice = "use a machine with more memory, or a smaller model"
+        advice = f"raise {key} if the machine has more, or use a larger machine or a smaller model"
         if footprint.world_size > 1 and part.spec.workload.zero_stage == 0:
             states = format_bytes(footprint.optimizer_bytes)
             advice += f", or share the {states} of optimizer states by workload.zero_stage = 1"
     where = f" of partition {part.partition!r}" if part.partition else ""
     host = footprint.host_baseline_bytes
     libraries = f" ({format_bytes(host)} of it interpreter and libraries)" if host else ""
-    key = "device_memory_gb" if part.cluster.device == "cuda" else "memory_gb"
     value = getattr(part.cluster, key)
     source = "the limit" if value is None else f"{key} = {value:g} of the cluster file"
     return (

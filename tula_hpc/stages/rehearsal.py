@@ -39,7 +39,7 @@ from tula_hpc.stages.context import Sweep, stage_progress
 from tula_hpc.stages.memory_room import TIMEOUT_S, Estimate, last_line
 from tula_hpc.stages.profile import NOTHING, parts_of, wants_estimate
 
-TRYING = "trying the workload on this machine (search.estimate)"
+TRYING = "the workload on this machine (search.estimate)"
 ELSEWHERE = (
     "If only this machine lacks something, set search.estimate = false: then nothing is tried here."
 )
@@ -162,7 +162,7 @@ def try_before_jobs(sweep: Sweep) -> bool:
     if slurm_job_id() is not None:
         return True
     if not is_tried(sweep.spec, sweep.cluster):
-        _warn_of_sources(sweep)
+        warn_of_sources(sweep, "the training job looks at the model")
         return True
     before = sweep.run.trial()
     if before is not None and before.key == key_of(sweep.spec):
@@ -218,11 +218,12 @@ def _try_with_progress(sweep: Sweep) -> Trial | None:
     return tried
 
 
-def _warn_of_sources(sweep: Sweep) -> None:
+def warn_of_sources(sweep: Sweep, consequence: str) -> None:
+    """Warn of own code that changed since the run's measurements, and say what that means."""
     measured = measured_identity(sweep.run.measurements().records)
     if measured is not None:
         now = measured.model_copy(update={"sources": digests_of(sweep.spec.workload.entry_points)})
-        _say_changed(now.changed_sources(measured), "the training job looks at the model")
+        _say_changed(now.changed_sources(measured), consequence)
 
 
 def _say_changed(names: Sequence[str], consequence: str) -> None:

@@ -24,6 +24,7 @@ from tula_hpc.records import (
     MAIN_LABEL,
     Candidate,
     Measurement,
+    Metrics,
     Plan,
     RunDirectory,
     StopReason,
@@ -101,7 +102,23 @@ def _see_to(
     outcome = settle(there, job, end, policy)
     tell_news(sweep)
     if outcome.verdict is Verdict.GIVE_UP:
-        raise StageError(f"train: {_why_given_up(there, outcome)}")
+        raise StageError("\n".join([f"train: {_why_given_up(there, outcome)}", *_lost(sweep)]))
+
+
+def _lost(sweep: Sweep) -> list[str]:
+    if not starts_over(sweep):
+        return []
+    return [
+        "This training then begins from the start: its script keeps nothing by tula.keep, and has "
+        "no workload.resume_arguments."
+    ]
+
+
+def starts_over(sweep: Sweep) -> bool:
+    """Tell whether the plan's training, stopped now, would have nothing to go on from."""
+    work = sweep.spec.workload
+    can_resume = not work.is_script or bool(work.resume_arguments)
+    return not can_resume and not sweep.run.train().newest_checkpoint
 
 
 def _completed(job: Submission, plan: Plan) -> Submission:
@@ -329,6 +346,8 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
                 f"warning: a checkpoint cannot be used, and its work is done again: {words}\n"
             )
         metrics = read_metrics(metrics_file)
+        if not now.running and starts_over(sweep):
+            metrics = Metrics([], [], 0)
         done = metrics.steps[-1].epoch if metrics.steps else 0.0
         shown = [f"{round(done, 1):g} of {plural(epochs, 'epoch')} done", now.text]
         last = metrics.epochs[-1] if metrics.epochs else None

@@ -105,10 +105,10 @@ def leave(training: Leaving, stop: StopRequest, saved: str = "saved at step") ->
         if training.is_main:
             training.log_event("failed", used_up, data | {"stop": StopReason.REQUEUES_EXHAUSTED})
         raise StageError(used_up)
-    return _requeue(training)
+    return _requeue(training, f"{saved} {progress.step}")
 
 
-def _requeue(training: Leaving) -> str:
+def _requeue(training: Leaving, saved: str) -> str:
     env = training.env
     job_id = slurm_job_id() or ""
     leaving = None
@@ -116,7 +116,7 @@ def _requeue(training: Leaving) -> str:
         leaving = slurm.leaving(job_id)
     if training.any(leaving is slurm.Leaving.CANCELLED):
         if training.is_main:
-            training.log_event("failed", "cancelled; finished work is saved")
+            training.log_event("failed", f"by scancel or an operator; {saved}")
         return "cancelled"
     if training.any(leaving is slurm.Leaving.PREEMPTED):
         # Slurm requeues it by itself, or has ended it: then the command submits another job

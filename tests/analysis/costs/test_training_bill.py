@@ -172,7 +172,7 @@ def test_steps_off_the_plan_are_told_with_their_likely_cause(epoch_s: float, dri
     events = [event(name, at).model_copy(update={"data": data}) for at, name in enumerate(drifts)]
     found = " ".join(steps_off(plan([chosen, chosen]), events, training))
     assert found.endswith(said)
-    assert found.startswith("The steps of the training took ") == bool(said)
+    assert found.startswith("The steps of the training were ") == bool(said)
 
 
 @given(st.lists(st.floats(0.0, 1e6), max_size=3), st.floats(0.0, 1e6), st.integers(0, 3))
