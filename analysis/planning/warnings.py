@@ -219,12 +219,12 @@ def about_batch(chosen: Candidate, critical: CriticalBatch | None) -> list[str]:
         return []
     extra = critical.extra_samples(chosen.global_batch)
     text = (
-        f"the chosen global batch of {chosen.global_batch:,} lies beyond the critical batch of "
-        f"{in_samples(critical.batch)} (the gradient's noise scale, where twice the fewest samples "
-        f"are needed; here {extra:.1f} times)"
+        f"the chosen global batch of {chosen.global_batch:,} needs {extra:.1f} times the fewest "
+        "samples for the same progress: it lies beyond the critical batch of "
+        f"{in_samples(critical.batch)}, the gradient's noise scale"
     )
     if critical.source == "profile":
-        text += "; that batch grows in training, often tenfold, so that this one may soon be useful"
+        text += ", which often grows tenfold in training and was measured before it"
     return [text]
 
 

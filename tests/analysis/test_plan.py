@@ -501,7 +501,7 @@ def test_a_batch_beyond_the_critical_one_is_a_warning() -> None:
     assert not any("critical batch" in warning for warning in planned(rows=noisy(1e6)).warnings)
     assert planned().critical_batch is None
     assert plan.critical_batch_source == "profile"
-    assert any("that batch grows in training" in warning for warning in plan.warnings)
+    assert any("often grows tenfold in training" in warning for warning in plan.warnings)
     for method, scales in (("ags", True), ("lbt", False)):
         training = sweep().training.model_copy(update={"method": method})
         spec = sweep("time").model_copy(update={"training": training})

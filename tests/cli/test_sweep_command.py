@@ -904,7 +904,7 @@ def test_a_sweep_until_the_plan_ends_with_time_cost_and_the_next_command(
     *_, planned, following = capsys.readouterr().out.splitlines()
     chosen = run.read_plan().chosen
     assert planned.startswith(
-        f"planned: {chosen.configuration}, predicted {format_duration(chosen.epoch_time_s)} an epoch, "
+        f"planned: {chosen.configuration}, predicted {format_duration(chosen.epoch_time_s)} an epoch; with "
     )
     assert planned.endswith(f"{format_duration(chosen.train_time_s)} and {format_money(chosen.cost, 'USD')} in all")
     _say_what_it_takes(run.read_plan().model_copy(update={"chosen": chosen.model_copy(update={"measured": False})}))

@@ -361,7 +361,8 @@ def _say_what_it_takes(plan: Plan) -> None:
     where = f" on {chosen.partition}" if chosen.partition else ""
     print(
         f"planned: {chosen.configuration}{where}, predicted {format_duration(chosen.epoch_time_s)} "
-        f"an epoch, {format_duration(chosen.expected_time_s)} and "
+        "an epoch; with start-up, evaluation and checkpoints "
+        f"{format_duration(chosen.expected_time_s)} and "
         f"{format_money(chosen.cost, chosen.currency)} in all"
     )
     if not chosen.measured:

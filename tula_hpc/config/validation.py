@@ -301,7 +301,7 @@ def where_looked(module: str, beside: Path | None) -> str:
     """
     looked = f"in the working directory, {shown(str(Path.cwd()), 400)}, or the installed packages"
     if beside is not None and module_files(beside, module):
-        folder = shown(str(beside.absolute()), 400)
+        folder = shown(str(beside.resolve()), 400)
         return f"{looked}; it lies beside the sweep file: start the command in {folder}"
     return f"{looked}; install it, or start the command in its folder"
 
