@@ -1,0 +1,88 @@
+"""The plan against the training that follows it, for scripts of several kinds on this machine, as JSON.
+
+    python -m tests.benchmarks.script_plans WORK tests/benchmarks/results/script_plans.json [SCRIPT ...]
+
+Each script of `tests/attach/scripts` below is a sweep of one configuration, one worker with one thread: profile, plan,
+training of some epochs, all by the command. This is done in rounds over all scripts. What WORK, a folder for the run
+directories, holds already is used. The machine should do nothing else.
+
+- predicted_ms, training_ms: a step by the plan, and as the training took it, the mean over its epochs but the first.
+- error: predicted over taken, less 1. `median` is of a script's rounds, with its sign; `worst` the largest |median|.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from tula_hpc.records import RunDirectory, read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "tests" / "attach" / "scripts"
+ROUNDS = 3
+EPOCHS, STEPS, BATCH = 4, 96, 32
+LIMIT = 0.05
+# arguments that make a step take 20 to 100 ms
+CASES = {
+    "plain.py": ("--width", "40000"),
+    "like_built_in.py": (),
+    "on_trainer.py": ("--width", "192"),
+    "on_lightning.py": ("--width", "2000"),
+    "on_accelerate.py": (),
+    "on_timm.py": (),
+}
+SWEEP = """
+name = "{name}"
+[workload]
+script = "{script}"
+arguments = {arguments}
+samples = {samples}
+epochs = {epochs}
+[search]
+cluster_sizes = [1]
+min_batch = {batch}
+max_batch = {batch}
+[training]
+method = "lbt"
+"""
+
+
+def run_sweep(script: str, folder: Path) -> dict[str, Any]:
+    """Run one sweep if it has not been, and say what it predicted and took."""
+    run = RunDirectory(folder / "run")
+    if not run.train().result_file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        samples = STEPS * BATCH
+        given = ["--batch-size", "{local_batch}", "--epochs", "{epochs}", "--samples", str(samples), *CASES[script]]
+        fields = {"script": SCRIPTS / script, "arguments": json.dumps(given), "samples": samples, "epochs": EPOCHS}
+        (folder / "sweep.toml").write_text(SWEEP.format(name=Path(script).stem, batch=BATCH, **fields))
+        command = [sys.executable, "-m", "tula_hpc.sweep", str(folder / "sweep.toml"), "--run-dir", str(run.root)]
+        variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, check=True, cwd=ROOT, env=variables, capture_output=True)
+    epochs = read_metrics(run.train().metrics_file).epochs[1:]
+    training_s = fmean(epoch.epoch_time_s / epoch.steps for epoch in epochs)
+    predicted_s = run.read_plan().chosen.step_time_s
+    found = {"predicted_ms": 1e3 * predicted_s, "training_ms": 1e3 * training_s, "error": predicted_s / training_s - 1}
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+def main(work: Path, output: Path, names: list[str]) -> None:
+    """Run the sweeps, and write what they gave after each round."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for number in range(ROUNDS):
+        for script in names or CASES:
+            found.setdefault(script, []).append(run_sweep(script, work / f"{Path(script).stem}-{number}"))
+            print(number, script, found[script][-1], flush=True)
+        medians = {script: round(median(row["error"] for row in rows), 4) for script, rows in found.items()}
+        worst = max(map(abs, medians.values()))
+        told = {"cores": os.cpu_count(), "limit": LIMIT, "rounds": number + 1, "worst": worst, "median": medians}
+        output.write_text(json.dumps({**told, "sweeps": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
