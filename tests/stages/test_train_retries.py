@@ -112,6 +112,7 @@ def test_a_script_that_goes_on_from_nothing_is_said_to_begin_from_the_start(
     _, error = train(monkeypatch, tmp_path, lambda _: Failure.CANCELLED)
     assert ("This training then begins from the start" in error) == is_lost
     assert told == [0.0 if is_lost else STEP.epoch]
+    assert (files.root / "metrics-1.jsonl").exists() == is_lost
 
 
 def test_killed_again_and_again_at_the_same_place_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

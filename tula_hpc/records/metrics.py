@@ -159,6 +159,13 @@ class Metrics(NamedTuple):
         return bool(self.steps) and all(row.scaled_nothing for row in self.steps)
 
 
+def put_aside(path: Path) -> None:
+    """Keep the metrics of a training that begins anew as metrics-N.jsonl, where there are some."""
+    if path.exists():
+        before = len(list(path.parent.glob("metrics-*.jsonl")))
+        path.replace(path.with_name(f"metrics-{before + 1}.jsonl"))
+
+
 def read_metrics(path: Path) -> Metrics:
     """Read metrics.jsonl; lines after a rollback to a checkpoint replace the earlier ones.
 

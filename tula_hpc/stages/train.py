@@ -24,7 +24,6 @@ from tula_hpc.records import (
     MAIN_LABEL,
     Candidate,
     Measurement,
-    Metrics,
     Plan,
     RunDirectory,
     StopReason,
@@ -33,6 +32,7 @@ from tula_hpc.records import (
     TrainResult,
     append_record,
     measured_identity,
+    put_aside,
     read_document,
     read_metrics,
     training_left_s,
@@ -303,7 +303,9 @@ def _below_failed(candidate: Candidate, failed: Sequence[Measurement]) -> Candid
 
 
 def _submit_training(sweep: Sweep, candidate: Candidate, tick: Callable[[JobsNow], None]) -> None:
-    sweep.run.make_train()
+    files = sweep.run.make_train()
+    if starts_over(sweep):
+        put_aside(files.metrics_file)
     there, at = sweep.on(candidate.partition), candidate.configuration
     spec = in_passes(sweep.spec, candidate.accumulation)
     job = TrainJob(
@@ -346,8 +348,6 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
                 f"warning: a checkpoint cannot be used, and its work is done again: {words}\n"
             )
         metrics = read_metrics(metrics_file)
-        if not now.running and starts_over(sweep):
-            metrics = Metrics([], [], 0)
         done = metrics.steps[-1].epoch if metrics.steps else 0.0
         shown = [f"{round(done, 1):g} of {plural(epochs, 'epoch')} done", now.text]
         last = metrics.epochs[-1] if metrics.epochs else None

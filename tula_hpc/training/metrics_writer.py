@@ -5,7 +5,7 @@
                       `attach/train/script_training.py`.
     `write_scores`    scores that `attach/train/scores.py` has read in a script's output
 
-`attach/train/script_job.py` puts the file aside where a script's training begins anew.
+`put_aside` of `records/metrics.py` keeps the file of a script's training that begins anew.
 `records/metrics.py` has the types of its lines. It is read
 
 - whole, by `read_metrics`: `stages/train.py` (progress), `cli/pipeline.py` (last words of the

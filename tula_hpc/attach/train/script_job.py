@@ -25,6 +25,7 @@ from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import (
     RunDirectory,
     TrainResult,
+    put_aside,
     read_metrics,
     write_atomically,
 )
@@ -173,10 +174,8 @@ class ScriptJob:
             if saved:
                 start.epoch = saved[-1].epoch
                 start.step = saved[-1].step
-        elif self.files.metrics_file.exists():
-            # what comes is not what was
-            name = f"metrics-{start.restarts}.jsonl"
-            self.files.metrics_file.replace(self.files.root / name)
+        else:
+            put_aside(self.files.metrics_file)
         samples = start.epoch * (self.job.sweep.workload.samples or 0)
         data = {"step": start.step, "samples_seen": samples, "epoch": start.epoch}
         self.log_event("resumed", how, data)
