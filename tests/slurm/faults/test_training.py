@@ -81,7 +81,7 @@ def test_a_training_killed_for_its_memory_goes_on_with_a_smaller_batch(told: Tra
 def test_a_cancelled_training_stays_cancelled_and_goes_on_when_asked_again(told: Training) -> None:
     """scancel sends TERM as a preemption does; the job must save, but not requeue itself."""
     assert told.seen["state"] == "CANCELLED"
-    assert "cancelled in job" in told.accounts[0].error
+    assert "was cancelled, by scancel or an operator" in told.accounts[0].error
     assert told.accounts[0].result is None
     (preempted,), (resumed,) = told.events("preempted"), told.events("resumed")
     assert preempted.data["step"] == resumed.data["step"] >= 12
