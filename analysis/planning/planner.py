@@ -126,7 +126,9 @@ def _remarks(
         "notes": [*_all_notes(fitted.parts), *left_out],
     }
     if critical and sweep.training.scales:
-        saved = "times to the same progress leave out what scaling gradients (training.method) saves"
+        saved = (
+            "times to the same progress leave out what scaling gradients (training.method) saves"
+        )
         remarks["notes"].append(saved)
     if critical:
         remarks |= {"critical_batch": critical.batch, "critical_batch_source": critical.source}

@@ -96,6 +96,8 @@ def _write_run(run: RunDirectory) -> list[Path]:
     if run.has_trained() and not is_measured:
         # a page that knew them is not replaced
         raise RunDirectoryError(MEASUREMENTS_GONE, source=run.profile)
+    for words in run.damage():
+        print(f"warning: {words}", file=sys.stderr)
     paths = write_report(run)
     try:
         run.read_plan()

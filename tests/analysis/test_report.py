@@ -16,6 +16,7 @@ from tests.run_factory import (
     make_run,
     measurement,
     oom,
+    pages_alone,
     plan,
     write_plan,
     write_training,
@@ -819,3 +820,12 @@ def test_a_report_of_a_training_whose_measurements_are_gone_is_not_replaced(
     assert main([str(run.root)]) == 2
     assert capsys.readouterr().err == f"{run.profile}: {MEASUREMENTS_GONE}\n"
     assert (run.report / "report.html").read_text() == "the page of before"
+
+
+def test_a_measurement_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", stage="profile")
+    damaged = sorted(run.profile.glob("*.jsonl"))[0]
+    damaged.write_text("{" + damaged.read_text())
+    with pages_alone("epoch_time"):
+        assert main([str(run.root)]) == 0
+    assert f"warning: {damaged}, line 1: is damaged" in capsys.readouterr().err

@@ -15,12 +15,20 @@ from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.errors import Failure, LaunchError, StageError
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.job_specs import TrainJob
-from tula_hpc.launch.launcher import Ended
+from tula_hpc.launch.launcher import Ended, JobsNow
 from tula_hpc.launch.slurm import AccountedRun
-from tula_hpc.records import Configuration, JobAccount, RunDirectory, StepMetrics, StopReason, append_record
+from tula_hpc.records import (
+    Configuration,
+    EpochMetrics,
+    JobAccount,
+    RunDirectory,
+    StepMetrics,
+    StopReason,
+    append_record,
+)
 from tula_hpc.stages import train as stages
 from tula_hpc.stages.context import LineProgress, Sweep, stage_progress
-from tula_hpc.stages.train import keep_accounting, train_stage
+from tula_hpc.stages.train import keep_accounting, train_stage, training_tick
 from tula_hpc.stages.train_many import Trainings
 
 CHOSEN = candidate(Configuration(4, 1, 64)).model_copy(update={"feasible": True})
@@ -113,6 +121,28 @@ def test_a_script_that_goes_on_from_nothing_is_said_to_begin_from_the_start(
     assert ("This training then begins from the start" in error) == is_lost
     assert told == [0.0 if is_lost else STEP.epoch]
     assert (files.root / "metrics-1.jsonl").exists() == is_lost
+
+
+def test_a_metric_of_a_script_that_matches_nothing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    script = {"script": "train.py", "arguments": ["{local_batch}"], "samples": 640, "epochs": 3}
+    spec = SweepSpec.model_validate({"name": "x", "workload": script | {"metric": r"acc (?P<test_accuracy>[\d.]+)"}})
+    run = RunDirectory(tmp_path / "run").create()
+    sweep, files = Sweep(spec, ClusterSpec(), run), run.make_train()
+    told: list[list[str]] = []
+    progress = stage_progress("training")
+    monkeypatch.setattr(progress, "update", lambda *given, **_: told.append(given[4]))
+    tick = training_tick(sweep, progress)
+    unknown = dict.fromkeys(("train_loss", "test_loss", "test_accuracy", "test_top5_accuracy"))
+    seen = {"epoch": 1, "step": 10, "samples_seen": 640, "global_batch": 64, "epoch_time_s": 1.0, "steps": 10}
+    row = EpochMetrics.model_validate(unknown | seen)
+    # the score of the last epoch may be on its way
+    for epoch, accuracy in [(1, None), (2, None), (3, 0.5)]:
+        append_record(files.metrics_file, row.model_copy(update={"epoch": epoch, "test_accuracy": accuracy}))
+        tick(JobsNow(1, "1 running"))
+    assert [len(notes) for notes in told] == [0, 1, 0]
+    assert told[1][0].startswith("workload.metric has matched no line of the script's output so far: ")
 
 
 def test_killed_again_and_again_at_the_same_place_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

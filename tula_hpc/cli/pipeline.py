@@ -160,7 +160,7 @@ def _run_stages(sweep: Sweep, last: int) -> int:
         return 0
     trained = _trained(sweep, result)
     _say_bill(_bill(sweep, plan, trained))
-    _warn_of_loss(sweep, trained.metrics)
+    _warn_of_scores(sweep, trained.metrics)
     print("\n".join([*_steps_off(sweep, plan, trained), *_model_lines(sweep)]))
     return 0
 
@@ -268,7 +268,7 @@ def _say_summary(
         bill=bill,
     )
     _say_bill(bill)
-    _warn_of_loss(sweep, trained.metrics)
+    _warn_of_scores(sweep, trained.metrics)
     return bill
 
 
@@ -303,9 +303,13 @@ def _say_bill(bill: TrainingBill | None) -> None:
         print(printable(sentence))
 
 
-def _warn_of_loss(sweep: Sweep, metrics: Metrics) -> None:
-    """Warn of a training that blew up but stayed finite: it has a result like any other."""
+def _warn_of_scores(sweep: Sweep, metrics: Metrics) -> None:
+    """Warn of a training without scores, or that blew up but stayed finite: it has a result."""
     from tula_hpc.analysis.run_contents import SMALLER_STEPS, learned_nothing
+    from tula_hpc.stages.train import unmatched_metric
+
+    if words := unmatched_metric(sweep, metrics):
+        print(f"warning: {words}")
 
     if why := learned_nothing(metrics, sweep.spec.workload):
         print(f"warning: {why}; {SMALLER_STEPS}")

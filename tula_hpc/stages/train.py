@@ -24,6 +24,7 @@ from tula_hpc.records import (
     MAIN_LABEL,
     Candidate,
     Measurement,
+    Metrics,
     Plan,
     RunDirectory,
     StopReason,
@@ -358,9 +359,23 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
                 break
         left_s = training_left_s(metrics.steps, last, epochs) if now.running else None
         text = ", ".join(shown)
-        progress.update(done, epochs, text, left_s, list(_notes(sweep)), state=now.text)
+        notes = list(_notes(sweep))
+        # the score of an epoch may come after its end
+        if len(metrics.epochs) > 1 and (words := unmatched_metric(sweep, metrics)):
+            notes.append(words)
+        progress.update(done, epochs, text, left_s, notes, state=now.text)
 
     return tick
+
+
+def unmatched_metric(sweep: Sweep, metrics: Metrics) -> str:
+    """Say that a script's workload.metric has found no score; "" if it has, or there is none."""
+    work = sweep.spec.workload
+    scores = ((row.test_accuracy, row.test_loss) for row in metrics.epochs)
+    if not work.is_script or work.metric is None or any(score != (None, None) for score in scores):
+        return ""
+    output = sweep.run.train().root / "script" / "rank-0.log"
+    return f"workload.metric has matched no line of the script's output so far: {output}"
 
 
 def _notes(sweep: Sweep) -> Iterator[str]:
