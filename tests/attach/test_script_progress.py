@@ -59,7 +59,7 @@ class Told:
             mode="train", script=Path("x.py"), home=folder, said=said, parent=0, settings=settings.model_dump()
         )
         self.training = ScriptTraining(spec)
-        self.training.hooks.model = torch.nn.Linear(2, 2)
+        self.training.hooks.inner_model = torch.nn.Linear(2, 2)
 
     def step(self, samples: int = 8, parts: int = 1, *, evaluated_s: float = 0.0) -> None:
         """One step, after a wait and perhaps an evaluation."""
@@ -175,7 +175,7 @@ def test_scores_after_the_last_epoch_are_added_to_it(tmp_path: Path, clock: Cloc
 def test_another_model_than_was_measured_is_refused(tmp_path: Path, clock: Clock) -> None:
     told = Told(tmp_path, clock, samples=16)
     told.training.settings = told.training.settings.model_copy(update={"parameters": 7})
-    told.training.hooks.model = torch.nn.Linear(2, 2)
+    told.training.hooks.inner_model = torch.nn.Linear(2, 2)
     with pytest.raises(InputError, match="6 parameters now, 7 when it was measured"):
         told.step()
 

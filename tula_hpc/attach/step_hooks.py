@@ -69,6 +69,7 @@ class Hooks:
 
     Attributes:
         model: The model as the script calls it, None until it is known.
+        inner_model: The same without the wrapper, as the script defines it.
         optimizer: The optimizer whose steps count, None before its first step.
         others: Optimizers whose steps do not count.
 
@@ -80,6 +81,7 @@ class Hooks:
     def __init__(self, listener: Listener, counted: str | None = None) -> None:
         self.listener, self.counted = listener, counted
         self.model: nn.Module | None = None
+        self.inner_model: nn.Module | None = None
         self.optimizer: Optimizer | None = None
         self.others: list[Optimizer] = []
         self._forward_hook: Any = None
@@ -95,14 +97,6 @@ class Hooks:
         register_optimizer_step_post_hook(self._after_step)
         return self
 
-    @property
-    def inner_model(self) -> nn.Module | None:
-        """The model as the script defines it, without the wrapper."""
-        if isinstance(self.model, DistributedDataParallel):
-            inner: nn.Module = self.model.module
-            return inner
-        return self.model
-
     def _note_wrapped(self, model: DistributedDataParallel) -> None:
         larger = self.model is None or _size(model) > _size(self.model)
         if larger and self._may_count(model.module):
@@ -116,13 +110,15 @@ class Hooks:
         if self._forward_hook is not None:
             self._forward_hook.remove()
         self.model = model
+        self.inner_model = model.module if isinstance(model, DistributedDataParallel) else model
         self._forward_hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
         # evaluation takes no gradients; Lightning switches the mode of the inner model alone
         inner = self.inner_model or module
         if inner.training and torch.is_grad_enabled():
-            self.listener.forward_begins(samples_of((args, kwargs)))
+            first = args[0] if args else kwargs
+            self.listener.forward_begins(samples_of(first) or samples_of((args, kwargs)))
         else:
             self.listener.evaluating()
 
@@ -247,10 +243,10 @@ def _module_of(owned: set[Tensor]) -> nn.Module | None:
 
 def samples_of(value: Any) -> int:
     """Return the first dimension of the first tensor in the arguments of a forward pass; 0: none."""
-    for tensor in _tensors(value):
-        if tensor.dim() > 0:
-            return len(tensor)
-    return 0
+    # without a search through what holds it: at every step of most models
+    if isinstance(value, Tensor) and value.dim() > 0:
+        return len(value)
+    return next((len(tensor) for tensor in _tensors(value) if tensor.dim() > 0), 0)
 
 
 def bytes_in(value: Any) -> int:

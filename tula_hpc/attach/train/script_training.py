@@ -258,8 +258,10 @@ class ScriptTraining(Mode):
 
     def gradients_ready(self) -> None:
         """See `Listener`."""
+        if self.scaling is None:
+            return
         optimizer, model = self.hooks.optimizer, self.hooks.inner_model
-        if self.scaling is not None and optimizer is not None and model is not None:
+        if optimizer is not None and model is not None:
             epochs_seen = self.progress.epoch + self._epoch_share
             self.scaling.gradients_ready(optimizer, model, epochs_seen)
 
