@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tula_hpc.env import begin_process
-from tula_hpc.errors import InputError, TulaError
+from tula_hpc.errors import FolderGoneError, InputError, TulaError
 from tula_hpc.files import NO_SPACE, drop_output, full_disk, in_words
 from tula_hpc.python_path import missing_library
 
@@ -71,8 +71,7 @@ def exit_code_of(
         sys.stderr.write(f"{words}\n")
         return 2
     except TulaError as error:
-        again = TRY_AGAIN_ON_A_RUN if hasattr(options, "run_dir") else TRY_AGAIN
-        sys.stderr.write(f"{error}\n{again}\n")
+        sys.stderr.write(f"{error}\n{_what_to_do(error, options)}")
         return 1
     except BrokenPipeError:
         drop_output()
@@ -89,6 +88,14 @@ def exit_code_of(
         if interrupted:
             sys.stderr.write(f"\n{interrupted}\n")
         return 130
+
+
+def _what_to_do(error: TulaError, options: argparse.Namespace) -> str:
+    if isinstance(error, FolderGoneError):
+        # nothing is kept, and the error says so
+        return ""
+    again = TRY_AGAIN_ON_A_RUN if hasattr(options, "run_dir") else TRY_AGAIN
+    return f"{again}\n"
 
 
 def _full_folder(options: argparse.Namespace) -> str:

@@ -13,6 +13,7 @@
     │   ├── PreemptedError      the job had to make room for others
     │   ├── DeviceError         a device of a node, or its driver, is broken
     │   ├── StorageError        a file cannot be written: no space, no quota, or no right
+    │   │   └── FolderGoneError     because its folder was deleted: nothing is left to go on from
     │   ├── NotEnoughDataError  too few measurements to fit a model
     │   ├── DivergedError       the loss is not finite
     │   └── InfeasibleError     no candidate satisfies memory and the constraints
@@ -162,6 +163,10 @@ class StorageError(StageError):
     """A file cannot be written; nothing half-written is left."""
 
     failure = Failure.NO_SPACE
+
+
+class FolderGoneError(StorageError):
+    """The folder of a file was deleted, with all that was in it."""
 
 
 class NotEnoughDataError(StageError):

@@ -16,7 +16,7 @@ from pathlib import Path
 from tula_hpc.analysis.report.output import exit_code_of
 from tula_hpc.command_errors import CommandParser
 from tula_hpc.errors import RunDirectoryError
-from tula_hpc.files import MEASUREMENTS_GONE, no_folder_of_a_run, write_out
+from tula_hpc.files import no_folder_of_a_run, write_out
 from tula_hpc.formatting import printable_output
 from tula_hpc.records import RunDirectory
 
@@ -92,10 +92,6 @@ def _write(runs: Sequence[RunDirectory], folder: Path | None, *, as_json: bool) 
 def _write_run(run: RunDirectory) -> list[Path]:
     from tula_hpc.analysis.report.page import write_report
 
-    is_measured = any(run.profile.glob("*.jsonl"))
-    if run.has_trained() and not is_measured:
-        # a page that knew them is not replaced
-        raise RunDirectoryError(MEASUREMENTS_GONE, source=run.profile)
     for words in run.damage():
         print(f"warning: {words}", file=sys.stderr)
     paths = write_report(run)
@@ -107,7 +103,7 @@ def _write_run(run: RunDirectory) -> list[Path]:
         if run.has_trained():
             words = "is missing, and so from the report; the command of the sweep makes it again"
             print(f"{run.plan_file}: {words}", file=sys.stderr)
-    if not is_measured:
+    if not any(run.profile.glob("*.jsonl")):
         print("nothing is measured yet: the report tells no more than that", file=sys.stderr)
     return paths
 

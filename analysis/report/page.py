@@ -33,7 +33,8 @@ from tula_hpc.analysis.report.tables import (
 from tula_hpc.analysis.report.text import assumptions, doubts, grouped, how_measured
 from tula_hpc.analysis.run_contents import RunContents, read_run
 from tula_hpc.analysis.what_if import what_if
-from tula_hpc.files import loaded_elsewhere
+from tula_hpc.errors import RunDirectoryError
+from tula_hpc.files import MEASUREMENTS_GONE, loaded_elsewhere
 from tula_hpc.formatting import plural
 from tula_hpc.records import Event, RunDirectory
 
@@ -59,9 +60,12 @@ def write_report(run: RunDirectory) -> list[Path]:
         The files, report.html first.
 
     Raises:
-        RunDirectoryError: There is no such directory, or it holds no run.
+        RunDirectoryError: There is no such directory, it holds no run, or it has trained and the
+            measurements are gone: a report that knew them is not replaced.
         OSError: The folder cannot be written.
     """
+    if run.has_trained() and not any(run.profile.glob("*.jsonl")):
+        raise RunDirectoryError(MEASUREMENTS_GONE, source=run.profile)
     # matplotlib takes half a second; the tables do without
     with loaded_elsewhere():
         from tula_hpc.analysis.figures.all import DECIDING, FIGURES, draw_all

@@ -142,7 +142,7 @@ def test_a_metric_of_a_script_that_matches_nothing_is_named(tmp_path: Path, monk
         append_record(files.metrics_file, row.model_copy(update={"epoch": epoch, "test_accuracy": accuracy}))
         tick(JobsNow(1, "1 running"))
     assert [len(notes) for notes in told] == [0, 1, 0]
-    assert told[1][0].startswith("workload.metric has matched no line of the script's output so far: ")
+    assert told[1][0].startswith("workload.metric matches no line of the script's output, ")
 
 
 def test_killed_again_and_again_at_the_same_place_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

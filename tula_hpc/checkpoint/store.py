@@ -257,7 +257,9 @@ def load_model(place: str | Path) -> dict[str, Any]:
         folder = folder / "train" / "main" / "checkpoints"
         loaded = CheckpointStore(folder).load_latest()
         if loaded is None:
-            raise CheckpointError(f"{folder}: has no checkpoint")
+            if not Path(place).exists():
+                raise CheckpointError(f"{place}: no such run directory or checkpoint")
+            raise CheckpointError(f"{folder}: has no checkpoint; the run has trained no model yet")
         state = loaded.state
     if not isinstance(model := state.get("model"), dict):
         raise CheckpointError(f"{folder}: holds no model; a script loads what it keeps by itself")

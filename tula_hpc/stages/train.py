@@ -200,7 +200,11 @@ def report_deletion(files: TrainDirectory) -> str:
 
 def _failure_of(events: JobEvents, end: Ended) -> JobFailure:
     own = events.own_failure
-    detail = own.detail if own else telling_line(end.log_tail)
+    detail = telling_line(end.log_tail)
+    if own:
+        detail = own.detail
+    elif end.failure is Failure.CANCELLED:
+        detail = "by scancel or an operator"
     stop = own.stop if own else None
     if events.memory_failure:
         kind = events.memory_failure
@@ -375,7 +379,10 @@ def unmatched_metric(sweep: Sweep, metrics: Metrics) -> str:
     if not work.is_script or work.metric is None or any(score != (None, None) for score in scores):
         return ""
     output = sweep.run.train().root / "script" / "rank-0.log"
-    return f"workload.metric has matched no line of the script's output so far: {output}"
+    return (
+        f"workload.metric matches no line of the script's output, {output}: scores are unknown; "
+        "correct it, in a new --run-dir"
+    )
 
 
 def _notes(sweep: Sweep) -> Iterator[str]:
