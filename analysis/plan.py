@@ -185,8 +185,7 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
     refuse_several(run, read.records)
     footprints = run.footprints(cluster.part_names())
     trained = Trained(read_metrics(run.train().metrics_file), run.events())
-    if not read.records and run.has_trained():
-        raise RunDirectoryError(MEASUREMENTS_GONE, source=run.profile)
+    refuse_lost_measurements(run, read.records)
     try:
         plan = make_plan(
             sweep,
@@ -301,6 +300,16 @@ def lost_inputs(run: RunDirectory) -> str:
     except InputError as error:
         return f"{str(error).splitlines()[0]}; {PUT_BACK}" if run.has_results() else ""
     return ""
+
+
+def refuse_lost_measurements(run: RunDirectory, measured: Sequence[Measurement]) -> None:
+    """Refuse a run that has trained and lost its measurements: nothing is measured there again.
+
+    Raises:
+        RunDirectoryError: It is one.
+    """
+    if not measured and run.has_trained():
+        raise RunDirectoryError(MEASUREMENTS_GONE, source=run.profile)
 
 
 def _as_text(

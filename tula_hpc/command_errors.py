@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tula_hpc.env import begin_process
-from tula_hpc.errors import FolderGoneError, InputError, TulaError
+from tula_hpc.errors import InputError, StorageError, TulaError
 from tula_hpc.files import NO_SPACE, drop_output, full_disk, in_words
 from tula_hpc.python_path import missing_library
 
@@ -91,7 +91,7 @@ def exit_code_of(
 
 
 def _what_to_do(error: TulaError, options: argparse.Namespace) -> str:
-    if isinstance(error, FolderGoneError):
+    if isinstance(error, StorageError) and error.is_folder_gone:
         # nothing is kept, and the error says so
         return ""
     again = TRY_AGAIN_ON_A_RUN if hasattr(options, "run_dir") else TRY_AGAIN

@@ -13,7 +13,6 @@
     │   ├── PreemptedError      the job had to make room for others
     │   ├── DeviceError         a device of a node, or its driver, is broken
     │   ├── StorageError        a file cannot be written: no space, no quota, or no right
-    │   │   └── FolderGoneError     because its folder was deleted: nothing is left to go on from
     │   ├── NotEnoughDataError  too few measurements to fit a model
     │   ├── DivergedError       the loss is not finite
     │   └── InfeasibleError     no candidate satisfies memory and the constraints
@@ -160,13 +159,18 @@ class DeviceError(StageError):
 
 
 class StorageError(StageError):
-    """A file cannot be written; nothing half-written is left."""
+    """A file cannot be written; nothing half-written is left.
+
+    Args:
+        message: The file or folder, and the reason.
+        is_folder_gone: The folder was deleted, with all that was in it.
+    """
 
     failure = Failure.NO_SPACE
 
-
-class FolderGoneError(StorageError):
-    """The folder of a file was deleted, with all that was in it."""
+    def __init__(self, message: str, *, is_folder_gone: bool = False) -> None:
+        self.is_folder_gone = is_folder_gone
+        super().__init__(message)
 
 
 class NotEnoughDataError(StageError):

@@ -71,8 +71,6 @@ from tula_hpc.process_memory import out_of_memory
 # items of each set that a job tries, and that a command tries before
 TRIED_BY_JOBS = 2
 TRIED_BEFORE = 8
-# where a module parses a command line or ends, which importing it must not do
-_ONLY_AS_SCRIPT = 'below `if __name__ == "__main__":`'
 _MODEL_KEY = "workload.model"
 _DATASET_KEY = "workload.dataset"
 # modules that call the user's code: an error is traced to the code that they call
@@ -388,7 +386,7 @@ def _load(key: str, name: str) -> Callable[..., Any]:
             raise
         words = f"{name}: {module_name} cannot be imported: {told(error)}"
         if isinstance(error, SystemExit):
-            words += f"; put what only a script does {_ONLY_AS_SCRIPT}"
+            words += '; put what only a script does below `if __name__ == "__main__":`'
         raise InputError(words, key=key) from error
     function = getattr(module, function_name, None)
     if function is None:

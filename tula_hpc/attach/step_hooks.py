@@ -110,6 +110,7 @@ class Hooks:
         if self._forward_hook is not None:
             self._forward_hook.remove()
         self.model = model
+        # kept, as it is asked for several times at every step
         self.inner_model = model.module if isinstance(model, DistributedDataParallel) else model
         self._forward_hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 

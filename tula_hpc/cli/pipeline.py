@@ -310,7 +310,6 @@ def _warn_of_scores(sweep: Sweep, metrics: Metrics) -> None:
 
     if words := unmatched_metric(sweep, metrics):
         print(f"warning: {words}")
-
     if why := learned_nothing(metrics, sweep.spec.workload):
         print(f"warning: {why}; {SMALLER_STEPS}")
 

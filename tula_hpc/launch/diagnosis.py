@@ -19,6 +19,8 @@ from tula_hpc.env import RUN_MARK
 from tula_hpc.errors import Failure, error_for
 from tula_hpc.launch.slurm import JobState, StepState
 
+# what Slurm calls cancelled
+BY_HAND = "by scancel or an operator"
 # characters of a log's line that is shown
 MOST_WORDS = 500
 

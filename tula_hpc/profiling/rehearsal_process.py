@@ -204,12 +204,12 @@ def _worlds(sweep: SweepSpec, cluster: ClusterSpec) -> list[int]:
 def _one_sample(sweep: SweepSpec, cluster: ClusterSpec) -> OneSample | None:
     worlds = _worlds(sweep, cluster)
     if sweep.study is None:
-        key, smallest = "search.min_batch", sweep.search.min_batch
+        key = "search.min_batch"
         # local batches are powers of two: one sample is the smallest of a large enough cluster
-        asked = [world for world in worlds if smallest <= world <= sweep.search.max_batch]
+        asked = [w for w in worlds if sweep.search.min_batch <= w <= sweep.search.max_batch]
     else:
         key = "study.batches"
-        asked = [world for world in worlds if world in sweep.study.batches]
+        asked = [w for w in worlds if w in sweep.study.batches]
     return OneSample(max(asked), key) if asked else None
 
 

@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from tula_hpc.errors import FolderGoneError, RunDirectoryError, StorageError
+from tula_hpc.errors import RunDirectoryError, StorageError
 from tula_hpc.files import in_words, open_regular, read_bounded
 
 MAX_LINE_BYTES = 4_000_000
@@ -328,7 +328,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def _unwritten(path: Path, error: OSError) -> StorageError:
     if isinstance(error, FileNotFoundError) and not path.parent.exists():
         lost = "is gone, with all that was in it: somebody has deleted or moved it"
-        return FolderGoneError(f"{path.parent}: {lost}; the same command begins anew")
+        message = f"{path.parent}: {lost}; the same command begins anew"
+        return StorageError(message, is_folder_gone=True)
     return StorageError(f"{path}: cannot be written: {in_words(error)}")
 
 

@@ -22,7 +22,7 @@ from tula_hpc.formatting import (
     printable_output,
     with_own_escapes,
 )
-from tula_hpc.launch.diagnosis import telling_line, without_chatter
+from tula_hpc.launch.diagnosis import BY_HAND, telling_line, without_chatter
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.launcher import Ended, Launcher
 from tula_hpc.records import Configuration, Measurement, RunDirectory, Submission
@@ -293,6 +293,6 @@ def describe_failures(failures: Sequence[Ended]) -> str:
     if first.failure.is_the_users:
         return f"{line}{log}"
     if first.failure is Failure.CANCELLED:
-        return f"job {first.job.job_id} was cancelled, by scancel or an operator{log}"
+        return f"job {first.job.job_id} was cancelled, {BY_HAND}{log}"
     name = first.failure.value.replace("_", " ")
     return f"{name} in job {first.job.job_id}\n{without_chatter(first.log_tail) or line}{log}"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from tula_hpc.analysis.plan import lost_inputs
+from tula_hpc.analysis.plan import lost_inputs, refuse_lost_measurements
 from tula_hpc.config import SweepSpec
 from tula_hpc.errors import InfeasibleError, RunDirectoryError, StageError
-from tula_hpc.files import MEASUREMENTS_GONE
 from tula_hpc.formatting import command_line
 from tula_hpc.records import Plan, RunDirectory, refuse_several, write_plan
 from tula_hpc.stages.context import Sweep
@@ -30,8 +29,7 @@ def plan_stage(sweep: Sweep) -> Plan:
     if is_plan_lost(sweep.run):
         sys.stderr.write(f"{sweep.run.plan_file}: {MADE_AGAIN}\n")
     measured = sweep.run.measurements()
-    if not measured.records and sweep.run.has_trained():
-        raise RunDirectoryError(MEASUREMENTS_GONE, source=sweep.run.profile)
+    refuse_lost_measurements(sweep.run, measured.records)
     refuse_several(sweep.run, measured.records)
     footprints = sweep.run.footprints(sweep.cluster.part_names())
     try:

@@ -17,7 +17,7 @@ from tula_hpc.analysis.drift import describe_drift
 from tula_hpc.env import unix_time
 from tula_hpc.errors import Failure, StageError
 from tula_hpc.formatting import format_duration, format_score, plural
-from tula_hpc.launch.diagnosis import telling_line
+from tula_hpc.launch.diagnosis import BY_HAND, telling_line
 from tula_hpc.launch.job_specs import TrainJob, in_passes
 from tula_hpc.launch.launcher import Ended, JobsNow
 from tula_hpc.records import (
@@ -107,7 +107,7 @@ def _see_to(
 
 
 def _lost(sweep: Sweep) -> list[str]:
-    if not starts_over(sweep):
+    if not _starts_over(sweep):
         return []
     return [
         "This training then begins from the start: its script keeps nothing by tula.keep, and has "
@@ -115,7 +115,7 @@ def _lost(sweep: Sweep) -> list[str]:
     ]
 
 
-def starts_over(sweep: Sweep) -> bool:
+def _starts_over(sweep: Sweep) -> bool:
     """Tell whether the plan's training, stopped now, would have nothing to go on from."""
     work = sweep.spec.workload
     can_resume = not work.is_script or bool(work.resume_arguments)
@@ -204,7 +204,7 @@ def _failure_of(events: JobEvents, end: Ended) -> JobFailure:
     if own:
         detail = own.detail
     elif end.failure is Failure.CANCELLED:
-        detail = "by scancel or an operator"
+        detail = BY_HAND
     stop = own.stop if own else None
     if events.memory_failure:
         kind = events.memory_failure
@@ -309,7 +309,7 @@ def _below_failed(candidate: Candidate, failed: Sequence[Measurement]) -> Candid
 
 def _submit_training(sweep: Sweep, candidate: Candidate, tick: Callable[[JobsNow], None]) -> None:
     files = sweep.run.make_train()
-    if starts_over(sweep):
+    if _starts_over(sweep):
         put_aside(files.metrics_file)
     there, at = sweep.on(candidate.partition), candidate.configuration
     spec = in_passes(sweep.spec, candidate.accumulation)

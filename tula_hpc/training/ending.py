@@ -12,6 +12,7 @@ from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.env import WorkerEnvironment, slurm_job_id, unix_time
 from tula_hpc.errors import Failure, StageError
 from tula_hpc.launch import slurm
+from tula_hpc.launch.diagnosis import BY_HAND
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.profiling import record
 from tula_hpc.records import RunDirectory, TrainResult, write_atomically
@@ -116,7 +117,7 @@ def _requeue(training: Leaving, saved: str) -> str:
         leaving = slurm.leaving(job_id)
     if training.any(leaving is slurm.Leaving.CANCELLED):
         if training.is_main:
-            training.log_event("failed", f"by scancel or an operator; {saved}")
+            training.log_event("failed", f"{BY_HAND}; {saved}")
         return "cancelled"
     if training.any(leaving is slurm.Leaving.PREEMPTED):
         # Slurm requeues it by itself, or has ended it: then the command submits another job

@@ -2,10 +2,10 @@
 
 The script asks for its epochs and batches here (`tula.epochs`, `tula.batches` of
 `attach/__init__.py`, which do nothing without tula_hpc around them). `loaders.py` leads a loader to
-its next batch: samples already seen are left out. When it comes for
-the next batch, the batch before is done: there all workers agree to save or to stop, unless
-gradients are being accumulated over batches. A checkpoint has the kept states, from rank 0, and
-every worker's random numbers.
+its next batch: samples already seen are left out. When the script comes for the next batch, the
+batch before is done: there all workers agree to save or to stop, unless gradients are being
+accumulated over batches. A checkpoint has the kept states, from rank 0, and every worker's random
+numbers.
 """
 
 from __future__ import annotations
