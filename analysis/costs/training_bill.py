@@ -24,7 +24,7 @@ from tula_hpc.analysis.costs.usage import actual_use
 from tula_hpc.records import Candidate, EpochMetrics, Event, JobAccount, TrainResult
 
 # of the whole time as expected: a part that differs by less moves nobody's plans
-NOTEWORTHY_SHARE = 0.01
+NOTEWORTHY_SHARE = 0.05
 
 
 class Verdict(StrEnum):
@@ -87,13 +87,16 @@ class TrainingBill(NamedTuple):
 
     def parts_off(self) -> list[TimePart]:
         """Return the parts outside their intervals that matter to the whole, the largest first."""
-        least_s = NOTEWORTHY_SHARE * self.whole.expected
         off = []
         for part, seconds in self.parts.items():
             outside = seconds.verdict in (Verdict.MORE, Verdict.LESS)
-            if outside and abs(seconds.excess) >= least_s:
+            if outside and self.has_felt(part):
                 off.append(part)
         return sorted(off, key=lambda part: -abs(self.parts[part].excess))
+
+    def has_felt(self, part: TimePart) -> bool:
+        """Return whether a part made a noteworthy difference to the whole."""
+        return abs(self.parts[part].excess) >= NOTEWORTHY_SHARE * self.whole.expected
 
     def most_of_it(self) -> TimePart | None:
         """Return the part that moved the whole most, where that is outside of its interval."""

@@ -88,13 +88,19 @@ def bill_sentences(
 def steps_off(
     plan: Plan | None, events: Iterable[Event], training: Training, name: str = "the training"
 ) -> Iterator[str]:
-    """Yield a sentence on steps outside of the plan's interval: how far, and the likely cause."""
+    """Yield a sentence on steps outside of the plan's interval: how far, and the likely cause.
+
+    Nothing, where the whole training hardly felt it.
+    """
     promised = candidate_of(plan, training) if plan else None
     took_s = training.epoch_time_s
     if promised is None or took_s is None:
         return
     expected = predicted(promised, "epoch_time_s")
     if expected.low == expected.high or expected.low <= took_s <= expected.high:
+        return
+    bill = bill_of(plan, events, training)
+    if bill is not None and TimePart.STEPS in bill.parts and not bill.has_felt(TimePart.STEPS):
         return
     ends = (expected.low, expected.high)
     low, high = (duration_within(end, *ends, took_s) for end in ends)

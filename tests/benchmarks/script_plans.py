@@ -24,7 +24,7 @@ from tula_hpc.records import RunDirectory, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "tests" / "attach" / "scripts"
-ROUNDS = 3
+ROUNDS = 6
 EPOCHS, STEPS, BATCH = 4, 96, 32
 LIMIT = 0.05
 # arguments that make a step take 20 to 100 ms
@@ -32,8 +32,8 @@ CASES = {
     "plain.py": ("--width", "40000"),
     "like_built_in.py": (),
     "on_trainer.py": ("--width", "192"),
-    "on_lightning.py": ("--width", "2000"),
-    "on_accelerate.py": (),
+    "on_lightning.py": ("--width", "20000"),
+    "on_accelerate.py": ("--width", "40000"),
     "on_timm.py": (),
 }
 SWEEP = """

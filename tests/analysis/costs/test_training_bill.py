@@ -167,12 +167,15 @@ def test_steps_off_the_plan_are_told_with_their_likely_cause(epoch_s: float, dri
     chosen = promised(epoch_time_s=10.0, interval_90={"epoch_time_s": (9.0, 12.0)})
     line = dict.fromkeys(EpochMetrics.model_fields, 1) | {"kind": "epoch", "epoch_time_s": epoch_s}
     line |= {"global_batch": WHERE.global_batch}
-    training = Training("main", Metrics([], [EpochMetrics.model_validate(line)], 0), result())
+    metrics = Metrics([], [EpochMetrics.model_validate(line)], 0)
+    training = Training("main", metrics, result(train_time_s=10 * epoch_s))
     data = {"label": "main", "ratio": 2.0, "part": "loader"}
     events = [event(name, at).model_copy(update={"data": data}) for at, name in enumerate(drifts)]
     found = " ".join(steps_off(plan([chosen, chosen]), events, training))
     assert found.endswith(said)
     assert found.startswith("The steps of the training were ") == bool(said)
+    hardly_felt = training._replace(result=result(train_time_s=103.0))
+    assert not list(steps_off(plan([chosen, chosen]), events, hardly_felt))
 
 
 @given(st.lists(st.floats(0.0, 1e6), max_size=3), st.floats(0.0, 1e6), st.integers(0, 3))

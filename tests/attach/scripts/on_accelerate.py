@@ -1,6 +1,6 @@
 """accelerate in a plain loop; kept by three lines where tula_hpc is around it.
 
-on_accelerate.py --batch-size 8 --epochs 2 [--samples 128] [--accumulate 2] [--seedable] [--log FOLDER]
+on_accelerate.py --batch-size 8 --epochs 2 [--samples 128] [--accumulate 2] [--seedable] [--width 32] [--log FOLDER]
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--seedable", action="store_true")
+    parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--log", type=Path, default=Path("log"))
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -31,7 +32,8 @@ def main() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=options.accumulate, dataloader_config=loading)
     set_seed(0)
     data = TensorDataset(torch.randn(options.samples, 16), torch.randint(0, 4, (options.samples,)))
-    model: nn.Module = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 4))
+    width = options.width
+    model: nn.Module = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.5)
     loader = DataLoader(data, options.batch_size, shuffle=True)

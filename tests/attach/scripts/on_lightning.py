@@ -37,7 +37,9 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc] # no types ar
     def __init__(self, log_file: Any, by_hand: bool, pause_s: float, width: int) -> None:
         super().__init__()
         self.log_file, self.automatic_optimization, self.pause_s = log_file, not by_hand, pause_s
-        self.layers = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 4))
+        self.layers = nn.Sequential(
+            nn.Linear(16, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 4)
+        )
 
     def forward(self, inputs: Tensor) -> Any:
         return self.layers(inputs)
