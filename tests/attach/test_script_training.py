@@ -120,6 +120,15 @@ def test_a_script_trains_and_its_output_tells_the_scores(tmp_path: Path) -> None
     assert 0.6 * result.train_time_s < sum(row.step_time_s for row in metrics.steps) < 1.1 * result.train_time_s
 
 
+def test_memory_that_a_step_frees_is_kept_for_the_next_as_in_its_profile(tmp_path: Path) -> None:
+    workload = {**OWN, "script": SCRIPTS / "page_faults.py", "epochs": 1, "metric": r"faults (?P<test_loss>[\d.]+)"}
+    run, ended = train(tmp_path / "run", {**workload, "samples": 256})
+    faults = result_of(run, ended).test_loss
+    assert faults is not None
+    # hundreds where the C library gives pages of activations and gradients back
+    assert faults < 100
+
+
 @pytest.mark.parametrize("handler", [False, True])
 def test_stopped_it_goes_on_by_its_own_arguments(tmp_path: Path, handler: bool) -> None:
     workload = {**OWN, "resume_arguments": ["--resume", "checkpoints/last.pt"]}

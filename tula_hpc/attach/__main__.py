@@ -167,6 +167,7 @@ def _look(
             home=Path.cwd(),
             said=folder / "said",
             parent=os.getpid(),
+            device=device,
             settings=settings.model_dump(mode="json"),
         )
         log = folder / "rank-0.log"

@@ -21,7 +21,7 @@ from tula_hpc.attach.step_hooks import Hooks, Listener
 from tula_hpc.ddp.device_errors import broken_device
 from tula_hpc.errors import DeviceError, Failure, MeetingError, TulaError
 from tula_hpc.launch.diagnosis import lost_a_peer
-from tula_hpc.process_memory import out_of_memory
+from tula_hpc.process_memory import keep_freed, out_of_memory
 from tula_hpc.records import parse_record, write_atomically
 from tula_hpc.records.base import Record
 from tula_hpc.user_code import told
@@ -46,6 +46,8 @@ class ChildSpec(Record):
     parent: int
     rank: int = 0
     world_size: int = 1
+    # of the cluster
+    device: Literal["cpu", "cuda"] = "cpu"
     # see `config.WorkloadSpec`
     counted_model: str | None = None
     # of the mode
@@ -139,6 +141,8 @@ class Mode(Listener):
 
     def begin(self) -> None:
         """Watch from now on; called before the script runs, in the main thread."""
+        if self.spec.device == "cpu":
+            keep_freed()
         self.hooks.install()
 
     def ended(self, code: int) -> Said:

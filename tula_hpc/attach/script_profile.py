@@ -28,7 +28,6 @@ import torch
 from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
 
-from tula_hpc import process_memory
 from tula_hpc.attach import was_kept
 from tula_hpc.attach.measured_steps import MeasuredSteps, between_epochs_s, captured
 from tula_hpc.attach.reporting import ChildSpec, Said, leave
@@ -86,11 +85,9 @@ class ScriptProfile(MeasuredSteps):
 
     def begin(self) -> None:
         """Watch from now on; memory that is in use by now is not the script's."""
-        if self.settings.cluster.device == "cpu":
-            process_memory.keep_freed()
+        super().begin()
         self.suspensions.install()
         self.memory = MemoryMeter(self.settings.cluster)
-        super().begin()
 
     def begins_anew(self) -> None:
         """Measure the larger model from its first step on."""

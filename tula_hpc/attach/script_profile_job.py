@@ -148,6 +148,7 @@ class Session:
                 parent=os.getpid(),
                 rank=place.rank,
                 world_size=place.world_size,
+                device=self.job.cluster.device,
                 counted_model=work.counted_model,
                 settings=self._settings(configuration, place),
             )

@@ -1,6 +1,6 @@
 """Progress of a training; saving and stopping between two steps, and resuming.
 
-All this is the same whoever takes the steps.
+All this is the same whoever takes the steps. `interval.py` tells when a checkpoint is written.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ law, by which AGS multiplies a gradient or an update in each step, and the file 
     ratio   = (√ŝ / (√l̂ + ε))^exponent                norm_ratio.py; by element: element_ratio, here
     ŝ, l̂    = averages of ‖g_small‖², ‖g_large‖²      NormRatios in norm_ratio.py: summed over a
               with decay `smoothing`                  tensor, a layer or the model; spike guard
-    ŝ'      = l̂ + stretch·max(ŝ − l̂, 0)               at another reference batch than b_small, as
-    stretch = (1/b_ref − 1/b_large)                   `small_batch_shrink` asks for: Estimates, here,
-              / (1/b_small − 1/b_large)               and ReferenceBatch in ddp/methods.py
+    ŝ'      = l̂ + stretch·max(ŝ − l̂, 0)               NormRatios, too; at another batch b_ref than
+    stretch = (1/b_ref − 1/b_large)                   b_small, as `small_batch_shrink` asks for:
+              / (1/b_small − 1/b_large)               Estimates, here; ddp/methods.py
     w       = gate(Δ(G))·min(1, steps/scale_warmup)   Sensitivity in gate.py; _warm_share in
                                                       optimizer.py
 

@@ -239,6 +239,7 @@ class ScriptJob:
             parent=os.getpid(),
             rank=self.place.rank,
             world_size=self.place.world_size,
+            device=self.job.cluster.device,
             counted_model=self.job.sweep.workload.counted_model,
             settings=self._settings(start),
         )
