@@ -109,6 +109,23 @@ def test_an_epoch_takes_its_steps_and_waits_but_no_evaluation(tmp_path: Path, cl
     assert second.epoch_time_s == pytest.approx(4 * (STEP_S + WAIT_S))
 
 
+def test_what_a_loader_takes_is_waiting_and_the_rest_of_a_gap_is_not(tmp_path: Path, clock: Clock) -> None:
+    told = Told(tmp_path, clock, samples=4 * 8)
+    told.step()
+    # of an evaluation
+    told.training.batch_loaded(None, None, 50.0)
+    told.training.evaluating()
+    for _ in range(3):
+        told.training.batch_loaded(None, None, 0.0625)
+        told.training.batch_loaded(None, None, 0.0625)
+        told.step(parts=2)
+    first, second = told.metrics().steps
+    assert (first.step, second.step) == (3, 4)
+    assert first.data_time_s == pytest.approx(2 * 0.125 / 3)
+    assert second.data_time_s == pytest.approx(0.125)
+    assert second.step_time_s == pytest.approx(STEP_S + WAIT_S)
+
+
 def test_what_an_epoch_does_beside_its_steps_stands_in_its_line(tmp_path: Path, clock: Clock) -> None:
     told = Told(tmp_path, clock, samples=16)
     for _ in range(2):

@@ -112,7 +112,7 @@ class ScriptProgress(Progress):
         self.batches = 0
 
 
-class Waits:
+class Gaps:
     """Times from the end of a step to the next forward pass."""
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class ScriptTraining(Mode):
             spec.world_size,
         )
         self.window = StepWindow()
-        self.waits = Waits()
+        self.gaps = Gaps()
         self._agreed: Agreed | None = None
         self._peers: Peers
         # of this step, on this worker
@@ -174,7 +174,9 @@ class ScriptTraining(Mode):
         self._paused_s = 0.0
         # an epoch's line is written, and the time until the next one is not known
         self._is_between = False
-        self._began = self._waited_s = 0.0
+        self._began = 0.0
+        # in which the batches of this step were waited for; None: none came from torch's loader
+        self._loading_s: float | None = None
         self._reported: dict[str, float] = {}
         # the last step of which an epoch's line tells
         self._written = 0
@@ -235,6 +237,7 @@ class ScriptTraining(Mode):
     def batch_loaded(self, loader: object, batch: object, waited_s: float) -> None:
         """See `Listener`."""
         self.give_sign()
+        self._loading_s = (self._loading_s or 0.0) + waited_s
 
     def forward_begins(self, samples: int) -> None:
         """See `Listener`."""
@@ -245,16 +248,17 @@ class ScriptTraining(Mode):
             return
         self.is_open = True
         now = time.perf_counter()
-        # after a pause the batch may have been waited for as long as others, which is not seen
-        waited_s = self.waits.mean_s
+        # after a pause the gap may have been as long as others, which is not seen
+        gap_s = self.gaps.mean_s
         if self._ended is not None:
-            waited_s = now - self._ended
-            self.waits.add(waited_s)
+            gap_s = now - self._ended
+            self.gaps.add(gap_s)
         elif self._stepped_at is not None:
             self._count_pause(now - self._stepped_at)
-        self._began = now - waited_s
-        self._waited_s = waited_s
-        self.window.waited_s += waited_s
+        self._began = now - gap_s
+        if self._loading_s is None:
+            # a script that loads in its own way
+            self._loading_s = gap_s
 
     def gradients_ready(self) -> None:
         """See `Listener`."""
@@ -325,18 +329,20 @@ class ScriptTraining(Mode):
         progress.count_step(samples)
 
     def _count_time(self, now: float) -> None:
+        waited_s, self._loading_s = self._loading_s or 0.0, None
         # a step with a suspension says nothing about the time of steps
         if self.is_open and not self.suspensions.take():
             self.progress.epoch_steps += 1
             self.progress.epoch_time_s += now - self._began
             self.window.add(seconds=now - self._began)
+            self.window.waited_s += waited_s
             if self.drift is not None:
-                self.drift.count(now - self._began, self._waited_s)
+                self.drift.count(now - self._began, waited_s)
         self._ended = self._stepped_at = now
 
     def pause(self) -> None:
         """Count the time up to the next forward pass as no training's."""
-        self._ended = None
+        self._ended = self._loading_s = None
 
     def leave_out(self, seconds: float) -> None:
         """Count a checkpoint in a pause as none of the script's own time."""
