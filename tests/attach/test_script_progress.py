@@ -109,6 +109,13 @@ def test_an_epoch_takes_its_steps_and_waits_but_no_evaluation(tmp_path: Path, cl
     assert second.epoch_time_s == pytest.approx(4 * (STEP_S + WAIT_S))
 
 
+def test_passes_without_gradients_at_every_step_are_a_part_of_it(tmp_path: Path, clock: Clock) -> None:
+    told = Told(tmp_path, clock, samples=30 * 8)
+    for _ in range(30):
+        told.step(evaluated_s=2.0)
+    assert told.metrics().steps[-1].step_time_s == pytest.approx(STEP_S + WAIT_S + 2.0)
+
+
 def test_what_a_loader_takes_is_waiting_and_the_rest_of_a_gap_is_not(tmp_path: Path, clock: Clock) -> None:
     told = Told(tmp_path, clock, samples=4 * 8)
     told.step()

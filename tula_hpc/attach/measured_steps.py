@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from tula_hpc.attach.reporting import ChildSpec, Mode
-from tula_hpc.attach.step_hooks import bytes_in
+from tula_hpc.attach.step_hooks import Apart, bytes_in
 from tula_hpc.attach.train.peers import Peers
 from tula_hpc.ddp.process_group import PROFILE_COLLECTIVE_TIMEOUT
 from tula_hpc.env import WorkerEnvironment
@@ -64,10 +64,9 @@ class MeasuredSteps(Mode):
         self._rates: list[Any] | None = None
         self._updating_since = 0.0
         self._ended_at = 0.0
-        # since the last step: a batch was waited for; something was done that is none of training
+        # since the last step a batch was waited for
         self._loaded = False
-        self._apart = False
-        self._steps_apart = 0
+        self._apart = Apart()
         # before which step each was, and its seconds
         self.pauses: list[tuple[int, float]] = []
         self._mark = self.waits.mark()
@@ -76,11 +75,11 @@ class MeasuredSteps(Mode):
 
     def loading_begins(self, loader: object) -> None:
         """Note that an epoch begins, or an evaluation."""
-        self._apart = self.steps > 0
+        self._apart.note()
 
     def evaluating(self) -> None:
         """Note an evaluation's pass."""
-        self._apart = self.steps > 0
+        self._apart.note()
 
     def batch_wanted(self) -> None:
         """Note that the device's queue is not filled from now on."""
@@ -132,7 +131,7 @@ class MeasuredSteps(Mode):
         if self.steps:
             self.step_forwards[self._forwards] += 1
         self._forwards = 0
-        self._apart = self._loaded = False
+        self._loaded = False
         # for a script that loads in its own way
         self.waits.launched()
         self._mark = self.waits.mark()
@@ -148,7 +147,8 @@ class MeasuredSteps(Mode):
         super().begins_anew()
         self.forward_samples.clear()
         self.step_forwards.clear()
-        self._steps_apart = self._forwards = 0
+        self._forwards = 0
+        self._apart = Apart()
         self.pauses.clear()
 
     def after_step(self) -> None:
@@ -159,10 +159,7 @@ class MeasuredSteps(Mode):
         return self.hooks.optimizer.param_groups if self.hooks.optimizer else []
 
     def _end_of_pause(self) -> None:
-        if self._apart:
-            self._steps_apart += 1
-        # what comes with most steps is a part of them
-        if self._apart and 2 * self._steps_apart < self.steps:
+        if self._apart.is_pause(self.steps):
             self.synchronize_device()
             self.waits.back_to(self._mark)
             seconds = time.perf_counter() - self._ended_at

@@ -32,6 +32,9 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import dataloader
 
+# passes apart may come with all of the first steps, by chance
+FEW_STEPS = 8
+
 
 class Listener:
     """Receiver of the events of a script's steps; most handle only a few of these."""
@@ -62,6 +65,27 @@ class Listener:
 
     def begins_anew(self) -> None:
         """Note that the steps so far were of a smaller model than the one that counts from now."""
+
+
+class Apart:
+    """Passes between two steps that are none of training: a pause, unless they come with most steps.
+
+    Some losses take a pass without gradients at every step, and are a part of it.
+    """
+
+    def __init__(self) -> None:
+        self._is_noted = False
+        self._steps = 0
+
+    def note(self) -> None:
+        """Note such a pass since the last step."""
+        self._is_noted = True
+
+    def is_pause(self, steps: int) -> bool:
+        """Tell whether a pause ends, with the first pass of training after so many steps."""
+        noted, self._is_noted = self._is_noted, False
+        self._steps += noted
+        return noted and 2 * self._steps < max(steps, FEW_STEPS)
 
 
 class Hooks:

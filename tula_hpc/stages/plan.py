@@ -72,7 +72,7 @@ def why_no_model(run: RunDirectory, spec: SweepSpec | None) -> str:
     A script's own model may be anywhere.
     """
     files = run.train()
-    if spec is None or spec.workload.script is not None or files.newest_checkpoint is not None:
+    if spec is None or spec.workload.is_script or files.newest_checkpoint is not None:
         return ""
     return (
         f"the trained model is gone: {files.checkpoints} has no checkpoint; put it back, or train again "

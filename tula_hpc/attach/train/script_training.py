@@ -22,6 +22,7 @@ from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc.attach.reporting import ChildSpec, Mode, Said, leave
+from tula_hpc.attach.step_hooks import Apart
 from tula_hpc.attach.train.peers import Peers
 from tula_hpc.attach.train.script_drift import DriftSettings, ScriptDrift
 from tula_hpc.attach.train.script_scaling import ScriptScaling
@@ -163,6 +164,7 @@ class ScriptTraining(Mode):
         )
         self.window = StepWindow()
         self.gaps = Gaps()
+        self._apart = Apart()
         self._agreed: Agreed | None = None
         self._peers: Peers
         # of this step, on this worker
@@ -177,6 +179,8 @@ class ScriptTraining(Mode):
         self._began = 0.0
         # in which the batches of this step were waited for; None: none came from torch's loader
         self._loading_s: float | None = None
+        # before a pass apart, which may be an evaluation's
+        self._loading_before_s = 0.0
         self._reported: dict[str, float] = {}
         # the last step of which an epoch's line tells
         self._written = 0
@@ -230,9 +234,11 @@ class ScriptTraining(Mode):
         self.models.append(model)
 
     def evaluating(self) -> None:
-        """See `Listener`. The time until the next step is none of training."""
+        """See `Listener`."""
         self.give_sign()
-        self.pause()
+        self._apart.note()
+        self._loading_before_s += self._loading_s or 0.0
+        self._loading_s = None
 
     def batch_loaded(self, loader: object, batch: object, waited_s: float) -> None:
         """See `Listener`."""
@@ -247,6 +253,11 @@ class ScriptTraining(Mode):
         if self.is_open:
             return
         self.is_open = True
+        if self._apart.is_pause(self.steps):
+            self._ended = None
+        elif self._loading_before_s:
+            self._loading_s = (self._loading_s or 0.0) + self._loading_before_s
+        self._loading_before_s = 0.0
         now = time.perf_counter()
         # after a pause the gap may have been as long as others, which is not seen
         gap_s = self.gaps.mean_s
@@ -343,6 +354,7 @@ class ScriptTraining(Mode):
     def pause(self) -> None:
         """Count the time up to the next forward pass as no training's."""
         self._ended = self._loading_s = None
+        self._loading_before_s = 0.0
 
     def leave_out(self, seconds: float) -> None:
         """Count a checkpoint in a pause as none of the script's own time."""
