@@ -51,6 +51,9 @@ CAUSES = {
     "unknown": "; by its drift events it was no one part, as with other load on a node",
 }
 
+# a training of fewer steps is slower for its first ones
+FEW_STEPS = 200
+
 
 def bill_of(plan: Plan | None, events: Iterable[Event], training: Training) -> TrainingBill | None:
     """Return the bill of a training that ended; None where it has not, or the plan is too old.
@@ -106,6 +109,9 @@ def steps_off(
     low, high = (duration_within(end, *ends, took_s) for end in ends)
     drift = RunHistory(events).last_drift(training.label)
     cause = CAUSES.get(drift.part, "") if drift else ""
+    steps = training.result.steps if training.result else FEW_STEPS
+    if not cause and took_s > expected.high and steps < FEW_STEPS:
+        cause = f"; it was of {plural(steps, 'step')} in all, and the first ones are slow"
     yield (
         f"The steps of {name} were {in_comparison(took_s / expected.value)} than predicted, "
         f"outside of the 90 % interval: an epoch {format_duration(took_s)}, not {low} to {high}"

@@ -209,6 +209,18 @@ def test_inputs_may_be_mended_until_something_was_measured(
     assert load_sweep(run.sweep_file).workload.seed == 9
 
 
+def test_a_run_on_slurm_asks_for_its_cluster_file(sweep_file: Path) -> None:
+    from tula_hpc.cli.open_run import check_run, open_run
+    from tula_hpc.config import ClusterSpec
+    from tula_hpc.errors import RunDirectoryError
+
+    spec, here = inputs_of(sweep_file)
+    run = open_run(spec, ClusterSpec(executor="slurm", partition="batch"), sweep_file.parent / "run").run
+    measure(run)
+    with pytest.raises(RunDirectoryError, match=f"give its cluster file: --cluster {re.escape(str(run.cluster_file))}"):
+        check_run(spec, here, run.root)
+
+
 def test_other_inputs_wait_for_the_jobs_of_the_earlier_ones(sweep_file: Path) -> None:
     from tula_hpc.cli.open_run import check_run, open_run
     from tula_hpc.errors import RunDirectoryError

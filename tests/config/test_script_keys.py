@@ -74,6 +74,11 @@ def test_a_module_is_found_and_not_imported() -> None:
             'epochs = 3\nmodel = "resnet18"\noptimizer = "sgd"',
             r"workload\.model: the script has its own model and optimizer; remove",
         ),
+        (
+            '"--batch-size", "{local_batch}"',
+            '"--batch-size {local_batch}"',
+            r'workload\.arguments: "--batch-size {local_batch}" is one word with a space; expected "--batch-size", ',
+        ),
         ("{local_batch}", "64", rf"workload\.arguments: none carries the batch; expected .*{re.escape(LIST)}"),
         (
             "{local_batch}",

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch.distributed import Store  # type: ignore[attr-defined] # documented, though not in __all__
 
 from tula_hpc.ddp import rendezvous
+from tula_hpc.ddp.process_group import check_interfaces
 from tula_hpc.ddp.rendezvous import CANDIDATES, LOOPBACK, candidate_ports, meet
 from tula_hpc.env import RUN_MARK, SECRET_FILE, WorkerEnvironment, join_job
 from tula_hpc.errors import InputError, MeetingError
@@ -349,3 +350,11 @@ def test_every_run_of_a_requeued_job_begins_anew_in_the_log_of_each_worker(
         monkeypatch.setenv(key, "")
     join_job()
     assert capsys.readouterr().err == said
+
+
+def test_an_interface_that_a_node_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    check_interfaces()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,ib9")
+    with pytest.raises(InputError, match=r"^environment\.GLOO_SOCKET_IFNAME: ib9 is no network .*; it has .*\blo\b"):
+        check_interfaces()

@@ -294,12 +294,13 @@ def test_who_finds_no_controller_hears_which_configuration_was_used(
         (f"{FRAME}tula_hpc.errors.InputError: /data: no images\nsrun: Terminated", "/data: no images"),
         ("bash: module: command not found\nsubmitit INFO (x) - Loading", "bash: module: command not found"),
         ("submitit INFO (x) - Loading", "submitit INFO (x) - Loading"),
+        ("FATAL: no such image\nsrun: launch/slurm: _step_signal: Terminating StepId=1.0", "FATAL: no such image"),
         (f"{NCCL}remote process exited\nframe #0: c10\nn1: task 1: Aborted", f"{NCCL}remote process exited"),
         (
             f"{FRAME}submitit.core.utils.UncompletedJobError: Job not requeued because: timed-out too many times.",
             "reached its time limit too many times.",
         ),
-        (" \n", "no log was written"),
+        (" \n", "no log was written; the run directory has to be on a file system that all nodes see"),
     ],
 )
 def test_a_log_is_told_by_the_line_that_says_most(log: str, line: str) -> None:

@@ -44,13 +44,15 @@ def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 
 
 def test_what_is_wrong_is_refused_with_the_way_out_where_there_may_be_one(answers: Callable[[str], None]) -> None:
-    answers("echo chatter >&2; echo 'workload.model: mine:net cannot' >&2; exit 2")
+    answers("echo chatter >&2; echo 'workload.model: mine:net cannot' >&2; exit 3")
     with pytest.raises(InputError) as raised:
         rehearse(spec_of(), SLURM, FILES)
     assert str(raised.value) == f"workload.model: mine:net cannot\n{ELSEWHERE}\nNothing was submitted."
-    with pytest.raises(InputError) as raised:
-        rehearse(spec_of(), ClusterSpec(), FILES)
-    assert str(raised.value) == "workload.model: mine:net cannot\nNothing was submitted."
+    for status, cluster in ((3, ClusterSpec()), (2, SLURM)):
+        answers(f"echo 'workload.model: mine:net cannot' >&2; exit {status}")
+        with pytest.raises(InputError) as raised:
+            rehearse(spec_of(), cluster, FILES)
+        assert str(raised.value) == "workload.model: mine:net cannot\nNothing was submitted."
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_the_time_that_profiling_takes_follows_from_what_was_measured() -> None:
 
 
 def test_a_loss_that_is_not_finite_is_told_in_a_line(tmp_path: Path) -> None:
-    words = "the loss is not finite at step 8; lower workload.lr or warm up longer"
+    words = "the loss is not finite at step 8; lower workload.lr or warm up longer, unless samples hold inf or nan"
     frame = 'Traceback (most recent call last):\n  File "trainer.py", line 1, in run\n    raise DivergedError(words)\n'
     job = Submitted("7", tmp_path)
     end = Ended(job, Failure.DIVERGED, f"{frame}tula_hpc.errors.DivergedError: {words}", tmp_path / "7_0_log.err")

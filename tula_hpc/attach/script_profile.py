@@ -128,6 +128,12 @@ class ScriptProfile(MeasuredSteps):
         """Return advice on how to get more steps from a script; its options may have any name."""
         if self.spec.mode == "look":
             return "; give it more epochs or samples by its own arguments, such as --epochs 100"
+        loaded, samples = self.loaded_samples, self.settings.samples
+        if loaded and samples > loaded:
+            return (
+                f"; the data set of its loader has {loaded:,} samples, not {samples:,} as "
+                "workload.samples; correct that: epochs of a profile are reckoned from it"
+            )
         return "; give it more epochs or samples: {epochs} in workload.arguments is raised for a profile"
 
     def _told(self) -> Said:

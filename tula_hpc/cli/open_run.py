@@ -210,6 +210,11 @@ def _other_inputs(refused: Changes, run: RunDirectory, kind: str, *, is_sweep: b
         kind: Of the file that has them: sweep or cluster.
         is_sweep: It is not a study.
     """
+    if refused.get(("executor",), ("", ""))[1] == "local":
+        return (
+            "was made for Slurm, and is now started on this machine; give its cluster file: "
+            f"--cluster {run.cluster_file}"
+        )
     lines = [
         f"was made from other inputs than your {kind} file (or --set) has now; set them back there, "
         "or use another --run-dir, which measures again:",

@@ -94,6 +94,8 @@ PLACEHOLDERS = {
     "seed": "workload.seed",
     "run_dir": "folder of this profile or training",
 }
+# no shell divides them
+OPTION_WITH_VALUE = re.compile(r"--?[\w-]+\s+\{")
 # one of these has to be in the arguments
 CARRY_THE_BATCH = ("local_batch", "global_batch")
 # not ${...}, which is the script's own
@@ -390,6 +392,10 @@ def _check_placeholders(arguments: Sequence[str], resuming: Sequence[str]) -> No
     """
     known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
     for key, texts in (("arguments", arguments), ("resume_arguments", resuming)):
+        for text in texts:
+            if OPTION_WITH_VALUE.match(text):
+                words = ", ".join(f'"{word}"' for word in text.split())
+                raise ValueError(f'{key}: "{text}" is one word with a space; expected {words}')
         for name in _placeholders_in(texts):
             if name not in PLACEHOLDERS:
                 raise ValueError(

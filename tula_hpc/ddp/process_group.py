@@ -11,6 +11,7 @@ import contextlib
 import gc
 import os
 import re
+import socket
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
@@ -20,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from tula_hpc.config import ClusterSpec, WorkloadSpec
 from tula_hpc.ddp.rendezvous import meet
-from tula_hpc.env import WorkerEnvironment, granted_gpus
+from tula_hpc.env import WorkerEnvironment, granted_gpus, socket_interface
 from tula_hpc.errors import DeviceError, InputError
 
 # gloo and srun -K1 notice a peer that died at once; these limits hold where neither helps
@@ -47,7 +48,8 @@ def process_group(
         timeout: Of a collective.
 
     Raises:
-        InputError: This worker has no GPU of its own, or torch has no kernels for it.
+        InputError: This worker has no GPU of its own, torch has no kernels for it, or its node lacks
+            the network interface.
     """
     torch.set_num_threads(cluster.cpus_per_worker)
     device = pick_device(cluster, env.local_rank)
@@ -58,6 +60,8 @@ def process_group(
     if env.world_size == 1:
         yield
         return
+    if device.type == "cpu":
+        check_interfaces()
     if store is None:
         store = PrefixStore("group", meet(env, COLLECTIVE_TIMEOUT))
     dist.init_process_group(
@@ -66,6 +70,21 @@ def process_group(
     yield
     # not after an error: peers may wait in a collective, and nccl would wait for them
     leave_group()
+
+
+def check_interfaces() -> None:
+    """Check that this node has the network interfaces that gloo is told to use.
+
+    Raises:
+        InputError: It lacks one.
+    """
+    there = [name for _, name in socket.if_nameindex()]
+    for wanted in filter(None, socket_interface("gloo").split(",")):
+        if wanted not in there:
+            raise InputError(
+                f"{wanted} is no network interface of {socket.gethostname()}; it has {', '.join(there)}",
+                key="environment.GLOO_SOCKET_IFNAME",
+            )
 
 
 def leave_group() -> None:

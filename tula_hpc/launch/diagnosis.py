@@ -21,6 +21,8 @@ from tula_hpc.launch.slurm import JobState, StepState
 
 # what Slurm calls cancelled
 BY_HAND = "by scancel or an operator"
+# begins of lines that say no more than that there is an end
+CHATTER = ("submitit INFO", "submitit WARNING", "srun: ")
 # characters of a log's line that is shown
 MOST_WORDS = 500
 
@@ -220,12 +222,14 @@ def _lines_by_weight(log: str) -> list[list[str]]:
     lines = [line.strip() for line in without_chatter(log).splitlines()]
     telling = "|".join([_KILLED.pattern, _NCCL_ENDS.pattern, *(sign.words for sign in _SIGNS)])
     signs = [line for line in lines if re.search(telling, line)]
-    by_job = [line for line in lines if not line.startswith(("submitit INFO", "submitit WARNING"))]
+    by_job = [line for line in lines if not line.startswith(CHATTER)]
     return [own, signs, raised, by_job[-1:], lines[-1:]]
 
 
 def _no_word(log: str) -> str:
-    return "its log does not say why" if log.strip() else "no log was written"
+    if log.strip():
+        return "its log does not say why"
+    return "no log was written; the run directory has to be on a file system that all nodes see"
 
 
 _CHATTER = re.compile(

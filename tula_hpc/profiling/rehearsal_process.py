@@ -25,6 +25,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.data import Dataset, default_collate
 
+from tula_hpc.batches import tensors_of
 from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec, cluster_sizes, load_together
 from tula_hpc.data.datasets import Data, build_data
 from tula_hpc.data.images import prepared
@@ -144,10 +145,24 @@ def _take_step(spec: WorkloadSpec, workload: Workload, positions: Sequence[int])
         with blamed(key, f"{spec.loss or spec.model} fails in training"):
             loss = workload.criterion.loss(outputs, targets)
         if not torch.isfinite(loss).all():
+            _refuse_infinite(spec, inputs, positions)
             message = f"{spec.loss or spec.model}: the untrained model's loss is {float(loss)}"
             raise InputError(f"{message}; expected a finite number", key=key)
         with blamed("workload.model", words):
             torch.autograd.backward(loss)
+
+
+def _refuse_infinite(spec: WorkloadSpec, inputs: Any, positions: Sequence[int]) -> None:
+    """Refuse inputs that hold inf or nan.
+
+    Raises:
+        InputError: They do.
+    """
+    tensors = list(tensors_of(inputs))
+    for place, position in enumerate(positions):
+        if not all(tensor[place].isfinite().all() for tensor in tensors):
+            message = f"{spec.dataset}: training item {position} holds inf or nan"
+            raise InputError(message, key="workload.dataset")
 
 
 def _trial_of(sweep: SweepSpec, cluster: ClusterSpec, partitions: Sequence[str]) -> Trial:
@@ -173,17 +188,32 @@ def _trial_of(sweep: SweepSpec, cluster: ClusterSpec, partitions: Sequence[str])
     return Trial(identity=identity, footprints=found, reasons=reasons)
 
 
+def _may_be_only_here(error: InputError, cluster: ClusterSpec | None) -> bool:
+    """Tell whether this machine may lack something that the nodes have."""
+    cause = error.__cause__
+    if isinstance(cause, ImportError | OSError) or error.key == "workload.data_dir":
+        return True
+    if cluster is None or _SPEAKS_OF_DEVICE.search(str(cause)) is None:
+        return False
+    return any(part.device == "cuda" for part in cluster.parts())
+
+
 @printable_output()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program and return its exit code: 0 done, 1 cannot be tried here, 2 wrong input."""
+    """Run the program and return its exit code.
+
+    0: done; 1: it cannot be tried here; 2: wrong input; 3: the same, unless only this machine lacks
+    something.
+    """
     options = _parser().parse_args(arguments)
     begin_process()
+    cluster: ClusterSpec | None = None
     try:
         sweep, cluster = load_together(options.sweep, options.cluster, check_paths=False)
         trial = _trial_of(sweep, cluster, options.memory)
     except InputError as error:
         sys.stderr.write(f"{error}\n")
-        return 2
+        return 3 if _may_be_only_here(error, cluster) else 2
     except (Exception, SystemExit) as error:  # noqa: BLE001 # the user's code may raise anything
         sys.stderr.write(f"{told(error)}\n")
         return 1

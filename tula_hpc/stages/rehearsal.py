@@ -81,6 +81,8 @@ def rehearse(
         return done
     said = last_line(done.stderr)
     if done.returncode == 2:
+        raise InputError(f"{said}\n{NOTHING}")
+    if done.returncode == 3:
         raise InputError(f"{with_remedy(said, cluster)}\n{NOTHING}")
     if done.returncode != 0:
         return said or f"it ended with exit code {done.returncode}"

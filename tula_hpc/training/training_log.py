@@ -82,7 +82,7 @@ class TrainingLog:
         self.restart_window()
         if self.hooks.has_diverged(mean_loss):
             where = f"at step {training.progress.step}"
-            remedy = "lower workload.lr or warm up longer"
+            remedy = "lower workload.lr or warm up longer, unless samples hold inf or nan"
             raise DivergedError(f"the loss is not finite {where}; {remedy}")
         lr = training.worker.optimizer.param_groups[0]["lr"]
         observer = training.worker.observer

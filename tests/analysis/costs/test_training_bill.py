@@ -168,12 +168,16 @@ def test_steps_off_the_plan_are_told_with_their_likely_cause(epoch_s: float, dri
     line = dict.fromkeys(EpochMetrics.model_fields, 1) | {"kind": "epoch", "epoch_time_s": epoch_s}
     line |= {"global_batch": WHERE.global_batch}
     metrics = Metrics([], [EpochMetrics.model_validate(line)], 0)
-    training = Training("main", metrics, result(train_time_s=10 * epoch_s))
+    training = Training("main", metrics, result(train_time_s=10 * epoch_s, steps=1000))
     data = {"label": "main", "ratio": 2.0, "part": "loader"}
     events = [event(name, at).model_copy(update={"data": data}) for at, name in enumerate(drifts)]
     found = " ".join(steps_off(plan([chosen, chosen]), events, training))
     assert found.endswith(said)
     assert found.startswith("The steps of the training were ") == bool(said)
+    if not drifts and epoch_s > 12.0:
+        short = training._replace(result=result(train_time_s=10 * epoch_s, steps=20))
+        (words,) = steps_off(plan([chosen, chosen]), events, short)
+        assert words.endswith("s; it was of 20 steps in all, and the first ones are slow.")
     hardly_felt = training._replace(result=result(train_time_s=103.0))
     assert not list(steps_off(plan([chosen, chosen]), events, hardly_felt))
 
