@@ -50,6 +50,13 @@ def test_a_score_is_of_the_epoch_that_was_over_when_it_was_printed(files: TrainD
     assert known(files)[-1] == (3, 0.8, 3.0)
 
 
+def test_a_score_before_the_first_step_is_of_no_epoch(files: TrainDirectory, scores: Scores) -> None:
+    scores.take(b"Acc@1 10\n")
+    scores.write()
+    end_epoch(files, 1)
+    assert known(files) == [(1, None, None)]
+
+
 def test_a_score_that_comes_while_others_are_written_waits_for_its_epoch(
     files: TrainDirectory, scores: Scores, monkeypatch: pytest.MonkeyPatch
 ) -> None:

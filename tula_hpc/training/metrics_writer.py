@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -166,7 +167,10 @@ def write_scores(file: Path, found: Iterable[tuple[int, Mapping[str, float]]]) -
         found: Scores, with the size that the file had then. Later ones of an epoch replace earlier.
     """
     rows: dict[int, EpochMetrics] = {}
-    content = file.read_bytes()
+    content = b""
+    # before the first step there is none
+    with contextlib.suppress(FileNotFoundError):
+        content = file.read_bytes()
     for size, scores in found:
         row = _last_epoch(content[:size])
         if row is not None:
