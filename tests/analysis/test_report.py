@@ -556,6 +556,9 @@ def test_what_the_training_took_and_cost_is_said_first_and_last(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = with_bill(tmp_path / "run", 9_000.0, within=0.001)
+    result = TrainResult.model_validate_json(run.train().result_file.read_bytes())
+    longer = result.model_copy(update={"train_time_s": 1.2 * result.train_time_s})
+    run.train().result_file.write_text(longer.model_dump_json())
     run.log_event("drifted", "train", data={"ratio": 1.1, "part": "network", "label": "main"})
     run.log_event("recovered", "train", data={"label": "main"})
     said = answer(read_run(run))

@@ -50,6 +50,16 @@ def test_a_score_is_of_the_epoch_that_was_over_when_it_was_printed(files: TrainD
     assert known(files)[-1] == (3, 0.8, 3.0)
 
 
+def test_a_score_that_is_written_late_takes_no_epoch_back(files: TrainDirectory, scores: Scores) -> None:
+    end_epoch(files, 1)
+    scores.take(b"Acc@1 10\n")
+    end_epoch(files, 2)
+    scores.write()
+    scores.take(b"Acc@1 20\n")
+    scores.write()
+    assert known(files) == [(1, 0.1, None), (2, 0.2, None)]
+
+
 def test_a_score_before_the_first_step_is_of_no_epoch(files: TrainDirectory, scores: Scores) -> None:
     scores.take(b"Acc@1 10\n")
     scores.write()

@@ -69,6 +69,8 @@ def rows(*states: tuple[str, str, str]) -> list[StepState]:
         ([], "", Failure.BUG),
         (rows(("7", "FAILED", "137:0"), ("7.0", "FAILED", "0:9")), "", Failure.KILLED),
         ([], "srun: error: n1: task 1: Killed", Failure.KILLED),
+        ([], "srun: error: n1: task 1: Terminated\nsrun: Force Terminated StepId=7.0", Failure.KILLED),
+        ([], "n1: task 1: Terminated\nn0: task 0: Exited with exit code 1", Failure.BUG),
         ([], f"{FRAME}RuntimeError: [gloo/pair.cc:534] Connection closed by peer [10.0.0.1]:1", Failure.KILLED),
         # srun kills the others when one raises: its exception is the reason, whatever its peers say
         ([], f"{FRAME}KeyError: 'x'\nsrun: error: n1: task 1: Killed", Failure.BUG),

@@ -138,6 +138,9 @@ _NCCL_SYSTEM = re.compile(r"unhandled system error|ncclSystemError")
 _NCCL_REMOTE = re.compile(r"remote process exited or there was a network error|ncclRemoteError")
 _ABORT_CODE = "0:6"
 _KILLED = re.compile(r"task[s \d,-]*: Killed|^Killed$", re.MULTILINE)
+# likewise where a node is lost and Slurm does not say so; one that exits has its peers terminated
+_TERMINATED = re.compile(r"task[s \d,-]*: Terminated")
+_EXITED = re.compile(r"task[s \d,-]*: Exited with exit code")
 _CRASHED = re.compile(
     r"Segmentation fault|Aborted|Bus error|Illegal instruction|Floating point exception"
 )
@@ -190,6 +193,8 @@ def _vanished(exit_codes: Sequence[str], log: str) -> bool:
     crashed = _CRASHED.search(log.replace("Aborted", "") if by_nccl else log)
     if len(lost) < len(raised) or crashed or crash_codes & set(exit_codes):
         return False
+    if _TERMINATED.search(log) and not _EXITED.search(log):
+        return True
     return bool(lost or by_nccl or _KILLED.search(log) or {"0:9", "137:0"} & set(exit_codes))
 
 

@@ -27,8 +27,11 @@ from torch import Tensor
 
 from tula_hpc.checkpoint.safe_points import Progress
 from tula_hpc.optim import CriticalBatch, NoiseReading
-from tula_hpc.records import EpochMetrics, StepMetrics, append_record
+from tula_hpc.records import MAX_LINE_BYTES, EpochMetrics, StepMetrics, append_record
 from tula_hpc.records.metrics import parse_metrics
+
+# lines of earlier epochs that scores may have been added to after the last epoch's
+MOST_ADDED = 16
 
 
 class StepWindow:
@@ -180,11 +183,18 @@ def write_scores(file: Path, found: Iterable[tuple[int, Mapping[str, float]]]) -
 
 
 def _last_epoch(content: bytes) -> EpochMetrics | None:
-    start = content.rfind(b'{"kind":"epoch"')
-    if start < 0:
-        return None
-    row = parse_metrics(content[start:].partition(b"\n")[0])
-    return row if isinstance(row, EpochMetrics) else None
+    """Return the row of the last epoch; scores of earlier ones may have been added after it."""
+    newest: EpochMetrics | None = None
+    start = len(content)
+    for _ in range(MOST_ADDED):
+        start = content.rfind(b'{"kind":"epoch"', 0, start)
+        if start < 0:
+            break
+        row = parse_metrics(content[start : start + MAX_LINE_BYTES].partition(b"\n")[0])
+        # the later line of an epoch has all that is known of it
+        if isinstance(row, EpochMetrics) and (newest is None or row.epoch > newest.epoch):
+            newest = row
+    return newest
 
 
 def finite_or_none(value: float | None) -> float | None:
