@@ -116,6 +116,19 @@ def test_passes_without_gradients_at_every_step_are_a_part_of_it(tmp_path: Path,
     assert told.metrics().steps[-1].step_time_s == pytest.approx(STEP_S + WAIT_S + 2.0)
 
 
+def test_a_pass_without_gradients_within_a_step_is_no_pause(tmp_path: Path, clock: Clock) -> None:
+    told = Told(tmp_path, clock, samples=6 * 8)
+    for _ in range(3):
+        told.step()
+        told.training.forward_begins(8)
+        told.training.evaluating()
+        told.training.step_ends()
+    first, second = told.metrics().steps
+    # every second step takes no time here
+    assert first.step_time_s == pytest.approx((2 * STEP_S + WAIT_S) / 3)
+    assert second.step_time_s == pytest.approx((STEP_S + WAIT_S) / 3)
+
+
 def test_what_a_loader_takes_is_waiting_and_the_rest_of_a_gap_is_not(tmp_path: Path, clock: Clock) -> None:
     told = Told(tmp_path, clock, samples=4 * 8)
     told.step()

@@ -132,6 +132,7 @@ class MeasuredSteps(Mode):
             self.step_forwards[self._forwards] += 1
         self._forwards = 0
         self._loaded = False
+        self._apart.step_ends()
         # for a script that loads in its own way
         self.waits.launched()
         self._mark = self.waits.mark()

@@ -81,6 +81,10 @@ class Apart:
         """Note such a pass since the last step."""
         self._is_noted = True
 
+    def step_ends(self) -> None:
+        """Forget passes within the step."""
+        self._is_noted = False
+
     def is_pause(self, steps: int) -> bool:
         """Tell whether a pause ends, with the first pass of training after so many steps."""
         noted, self._is_noted = self._is_noted, False

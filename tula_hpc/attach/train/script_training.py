@@ -340,7 +340,9 @@ class ScriptTraining(Mode):
         progress.count_step(samples)
 
     def _count_time(self, now: float) -> None:
-        waited_s, self._loading_s = self._loading_s or 0.0, None
+        waited_s = (self._loading_s or 0.0) + self._loading_before_s
+        self._loading_s, self._loading_before_s = None, 0.0
+        self._apart.step_ends()
         # a step with a suspension says nothing about the time of steps
         if self.is_open and not self.suspensions.take():
             self.progress.epoch_steps += 1
