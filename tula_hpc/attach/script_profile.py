@@ -128,7 +128,8 @@ class ScriptProfile(MeasuredSteps):
         """Return advice on how to get more steps from a script; its options may have any name."""
         if self.spec.mode == "look":
             return "; give it more epochs or samples by its own arguments, such as --epochs 100"
-        loaded, samples = self.loaded_samples, self.settings.samples
+        loaded = self.loaded_samples
+        samples = self.settings.samples
         if loaded and samples > loaded:
             return (
                 f"; the data set of its loader has {loaded:,} samples, not {samples:,} as "

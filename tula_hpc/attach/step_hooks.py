@@ -87,9 +87,11 @@ class Apart:
 
     def is_pause(self, steps: int) -> bool:
         """Tell whether a pause ends, with the first pass of training after so many steps."""
-        noted, self._is_noted = self._is_noted, False
-        self._steps += noted
-        return noted and 2 * self._steps < max(steps, FEW_STEPS)
+        if not self._is_noted:
+            return False
+        self._is_noted = False
+        self._steps += 1
+        return 2 * self._steps < max(steps, FEW_STEPS)
 
 
 class Hooks:

@@ -21,8 +21,8 @@ from tula_hpc.launch.slurm import JobState, StepState
 
 # what Slurm calls cancelled
 BY_HAND = "by scancel or an operator"
-# begins of lines that say no more than that there is an end
-CHATTER = ("submitit INFO", "submitit WARNING", "srun: ")
+# begins of lines that tell of an end, not of its reason
+_WITHOUT_REASON = ("submitit INFO", "submitit WARNING", "srun: ")
 # characters of a log's line that is shown
 MOST_WORDS = 500
 
@@ -227,7 +227,7 @@ def _lines_by_weight(log: str) -> list[list[str]]:
     lines = [line.strip() for line in without_chatter(log).splitlines()]
     telling = "|".join([_KILLED.pattern, _NCCL_ENDS.pattern, *(sign.words for sign in _SIGNS)])
     signs = [line for line in lines if re.search(telling, line)]
-    by_job = [line for line in lines if not line.startswith(CHATTER)]
+    by_job = [line for line in lines if not line.startswith(_WITHOUT_REASON)]
     return [own, signs, raised, by_job[-1:], lines[-1:]]
 
 

@@ -80,10 +80,9 @@ def rehearse(
     if isinstance(done, str):
         return done
     said = last_line(done.stderr)
-    if done.returncode == 2:
-        raise InputError(f"{said}\n{NOTHING}")
-    if done.returncode == 3:
-        raise InputError(f"{with_remedy(said, cluster)}\n{NOTHING}")
+    if done.returncode in (2, 3):
+        words = said if done.returncode == 2 else with_remedy(said, cluster)
+        raise InputError(f"{words}\n{NOTHING}")
     if done.returncode != 0:
         return said or f"it ended with exit code {done.returncode}"
     try:

@@ -244,11 +244,13 @@ def autocast_on(spec: WorkloadSpec, device: torch.device) -> AbstractContextMana
 def _outputs(spec: WorkloadSpec, model: nn.Module, inputs: Any) -> Any:
     shapes = ["×".join(map(str, tensor.shape[1:])) for tensor in tensors_of(inputs)]
     found = ", ".join(shape or "one number" for shape in shapes)
-    key, hint = "workload.model", ""
+    key = "workload.model"
+    hint = ""
     if isinstance(inputs, Mapping):
         hint = "; it is called as model(inputs), here with a dict"
     if any(tensor.dtype == torch.float64 for tensor in tensors_of(inputs)):
-        key, hint = "workload.dataset", "; the data set gives float64: return tensor.float()"
+        key = "workload.dataset"
+        hint = "; the data set gives float64: return tensor.float()"
     with blamed(key, f"{spec.model} cannot take inputs of {found}", hint):
         return model(inputs)
 

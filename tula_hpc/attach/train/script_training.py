@@ -341,7 +341,8 @@ class ScriptTraining(Mode):
 
     def _count_time(self, now: float) -> None:
         waited_s = (self._loading_s or 0.0) + self._loading_before_s
-        self._loading_s, self._loading_before_s = None, 0.0
+        self._loading_s = None
+        self._loading_before_s = 0.0
         self._apart.step_ends()
         # a step with a suspension says nothing about the time of steps
         if self.is_open and not self.suspensions.take():
