@@ -26,6 +26,10 @@ _EPOCH_OF_STEADY = time.time() - time.clock_gettime(_STEADY)
 
 # begins what each run of a requeued job appends to its logs
 RUN_MARK = "--- restart "
+# variable with the sentence of a job's first command of `setup` that failed
+SETUP_FAILED = "TULA_SETUP_FAILED"
+# in that sentence, by which a log's reader finds it
+SETUP_WORDS = "in setup of the cluster file ended with exit code"
 # variable with the id of the process that starts a local job's workers
 CONTROLLER = "TULA_CONTROLLER"
 PR_SET_PDEATHSIG = 1
@@ -287,6 +291,11 @@ def gpus_as_here() -> str:
 def socket_interface(backend: str) -> str:
     """Return the interfaces that the environment names for a collective library; "" for none."""
     return os.environ.get(f"{backend.upper()}_SOCKET_IFNAME", "")
+
+
+def failed_setup() -> str:
+    """Return the sentence of the job's first command of `setup` that failed; "" if none did."""
+    return os.environ.get(SETUP_FAILED, "")
 
 
 def loaded_modules() -> list[str]:

@@ -51,6 +51,7 @@ import contextlib
 import importlib
 import inspect
 import operator
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -71,6 +72,12 @@ from tula_hpc.process_memory import out_of_memory
 # items of each set that a job tries, and that a command tries before
 TRIED_BY_JOBS = 2
 TRIED_BEFORE = 8
+# torch's words where there is none, or its build is for CPUs
+_NO_GPU = re.compile(r"NVIDIA driver|not compiled with CUDA|No CUDA GPUs")
+_MOVED = (
+    "leave out .cuda() and .to(...): model and batches are moved to the `device` of the cluster "
+    "file, and are built and tried on CPUs"
+)
 _MODEL_KEY = "workload.model"
 _DATASET_KEY = "workload.dataset"
 # modules that call the user's code: an error is traced to the code that they call
@@ -100,7 +107,7 @@ def blamed(key: str, words: str, hint: str = "") -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if not is_mistake(error):
             raise
-        raise InputError(f"{words}: {told(error)}{hint}", key=key) from error
+        raise InputError(f"{words}: {told_with_remedy(error)}{hint}", key=key) from error
 
 
 def is_mistake(error: Exception | SystemExit) -> bool:
@@ -131,6 +138,11 @@ def told(error: Exception | SystemExit) -> str:
     # a shipped model has no own files
     place = next((f for f in frames if is_own(f[0])), next(others, None))
     return description if place is None else f"{description} ({place[0].name}:{place[1]})"
+
+
+def told_with_remedy(error: Exception | SystemExit) -> str:
+    """Describe an error of a function that the sweep file names, and say how to mend it."""
+    return f"{told(error)}; {_MOVED}" if _NO_GPU.search(str(error)) else told(error)
 
 
 def collate(items: list[Any], what: str = "has samples") -> Batch:

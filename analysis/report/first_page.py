@@ -43,7 +43,8 @@ from tula_hpc.formatting import (
     money_within,
     plural,
 )
-from tula_hpc.records import Candidate, Measurement, Plan, Remedy, TrainResult
+from tula_hpc.records import Candidate, Measurement, Plan, Remedy, RunHistory, TrainResult
+from tula_hpc.records.broken_hosts import first_line
 
 GO_ON = "tula sweep RUN/sweep.toml --cluster RUN/cluster.toml --run-dir RUN"
 ANOTHER = "tula plan RUN --set objective.deadline_hours=12"
@@ -285,6 +286,13 @@ def _what_would_change(plan: Plan) -> Iterator[str]:
 
 def _next(run: RunContents) -> list[str]:
     remedies = {doubt.remedy for doubt in doubts(run)}
+    failed = RunHistory(run.events).stage_failure()
+    if failed is not None:
+        why = as_sentence(first_line(failed.detail))
+        return [
+            f"Fix what ended the last command, then: {GO_ON}. {why} tula status RUN names the log. "
+            f"{IS_RUN}"
+        ]
     if run.plan is None:
         return [f"Go on measuring: {GO_ON}. {IS_RUN}"]
     if any(training.result is None for training in run.trainings):

@@ -84,6 +84,14 @@ def test_a_finished_training_has_nothing_left_to_do(tmp_path: Path) -> None:
     assert page.sections[-1] == ("What to do next", ["Nothing: the training is done."])
 
 
+def test_a_run_whose_last_command_failed_is_to_be_mended_first(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", stage="plan")
+    run.log_event("failed", "train", detail="bug in job 7\nTraceback")
+    (said,) = first_page(read_run(run)).sections[-1].sentences
+    assert said.startswith("Fix what ended the last command, then: tula sweep RUN/sweep.toml")
+    assert "Bug in job 7. tula status RUN names the log." in said
+
+
 def test_every_warning_of_a_plan_says_what_to_do(plan: Plan) -> None:
     more = [Doubt("a", Remedy.KNOW), Doubt("b", Remedy.CHANGE), Doubt("c", Remedy.MEASURE)]
     larger = plan.with_doubts(more)

@@ -69,6 +69,15 @@ def level(verdicts: Iterable[Verdict]) -> Level:
 # ---- workers of the job ----
 
 
+def test_a_command_of_setup_that_failed_is_a_warning() -> None:
+    assert judged(Topic.SETUP, [report(0)]) == []
+    sentence = "`conda …` in setup of the cluster file ended with exit code 127"
+    failed_there = HOST.model_copy(update={"failed_setup": sentence})
+    verdicts = judged(Topic.SETUP, [report(0, host=failed_there), report(1, host=failed_there)])
+    assert level(verdicts) is Level.WARNING
+    assert verdicts[0].found == sentence
+
+
 @pytest.mark.parametrize("count", [2, 3, 16])
 def test_a_rank_that_is_slow_stands_out_whatever_the_unit_and_a_few_disturbed_repeats_do_not(count: int) -> None:
     draw = random.Random(count)

@@ -16,6 +16,7 @@ from submitit.core.utils import UncompletedJobError
 
 from tests.batch_scripts import FewLines
 from tula_hpc.config import ClusterSpec
+from tula_hpc.env import SETUP_WORDS
 from tula_hpc.errors import PreemptedError
 from tula_hpc.launch.diagnosis import telling_line
 from tula_hpc.launch.job_files import SETUP_FILE, WHAT_TO_DO
@@ -160,6 +161,24 @@ def test_a_batch_script_refuses_a_setup_that_was_not_submitted(
     assert said.splitlines()[-1] == f"{folder / SETUP_FILE}: is not what was submitted; {WHAT_TO_DO}"
     assert not (tmp_path / "hostile").exists()
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_setup_command_that_fails_is_named_in_the_log_without_its_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harmless = ["[ -e /nowhere ] && echo there", "if false; then echo no; fi", "f() { false; true; }; f"]
+    setup = [*harmless, "no-conda activate --token=x", "false"]
+    there = FewLines(tmp_path, monkeypatch, setup=setup)
+    there.submit(leave(tmp_path / "ran"))
+    code, said = there.run()
+    assert code == 0
+    sentence = "`no-conda …` in setup of the cluster file ended with exit code 127"
+    assert [line for line in said.splitlines() if SETUP_WORDS in line] == [sentence]
+    assert (
+        telling_line(f"{said}\nTraceback:\n  File\nImportError: no libx")
+        == f"ImportError: no libx; before that, {sentence}"
+    )
+    assert (tmp_path / "ran").exists()
 
 
 def waits(path: Path) -> Requeueable:

@@ -201,8 +201,14 @@ def test_the_script_says_what_the_template_says(tmp_path: Path) -> None:
         assert line in lines, line
     assert any(line.startswith("srun") and " -K1 " in line for line in lines)
     setup = setup_text(there.cluster).splitlines()
-    expected = ["module load cuda", "export OMP_NUM_THREADS=8", "export PYTHONSAFEPATH=1", "export NCCL_ALGO=ring"]
-    assert setup[1:] == [*expected, """export WORDS='a b'"'"'c'""", "tula_setup=done"]
+    expected = [
+        "module load cuda",
+        "trap - ERR",
+        "export OMP_NUM_THREADS=8",
+        "export PYTHONSAFEPATH=1",
+        "export NCCL_ALGO=ring",
+    ]
+    assert setup[setup.index("module load cuda") :] == [*expected, """export WORDS='a b'"'"'c'""", "tula_setup=done"]
 
 
 @pytest.mark.parametrize(

@@ -324,13 +324,16 @@ def test_a_time_limit_is_said_at_once_with_its_key_and_ends_in_a_sentence(
 
 
 class Measuring(Scheduler):
-    """Measures two configurations, half a minute each."""
+    """Measures two configurations, half a minute each, and fails at a third."""
 
     def wait(self, jobs: Sequence[Submitted], tick: Callable[[JobsNow], None]) -> list[Ended]:
         for batch in (32, 64):
             row = measurement(Configuration(1, 1, batch), finished_at=time.time(), elapsed_s=35.0)
             append_record(self.run.profile / "n1.jsonl", row)
             tick(JobsNow(1, "1 running"))
+        failed = measurement(Configuration(1, 1, 128), status="failed", finished_at=time.time(), elapsed_s=35.0)
+        append_record(self.run.profile / "n1.jsonl", failed)
+        tick(JobsNow(1, "1 running"))
         raise KeyboardInterrupt
 
 
@@ -343,9 +346,10 @@ def test_an_adaptive_search_says_how_many_more_there_may_be(
     monkeypatch.setattr(Sweep, "launcher", property(lambda _: scheduler))
     with pytest.raises(KeyboardInterrupt):
         profile_stage(sweep)
-    first, second = capsys.readouterr().err.splitlines()
+    first, second, third = capsys.readouterr().err.splitlines()
     assert first == "profiling: 1 done, at most 7 more, 1 running, up to about 4 min left", "of max_profiles = 8"
     assert second.startswith("profiling: 2 done, at most 6 more, 1 running, up to about ")
+    assert third.startswith("profiling: 3 done (1 failed), at most 5 more, 1 running, up to about ")
 
 
 @pytest.mark.parametrize("failure", [Failure.PREEMPTED, Failure.KILLED])

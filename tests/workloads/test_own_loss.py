@@ -374,6 +374,16 @@ def test_what_own_functions_raise_is_told_with_its_place(
         build_workload(spec)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
+def test_a_model_that_asks_for_a_gpu_by_itself_is_told_to_leave_that_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_module(tmp_path, monkeypatch, "import torch\ndef f(classes, image_size): return torch.nn.Linear(2, 2).cuda()")
+    spec = WorkloadSpec(model="mine:f", dataset="digits")
+    with pytest.raises(InputError, match=r"RuntimeError: .* \(mine.py:\d+\); leave out .cuda\(\)"):
+        build_workload(spec)
+
+
 def test_modes_stay_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = """
 class Half(nn.Sequential):

@@ -56,7 +56,13 @@ from tula_hpc.ddp.process_group import (
 )
 from tula_hpc.ddp.rendezvous import meet
 from tula_hpc.ddp.stop_signals import StopRequest
-from tula_hpc.env import WorkerEnvironment, slurm_job_id, socket_interface, visible_gpus
+from tula_hpc.env import (
+    WorkerEnvironment,
+    failed_setup,
+    slurm_job_id,
+    socket_interface,
+    visible_gpus,
+)
 from tula_hpc.errors import InputError, LaunchError
 from tula_hpc.launch import slurm
 from tula_hpc.records import Record, write_atomically
@@ -244,6 +250,7 @@ def describe_host(backend: str) -> Host:
         shm_free_bytes=shared.f_bavail * shared.f_frsize,
         interfaces=(*_interfaces(), *_infiniband_ports()),
         wanted_interface=socket_interface(backend),
+        failed_setup=failed_setup(),
     )
 
 

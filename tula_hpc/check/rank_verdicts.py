@@ -59,6 +59,7 @@ def judge_job(
         return []
     judged = [
         _judge_workers(reports, expected),
+        *_judge_setup(reports),
         *_judge_devices(cluster, reports),
         *_judge_cores(cluster, workload, reports),
         *_judge_limits(cluster, reports),
@@ -161,6 +162,16 @@ def _judge_workers(reports: Sequence[RankReport], expected: int) -> Verdict:
         remedy = "see the job's logs; all nodes must see this folder and the Python environment"
         return failed(Topic.WORKERS, f"reports came from {found}", remedy)
     return ok(Topic.WORKERS, found)
+
+
+def _judge_setup(reports: Sequence[RankReport]) -> Iterator[Verdict]:
+    for _, host in _hosts(reports):
+        if host.failed_setup:
+            # the batch script runs it once for all workers
+            yield warning(
+                Topic.SETUP, host.failed_setup, "correct it there; the job's log has its words"
+            )
+            return
 
 
 def _judge_devices(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Iterator[Verdict]:

@@ -66,6 +66,8 @@ class Host(Record):
     interfaces: tuple[Interface, ...]
     # value of the variable that names it for the collectives
     wanted_interface: str = ""
+    # sentence of the first command of setup that failed
+    failed_setup: str = ""
 
     def lacks_interface(self, backend: str) -> bool:
         """Tell whether this node has none of the interfaces that the variable names."""

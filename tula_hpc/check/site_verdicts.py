@@ -39,6 +39,7 @@ class Topic(StrEnum):
     CONTAINER = "container"
     DATA_HERE = "data folder here"
     JOB = "job"
+    SETUP = "setup"
     WORKERS = "workers"
     DEVICES = "devices"
     KERNELS = "kernels"

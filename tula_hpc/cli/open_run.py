@@ -225,7 +225,7 @@ def _other_inputs(refused: Changes, run: RunDirectory, kind: str, *, is_sweep: b
         lines.append(f"To plan again over the same measurements: {again}")
     if is_sweep and all(is_unmeasured(key) for key in refused):
         lines.append(_when_free(run))
-    if not run.has_results() and (left := _jobs_left(run)):
+    elif not run.has_results() and (left := _jobs_left(run)):
         lines.append(_in_the_way(run, left))
     return "\n".join(lines)
 

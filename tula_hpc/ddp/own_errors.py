@@ -19,7 +19,7 @@ from tula_hpc.config import WorkloadSpec
 from tula_hpc.errors import InputError, TulaError
 from tula_hpc.launch.diagnosis import device_word, lost_a_peer
 from tula_hpc.own_sources import is_own
-from tula_hpc.user_code import is_entry_point, is_mistake, told
+from tula_hpc.user_code import is_entry_point, is_mistake, told_with_remedy
 from tula_hpc.workloads.criterion import CALLS
 
 _MODEL_KEY = "workload.model"
@@ -57,7 +57,7 @@ def own_mistake(error: Exception, spec: WorkloadSpec) -> InputError | None:
     name = named.get(key)
     if name is None or not is_entry_point(name):
         return None
-    return InputError(f"{name} failed: {told(error)}", key=key)
+    return InputError(f"{name} failed: {told_with_remedy(error)}", key=key)
 
 
 def _key_of(error: Exception) -> str:

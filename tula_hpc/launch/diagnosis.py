@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tula_hpc.env import RUN_MARK
+from tula_hpc.env import RUN_MARK, SETUP_WORDS
 from tula_hpc.errors import Failure, error_for
 from tula_hpc.launch.slurm import JobState, StepState
 
@@ -207,7 +207,14 @@ def telling_line(log: str) -> str:
     best = next(itertools.chain(*_lines_by_weight(log)), _no_word(log))
     best = _NOT_REQUEUED.sub("reached its time limit", best)
     # these are sentences
-    return re.sub(r"^tula_hpc\.errors\.\w+: ", "", best)[:MOST_WORDS]
+    best = re.sub(r"^tula_hpc\.errors\.\w+: ", "", best)[:MOST_WORDS]
+    before = failed_setup(log)
+    return f"{best}; before that, {before}" if before and before != best else best
+
+
+def failed_setup(log: str) -> str:
+    """Return the line of a log about a command of `setup` that failed; "" if there is none."""
+    return next((line for line in log.splitlines() if SETUP_WORDS in line), "")
 
 
 def weight(log: str) -> int:

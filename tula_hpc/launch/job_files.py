@@ -38,6 +38,7 @@ import cloudpickle
 from submitit.core.utils import DelayedSubmission, JobPaths
 
 from tula_hpc.config import ClusterSpec
+from tula_hpc.env import SETUP_FAILED, SETUP_WORDS
 from tula_hpc.errors import LaunchError
 from tula_hpc.files import in_words, read_bounded
 from tula_hpc.launch.executor import Submitted
@@ -50,6 +51,13 @@ WHAT_TO_DO = (
     "and submit the job again"
 )
 SETUP_FILE = "setup.sh"
+# Of the command only its first word is shown: others may be secrets. What fails within a file that
+# setup sources is that file's affair.
+_WATCH_SETUP = rf"""trap 'tula_code=$?
+if [ -z "${{{SETUP_FAILED}-}}" ] && [ "${{#BASH_SOURCE[@]}}" -le 1 ]; then
+  export {SETUP_FAILED}="\`${{BASH_COMMAND%%[ =]*}} …\` {SETUP_WORDS} $tula_code"
+  echo "${SETUP_FAILED}" >&2
+fi' ERR"""
 
 
 def write_setup(folder: Path, cluster: ClusterSpec) -> str:
@@ -66,13 +74,18 @@ def write_setup(folder: Path, cluster: ClusterSpec) -> str:
 def setup_text(cluster: ClusterSpec) -> str:
     """Return the setup lines, after which `$tula_setup` is `done`.
 
-    On this machine a line that fails ends the job; on Slurm the lines themselves decide.
+    On this machine a line that fails ends the job; on Slurm the lines themselves decide, and the
+    first failure is kept in `$TULA_SETUP_FAILED`.
     """
     exports = [
         f"export {name}={shlex.quote(value)}" for name, value in variables_of(cluster).items()
     ]
-    lines = [*cluster.setup, *exports, "tula_setup=done"]
-    between = " && " if cluster.executor == "local" else "\n"
+    setup = list(cluster.setup)
+    local = cluster.executor == "local"
+    if setup and not local:
+        setup = [_WATCH_SETUP, *setup, "trap - ERR"]
+    lines = [*setup, *exports, "tula_setup=done"]
+    between = " && " if local else "\n"
     return f"# {secrets.token_hex(32)}\n{between.join(lines)}"
 
 

@@ -28,6 +28,7 @@ from tula_hpc.launch.diagnosis import (
     complaining_nodes,
     ends,
     explain,
+    failed_setup,
     read_logs,
     waits,
 )
@@ -406,6 +407,9 @@ class Launcher:
             log_file, logs = read_logs(job.log_files())
             failure = classify(rows.get(job.job_id, []), ends(logs, LOG_READ_LINES))
             tail = in_short_lines(ends(logs, LOG_TAIL_LINES))
+            before = failed_setup("\n".join(logs))
+            if before and before not in tail:
+                tail = f"{before}\n{tail}"
             # or it could not even write down that there is no space
             if failure is Failure.BUG:
                 full = full_disk(self.run.root) if full is None else full

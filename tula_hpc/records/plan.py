@@ -213,10 +213,15 @@ def read_plan(path: Path) -> Plan:
     content = read_bounded(path, MAX_DOCUMENT_BYTES)
     seal = _SEAL.search(content, max(0, len(content) - SEAL_BYTES))
     if seal is not None and sha256(content[: seal.start()]).hexdigest() != seal[1].decode():
-        again = command_line("plan", str(path.parent), "--set", "objective.KEY=VALUE", "--write")
         message = (
             "was changed since it was written, perhaps by hand; delete it, and the command of the "
-            f"sweep makes it again; for another choice over the same measurements: {again}"
+            "sweep makes it again"
         )
+        # the choice is free until then
+        if not any((path.parent / "train").glob("*/*")):
+            again = command_line(
+                "plan", str(path.parent), "--set", "objective.KEY=VALUE", "--write"
+            )
+            message += f"; for another choice over the same measurements: {again}"
         raise RunDirectoryError(message, source=path)
     return plan

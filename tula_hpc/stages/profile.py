@@ -240,7 +240,7 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
     submitted = {job.job_id: job for job in unsettled if _is_of(part, job)}
     wanted = {(part.partition, each) for job in submitted.values() for each in job.configurations}
     tried = _tried(part)
-    expected = len(tried | wanted)
+    expected = len(tried.keys() | wanted)
     # a job of the adaptive search asks for more
     asks = part.spec.search.mode == "adaptive"
     if asks:
@@ -249,12 +249,16 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
         expected = max(expected, elsewhere + most_here)
 
     def tick(now: JobsNow) -> None:
-        done = len(_tried(part))
+        statuses = list(_tried(part).values())
+        done = len(statuses)
         most = max(done, expected)
         left_s = _left_s(part, most - done) if now.running else None
-        count = f"{done} of {most} done"
+        failed = statuses.count("failed")
+        count = f"{done} done" if asks else f"{done} of {most} done"
+        if failed:
+            count += f" ({failed} failed)"
         if asks:
-            count = f"{done} done, at most {most - done} more"
+            count += f", at most {most - done} more"
         text = f"{count}, {now.text}"
         progress.update(done, most, text, left_s, _requeues(part, jobs), is_most=asks)
 
@@ -272,12 +276,12 @@ def _left_s(part: Sweep, left: int) -> float | None:
     return profiling_left_s(recent, left, unix_time())
 
 
-def _tried(sweep: Sweep) -> set[tuple[str, Configuration]]:
-    """Return the configurations measured or failed, as `measurements_for_search` counts them."""
+def _tried(sweep: Sweep) -> dict[tuple[str, Configuration], str]:
+    """Return the status of each configuration that `measurements_for_search` counts."""
     records = sweep.run.measurements().records
     parts = {m.partition for m in records}
     return {
-        (name, m.configuration)
+        (name, m.configuration): m.status
         for name in parts
         for m in measurements_for_search(records, name, sweep.started_at)
     }

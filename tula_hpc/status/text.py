@@ -101,7 +101,9 @@ def _wrapped(label: str, text: str, width: int) -> str:
 
 def _head(status: RunStatus) -> Iterator[Line]:
     yield "state", f"{status.state}: {status.words}"
-    yield "command", _command(status.command)
+    # of a run that is finished nothing is expected any more
+    if status.command.alive is not None or status.state != "finished":
+        yield "command", _command(status.command)
     if status.detached is not None:
         away = status.detached
         job = "no controller job was submitted"
