@@ -141,8 +141,7 @@ def draw_memory(run: RunContents) -> Drawing | Missing:
         if usage.largest is not None:
             _draw_largest(axes, usage.largest, usage.batches)
         _draw_out_of_memory(axes, usage, unit_bytes, sizes)
-        columns = 6 if len(usage.lines) == 1 else 4
-        style.legend(axes, list(_keys(usage, sizes)), columns=columns)
+        style.legend(axes, list(_keys(usage, sizes)))
     return Drawing("memory", title, _caption(usage, run.memory_kinds), figure, _table(usage))
 
 

@@ -79,7 +79,7 @@ def draw_run_curves(curves: Sequence[RunCurve]) -> Drawing | Missing:
             style.Key(curve.name, _marker(index), LINES[index % len(LINES)], colour=_colour(index))
             for index, curve in enumerate(curves)
         ]
-        style.legend(panels[0], keys, columns=3, left=0.0)
+        style.legend(panels[0], keys, left=0.0)
     table = Table(COLUMNS, [row for curve in curves for row in _rows(curve)])
     return Drawing(NAME, title, _caption(curves, kinds), figure, table)
 

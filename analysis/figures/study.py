@@ -38,8 +38,6 @@ from tula_hpc.formatting import format_number, in_percent, plural
 from tula_hpc.records import Metrics, StepMetrics
 
 MOST_PANELS = 3
-# in a row, with six for each entry's line and the gap after it
-LEGEND_CHARACTERS = 100
 # the first quarter of the epochs may lie below the panel: the ends are compared
 LATER = 0.25
 # of the small batch's line
@@ -74,11 +72,6 @@ def column_keys(columns: Sequence[str], names: Iterable[str]) -> list[style.Key]
     return keys
 
 
-def legend_columns(names: Sequence[str]) -> int:
-    """Return the most columns of a legend of these names: six, fewer if names are long."""
-    return max(1, min(6, LEGEND_CHARACTERS // (max(map(len, names)) + 6)))
-
-
 def draw_study_accuracy(contents: StudyContents, table: StudyTable) -> Drawing | Missing:
     """Draw mean test accuracy against the global batch, in a band of one standard deviation."""
     lines: dict[str, list[Entry]] = {}
@@ -109,7 +102,7 @@ def draw_study_accuracy(contents: StudyContents, table: StudyTable) -> Drawing |
             labels.label_ends(axes, ends, across=across)
         else:
             keys = [end.key for end in ends]
-            style.legend(axes, keys, columns=legend_columns(names), left=-0.02)
+            style.legend(axes, keys, left=-0.02)
     caption = (
         "Test accuracy at the end of training against the global batch; the mean over the seeds, "
         "in a band (or bar) of one standard deviation to each side. The dashed line is plain "
@@ -226,7 +219,7 @@ def draw_study_epochs(contents: StudyContents, table: StudyTable) -> Drawing | M
             _draw_curves(axes, curves, small, table)
             axes.set_ylabel(f"test accuracy, %\nB = {batch:,}")
         panels[-1].set_xlabel("epochs")
-        style.legend(panels[0], keys, columns=legend_columns(names), left=-0.02)
+        style.legend(panels[0], keys, left=-0.02)
     caption = (
         "Test accuracy after each epoch at which it was looked at, mean over the seeds. Dashed: "
         "plain training with the small batch. Lines that still rise at the end are trainings that "
@@ -337,7 +330,7 @@ def draw_study_delta(contents: StudyContents, table: StudyTable) -> Drawing | Mi
         if beside:
             labels.label_ends(axes, ends)
         else:
-            style.legend(axes, list(dict.fromkeys(end.key for end in ends)), columns=6, left=-0.02)
+            style.legend(axes, list(dict.fromkeys(end.key for end in ends)), left=-0.02)
     caption = (
         "Test accuracy at the end of training against the threshold δ; gradients are scaled where "
         "Δ(G) is below, and with a smooth gate the less the larger Δ(G)/δ is. The columns shown "
@@ -434,7 +427,7 @@ def draw_study_scale(contents: StudyContents, table: StudyTable) -> Drawing | Mi
             _draw_scales_of_batch(axes, here, table.columns, wide=wide)
             axes.set_ylabel(f"density\nB = {batch:,}")
         keys = column_keys(table.columns, names)
-        style.legend(panels[0], keys, columns=legend_columns(names), left=-0.02)
+        style.legend(panels[0], keys, left=-0.02)
     return Drawing("study_scale", title, _scale_caption(wide=wide), figure, _scale_table(scales))
 
 
@@ -547,17 +540,17 @@ NAME_SHARE = 0.22
 # of a line there
 NAME_CHARACTERS = 17
 # batches beside one another; more are in several blocks, one below the other
-MOST_ACROSS = 5
+MOST_ACROSS = 4
 # so many batches leave each cell room for a long line
-ROOMY = 3
+ROOMY = 2
 # opacity of the best
 DARKEST = 0.5
 # height of the legend, with the margin
 KEYS_IN = 0.35
 NOTE_ROWS = 0.6
 BACK = (
-    "back: the share of what lbt lost against the small batch that was won back; below 0 % more "
-    "was lost"
+    "back: the share of what lbt lost against the small batch that was won back;\n"
+    "below 0 % more was lost"
 )
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -22,15 +23,18 @@ from matplotlib.transforms import ScaledTranslation
 
 from tula_hpc.formatting import DAY_S, HOUR_S, MINUTE_S, format_duration, format_number, keep_units
 
-WIDTH_IN = 6.4
+WIDTH_IN = 5.4
 # a bold title line of this length is as wide as the figure
-TITLE_CHARACTERS = 64
+TITLE_CHARACTERS = 54
 TITLE_LINE_IN = 0.2
+# of a legend as wide as the figure, and those that a mark takes beside its text
+LEGEND_CHARACTERS = 78
+LEGEND_MARK = 6
 EDGE_IN = 0.09
 # quantities that span more than this factor get a logarithmic axis
 LOG_RATIO = 4
 # width of a letter below a tick, as a share of a panel as wide as the figure
-TICK_LETTER_SHARE = 0.0136
+TICK_LETTER_SHARE = 0.0161
 # of an axis, left free where marks lie on zero
 BELOW_ZERO = 0.05
 
@@ -343,8 +347,12 @@ class Key(NamedTuple):
     colour: str = MUTED.light
 
 
-def legend(axes: Axes, keys: Sequence[Key], *, columns: int = 5, left: float = -0.09) -> None:
-    """Explain the marks in rows above the panel, from `left` (a share of its width) on."""
+def legend(axes: Axes, keys: Sequence[Key], *, left: float = -0.09) -> int:
+    """Explain the marks above the panel, from `left` (a share of its width) on.
+
+    Returns:
+        The number of rows, as few as fit.
+    """
     handles = []
     for key in keys:
         handle = Line2D([], [], color=key.colour, markersize=5, solid_capstyle="butt")
@@ -354,18 +362,28 @@ def legend(axes: Axes, keys: Sequence[Key], *, columns: int = 5, left: float = -
         if key.band:
             handle.set(linewidth=7, alpha=0.25)
         handles.append(handle)
-    # rows of about equal length
-    rows = max(1, math.ceil(len(keys) / columns))
+    columns = _columns([len(key.text) + LEGEND_MARK for key in keys])
     axes.legend(
         handles,
         [key.text for key in keys],
         loc="lower left",
         bbox_to_anchor=(left, 1.0),
-        ncols=math.ceil(len(keys) / rows),
+        ncols=columns,
         borderaxespad=0.2,
         borderpad=0.2,
         handletextpad=0.5,
     )
+    return math.ceil(len(keys) / columns)
+
+
+def _columns(characters: Sequence[int]) -> int:
+    """Return the columns of a legend of as few rows as fit; it is filled column by column."""
+    for rows in range(1, len(characters) + 1):
+        count = math.ceil(len(characters) / rows)
+        widths = [max(column) for column in np.array_split(characters, count)]
+        if sum(widths) <= LEGEND_CHARACTERS:
+            return count
+    return 1
 
 
 def write_beside(

@@ -206,7 +206,7 @@ def test_every_svg_is_well_formed(finished: Written) -> None:
 
 def test_every_png_is_150_dpi(finished: Written) -> None:
     heads = [(finished.run.report / f"{name}.png").read_bytes()[:20] for name in FIGURES]
-    assert {(head[:4], head[16:]) for head in heads} == {(b"\x89PNG", (960).to_bytes(4, "big"))}  # 6.4 inches
+    assert {(head[:4], head[16:]) for head in heads} == {(b"\x89PNG", (810).to_bytes(4, "big"))}  # 5.4 inches
 
 
 def test_inline_svgs_share_no_ids_and_ask_for_nothing(finished: Written) -> None:

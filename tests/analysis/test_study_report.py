@@ -28,7 +28,6 @@ from tula_hpc.analysis.figures.study import (
     draw_study_scale,
     draw_study_scale_elements,
     draw_study_table,
-    legend_columns,
     line_style,
     used_scales,
 )
@@ -409,9 +408,6 @@ def test_more_methods_than_colours_and_long_names_can_be_told_apart() -> None:
     names = ["lbt", *(f"m{i}" for i in range(len(SIZES) + 1))]
     looks = {(column_style(names, name).colour, line_style(names, name)) for name in names}
     assert len(looks) == len(names)
-    assert legend_columns(["a", "b", "c"]) == 6
-    assert legend_columns(["a" * 40, "b", "c"]) == 2
-    assert legend_columns(["a" * 64] * 5) == 1
 
 
 def test_the_scale_used_is_1_where_the_gate_left_the_gradient_alone() -> None:

@@ -157,11 +157,11 @@ def _draw_marks(axes: Axes, rows: Sequence[ScalingRow], quantity: Quantity) -> N
 
 def _explain(axes: Axes, curve: Curve) -> None:
     """Write the legend above the first panel, whose width it must not change."""
-    style.legend(axes, _keys(curve), columns=6, left=-0.2)
+    rows = style.legend(axes, _keys(curve), left=-0.2)
     if legend := axes.get_legend():
         legend.set_in_layout(False)
     # keeps the legend's height free
-    axes.set_title(" ")
+    axes.set_title("\n".join(" " * rows))
 
 
 def _keys(curve: Curve) -> list[style.Key]:

@@ -50,7 +50,7 @@ def draw_computation(run: RunContents) -> Drawing | Missing:
         axes.plot(*line, "-", color=style.MUTED.light, linewidth=1.2, zorder=1)
         for point in points:
             _draw_point(axes, point, run.cluster_sizes)
-        style.legend(axes, _keys(points, run.cluster_sizes), columns=6)
+        style.legend(axes, _keys(points, run.cluster_sizes))
     return Drawing("computation", title, _caption(points), figure, _table(points))
 
 

@@ -96,7 +96,7 @@ def draw_step_breakdown(run: RunContents) -> Drawing | Missing:
     with style.styled():
         figure, (axes,) = style.new_figure(title, 1.25 + ROW_IN * len(rows))
         _draw_bars(axes, rows, run.cluster_sizes)
-        style.legend(axes, keys, columns=3, left=-0.22)
+        style.legend(axes, keys, left=-0.22)
     caption = _breakdown_caption(exchanged=exchanged)
     return Drawing("step_breakdown", title, caption, figure, _breakdown_table(bars))
 

@@ -208,9 +208,9 @@ def _draw(
         taken = labels.label_ends(axes, ends if beside else [])
         _mark_chosen(axes, curves, quantity, taken)
         if beside:
-            style.legend(axes, _keys(curves), columns=5)
+            style.legend(axes, _keys(curves))
         else:
-            style.legend(axes, [*(end.key for end in ends), *_keys(curves)], columns=6)
+            style.legend(axes, [*(end.key for end in ends), *_keys(curves)])
     caption = " ".join([caption, *_explain_marks(curves)])
     return Drawing(quantity.name, title, caption, figure, _table(curves, quantity))
 

@@ -23,8 +23,6 @@ COLUMNS = (
     "pareto",
     "chosen",
 )
-# in a row, with six for each entry's mark and the gap after it
-LEGEND_CHARACTERS = 90
 # candidates that would take or cost this many times the dearest of the front are not drawn
 TALLEST = 100
 
@@ -58,9 +56,7 @@ def draw_pareto(run: RunContents) -> Drawing | Missing:
         here = (chosen.cost, chosen.expected_time_s)
         labels.mark_chosen(axes, here, text, lines=lines, taken=labels.label_ends(axes, []))
         keys = _front_keys(run, plan, drawn)
-        # rows of equal length, as many as the names need
-        rows = math.ceil(sum(len(key.text) + 6 for key in keys) / LEGEND_CHARACTERS)
-        style.legend(axes, keys, columns=math.ceil(len(keys) / rows))
+        style.legend(axes, keys)
     table = Table(COLUMNS, [_row(plan, item) for item in plan.candidates])
     return Drawing("pareto", title, _caption(plan), figure, table)
 
