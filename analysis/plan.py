@@ -32,7 +32,7 @@ from tula_hpc.config import (
     told_by_set,
 )
 from tula_hpc.errors import InputError, NotEnoughDataError, RunDirectoryError
-from tula_hpc.files import MEASUREMENTS_GONE, NO_SWEEP, no_folder_of_a_run, write_out
+from tula_hpc.files import MEASUREMENTS_GONE, not_a_run, write_out
 from tula_hpc.formatting import command_line, printable, printable_output, with_own_escapes
 from tula_hpc.records import (
     Configuration,
@@ -150,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _answer(options: argparse.Namespace) -> str:
     if not options.run.is_dir():
-        raise InputError(no_folder_of_a_run(options.run), source=options.run)
+        raise InputError(not_a_run(options.run), source=options.run)
     run = RunDirectory(options.run)
     if warning := told_by_set(options.set):
         print(f"warning: {warning}", file=sys.stderr)
@@ -268,7 +268,7 @@ def _inputs(
     if words := lost_inputs(run):
         raise InputError(words)
     if not run.sweep_file.exists():
-        raise RunDirectoryError(NO_SWEEP, source=run.root)
+        raise RunDirectoryError(not_a_run(run.root), source=run.root)
     own_sweep = load_frozen_sweep(run.sweep_file)
     if not run.cluster_file.exists():
         message = "is missing; run the command of the sweep again, which writes it anew"

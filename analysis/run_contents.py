@@ -26,7 +26,7 @@ from tula_hpc.config import (
     without_values,
 )
 from tula_hpc.errors import InputError, RunDirectoryError
-from tula_hpc.files import no_folder_of_a_run, read_bounded
+from tula_hpc.files import not_a_run, read_bounded
 from tula_hpc.formatting import format_number, plural
 from tula_hpc.records import (
     MAIN_LABEL,
@@ -317,13 +317,9 @@ def holds_study(run: RunDirectory) -> bool:
 
 
 def _refuse_empty(run: RunDirectory) -> None:
-    if not run.root.is_dir():
-        raise RunDirectoryError(no_folder_of_a_run(run.root), source=run.root)
     parts = (run.sweep_file, run.plan_file, run.events_file)
     if not any(part.exists() for part in parts) and not any(run.profile.glob("*.jsonl")):
-        message = "is not a run directory: expected at least sweep.toml, plan.json, "
-        message += "events.jsonl or profile/*.jsonl in it"
-        raise RunDirectoryError(message, source=run.root)
+        raise RunDirectoryError(not_a_run(run.root), source=run.root)
 
 
 def _read_text(path: Path, notes: list[str]) -> str:

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from tula_hpc.config import REFERENCE_COLUMN, StudyCell, StudySpec, SweepSpec, load_frozen_sweep
 from tula_hpc.errors import RunDirectoryError
-from tula_hpc.files import NO_SWEEP
+from tula_hpc.files import not_a_run
 from tula_hpc.formatting import UNKNOWN, command_line, in_percent
 from tula_hpc.records import (
     EpochMetrics,
@@ -86,7 +86,7 @@ def read_study(run: RunDirectory) -> StudyContents:
         InputError: Its sweep.toml is damaged.
     """
     if not run.sweep_file.exists():
-        raise RunDirectoryError(NO_SWEEP, source=run.root)
+        raise RunDirectoryError(not_a_run(run.root), source=run.root)
     # frozen: the data may be on another machine
     sweep = load_frozen_sweep(run.sweep_file)
     if sweep.study is None:

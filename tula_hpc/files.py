@@ -22,7 +22,8 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FULL_BYTES = 1_000_000
 # followed for one path, as Linux allows
 MOST_LINKS = 40
-NO_SWEEP = "is not a run directory: it has no sweep.toml"
+# named where a folder holds runs
+MOST_RUNS = 3
 # nothing is measured again in a run that has trained
 MEASUREMENTS_GONE = (
     "the measurements are gone, and the run has trained: put profile/ back, or measure in a new "
@@ -38,11 +39,25 @@ def in_words(error: OSError) -> str:
     return message
 
 
-def no_folder_of_a_run(path: Path) -> str:
-    """Say why a path that is no folder is no run directory."""
-    if path.exists():
-        return "is not a folder; expected a run directory"
-    return "no such run directory"
+def not_a_run(path: Path) -> str:
+    """Say why a path is no run directory, and which may be meant."""
+    if not path.exists():
+        words = "no such run directory"
+    elif path.is_dir():
+        words = "is not a run directory: it has no sweep.toml"
+    else:
+        words = "is not a folder; expected a run directory"
+    near = " or ".join(map(str, _runs_near(path)))
+    return f"{words}; did you mean {near}?" if near else words
+
+
+def _runs_near(path: Path) -> list[Path]:
+    """Return runs inside of a folder; of another path the one that has its name below runs."""
+    try:
+        paths = sorted(path.iterdir()) if path.is_dir() else [Path("runs") / path.stem]
+    except OSError:
+        return []
+    return [each for each in paths if (each / "sweep.toml").is_file()][:MOST_RUNS]
 
 
 def open_regular(path: Path) -> BinaryIO:

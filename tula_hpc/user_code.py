@@ -142,7 +142,12 @@ def told(error: Exception | SystemExit) -> str:
 
 def told_with_remedy(error: Exception | SystemExit) -> str:
     """Describe an error of a function that the sweep file names, and say how to mend it."""
-    return f"{told(error)}; {_MOVED}" if _NO_GPU.search(str(error)) else told(error)
+    return f"{told(error)}; {_MOVED}" if lacks_gpu(error) else told(error)
+
+
+def lacks_gpu(error: Exception | SystemExit) -> bool:
+    """Tell whether torch was asked for a GPU, and there is none."""
+    return bool(_NO_GPU.search(str(error)))
 
 
 def collate(items: list[Any], what: str = "has samples") -> Batch:

@@ -16,7 +16,7 @@ from pathlib import Path
 from tula_hpc.analysis.report.output import exit_code_of
 from tula_hpc.command_errors import CommandParser
 from tula_hpc.errors import RunDirectoryError
-from tula_hpc.files import no_folder_of_a_run, write_out
+from tula_hpc.files import not_a_run, write_out
 from tula_hpc.formatting import printable_output
 from tula_hpc.records import RunDirectory
 
@@ -61,7 +61,7 @@ def _write(runs: Sequence[RunDirectory], folder: Path | None, *, as_json: bool) 
     for run in runs:
         # before the libraries that draw are loaded
         if not run.root.is_dir():
-            raise RunDirectoryError(no_folder_of_a_run(run.root), source=run.root)
+            raise RunDirectoryError(not_a_run(run.root), source=run.root)
     from tula_hpc.analysis.report.several.runs_page import write_runs_report
     from tula_hpc.analysis.report.study_page import write_study_report
     from tula_hpc.analysis.run_contents import holds_study

@@ -39,6 +39,7 @@ from tula_hpc.analysis.planning.partitions import Fitted
 from tula_hpc.analysis.report.plan_text import not_told_apart, sentences
 from tula_hpc.config import GIB, ObjectiveSpec, SweepSpec, TrainingSpec, load_sweep
 from tula_hpc.errors import InfeasibleError, NotEnoughDataError
+from tula_hpc.files import not_a_run
 from tula_hpc.records import (
     Candidate,
     Configuration,
@@ -817,6 +818,18 @@ def test_the_command_counts_torn_lines(run: RunDirectory, capsys: pytest.Capture
         file.write('{"status": "ok", "nod')
     assert main([str(run.root)]) == 0
     assert "1 damaged line of the measurements" in " ".join(capsys.readouterr().out.split())
+
+
+def test_who_names_another_path_is_told_the_runs_near_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "other"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "sweep.toml").touch()
+    Path("mine.toml").touch()
+    assert not_a_run(Path("mine")) == "no such run directory; did you mean runs/mine?"
+    assert not_a_run(Path("mine.toml")) == "is not a folder; expected a run directory; did you mean runs/mine?"
+    assert not_a_run(Path("runs")).endswith("it has no sweep.toml; did you mean runs/mine or runs/other?")
+    assert not_a_run(Path("yours")) == "no such run directory"
 
 
 def test_mistakes_give_one_clear_line_and_their_exit_code(

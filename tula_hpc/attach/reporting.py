@@ -24,7 +24,7 @@ from tula_hpc.launch.diagnosis import lost_a_peer
 from tula_hpc.process_memory import keep_freed, out_of_memory
 from tula_hpc.records import parse_record, write_atomically
 from tula_hpc.records.base import Record
-from tula_hpc.user_code import told
+from tula_hpc.user_code import lacks_gpu, told
 
 # between two signs of life
 BEAT_S = 1.0
@@ -104,6 +104,8 @@ def failed_by(error: BaseException) -> Said:
     if not isinstance(error, Exception):
         return _failed(Failure.BUG, f"ended by {type(error).__name__}")
     detail = told(error)
+    if lacks_gpu(error):
+        detail += "; this worker has no GPU: see device and gres in the cluster file"
     if isinstance(error, EOFError):
         detail += "; it asks for input, which a job has none of"
     return _failed(Failure.BAD_INPUT, detail)

@@ -16,10 +16,9 @@ from tula_hpc.env import unix_time
 from tula_hpc.errors import InputError, RunDirectoryError
 from tula_hpc.files import (
     MEASUREMENTS_GONE,
-    NO_SWEEP,
     has_no_room,
     in_words,
-    no_folder_of_a_run,
+    not_a_run,
     open_regular,
 )
 from tula_hpc.launch.diagnosis import MAX_LOG_BYTES, read_logs, telling_line
@@ -120,10 +119,8 @@ def read_facts(run: RunDirectory) -> Facts:
 
 
 def _refuse_other(run: RunDirectory) -> None:
-    if not run.root.is_dir():
-        raise RunDirectoryError(no_folder_of_a_run(run.root), source=run.root)
     if not run.sweep_file.exists() and not run.events_file.exists():
-        raise RunDirectoryError(NO_SWEEP, source=run.root)
+        raise RunDirectoryError(not_a_run(run.root), source=run.root)
 
 
 def _read(run: RunDirectory) -> Facts:
