@@ -181,6 +181,15 @@ def test_a_script_that_fails_ends_the_job_with_one_line(tmp_path: Path) -> None:
     assert "own_checkpoints.py ended with exit code 7 after 6 steps" in ended.log_tail
 
 
+def test_weights_that_are_nan_end_the_training_after_its_epoch(tmp_path: Path) -> None:
+    arguments = ["--batch-size", "{local_batch}", "--epochs", "{epochs}", "--samples", "64", "--lr", "nan"]
+    workload = {**OWN, "script": SCRIPTS / "plain.py", "arguments": arguments, "resume_arguments": []}
+    run, ended = train(tmp_path / "run", workload)
+    assert ended.failure is Failure.DIVERGED
+    assert "weights of the model are nan after 4 steps; lower the learning rate" in ended.log_tail
+    assert not run.train().result_file.exists()
+
+
 def test_steps_that_take_longer_than_planned_are_told(tmp_path: Path) -> None:
     """All workers time the all-reduce in mid-training, and go on."""
     run = RunDirectory(tmp_path / "run").create()

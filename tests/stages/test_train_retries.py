@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.run_factory import candidate, plan
-from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec
 from tula_hpc.errors import Failure, LaunchError, StageError
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.job_specs import TrainJob
@@ -21,6 +21,7 @@ from tula_hpc.records import (
     Configuration,
     EpochMetrics,
     JobAccount,
+    Metrics,
     RunDirectory,
     StepMetrics,
     StopReason,
@@ -28,7 +29,7 @@ from tula_hpc.records import (
 )
 from tula_hpc.stages import train as stages
 from tula_hpc.stages.context import LineProgress, Sweep, stage_progress
-from tula_hpc.stages.train import keep_accounting, train_stage, training_tick
+from tula_hpc.stages.train import keep_accounting, train_stage, training_tick, unmatched_metric
 from tula_hpc.stages.train_many import Trainings
 
 CHOSEN = candidate(Configuration(4, 1, 64)).model_copy(update={"feasible": True})
@@ -143,6 +144,19 @@ def test_a_metric_of_a_script_that_matches_nothing_is_named(tmp_path: Path, monk
         tick(JobsNow(1, "1 running"))
     assert [len(notes) for notes in told] == [0, 1, 0]
     assert told[1][0].startswith("workload.metric matches no line of the script's output, ")
+
+
+def test_a_score_that_is_printed_and_not_yet_written_is_no_missing_one(tmp_path: Path) -> None:
+    metric = r"acc (?P<test_accuracy>[\d.]+)"
+    work = WorkloadSpec(script=Path("train.py"), arguments=("{local_batch}",), samples=640, metric=metric)
+    run = RunDirectory(tmp_path / "run").create()
+    sweep = Sweep(SweepSpec(name="x", workload=work), ClusterSpec(), run)
+    output = run.make_train().root / "script" / "rank-0.log"
+    output.parent.mkdir()
+    output.write_text("loss 1.0\n")
+    assert unmatched_metric(sweep, Metrics([], [], 0)).startswith("workload.metric matches no line")
+    output.write_text("loss 1.0\nacc 0.5\n")
+    assert unmatched_metric(sweep, Metrics([], [], 0)) == ""
 
 
 def test_killed_again_and_again_at_the_same_place_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

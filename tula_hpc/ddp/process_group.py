@@ -217,10 +217,16 @@ class Allocation:
         env: This worker's rank in the whole job.
         patience: Limit of waiting for rank 0's next decision. A rank 0 that died is noticed at
             once: it keeps the store.
+
+    Raises:
+        InputError: This worker's node lacks the network interface.
     """
 
     def __init__(self, cluster: ClusterSpec, env: WorkerEnvironment, patience: timedelta) -> None:
         self.cluster, self.env, self.patience = cluster, env, patience
+        if env.world_size > 1 and cluster.device == "cpu":
+            # a script's group is its own: there the library would blame the script
+            check_interfaces()
         self.store = meet(env, COLLECTIVE_TIMEOUT) if env.world_size > 1 else None
         self._decisions = 0
         # of the group that was joined last

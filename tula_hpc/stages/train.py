@@ -6,6 +6,7 @@ rules with another table; how often each failure is tried again is in `tula_hpc/
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from tula_hpc.analysis.drift import describe_drift
 from tula_hpc.env import unix_time
 from tula_hpc.errors import Failure, StageError
 from tula_hpc.formatting import format_duration, format_score, plural
-from tula_hpc.launch.diagnosis import BY_HAND, telling_line
+from tula_hpc.launch.diagnosis import BY_HAND, last_bytes, telling_line
 from tula_hpc.launch.job_specs import TrainJob, in_passes
 from tula_hpc.launch.launcher import Ended, JobsNow
 from tula_hpc.records import (
@@ -379,6 +380,10 @@ def unmatched_metric(sweep: Sweep, metrics: Metrics) -> str:
     if not work.is_script or work.metric is None or any(score != (None, None) for score in scores):
         return ""
     output = sweep.run.train().root / "script" / "rank-0.log"
+    printed = last_bytes(output) if output.is_file() else ""
+    # what was printed a moment ago is not in metrics.jsonl yet
+    if any(re.search(work.metric, line) for line in printed.splitlines()):
+        return ""
     return (
         f"workload.metric matches no line of the script's output, {output}: scores are unknown; "
         "correct it, in a new --run-dir"

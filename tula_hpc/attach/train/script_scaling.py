@@ -22,7 +22,7 @@ from torch.optim import SGD, Optimizer
 
 from tula_hpc.config import SweepSpec
 from tula_hpc.ddp.methods import ReferenceBatch, scaling_options
-from tula_hpc.errors import InputError
+from tula_hpc.errors import DivergedError, InputError
 from tula_hpc.optim import LocalNorms, NoObserver, TulaOptimizer
 from tula_hpc.records import Configuration
 from tula_hpc.training.metrics_writer import Readings
@@ -151,3 +151,24 @@ def _factor_since(averaged: Tensor, parameters: list[Tensor]) -> Tensor:
     factor = now / averaged[place]
     known = torch.isfinite(factor) & (factor > 0) & ((factor - 1.0).abs() > ROUNDING)
     return torch.where(known, factor, 1.0)
+
+
+def refuse_nan(optimizer: Optimizer | None, steps: int) -> None:
+    """End a training whose weights are lost: a script's loss is not seen from outside.
+
+    Args:
+        optimizer: Of the weights; None if the script has none yet.
+        steps: Taken so far, for the message.
+
+    Raises:
+        DivergedError: A weight is nan.
+    """
+    groups = [] if optimizer is None else optimizer.param_groups
+    with torch.no_grad():
+        # a sum has the nan of any of its terms
+        sums = [weight.sum().float().cpu() for group in groups for weight in group["params"]]
+    if sums and bool(torch.stack(sums).isnan().any()):
+        raise DivergedError(
+            f"weights of the model are nan after {steps} steps; lower the learning rate, unless "
+            "samples hold inf or nan"
+        )

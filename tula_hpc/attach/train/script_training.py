@@ -25,7 +25,7 @@ from tula_hpc.attach.reporting import ChildSpec, Mode, Said, leave
 from tula_hpc.attach.step_hooks import Apart
 from tula_hpc.attach.train.peers import Peers
 from tula_hpc.attach.train.script_drift import DriftSettings, ScriptDrift
-from tula_hpc.attach.train.script_scaling import ScriptScaling
+from tula_hpc.attach.train.script_scaling import ScriptScaling, refuse_nan
 from tula_hpc.checkpoint.safe_points import Progress
 from tula_hpc.config import SweepSpec
 from tula_hpc.ddp.agreement import CHECK_EVERY_S, Agreed, Wish
@@ -424,8 +424,13 @@ class ScriptTraining(Mode):
         return self.progress.epoch_share(self.settings.samples, self.settings.global_batch)
 
     def end_steps_of_epoch(self) -> None:
-        """Write the line of the epoch whose steps are over, unless it is there."""
+        """Write the line of the epoch whose steps are over, unless it is there.
+
+        Raises:
+            DivergedError: Weights are nan.
+        """
         self.write_steps()
+        refuse_nan(self.hooks.optimizer, self.progress.step)
         if self.progress.offset > 0 and self._written != self.progress.step:
             self._write_epoch()
         self.pause()
