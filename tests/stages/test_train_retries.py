@@ -147,8 +147,11 @@ def test_a_metric_of_a_script_that_matches_nothing_is_named(tmp_path: Path, monk
 
 
 def test_a_score_that_is_printed_and_not_yet_written_is_no_missing_one(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
     metric = r"acc (?P<test_accuracy>[\d.]+)"
-    work = WorkloadSpec(script=Path("train.py"), arguments=("{local_batch}",), samples=640, metric=metric)
+    work = WorkloadSpec(
+        script=tmp_path / "train.py", arguments=("{local_batch}",), samples=640, epochs=3, metric=metric
+    )
     run = RunDirectory(tmp_path / "run").create()
     sweep = Sweep(SweepSpec(name="x", workload=work), ClusterSpec(), run)
     output = run.make_train().root / "script" / "rank-0.log"

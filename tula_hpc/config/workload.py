@@ -244,7 +244,9 @@ class WorkloadSpec(Spec):
             )
         for key in ("samples", "epochs"):
             if key not in given:
-                raise ValueError(f"{key}: is required with a script, which cannot be asked; add it")
+                raise ValueError(
+                    f"{key}: is required with a script, which does not tell it; add it, as `tula attach` prints it"
+                )
         _check_placeholders(self.arguments, self.resume_arguments)
         if self.accumulation & (self.accumulation - 1):
             raise ValueError(

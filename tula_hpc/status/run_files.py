@@ -134,8 +134,8 @@ def _read(run: RunDirectory) -> Facts:
         doubts.append(MEASUREMENTS_GONE)
     elif not measured.records and run.plan_file.exists():
         doubts.append(
-            "the measurements that plan.json rests on are gone: put profile/ back, or delete "
-            "plan.json and run the same command again, which measures anew"
+            "the measurements that plan.json rests on are gone: put profile/ back, or run the same "
+            "command again, which measures and plans anew"
         )
     history = RunHistory(told.records)
     cut_off = _cut_off(run, history)
