@@ -42,6 +42,11 @@ def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, scri
         ("leaves", Failure.BAD_INPUT, "misbehaving.py ended its process by itself, with exit code 0"),
         ("takes no batch", Failure.BAD_INPUT, "workload.arguments: asked for 4 samples a forward, the model got 6"),
         ("accumulates", Failure.BAD_INPUT, "takes 2 forward passes for an optimizer step, not 1; set workload.accum"),
+        (
+            "calls its closure",
+            Failure.BAD_INPUT,
+            "5 forward passes for an optimizer step, not 1; only powers of 2 can be",
+        ),
         ("asks", Failure.BAD_INPUT, "asks for input, which a job has none of"),
         ("kills its group", Failure.KILLED, "misbehaving.py was ended by SIGKILL"),
         ("has no memory", Failure.DEVICE_OOM, "OutOfMemoryError: CUDA out of memory"),

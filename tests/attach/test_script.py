@@ -28,7 +28,7 @@ def test_each_placeholder_has_a_value() -> None:
     assert values.keys() == PLACEHOLDERS.keys()
     assert values == {
         "local_batch": "8", "global_batch": "128", "accumulation": "2", "nodes": "2", "workers": "8", "epochs": "3",
-        "lr_scale": "1", "seed": "0", "run_dir": "/run",
+        "steps": "23", "lr_scale": "1", "seed": "0", "run_dir": "/run",
     }  # fmt: skip
 
 

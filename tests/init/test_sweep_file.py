@@ -36,6 +36,13 @@ args = p.parse_args()
 torch.save({}, "last.pt")
 raise SystemExit("this script was run")
 """
+STEPS = """
+import argparse
+p = argparse.ArgumentParser()
+p.add_argument("--batch_size", type=int, default=12)
+p.add_argument("--max_iters", type=int, default=600000)
+p.add_argument("--warmup_iters", type=int, default=2000)
+"""
 CLICK = """
 import click
 @click.command()
@@ -87,6 +94,7 @@ NOTHING = "batch_size = 64\nmodel = build()\n"
     ("text", "arguments", "values"),
     [
         (ARGPARSE, "--batch-size {global_batch} --epochs {epochs} --seed {seed}", {"epochs": 90, "seed": 3}),
+        (STEPS, "--batch_size {local_batch} --max_iters {steps}", {}),
         (CLICK, "--micro-batch {local_batch} --num-epochs {epochs} --grad-accum {accumulation}", {"accumulation": 4}),
         (TYPER, "--bs {local_batch} --n-epochs {epochs}", {"epochs": 12}),
         (
@@ -99,7 +107,7 @@ NOTHING = "batch_size = 64\nmodel = build()\n"
         (HYDRA, "train.batch_size={local_batch} train.epochs={epochs}", {}),
         (DATACLASS, "--batch-size {local_batch} --seed {seed}", {"seed": 5}),
     ],
-    ids=["argparse", "click", "typer", "hugging-face", "absl", "hydra", "dataclass"],
+    ids=["argparse", "steps", "click", "typer", "hugging-face", "absl", "hydra", "dataclass"],
 )
 def test_a_script_of_any_style_gets_its_batch(
     commands: Path, tmp_path: Path, text: str, arguments: str, values: dict[str, int]

@@ -233,8 +233,8 @@ def _table(
         asked["samples"] = (50_000, "of an epoch, over all workers; the loader does not say")
     # those of this run were for a look
     words = "of the whole training"
-    if "{epochs}" not in " ".join(arguments):
-        words += "; put {epochs} into the argument that sets them"
+    if not any(name in " ".join(arguments) for name in ("{epochs}", "{steps}")):
+        words += "; put {epochs} into the argument that sets them, or {steps} where steps are set"
     asked["epochs"] = (90, words)
     if result["accumulation"] > 1:
         table["accumulation"] = result["accumulation"]
@@ -265,8 +265,17 @@ def _sweep_file(
     yield from search_and_training(cluster, batch, passes, result["samples"])
 
 
+# in the names of options that set the steps of the whole training
+OF_STEPS = tuple(
+    f"{most}{mark}{unit}"
+    for most in ("max", "total", "num", "train")
+    for mark in ("_", "-")
+    for unit in ("step", "iter")
+)
+
+
 def with_placeholders(arguments: Sequence[str], batch: int, passes: int) -> list[str]:
-    """Return arguments with the batch and the epochs in braces.
+    """Return arguments with the batch and the epochs, or all steps, in braces.
 
     Args:
         arguments: Of one worker that got this batch.
@@ -278,10 +287,14 @@ def with_placeholders(arguments: Sequence[str], batch: int, passes: int) -> list
     values = [re.fullmatch(r"(.*=)?(\d+)", argument) for argument in arguments]
     numbers = {index: int(match[2]) for index, match in enumerate(values) if match}
     epochs = next((n for i, n in numbers.items() if "epoch" in flags[i]), None)
+    steps = None
+    if epochs is None:
+        steps = next((n for i, n in numbers.items() if _is_of(flags[i], OF_STEPS)), None)
     for names, value, placeholder in (
         (("batch", "bs"), batch, "{local_batch}"),
         (("batch", "bs"), batch * passes, "{global_batch}"),
         (("epoch",), epochs, "{epochs}"),
+        (OF_STEPS, steps, "{steps}"),
         (("",), batch, "{local_batch}"),
     ):
         fits = [i for i, n in numbers.items() if n == value and _is_of(flags[i], names)]

@@ -82,6 +82,7 @@ def values_of(sweep: SweepSpec, configuration: Configuration, run_dir: Path) -> 
         "nodes": str(configuration.nodes),
         "workers": str(configuration.world_size),
         "epochs": str(work.epochs),
+        "steps": str(max(1, work.epochs * (work.samples or 0) // configuration.global_batch)),
         "lr_scale": f"{lr_scale(sweep, configuration.global_batch):.10g}",
         "seed": str(work.seed),
         "run_dir": str(run_dir),

@@ -167,9 +167,14 @@ class ScriptProfile(MeasuredSteps):
             raise InputError(f"{name}: expected forward passes in training mode in a step, {found}")
         asked, parts = self.settings.forward_batch, self.settings.accumulation
         if parts is not None and passes != parts:
+            remedy = f"set workload.accumulation = {passes}"
+            if passes & (passes - 1):
+                remedy = (
+                    "only powers of 2 can be planned, and no optimizer that calls its closure "
+                    "several times, as LBFGS does"
+                )
             raise InputError(
-                f"{name} takes {passes} forward passes for an optimizer step, not {parts}; "
-                f"set workload.accumulation = {passes}",
+                f"{name} takes {passes} forward passes for an optimizer step, not {parts}; {remedy}",
                 key="workload.accumulation",
             )
         # 0: no tensor tells

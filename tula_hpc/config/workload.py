@@ -90,6 +90,7 @@ PLACEHOLDERS = {
     "nodes": "nodes",
     "workers": "workers on all nodes",
     "epochs": "workload.epochs",
+    "steps": "optimizer steps of all epochs at this batch",
     "lr_scale": "factor of the learning rate for this batch, by training.method",
     "seed": "workload.seed",
     "run_dir": "folder of this profile or training",
@@ -245,7 +246,8 @@ class WorkloadSpec(Spec):
         for key in ("samples", "epochs"):
             if key not in given:
                 raise ValueError(
-                    f"{key}: is required with a script, which does not tell it; add it, as `tula attach` prints it"
+                    f"{key}: is required with a script, which does not tell it; add it, as "
+                    "`tula attach` prints it"
                 )
         _check_placeholders(self.arguments, self.resume_arguments)
         if self.accumulation & (self.accumulation - 1):

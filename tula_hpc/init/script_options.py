@@ -39,6 +39,7 @@ class ScriptOptions(NamedTuple):
 
     batch: Option | None = None
     epochs: Option | None = None
+    steps: Option | None = None
     seed: Option | None = None
     accumulation: Option | None = None
     resume: Option | None = None
@@ -69,6 +70,7 @@ _OF_BATCHES = "train|training|per|device|gpu|rank|worker|local|micro|mini|global
 _ROLES = {
     "batch": rf"(?:(?:{_OF_BATCHES})_?)*batch(?:_?size)?(?:_per_[a-z]+)?|bs",
     "epochs": r"(?:(?:num|n|nb|max|train|training|total)_?)*epochs?",
+    "steps": r"(?:(?:num|n|max|total|train|training)_)+(?:steps|iters|iterations)",
     "seed": r"(?:(?:random|manual|global|torch|rng)_?)*seed",
     "accumulation": r"(?:(?:gradient|grad)_?)?accum(?:ulat(?:ion|e))?(?:_[a-z_]+)?",
     "resume": r"(?:auto_?)?resume(?:_training)?(?:_from)?(?:_checkpoint)?(?:_path)?"
@@ -127,7 +129,7 @@ def _best(role: str, options: Iterable[Option]) -> Option | None:
     found = [each for each in options if any(pattern.fullmatch(name) for name in each.names)]
     if role == "batch":
         found.sort(key=lambda each: not any(_OF_ONE_PASS.search(name) for name in each.names))
-    if role in ("batch", "epochs", "seed", "accumulation"):
+    if role in ("batch", "epochs", "steps", "seed", "accumulation"):
         found = [each for each in found if each.takes_value]
     return found[0] if found else None
 

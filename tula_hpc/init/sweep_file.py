@@ -117,6 +117,7 @@ def _arguments(options: ScriptOptions) -> Iterator[Line]:
     words = batch.words(carrier)
     for option, value in (
         (options.epochs, "{epochs}"),
+        (None if options.epochs else options.steps, "{steps}"),
         (options.seed, "{seed}"),
         (options.accumulation, "{accumulation}"),
     ):

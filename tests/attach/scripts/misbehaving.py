@@ -101,6 +101,7 @@ WAYS: dict[str, Callable[[], object]] = {
     "trains apart": lambda: train(wrapped=False),
     "takes no batch": lambda: train(batch=6),
     "accumulates": lambda: train(passes=2),
+    "calls its closure": lambda: train(passes=5),
     "has two optimizers": has_two_optimizers,
     "catches": catches,
     "handles TERM": handles_term,
