@@ -55,7 +55,7 @@ def draw_training(run: RunContents) -> Drawing | Missing:
     has_accuracy = all(_accuracies(training) for training in trainings)
     has_losses = any(_losses(training, "test_loss") for training in trainings)
     if not has_accuracy and not has_losses:
-        why = "the script's output shows no score; workload.metric or tula.report tell one"
+        why = "the script's output shows no score; set workload.metric, or call tula.report"
         return Missing("training", "training", why, optional=True)
     ends_of_lines = []
     with style.styled():

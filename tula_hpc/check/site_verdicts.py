@@ -142,7 +142,8 @@ def _judge_account(cluster: ClusterSpec, site: Site) -> Iterator[Verdict]:
         return
     if not known:
         yield ok(
-            Topic.ACCOUNT, f"{cluster.account}: accounting does not say whose accounts there are"
+            Topic.ACCOUNT,
+            f"{cluster.account}; not checked, as accounting lists no account of yours",
         )
     elif cluster.account in known:
         yield ok(Topic.ACCOUNT, f"{cluster.account} is one of {site.user}'s")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tula_hpc.config import ClusterSpec, WorkloadSpec
 from tula_hpc.env import loaded_modules
+from tula_hpc.formatting import plural
 
 if TYPE_CHECKING:
     # it loads what asks Slurm
@@ -114,7 +115,9 @@ def _shape(place: Place) -> Iterator[Line]:
         yield Line("gres", gres, f"of {place.gpus} GPUs a node; Slurm lists {nodes.gres}")
     others = f"; {place.others} other kinds of nodes are in it" if place.others else ""
     count = min(nodes.count, place.most_nodes or nodes.count)
-    yield Line("max_nodes", max(1, count), f"{nodes.count} nodes of one kind can be used{others}")
+    yield Line(
+        "max_nodes", max(1, count), f"{plural(nodes.count, 'node')} of one kind can be used{others}"
+    )
     yield Line(
         "workers_per_node", workers, "one for each GPU" if place.gpus else "processes a node"
     )

@@ -208,11 +208,11 @@ def telling_line(log: str) -> str:
     best = _NOT_REQUEUED.sub("reached its time limit", best)
     # these are sentences
     best = re.sub(r"^tula_hpc\.errors\.\w+: ", "", best)[:MOST_WORDS]
-    before = failed_setup(log)
+    before = setup_failure(log)
     return f"{best}; before that, {before}" if before and before != best else best
 
 
-def failed_setup(log: str) -> str:
+def setup_failure(log: str) -> str:
     """Return the line of a log about a command of `setup` that failed; "" if there is none."""
     return next((line for line in log.splitlines() if SETUP_WORDS in line), "")
 

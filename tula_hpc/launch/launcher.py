@@ -28,8 +28,8 @@ from tula_hpc.launch.diagnosis import (
     complaining_nodes,
     ends,
     explain,
-    failed_setup,
     read_logs,
+    setup_failure,
     waits,
 )
 from tula_hpc.launch.executor import Executor, Notice, Request, Submitted
@@ -407,7 +407,7 @@ class Launcher:
             log_file, logs = read_logs(job.log_files())
             failure = classify(rows.get(job.job_id, []), ends(logs, LOG_READ_LINES))
             tail = in_short_lines(ends(logs, LOG_TAIL_LINES))
-            before = failed_setup("\n".join(logs))
+            before = setup_failure("\n".join(logs))
             if before and before not in tail:
                 tail = f"{before}\n{tail}"
             # or it could not even write down that there is no space

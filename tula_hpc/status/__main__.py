@@ -173,7 +173,10 @@ def _ask_slurm(facts: Facts) -> tuple[Answer, dict[str, list[AccountedRun]]]:
     except LaunchError as error:
         return Answer(None, slurm.unreached(error)), accounted or {}
     if jobs and not active and accounted == {}:
-        words = "the Slurm of this machine knows none of the jobs: they are another cluster's, or too long ago"
+        words = (
+            "this machine's Slurm knows none of the jobs: they are another cluster's, or ended too "
+            "long ago"
+        )
         return Answer(None, words), {}
     known = accounted or {}
     return Answer(
