@@ -81,6 +81,7 @@ def test_a_script_that_is_not_there(tmp_path: Path) -> None:
         (["--width", "64", "-b", "64", "--bs", "64"], 64, 1, ["--width", "64", "-b", "64", "--bs", "{local_batch}"]),
         (["train.batch=64", "epochs=3"], 32, 2, ["train.batch={global_batch}", "epochs={epochs}"]),
         (["64"], 64, 1, ["{local_batch}"]),
+        (["--batch-size", "64", "--width", "65"], 65, 1, ["--batch-size", "{local_batch}", "--width", "65"]),
         (["--batch_size=8", "--max_iters=100"], 8, 1, ["--batch_size={local_batch}", "--max_iters={steps}"]),
         (["--bs=8", "--epochs=2", "--max-steps=9"], 8, 1, ["--bs={local_batch}", "--epochs={epochs}", "--max-steps=9"]),
         (["--lr", "0.1"], 64, 1, ["--lr", "0.1"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tests.attach.script_runs import QUICK, SCRIPTS, measurement_of, profiled
 from tests.forked_jobs import forking_scripts
 from tula_hpc.attach.measured_steps import between_epochs_s
 from tula_hpc.attach.processes import Outcome
+from tula_hpc.attach.script_profile import typical_batch
 from tula_hpc.profiling.timing import halves_of
 from tula_hpc.records import Configuration, Measurement
 from tula_hpc.records.measurement import is_usable
@@ -117,3 +119,19 @@ def test_loader_processes_are_seen(tmp_path: Path) -> None:
     assert measured.round_steps["step"] % 2 == 0
     assert measured.memory is not None
     assert measured.memory.batch_bytes == 2 * 2 * (4 * 64 * 4 + 4 * 8)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "asked", "batch"),
+    [
+        ([], 8, 0),
+        ([8] * 6 + [5], 8, 8),
+        ([6] * 6 + [5], 8, 6),
+        # drawn anew at every step, about what was asked for, or not
+        ([57, 66, 70, 61, 63], 64, 64),
+        ([57, 66, 70, 61, 63], None, 63),
+        ([27, 36, 40, 31, 33], 64, 33),
+    ],
+)
+def test_the_batch_is_the_usual_one_or_the_mean_of_drawn_ones(sizes: list[int], asked: int | None, batch: int) -> None:
+    assert typical_batch(Counter(sizes), asked) == batch

@@ -37,6 +37,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tula_hpc.attach.script import NEAR
 from tula_hpc.command_errors import CommandParser, exit_code_of
 from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.env import WorkerEnvironment
@@ -286,15 +287,21 @@ def with_placeholders(arguments: Sequence[str], batch: int, passes: int) -> list
     flags = [_flag_before(arguments, index) for index in range(len(arguments))]
     values = [re.fullmatch(r"(.*=)?(\d+)", argument) for argument in arguments]
     numbers = {index: int(match[2]) for index, match in enumerate(values) if match}
-    epochs = next((n for i, n in numbers.items() if "epoch" in flags[i]), None)
-    steps = None
-    if epochs is None:
-        steps = next((n for i, n in numbers.items() if _is_of(flags[i], OF_STEPS)), None)
+
+    def valued(names: Sequence[str]) -> Iterator[int]:
+        return (n for i, n in numbers.items() if _is_of(flags[i], names))
+
+    epochs = next(valued(("epoch",)), None)
+    steps = next(valued(OF_STEPS), None) if epochs is None else None
+    of_batch = ("batch", "bs")
+    # batches that are drawn anew lie about it
+    near = next((n for n in valued(of_batch) if abs(n - batch) <= NEAR * n), None)
     for names, value, placeholder in (
-        (("batch", "bs"), batch, "{local_batch}"),
-        (("batch", "bs"), batch * passes, "{global_batch}"),
+        (of_batch, batch, "{local_batch}"),
+        (of_batch, batch * passes, "{global_batch}"),
         (("epoch",), epochs, "{epochs}"),
         (OF_STEPS, steps, "{steps}"),
+        (of_batch, near, "{local_batch}"),
         (("",), batch, "{local_batch}"),
     ):
         fits = [i for i, n in numbers.items() if n == value and _is_of(flags[i], names)]

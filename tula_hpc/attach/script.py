@@ -20,6 +20,9 @@ from tula_hpc.config.workload import PLACEHOLDER
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.records import Configuration
 
+# relative: so near the batch that was asked for lies the mean of batches that are drawn anew
+NEAR = 0.1
+
 
 class Script(NamedTuple):
     """Script to be run as the main program, with its arguments filled in."""

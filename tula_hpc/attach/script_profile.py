@@ -21,6 +21,7 @@ When all is measured the process ends at once, whatever the script would do next
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tula_hpc.attach import was_kept
 from tula_hpc.attach.measured_steps import MeasuredSteps, between_epochs_s, captured
 from tula_hpc.attach.reporting import ChildSpec, Said, leave
+from tula_hpc.attach.script import NEAR
 from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.ddp.stop_signals import Suspensions
 from tula_hpc.env import WorkerEnvironment, unix_time
@@ -161,11 +163,11 @@ class ScriptProfile(MeasuredSteps):
         """
         name = self.spec.program.name
         passes = self.step_forwards.most_common(1)[0][0] if self.step_forwards else 0
-        batch = self.forward_samples.most_common(1)[0][0] if self.forward_samples else 0
+        asked, parts = self.settings.forward_batch, self.settings.accumulation
+        batch = typical_batch(self.forward_samples, asked)
         if passes == 0:
             found = f"found none of {self._model_name()}"
             raise InputError(f"{name}: expected forward passes in training mode in a step, {found}")
-        asked, parts = self.settings.forward_batch, self.settings.accumulation
         if parts is not None and passes != parts:
             remedy = f"set workload.accumulation = {passes}"
             if passes & (passes - 1):
@@ -250,19 +252,34 @@ class ScriptProfile(MeasuredSteps):
     def _seen(self) -> dict[str, Any]:
         """Return observations of the script's training, for people."""
         model, optimizer = self.hooks.model, self.hooks.optimizer
-        (passes, _), (batch, _) = (
-            counted.most_common(1)[0] for counted in (self.step_forwards, self.forward_samples)
-        )
+        ((passes, _),) = self.step_forwards.most_common(1)
         return {
             "model": self._model_name(),
             "wrapped": isinstance(model, DistributedDataParallel),
             "optimizer": type(optimizer).__name__,
             "others": [type(other).__name__ for other in self.hooks.others],
-            "forward_batch": batch,
+            "forward_batch": typical_batch(self.forward_samples, None),
             "accumulation": passes,
             "loader_workers": self.loader_workers,
             "samples": self.loaded_samples,
         }
+
+
+def typical_batch(sizes: Counter[int], asked: int | None) -> int:
+    """Return the samples of a forward pass, 0 if there was none.
+
+    Batches that are drawn anew, as by Poisson sampling, differ: of them it is the mean, or the
+    batch that was asked for if the mean is near it.
+    """
+    if not sizes:
+        return 0
+    batch, count = sizes.most_common(1)[0]
+    if 2 * count >= sizes.total():
+        return batch
+    mean = sum(size * times for size, times in sizes.items()) / sizes.total()
+    if asked is not None and abs(mean - asked) <= NEAR * asked:
+        return asked
+    return round(mean)
 
 
 class ScriptCourse(Course):
