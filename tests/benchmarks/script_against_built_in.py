@@ -2,12 +2,12 @@
 
     python -m tests.benchmarks.script_against_built_in [--out tests/benchmarks/results/script_against_built_in.json]
 
-One worker with one thread, each profile in a process of its own. Both profiles are taken in turn, in changing order. `ratio` is the script's number over the
-built-in's, each the lower quartile of its profiles: what else a machine does, or a neighbour on it, only adds.
-`deviation` is the standard deviation of that ratio over resampled pairs, and `pairs` has the least, median and largest
-ratio of a pair. `step_time_s` is what the limit of 3 % is about. The parts are
-measured in different ways, as a script's computation can only be seen within its steps: `compute_time_s` and
-`optimizer_time_s` show how far that differs. `peak_bytes` is the growth of the process.
+One worker with one thread, each profile in a process of its own, both ways in turn, in changing order. `ratio` is the
+script's number over the built-in's, each the lower quartile of its profiles: what else a machine does, or a neighbour
+on it, only adds. `deviation` is the standard deviation of that ratio over resampled pairs, and `pairs` has the least,
+median and largest ratio of a pair. `step_time_s` is what the limit of 3 % is about. The parts are measured in different
+ways, as a script's computation can only be seen within its steps: `compute_time_s` and `optimizer_time_s` show how far
+that differs. `peak_bytes` is the growth of the process.
 """
 
 from __future__ import annotations
