@@ -78,7 +78,8 @@ def of_another_kind(cluster: MiniCluster, random: Random) -> Iterator[None]:
                 cluster.run("sacctmgr", "--immediate", "add", *words)
             stack.callback(cluster.run, "sacctmgr", "--immediate", "delete", "account", "ml")
         stack.callback(cluster._reread_config)
-        config, devices = STATE / "etc" / "slurm.conf", STATE / "etc" / "gres.conf"
+        config = STATE / "etc" / "slurm.conf"
+        devices = STATE / "etc" / "gres.conf"
         before = config.read_text()
         for file in (config, devices):
             stack.callback(file.write_text, file.read_text())

@@ -163,7 +163,8 @@ class ScriptProfile(MeasuredSteps):
         """
         name = self.spec.program.name
         passes = self.step_forwards.most_common(1)[0][0] if self.step_forwards else 0
-        asked, parts = self.settings.forward_batch, self.settings.accumulation
+        asked = self.settings.forward_batch
+        parts = self.settings.accumulation
         batch = typical_batch(self.forward_samples, asked)
         if passes == 0:
             found = f"found none of {self._model_name()}"

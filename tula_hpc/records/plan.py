@@ -7,7 +7,7 @@ it is read. Plans of earlier versions, without, are taken as they are.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from hashlib import sha256
 from itertools import zip_longest
@@ -202,8 +202,12 @@ def write_plan(path: Path, plan: Plan) -> None:
     write_atomically(path, f'{text},\n "sha256": "{digest}"\n}}')
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: Path, has_trained: Callable[[], bool]) -> Plan:
     """Read plan.json.
+
+    Args:
+        path: The file.
+        has_trained: Tells whether a training has begun; until then the choice is free.
 
     Raises:
         FileNotFoundError: There is none.
@@ -217,8 +221,7 @@ def read_plan(path: Path) -> Plan:
             "was changed since it was written, perhaps by hand; delete it, and the command of the "
             "sweep makes it again"
         )
-        # the choice is free until then
-        if not any((path.parent / "train").glob("*/*")):
+        if not has_trained():
             again = command_line(
                 "plan", str(path.parent), "--set", "objective.KEY=VALUE", "--write"
             )

@@ -402,7 +402,7 @@ class RunDirectory:
             RunDirectoryError: There is none, or it is damaged or was changed.
         """
         try:
-            return read_plan(self.plan_file)
+            return read_plan(self.plan_file, self.has_trained)
         except FileNotFoundError:
             message = "no plan yet; run the sweep with --until plan"
             raise RunDirectoryError(message, source=self.plan_file) from None

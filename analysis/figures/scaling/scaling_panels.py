@@ -161,7 +161,7 @@ def _explain(axes: Axes, curve: Curve) -> None:
     if legend := axes.get_legend():
         legend.set_in_layout(False)
     # keeps the legend's height free
-    axes.set_title("\n".join(" " * rows))
+    axes.set_title("\n".join([" "] * rows))
 
 
 def _keys(curve: Curve) -> list[style.Key]:
