@@ -47,6 +47,7 @@ def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, scri
             Failure.BAD_INPUT,
             "5 forward passes for an optimizer step, not 1; only powers of 2 can be",
         ),
+        ("spawns", Failure.BAD_INPUT, "misbehaving.py starts workers of its own (torch.multiprocessing.spawn); here"),
         ("asks", Failure.BAD_INPUT, "asks for input, which a job has none of"),
         ("kills its group", Failure.KILLED, "misbehaving.py was ended by SIGKILL"),
         ("has no memory", Failure.DEVICE_OOM, "OutOfMemoryError: CUDA out of memory"),

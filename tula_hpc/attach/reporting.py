@@ -19,7 +19,7 @@ from pydantic import Field
 from tula_hpc.attach.script import Script
 from tula_hpc.attach.step_hooks import Hooks, Listener
 from tula_hpc.ddp.device_errors import broken_device
-from tula_hpc.errors import DeviceError, Failure, MeetingError, TulaError
+from tula_hpc.errors import DeviceError, Failure, InputError, MeetingError, TulaError
 from tula_hpc.launch.diagnosis import lost_a_peer
 from tula_hpc.process_memory import keep_freed, out_of_memory
 from tula_hpc.records import parse_record, write_atomically
@@ -176,6 +176,16 @@ class Mode(Listener):
     def begins_anew(self) -> None:
         """Count from the next step on."""
         self.steps = 0
+
+    def spawns_workers(self) -> None:
+        """Refuse a script that starts its workers itself: each worker is a process already."""
+        self.fail(
+            InputError(
+                f"{self.spec.program.name} starts workers of its own (torch.multiprocessing.spawn); "
+                "here each worker is a process already, as under torchrun: call the function that "
+                "trains without spawn, with RANK, LOCAL_RANK and WORLD_SIZE from the environment"
+            )
+        )
 
     def fail(self, error: BaseException) -> NoReturn:
         """Say why this process fails, and end it."""

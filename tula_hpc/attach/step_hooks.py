@@ -17,6 +17,7 @@ in another way waits between a step's end and the next forward pass.
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
@@ -65,6 +66,9 @@ class Listener:
 
     def begins_anew(self) -> None:
         """Note that the steps so far were of a smaller model than the one that counts from now."""
+
+    def spawns_workers(self) -> None:
+        """Note that the script is about to start workers of its own, which nobody watches."""
 
 
 class Apart:
@@ -123,6 +127,7 @@ class Hooks:
         for name in ("__init__", "_reset"):
             _after(dataloader._BaseDataLoaderIter, name, self.listener.loading_begins)
         _around_next(self.listener)
+        _before_spawn(self.listener)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         return self
@@ -250,6 +255,23 @@ def _around_next(listener: Listener) -> None:
         return batch
 
     kind.__next__ = following  # type: ignore[method-assign] # to be told of each
+
+
+def _before_spawn(listener: Listener) -> None:
+    """Tell a listener of `torch.multiprocessing.spawn`, and of all that starts workers through it."""
+    # the second is no attribute, as its function has its name
+    modules = [
+        sys.modules[name] for name in ("torch.multiprocessing", "torch.multiprocessing.spawn")
+    ]
+    original = modules[0].start_processes
+
+    @wraps(original)
+    def start_processes(*args: Any, **kwargs: Any) -> Any:
+        listener.spawns_workers()
+        return original(*args, **kwargs)
+
+    for module in modules:
+        vars(module)["start_processes"] = start_processes
 
 
 def _size(model: nn.Module) -> int:

@@ -108,6 +108,7 @@ WAYS: dict[str, Callable[[], object]] = {
     "kills its group": lambda: train(then=lambda step: os.killpg(0, signal.SIGKILL) if step == 2 else None),
     "has a thread": has_a_thread,
     "leaves a process": leaves_a_process,
+    "spawns": lambda: torch.multiprocessing.spawn(build),  # type: ignore[attr-defined,no-untyped-call] # it has no types
     "asks": lambda: input("continue? "),
     "prints": lambda: train(then=lambda _: print("x" * 100_000)),
     "fails on one": lambda: train(then=fails_on_one),
