@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from tula_hpc.errors import Failure
-from tula_hpc.process_memory import free_device_share, out_of_memory
+from tula_hpc.process_memory import descendants_processor_s, free_device_share, out_of_memory
 
 NCCL = (
     "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.28.9"
@@ -82,3 +85,10 @@ def test_of_a_gpu_that_answers_no_more_nothing_is_known(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "mem_get_info", broken)
     error = RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR")
     assert out_of_memory(error) is None
+
+
+def test_processor_time_of_processes_that_have_ended_still_counts() -> None:
+    """A loader ends its processes with each epoch; what they used never becomes less."""
+    before = descendants_processor_s()
+    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.3: pass"], check=True)
+    assert descendants_processor_s() - before >= 0.25

@@ -28,6 +28,7 @@ from tula_hpc.attach.train.peers import Peers
 from tula_hpc.ddp.process_group import PROFILE_COLLECTIVE_TIMEOUT
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import InputError
+from tula_hpc.profiling.meters import ProcessorSeconds, processor_seconds
 from tula_hpc.profiling.timing import LoaderWaits
 
 
@@ -58,6 +59,7 @@ class MeasuredSteps(Mode):
         self.optimizer_s: list[float] | None = None
         # of times that belong to no step, so far
         self.left_out_s = 0.0
+        self._left_out = ProcessorSeconds(0.0, 0.0)
         self._peers: Peers
         self._forwards = 0
         # while they are 0: a closure may be called several times in a step
@@ -67,6 +69,8 @@ class MeasuredSteps(Mode):
         # since the last step a batch was waited for
         self._loaded = False
         self._apart = Apart()
+        # processor seconds of all steps, once an epoch or an evaluation has begun since the last
+        self._used_before: ProcessorSeconds | None = None
         # before which step each was, and its seconds
         self.pauses: list[tuple[int, float]] = []
         self._mark = self.waits.mark()
@@ -76,6 +80,8 @@ class MeasuredSteps(Mode):
     def loading_begins(self, loader: object) -> None:
         """Note that an epoch begins, or an evaluation."""
         self._apart.note()
+        if self._used_before is None:
+            self._used_before = self.processor_seconds()
 
     def evaluating(self) -> None:
         """Note an evaluation's pass."""
@@ -133,6 +139,7 @@ class MeasuredSteps(Mode):
         self._forwards = 0
         self._loaded = False
         self._apart.step_ends()
+        self._used_before = None
         # for a script that loads in its own way
         self.waits.launched()
         self._mark = self.waits.mark()
@@ -166,10 +173,16 @@ class MeasuredSteps(Mode):
             seconds = time.perf_counter() - self._ended_at
             self.left_out_s += seconds
             self.pauses.append((self.steps, seconds))
+            if self._used_before is not None:
+                self._left_out = processor_seconds().since(self._used_before)
         elif not self._loaded:
             self.waits.arrived(time.perf_counter() - self._ended_at)
 
     # for the course of a profile
+
+    def processor_seconds(self) -> ProcessorSeconds:
+        """Return the processor seconds of all steps so far."""
+        return processor_seconds().since(self._left_out)
 
     @property
     def found(self) -> tuple[nn.Module, Optimizer]:

@@ -38,7 +38,13 @@ from tula_hpc.ddp.stop_signals import Suspensions
 from tula_hpc.env import WorkerEnvironment, unix_time
 from tula_hpc.errors import Failure, InputError
 from tula_hpc.profiling.measured_rounds import Course, without
-from tula_hpc.profiling.meters import MemoryMeter, NodePower, bytes_of, largest_over_workers
+from tula_hpc.profiling.meters import (
+    MemoryMeter,
+    NodePower,
+    ProcessorSeconds,
+    bytes_of,
+    largest_over_workers,
+)
 from tula_hpc.profiling.probes import PASSES, estimate_from, flat, shared_norms, squared
 from tula_hpc.profiling.record import describe
 from tula_hpc.profiling.timing import Steps, StoppingRule
@@ -311,6 +317,10 @@ class ScriptCourse(Course):
     def left_out_s(self) -> float:
         """See `Course`."""
         return self.worker.left_out_s
+
+    def processor_seconds(self) -> ProcessorSeconds:
+        """See `Course`."""
+        return self.worker.processor_seconds()
 
     def was_suspended(self) -> bool:
         """See `Course`. A script cannot be begun again to measure all of it."""

@@ -22,6 +22,7 @@ from tula_hpc.profiling.meters import (
     MemoryMeter,
     Metered,
     NodePower,
+    ProcessorSeconds,
     cores_of,
     processor_seconds,
 )
@@ -91,6 +92,10 @@ class Course:
         """Return the seconds so far, while the device was idle, that are none of steps."""
         return 0.0
 
+    def processor_seconds(self) -> ProcessorSeconds:
+        """Return the processor seconds of all steps so far."""
+        return processor_seconds()
+
     def was_suspended(self) -> bool:
         """Tell whether the rounds since the last call have to be timed again. Collective."""
         return False
@@ -138,13 +143,13 @@ class Course:
         """Time whole steps, and the waits and the processors' time in them. Collective."""
         steps = self.rule.steps_per_round(about_s, multiple_of=self.turn)
         for _ in range(MOST_ATTEMPTS):
-            started = processor_seconds()
+            started = self.processor_seconds()
             seconds, waits = yield from self.rounds(steps)
-            ended = processor_seconds()
+            used = self.processor_seconds().since(started)
             if not self.was_suspended():
                 break
         count = steps * len(seconds)
-        self.processor_s = ((ended[0] - started[0]) / count, (ended[1] - started[1]) / count)
+        self.processor_s = (used.loader_s / count, used.worker_s / count)
         self.samples |= {"step": seconds, "data": waits}
         self.round_steps |= {"step": steps, "data": steps}
 

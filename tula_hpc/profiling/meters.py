@@ -365,9 +365,20 @@ def prefetched_batches(worker: Worker) -> int:
     return worker.loader.num_workers * (worker.loader.prefetch_factor or 0)
 
 
-def processor_seconds() -> tuple[float, float]:
-    """Return the processor seconds so far of the loader's processes and of this process."""
-    return process_memory.descendants_processor_s(), time.process_time()
+class ProcessorSeconds(NamedTuple):
+    """Processor seconds of the loader's processes, and of the worker's own."""
+
+    loader_s: float
+    worker_s: float
+
+    def since(self, earlier: ProcessorSeconds) -> ProcessorSeconds:
+        """Return the difference."""
+        return ProcessorSeconds(self.loader_s - earlier.loader_s, self.worker_s - earlier.worker_s)
+
+
+def processor_seconds() -> ProcessorSeconds:
+    """Return the processor seconds so far."""
+    return ProcessorSeconds(process_memory.descendants_processor_s(), time.process_time())
 
 
 def cores_of(worker: Metered) -> float:
