@@ -45,6 +45,7 @@ from tula_hpc.records import (
     TrainResult,
     read_document,
     read_metrics,
+    steps_of_epoch,
 )
 
 # standard errors of counting within which an accuracy may be that of guessing
@@ -384,13 +385,14 @@ def _read_result(path: Path, notes: list[str]) -> TrainResult | None:
 
 
 def measured_epoch(measurement: Measurement, dataset_samples: int) -> Interval | None:
-    """Return the profiled epoch time, seconds: ⌊D/B⌋ full steps and the updates of AGS's scale.
+    """Return the profiled epoch time, seconds: its steps and the updates of AGS's scale.
 
     The interval is that of the mean step, at 95 %. None where not even one step fits.
     """
     times = measurement.times
-    steps = dataset_samples // measurement.configuration.global_batch
-    if times is None or steps == 0:
+    batches = dataset_samples / measurement.configuration.global_batch
+    steps = steps_of_epoch(batches, short_batch=measurement.short_batch)
+    if times is None or steps < 1:
         return None
     step = Interval(times.step_time_s, times.step_time_low_s, times.step_time_high_s)
     updates_s = measurement.updates_per_epoch * times.update_time_s
@@ -410,8 +412,9 @@ def measured_epochs(
     for item in measurements:
         # plain numbers rather than `configuration` and `measured_epoch`: reports hold very many
         key = (item.nodes, item.workers_per_node, item.local_batch)
-        steps = (item.dataset_samples or dataset_samples) // math.prod(key)
-        if item.status != "ok" or item.times is None or steps == 0:
+        batches = (item.dataset_samples or dataset_samples) / math.prod(key)
+        steps = steps_of_epoch(batches, short_batch=item.short_batch)
+        if item.status != "ok" or item.times is None or steps < 1:
             continue
         epoch_s = item.times.step_time_s * steps + item.updates_per_epoch * item.times.update_time_s
         found.setdefault(key, []).append(epoch_s)

@@ -85,6 +85,8 @@ class Summary(NamedTuple):
     warnings: tuple[str, ...]
     # of an evaluation; likewise
     test_samples: int = 0
+    # see `Measurement`
+    short_batch: bool = False
     # from the start of a job to its first step, of each job that measured it, and their median
     starts_s: tuple[float, ...] = ()
     start_s: float | None = None
@@ -201,6 +203,7 @@ def summarize(measurements: Iterable[Measurement]) -> Summary:
         parameters=_most_common(parameters),
         warnings=tuple(_mixed(samples, parameters)),
         test_samples=_most_common(_counts(row.test_samples for row in rows)),
+        short_batch=bool(rows) and all(row.short_batch for row in rows),
         starts_s=starts_s,
         start_s=median(starts_s) if starts_s else None,
         critical_batch=profiled_batch(rows),

@@ -32,7 +32,7 @@ from tula_hpc.config import (
     cluster_sizes,
 )
 from tula_hpc.config.training import PASS_SHARE
-from tula_hpc.records import Candidate
+from tula_hpc.records import Candidate, steps_of_epoch
 
 Integers = NDArray[np.int64]
 Array = NDArray[np.float64]
@@ -226,7 +226,7 @@ def _nearness(some: Grid, others: Grid) -> Array:
 def priced(index: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) -> CandidateTable:
     """Price configurations on one partition, whose steps take `step` seconds, (n,).
 
-    `epoch_time_s` is t_step × (D // B), full batches only, plus the updates of the gradient scale,
+    `epoch_time_s` is t_step × the steps of an epoch, plus the updates of the gradient scale,
     and `train_time_s` epochs times that. `index` is that of the partition.
     """
     nodes, per_node, batch = grid.as_floats()
@@ -234,7 +234,8 @@ def priced(index: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) ->
     models = part.models
     peak = np.ceil(models.memory.predict(batch, workers))
     on_top = on_top_bytes(part.summary, models.update_time_s, part.cluster, sweep.training, workers)
-    epoch = step * (part.summary.dataset_samples // grid.global_batch)
+    batches = part.summary.dataset_samples / grid.global_batch
+    epoch = step * steps_of_epoch(batches, short_batch=part.summary.short_batch)
     epoch += _updates_per_epoch(part, grid, sweep) * models.update_time_s.predict(workers)
     train = sweep.workload.epochs * epoch
     evaluation = sweep.workload.epochs * part.evaluation.seconds(workers, batch)

@@ -163,9 +163,10 @@ def about_extrapolation(chosen: int, fitted: Fitted) -> list[str]:
 def about_left_out_samples(chosen: int, fitted: Fitted, *, many: bool) -> list[str]:
     """Say where full batches of the chosen row leave out samples: many, or some."""
     global_batch = int(fitted.table.global_batch[chosen])
-    samples = fitted.parts[fitted.table.part[chosen]].summary.dataset_samples
+    summary = fitted.parts[fitted.table.part[chosen]].summary
+    samples = summary.dataset_samples
     share = samples % global_batch / samples
-    if share < DROPPED_SHARE or (share >= MANY_DROPPED) != many:
+    if summary.short_batch or share < DROPPED_SHARE or (share >= MANY_DROPPED) != many:
         return []
     batches = f"full batches of {global_batch:,}"
     return [f"{batches} leave out {100 * share:.0f} % of the {samples:,} samples in every epoch"]

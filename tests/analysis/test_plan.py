@@ -260,6 +260,14 @@ def test_samples_that_full_batches_leave_out_become_a_warning() -> None:
     assert "leave out" not in warnings_of(CORNERS, samples=2 * 1024)
 
 
+def test_a_shorter_last_batch_leaves_out_nothing_and_counts_as_its_share_of_a_step() -> None:
+    rows = [row.model_copy(update={"dataset_samples": 2000, "short_batch": True}) for row in CORNERS]
+    plan = make_plan(sweep("time"), cluster(), rows)
+    assert "leave out" not in "\n".join([*plan.warnings, *plan.notes])
+    for row in plan.candidates:
+        assert row.epoch_time_s / row.step_time_s == pytest.approx(2000 / row.global_batch)
+
+
 @pytest.mark.parametrize(("left_out", "is_said"), [(1023, True), (1004, True), (1003, False)])
 def test_left_out_samples_are_said_from_one_percent_on(left_out: int, is_said: bool) -> None:
     # the fastest candidate takes batches of 1,024

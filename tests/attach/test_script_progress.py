@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.run_factory import candidate, measurement, plan, write_plan
 from tula_hpc.attach.reporting import ChildSpec
@@ -93,6 +94,20 @@ def test_a_shorter_batch_is_the_last_of_its_epoch(tmp_path: Path, clock: Clock) 
             told.step(samples)
     rows = told.metrics().epochs
     assert [(row.epoch, row.step, row.samples_seen) for row in rows] == [(1, 3, 24), (2, 7, 29 + 24)]
+
+
+def test_a_loader_that_gives_out_a_shorter_batch_ends_the_epoch_with_it(tmp_path: Path, clock: Clock) -> None:
+    told = Told(tmp_path, clock, samples=29)
+    loader = iter(DataLoader(TensorDataset(torch.zeros(29)), batch_size=8))
+    for _ in range(2):
+        for samples in (8, 8, 8, 5):
+            told.training.batch_loaded(loader, None, 0.0)
+            told.step(samples)
+        clock.now += 10.0
+    told.training.ended(0)
+    rows = told.metrics().epochs
+    assert [(row.epoch, row.step, row.samples_seen) for row in rows] == [(1, 4, 29), (2, 8, 2 * 29)]
+    assert [row.evaluation_time_s for row in rows] == [10.0 + WAIT_S, 10.0]
 
 
 def test_an_epoch_takes_its_steps_and_waits_but_no_evaluation(tmp_path: Path, clock: Clock) -> None:

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from tests.forked import start_workers
-from tula_hpc.attach.step_hooks import Hooks, Listener, samples_of
+from tula_hpc.attach.step_hooks import Hooks, Listener, has_short_batch, samples_of
 
 
 class Told(Listener):
@@ -50,6 +51,16 @@ def backward(model: nn.Module, batch: int, width: int = 4) -> torch.Tensor:
     loss: torch.Tensor = model(torch.randn(batch, width)).square().mean()
     torch.autograd.backward(loss)
     return loss
+
+
+@pytest.mark.parametrize(
+    ("options", "has_one"),
+    [({"batch_size": 4}, True), ({"batch_size": 4, "drop_last": True}, False), ({"batch_size": None}, False)],
+)
+def test_a_loader_tells_whether_its_last_batch_may_be_shorter(options: dict[str, Any], has_one: bool) -> None:
+    data = TensorDataset(torch.zeros(6))
+    sampler: Sampler[int] = DistributedSampler(data, 1, 0)
+    assert has_short_batch(iter(DataLoader(data, sampler=sampler, **options))) is has_one
 
 
 class Lazy:

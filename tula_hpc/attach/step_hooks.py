@@ -294,6 +294,15 @@ def _module_of(owned: set[Tensor]) -> nn.Module | None:
     return next(compiled, best)
 
 
+def has_short_batch(loader: object) -> bool:
+    """Tell whether an iterator of torch's loader gives out samples that fill no batch, too."""
+    sampler = getattr(loader, "_index_sampler", None)
+    # without collation that is no sampler of batches
+    return bool(getattr(loader, "_auto_collation", False)) and not getattr(
+        sampler, "drop_last", True
+    )
+
+
 def samples_of(value: Any) -> int:
     """Return the first dimension of the first tensor in the arguments of a forward pass; 0: none."""
     # without a search through what holds it: at every step of most models

@@ -44,6 +44,7 @@ from tula_hpc.records.measurement import (
     measurements_of,
     recorded_by_job,
     recorded_in,
+    steps_of_epoch,
 )
 from tula_hpc.records.metrics import (
     RECENT_STEPS,
@@ -146,6 +147,7 @@ __all__ = [
     "refuse_several",
     "samples_a_step",
     "steps_left_s",
+    "steps_of_epoch",
     "training_left_s",
     "with_rank_files",
     "write_atomically",

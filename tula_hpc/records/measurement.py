@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -16,6 +16,10 @@ from tula_hpc.errors import Failure, RunDirectoryError
 from tula_hpc.records.base import Batch, Configuration, JobId, Nodes, Record, WorkersPerNode
 from tula_hpc.records.identity import Digest, Identity
 from tula_hpc.records.storage import parse_record, read_document, read_records, with_rank_files
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 # what a record says beyond that is damaged
 CREDIBLE_S = 1e6
@@ -158,6 +162,8 @@ class Measurement(Record):
     emulated: bool = False
     # training samples in an epoch, D
     dataset_samples: int = 0
+    # those that fill no batch make a shorter one at the epoch's end, and are not left out
+    short_batch: bool = False
     # that an evaluation takes; 0: unknown
     test_samples: int = 0
     # of AGS's gradient scale, on average
@@ -294,6 +300,19 @@ def is_usable(measurement: Measurement) -> bool:
     if measurement.status != "ok" or times is None or memory is None:
         return False
     return times.are_credible and memory.is_credible
+
+
+Steps = TypeVar("Steps", float, "NDArray[np.float64]")
+
+
+def steps_of_epoch(batches: Steps, *, short_batch: bool) -> Steps:
+    """Return the steps of an epoch: whole batches, and a shorter one as its share of one.
+
+    Args:
+        batches: Samples of an epoch over those of a batch; a number, or an array of any shape.
+        short_batch: See `Measurement`.
+    """
+    return batches if short_batch else batches // 1
 
 
 def compute_of(batch: int) -> str:

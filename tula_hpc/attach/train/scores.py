@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import IO
 
-from tula_hpc.attach.train.script_training import as_share
 from tula_hpc.records import EpochMetrics, TrainDirectory
 from tula_hpc.training.metrics_writer import write_scores
 
@@ -24,6 +23,13 @@ MOST_LINE_BYTES = 65_536
 CHUNK_BYTES = 65_536
 # of waiting for the last of the output, which processes of the script's own may hold open
 DRAIN_S = 5.0
+
+
+def as_share(name: str, value: float) -> float:
+    """Return a score as records have it: an accuracy above 1 is in percent."""
+    if "accuracy" in name and value > 1.0:
+        return value / 100.0
+    return value
 
 
 class Scores:

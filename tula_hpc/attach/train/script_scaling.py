@@ -31,6 +31,16 @@ from tula_hpc.training.metrics_writer import Readings
 ROUNDING = 1e-5
 
 
+def scaling_of(
+    sweep: Mapping[str, Any], configuration: tuple[int, int, int]
+) -> ScriptScaling | None:
+    """Return the scaling of a script's steps; None without a sweep, where its method does nothing."""
+    if not sweep:
+        return None
+    spec = SweepSpec.model_validate(sweep, context={"check_paths": False})
+    return ScriptScaling(spec, Configuration(*configuration))
+
+
 class ScriptScaling:
     """Scaling of one script's steps; every worker has one.
 

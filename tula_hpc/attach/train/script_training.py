@@ -1,7 +1,8 @@
 """Progress of a script's training, read off its steps: metrics.jsonl, epochs, the end at a stop.
 
-Without `tula.epochs` an epoch is over when no further whole batch is left of the samples that the
-sweep names; a shorter batch right after that was the epoch's last one. The end at a stop is
+Without `tula.epochs` an epoch is over when no further batch is left of the samples that the sweep
+names. Where torch's loader does not tell whether it gives out a shorter last batch, an epoch is
+over with its last whole one, and a shorter batch right after that still counts to it. The end at a stop is
 `_stop_if_asked`; `ddp/stop_signals.py` describes the way of a stop, with and without `keeping.py`.
 """
 
@@ -22,18 +23,18 @@ from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc.attach.reporting import ChildSpec, Mode, Said, leave
-from tula_hpc.attach.step_hooks import Apart
+from tula_hpc.attach.step_hooks import Apart, has_short_batch
 from tula_hpc.attach.train.peers import Peers
+from tula_hpc.attach.train.scores import as_share
 from tula_hpc.attach.train.script_drift import DriftSettings, ScriptDrift
-from tula_hpc.attach.train.script_scaling import ScriptScaling, refuse_nan
+from tula_hpc.attach.train.script_scaling import refuse_nan, scaling_of
 from tula_hpc.checkpoint.safe_points import Progress
-from tula_hpc.config import SweepSpec
 from tula_hpc.ddp.agreement import CHECK_EVERY_S, Agreed, Wish
 from tula_hpc.ddp.stop_signals import StopRequest, Suspensions
 from tula_hpc.env import unix_time
 from tula_hpc.errors import InputError
 from tula_hpc.optim import NoObserver
-from tula_hpc.records import Configuration, RunDirectory
+from tula_hpc.records import RunDirectory
 from tula_hpc.records.base import Record
 from tula_hpc.records.events import EventName
 from tula_hpc.training.metrics_writer import MetricsWriter, Readings, StepWindow
@@ -147,7 +148,7 @@ class ScriptTraining(Mode):
             restarts=self.settings.restarts,
         )
         self.models: list[DistributedDataParallel] = []
-        self.scaling = scaling_of(self.settings)
+        self.scaling = scaling_of(self.settings.sweep, self.settings.configuration)
         self.drift: ScriptDrift | None = None
         if (told := self.settings.drift) is not None:
             settings = self.settings
@@ -167,6 +168,8 @@ class ScriptTraining(Mode):
         self._apart = Apart()
         self._agreed: Agreed | None = None
         self._peers: Peers
+        # that gave out the last batch
+        self._loader: object = None
         # of this step, on this worker
         self._samples = 0
         # when the last step ended; None: what came since was no training
@@ -244,6 +247,7 @@ class ScriptTraining(Mode):
         """See `Listener`."""
         self.give_sign()
         self._loading_s = (self._loading_s or 0.0) + waited_s
+        self._loader = loader
 
     def forward_begins(self, samples: int) -> None:
         """See `Listener`."""
@@ -295,7 +299,7 @@ class ScriptTraining(Mode):
             self._count_start()
         self.count_step()
         self._count_progress()
-        is_last = self.progress.epoch_ends(self.settings.samples, self.settings.global_batch)
+        is_last = self.progress.epoch_ends(self.settings.samples, self._least_batch)
         is_logged = is_last or self.progress.step % self.settings.log_interval_steps == 0
         if is_logged:
             _synchronize()
@@ -309,6 +313,11 @@ class ScriptTraining(Mode):
             # what a script saves it saves after an epoch
             if not is_last or self.settings.samples < 2 * self.settings.global_batch:
                 self._stop_if_asked()
+
+    @property
+    def _least_batch(self) -> int:
+        """Samples that still make a step at an epoch's end."""
+        return 1 if has_short_batch(self._loader) else self.settings.global_batch
 
     def _count_start(self) -> None:
         """Count the time of this job up to its first step, which has just been taken."""
@@ -334,7 +343,8 @@ class ScriptTraining(Mode):
         progress, whole = self.progress, self.settings.global_batch
         samples = self._samples * self.spec.world_size or whole
         self._samples = 0
-        if not self.is_kept and progress.offset == 0 and samples < whole:
+        is_first = not self.is_kept and progress.offset == 0
+        if is_first and samples < self._least_batch:
             # the last, shorter batch of the epoch before
             progress.offset = -samples
         progress.count_step(samples)
@@ -477,21 +487,6 @@ class ScriptTraining(Mode):
         """Add an event of this training to the run's events."""
         job_id = self.settings.job_id
         self.run.log_event(event, "train", detail=detail, job_id=job_id, data=data or {})
-
-
-def scaling_of(settings: TrainSettings) -> ScriptScaling | None:
-    """Return the scaling of a script's steps; None where the method does nothing to them."""
-    if not settings.sweep:
-        return None
-    sweep = SweepSpec.model_validate(settings.sweep, context={"check_paths": False})
-    return ScriptScaling(sweep, Configuration(*settings.configuration))
-
-
-def as_share(name: str, value: float) -> float:
-    """Return a score as records have it: an accuracy above 1 is in percent."""
-    if "accuracy" in name and value > 1.0:
-        return value / 100.0
-    return value
 
 
 def _synchronize() -> None:
