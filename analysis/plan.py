@@ -206,10 +206,22 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
         write_plan(run.plan_file, plan)
     if options.json:
         return printable(plan.model_dump_json(by_alias=True, indent=1))
-    text = _as_text(plan, sweep, cluster, read.records, run)
+    text = f"{_as_text(plan, sweep, cluster, read.records, run)}\n{_how_to_train(options, run)}"
     if not options.what_if:
         return text
     return f"{text}\n\n{_what_if(answers(sweep, cluster, read.records, plan, trained))}"
+
+
+def _how_to_train(options: argparse.Namespace, run: RunDirectory) -> str:
+    """Say whether a training would follow the plan that is shown, and how it is begun."""
+    if run.has_trained():
+        return "The training of this run follows its own plan, not this one."
+    inputs = (str(run.sweep_file), "--cluster", str(run.cluster_file))
+    train = command_line("sweep", *inputs, "--run-dir", str(run.root))
+    told = "To train by it:"
+    if (options.set or options.objective) and not options.write:
+        told = "With --write the run follows it; to train then:"
+    return f"{told}\n  {train}"
 
 
 def _damaged_plan(run: RunDirectory) -> list[str]:

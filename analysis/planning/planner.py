@@ -97,7 +97,7 @@ def _doubts(plan: Plan, sweep: SweepSpec, fitted: Fitted, choice: Choice) -> lis
         *warnings.about_unseen_memory(fitted),
     ]
     to_change = [
-        *warnings.about_method(sweep),
+        *warnings.about_method(plan.chosen, sweep),
         *warnings.about_interruptions(row, fitted, sweep),
         *warnings.about_beginning_anew(row, fitted),
         *warnings.about_checkpoints(row, fitted, sweep),

@@ -34,6 +34,8 @@ from tula_hpc.formatting import (
 )
 from tula_hpc.records import Candidate, Configuration, Doubt, Footprint, Plan, Remedy
 
+# times the batch that the learning rate is for; smaller ones seldom cost accuracy
+LARGE_BATCH = 2
 # share of the samples that full batches leave out: said from the first on, a warning from the second
 DROPPED_SHARE = 0.01
 MANY_DROPPED = 0.1
@@ -199,8 +201,15 @@ def about_unseen_memory(fitted: Fitted) -> list[str]:
     return found
 
 
-def about_method(sweep: SweepSpec) -> list[str]:
-    """Say where predictions do not know the method, or where AdamW cancels its factors."""
+def about_method(chosen: Candidate, sweep: SweepSpec) -> list[str]:
+    """Say where nothing is done for a large batch, or other than the plan or AdamW expects."""
+    times = chosen.global_batch / sweep.training.base_batch
+    if sweep.training.method == "lbt" and times >= LARGE_BATCH:
+        return [
+            f"the batch is {times:,.3g} times training.base_batch ({sweep.training.base_batch:,}), "
+            'and training.method = "lbt" does nothing for it; where a large batch costs accuracy, '
+            '"ags" scales the gradients'
+        ]
     if sweep.training.method == "polo":
         return [
             "times and costs are those of an all-reduce in each step, and post-local SGD has few "

@@ -49,7 +49,7 @@ from tula_hpc.records.broken_hosts import first_line
 GO_ON = "tula sweep RUN/sweep.toml --cluster RUN/cluster.toml --run-dir RUN"
 ANOTHER = "tula plan RUN --set objective.deadline_hours=12"
 # the kind that takes them
-OBJECTIVE_OF = {FASTEST: '"time"', CHEAPEST: '"cost"'}
+OBJECTIVE_OF = {FASTEST: "time", CHEAPEST: "cost"}
 IS_RUN = "RUN is the run's directory."
 
 
@@ -90,7 +90,7 @@ def first_page(run: RunContents) -> FirstPage:
         if is_billed:
             took += _price(run)
         else:
-            will_take = [_expected(run.plan), *_price(run)]
+            will_take = [_expected(run.plan), *_price(run), *_for_the_batch(run)]
         answers = {
             "What it will take": will_take,
             "What it took": took,
@@ -136,8 +136,8 @@ def _decision(plan: Plan) -> str:
     chosen = plan.chosen
     return (
         f"Train on {plural(chosen.nodes, 'node')}{of_partition_in_words(chosen.partition)} with "
-        f"global batch {chosen.global_batch:,} ({plural(chosen.local_batch, 'sample')} "
-        f"per worker{chosen.in_parts})."
+        f"global batch {chosen.global_batch:,} ({plural(chosen.local_batch, 'sample')} for each of "
+        f"{plural(chosen.configuration.world_size, 'worker')}{chosen.in_parts})."
     )
 
 
@@ -175,6 +175,32 @@ def _price(run: RunContents) -> list[str]:
     return [
         f"The cost counts {price} a node and hour, the default of pricing.usd_per_node_hour in the "
         "cluster file: set your price there."
+    ]
+
+
+# by training.method
+ADAPTED = {
+    "ags": "gradients are scaled",
+    "adascale": "gradients are scaled",
+    "static": "gradients are scaled",
+    "lrs": "the learning rate is scaled",
+    "sqrt": "the learning rate is scaled",
+    "lars": "rates are adapted by layer",
+    "lamb": "rates are adapted by layer",
+}
+
+
+def _for_the_batch(run: RunContents) -> list[str]:
+    """Say what the training does for its large batch; empty for one that does nothing."""
+    if run.plan is None or run.sweep is None:
+        return []
+    training = run.sweep.training
+    batch = run.plan.chosen.global_batch
+    if batch <= training.base_batch or training.method not in ADAPTED:
+        return []
+    return [
+        f"The batch is {batch / training.base_batch:,.3g} times training.base_batch, for which "
+        f'{ADAPTED[training.method]} (training.method = "{training.method}").'
     ]
 
 
@@ -266,7 +292,7 @@ def _what_would_change(plan: Plan) -> Iterator[str]:
         roles = " and ".join(f"the {role}" for role in other.roles)
         compared = f": {against(other.candidate, plan.chosen)}"
         kinds = [OBJECTIVE_OF[role] for role in other.roles if role in OBJECTIVE_OF]
-        takes = f"; objective.kind = {' or '.join(kinds)} takes it" if kinds else ""
+        takes = f"; tula plan RUN --objective {kinds[0]} --write takes it" if kinds else ""
         is_decided = is_decided and not kinds
         if other.is_compared:
             # one that is faster and cheaper has its sentence beside the reason, one that cannot be

@@ -159,7 +159,7 @@ def describe_plan(plan: Plan, profiling: str = "") -> str:
 def sentences(plan: Plan, profiling: str = "") -> list[str]:
     """Return expectations, the reason of the choice, alternatives, assumptions and warnings."""
     found = [
-        _expectation(plan),
+        expectation(plan),
         *_where_time_goes(plan.chosen),
         f"Chosen by {plan.objective}: {plan.reason}.",
         *why_not_better(plan),
@@ -202,7 +202,8 @@ def beats(candidate: Candidate, chosen: Candidate) -> bool:
     return candidate.expected_time_s < chosen.expected_time_s and candidate.cost <= chosen.cost
 
 
-def _expectation(plan: Plan) -> str:
+def expectation(plan: Plan) -> str:
+    """Say how long the training should take, and what it should cost."""
     chosen = plan.chosen
     interval = predicted(chosen, chosen.expected_quantity)
     time, low, high = (duration_within(s, interval.low, interval.high) for s in interval)

@@ -53,8 +53,8 @@ def test_what_would_change_the_choice_is_said_or_that_nothing_would(plan: Plan, 
         return said
 
     fastest, cheapest = would()
-    assert fastest.endswith(', compared above; objective.kind = "time" takes it.'), "beside the reason"
-    assert cheapest.endswith(' cheaper; objective.kind = "cost" takes it.')
+    assert fastest.endswith(", compared above; tula plan RUN --objective time --write takes it."), "beside the reason"
+    assert cheapest.endswith(" cheaper; tula plan RUN --objective cost --write takes it.")
     unsettled = "the step of N=2 b=64 (B=128), which is not settled: with 80 ms the plan would choose N=2 b=64 (B=128)"
     assert would(hangs_on=[unsettled])[0] == f"T{unsettled[1:]}."
     worse = {"local_batch": 8, "wall_time_s": 2 * plan.chosen.expected_time_s, "cost": 2 * plan.chosen.cost}
@@ -77,6 +77,26 @@ def test_a_price_that_nobody_set_is_told_beside_the_cost(plan: Plan, tmp_path: P
         takes = first_page(priced).sections[0]
         assert takes.heading == "What it will take"
         assert any(text.endswith(said) for text in takes.sentences) == is_said
+
+
+@pytest.mark.parametrize(
+    ("method", "says", "warns"),
+    [("ags", ", for which gradients are scaled (training.method", False), ("lbt", None, True)],
+)
+def test_what_is_done_for_a_large_batch_is_said_and_that_nothing_is(
+    method: str, says: str | None, warns: bool, tmp_path: Path
+) -> None:
+    spec = sweep("time")
+    training = spec.training.model_copy(update={"method": method, "base_batch": 64})
+    spec = spec.model_copy(update={"training": training})
+    planned = make_plan(spec, cluster(), [ok(nodes, batch) for nodes in (1, 4) for batch in (32, 256)])
+    run = make_run(tmp_path / "run", stage="plan")
+    write_plan(run, planned)
+    contents = read_run(run)._replace(sweep=spec)
+    times = f"{planned.chosen.global_batch // 64} times training.base_batch"
+    assert (f"The batch is {times}{says}" in first_page(contents).text) == (says is not None)
+    doubts_of_it = [doubt for doubt in planned.doubts if doubt.text.startswith(f"the batch is {times} (64)")]
+    assert [doubt.remedy for doubt in doubts_of_it] == [Remedy.CHANGE] * warns
 
 
 def test_a_finished_training_has_nothing_left_to_do(tmp_path: Path) -> None:

@@ -288,7 +288,7 @@ def test_the_knee_is_that_of_the_fitted_curve() -> None:
     assert plan.chosen.global_batch == 1024
     assert "the fastest up to the knee, B=1,2" in plan.reason
     short = make_plan(sweep(cluster_sizes=[4], max_batch=512), cluster(), [ok(4, 8), ok(4, 128)])
-    assert "the fastest, as all that was searched lies below the knee, B=1,2" in short.reason
+    assert "the fastest of all that was searched, which ends before the knee, B=1,2" in short.reason
 
 
 def test_a_curve_without_a_knee_is_said_to_have_none() -> None:
@@ -662,9 +662,12 @@ def test_what_is_free_is_chosen_by_its_time(run: RunDirectory, capsys: pytest.Ca
     assert "Fastest:" not in printed
 
 
-def test_the_command_replaces_the_plan_only_when_asked(run: RunDirectory) -> None:
+def test_the_command_replaces_the_plan_only_when_asked(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     run.plan_file.write_text("mine")
     main([str(run.root)])
+    assert "\nTo train by it:\n  tula sweep " in capsys.readouterr().out
+    main([str(run.root), "--objective", "cost"])
+    assert "\nWith --write the run follows it; to train then:\n" in capsys.readouterr().out
     assert run.plan_file.read_text() == "mine"
     assert main([str(run.root), "--write"]) == 0
     assert run.read_plan() == make_plan(load_sweep(run.sweep_file, check_paths=False), cluster(), CORNERS)
@@ -798,7 +801,8 @@ def test_on_a_terminal_signs_and_remarks_are_whole(
     assert main([str(run.root), "--set", "pricing.usd_per_node_hour=123456"]) == 0
     lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
     table = lines[: next(place for place, line in enumerate(lines) if line.startswith("◆ Pareto"))]
-    assert all(len(line) <= width for line in lines)
+    # a command that is copied is one line
+    assert all(len(line) <= width for line in lines if not line.startswith("  tula sweep "))
     assert not [line for line in lines if "…" in line]
     plan = make_plan(load_sweep(run.sweep_file, check_paths=False), cluster(), CORNERS)
     near = [c for c in plan.candidates if 1 / 4 <= c.global_batch / plan.chosen.global_batch <= 4]

@@ -143,6 +143,7 @@ def _run_stages(sweep: Sweep, last: int) -> int:
         _say_what_it_takes(plan)
     if ends_here:
         sweep.run.log_event("ended", "plan")
+        print(f"all of the plan: {command_line('plan', str(sweep.run.root))}")
         print(f"to train it: {sweep.command()}")
         return 0
     is_trained = sweep.run.train().result_file.exists()
@@ -358,22 +359,17 @@ def _say_plan(sweep: Sweep, plan: Plan, *, is_new: bool = True) -> None:
 
 def _say_what_it_takes(plan: Plan) -> None:
     """Print the planned training's time and cost, and whether its configuration was measured."""
-    from tula_hpc.analysis.run_contents import predicted
+    from tula_hpc.analysis.report.plan_text import expectation
 
     chosen = plan.chosen
     where = f" on {chosen.partition}" if chosen.partition else ""
     print(
-        f"planned: {chosen.configuration}{where}, predicted {format_duration(chosen.epoch_time_s)} "
-        "an epoch; with start-up, evaluation and checkpoints "
-        f"{format_duration(chosen.expected_time_s)} and "
-        f"{format_money(chosen.cost, chosen.currency)} in all"
+        f"planned: {chosen.configuration}{where}, {plural(chosen.configuration.world_size, 'worker')} "
+        f"and {plural(plan.epochs, 'epoch')} of {format_duration(chosen.epoch_time_s)}"
     )
+    print(f"planned: {expectation(plan)}")
     if not chosen.measured:
-        _, low, high = map(format_duration, predicted(chosen, "epoch_time_s"))
-        between = f", between {low} and {high} with 90 % probability" if low != high else ""
-        print(
-            f"planned: this configuration itself was not measured; its epoch is predicted{between}"
-        )
+        print("planned: this configuration itself was not measured; a model predicts its steps")
 
 
 def _run_study(sweep: Sweep, *, report: bool) -> int:
