@@ -277,7 +277,11 @@ def _check_item(spec: WorkloadSpec, item: Any, classes: int, place: str) -> None
     if spec.loss is None:
         fits = _has_image(item) and _is_whole(item[1])
         if fits and not 0 <= (label := operator.index(item[1])) < classes:
-            least = f"; return at least {label + 1} classes" if label >= classes else ""
+            least = ""
+            if label >= classes:
+                least = (
+                    f"; labels count from 0: return {label + 1} or more classes, or smaller labels"
+                )
             found = f"has label {label} as {place}; expected 0 to {classes - 1}"
             raise _data_error(spec, f"{found}, as it returned {classes} for classes{least}")
         if not fits and _has_image(item):

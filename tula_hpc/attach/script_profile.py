@@ -191,7 +191,8 @@ class ScriptProfile(MeasuredSteps):
         if asked is not None and batch not in (0, asked):
             raise InputError(
                 f"asked for {asked} samples a forward, the model got {batch}: look at how {name} "
-                "takes its batch, and at {local_batch} and {global_batch}",
+                "takes its batch, and at {local_batch} and {global_batch}; other arguments need "
+                "another --run-dir once something is measured",
                 key="workload.arguments",
             )
         if asked is None:

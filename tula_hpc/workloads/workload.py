@@ -223,11 +223,10 @@ def refuse_unused(model: nn.Module) -> None:
     """
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     if unused:
-        message = (
-            f"the loss gives no gradient to {in_short(unused)}, which several workers wait for"
-        )
         raise InputError(
-            f"{message}; freeze what is not used (requires_grad_(False))", key="workload.model"
+            f"the loss gives no gradient to {in_short(unused)}, for which several workers would "
+            "wait without end; use it, remove it, or freeze it by requires_grad_(False)",
+            key="workload.model",
         )
 
 
@@ -268,7 +267,9 @@ def _of_samples(key: str, name: str, function: OfSamples, outputs: Any, targets:
     count = samples_in(targets)
     if not isinstance(numbers, Tensor) or numbers.shape != (count,):
         expected = f"a number for each, a tensor of shape ({count},)"
-        message = f"{name} returns {kind_of(numbers)} for {count} sample(s); expected {expected}"
+        took = f"outputs ({kind_of(outputs)}) and targets ({kind_of(targets)})"
+        message = f"{name} returns {kind_of(numbers)} for {count} sample(s), of {took}"
+        message = f"{message}; expected {expected}"
         raise InputError(message, key=key)
     return numbers
 
