@@ -56,6 +56,8 @@ class WhatIf(NamedTuple):
     chosen: Candidate | None
     # the candidate that keeps it best where none does
     nearest: Candidate | None = None
+    # the fastest that keeps it, where it is no dearer than the choice
+    better: Candidate | None = None
 
 
 def what_if(run: RunContents) -> list[WhatIf]:
@@ -122,7 +124,12 @@ class _Question(NamedTuple):
         table = constrain(self.fitted.table, objective)
         if np.any(table.why == FEASIBLE):
             row = int(choose(objective, table, self.curves).ranking[0])
-            return WhatIf(change, self._record(row))
+            better = _better(table, row)
+            return WhatIf(
+                change,
+                self._record(row),
+                better=None if better is None else self._record(better),
+            )
         nearest = nearest_outside(table, objective)
         return WhatIf(change, None, None if nearest is None else self._record(nearest))
 
@@ -156,6 +163,15 @@ class _Question(NamedTuple):
         ]
         fitted = self.fitted._replace(parts=tuple(parts), table=stacked(tables))
         return self._replace(fitted=fitted)
+
+
+def _better(table: CandidateTable, chosen: int) -> int | None:
+    """Return the fastest row that is faster than the choice and no dearer; None without one."""
+    faster = table.wall_time_s < table.wall_time_s[chosen]
+    rows = np.flatnonzero((table.why == FEASIBLE) & faster & (table.cost <= table.cost[chosen]))
+    if not len(rows):
+        return None
+    return int(rows[np.argmin(table.wall_time_s[rows])])
 
 
 def _priced_again(

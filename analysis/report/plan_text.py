@@ -19,6 +19,7 @@ from rich.text import Text
 from tula_hpc.analysis.planning.partitions import name_of
 from tula_hpc.analysis.report.tables import TextTable
 from tula_hpc.analysis.run_contents import predicted
+from tula_hpc.analysis.what_if import WhatIf
 from tula_hpc.formatting import (
     duration_within,
     format_bytes,
@@ -195,6 +196,21 @@ def why_not_better(plan: Plan) -> list[str]:
         f"{name_of(best)} would be {against(best, chosen)}, but {why}; "
         'objective.kind = "time" takes it.'
     ]
+
+
+def beaten(rows: Sequence[WhatIf]) -> list[str]:
+    """Say which choices of a what-if, others than the plan's, a larger batch would beat."""
+    found = []
+    for row in rows[1:]:
+        if row.chosen is None or row.better is None:
+            continue
+        if row.chosen.configuration != getattr(rows[0].chosen, "configuration", None):
+            compared = against(row.better, row.chosen)
+            found.append(
+                f"{row.change[:1].upper()}{row.change[1:]}: {name_of(row.better)} would be "
+                f"{compared}, with a larger batch than the objective takes."
+            )
+    return found
 
 
 def beats(candidate: Candidate, chosen: Candidate) -> bool:

@@ -237,7 +237,7 @@ def test_the_page_is_well_formed_and_self_contained(finished: Written) -> None:
 
 def test_the_page_says_what_to_do_and_what_came_of_it(finished: Written) -> None:
     words = finished.page.words
-    assert "Train on 4 nodes with global batch 1,024 (256 samples per worker)." in words
+    assert "Train on 4 nodes with global batch 1,024 (256 samples for each of 4 workers)." in words
     assert "The training's steps (ags) took" in words
     assert "64.5 % test accuracy" in words
     for heading in ("Figures", "How it was measured", "Models", "All candidates (21)", "sweep.toml", "Events (4)"):

@@ -9,6 +9,7 @@ import pytest
 
 from tests.planning_data import SWEEP_FILE, cluster, grid, sweep
 from tula_hpc.analysis.plan import main, make_plan
+from tula_hpc.analysis.report.plan_text import beaten, beats
 from tula_hpc.analysis.report.tables import WHAT_IF_COLUMNS, not_possible, nothing_changes, what_if_table
 from tula_hpc.analysis.what_if import WhatIf, answers, with_objective_of
 from tula_hpc.config import SweepSpec
@@ -110,6 +111,19 @@ def test_the_table_has_a_row_for_each_change(found: dict[str, WhatIf]) -> None:
     assert len(not_possible(rows)) == len(rows) - len(table.rows)
     assert {len(row) for row in table.rows} == {len(WHAT_IF_COLUMNS)}
     assert nothing_changes(rows) == ""
+
+
+def test_a_choice_that_a_larger_batch_would_beat_is_told(found: dict[str, WhatIf]) -> None:
+    """With dear nodes a cluster of one has its knee early, and its least time far beyond."""
+    rows = list(found.values())
+    beatable = [row for row in rows[1:] if row.better is not None and row.chosen != rows[0].chosen]
+    assert len(beaten(rows)) == len(beatable) > 0
+    for text, row in zip(beaten(rows), beatable, strict=True):
+        assert row.chosen is not None
+        assert row.better is not None
+        assert beats(row.better, row.chosen)
+        assert row.better.global_batch > row.chosen.global_batch
+        assert text.endswith("with a larger batch than the objective takes.")
 
 
 def test_rows_that_differ_differ_in_print(found: dict[str, WhatIf]) -> None:

@@ -121,7 +121,7 @@ MISTAKES = {
     ),
     "a first label of no class": (
         ("% 4", "% 4 + 4"),
-        "mine:data has label .* as item 0 of the train set; expected 0 to 3, as it returned 4 for classes; labels count",
+        "mine:data has label .* as item 0 of the train set; expected 0 to 3, as it returned 4 for classes; labels",
     ),
     "items of several shapes": (
         ("return TensorDataset(*tensors())", "return [(torch.zeros(3, 8, 8 + (n > 30)), 1) for n in range(40)]"),
