@@ -31,7 +31,6 @@ ADVICE = {
     Why.SAMPLES: "lower search.min_batch and search.max_batch below the number of samples",
     Why.UNSEEN: REMEDY,
 }
-SHORTER_WORK = "lower signal_delay_s, training.checkpoint_minutes or pricing.restart_s"
 FEWER_PREEMPTIONS = (
     "use fewer nodes, or nodes that are preempted less often than pricing.preemption_hours says"
 )
@@ -77,7 +76,7 @@ def _more_time(fitted: Fitted, index: int, max_requeues: int) -> str:
     cluster = part.cluster
     if cluster.pricing.basis == "spot":
         # rather the preemptions are to blame than the time limit
-        return f"{FEWER_PREEMPTIONS}, or raise train_minutes, or {SHORTER_WORK}"
+        return f"{FEWER_PREEMPTIONS}, or raise train_minutes"
     table = fitted.table
     minutes = train_minutes_for(table.take(table.why == Why.FOREVER), fitted, max_requeues)
     advice = f"raise train_minutes in the cluster file from {cluster.train_minutes} to {minutes}"
@@ -87,7 +86,6 @@ def _more_time(fitted: Fitted, index: int, max_requeues: int) -> str:
             "workload.resume_arguments or tula.keep"
         )
     limit_s = 60 * cluster.train_minutes
-    advice = f"{advice}, or {SHORTER_WORK}"
     if cluster.signal_delay_s >= limit_s:
         alone = f"signal_delay_s = {cluster.signal_delay_s} alone leaves nothing"
         return f"{advice}; {alone} of a time limit of {limit_s} s"

@@ -385,13 +385,11 @@ def test_constraints_that_leave_no_fallback_are_a_warning() -> None:
 
 def test_the_advice_for_what_is_not_feasible_fits_the_reason() -> None:
     long = sweep(workload={"epochs": 5000})
-    with pytest.raises(InfeasibleError, match=r"no time for work; raise train_minutes .*, or .*checkpoint_min") as told:
+    with pytest.raises(InfeasibleError, match=r"no time for work; raise train_minutes .* from 1 to \d+") as told:
         make_plan(long, cluster(train_minutes=1), CORNERS)
     enough = int(re.findall(r"from 1 to (\d+)", str(told.value))[0])
     assert make_plan(long, cluster(train_minutes=enough), CORNERS).chosen.feasible
-    with pytest.raises(
-        InfeasibleError, match=r"lower signal_delay_s.*; signal_delay_s = 90 alone leaves nothing of .* 60 s"
-    ):
+    with pytest.raises(InfeasibleError, match=r"; signal_delay_s = 90 alone leaves nothing of .* 60 s"):
         make_plan(sweep(), cluster(train_minutes=1), CORNERS)
     few = [row.model_copy(update={"dataset_samples": 10}) for row in CORNERS]
     with pytest.raises(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,20 @@ def test_the_summary_fits_the_terminal(
     for word in ("configuration", "predicted", "cost", "accuracy", "chosen", "smaller batch"):
         assert word in text
     assert ("memory" in text) == (width == 140)
+
+
+def test_an_output_that_was_closed_is_told_to_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself rich ends the process with code 1, and says nothing."""
+    run = make_run(tmp_path / "run")
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w", buffering=1) as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        with pytest.raises(BrokenPipeError):
+            print_summary(run.read_plan(), run.measurements().records, None)
+        monkeypatch.undo()
+        # it would be written once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), writing)
 
 
 def test_the_summary_does_not_call_the_steps_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,5 +119,5 @@ def test_a_profile_whose_folder_was_deleted_records_nothing_in_the_next_one(tmp_
 
 @pytest.mark.parametrize("write", [lambda path: append_record(path, {}), lambda path: write_atomically(path, "")])
 def test_a_folder_that_is_gone_is_called_that(tmp_path: Path, write: Callable[[Path], None]) -> None:
-    with pytest.raises(StorageError, match=f"^{tmp_path}/run: is gone, with all that was in it"):
+    with pytest.raises(StorageError, match=f"^{tmp_path}/run: is gone: somebody has deleted or moved it"):
         write(tmp_path / "run" / "events.jsonl")

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -806,6 +807,12 @@ def test_the_command_at_work_is_named_while_it_is_and_nobody_is_ever_refused_for
         told = status.status_of(run.root)
         assert (told.command.process, told.command.alive, told.state) == (process.pid, True, "running")
         assert f"a command is at work: process {process.pid} on {os.uname().nodename}" in text_of(told)
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        assert f"is stopped, as by Ctrl-Z: continue it with fg in its terminal, or with kill -CONT {process.pid}" in (
+            " ".join(text_of(status.status_of(run.root)).split())
+        )
+        process.send_signal(signal.SIGCONT)
     told = status.status_of(run.root)
     assert (told.command.process, told.command.alive) == (process.pid, False)
 

@@ -216,8 +216,8 @@ def _other_inputs(refused: Changes, run: RunDirectory, kind: str, *, is_sweep: b
             f"--cluster {run.cluster_file}"
         )
     lines = [
-        f"was made from other inputs than your {kind} file (or --set) has now; set them back there, "
-        "or use another --run-dir, which measures again:",
+        f"was made from other inputs than your {kind} file (or --set) has now; set them back there "
+        "(or here, if this copy was edited), or use another --run-dir, which measures again:",
         *in_lines(refused),
     ]
     if is_sweep and only_prices(refused):

@@ -66,9 +66,12 @@ def print_summary(
         title=title, title_justify="left", box=None, pad_edge=False, padding=(0, GAP, 0, 0)
     )
     add_columns(table, _columns(content), console.width, [""] * len(content.rows))
-    console.print(table)
-    if profiling_cost:
-        console.print(printable(f"profiling cost: {profiling_cost}"))
+    # printed by rich, an output that was closed would end the process without a word
+    with console.capture() as capture:
+        console.print(table)
+        if profiling_cost:
+            console.print(printable(f"profiling cost: {profiling_cost}"))
+    sys.stdout.write(capture.get())
 
 
 def _columns(content: TextTable) -> list[TextColumn]:
@@ -188,6 +191,7 @@ def _say_end(sweep: Sweep, plan: Plan, result: TrainResult, *, is_cost_said: boo
     """Write the report; print the decision, the cost, and the report's path."""
     from tula_hpc.stages.notify import tell
 
+    sys.stderr.write("report: drawing its figures\n")
     paths = report_stage(sweep)
     trained = _trained(sweep, result)
     bill = _say_summary(sweep, plan, trained, "" if is_cost_said else _profiling_cost(sweep))

@@ -324,11 +324,13 @@ class ClusterSpec(Spec):
             raise ValueError(
                 'container.runtime: "pyxis" is a plug-in of Slurm; expected "apptainer"'
             )
-        shortest_s = 60 * min(self.profile_minutes, self.train_minutes)
-        if self.executor == "slurm" and self.signal_delay_s >= shortest_s:
+        minutes, key = min(
+            (self.profile_minutes, "profile_minutes"), (self.train_minutes, "train_minutes")
+        )
+        if self.executor == "slurm" and self.signal_delay_s >= 60 * minutes:
             raise ValueError(
-                f"signal_delay_s: expected less than the shortest time limit, {shortest_s} s, "
-                f"got {self.signal_delay_s}"
+                f"{key}: expected more than signal_delay_s = {self.signal_delay_s} s, got {minutes} "
+                f"min; set {key} = {self.signal_delay_s // 60 + 1} or more, or lower signal_delay_s"
             )
         return self
 

@@ -77,6 +77,11 @@ REFUSED_KEYS = {
     "generic resource": "gres",
     "reservation": "reservation",
 }
+# too large for every node that is up
+WHAT_NODES_HAVE = (
+    "see max_nodes, workers_per_node, cpus_per_worker, memory_gb, gres, constraint and [sbatch] of "
+    "the cluster file, and search.cluster_sizes; or nodes are down or drained (sinfo -R)"
+)
 _COULD_START = re.compile(r"\bJob [0-9]+ to start at\b")
 _PREFIX = re.compile(r"^((sbatch|error|fatal|allocation failure): )*")
 # after attempts that failed
@@ -420,6 +425,8 @@ def _explained(line: str, words: str) -> str:
         return ": ".join([line, *(name for name in limits if name not in line)])
     keys = [key for noun, key in REFUSED_KEYS.items() if re.search(rf"\b{noun}\b", line, re.I)]
     keys += re.findall(r"--([a-z-]+)", line)
+    if "Requested node configuration is not available" in line:
+        return f"{line}: no node that is up has what the jobs ask for; {WHAT_NODES_HAVE}"
     if not keys:
         return line
     return f"{line} (see {' and '.join(keys)} in the cluster file)"

@@ -325,11 +325,18 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         raise _unwritten(path, error) from error
 
 
+def folder_gone(folder: Path) -> StorageError:
+    """Return the error that a folder is gone in which a command was at work."""
+    return StorageError(
+        f"{folder}: is gone: somebody has deleted or moved it; put it back to go on, or run the same "
+        "command to begin anew",
+        is_folder_gone=True,
+    )
+
+
 def _unwritten(path: Path, error: OSError) -> StorageError:
     if isinstance(error, FileNotFoundError) and not path.parent.exists():
-        lost = "is gone, with all that was in it: somebody has deleted or moved it"
-        message = f"{path.parent}: {lost}; the same command begins anew"
-        return StorageError(message, is_folder_gone=True)
+        return folder_gone(path.parent)
     return StorageError(f"{path}: cannot be written: {in_words(error)}")
 
 

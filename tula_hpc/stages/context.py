@@ -289,8 +289,8 @@ def describe_failures(failures: Sequence[Ended]) -> str:
     first = failures[0]
     log = f"\nlog: {first.log_file}" if first.log_file else ""
     line = telling_line(first.log_tail)
-    # the log's last line is a sentence
-    if first.failure.is_the_users:
+    # these lines are sentences, with what to do
+    if first.failure.is_the_users or first.failure is Failure.NO_SPACE:
         return f"{line}{log}"
     if first.failure is Failure.CANCELLED:
         return f"job {first.job.job_id} was cancelled, {BY_HAND}{log}"

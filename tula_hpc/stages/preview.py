@@ -122,10 +122,7 @@ def _asked(script: Script, error: RefusedError) -> str:
         return ""
     options = _options(script.text)
     asked = ", ".join(f"{name}={options[name]}" for name in SHAPE if name in options)
-    return (
-        f"; it asks for {asked}: see max_nodes, workers_per_node, cpus_per_worker, memory_gb, gres "
-        "and constraint of the cluster file, and search.cluster_sizes"
-    )
+    return f"; it asks for {asked}"
 
 
 def _waits(error: RefusedError) -> bool:

@@ -33,6 +33,7 @@ from tula_hpc.records import (
     TrainDirectory,
     TrainResult,
     append_record,
+    folder_gone,
     measured_identity,
     put_aside,
     read_document,
@@ -156,7 +157,7 @@ def settle(sweep: Sweep, job: Submission, end: Ended, policy: RetryPolicy) -> Ou
         return Outcome(Verdict.DONE, end, JobFailure(None))
     if not files.root.exists():
         # it was made before the job: the log does not tell the reason
-        end = end._replace(failure=Failure.KILLED, log_tail=report_deletion(files))
+        end = end._replace(failure=Failure.KILLED, log_tail=report_deletion(run, files))
     events = run.history().job(job_id)
     failure = _failure_of(events, end)
     end = end._replace(failure=failure.kind or end.failure)
@@ -192,8 +193,14 @@ def _await_result(run: RunDirectory, result_file: Path, job_id: str) -> None:
         time.sleep(1.0)
 
 
-def report_deletion(files: TrainDirectory) -> str:
-    """Tell the user that somebody has deleted a training's folder; returns the message."""
+def report_deletion(run: RunDirectory, files: TrainDirectory) -> str:
+    """Tell the user that somebody has deleted a training's folder; returns the message.
+
+    Raises:
+        StorageError: The whole run is gone.
+    """
+    if not run.root.exists():
+        raise folder_gone(run.root)
     message = f"{files.root} was deleted: this training starts from the beginning"
     sys.stderr.write(f"{message}\n")
     return message

@@ -81,7 +81,7 @@ class Trainings:
         known = {*self.waiting, *self.failures, *running}
         for label in self.jobs:
             if label not in known and not self._is_done(label):
-                report_deletion(self.run_directory.train(label))
+                report_deletion(self.run_directory, self.run_directory.train(label))
                 self.waiting.append(label)
         return bool(self.waiting or self.running)
 

@@ -96,6 +96,8 @@ class Facts(NamedTuple):
     obstacle: str = ""
     # the disk
     is_full: bool = False
+    # the command that holds the lock, as by Ctrl-Z
+    is_stopped: bool = False
 
     @property
     def executor(self) -> str:
@@ -139,6 +141,7 @@ def _read(run: RunDirectory) -> Facts:
         )
     history = RunHistory(told.records)
     cut_off = _cut_off(run, history)
+    holder = holder_of(run.root / ".lock")
     report_at = _newest(run.report / name for name in ("report.html", "study.html"))
     return Facts(
         run=run,
@@ -152,7 +155,7 @@ def _read(run: RunDirectory) -> Facts:
         plan=_try(run.read_plan, doubts) if run.plan_file.exists() else None,
         plan_at=run.plan_file.stat().st_mtime if run.plan_file.exists() else 0.0,
         trainings={label: _training(run.train(label), label, doubts) for label in _labels(run)},
-        holder=holder_of(run.root / ".lock"),
+        holder=holder,
         has_report=report_at is not None,
         is_report_stale=report_at is not None and report_at < _changed_at(run),
         cut_off=cut_off,
@@ -166,7 +169,20 @@ def _read(run: RunDirectory) -> Facts:
         ],
         obstacle=obstacle(run),
         is_full=has_no_room(run.root),
+        is_stopped=is_stopped(holder),
     )
+
+
+def is_stopped(holder: Holder) -> bool:
+    """Tell whether a command of this machine holds the lock and is stopped, as by Ctrl-Z."""
+    if not holder.alive or holder.host != os.uname().nodename:
+        return False
+    try:
+        stat = Path(f"/proc/{holder.process}/stat").read_text()
+    except OSError:
+        return False
+    # man 5 proc: the state follows the command's name, which may hold brackets
+    return stat.rpartition(")")[2].split()[0] == "T"
 
 
 def _changed_at(run: RunDirectory) -> float:

@@ -47,6 +47,8 @@ class CommandStatus(Record):
     host: str = ""
     # None: cannot be seen from this machine
     alive: bool | None = False
+    # as by Ctrl-Z
+    stopped: bool = False
 
 
 class DetachedStatus(Record):
@@ -228,7 +230,12 @@ def describe(
         state=state,
         words=words,
         exit_code=1 if parts.study and parts.study.failed else EXIT_CODES.get(state, 0),
-        command=CommandStatus(process=holder.process, host=holder.host, alive=holder.alive),
+        command=CommandStatus(
+            process=holder.process,
+            host=holder.host,
+            alive=holder.alive,
+            stopped=facts.is_stopped,
+        ),
         detached=parts.detached,
         scheduler=SchedulerStatus(
             executor=facts.executor, answered=answer.active is not None, words=answer.words

@@ -127,6 +127,11 @@ def _ago(seconds: float) -> str:
 
 def _command(command: CommandStatus) -> str:
     who = f"process {command.process} on {command.host}" if command.host else ""
+    if command.stopped:
+        return (
+            f"{who} holds the run and is stopped, as by Ctrl-Z: continue it with fg in its terminal, "
+            f"or with kill -CONT {command.process}"
+        )
     if command.alive:
         return f"a command is at work: {who or 'its process is not known'}"
     if command.alive is None:
