@@ -226,8 +226,7 @@ def _nearness(some: Grid, others: Grid) -> Array:
 def priced(index: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) -> CandidateTable:
     """Price configurations on one partition, whose steps take `step` seconds, (n,).
 
-    `epoch_time_s` is t_step × the steps of an epoch, plus the updates of the gradient scale,
-    and `train_time_s` epochs times that. `index` is that of the partition.
+    An epoch is its steps and the updates of the gradient scale. `index`: of the partition.
     """
     nodes, per_node, batch = grid.as_floats()
     workers = nodes * per_node
