@@ -37,6 +37,9 @@ class Line(NamedTuple):
     def text(self) -> str:
         """Return the line of the file."""
         value = json.dumps(self.value, ensure_ascii=False)
+        # TOML's literal strings leave a regular expression as it is
+        if isinstance(self.value, str) and "\\" in self.value and "'" not in self.value:
+            value = f"'{self.value}'"
         start = f"{'# ' if self.asked else ''}{self.key} = {value}"
         return f"{start:<{COLUMN - 1}} # {self.comment}"
 
@@ -182,5 +185,8 @@ def _pricing(place: Place) -> Iterator[Line]:
         return
     yield Line("basis", "node-hour", "the site has no billing weights")
     yield Line(
-        "usd_per_node_hour", 1.0, f"costs are node-hours until this is set: {UNKNOWN}", asked=True
+        "usd_per_node_hour",
+        1.0,
+        f"1 USD until this is set, so that costs are node-hours: {UNKNOWN}",
+        asked=True,
     )

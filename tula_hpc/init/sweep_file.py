@@ -57,8 +57,8 @@ def sweep_file(script: Script, cluster: ClusterSpec) -> str:
     """Return the text of a sweep file, valid once the lines that end with `unknown` are filled in."""
     lines = [
         f"# Sweep of {script.path.name}, as its source describes it: nothing of it was run.",
-        f"# Lines that begin with # and end with {UNKNOWN!r} hold what the source does not say. Those",
-        "# of samples, epochs and arguments have to be filled in.",
+        f"# Lines that begin with # and end with {UNKNOWN!r} hold what the source does not say. Where",
+        "# samples, epochs or arguments are among them, they have to be filled in.",
         "",
         name_line(script.path.stem),
         "",
