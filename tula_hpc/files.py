@@ -7,6 +7,7 @@ a link to another user's files.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import os
 import stat
@@ -52,12 +53,21 @@ def not_a_run(path: Path) -> str:
 
 
 def _runs_near(path: Path) -> list[Path]:
-    """Return runs inside of a folder; of another path the one that has its name below runs."""
+    """Return runs inside of a folder, or around it; else those of its name, or of a similar one."""
     try:
-        paths = sorted(path.iterdir()) if path.is_dir() else [Path("runs") / path.stem]
+        if path.is_dir():
+            paths = [*sorted(path.iterdir()), path.parent]
+        else:
+            paths = [Path("runs") / path.stem, Path(path.name), *_similar(path)]
+        return [each for each in paths if (each / "sweep.toml").is_file()][:MOST_RUNS]
     except OSError:
         return []
-    return [each for each in paths if (each / "sweep.toml").is_file()][:MOST_RUNS]
+
+
+def _similar(path: Path) -> list[Path]:
+    folder = path.parent
+    names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
+    return [folder / name for name in difflib.get_close_matches(path.name, names)]
 
 
 def open_regular(path: Path) -> BinaryIO:
