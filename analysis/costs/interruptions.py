@@ -121,9 +121,12 @@ def describe(
     if resume is Resume.NOTHING:
         return "the script saves nothing to go on from, so that no time of saving is expected"
     if resume is Resume.EPOCH:
+        saving = "what it saves is in the time between its epochs"
+        if save is None:
+            saving = "saving costs pricing.checkpoint_write_s each"
         return (
             "after an interruption the script goes on by workload.resume_arguments, as far as is "
-            "known from the end of an epoch; that costs pricing.checkpoint_write_s each"
+            f"known from the end of an epoch; {saving}"
         )
     if save is not None:
         cost = format_duration(save.seconds)

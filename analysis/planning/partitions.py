@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tula_hpc.analysis.costs.evaluation import end_s, evaluation_of, with_start
-from tula_hpc.analysis.costs.interruptions import measured_cost, resume_of
+from tula_hpc.analysis.costs.interruptions import Resume, SaveCost, measured_cost, resume_of
 from tula_hpc.analysis.costs.pricing import node_power
 from tula_hpc.analysis.costs.spread import MEASURED_SAVES, Spread, last_save_s, start_factors
 from tula_hpc.analysis.models.accumulation import Passes, largest_fitting
@@ -205,12 +205,19 @@ def part_of(
     priced = with_start(cluster, summary.start_s)
     power = node_power(summary.profiles, cluster.pricing)
     ends_s = end_s(summary.start_s, priced.pricing)
+    kept = any(profile.kept for profile in summary.profiles)
+    resume = resume_of(sweep.workload, kept)
+    save = None
+    most_s = cluster.pricing.checkpoint_write_s
+    if resume is Resume.EPOCH and evaluation.between_s is not None:
+        # what the script saves between its epochs is in the time between them
+        most_s = 0.0
+        save = SaveCost(most_s)
     spread = Spread(
         start_factors(summary.starts_s if cluster.pricing.restart_s is None else ()),
         evaluation.factors,
-        last_save_s=last_save_s(checkpoint_copy(summary), cluster.pricing.checkpoint_write_s),
+        last_save_s=last_save_s(checkpoint_copy(summary), most_s),
     )
-    kept = any(profile.kept for profile in summary.profiles)
     return Part(
         name,
         priced,
@@ -220,7 +227,8 @@ def part_of(
         evaluation,
         spread,
         ends_s,
-        resume=resume_of(sweep.workload, kept),
+        save=save,
+        resume=resume,
         critical_batch=summary.critical_batch,
     )
 

@@ -139,6 +139,16 @@ def test_from_where_a_workload_goes_on(workload: dict[str, object], kept: bool, 
     assert resume_of(spec, kept) is resume
 
 
+@pytest.mark.parametrize("between_s", [None, 30.0])
+def test_what_a_script_saves_between_its_epochs_is_counted_once(between_s: float | None) -> None:
+    workload, *_ = RESUMES[2]
+    spec = WorkloadSpec.model_validate(workload, context={"check_paths": False})
+    rows = [row.model_copy(update={"between_epochs_s": between_s}) for row in CORNERS]
+    parts = make_plan(sweep("time").model_copy(update={"workload": spec}), cluster(), rows).chosen.wall_parts_s
+    assert (parts["checkpoints"] > 0) == (between_s is None)
+    assert (parts["evaluation"] > 0) == (between_s is not None)
+
+
 @pytest.mark.parametrize(("workload", "kept", "resume"), RESUMES)
 def test_a_plan_tells_of_the_checkpoints_that_are_written(
     workload: dict[str, object], kept: bool, resume: Resume
