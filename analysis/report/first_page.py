@@ -96,7 +96,9 @@ def first_page(run: RunContents) -> FirstPage:
             "What it took": took,
             "How sure": list(_how_sure(run, run.plan, is_billed=is_billed)),
             "Why this one": [_reason(run.plan), *why_not_better(run.plan)],
-            "What would change it": list(_what_would_change(run.plan)),
+            "What would change it": list(
+                _what_would_change(run.plan, has_trained=bool(run.trainings))
+            ),
             "What to do next": _next(run),
         }
     found = [Section(heading, sentences) for heading, sentences in answers.items() if sentences]
@@ -283,7 +285,7 @@ def _reason(plan: Plan) -> str:
     return as_sentence(plan.reason.removeprefix(f"{name_of(plan.chosen)}: "))
 
 
-def _what_would_change(plan: Plan) -> Iterator[str]:
+def _what_would_change(plan: Plan, *, has_trained: bool) -> Iterator[str]:
     """Yield the deciding facts: constraints, unsettled steps, and choices of other objectives."""
     yield from (as_sentence(text) for text in plan.binding)
     yield from (as_sentence(text) for text in plan.hangs_on)
@@ -292,7 +294,12 @@ def _what_would_change(plan: Plan) -> Iterator[str]:
         roles = " and ".join(f"the {role}" for role in other.roles)
         compared = f": {against(other.candidate, plan.chosen)}"
         kinds = [OBJECTIVE_OF[role] for role in other.roles if role in OBJECTIVE_OF]
-        takes = f"; tula plan RUN --objective {kinds[0]} --write takes it" if kinds else ""
+        takes = ""
+        if kinds:
+            takes = f'; objective.kind = "{kinds[0]}" takes it'
+        if kinds and not has_trained:
+            # the plan of a run that trains is not replaced
+            takes = f"; tula plan RUN --objective {kinds[0]} --write takes it"
         is_decided = is_decided and not kinds
         if other.is_compared:
             # one that is faster and cheaper has its sentence beside the reason, one that cannot be
