@@ -96,8 +96,12 @@ def test_a_shorter_batch_is_the_last_of_its_epoch(tmp_path: Path, clock: Clock) 
     assert [(row.epoch, row.step, row.samples_seen) for row in rows] == [(1, 3, 24), (2, 7, 29 + 24)]
 
 
-def test_a_loader_that_gives_out_a_shorter_batch_ends_the_epoch_with_it(tmp_path: Path, clock: Clock) -> None:
-    told = Told(tmp_path, clock, samples=29)
+@pytest.mark.parametrize("said", [29, 35])
+def test_a_loader_that_gives_out_a_shorter_batch_ends_the_epoch_with_it(
+    tmp_path: Path, clock: Clock, said: int
+) -> None:
+    """Even if the sweep says that there are some more."""
+    told = Told(tmp_path, clock, samples=said)
     loader = iter(DataLoader(TensorDataset(torch.zeros(29)), batch_size=8))
     for _ in range(2):
         for samples in (8, 8, 8, 5):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from tests.forked import start_workers
-from tula_hpc.attach.step_hooks import Hooks, Listener, has_short_batch, samples_of
+from tula_hpc.attach.step_hooks import Hooks, Listener, samples_given_out, samples_of
 
 
 class Told(Listener):
@@ -54,13 +54,15 @@ def backward(model: nn.Module, batch: int, width: int = 4) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("options", "has_one"),
-    [({"batch_size": 4}, True), ({"batch_size": 4, "drop_last": True}, False), ({"batch_size": None}, False)],
+    ("options", "samples"),
+    [({"batch_size": 4}, 6), ({"batch_size": 4, "drop_last": True}, None), ({"batch_size": None}, None)],
 )
-def test_a_loader_tells_whether_its_last_batch_may_be_shorter(options: dict[str, Any], has_one: bool) -> None:
+def test_a_loader_tells_what_it_gives_out_where_its_last_batch_may_be_shorter(
+    options: dict[str, Any], samples: int | None
+) -> None:
     data = TensorDataset(torch.zeros(6))
     sampler: Sampler[int] = DistributedSampler(data, 1, 0)
-    assert has_short_batch(iter(DataLoader(data, sampler=sampler, **options))) is has_one
+    assert samples_given_out(iter(DataLoader(data, sampler=sampler, **options))) == samples
 
 
 class Lazy:

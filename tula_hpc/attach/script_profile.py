@@ -33,7 +33,7 @@ from tula_hpc.attach import was_kept
 from tula_hpc.attach.measured_steps import MeasuredSteps, between_epochs_s, captured
 from tula_hpc.attach.reporting import ChildSpec, Said, leave
 from tula_hpc.attach.script import NEAR
-from tula_hpc.attach.step_hooks import has_short_batch
+from tula_hpc.attach.step_hooks import samples_given_out
 from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.ddp.stop_signals import Suspensions
 from tula_hpc.env import WorkerEnvironment, unix_time
@@ -217,7 +217,7 @@ class ScriptProfile(MeasuredSteps):
             watts_per_node=self.power.mean(),
             dataset_samples=settings.samples,
             # a script that takes a step in several passes may leave out the last ones
-            short_batch=settings.accumulation == 1 and has_short_batch(self.loader),
+            short_batch=settings.accumulation == 1 and samples_given_out(self.loader) is not None,
             parameters=identity.parameters,
             between_epochs_s=self._between_epochs_s(),
             kept=was_kept(),

@@ -294,13 +294,20 @@ def _module_of(owned: set[Tensor]) -> nn.Module | None:
     return next(compiled, best)
 
 
-def has_short_batch(loader: object) -> bool:
-    """Tell whether an iterator of torch's loader gives out samples that fill no batch, too."""
-    sampler = getattr(loader, "_index_sampler", None)
-    # without collation that is no sampler of batches
-    return bool(getattr(loader, "_auto_collation", False)) and not getattr(
-        sampler, "drop_last", True
-    )
+def samples_given_out(loader: object) -> int | None:
+    """Return the samples that an iterator of torch's loader gives out, those that fill no batch too.
+
+    None where it leaves those out, or where that is not known; `sys.maxsize` where it does not know
+    how many there are.
+    """
+    batches: Any = getattr(loader, "_index_sampler", None)
+    # without collation these are no batches
+    if not getattr(loader, "_auto_collation", False) or getattr(batches, "drop_last", True):
+        return None
+    try:
+        return len(batches.sampler)
+    except (TypeError, AttributeError, NotImplementedError):
+        return sys.maxsize
 
 
 def samples_of(value: Any) -> int:

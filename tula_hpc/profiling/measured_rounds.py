@@ -149,7 +149,8 @@ class Course:
             if not self.was_suspended():
                 break
         count = steps * len(seconds)
-        self.processor_s = (used.loader_s / count, used.worker_s / count)
+        # a process may end while it is read
+        self.processor_s = (max(0.0, used.loader_s) / count, used.worker_s / count)
         self.samples |= {"step": seconds, "data": waits}
         self.round_steps |= {"step": steps, "data": steps}
 

@@ -1,9 +1,10 @@
 """Progress of a script's training, read off its steps: metrics.jsonl, epochs, the end at a stop.
 
 Without `tula.epochs` an epoch is over when no further batch is left of the samples that the sweep
-names. Where torch's loader does not tell whether it gives out a shorter last batch, an epoch is
-over with its last whole one, and a shorter batch right after that still counts to it. The end at a stop is
-`_stop_if_asked`; `ddp/stop_signals.py` describes the way of a stop, with and without `keeping.py`.
+names, or that torch's loader gives out. Where a loader does not tell whether its last batch may be
+shorter, an epoch is over with the last whole one, and a shorter batch right after that still counts
+to it. The end at a stop is `_stop_if_asked`; `ddp/stop_signals.py` describes the way of a stop, with
+and without `keeping.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc.attach.reporting import ChildSpec, Mode, Said, leave
-from tula_hpc.attach.step_hooks import Apart, has_short_batch
+from tula_hpc.attach.step_hooks import Apart, samples_given_out
 from tula_hpc.attach.train.peers import Peers
 from tula_hpc.attach.train.scores import as_share
 from tula_hpc.attach.train.script_drift import DriftSettings, ScriptDrift
@@ -299,7 +300,7 @@ class ScriptTraining(Mode):
             self._count_start()
         self.count_step()
         self._count_progress()
-        is_last = self.progress.epoch_ends(self.settings.samples, self._least_batch)
+        is_last = self.progress.epoch_ends(*self._epoch)
         is_logged = is_last or self.progress.step % self.settings.log_interval_steps == 0
         if is_logged:
             _synchronize()
@@ -315,9 +316,13 @@ class ScriptTraining(Mode):
                 self._stop_if_asked()
 
     @property
-    def _least_batch(self) -> int:
-        """Samples that still make a step at an epoch's end."""
-        return 1 if has_short_batch(self._loader) else self.settings.global_batch
+    def _epoch(self) -> tuple[int, int]:
+        """Samples of an epoch, and how many still make a step at its end."""
+        samples = self.settings.samples
+        own = samples_given_out(self._loader)
+        if own is None:
+            return samples, self.settings.global_batch
+        return min(samples, own * self.spec.world_size), 1
 
     def _count_start(self) -> None:
         """Count the time of this job up to its first step, which has just been taken."""
@@ -343,8 +348,8 @@ class ScriptTraining(Mode):
         progress, whole = self.progress, self.settings.global_batch
         samples = self._samples * self.spec.world_size or whole
         self._samples = 0
-        is_first = not self.is_kept and progress.offset == 0
-        if is_first and samples < self._least_batch:
+        _, least = self._epoch
+        if not self.is_kept and progress.offset == 0 and samples < least:
             # the last, shorter batch of the epoch before
             progress.offset = -samples
         progress.count_step(samples)
