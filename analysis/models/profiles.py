@@ -69,6 +69,25 @@ class Profile(NamedTuple):
         )
 
 
+class StepPartTimes(NamedTuple):
+    """Parts of a step, seconds: three that are measured, and the rest of the step."""
+
+    data_s: float
+    compute_s: float
+    optimizer_s: float
+    exposed_sync_s: float
+
+
+def parts_of(times: StepTimes) -> StepPartTimes:
+    """Take a step apart.
+
+    Exposed synchronization = step − data − compute − optimizer, at least 0: the share of it that
+    does not overlap with the backward pass.
+    """
+    measured = (times.data_time_s, times.compute_time_s, times.optimizer_time_s)
+    return StepPartTimes(*measured, max(0.0, times.step_time_s - sum(measured)))
+
+
 class Summary(NamedTuple):
     """All measurements of a run, independent of their order."""
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from tula_hpc.analysis.costs.spread import TimePart
-from tula_hpc.analysis.models.profiles import is_out_of_memory
+from tula_hpc.analysis.models.profiles import is_out_of_memory, parts_of
 from tula_hpc.analysis.planning.partitions import name_of
 from tula_hpc.analysis.report.bill_text import bill_of, bill_sentences, steps_off
 from tula_hpc.analysis.report.plan_text import (
@@ -22,6 +22,7 @@ from tula_hpc.analysis.report.plan_text import (
     alternatives,
     knee_sentences,
     not_told_apart,
+    where_time_goes,
     why_not_better,
 )
 from tula_hpc.analysis.report.text import HEADINGS, as_sentence, doubts, of_partition_in_words
@@ -46,6 +47,8 @@ from tula_hpc.formatting import (
 from tula_hpc.records import Candidate, Measurement, Plan, Remedy, RunHistory, TrainResult
 from tula_hpc.records.broken_hosts import first_line
 
+# share of a step
+NOTABLE = 0.01
 GO_ON = "tula sweep RUN/sweep.toml --cluster RUN/cluster.toml --run-dir RUN"
 ANOTHER = "tula plan RUN --set objective.deadline_hours=12"
 # the kind that takes them
@@ -90,7 +93,8 @@ def first_page(run: RunContents) -> FirstPage:
         if is_billed:
             took += _price(run)
         else:
-            will_take = [_expected(run.plan), *_price(run), *_for_the_batch(run)]
+            will_take = [_expected(run.plan), *where_time_goes(run.plan.chosen)]
+            will_take += [*_of_a_step(run), *_price(run), *_for_the_batch(run)]
         answers = {
             "What it will take": will_take,
             "What it took": took,
@@ -178,6 +182,32 @@ def _price(run: RunContents) -> list[str]:
         f"The cost counts {price} a node and hour, the default of pricing.usd_per_node_hour in the "
         "cluster file: set your price there."
     ]
+
+
+def _of_a_step(run: RunContents) -> list[str]:
+    """Say where the time of the chosen configuration's step goes; empty if it was not measured."""
+    chosen = run.plan.chosen if run.plan else None
+    times = [
+        item.times
+        for item in run.ok
+        if chosen
+        and (item.partition, item.configuration) == (chosen.partition, chosen.configuration)
+    ]
+    if chosen is None or not times or times[-1] is None:
+        return []
+    parts = parts_of(times[-1])
+    rest = "other work"
+    if chosen.configuration.world_size > 1:
+        rest = "exchange of gradients and waiting for other workers"
+    names = ("waiting for data", "computation", "the optimizer", rest)
+    # they are timed apart, and may be more than the step together
+    whole_s = sum(parts)
+    shown = [
+        f"{100 * seconds / whole_s:.0f} % {name}"
+        for seconds, name in sorted(zip(parts, names, strict=True), reverse=True)
+        if seconds >= NOTABLE * whole_s
+    ]
+    return [f"A step of {format_duration(times[-1].step_time_s)} is {', '.join(shown)}."]
 
 
 # by training.method

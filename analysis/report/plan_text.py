@@ -161,7 +161,7 @@ def sentences(plan: Plan, profiling: str = "") -> list[str]:
     """Return expectations, the reason of the choice, alternatives, assumptions and warnings."""
     found = [
         expectation(plan),
-        *_where_time_goes(plan.chosen),
+        *where_time_goes(plan.chosen),
         f"Chosen by {plan.objective}: {plan.reason}.",
         *why_not_better(plan),
         *background(plan),
@@ -236,7 +236,7 @@ def expectation(plan: Plan) -> str:
     return f"{text}."
 
 
-def _where_time_goes(chosen: Candidate) -> list[str]:
+def where_time_goes(chosen: Candidate) -> list[str]:
     """Return the parts of the expected time with their shares, without those below a thousandth."""
     whole_s = sum(chosen.wall_parts_s.values())
     shown = []

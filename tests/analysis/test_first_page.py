@@ -99,6 +99,20 @@ def test_what_is_done_for_a_large_batch_is_said_and_that_nothing_is(
     assert [doubt.remedy for doubt in doubts_of_it] == [Remedy.CHANGE] * warns
 
 
+def test_where_the_time_goes_is_said_of_the_whole_and_of_a_step(plan: Plan, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", stage="plan")
+    write_plan(run, plan)
+    contents = read_run(run)
+    measured = ok(plan.chosen.nodes, plan.chosen.local_batch)
+    takes = " ".join(first_page(contents._replace(measurements=[measured])).sections[0].sentences)
+    assert "Of the expected time: steps " in takes
+    (shares,) = re.findall(r"A step of \S+ m?s is (.*?)\.(?: |$)", takes)
+    assert sum(map(int, re.findall(r"(\d+) %", shares))) == pytest.approx(100, abs=2)
+    assert "% computation" in shares
+    elsewhere = [ok(plan.chosen.nodes, 2 * plan.chosen.local_batch)]
+    assert "A step of" not in first_page(contents._replace(measurements=elsewhere)).text
+
+
 def test_a_finished_training_has_nothing_left_to_do(tmp_path: Path) -> None:
     page = first_page(read_run(make_run(tmp_path / "run")))
     assert page.sections[-1] == ("What to do next", ["Nothing: the training is done."])

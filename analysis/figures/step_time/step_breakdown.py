@@ -10,9 +10,10 @@ from matplotlib.axes import Axes
 from tula_hpc.analysis.figures import style
 from tula_hpc.analysis.figures.drawing import CONFIGURATION_COLUMNS, Cell, Drawing, Missing, Table
 from tula_hpc.analysis.models.data_loading import loader_decides
+from tula_hpc.analysis.models.profiles import StepPartTimes, parts_of
 from tula_hpc.analysis.run_contents import RunContents
 from tula_hpc.formatting import format_duration, format_percent
-from tula_hpc.records import Configuration, StepTimes
+from tula_hpc.records import Configuration
 
 # height of a bar with its gap
 ROW_IN = 0.17
@@ -22,35 +23,16 @@ NOTABLE = 0.05
 EXCHANGE = 1.25
 
 
-class Parts(NamedTuple):
-    """Parts of a step, seconds: three that are measured, and the rest of the step."""
-
-    data_s: float
-    compute_s: float
-    optimizer_s: float
-    exposed_sync_s: float
-
-
 PART_NAMES = ("data wait", "forward + backward", "optimizer", "rest (N > 1: synchronization)")
 PART_COLOURS = (style.DATA, style.COMPUTE, style.OPTIMIZER, style.SYNC)
 DATA, _, OPTIMIZER, REST = range(len(PART_NAMES))
-
-
-def parts_of(times: StepTimes) -> Parts:
-    """Take a step apart.
-
-    Exposed synchronization = step − data − compute − optimizer, at least 0: the share of it that
-    does not overlap with the backward pass.
-    """
-    measured = (times.data_time_s, times.compute_time_s, times.optimizer_time_s)
-    return Parts(*measured, max(0.0, times.step_time_s - sum(measured)))
 
 
 class Bar(NamedTuple):
     """One profiled configuration."""
 
     configuration: Configuration
-    parts: Parts
+    parts: StepPartTimes
     step_s: float
     allreduce_s: float
     loader_decides: bool

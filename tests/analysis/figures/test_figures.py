@@ -35,7 +35,6 @@ from tests.run_factory import (
 from tula_hpc.analysis.figures.all import FIGURES, draw_all
 from tula_hpc.analysis.figures.drawing import Drawing, Missing, TitlePage, render_pdf
 from tula_hpc.analysis.figures.labels import EndLabel, label_ends, spread
-from tula_hpc.analysis.figures.step_time.step_breakdown import parts_of
 from tula_hpc.analysis.figures.style import (
     INK,
     SIZES,
@@ -50,6 +49,7 @@ from tula_hpc.analysis.figures.style import (
     value_axis,
 )
 from tula_hpc.analysis.figures.training import training_marks
+from tula_hpc.analysis.models.profiles import parts_of
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.run_contents import RunContents, find_candidate, predicted, read_run
 from tula_hpc.config import TrainingSpec
