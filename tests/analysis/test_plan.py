@@ -663,7 +663,7 @@ def test_what_is_free_is_chosen_by_its_time(run: RunDirectory, capsys: pytest.Ca
 def test_the_command_replaces_the_plan_only_when_asked(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     run.plan_file.write_text("mine")
     main([str(run.root)])
-    assert "\nTo train by it:\n  tula sweep " in capsys.readouterr().out
+    assert "\nTo train by it:\n  " in capsys.readouterr().out
     main([str(run.root), "--objective", "cost"])
     assert "\nWith --write the run follows it; to train then:\n" in capsys.readouterr().out
     assert run.plan_file.read_text() == "mine"
@@ -800,7 +800,7 @@ def test_on_a_terminal_signs_and_remarks_are_whole(
     lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
     table = lines[: next(place for place, line in enumerate(lines) if line.startswith("◆ Pareto"))]
     # a command that is copied is one line
-    assert all(len(line) <= width for line in lines if not line.startswith("  tula sweep "))
+    assert all(len(line) <= width for line in lines if " --run-dir " not in line)
     assert not [line for line in lines if "…" in line]
     plan = make_plan(load_sweep(run.sweep_file, check_paths=False), cluster(), CORNERS)
     near = [c for c in plan.candidates if 1 / 4 <= c.global_batch / plan.chosen.global_batch <= 4]
