@@ -70,7 +70,11 @@ class Forked:
 
     def poll(self, options: int = os.WNOHANG) -> int | None:
         if self.returncode is None:
-            process, status = os.waitpid(self.pid, options)
+            try:
+                process, status = os.waitpid(self.pid, options)
+            except ChildProcessError:
+                # a signal's handler asked within this call, or this is its call: the process is over
+                return self.returncode or 0
             if process:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
