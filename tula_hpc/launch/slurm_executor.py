@@ -77,6 +77,7 @@ REFUSED_KEYS = {
     "generic resource": "gres",
     "reservation": "reservation",
 }
+NO_SUCH_NODE = "Requested node configuration is not available"
 # too large for every node that is up
 WHAT_NODES_HAVE = (
     "see max_nodes, workers_per_node, cpus_per_worker, memory_gb, gres, constraint and [sbatch] of "
@@ -425,7 +426,7 @@ def _explained(line: str, words: str) -> str:
         return ": ".join([line, *(name for name in limits if name not in line)])
     keys = [key for noun, key in REFUSED_KEYS.items() if re.search(rf"\b{noun}\b", line, re.I)]
     keys += re.findall(r"--([a-z-]+)", line)
-    if "Requested node configuration is not available" in line:
+    if NO_SUCH_NODE in line:
         return f"{line}: no node that is up has what the jobs ask for; {WHAT_NODES_HAVE}"
     if not keys:
         return line

@@ -118,7 +118,9 @@ def _ask_slurm(scripts: Sequence[Script]) -> None:
 
 def _asked(script: Script, error: RefusedError) -> str:
     """Name the resources that too few nodes have, and the keys that ask for them."""
-    if "Requested node configuration is not available" not in str(error):
+    from tula_hpc.launch.slurm_executor import NO_SUCH_NODE
+
+    if NO_SUCH_NODE not in str(error):
         return ""
     options = _options(script.text)
     asked = ", ".join(f"{name}={options[name]}" for name in SHAPE if name in options)

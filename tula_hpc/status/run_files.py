@@ -169,11 +169,11 @@ def _read(run: RunDirectory) -> Facts:
         ],
         obstacle=obstacle(run),
         is_full=has_no_room(run.root),
-        is_stopped=is_stopped(holder),
+        is_stopped=_is_stopped(holder),
     )
 
 
-def is_stopped(holder: Holder) -> bool:
+def _is_stopped(holder: Holder) -> bool:
     """Tell whether a command of this machine holds the lock and is stopped, as by Ctrl-Z."""
     if not holder.alive or holder.host != os.uname().nodename:
         return False

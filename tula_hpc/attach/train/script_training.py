@@ -169,8 +169,8 @@ class ScriptTraining(Mode):
         self._apart = Apart()
         self._agreed: Agreed | None = None
         self._peers: Peers
-        # that gave out the last batch
-        self._loader: object = None
+        # samples of an epoch, and how many still make a step at its end
+        self._epoch = self._epoch_of(None)
         # of this step, on this worker
         self._samples = 0
         # when the last step ended; None: what came since was no training
@@ -248,7 +248,7 @@ class ScriptTraining(Mode):
         """See `Listener`."""
         self.give_sign()
         self._loading_s = (self._loading_s or 0.0) + waited_s
-        self._loader = loader
+        self._epoch = self._epoch_of(loader)
 
     def forward_begins(self, samples: int) -> None:
         """See `Listener`."""
@@ -315,14 +315,12 @@ class ScriptTraining(Mode):
             if not is_last or self.settings.samples < 2 * self.settings.global_batch:
                 self._stop_if_asked()
 
-    @property
-    def _epoch(self) -> tuple[int, int]:
-        """Samples of an epoch, and how many still make a step at its end."""
-        samples = self.settings.samples
-        own = samples_given_out(self._loader)
+    def _epoch_of(self, loader: object) -> tuple[int, int]:
+        """Return them as the loader says that gave out the last batch; it is not kept alive."""
+        own = samples_given_out(loader)
         if own is None:
-            return samples, self.settings.global_batch
-        return min(samples, own * self.spec.world_size), 1
+            return self.settings.samples, self.settings.global_batch
+        return min(self.settings.samples, own * self.spec.world_size), 1
 
     def _count_start(self) -> None:
         """Count the time of this job up to its first step, which has just been taken."""
