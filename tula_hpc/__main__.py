@@ -56,8 +56,8 @@ COMMANDS = {
 # what is typed, in order, and what comes of it
 WAY = (
     ("init --script train.py", "cluster.toml and train.toml; fill in what is unknown there"),
+    ("attach train.py --batch-size 64", "runs it here for some steps, and says what is unknown"),
     ("check cluster.toml", "is the cluster as its file says? a job of 3 minutes"),
-    ("attach train.py --batch-size 64", "what the script does here, as a sweep file"),
     ("sweep train.toml --cluster cluster.toml --until plan", "measure, and choose"),
     ("status runs/train", "what runs and waits, and what it cost so far"),
     ("plan runs/train --objective cost", "the same measurements, another question"),

@@ -88,7 +88,7 @@ def test_the_way_to_a_report_is_shown(words: list[str], code: int, capsys: pytes
     assert end.value.code == code
     shown = said.err if code else said.out
     places = [
-        shown.index(f"\n  tula {words}") for words in ("init", "check", "attach", "sweep", "status", "plan", "report")
+        shown.index(f"\n  tula {words}") for words in ("init", "attach", "check", "sweep", "status", "plan", "report")
     ]
     assert places == sorted(places)
     assert all(f"\n  {name} " in shown for name in COMMANDS)

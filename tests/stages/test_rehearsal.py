@@ -79,6 +79,13 @@ def test_the_trial_has_the_variables_of_a_job(answers: Callable[[str], None]) ->
     assert rehearse(spec_of(), SLURM.model_copy(update={"environment": {"DATA_ROOT": "/d"}}), FILES) == "/d"
 
 
+def test_what_python_warned_of_is_said(answers: Callable[[str], None], capsys: pytest.CaptureFixture[str]) -> None:
+    trial = Trial(identity=IDENTITY, warnings=("mine.py:3: it broadcasts",))
+    answers(f"echo '{trial.model_dump_json()}'")
+    assert isinstance(rehearse(spec_of(), SLURM, FILES), Trial)
+    assert capsys.readouterr().err == "warning: mine.py:3: it broadcasts\n"
+
+
 def test_batches_above_the_training_set_are_refused(answers: Callable[[str], None]) -> None:
     answers(f"echo '{Trial(identity=IDENTITY).model_dump_json()}'")
     assert isinstance(rehearse(spec_of(), SLURM, FILES), Trial)

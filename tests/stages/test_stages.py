@@ -174,7 +174,8 @@ def test_the_time_that_profiling_takes_follows_from_what_was_measured() -> None:
     assert profiling_left_s([], 3, 100.0) is None
     assert profiling_left_s(rows, 3, 100.0) == pytest.approx(100.0)
     assert profiling_left_s(rows, 3, 130.0) == pytest.approx(70.0)
-    assert profiling_left_s(rows, 3, 900.0) == 0.0
+    assert profiling_left_s(rows, 3, 900.0) == pytest.approx(2 * 900.0 / 4), "a slow one slows the pace while it runs"
+    assert profiling_left_s(rows, 1, 900.0) == 0.0
     assert [format_left(seconds) for seconds in (0.0, 250.0, 7_790.0)] == [
         "less than a minute left",
         "about 4 min left",

@@ -314,11 +314,11 @@ _KINDS = (
     ),
     _Kind(
         "ReqNodeNotAvail.*",
-        "nodes that it needs are down, drained or reserved, for example for maintenance",
+        "nodes that it needs are down, drained or reserved; `sinfo -R` names them and says why",
     ),
     _Kind(
         "Nodes required for job are .*",
-        "nodes that it needs are down, drained or kept for other jobs",
+        "nodes that it needs are down, drained or kept for other jobs; `sinfo -R` names those",
     ),
     _Kind("NodeDown", "a node that it needs is down"),
     _Kind("PartitionTimeLimit", "asks for more time than its partition allows", stuck=True),

@@ -17,7 +17,8 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ from tula_hpc.env import begin_process
 from tula_hpc.errors import InputError
 from tula_hpc.files import write_out
 from tula_hpc.formatting import printable_output
+from tula_hpc.own_sources import is_own
 from tula_hpc.records import Footprint, Identity, Trial
 from tula_hpc.user_code import TRIED_BEFORE, blamed, spread, told
 from tula_hpc.workloads.fake_steps import build_without_memory
@@ -50,6 +52,9 @@ from tula_hpc.workloads.workload import (
 
 # of parameters: a login node is not for more
 LARGEST_BYTES = 2 * 1024**3
+# more are read by nobody
+MOST_WARNINGS = 5
+MOST_CHARACTERS = 300
 _SPEAKS_OF_DEVICE = re.compile(
     r"\b(cuda|gpu|nvidia|cudnn|nccl|triton|cpu)\b|not implemented", re.IGNORECASE
 )
@@ -210,15 +215,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cluster: ClusterSpec | None = None
     try:
         sweep, cluster = load_together(options.sweep, options.cluster, check_paths=False)
-        trial = _trial_of(sweep, cluster, options.memory)
+        with warnings.catch_warnings(record=True) as caught:
+            trial = _trial_of(sweep, cluster, options.memory)
     except InputError as error:
         sys.stderr.write(f"{error}\n")
         return 3 if _may_be_only_here(error, cluster) else 2
     except (Exception, SystemExit) as error:  # noqa: BLE001 # the user's code may raise anything
         sys.stderr.write(f"{told(error)}\n")
         return 1
+    trial = trial.model_copy(update={"warnings": tuple(_own_warnings(caught))})
     write_out(f"{trial.model_dump_json()}\n")
     return 0
+
+
+def _own_warnings(caught: Sequence[warnings.WarningMessage]) -> Iterator[str]:
+    """Yield what Python warned of in the user's own files, each once: "mine.py:19: text"."""
+    found = [one for one in caught if is_own(one.filename)]
+    for one in found[:MOST_WARNINGS]:
+        words = " ".join(str(one.message).split())
+        yield f"{Path(one.filename).name}:{one.lineno}: {words[:MOST_CHARACTERS]}"
 
 
 def _worlds(sweep: SweepSpec, cluster: ClusterSpec) -> list[int]:

@@ -395,6 +395,8 @@ class Trial(Record):
     identity: Identity
     # of what it depends on: code, keys of the workload, libraries; another one asks for a new trial
     key: Digest = ""
+    # what Python warned of in the user's own code
+    warnings: tuple[str, ...] = ()
     # estimates that were made on the way, by partition, and why one could not be made
     footprints: dict[str, Footprint] = Field(default={})
     reasons: dict[str, str] = Field(default={})

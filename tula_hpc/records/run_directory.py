@@ -404,7 +404,7 @@ class RunDirectory:
         try:
             return read_plan(self.plan_file, self.has_trained)
         except FileNotFoundError:
-            message = "no plan yet; run the sweep with --until plan"
+            message = "no plan yet; the sweep makes it when its profiling is over"
             raise RunDirectoryError(message, source=self.plan_file) from None
 
     def read_rates(self) -> TunedRates | None:

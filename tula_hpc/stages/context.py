@@ -198,6 +198,9 @@ def most_profiled(sweep: SweepSpec, workers_per_node: int) -> int | None:
 def profiling_left_s(measured: Sequence[Measurement], left: int, now: float) -> float | None:
     """Estimate the seconds until so many more are measured; None before the first one.
 
+    One that takes longer than those before it slows the pace while it still runs, so that the
+    estimate does not fall until it ends and then jump.
+
     Args:
         measured: Those of the jobs that are at work, whose pace is taken.
         left: How many are left.
@@ -207,7 +210,9 @@ def profiling_left_s(measured: Sequence[Measurement], left: int, now: float) -> 
         return None
     ended_at = max(row.finished_at for row in measured)
     took_s = ended_at - min(row.finished_at - row.elapsed_s for row in measured)
-    return max(0.0, left * took_s / len(measured) - max(0.0, now - ended_at))
+    running_s = max(0.0, now - ended_at)
+    pace_s = max(took_s / len(measured), (took_s + running_s) / (len(measured) + 1))
+    return max(0.0, (left - 1) * pace_s, left * pace_s - running_s)
 
 
 class Sweep(NamedTuple):

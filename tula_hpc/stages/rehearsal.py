@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from tula_hpc.config import ClusterSpec, SweepSpec, local_batches, study_part
 from tula_hpc.env import slurm_job_id, with_variables
 from tula_hpc.errors import InputError
+from tula_hpc.formatting import printable
 from tula_hpc.own_sources import digests_of
 from tula_hpc.python_path import start_of_python
 from tula_hpc.records import (
@@ -90,6 +91,8 @@ def rehearse(
     except ValueError as error:
         return f"its answer is damaged: {error}"
     _refuse_large_batches(spec, cluster, trial.identity)
+    for words in trial.warnings:
+        sys.stderr.write(f"warning: {printable(words)}\n")
     return trial.model_copy(update={"key": key})
 
 
