@@ -591,6 +591,8 @@ def test_an_interrupt_ends_a_command_though_slurm_does_not_answer(
     monkeypatch.setenv("PATH", str(sweep_file.parent))
     monkeypatch.setattr(command, "LAST_ANSWER_S", 0.2)
     monkeypatch.setattr("tula_hpc.cli.pipeline.carry_out", interrupted)
+    # it is ignored in the background of a shell without job control
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # a second Ctrl-C while Slurm is asked
     once_more = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
     once_more.start()
