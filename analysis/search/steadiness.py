@@ -19,6 +19,7 @@ from tula_hpc.analysis.planning.partitions import of_partition, prefixed
 from tula_hpc.analysis.planning.warnings import to_measure
 from tula_hpc.analysis.search.decision import DecisionModel
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec
+from tula_hpc.config.search import MOST_SECONDS
 from tula_hpc.formatting import format_duration, in_comparison
 from tula_hpc.records import Configuration, Measurement, Plan, is_usable
 
@@ -175,7 +176,8 @@ def _what_to_do(one: Unsteady, search: SearchSpec, usable: Iterable[Measurement]
         return (
             f"a new sweep, with --set search.warmup_steps={steps} {anew} it when it has warmed up"
         )
-    key = f"search.max_seconds={LONGER * search.max_seconds:g}"
+    seconds = search.max_seconds or MOST_SECONDS
+    key = f"search.max_seconds={LONGER * seconds:g}"
     for row in usable:
         # the next round would have been one too many
         is_own = row.configuration == one.profile.configuration

@@ -234,7 +234,7 @@ def test_a_profile_changes_no_weight() -> None:
     spec = sweep()
     worker = Worker(spec, ClusterSpec(), CONFIGURATION, ALONE)
     before = [p.detach().clone() for p in worker.parameters]
-    profile = StepProfile(worker, StoppingRule.of(spec.search))
+    profile = StepProfile(worker, StoppingRule.of(spec.search, math.inf))
     for _ in range(3):
         worker.train_step(*next(profile.batches))
     assert all(torch.equal(old, new) for old, new in zip(before, worker.parameters, strict=True))

@@ -81,7 +81,8 @@ def test_a_workload_as_it_should_be_has_an_identity(here: Path, capsys: pytest.C
 
 
 def test_what_python_warns_of_in_own_code_is_passed_on(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own = OWN.replace("        return self.head", "        nn.functional.mse_loss(images, images[:1])\n        return self.head")
+    it = "        return self.head"
+    own = OWN.replace(it, f"        nn.functional.mse_loss(images, images[:1])\n{it}")
     assert tried(here, own=own) == 0
     (words,) = Trial.model_validate_json(capsys.readouterr().out).warnings
     assert words.startswith("mine.py:14: Using a target size")

@@ -21,6 +21,7 @@ When all is measured the process ends at once, whatever the script would do next
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -54,6 +55,9 @@ from tula_hpc.records.base import Record
 
 # in which the optimizer's part is timed
 OPTIMIZER_STEPS = 10
+# of long steps as few as in so many seconds, but some
+OPTIMIZER_SECONDS = 5.0
+LEAST_OPTIMIZER_STEPS = 3
 
 
 class Settings(Record):
@@ -68,6 +72,8 @@ class Settings(Record):
     accumulation: int | None = None
     # of an epoch
     samples: int = 0
+    # optimizer steps of the training that is planned; 0: unknown
+    training_steps: float = 0.0
     # digests of its own files
     sources: dict[str, str] = Field(default={})
     # of as many workers, as it was measured before
@@ -307,7 +313,8 @@ class ScriptCourse(Course):
         known: dict[int, float] = {}
         if settings.allreduce_s is not None:
             known[worker.env.world_size] = settings.allreduce_s
-        super().__init__(worker, StoppingRule.of(settings.search), worker.waits, known)
+        rule = StoppingRule.of(settings.search, settings.training_steps or math.inf)
+        super().__init__(worker, rule, worker.waits, known)
 
     @property
     def turn(self) -> int:
@@ -340,8 +347,10 @@ class ScriptCourse(Course):
 
     def _time_optimizer(self) -> Steps[None]:
         seconds: list[float] = []
+        (step_s,) = self.worker.agree(self.mean_s("step"))
+        in_time = max(math.ceil(OPTIMIZER_SECONDS / step_s), LEAST_OPTIMIZER_STEPS)
         self.worker.optimizer_s = seconds
-        for _ in range(OPTIMIZER_STEPS):
+        for _ in range(min(OPTIMIZER_STEPS, in_time)):
             yield
         self.worker.optimizer_s = None
         self.samples["optimizer"] = seconds

@@ -171,6 +171,10 @@ class Session:
         longer = work.model_copy(update={"epochs": max(work.epochs, epochs)})
         return sweep.model_copy(update={"workload": longer})
 
+    def _training_steps(self, configuration: Configuration) -> float:
+        work = self.job.sweep.workload
+        return work.epochs * (work.samples or 0) / configuration.global_batch
+
     def _settings(self, configuration: Configuration, place: WorkerEnvironment) -> dict[str, Any]:
         from tula_hpc.attach.script_profile import Settings
 
@@ -185,6 +189,7 @@ class Session:
             forward_batch=forward_batch(self.sweep, configuration),
             accumulation=self.sweep.workload.accumulation,
             samples=job.sweep.workload.samples or 0,
+            training_steps=self._training_steps(configuration),
             sources=self.sources,
             allreduce_s=self.allreduce_s.get(configuration.world_size),
             job_began_at=job_started_at() if self.measured == 0 else None,

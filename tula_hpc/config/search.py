@@ -10,6 +10,9 @@ from pydantic import Field, field_validator, model_validator
 
 from tula_hpc.config.validation import Spec, shown
 
+# without `max_seconds`: of each timed quantity
+MOST_SECONDS = 60.0
+
 
 class SearchSpec(Spec):
     """`[search]`: candidates, the profiled ones among them, and the length of a measurement."""
@@ -54,8 +57,10 @@ class SearchSpec(Spec):
     """Timed steps of a configuration, at least."""
     max_steps: int = Field(default=200, ge=5, le=100_000)
     """Timed steps of a configuration, at most."""
-    max_seconds: float = Field(default=60.0, gt=0, le=1e6)
-    """Time for each timed quantity of a configuration, at most."""
+    max_seconds: float | None = Field(default=None, gt=0, le=1e6)
+    """Time for each timed quantity of a configuration, at most; without it 5 % of the training's
+    steps, but 10 s to 60 s.
+    """
     ci_width: float = Field(default=0.02, gt=0, lt=1)
     """Timing ends when the 95 % interval of the mean step time is narrower than this share of it."""
     first_step_minutes: float = Field(default=10.0, gt=0, le=1e6)

@@ -125,7 +125,8 @@ def _measure(
     worker = Worker(_without_updates(sweep), cluster, configuration, env)
     if on_built is not None:
         on_built(worker.workload.identity)
-    profile = StepProfile(worker, StoppingRule.of(sweep.search), shared)
+    training_steps = sweep.workload.epochs * worker.samples / configuration.global_batch
+    profile = StepProfile(worker, StoppingRule.of(sweep.search, training_steps), shared)
     power = NodePower(cluster, worker)
     profile.run(memory, power)
     facts: dict[str, Any] = {

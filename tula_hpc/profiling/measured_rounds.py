@@ -141,6 +141,7 @@ class Course:
 
     def timed(self, about_s: float) -> Steps[None]:
         """Time whole steps, and the waits and the processors' time in them. Collective."""
+        self.rule = self.rule.in_proportion(about_s)
         steps = self.rule.steps_per_round(about_s, multiple_of=self.turn)
         for _ in range(MOST_ATTEMPTS):
             started = self.processor_seconds()

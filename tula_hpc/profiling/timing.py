@@ -16,12 +16,17 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from tula_hpc.config import SearchSpec
+from tula_hpc.config.search import MOST_SECONDS
 from tula_hpc.ddp.agreement import Agreement
 
 # waiting for the device at a round's ends costs about a millisecond, below half a per cent of it
 ROUND_S = 0.25
 # for parts that only guide the model, or are small
 BRIEF_ROUND_S = 0.05
+# a quantity is not timed for longer than this share of the training's steps takes, as a profile
+# that costs more than a short training is worth nothing, but for so long at least
+SHARE_OF_TRAINING = 0.05
+LEAST_SECONDS = 10.0
 # an interval from fewer rounds ends no measurement
 LEAST_ROUNDS = 5
 # of fewer, a half with its extremes pulled in says nothing of scatter
@@ -128,13 +133,24 @@ class StoppingRule(NamedTuple):
 
     min_steps: int
     max_steps: int
-    max_seconds: float
+    # None: in proportion to the training
+    max_seconds: float | None
     ci_width: float
+    # of the training that is planned; unknown in a first look at a script
+    training_steps: float = math.inf
 
     @classmethod
-    def of(cls, search: SearchSpec) -> StoppingRule:
+    def of(cls, search: SearchSpec, training_steps: float) -> StoppingRule:
         """Return a sweep's rule."""
-        return cls(search.min_steps, search.max_steps, search.max_seconds, search.ci_width)
+        seconds, width = search.max_seconds, search.ci_width
+        return cls(search.min_steps, search.max_steps, seconds, width, training_steps)
+
+    def in_proportion(self, about_s: float) -> StoppingRule:
+        """Return the rule for steps of about so many seconds; the same on all workers."""
+        if self.max_seconds is not None:
+            return self
+        share_s = SHARE_OF_TRAINING * self.training_steps * about_s
+        return self._replace(max_seconds=min(max(share_s, LEAST_SECONDS), MOST_SECONDS))
 
     def steps_per_round(
         self, about_s: float, round_s: float = ROUND_S, multiple_of: int = 1
@@ -160,7 +176,8 @@ class StoppingRule(NamedTuple):
         if len(rounds) < 2 or len(rounds) * steps < self.min_steps:
             return False
         too_many = (len(rounds) + 1) * steps > self.max_steps
-        too_long = sum(rounds) * steps >= self.max_seconds
+        limit_s = MOST_SECONDS if self.max_seconds is None else self.max_seconds
+        too_long = sum(rounds) * steps >= limit_s
         return too_many or too_long or self.converged(rounds)
 
     def converged(self, rounds: Sequence[float]) -> bool:
