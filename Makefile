@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .venv/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tula_hpc needs python3 >= 3.11"; exit 1; }
-	@echo "setting up .venv: torch and its libraries, about 5 GB, a minute or two ..."
+	@echo "setting up .venv: torch and its libraries, about 5 GB, two to five minutes ..."
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		--only-binary :all: --require-hashes --requirement constraints.txt

@@ -235,7 +235,7 @@ def _damaged_plan(run: RunDirectory) -> list[str]:
 
 
 def _what_if(rows: Sequence[WhatIf]) -> str:
-    from tula_hpc.analysis.report.plan_text import PLAN_WIDTH, beaten, table_lines
+    from tula_hpc.analysis.report.plan_text import PLAN_WIDTH, table_lines
     from tula_hpc.analysis.report.tables import not_possible, nothing_changes, what_if_table
 
     if not rows:
@@ -244,7 +244,7 @@ def _what_if(rows: Sequence[WhatIf]) -> str:
     if said := nothing_changes(rows):
         return textwrap.fill(said, PLAN_WIDTH)
     lines = [table_lines(what_if_table(rows))]
-    remarks = [*beaten(rows), *not_possible(rows)]
+    remarks = not_possible(rows)
     lines += [textwrap.fill(text, PLAN_WIDTH) for text in remarks]
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""Ask for the plan's choice under another price, fewer nodes, a deadline, or another objective.
+"""Ask for the plan's choice at another price, on other nodes, by a deadline, or another objective.
 
 Models, candidates and objective are the plan's; each question changes one thing, and asks the same
 functions for the choice.
@@ -7,6 +7,7 @@ functions for the choice.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -34,8 +35,8 @@ from tula_hpc.records import Candidate, Measurement, Plan
 PRICES = (0.5, 2.0)
 # of the expected time of the choice
 DEADLINES = (0.75, 0.5)
-# smaller numbers of nodes, the largest of them first
-FEWER_NODES = 2
+# other numbers of nodes, the nearest to the chosen one
+OTHER_NODES = 3
 OBJECTIVES = {"time": "the least time wanted", "cost": "the least cost wanted"}
 # the price of each basis, and its unit
 PRICE_KEYS = {
@@ -56,8 +57,6 @@ class WhatIf(NamedTuple):
     chosen: Candidate | None
     # the candidate that keeps it best where none does
     nearest: Candidate | None = None
-    # the fastest that keeps it, where it is no dearer than the choice
-    better: Candidate | None = None
 
 
 def what_if(run: RunContents) -> list[WhatIf]:
@@ -124,12 +123,7 @@ class _Question(NamedTuple):
         table = constrain(self.fitted.table, objective)
         if np.any(table.why == FEASIBLE):
             row = int(choose(objective, table, self.curves).ranking[0])
-            better = _better(table, row)
-            return WhatIf(
-                change,
-                self._record(row),
-                better=None if better is None else self._record(better),
-            )
+            return WhatIf(change, self._record(row))
         nearest = nearest_outside(table, objective)
         return WhatIf(change, None, None if nearest is None else self._record(nearest))
 
@@ -141,15 +135,10 @@ class _Question(NamedTuple):
         objective = self.sweep.objective.model_copy(update=changes)
         return self._replace(sweep=self.sweep.model_copy(update={"objective": objective}))
 
-    def with_most_nodes(self, most: int) -> _Question:
-        sizes = tuple(nodes for nodes in self.sweep.search.cluster_sizes if nodes <= most)
-        search = self.sweep.search.model_copy(update={"cluster_sizes": sizes})
-        sweep = self.sweep.model_copy(update={"search": search})
-        table = self.fitted.table.take(self.fitted.table.nodes <= most)
-        present = set(table.part.tolist())
-        parts = [part for index, part in enumerate(self.fitted.parts) if index in present]
-        curves = knee_curves(parts, sweep, with_draws=False)
-        return _Question(sweep, self.fitted._replace(table=table), curves)
+    def on_nodes(self, nodes: int) -> _Question:
+        """Return the question for one number of nodes; the knee stays that of all of them."""
+        table = self.fitted.table.take(self.fitted.table.nodes == nodes)
+        return self._replace(fitted=self.fitted._replace(table=table))
 
     def with_price(self, index: int, key: str, price: float) -> _Question:
         parts = list(self.fitted.parts)
@@ -165,15 +154,6 @@ class _Question(NamedTuple):
         return self._replace(fitted=fitted)
 
 
-def _better(table: CandidateTable, chosen: int) -> int | None:
-    """Return the fastest row that is faster than the choice and no dearer; None without one."""
-    faster = table.wall_time_s < table.wall_time_s[chosen]
-    rows = np.flatnonzero((table.why == FEASIBLE) & faster & (table.cost <= table.cost[chosen]))
-    if not len(rows):
-        return None
-    return int(rows[np.argmin(table.wall_time_s[rows])])
-
-
 def _priced_again(
     index: int, part: Part, table: CandidateTable, sweep: SweepSpec
 ) -> CandidateTable:
@@ -183,9 +163,10 @@ def _priced_again(
 
 
 def _changes(question: _Question, chosen: Candidate) -> Iterator[WhatIf]:
-    sizes = sorted(set(question.fitted.table.nodes.tolist()))
-    for most in sizes[:-1][::-1][:FEWER_NODES]:
-        yield question.with_most_nodes(most).ask(f"{plural(most, 'node')} at most")
+    others = set(question.fitted.table.nodes.tolist()) - {chosen.nodes}
+    nearest = sorted(others, key=lambda nodes: (abs(math.log(nodes / chosen.nodes)), nodes))
+    for nodes in sorted(nearest[:OTHER_NODES]):
+        yield question.on_nodes(nodes).ask(f"on {plural(nodes, 'node')}")
     yield from _other_prices(question, chosen)
     for share in DEADLINES:
         seconds = share * chosen.expected_time_s

@@ -205,10 +205,16 @@ def about_method(chosen: Candidate, sweep: SweepSpec) -> list[str]:
     """Say where nothing is done for a large batch, or other than the plan or AdamW expects."""
     times = chosen.global_batch / sweep.training.base_batch
     if sweep.training.method == "lbt" and times >= LARGE_BATCH:
+        remedy = "--set training.method=ags, with another --run-dir, scales the gradients"
+        if sweep.workload.is_script and chosen.configuration.world_size == 1:
+            # a script's factors come from the gradients of several workers
+            remedy = (
+                'training.method = "sqrt" with {lr_scale} in workload.arguments raises the rate'
+            )
         return [
             f"the batch is {times:,.3g} times training.base_batch ({sweep.training.base_batch:,}), "
             'and training.method = "lbt" does nothing for it; where a large batch costs accuracy, '
-            '"ags" scales the gradients'
+            f"{remedy}"
         ]
     if sweep.training.method == "polo":
         return [

@@ -85,7 +85,7 @@ def first_page(run: RunContents) -> FirstPage:
         decision = " ".join(_without_plan(run))
         answers = {"What to do next": _next(run)}
     else:
-        decision = _decision(run.plan)
+        decision = _decision(run, run.plan)
         will_take = []
         took = list(_took(run))
         bills = [bill_of(run.plan, run.events, one) for one in run.trainings]
@@ -138,10 +138,14 @@ def _configurations(measurements: Iterable[Measurement]) -> int:
     return len({(item.partition, item.configuration) for item in measurements})
 
 
-def _decision(plan: Plan) -> str:
+def _decision(run: RunContents, plan: Plan) -> str:
     chosen = plan.chosen
+    results = [(one, one.result) for one in run.trainings if one.result is not None]
+    verb = "Train"
+    if any(_ended_as(chosen, training, result) for training, result in results):
+        verb = "Trained"
     return (
-        f"Train on {plural(chosen.nodes, 'node')}{of_partition_in_words(chosen.partition)} with "
+        f"{verb} on {plural(chosen.nodes, 'node')}{of_partition_in_words(chosen.partition)} with "
         f"global batch {chosen.global_batch:,} ({plural(chosen.local_batch, 'sample')} for each of "
         f"{plural(chosen.configuration.world_size, 'worker')}{chosen.in_parts})."
     )

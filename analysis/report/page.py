@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from tula_hpc.analysis.report.bill_text import bill_of, bill_table
 from tula_hpc.analysis.report.first_page import first_page
 from tula_hpc.analysis.report.output import figure_files, render_page, replace_files
-from tula_hpc.analysis.report.plan_text import beaten
 from tula_hpc.analysis.report.scaling_text import STEMS, scaling_files, scaling_sections
 from tula_hpc.analysis.report.tables import (
     SUMMARY_COLUMNS,
@@ -123,7 +122,7 @@ def _what_if(contents: RunContents) -> dict[str, Any]:
     return {
         "what_if": what_if_table(rows),
         "nothing_changes": nothing_changes(rows),
-        "remarks": [*beaten(rows), *not_possible(rows)],
+        "remarks": not_possible(rows),
     }
 
 

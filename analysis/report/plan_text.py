@@ -19,7 +19,6 @@ from rich.text import Text
 from tula_hpc.analysis.planning.partitions import name_of
 from tula_hpc.analysis.report.tables import TextTable
 from tula_hpc.analysis.run_contents import predicted
-from tula_hpc.analysis.what_if import WhatIf
 from tula_hpc.formatting import (
     duration_within,
     format_bytes,
@@ -198,21 +197,6 @@ def why_not_better(plan: Plan) -> list[str]:
     ]
 
 
-def beaten(rows: Sequence[WhatIf]) -> list[str]:
-    """Say which choices of a what-if, others than the plan's, a larger batch would beat."""
-    found = []
-    for row in rows[1:]:
-        if row.chosen is None or row.better is None:
-            continue
-        if row.chosen.configuration != getattr(rows[0].chosen, "configuration", None):
-            compared = against(row.better, row.chosen)
-            found.append(
-                f"{row.change[:1].upper()}{row.change[1:]}: {name_of(row.better)} would be "
-                f"{compared}, with a larger batch than the objective takes."
-            )
-    return found
-
-
 def beats(candidate: Candidate, chosen: Candidate) -> bool:
     """Tell whether a candidate is faster and no dearer."""
     return candidate.expected_time_s < chosen.expected_time_s and candidate.cost <= chosen.cost
@@ -307,10 +291,14 @@ def not_told_apart(plan: Plan) -> list[str]:
         low, high = its.interval_90.get(name, (math.inf, -math.inf))
         if not low <= getattr(one, name) <= high:
             return []
+    # nothing speaks for one that is also dearer
+    choose = "; choose by what matters more to you"
+    if other.expected_time_s >= plan.chosen.expected_time_s and other.cost >= plan.chosen.cost:
+        choose = ""
     return [
         f"The next best, {name_of(other)}, is predicted to be {against(other, plan.chosen)}. The "
-        f"two cannot be told apart: the predicted {what} of each lies within the other's 90 % "
-        "interval; choose by what matters more to you."
+        f"two cannot be told apart by {what}: the predicted {what} of each lies within the other's "
+        f"90 % interval{choose}."
     ]
 
 

@@ -926,5 +926,5 @@ def test_a_next_best_within_the_intervals_is_said_not_to_be_told_apart() -> None
 
     (text,) = said(1.02)
     assert text.startswith(f"The next best, {next_best.configuration}, is predicted to be 2")
-    assert "cannot be told apart: the predicted time of each lies within the other's 90 % interval" in text
+    assert "cannot be told apart by time: the predicted time of each lies within the other's 90 % interval" in text
     assert said(1.5) == []

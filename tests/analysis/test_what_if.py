@@ -5,15 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.planning_data import SWEEP_FILE, cluster, grid, sweep
 from tula_hpc.analysis.plan import main, make_plan
-from tula_hpc.analysis.report.plan_text import beaten, beats
+from tula_hpc.analysis.planning.knee import batches_up_to
 from tula_hpc.analysis.report.tables import WHAT_IF_COLUMNS, not_possible, nothing_changes, what_if_table
 from tula_hpc.analysis.what_if import WhatIf, answers, with_objective_of
 from tula_hpc.config import SweepSpec
-from tula_hpc.formatting import format_duration
+from tula_hpc.formatting import format_duration, plural
 from tula_hpc.records import Candidate, RunDirectory, append_record
 
 ROWS = grid()
@@ -44,14 +45,18 @@ def test_each_answer_is_what_a_plan_would_choose(found: dict[str, WhatIf]) -> No
     assert found[first].chosen == planned
     alike(found["the least time wanted"].chosen, make_plan(with_objective(kind="time"), PRICED, ROWS).chosen)
     alike(found["the least cost wanted"].chosen, make_plan(with_objective(kind="cost"), PRICED, ROWS).chosen)
-    for most, words in ((2, "2 nodes at most"), (1, "1 node at most")):
-        fewer = SPEC.search.model_copy(update={"cluster_sizes": tuple(n for n in (1, 2, 4) if n <= most)})
-        rows = [row for row in ROWS if row.nodes <= most] if most == 1 else ROWS
-        chosen = found[words].chosen
-        assert chosen is not None
-        assert chosen.nodes <= most
-        if most > 1:
-            alike(chosen, make_plan(SPEC.model_copy(update={"search": fewer}), PRICED, rows).chosen)
+
+
+def test_on_other_nodes_the_knee_is_the_plans(found: dict[str, WhatIf]) -> None:
+    plan = make_plan(SPEC, PRICED, ROWS)
+    assert plan.knee is not None
+    assert plan.knee.global_batch is not None
+    most = batches_up_to("knee", np.array(plan.knee.global_batch))
+    others = {1, 2, 4} - {plan.chosen.nodes}
+    assert {words for words in found if words.startswith("on ")} == {f"on {plural(n, 'node')}" for n in others}
+    for nodes in others:
+        allowed = [c for c in plan.candidates if c.feasible and c.nodes == nodes and c.global_batch <= most]
+        alike(found[f"on {plural(nodes, 'node')}"].chosen, min(allowed, key=lambda c: c.expected_time_s))
 
 
 def test_another_price_is_paid(found: dict[str, WhatIf]) -> None:
@@ -98,7 +103,7 @@ def test_the_command_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixt
         append_record(run.profile / "x.jsonl", row)
     assert main([str(run.root), "--what-if"]) == 0
     printed = capsys.readouterr().out
-    for words in ("as planned", "2 nodes at most", "4.00 USD a node-hour", "the least cost wanted"):
+    for words in ("as planned", "on 2 nodes", "4.00 USD a node-hour", "the least cost wanted"):
         assert words in printed
 
 
@@ -111,19 +116,6 @@ def test_the_table_has_a_row_for_each_change(found: dict[str, WhatIf]) -> None:
     assert len(not_possible(rows)) == len(rows) - len(table.rows)
     assert {len(row) for row in table.rows} == {len(WHAT_IF_COLUMNS)}
     assert nothing_changes(rows) == ""
-
-
-def test_a_choice_that_a_larger_batch_would_beat_is_told(found: dict[str, WhatIf]) -> None:
-    """With dear nodes a cluster of one has its knee early, and its least time far beyond."""
-    rows = list(found.values())
-    beatable = [row for row in rows[1:] if row.better is not None and row.chosen != rows[0].chosen]
-    assert len(beaten(rows)) == len(beatable) > 0
-    for text, row in zip(beaten(rows), beatable, strict=True):
-        assert row.chosen is not None
-        assert row.better is not None
-        assert beats(row.better, row.chosen)
-        assert row.better.global_batch > row.chosen.global_batch
-        assert text.endswith("with a larger batch than the objective takes.")
 
 
 def test_rows_that_differ_differ_in_print(found: dict[str, WhatIf]) -> None:
@@ -144,9 +136,9 @@ def test_rows_that_differ_differ_in_print(found: dict[str, WhatIf]) -> None:
 
 def test_where_no_change_leads_to_another_choice_a_sentence_says_so(found: dict[str, WhatIf]) -> None:
     planned = found["as planned"].chosen
-    rows = [WhatIf("as planned", planned), WhatIf("1 node at most", planned), WhatIf("a deadline", None, planned)]
+    rows = [WhatIf("as planned", planned), WhatIf("on 1 node", planned), WhatIf("a deadline", None, planned)]
     assert planned is not None
     nearest = f"{planned.configuration} comes nearest, with {format_duration(planned.expected_time_s)}"
     impossible = f"Not possible: a deadline; {nearest}."
-    assert nothing_changes(rows) == f"None of these changes the choice: 1 node at most. {impossible}"
+    assert nothing_changes(rows) == f"None of these changes the choice: on 1 node. {impossible}"
     assert nothing_changes(rows[::2]) == impossible

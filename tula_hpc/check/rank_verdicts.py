@@ -294,7 +294,10 @@ def _judge_cores(
         found = (
             f"{plural(workload.loader_workers, 'loader process')} and the training share {wanted}"
         )
-        remedy = f"set cpus_per_worker = {workload.loader_workers + 1} or lower loader_workers"
+        remedy = (
+            "for a script nothing, it starts its own; else lower workload.loader_workers, or set "
+            f"cpus_per_worker = {workload.loader_workers + 1} where nodes have as many"
+        )
         yield warning(Topic.CORES, found, remedy)
     elif not fewer and not sharing:
         yield ok(Topic.CORES, usable)

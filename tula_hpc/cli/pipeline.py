@@ -146,7 +146,10 @@ def _run_stages(sweep: Sweep, last: int) -> int:
         _say_what_it_takes(plan)
     if ends_here:
         sweep.run.log_event("ended", "plan")
-        print(f"all of the plan: {command_line('plan', str(sweep.run.root))}")
+        root = str(sweep.run.root)
+        print(
+            f"all of the plan: {command_line('plan', root)}; as a page: {command_line('report', root)}"
+        )
         print(f"to train it: {sweep.command()}")
         return 0
     is_trained = sweep.run.train().result_file.exists()

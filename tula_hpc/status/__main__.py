@@ -18,7 +18,7 @@ seconds):
     scheduler       executor, answered, words (why not)
     profile         stand, measured, out_of_memory, failed, wanted, jobs, left_s; None for a study
     plan            nodes, workers_per_node, local_batch, global_batch, accumulation, partition, epoch_time_s,
-                    train_time_s, wall_time_s, cost, currency, reason
+                    train_time_s, wall_time_s, cost, interval_90 (by key), currency, reason
     training        label, stand, job_id, jobs, epoch, epochs, share, step, samples_seen, global_batch, step_time_s,
                     left_s, test_accuracy, test_loss, test_epoch, restarts, checkpoint_age_s,
                     fallbacks, drift, passed_over

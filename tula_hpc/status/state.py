@@ -109,11 +109,13 @@ class PlanStatus(Record):
     reason: str
     # what the cost is for; None in plans that do not have it
     wall_time_s: float | None = None
+    # ends of 90 % intervals, by field
+    interval_90: dict[str, tuple[float, float]] = Field(default={})
 
-    @property
-    def whole_time_s(self) -> float:
-        """Return the expected time of training with all overheads that the plan knows."""
-        return self.train_time_s if self.wall_time_s is None else self.wall_time_s
+    def with_interval(self, field: str) -> tuple[float, float, float]:
+        """Return a field and the ends of its interval; itself where there is none."""
+        value = getattr(self, field)
+        return (value, *self.interval_90.get(field, (value, value)))
 
     @classmethod
     def of(cls, plan: Plan) -> PlanStatus:

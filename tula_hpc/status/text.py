@@ -16,6 +16,7 @@ from tula_hpc.formatting import (
     format_percent,
     format_score,
     in_short_lines,
+    money_within,
     plural,
     printable,
 )
@@ -190,9 +191,11 @@ def _plan(plan: PlanStatus) -> str:
     where = f" on {plan.partition}" if plan.partition else ""
     chosen = Configuration(plan.nodes, plan.workers_per_node, plan.local_batch)
     parts = f" in {plan.accumulation} parts" if plan.accumulation > 1 else ""
+    whole = "train_time_s" if plan.wall_time_s is None else "wall_time_s"
     return (
         f"{chosen}{parts}{where}: predicted {format_duration(plan.epoch_time_s)} an epoch, "
-        f"{format_duration(plan.whole_time_s)} and {format_money(plan.cost, plan.currency)} in all"
+        f"{duration_within(*plan.with_interval(whole))} and "
+        f"{money_within(*plan.with_interval('cost'), plan.currency)} in all"
     )
 
 
