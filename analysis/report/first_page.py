@@ -322,7 +322,9 @@ def _reason(plan: Plan) -> str:
 def _what_would_change(plan: Plan, *, has_trained: bool) -> Iterator[str]:
     """Yield the deciding facts: constraints, unsettled steps, and choices of other objectives."""
     yield from (as_sentence(text) for text in plan.binding)
-    yield from (as_sentence(text) for text in plan.hangs_on)
+    if not has_trained:
+        # else the training measures what was not settled
+        yield from (as_sentence(text) for text in plan.hangs_on)
     is_decided = True
     for other in alternatives(plan, RANKS[:1]):
         roles = " and ".join(f"the {role}" for role in other.roles)

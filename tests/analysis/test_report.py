@@ -174,7 +174,7 @@ def test_what_decides_stands_before_a_line_and_what_is_for_studying_behind_it(fi
     for heading in ("All candidates", "How it was measured", "Models", "Will it scale?", "Events", "<details>"):
         assert heading not in deciding
         assert heading in studying
-    for words in ("Train on ", "What would change it", "same batch, "):
+    for words in ("Trained on ", "What would change it", "same batch, "):
         assert words in deciding
     # on paper the line begins a page
     assert ".line { break-before: page;" in deciding
@@ -237,7 +237,7 @@ def test_the_page_is_well_formed_and_self_contained(finished: Written) -> None:
 
 def test_the_page_says_what_to_do_and_what_came_of_it(finished: Written) -> None:
     words = finished.page.words
-    assert "Train on 4 nodes with global batch 1,024 (256 samples for each of 4 workers)." in words
+    assert "Trained on 4 nodes with global batch 1,024 (256 samples for each of 4 workers)." in words
     assert "The training's steps (ags) took" in words
     assert "64.5 % test accuracy" in words
     for heading in ("Figures", "How it was measured", "Models", "All candidates (21)", "sweep.toml", "Events (4)"):
@@ -563,7 +563,7 @@ def test_what_the_training_took_and_cost_is_said_first_and_last(
     run.log_event("recovered", "train", data={"label": "main"})
     said = answer(read_run(run))
     assert "The training took 2 h 30 min in all by Slurm's accounting, longer than the 90 % interval" in said
-    assert said.index("Train on 4 nodes") < said.index("The training took") < said.index("It cost ")
+    assert said.index("Trained on 4 nodes") < said.index("The training took") < said.index("It cost ")
     assert "What it will take" not in [section.heading for section in first_page(read_run(run)).sections]
     assert "The training's steps (ags) took" in said
     sweep = Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run)
@@ -583,7 +583,7 @@ def test_damaged_accounting_leaves_the_rest_of_the_report(tmp_path: Path) -> Non
     run = with_bill(tmp_path / "run", 9_000.0)
     run.accounting_file.write_text("{")
     said = answer(read_run(run))
-    assert said.startswith("Train on 4 nodes"), "results of old tell no starts"
+    assert said.startswith("Trained on 4 nodes"), "results of old tell no starts"
     assert "The training's steps (ags) took" in said
 
 

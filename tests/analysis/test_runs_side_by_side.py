@@ -36,7 +36,7 @@ def test_all_runs_stand_on_one_page_with_their_curves(
     assert capsys.readouterr().out.strip() == str(out / "runs.html")
     text = (out / "runs.html").read_text()
     assert text.count("<svg ") == 1
-    assert text.count("Train on 4") == 2
+    assert (text.count("Trained on 4"), text.count("Train on 4")) == (1, 1)
     for words in ("first", "second", "third", "There is no plan yet", "workload.lr", "0.25"):
         assert words in text
     with (out / "run_curves.csv").open() as file:
