@@ -191,6 +191,13 @@ def own_model(name: str, classes: int, image_size: int) -> nn.Module:
         raise InputError(
             f"{name} returned {kind_of(model)}; expected a torch.nn.Module", key=_MODEL_KEY
         )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        count = sum(1 for _ in model.parameters())
+        raise InputError(
+            f"{name} has nothing to train: requires_grad is False for all of its {count} "
+            "parameters; expected True for those that are trained",
+            key=_MODEL_KEY,
+        )
     return model
 
 

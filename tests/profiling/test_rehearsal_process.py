@@ -137,6 +137,10 @@ MISTAKES = {
         ("return TensorDataset(*tensors())", "return [(torch.zeros(3, 8, 8 + (n > 30)), 1) for n in range(40)]"),
         "has items 0 and 32 in the train set that cannot be put into one batch",
     ),
+    "a model that is frozen as a whole": (
+        ("    return Net(classes, image_size)", "    return Net(classes, image_size).requires_grad_(False)"),
+        "mine:net has nothing to train: requires_grad is False for all of its 4 parameters; expected True for those",
+    ),
     "a data set that raises": (
         ("def data(spec):", "def data(spec):\n    {}['x']"),
         "mine:data failed: KeyError: 'x' (mine.py:",

@@ -16,6 +16,7 @@ from tula_hpc.launch.launcher import Ended, JobsNow
 from tula_hpc.records import (
     Configuration,
     EpochMetrics,
+    JobNote,
     Measurement,
     RunDirectory,
     StepMetrics,
@@ -24,7 +25,7 @@ from tula_hpc.records import (
     write_atomically,
 )
 from tula_hpc.records.events import SubmissionData
-from tula_hpc.stages.context import LineProgress, Sweep, describe_failures, profiling_left_s
+from tula_hpc.stages.context import LineProgress, Sweep, describe_failures, profiling_left_s, setup_failures
 from tula_hpc.stages.plan import AS_BEGUN, plan_stage
 from tula_hpc.stages.train import next_candidate, training_tick
 from tula_hpc.status.run_files import read_facts
@@ -189,3 +190,10 @@ def test_a_loss_that_is_not_finite_is_told_in_a_line(tmp_path: Path) -> None:
     job = Submitted("7", tmp_path)
     end = Ended(job, Failure.DIVERGED, f"{frame}tula_hpc.errors.DivergedError: {words}", tmp_path / "7_0_log.err")
     assert describe_failures([end]) == f"{words}\nlog: {tmp_path / '7_0_log.err'}"
+
+
+def test_a_failure_of_setup_in_a_job_that_went_on_is_told_once() -> None:
+    began = JobNote(note="began", time=1.0, job_id="7", detail="`module …` in setup ended with exit code 127")
+    notes = [began, began.model_copy(update={"detail": ""}), began, JobNote(note="ended", time=2.0, detail="why")]
+    (words,) = setup_failures(notes)
+    assert words.startswith("`module …` in setup ended with exit code 127 in job 7, which went on without it")

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from tula_hpc.config import ClusterSpec, SweepSpec
-from tula_hpc.env import WorkerEnvironment, job_started_at, unix_time
+from tula_hpc.env import WorkerEnvironment, failed_setup, job_started_at, unix_time
 from tula_hpc.errors import StageError
 from tula_hpc.launch.job_specs import ProfileJob
 from tula_hpc.python_path import start_of_python
@@ -128,7 +128,7 @@ class Agenda:
         # known when all workers have met
         self._startup_s: float | None = None
         if env.rank == 0:
-            self._note("began")
+            self._note("began", detail=failed_setup())
 
     def next(self) -> Configuration | None:
         """Return the next configuration, noted; None when the job is to end."""

@@ -70,6 +70,7 @@ class JobNote(Record):
     configuration: Configuration | None = None
     # of a script, see `Measurement`
     accumulation: int | None = None
+    # of "began": what failed of the cluster file's `setup`; of "ended": why
     detail: str = ""
 
 

@@ -40,6 +40,7 @@ from tula_hpc.records import (
     read_document,
 )
 from tula_hpc.records.run_directory import Holder, holder_of
+from tula_hpc.stages.context import setup_failures
 from tula_hpc.stages.plan import MADE_AGAIN, is_plan_lost, obstacle
 
 BLOCK_BYTES = 1 << 16
@@ -141,6 +142,7 @@ def _read(run: RunDirectory) -> Facts:
         )
     history = RunHistory(told.records)
     cut_off = _cut_off(run, history)
+    notes = run.job_notes()
     holder = holder_of(run.root / ".lock")
     report_at = _newest(run.report / name for name in ("report.html", "study.html"))
     return Facts(
@@ -149,7 +151,7 @@ def _read(run: RunDirectory) -> Facts:
         spec=spec,
         cluster=_try(lambda: load_cluster(run.cluster_file), doubts),
         history=history,
-        notes=run.job_notes(),
+        notes=notes,
         measurements=measured.records,
         damaged_after=bool(measured.skipped) and _is_newer(run, told.records),
         plan=_try(run.read_plan, doubts) if run.plan_file.exists() else None,
@@ -162,6 +164,7 @@ def _read(run: RunDirectory) -> Facts:
         doubts=[
             *doubts,
             *([f"{run.plan_file}: {MADE_AGAIN}"] if is_plan_lost(run) else []),
+            *setup_failures(notes),
             *(
                 f"{name}: being submitted, or cut off there; the next command looks the job up"
                 for name in cut_off
