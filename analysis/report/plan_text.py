@@ -213,8 +213,9 @@ def expectation(plan: Plan) -> str:
     if chosen.wall_time_s is not None:
         steps = format_duration(chosen.train_time_s)
         text += f"; its steps alone take {steps}"
-    if chosen.checkpoint_minutes is not None:
-        text += f", with a checkpoint every {format_duration(60.0 * chosen.checkpoint_minutes)}"
+    every_s = 60.0 * (chosen.checkpoint_minutes or math.inf)
+    if every_s < chosen.expected_time_s:
+        text += f", with a checkpoint every {format_duration(every_s)}"
     if chosen.energy_kwh is not None:
         text += f"; {format_number(chosen.energy_kwh, 3)} kWh"
     return f"{text}."
