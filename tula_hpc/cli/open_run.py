@@ -172,7 +172,11 @@ def _refuse_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpe
 
 def _may_train(run: RunDirectory) -> bool:
     """Tell whether a training began, or may at any moment since the sweep goes on unattended."""
-    return run.has_trained() or bool(run.history().unsettled("control"))
+    history = run.history()
+    if any((run.root / "train").glob("*/*")) or history.unsettled("control"):
+        return True
+    # its files were moved away; its job may not be over
+    return bool(history.unsettled("train") and _jobs_left(run))
 
 
 def _take_over(run: RunDirectory, path: Path, inputs: SweepSpec | ClusterSpec) -> None:
@@ -232,25 +236,39 @@ def _other_inputs(refused: Changes, run: RunDirectory, kind: str, *, is_sweep: b
 
 def _when_free(run: RunDirectory) -> str:
     """Say when keys that no measurement depends on may change."""
+    from tula_hpc.records.run_directory import holder_of
+
     if run.has_trained():
+        steps = []
+        holder = holder_of(run.root / ".lock")
+        if holder.alive:
+            steps.append(f"end the command that is at work, process {holder.process} (Ctrl-C)")
+        if left := _jobs_left(run):
+            steps.append(f"cancel what is left{_to_cancel(run, left)}")
         what = "the trained model" if run.train().result_file.exists() else "what is trained so far"
-        return f"To train again over the same measurements, move {run.root / 'train'} away: it holds {what}."
+        steps.append(f"move {run.root / 'train'} away: it holds {what}")
+        return f"To train again over the same measurements, {', then '.join(steps)}."
     job_id = run.history().unsettled("control")[0].job_id
     return f"The sweep goes on unattended: other values are taken once job {job_id} is over."
 
 
 def _in_the_way(run: RunDirectory, left: Sequence[Submitted]) -> str:
     """Explain how to proceed with jobs of the earlier inputs that have no results yet."""
+    how = _to_cancel(run, left)
+    to_cancel = f"; to cancel{how}" if how else ""
+    over = f"other inputs are taken once job {left[0].job_id} is over"
+    return f"Nothing is measured yet: {over}{to_cancel}"
+
+
+def _to_cancel(run: RunDirectory, left: Sequence[Submitted]) -> str:
+    """Return ": " and the command that cancels these jobs; "" where it is not known."""
     from tula_hpc.config import load_cluster
     from tula_hpc.launch.launcher import Launcher
 
-    how = ""
     # its own file may be damaged
     with contextlib.suppress(InputError):
-        how = (
-            f"; to cancel: {Launcher(load_cluster(run.cluster_file), run, '').cancel_command(left)}"
-        )
-    return f"Nothing is measured yet: other inputs are taken once job {left[0].job_id} is over{how}"
+        return f": {Launcher(load_cluster(run.cluster_file), run, '').cancel_command(left)}"
+    return ""
 
 
 def work(sweep: Sweep, until: str, *, detach: bool = False, here: bool = False) -> int:
@@ -319,7 +337,9 @@ def say_interrupted(sweep: Sweep, until: str = "report") -> None:
     ids = {job.job_id for job in jobs}
     control = [job for job in sweep.run.history().unsettled("control") if job.job_id in ids]
     if control:
-        goes_on = f"the sweep goes on unattended, by controller job {control[0].job_id}{unless}"
+        # a guard waits until another is over
+        acts = [job for job in control if not job.role] or control
+        goes_on = f"the sweep goes on unattended, by controller job {acts[-1].job_id}{unless}"
         here = sweep.command(*again, "--take-over")
         sys.stderr.write(f"\ninterrupted; {goes_on}. To carry on here: {here}\n")
     else:

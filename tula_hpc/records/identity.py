@@ -11,6 +11,7 @@ of scripts the parameters, `attach/train/script_training.py`), and when planning
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
@@ -96,9 +97,11 @@ def refuse_another(run: RunDirectory, measured: Identity | None, now: Identity) 
     Raises:
         InputError: It is another one; the message names the differences and the remedy.
     """
-    found = now.difference(measured) if measured is not None else ""
-    if found:
+    if measured is not None and (found := now.difference(measured)):
         message = f"what would be trained now is not what was measured: {found}"
+        if now.changed_sources(measured):
+            # the folder of the command may be another one
+            message += f" (as they are in {Path.cwd()})"
         remedy = "Undo the change, or measure what is there now with another --run-dir."
         raise InputError(f"{message}. {remedy}", source=run.root)
 

@@ -8,6 +8,7 @@ Its progress line, such as "profiling: 3 done, at most 5 more, 1 running", is pu
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
 from tula_hpc.env import unix_time
 from tula_hpc.errors import Failure, InputError, StageError, StorageError
-from tula_hpc.launch.diagnosis import telling_line
+from tula_hpc.launch.diagnosis import BY_HAND, telling_line
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.job_files import times_out
 from tula_hpc.launch.job_specs import ProfileJob
@@ -264,6 +265,12 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
 
     jobs = [submitted_job(part.run, job) for job in submitted.values()]
     ended = part.launcher.wait(jobs, tick) if jobs else []
+    for end in ended:
+        if end.failure is Failure.CANCELLED:
+            sys.stderr.write(
+                f"profiling: job {end.job.job_id} was cancelled, {BY_HAND}; another measures what "
+                "is left of it\n"
+            )
     dead = [end for end in ended if _record_end(part, submitted[end.job.job_id], end)]
     mended = {j.job_id for j in submitted.values() if j.submitted_at < part.started_at}
     return [e for e in dead if not (e.failure is Failure.BAD_INPUT and e.job.job_id in mended)]
