@@ -155,7 +155,13 @@ def test_a_plan_tells_of_the_checkpoints_that_are_written(
 ) -> None:
     spec = WorkloadSpec.model_validate(workload, context={"check_paths": False})
     rows = [row.model_copy(update={"kept": kept}) for row in CORNERS]
-    plan = make_plan(sweep("time").model_copy(update={"workload": spec}), cluster(), rows)
-    said = " ".join(sentences(plan))
-    assert ("with a checkpoint every " in said) == (resume is not Resume.NOTHING)
-    assert ("while a checkpoint is written" in said) == (resume is Resume.CHECKPOINT)
+
+    def said(epochs: int) -> str:
+        work = spec.model_copy(update={"epochs": epochs})
+        return " ".join(sentences(make_plan(sweep("time").model_copy(update={"workload": work}), cluster(), rows)))
+
+    long = said(1000)
+    assert ("with a checkpoint every " in long) == (resume is not Resume.NOTHING)
+    assert ("while a checkpoint is written" in long) == (resume is Resume.CHECKPOINT)
+    # what a script saves at the end of an epoch it saves at the end of the only one
+    assert ("with a checkpoint every " in said(1)) == (resume is Resume.EPOCH)
