@@ -148,6 +148,19 @@ def test_events_belong_to_the_latest_submission_of_their_job_id() -> None:
     assert told.in_vain("a", Failure.KILLED) == 1
 
 
+def test_a_training_whose_files_were_moved_away_is_not_the_next_ones() -> None:
+    """Neither its events nor the nodes that it had; its jobs stay on record."""
+    before = [{"event": "submitted", "job_id": "7"}, {"event": "finished", "job_id": "7"}]
+    told = history(
+        *before, {"event": "submitted", "job_id": "8", "data": {"anew": True}}, {"event": "resumed", "job_id": "8"}
+    )
+    assert [event.job_id for event in told.of_training("main")] == ["8", "8"]
+    runs = [JobAccount(job_id=i, stage="train", state="COMPLETED", over=True, nodes=2, elapsed_s=9.0) for i in "78"]
+    assert told.accounted("main", runs) == (runs[1],)
+    assert [job.job_id for job in told.submissions("train")] == ["7", "8"]
+    assert told.accounted("main", runs[:1]) == ()
+
+
 def test_a_jobs_own_report_goes_before_the_schedulers() -> None:
     own = {"event": "oom", "job_id": "7", "failure": "device_oom", "detail": "at b=64"}
     told = history({"event": "submitted", "job_id": "7"}, own, {"event": "ended", "job_id": "7", "failure": "bug"})

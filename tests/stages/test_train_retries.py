@@ -98,6 +98,21 @@ def test_a_bug_or_a_cancellation_ends_it(
     assert "from the start" not in error
 
 
+def test_a_training_whose_files_were_moved_away_is_another_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    # a job that leaves nothing is part of the training that follows it
+    train(monkeypatch, tmp_path, lambda _: Failure.CANCELLED)
+    append_record(run.make_train().metrics_file, STEP)
+    run.log_event("checkpoint", "train")
+    train(monkeypatch, tmp_path, lambda _: Failure.CANCELLED)
+    assert [job.anew for job in run.history().submissions("train")] == [False, False]
+    (run.root / "train").rename(tmp_path / "train")
+    train(monkeypatch, tmp_path, lambda _: Failure.CANCELLED)
+    assert [job.anew for job in run.history().submissions("train")] == [False, False, True]
+    assert run.history().attempts("main") == 3
+    assert len({event.event for event in run.history().of_training("main")} & {"checkpoint"}) == 0
+
+
 @pytest.mark.parametrize(
     ("more", "is_kept", "is_lost"),
     [({}, False, True), ({"resume_arguments": ["--resume"]}, False, False), ({}, True, False)],

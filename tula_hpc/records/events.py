@@ -154,6 +154,8 @@ class SubmissionData(EventData):
     configuration: Configuration | None = None
     # of a script, see `Measurement`
     accumulation: int | None = None
+    # of a training whose files were moved away: another one begins
+    anew: bool = False
     # to be profiled
     configurations: tuple[Configuration, ...] = ()
     # in the run directory: measurements of a profile job
@@ -342,6 +344,8 @@ class Submission(JobEvents):
     configuration: Configuration | None = None
     # of a script, see `Measurement`
     accumulation: int | None = None
+    # of a training whose files were moved away: another one begins
+    anew: bool = False
     # to be profiled
     configurations: tuple[Configuration, ...] = ()
     # in the run directory: measurements of a profile job
@@ -498,14 +502,20 @@ class RunHistory:
 
         None where accounting does not know one of its jobs, or one was not over.
         """
-        job_ids = {job.job_id for job in self.submissions("train") if job.label == label}
+        job_ids: set[str] = set()
+        for job in self.submissions("train"):
+            if job.label == label:
+                job_ids = {job.job_id} if job.anew else job_ids | {job.job_id}
         mine = [account for account in accounts if account.job_id in job_ids]
         if {account.job_id for account in mine} != job_ids or not all(a.over for a in mine):
             return ()
         return tuple(account for account in mine if account.nodes > 0)
 
     def of_training(self, label: str) -> list[Event]:
-        """Return a training's events; jobs that nobody submitted are the main one's."""
+        """Return a training's events; jobs that nobody submitted are the main one's.
+
+        Those of an earlier training, whose files were moved away, are left out.
+        """
         return self._by_label.get(label, [])
 
     @cached_property
@@ -516,6 +526,8 @@ class RunHistory:
         for event, known in zip(self.events, self._labels, strict=True):
             if event.stage == "train":
                 label = known or label_of.get(event.job_id, MAIN_LABEL)
+                if event.event == "submitted" and SubmissionData.of(event).anew:
+                    found[label] = []
                 found.setdefault(label, []).append(event)
         return found
 

@@ -337,6 +337,8 @@ def _submit_training(sweep: Sweep, candidate: Candidate, tick: Callable[[JobsNow
     }
     if spec.workload.accumulates:
         data["accumulation"] = candidate.accumulation
+    if _was_moved(sweep.run, files):
+        data["anew"] = True
     submitted = there.launcher.submit(
         [job],
         stage="train",
@@ -346,6 +348,14 @@ def _submit_training(sweep: Sweep, candidate: Candidate, tick: Callable[[JobsNow
     )
     job_id = submitted[0].job_id
     tick(JobsNow(0, f"submitted as job {job_id} at {at}{candidate.in_parts}"))
+
+
+def _was_moved(run: RunDirectory, files: TrainDirectory) -> bool:
+    """Tell whether a training has left files that are not there any more."""
+    has_left = any(
+        event.event in ("checkpoint", "finished") for event in run.history().of_training(MAIN_LABEL)
+    )
+    return has_left and not any(path.is_file() for path in files.root.rglob("*"))
 
 
 def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], None]:
