@@ -15,6 +15,7 @@ from tula_hpc.records import (
     Configuration,
     EpochMetrics,
     Event,
+    JobAccount,
     Measurement,
     RunDirectory,
     RunHistory,

@@ -518,6 +518,10 @@ class RunHistory:
         """
         return self._by_label.get(label, [])
 
+    def has_left_files(self, label: str) -> bool:
+        """Tell whether a training has written a checkpoint or its result."""
+        return any(e.event in ("checkpoint", "finished") for e in self.of_training(label))
+
     @cached_property
     def _by_label(self) -> dict[str, list[Event]]:
         # a job may write before its submission is on record

@@ -352,9 +352,7 @@ def _submit_training(sweep: Sweep, candidate: Candidate, tick: Callable[[JobsNow
 
 def _was_moved(run: RunDirectory, files: TrainDirectory) -> bool:
     """Tell whether a training has left files that are not there any more."""
-    has_left = any(
-        event.event in ("checkpoint", "finished") for event in run.history().of_training(MAIN_LABEL)
-    )
+    has_left = run.history().has_left_files(MAIN_LABEL)
     return has_left and not any(path.is_file() for path in files.root.rglob("*"))
 
 
