@@ -100,7 +100,6 @@ def test_a_training_that_runs_out_of_space_ends_and_later_goes_on(disk: Path) ->
     checkpoints = run.train().checkpoints
     said = refused_when_full(lambda: train(run), lambda: list(checkpoints.glob("checkpoint-*.tula")), disk, LEFT)
     assert "No space left on device; make space there or have the quota raised" in said
-    assert "No space left on device; make space there or have the quota raised" in said
     assert [event.failure for event in run.events() if event.event == "failed"] == [Failure.NO_SPACE]
     assert not [path for path in checkpoints.iterdir() if path.name.startswith(".")], "half a checkpoint is left"
     loaded = CheckpointStore(checkpoints).load_latest()

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tula_hpc.config import SearchSpec
 from tula_hpc.profiling.timing import (
     LEAST_ROUNDS,
     ROUND_S,
@@ -158,10 +159,11 @@ def test_time_limit_ends_a_slow_measurement() -> None:
 
 def test_a_short_training_is_timed_for_less_long() -> None:
     """5 % of its steps, between 10 s and a minute; what the user asks for is done."""
-    rule = StoppingRule(min_steps=5, max_steps=1000, max_seconds=None, ci_width=1e-9, training_steps=1000)
+    rule = StoppingRule.of(SearchSpec(), 1000)
     assert [rule.in_proportion(step_s).max_seconds for step_s in (0.01, 0.4, 10.0)] == [10.0, 20.0, 60.0]
-    assert rule._replace(max_seconds=5.0).in_proportion(0.4).max_seconds == 5.0
-    assert rule._replace(training_steps=math.inf).in_proportion(0.4).max_seconds == 60.0
+    for asked in (5.0, 240.0):
+        assert StoppingRule.of(SearchSpec(max_seconds=asked), 1000).in_proportion(0.4).max_seconds == asked
+    assert StoppingRule.of(SearchSpec(), math.inf).in_proportion(0.4).max_seconds == 60.0
 
 
 def test_all_workers_take_as_many_rounds_as_the_one_that_needs_most(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,7 +244,7 @@ def _when_free(run: RunDirectory) -> str:
         if holder.alive:
             steps.append(f"end the command that is at work, process {holder.process} (Ctrl-C)")
         if left := _jobs_left(run):
-            steps.append(f"cancel what is left{_to_cancel(run, left)}")
+            steps.append(": ".join(filter(None, ["cancel what is left", _to_cancel(run, left)])))
         what = "the trained model" if run.train().result_file.exists() else "what is trained so far"
         steps.append(f"move {run.root / 'train'} away: it holds {what}")
         return f"To train again over the same measurements, {', then '.join(steps)}."
@@ -255,19 +255,19 @@ def _when_free(run: RunDirectory) -> str:
 def _in_the_way(run: RunDirectory, left: Sequence[Submitted]) -> str:
     """Explain how to proceed with jobs of the earlier inputs that have no results yet."""
     how = _to_cancel(run, left)
-    to_cancel = f"; to cancel{how}" if how else ""
+    to_cancel = f"; to cancel: {how}" if how else ""
     over = f"other inputs are taken once job {left[0].job_id} is over"
     return f"Nothing is measured yet: {over}{to_cancel}"
 
 
 def _to_cancel(run: RunDirectory, left: Sequence[Submitted]) -> str:
-    """Return ": " and the command that cancels these jobs; "" where it is not known."""
+    """Return the command that cancels these jobs; "" where it is not known."""
     from tula_hpc.config import load_cluster
     from tula_hpc.launch.launcher import Launcher
 
     # its own file may be damaged
     with contextlib.suppress(InputError):
-        return f": {Launcher(load_cluster(run.cluster_file), run, '').cancel_command(left)}"
+        return Launcher(load_cluster(run.cluster_file), run, "").cancel_command(left)
     return ""
 
 

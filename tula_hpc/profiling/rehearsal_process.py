@@ -229,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _own_warnings(caught: Sequence[warnings.WarningMessage]) -> Iterator[str]:
-    """Yield what Python warned of in the user's own files, each once: "mine.py:19: text"."""
+    """Yield what Python warned of in the user's own files: "mine.py:19: text"."""
     found = [one for one in caught if is_own(one.filename)]
     for one in found[:MOST_WARNINGS]:
         words = " ".join(str(one.message).split())

@@ -133,24 +133,23 @@ class StoppingRule(NamedTuple):
 
     min_steps: int
     max_steps: int
-    # None: in proportion to the training
-    max_seconds: float | None
+    max_seconds: float
     ci_width: float
-    # of the training that is planned; unknown in a first look at a script
+    # of the training that bounds them; infinite where none does
     training_steps: float = math.inf
 
     @classmethod
     def of(cls, search: SearchSpec, training_steps: float) -> StoppingRule:
-        """Return a sweep's rule."""
-        seconds, width = search.max_seconds, search.ci_width
-        return cls(search.min_steps, search.max_steps, seconds, width, training_steps)
+        """Return a sweep's rule, for a training of so many steps; infinite: unknown."""
+        if search.max_seconds is not None:
+            return cls(search.min_steps, search.max_steps, search.max_seconds, search.ci_width)
+        limits = (search.min_steps, search.max_steps, MOST_SECONDS, search.ci_width)
+        return cls(*limits, training_steps)
 
     def in_proportion(self, about_s: float) -> StoppingRule:
         """Return the rule for steps of about so many seconds; the same on all workers."""
-        if self.max_seconds is not None:
-            return self
         share_s = SHARE_OF_TRAINING * self.training_steps * about_s
-        return self._replace(max_seconds=min(max(share_s, LEAST_SECONDS), MOST_SECONDS))
+        return self._replace(max_seconds=min(max(share_s, LEAST_SECONDS), self.max_seconds))
 
     def steps_per_round(
         self, about_s: float, round_s: float = ROUND_S, multiple_of: int = 1
@@ -176,8 +175,7 @@ class StoppingRule(NamedTuple):
         if len(rounds) < 2 or len(rounds) * steps < self.min_steps:
             return False
         too_many = (len(rounds) + 1) * steps > self.max_steps
-        limit_s = MOST_SECONDS if self.max_seconds is None else self.max_seconds
-        too_long = sum(rounds) * steps >= limit_s
+        too_long = sum(rounds) * steps >= self.max_seconds
         return too_many or too_long or self.converged(rounds)
 
     def converged(self, rounds: Sequence[float]) -> bool:

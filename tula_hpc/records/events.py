@@ -502,10 +502,7 @@ class RunHistory:
 
         None where accounting does not know one of its jobs, or one was not over.
         """
-        job_ids: set[str] = set()
-        for job in self.submissions("train"):
-            if job.label == label:
-                job_ids = {job.job_id} if job.anew else job_ids | {job.job_id}
+        job_ids = {e.job_id for e in self.of_training(label) if e.event == "submitted"}
         mine = [account for account in accounts if account.job_id in job_ids]
         if {account.job_id for account in mine} != job_ids or not all(a.over for a in mine):
             return ()
