@@ -55,8 +55,8 @@ COMMANDS = {
 }
 # what is typed, in order, and what comes of it
 WAY = (
-    ("init --script train.py", "cluster.toml and train.toml; fill in what is unknown there"),
-    ("attach train.py --batch-size 64", "runs it here for some steps, and says what is unknown"),
+    ("init --script train.py", "cluster.toml and train.toml, in which some is unknown"),
+    ("attach --into train.toml train.py --batch-size 64", "runs it for some steps, fills that in"),
     ("check cluster.toml", "is the cluster as its file says? a job of 3 minutes"),
     ("sweep train.toml --cluster cluster.toml --until plan", "measure, and choose"),
     ("status runs/train", "what runs and waits, and what it cost so far"),

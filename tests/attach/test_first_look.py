@@ -12,8 +12,9 @@ import pytest
 
 from tests.attach.script_runs import SCRIPTS
 from tula_hpc.attach.__main__ import main, with_placeholders
-from tula_hpc.config import ClusterSpec, check_together, load_sweep
+from tula_hpc.config import ClusterSpec, check_together, load_sweep, load_together
 from tula_hpc.errors import InputError
+from tula_hpc.init.__main__ import main as init
 
 
 def look(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -39,6 +40,30 @@ def test_what_is_printed_is_a_sweep_file_but_for_the_epochs(tmp_path: Path) -> N
     assert work.arguments == ("--batch-size", "{local_batch}", "--epochs", "{epochs}", "--samples", "640")
     assert (sweep.search.min_batch, sweep.training.base_batch) == (16, 16)
     assert [line.split()[1] for line in done.stdout.splitlines() if line.endswith("unknown")] == ["epochs", "metric"]
+
+
+def test_a_file_of_init_gets_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text((SCRIPTS / "plain.py").read_text())
+    assert init(["--script", "train.py"]) == 0
+    (needs,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("train.toml")]
+    assert needs == "train.toml: a sweep of train.py. It still needs samples; tula attach fills in what it sees."
+    before = (tmp_path / "train.toml").read_text()
+    done = look(tmp_path, "--into", "train.toml", "train.py", "--batch-size", "16", "--epochs", "500")
+    assert done.stdout.splitlines()[-1] == "train.toml: filled in samples = 2048; it is complete."
+    assert done.stdout.startswith("model       ")
+    sweep, _ = load_together(tmp_path / "train.toml", tmp_path / "cluster.toml")
+    assert sweep.workload.samples == 2048
+    after = (tmp_path / "train.toml").read_text()
+    changed = [new for old, new in zip(before.splitlines(), after.splitlines(), strict=True) if old != new]
+    assert [line.split()[0] for line in changed] == ["samples"]
+    with pytest.raises(SystemExit, match="2"):
+        main(["--into"])
+    assert main(["--into", "gone.toml", "train.py"]) == 2
+    assert "gone.toml: no such file; tula init --script writes it" in capsys.readouterr().err
 
 
 def test_a_program_gets_the_same_as_one_object(

@@ -141,7 +141,7 @@ def test_what_the_source_does_not_say_is_unknown_and_asked_for(
     assert told["required"] == ["samples"]
     assert 'resume_arguments = ["--resume", "last.pt"]' in text
     assert [line.partition("tula")[2].split()[0] for line in told["next"]] == ["attach", "check", "sweep"]
-    assert told["next"][0].endswith("attach train.py --batch-size 256 --epochs 100")
+    assert told["next"][0].endswith(" train.py --batch-size 256 --epochs 100")
     assert (told["notes"], told["partition"]["name"]) == ([], "cpu")
     with pytest.raises(InputError, match=r"samples: is required with a script"):
         load_sweep(tmp_path / "train.toml")
@@ -171,7 +171,7 @@ def test_without_slurm_both_files_are_for_this_machine(
     required = ["workload.arguments=['{local_batch}']", "workload.samples=900", "workload.epochs=9"]
     sweep, cluster = load_together(tmp_path / "train.toml", tmp_path / "cluster.toml", required)
     assert (cluster.executor, cluster.max_nodes, sweep.search.cluster_sizes) == ("local", 3, (1, 2))
-    assert "; tula attach says it: unknown" in (tmp_path / "train.toml").read_text()
+    assert "; tula attach fills it in: unknown" in (tmp_path / "train.toml").read_text()
     # a Slurm that does not answer is another thing
     put_site(tmp_path, [])
     for name in ("scontrol", "sacctmgr"):

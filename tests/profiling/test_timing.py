@@ -158,9 +158,10 @@ def test_time_limit_ends_a_slow_measurement() -> None:
 
 
 def test_a_short_training_is_timed_for_less_long() -> None:
-    """5 % of its steps, between 10 s and a minute; what the user asks for is done."""
+    """3 % of its steps, between 10 s and a minute, and five steps at least; what the user asks for is done."""
     rule = StoppingRule.of(SearchSpec(), 1000)
-    assert [rule.in_proportion(step_s).max_seconds for step_s in (0.01, 0.4, 10.0)] == [10.0, 20.0, 60.0]
+    assert [rule.in_proportion(step_s).max_seconds for step_s in (0.01, 0.4, 10.0)] == [10.0, 12.0, 60.0]
+    assert [rule.in_proportion(step_s).min_steps for step_s in (0.01, 0.4, 10.0, 30.0)] == [15, 15, 6, 5]
     for asked in (5.0, 240.0):
         assert StoppingRule.of(SearchSpec(max_seconds=asked), 1000).in_proportion(0.4).max_seconds == asked
     assert StoppingRule.of(SearchSpec(), math.inf).in_proportion(0.4).max_seconds == 60.0

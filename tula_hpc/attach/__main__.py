@@ -2,11 +2,12 @@
 
     tula attach train.py --batch-size 64
     tula attach -m package.train --batch-size 64
+    tula attach --into train.toml train.py --batch-size 64
 
 One worker runs it, in a folder of its own with links to the files of the working directory. The
 output is a sweep file that would profile it on a cluster; its comments hold the observations.
 Values that were not observed are in lines that end with `unknown`, as in the file of `tula init
---script`.
+--script`. With `--into` that file gets the values it lacks, and only the observations are printed.
 
 `--json`, before the script, prints one object. Its keys (None where not known):
 
@@ -52,9 +53,15 @@ from tula_hpc.formatting import (
     printable_output,
 )
 from tula_hpc.init.cluster_file import UNKNOWN, Line
-from tula_hpc.init.sweep_file import METRIC, name_line, search_and_training
+from tula_hpc.init.sweep_file import (
+    METRIC,
+    fill_in,
+    name_line,
+    required_keys,
+    search_and_training,
+)
 from tula_hpc.own_sources import find_module, source_of
-from tula_hpc.records import Configuration, Measurement
+from tula_hpc.records import Configuration, Measurement, write_atomically
 
 # until the first step, and between two
 PATIENCE_S = 600.0
@@ -77,6 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
     )
+    parser.add_argument(
+        "--into", type=Path, metavar="SWEEP.toml", help="complete this file of tula init"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("script", metavar="SCRIPT", help="a file, or with -m the name of a module")
     rest = parser.add_argument(
@@ -94,6 +104,8 @@ def _run(options: argparse.Namespace) -> int:
         _check_script(script)
     elif find_module(module) is None:
         raise InputError(f"no module {module!r} here or installed", source="SCRIPT")
+    if options.into is not None and not options.into.is_file():
+        raise InputError("no such file; tula init --script writes it", source=options.into)
     folder = Path(tempfile.mkdtemp(prefix="tula-attach-"))
     sys.stderr.write(f"running {options.script} until it is measured; its output: {folder} ...\n")
     result = _look(script, module, options, folder)
@@ -102,9 +114,13 @@ def _run(options: argparse.Namespace) -> int:
         return 1
     shutil.rmtree(folder, ignore_errors=True)
     table, unknown = _table(options, result)
+    completed = [] if options.into is None else [_complete(options.into, table)]
     if options.json:
         told = {"schema_version": 1, **result, "workload": table, "unknown": list(unknown)}
         write_out(json.dumps(told, indent=1) + "\n")
+        return 0
+    if completed:
+        write_out("\n".join((*_told(result), *completed)) + "\n")
         return 0
     lines = [
         f"# Sweep of {options.script}, as one worker of it ran here. Fill in what is {UNKNOWN!r}.",
@@ -264,6 +280,17 @@ def _sweep_file(
     batch = passes * max(1, result["forward_batch"])
     cluster = ClusterSpec(device=result["device"])
     yield from search_and_training(cluster, batch, passes, result["samples"])
+
+
+def _complete(path: Path, table: dict[str, Any]) -> str:
+    """Write values that a sweep file lacks; return a sentence on what it has got and still lacks."""
+    text, keys = fill_in(path.read_text(), table)
+    if keys:
+        write_atomically(path, text)
+    got = ", ".join(f"{key} = {json.dumps(table[key], ensure_ascii=False)}" for key in keys)
+    lacking = required_keys(text)
+    ready = f"fill in {' and '.join(lacking)} by hand" if lacking else "it is complete"
+    return f"{path}: {f'filled in {got}' if keys else 'nothing to fill in'}; {ready}."
 
 
 # in the names of options that set the steps of the whole training

@@ -263,7 +263,7 @@ def _next(cluster: _Cluster, script: Script | None) -> Iterator[str]:
         path = script.path
         if path.is_relative_to(here):
             path = path.relative_to(here)
-        yield command_line("attach", str(path), *script.trial())
+        yield command_line("attach", "--into", str(script.target), str(path), *script.trial())
     yield command_line("check", str(cluster.file))
     if script is not None:
         where = ("--cluster", str(cluster.file))
@@ -282,7 +282,8 @@ def _words(cluster: _Cluster, script: Script | None) -> Iterator[str]:
         yield f"{cluster.file}: this machine with its {cores}, since there is no Slurm here."
     if script is not None:
         keys = " and ".join(required_keys(script.target.read_text()))
-        yield f"{script.target}: a sweep of {script.path.name}. Before it can start, fill in {keys}."
+        needs = f" It still needs {keys}; tula attach fills in what it sees." if keys else ""
+        yield f"{script.target}: a sweep of {script.path.name}.{needs}"
     yield from _notes(cluster, script)
     if cluster.others:
         yield "Other partitions (--partition NAME):"

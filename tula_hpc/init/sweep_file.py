@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tula_hpc.config import ClusterSpec
 from tula_hpc.formatting import plural
@@ -84,7 +84,7 @@ def _workload(script: Script) -> Iterator[Line]:
     yield Line(
         "samples",
         50_000,
-        f"of an epoch, over all workers; tula attach says it: {UNKNOWN}",
+        f"of an epoch, over all workers; tula attach fills it in: {UNKNOWN}",
         asked=True,
     )
     epochs = _number(options.epochs, 100_000)
@@ -237,6 +237,15 @@ def required_keys(text: str) -> list[str]:
     asked = [key for key in unknown_keys(text) if key in _EXAMPLES]
     # what else the script requires is a line with the key of those that are known
     return [key for key in asked if not re.search(rf"^{key} = ", text, re.MULTILINE)]
+
+
+def fill_in(text: str, known: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """Return a sweep file's text with those of its required keys that are known, and these keys."""
+    keys = [key for key in required_keys(text) if key in known]
+    for key in keys:
+        unknown = re.findall(rf"^# {key} = .*$", text, re.MULTILINE)[0]
+        text = text.replace(unknown, Line(key, known[key], "as tula attach saw it").text(), 1)
+    return text, keys
 
 
 def filled_in(text: str) -> list[str]:

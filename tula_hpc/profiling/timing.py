@@ -25,7 +25,7 @@ ROUND_S = 0.25
 BRIEF_ROUND_S = 0.05
 # a quantity is not timed for longer than this share of the training's steps takes, as a profile
 # that costs more than a short training is worth nothing, but for so long at least
-SHARE_OF_TRAINING = 0.05
+SHARE_OF_TRAINING = 0.03
 LEAST_SECONDS = 10.0
 # an interval from fewer rounds ends no measurement
 LEAST_ROUNDS = 5
@@ -147,9 +147,16 @@ class StoppingRule(NamedTuple):
         return cls(*limits, training_steps)
 
     def in_proportion(self, about_s: float) -> StoppingRule:
-        """Return the rule for steps of about so many seconds; the same on all workers."""
+        """Return the rule for steps of about so many seconds; the same on all workers.
+
+        Steps so long that `min_steps` take longer than that are timed in the fewest rounds.
+        """
+        if math.isinf(self.training_steps):
+            return self
         share_s = SHARE_OF_TRAINING * self.training_steps * about_s
-        return self._replace(max_seconds=min(max(share_s, LEAST_SECONDS), self.max_seconds))
+        most_s = min(max(share_s, LEAST_SECONDS), self.max_seconds)
+        in_time = max(LEAST_ROUNDS, int(most_s / max(about_s, 1e-6)))
+        return self._replace(max_seconds=most_s, min_steps=min(self.min_steps, in_time))
 
     def steps_per_round(
         self, about_s: float, round_s: float = ROUND_S, multiple_of: int = 1
