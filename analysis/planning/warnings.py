@@ -235,12 +235,12 @@ def about_batch(chosen: Candidate, critical: CriticalBatch | None) -> list[str]:
         return []
     extra = critical.extra_samples(chosen.global_batch)
     text = (
-        f"the chosen global batch of {chosen.global_batch:,} needs {extra:.1f} times the fewest "
-        "samples for the same progress: it lies beyond the critical batch of "
-        f"{in_samples(critical.batch)}, the gradient's noise scale"
+        f"the global batch of {chosen.global_batch:,} is beyond the critical batch of "
+        f"{in_samples(critical.batch)} (the gradient's noise scale): the same progress takes "
+        f"{format_number(extra, 2)} times as many samples as with small batches"
     )
     if critical.source == "profile":
-        text += ", which often grows tenfold in training and was measured before it"
+        text += "; the noise was measured at the first weights, and often grows tenfold in training"
     return [text]
 
 

@@ -176,11 +176,16 @@ def _what_to_do(one: Unsteady, search: SearchSpec, usable: Iterable[Measurement]
         return (
             f"a new sweep, with --set search.warmup_steps={steps} {anew} it when it has warmed up"
         )
-    seconds = search.max_seconds or MOST_SECONDS
-    key = f"search.max_seconds={LONGER * seconds:g}"
-    for row in usable:
-        # the next round would have been one too many
-        is_own = row.configuration == one.profile.configuration
-        if is_own and row.steps + row.round_steps.get("step", 1) > search.max_steps:
-            key = f"search.max_steps={LONGER * search.max_steps}"
+    own = [row for row in usable if row.configuration == one.profile.configuration]
+    # without max_seconds the training's length set the limit
+    timed_s = max(map(_timed_s, own), default=0.0) or MOST_SECONDS
+    key = f"search.max_seconds={LONGER * math.ceil(search.max_seconds or timed_s)}"
+    # the next round would have been one too many
+    if any(row.steps + row.round_steps.get("step", 1) > search.max_steps for row in own):
+        key = f"search.max_steps={LONGER * search.max_steps}"
     return f"a new sweep, with --set {key} {anew} it for longer"
+
+
+def _timed_s(row: Measurement) -> float:
+    """Return the seconds for which whole steps were timed."""
+    return sum(row.samples.get("step", ())) * row.round_steps.get("step", 1)

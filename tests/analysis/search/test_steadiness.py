@@ -73,6 +73,9 @@ def test_the_limit_that_ended_the_measurement_is_the_one_to_raise() -> None:
     rows = with_step(NEXT, WIDE, **{**UNSETTLED, "steps": 197})
     assert "--set search.max_steps=800 and" in told(planned(rows), NEXT)[0]
     assert "--set search.max_seconds=40 and" in told(planned(rows, max_steps=500, max_seconds=10.0), NEXT)[0]
+    # without max_seconds it was a share of the training
+    short = with_step(NEXT, WIDE, **UNSETTLED, samples={"step": [0.7] * 5})
+    assert "--set search.max_seconds=56 and" in told(planned(short), NEXT)[0]
 
 
 def test_a_drift_of_what_is_chosen_is_said_with_what_it_does_to_training() -> None:
