@@ -135,16 +135,17 @@ def _by_knee(
     slowest_s = time_s[within].max(initial=1e-300)
     first = np.where(within, time_s / slowest_s, 1.0 + batch)
     ranking = ranked(table, feasible, (first, time_s, table.cost))
-    place = f"the knee, B={knee.global_batch:,.0f} by the model"
-    if not within.any():
-        return Choice(ranking, f"no candidate is below {place}; it is the next above", knee, ())
-    whole = f"it is the fastest up to {place}"
-    if knee.global_batch > batch.max():
-        whole = f"it is the fastest of all that was searched, which ends before {place}"
     law = "where the time bends most"
     if kind == "knee":
         law = f"where the last doubling of the batch still saves {100 * SAVED:.0f} % of the time"
-    return Choice(ranking, f"{whole}, {law}", knee, ())
+    at = f"B={knee.global_batch:,.0f} by the model"
+    reason = f"it is the fastest up to the knee, {at}, {law}"
+    if not within.any():
+        reason = f"no candidate is below the knee, {at}; it is the next above"
+    elif knee.global_batch > batch.max():
+        searched = f"it is the fastest of all that was searched, up to B={batch.max():,.0f}"
+        reason = f"{searched}; the knee, {law}, lies beyond, at {at}"
+    return Choice(ranking, reason, knee, ())
 
 
 def _near_least_time(table: CandidateTable, feasible: NDArray[np.bool_], knee: Knee) -> Choice:

@@ -229,15 +229,15 @@ def about_method(chosen: Candidate, sweep: SweepSpec) -> list[str]:
     return [f'{why}; training.apply = "update" scales the updates of AdamW instead']
 
 
-def about_batch(chosen: Candidate, critical: CriticalBatch | None) -> list[str]:
+def about_batch(chosen: Candidate, critical: CriticalBatch | None, base_batch: int) -> list[str]:
     """Warn where the chosen batch is larger than the gradient's noise makes useful."""
-    if critical is None or chosen.global_batch <= critical.batch:
+    if critical is None or chosen.global_batch <= max(critical.batch, base_batch):
         return []
-    extra = critical.extra_samples(chosen.global_batch)
+    extra = critical.extra_samples(chosen.global_batch) / critical.extra_samples(base_batch)
     text = (
         f"the global batch of {chosen.global_batch:,} is beyond the critical batch of "
         f"{in_samples(critical.batch)} (the gradient's noise scale): the same progress takes "
-        f"{format_number(extra, 2)} times as many samples as with small batches"
+        f"{format_number(extra, 2)} times as many samples as with training.base_batch = {base_batch:,}"
     )
     if critical.source == "profile":
         text += "; the noise was measured at the first weights, and often grows tenfold in training"

@@ -15,15 +15,14 @@ from tula_hpc.analysis.models.profiles import is_out_of_memory, parts_of
 from tula_hpc.analysis.planning.partitions import name_of
 from tula_hpc.analysis.report.bill_text import bill_of, bill_sentences, steps_off
 from tula_hpc.analysis.report.plan_text import (
-    CHEAPEST,
-    FASTEST,
     RANKS,
-    against,
     alternatives,
     knee_sentences,
     not_told_apart,
+    unmeasured,
     where_time_goes,
     why_not_better,
+    without_price,
 )
 from tula_hpc.analysis.report.text import HEADINGS, as_sentence, doubts, of_partition_in_words
 from tula_hpc.analysis.run_contents import (
@@ -37,7 +36,6 @@ from tula_hpc.formatting import (
     duration_within,
     format_bytes,
     format_duration,
-    format_money,
     format_number,
     format_score,
     in_comparison,
@@ -50,9 +48,8 @@ from tula_hpc.records.broken_hosts import first_line
 # share of a step
 NOTABLE = 0.01
 GO_ON = "tula sweep RUN/sweep.toml --cluster RUN/cluster.toml --run-dir RUN"
-ANOTHER = "tula plan RUN --set objective.deadline_hours=12"
-# the kind that takes them
-OBJECTIVE_OF = {FASTEST: "time", CHEAPEST: "cost"}
+# deadline of the example, a share of the expected time
+EARLIER = 0.75
 IS_RUN = "RUN is the run's directory."
 
 
@@ -87,14 +84,15 @@ def first_page(run: RunContents) -> FirstPage:
     else:
         decision = _decision(run, run.plan)
         will_take = []
+        price = without_price(run.plan, run.cluster) if run.cluster else []
         took = list(_took(run))
         bills = [bill_of(run.plan, run.events, one) for one in run.trainings]
         is_billed = any(bill and bill.whole.actual is not None for bill in bills)
         if is_billed:
-            took += _price(run)
+            took += price
         else:
             will_take = [_expected(run.plan), *where_time_goes(run.plan.chosen)]
-            will_take += [*_of_a_step(run), *_price(run), *_for_the_batch(run)]
+            will_take += [*_of_a_step(run), *price, *_for_the_batch(run)]
         answers = {
             "What it will take": will_take,
             "What it took": took,
@@ -170,22 +168,6 @@ def _expected(plan: Plan) -> str:
         f"About {duration_within(*time)} and {money_within(*cost, chosen.currency)}{energy} for "
         f"{plural(plan.epochs, 'epoch')}, {contents}; {memory} of memory per worker."
     )
-
-
-def _price(run: RunContents) -> list[str]:
-    """Say that the costs are by no price of the user's; empty where one is set."""
-    if run.plan is None or run.cluster is None:
-        return []
-    chosen = run.plan.chosen
-    parts = dict(zip(run.cluster.part_names(), run.cluster.parts(), strict=True))
-    part = parts.get(chosen.partition)
-    if part is None or not part.pricing.is_default:
-        return []
-    price = format_money(part.pricing.usd_per_node_hour)
-    return [
-        f"The cost counts {price} a node and hour, the default of pricing.usd_per_node_hour in the "
-        "cluster file: set your price there."
-    ]
 
 
 def _of_a_step(run: RunContents) -> list[str]:
@@ -305,14 +287,23 @@ def _how_sure(run: RunContents, plan: Plan, *, is_billed: bool) -> Iterator[str]
             f"With 90 % probability it takes {times[0]} to {times[1]} and costs {least} to "
             f"{usd[1]}."
         )
-    count = _configurations(item for item in run.ok if item.partition == chosen.partition)
-    if chosen.measured:
-        yield "The step of this very configuration was measured."
-    elif count:
-        model = f"a model of {plural(count, 'measured configuration')}"
-        yield f"The step of this configuration was not measured; it is predicted by {model}."
+    # a training has measured it
+    if not is_billed:
+        yield from _how_measured(run, plan)
     yield from not_told_apart(plan)
     yield from knee_sentences(plan)
+
+
+def _how_measured(run: RunContents, plan: Plan) -> Iterator[str]:
+    count = _configurations(item for item in run.ok if item.partition == plan.chosen.partition)
+    model = f"a model of {plural(count, 'measured configuration')}"
+    if plan.chosen.measured:
+        yield "The step of this very configuration was measured."
+    elif plan.profile_share is not None:
+        yield from unmeasured(plan)
+        yield f"It is predicted by {model}."
+    elif count:
+        yield f"The step of this configuration was not measured; it is predicted by {model}."
 
 
 def _reason(plan: Plan) -> str:
@@ -328,20 +319,20 @@ def _what_would_change(plan: Plan, *, has_trained: bool) -> Iterator[str]:
     is_decided = True
     for other in alternatives(plan, RANKS[:1]):
         roles = " and ".join(f"the {role}" for role in other.roles)
-        compared = f": {against(other.candidate, plan.chosen)}"
-        kinds = [OBJECTIVE_OF[role] for role in other.roles if role in OBJECTIVE_OF]
+        compared = f": {other.against(plan.chosen)}"
+        kind = other.objective
         takes = ""
-        if kinds:
-            takes = f'; objective.kind = "{kinds[0]}" takes it'
-        if kinds and not has_trained:
+        if kind:
+            takes = f'; objective.kind = "{kind}" takes it'
+        if kind and not has_trained:
             # the plan of a run that trains is not replaced
-            takes = f"; tula plan RUN --objective {kinds[0]} --write takes it"
-        is_decided = is_decided and not kinds
+            takes = f"; tula plan RUN --objective {kind} --write takes it"
+        is_decided = is_decided and not kind
         if other.is_compared:
             # one that is faster and cheaper has its sentence beside the reason, one that cannot be
             # told apart beside how sure it is
             compared = ", compared above"
-        if kinds or not other.is_compared:
+        if kind or not other.is_compared:
             yield f"{as_sentence(roles)[:-1]} is {name_of(other.candidate)}{compared}{takes}."
     feasible = [candidate for candidate in plan.candidates if candidate.feasible]
     if all(candidate == plan.chosen for candidate in feasible):
@@ -375,4 +366,6 @@ def _next(run: RunContents) -> list[str]:
     found = []
     if below:
         found.append(f"Before a long training see {below} below.")
-    return [*found, f"To train it: {GO_ON}. To plan otherwise: {ANOTHER}. {IS_RUN}"]
+    hours = format_number(EARLIER * run.plan.chosen.expected_time_s / 3600, 2)
+    another = f"tula plan RUN --set objective.deadline_hours={hours}"
+    return [*found, f"To train it: {GO_ON}. To plan otherwise: {another}. {IS_RUN}"]

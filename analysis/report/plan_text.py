@@ -19,6 +19,7 @@ from rich.text import Text
 from tula_hpc.analysis.planning.partitions import name_of
 from tula_hpc.analysis.report.tables import TextTable
 from tula_hpc.analysis.run_contents import predicted
+from tula_hpc.config import ClusterSpec
 from tula_hpc.formatting import (
     duration_within,
     format_bytes,
@@ -126,6 +127,9 @@ PART_NAMES = {
 RANKS = ["next best", "third best", "fourth best"]
 FASTEST = "fastest"
 CHEAPEST = "cheapest"
+SOONEST = "soonest to the same progress"
+# kind of objective that takes each of them
+OBJECTIVES = {FASTEST: "time", CHEAPEST: "cost", SOONEST: "progress"}
 # columns where the output is no terminal
 PLAN_WIDTH = 120
 
@@ -163,6 +167,7 @@ def sentences(plan: Plan, profiling: str = "") -> list[str]:
         *where_time_goes(plan.chosen),
         f"Chosen by {plan.objective}: {plan.reason}.",
         *why_not_better(plan),
+        *unmeasured(plan),
         *background(plan),
     ]
     if profiling:
@@ -197,6 +202,17 @@ def why_not_better(plan: Plan) -> list[str]:
     ]
 
 
+def unmeasured(plan: Plan) -> list[str]:
+    """Say why the chosen configuration was not measured; empty where a warning does, or it was."""
+    if plan.profile_share is None:
+        return []
+    percent = format_number(100 * plan.profile_share, 2)
+    return [
+        "The step of the chosen configuration was not measured: its profile would cost "
+        f"{percent} % of the training's node-seconds."
+    ]
+
+
 def beats(candidate: Candidate, chosen: Candidate) -> bool:
     """Tell whether a candidate is faster and no dearer."""
     return candidate.expected_time_s < chosen.expected_time_s and candidate.cost <= chosen.cost
@@ -221,6 +237,19 @@ def expectation(plan: Plan) -> str:
     return f"{text}."
 
 
+def without_price(plan: Plan, cluster: ClusterSpec) -> list[str]:
+    """Say that the costs are by no price of the user's; empty where one is set."""
+    parts = dict(zip(cluster.part_names(), cluster.parts(), strict=True))
+    part = parts.get(plan.chosen.partition)
+    if part is None or not part.pricing.is_default:
+        return []
+    price = format_money(part.pricing.usd_per_node_hour)
+    return [
+        f"The cost counts {price} a node and hour, the default of pricing.usd_per_node_hour in the "
+        "cluster file: set your price there."
+    ]
+
+
 def where_time_goes(chosen: Candidate) -> list[str]:
     """Return the parts of the expected time with their shares, without those below a thousandth."""
     whole_s = sum(chosen.wall_parts_s.values())
@@ -242,9 +271,23 @@ class Alternative(NamedTuple):
     # the sentence on why it was not chosen, or on how sure that is, compares it
     is_compared: bool
 
+    @property
+    def objective(self) -> str:
+        """Return the kind of objective that takes it, the first of several; empty if none does."""
+        return next((OBJECTIVES[role] for role in self.roles if role in OBJECTIVES), "")
+
+    def against(self, chosen: Candidate) -> str:
+        """Compare with the chosen one, by the time to the same progress where that is its role."""
+        text = against(self.candidate, chosen)
+        if SOONEST in self.roles:
+            times = (self.candidate.progress_time_s, chosen.progress_time_s)
+            own, its = (format_duration(seconds) for seconds in times)
+            text += f", and at the same progress after {own} instead of {its}"
+        return text
+
 
 def alternatives(plan: Plan, ranks: Sequence[str] = RANKS) -> list[Alternative]:
-    """Return those behind the chosen one in the plan's ranking, the fastest, and the cheapest."""
+    """Return those next in the plan's ranking, the fastest, the cheapest, the soonest to progress."""
     chosen = plan.chosen
     # the chosen one wins ties
     feasible = [chosen, *(candidate for candidate in plan.candidates if candidate.feasible)]
@@ -252,6 +295,9 @@ def alternatives(plan: Plan, ranks: Sequence[str] = RANKS) -> list[Alternative]:
     cheapest = min(feasible, key=lambda c: (c.cost, c.expected_time_s))
     named = [*zip(ranks, plan.runners_up, strict=False)]
     named += [(FASTEST, fastest), (CHEAPEST, cheapest)]
+    soonest = min(feasible, key=lambda c: c.progress_time_s or math.inf)
+    if (chosen.progress_time_s or 0.0) > NOTABLE_FACTOR * (soonest.progress_time_s or math.inf):
+        named.append((SOONEST, soonest))
     alike = chosen
     if not_told_apart(plan):
         alike = plan.runners_up[0]
@@ -274,7 +320,7 @@ def _alternatives(plan: Plan) -> list[str]:
         if other.is_compared and other.roles in (RANKS[:1], [FASTEST]):
             continue
         roles = " and ".join(other.roles)
-        text = "compared above" if other.is_compared else against(other.candidate, plan.chosen)
+        text = "compared above" if other.is_compared else other.against(plan.chosen)
         found.append(f"{roles[:1].upper()}{roles[1:]}: {name_of(other.candidate)}, {text}.")
     return found
 

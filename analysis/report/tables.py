@@ -122,16 +122,13 @@ def _summary_row(
     measured: Mapping[Configuration, float],
 ) -> SummaryRow:
     epoch = measured.get(item.configuration)
-    relative_error = None
-    if epoch:
-        relative_error = item.epoch_time_s * item.model_ratio / epoch - 1
     return SummaryRow(
         role=role,
         configuration=item.configuration,
         feasible=item.feasible,
         predicted_epoch_s=predicted(item, "epoch_time_s"),
         measured_epoch_s=epoch,
-        relative_error=relative_error,
+        relative_error=None,
         train_time_s=item.train_time_s,
         cost=item.cost,
         currency=item.currency,

@@ -25,7 +25,7 @@ from tula_hpc.analysis.planning.partitions import name_of, of_partition, prefixe
 from tula_hpc.analysis.planning.warnings import to_measure
 from tula_hpc.analysis.search.decision import Chosen, DecisionModel
 from tula_hpc.config import ClusterSpec, SweepSpec
-from tula_hpc.formatting import format_duration, format_percent, plural
+from tula_hpc.formatting import format_duration, plural
 from tula_hpc.records import Configuration, Measurement, Plan, is_usable
 
 # seconds to start Python and torch and to meet, unless the nodes are the last job's
@@ -82,26 +82,24 @@ def with_confirmation(
     parts = dict(zip(cluster.part_names(), cluster.parts(), strict=True))
     name = plan.chosen.partition
     usable = [row for row in of_partition(measurements, name) if is_usable(row)]
-    notes = list(plan.notes)
+    too_dear: float | None = None
     warnings: list[str] = []
     # a warning names what the search has yet to measure
     if not plan.chosen.measured and not pending:
         share = profile_share(usable, plan.chosen.step_time_s, plan.chosen.expected_time_s)
-        (notes if share > PROFILE_SHARE else warnings).append(
-            _unmeasured(plan, sweep, share, len({row.configuration for row in usable}))
-        )
+        if share > PROFILE_SHARE:
+            too_dear = share
+        else:
+            warnings.append(_unmeasured(plan, sweep, len({row.configuration for row in usable})))
     if sweep.search.mode == "adaptive":
         told = surprises(plan.chosen.configuration, sweep, parts[name], usable)
         warnings += [prefixed(name, text) for text in told]
-    return plan.model_copy(update={"notes": notes}).with_doubts(to_measure(warnings))
+    return plan.model_copy(update={"profile_share": too_dear}).with_doubts(to_measure(warnings))
 
 
-def _unmeasured(plan: Plan, sweep: SweepSpec, share: float, profiles: int) -> str:
-    """Return the sentence on a choice that was not measured and will not be."""
+def _unmeasured(plan: Plan, sweep: SweepSpec, profiles: int) -> str:
+    """Return the sentence on a choice that was not measured, and could have been."""
     text = f"the chosen {name_of(plan.chosen)} was not measured itself: "
-    if share > PROFILE_SHARE:
-        cost = f"its profile would cost {format_percent(share)} of the training's node-seconds"
-        return f"{text}{cost}, more than {format_percent(PROFILE_SHARE)}"
     if sweep.search.mode == "partial":
         return f'{text}search.mode = "partial" measures corners alone'
     if profiles >= sweep.search.max_profiles:

@@ -116,7 +116,7 @@ def with_steadiness(
     more = ""
     if len(found) > 1:
         others = ", ".join(str(one.profile.configuration) for one, _ in found[1:])
-        more = f"; the steps of {others} matter in the same way"
+        more = f"; likewise the steps of {others}"
     text = f"{first.describe()}; {effect}{more}; {_what_to_do(first, sweep.search, usable)}"
     hangs_on = [prefixed(name, _hanging(steps, other)) for other, steps in instead.items()]
     plan = plan.model_copy(update={"hangs_on": hangs_on})

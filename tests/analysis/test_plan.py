@@ -288,7 +288,8 @@ def test_the_knee_is_that_of_the_fitted_curve() -> None:
     assert plan.chosen.global_batch == 1024
     assert "the fastest up to the knee, B=1,2" in plan.reason
     short = make_plan(sweep(cluster_sizes=[4], max_batch=512), cluster(), [ok(4, 8), ok(4, 128)])
-    assert "the fastest of all that was searched, which ends before the knee, B=1,2" in short.reason
+    assert ": it is the fastest of all that was searched, up to B=512; the knee, where the last" in short.reason
+    assert ", lies beyond, at B=1,2" in short.reason
 
 
 def test_a_curve_without_a_knee_is_said_to_have_none() -> None:
@@ -505,6 +506,9 @@ def test_a_batch_beyond_the_critical_one_is_a_warning() -> None:
     plan = planned(rows=noisy(100.0))
     assert plan.critical_batch == pytest.approx(100.0)
     assert any("beyond the critical batch of 100" in warning for warning in plan.warnings)
+    (soonest,) = [text for text in sentences(plan) if text.startswith("Soonest to the same progress")]
+    assert " cheaper, and at the same progress after " in soonest
+    assert not any("Soonest" in text for text in sentences(planned(rows=noisy(1e6))))
     assert not any("critical batch" in warning for warning in planned(rows=noisy(1e6)).warnings)
     assert planned().critical_batch is None
     assert plan.critical_batch_source == "profile"
@@ -907,9 +911,9 @@ def test_a_measured_step_counts_as_measured_and_the_model_keeps_its_own_word() -
     plan = make_plan(sweep(), cluster(), rows)
     candidate = next(c for c in plan.candidates if c.configuration == odd.configuration)
     assert candidate.step_time_s == slower.step_time_s
-    assert 0.9 < candidate.model_ratio < 0.99
+    assert 0.9 < candidate.model_s / candidate.step_time_s < 0.99
     older = candidate.model_copy(update={"model_step_time_s": None})
-    assert older.model_ratio == 1.0
+    assert older.model_s == older.step_time_s
 
 
 def test_a_next_best_within_the_intervals_is_said_not_to_be_told_apart() -> None:

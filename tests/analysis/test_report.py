@@ -379,8 +379,8 @@ def test_summary_rows_are_the_chosen_one_and_its_neighbours(finished: Written) -
     for row in rows:
         known = row.measured_epoch_s is not None
         assert known == (row.configuration in {item.configuration for item in measured if item.status == "ok"})
-        if row.measured_epoch_s is not None:
-            assert row.relative_error == pytest.approx(row.predicted_epoch_s.value / row.measured_epoch_s - 1)
+        # the model was fitted to what was measured
+        assert row.relative_error is None
         assert row.train_time_s == pytest.approx(EPOCHS * row.predicted_epoch_s.value)
         assert row.test_accuracy is None
     assert not rows[3].feasible
@@ -424,7 +424,6 @@ def test_of_several_partitions_the_summary_is_about_the_chosen_one(
     alone = made.model_copy(update={"candidates": [item for item in made.candidates if item.partition == "a"]})
     summary = summary_rows(made, rows, None)
     assert summary == summary_rows(alone, [row for row in rows if row.partition == "a"], None)
-    assert summary[0].relative_error == pytest.approx(0.02, abs=0.15)
     print_summary(made, rows, None)
     assert capsys.readouterr().out.splitlines()[0].split()[-2:] == ["on", "a"]
 

@@ -22,7 +22,7 @@ from tests.run_factory import EPOCHS, make_run, write_training
 from tula_hpc.cli.changed_inputs import freeze
 from tula_hpc.config import PUT_BACK, ClusterSpec, SweepSpec, idle_keys, idle_reference, load_cluster, load_sweep
 from tula_hpc.formatting import command_line, format_duration
-from tula_hpc.records import RunDirectory, append_record
+from tula_hpc.records import JobNote, RunDirectory, append_record
 from tula_hpc.stages.memory_room import Estimate
 from tula_hpc.sweep import main
 from tula_hpc.workloads.footprint import estimate_footprint
@@ -913,14 +913,26 @@ def test_a_sweep_until_the_plan_ends_with_time_cost_and_the_next_command(
     run.log_event("submitted", "train", job_id="18")
     sweep = Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run)
     assert carry_out(sweep, "plan") == 0
-    *_, planned, takes, _, following = capsys.readouterr().out.splitlines()
-    chosen = run.read_plan().chosen
+    plan = run.read_plan()
+    chosen = plan.chosen
+    *_, following = lines = capsys.readouterr().out.splitlines()
+    planned, takes = [line for line in lines if line.startswith("planned: ")]
     epochs = f"20 epochs of {format_duration(chosen.epoch_time_s)}"
     assert planned == f"planned: {chosen.configuration}, 4 workers and {epochs}"
     assert takes.startswith("planned: Training should take ")
-    _say_what_it_takes(run.read_plan().model_copy(update={"chosen": chosen.model_copy(update={"measured": False})}))
-    *_, unmeasured = capsys.readouterr().out.splitlines()
-    assert unmeasured.startswith("planned: this configuration itself was not measured")
+    write = command_line("plan", str(run.root), "--objective", "cost", "--write")
+    assert [line for line in lines if line.startswith("cheapest: ") and line.endswith(f"; {write} takes it")]
+    changed = {"chosen": chosen.model_copy(update={"measured": False, "nodes": 1, "wall_time_s": 1.0})}
+    for note, at in (("began", 0.0), ("ended", 40.0)):
+        append_record(
+            run.profile / "a.notes", JobNote(note=note, time=at, job_id="17", began_at=0.0, allocated_nodes=2)
+        )
+    priceless = sweep._replace(cluster=load_cluster(run.cluster_file, ["pricing={}"]))
+    _say_what_it_takes(priceless, plan.model_copy(update={**changed, "profile_share": 0.2}))
+    said = capsys.readouterr().out
+    assert "was not measured: its profile would cost 20 % of the training's node-seconds. A model predicts it." in said
+    assert "cluster file: set your price there.\n" in said
+    assert "profiling took 80 node-seconds, more than this training (1); search.max_profiles bounds it" in said
     inputs = (str(run.sweep_file), "--cluster", str(run.cluster_file), "--run-dir", str(run.root))
     assert following == f"to train it: cd {Path.cwd()} && {command_line('sweep', *inputs)}"
 

@@ -123,6 +123,7 @@ def test_a_script_of_any_style_gets_its_batch(
     assert {key: getattr(spec.workload, key) for key in values} == values
     assert spec.search.cluster_sizes == (1, 2, 4)
     assert (spec.training.method, cluster.workers_per_node) == ("lbt", 2)
+    assert '\n# method = "ags" ' in sweep_file.read_text()
 
 
 def test_what_the_source_does_not_say_is_unknown_and_asked_for(
@@ -167,6 +168,7 @@ def test_without_slurm_both_files_are_for_this_machine(
     out = capsys.readouterr().out
     assert "this machine with its 3 cores, since there is no Slurm here" in out
     assert "no option for its batch" in out
+    assert "train.py does not seem to save its model, which would be lost at its end." in out
     assert "DistributedDataParallel" in out
     required = ["workload.arguments=['{local_batch}']", "workload.samples=900", "workload.epochs=9"]
     sweep, cluster = load_together(tmp_path / "train.toml", tmp_path / "cluster.toml", required)

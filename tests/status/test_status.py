@@ -1202,7 +1202,7 @@ def test_a_training_that_ended_is_held_against_its_plan(tmp_path: Path, cluster:
     assert told.promise is not None
     assert (told.promise.actual_s, told.promise.verdict, told.promise.paid) == (5_400.0, "more", 12.0)
     text = re.sub(r"\s+", " ", text_of(told))
-    assert "took 1 h 30 min, longer than what was predicted: 1 h, 57 min to 1 h 3 min with 90 %" in text
+    assert "took 1 h 30 min, longer than the predicted 57 min to 1 h 3 min (90 %; expected 1 h)" in text
     assert "cost 12.00 USD, predicted: 8.00 USD" in text
 
 

@@ -17,6 +17,7 @@ from tula_hpc.formatting import (
     command_line,
     format_duration,
     format_money,
+    format_number,
     format_score,
     plural,
     printable,
@@ -143,7 +144,7 @@ def _run_stages(sweep: Sweep, last: int) -> int:
     _say_plan(sweep, plan, is_new=is_new)
     ends_here = last == STAGES.index("plan")
     if is_new or ends_here:
-        _say_what_it_takes(plan)
+        _say_what_it_takes(sweep, plan)
     if ends_here:
         sweep.run.log_event("ended", "plan")
         root = str(sweep.run.root)
@@ -367,9 +368,17 @@ def _say_plan(sweep: Sweep, plan: Plan, *, is_new: bool = True) -> None:
         print(f"warning: {warning}")
 
 
-def _say_what_it_takes(plan: Plan) -> None:
-    """Print the planned training's time and cost, and whether its configuration was measured."""
-    from tula_hpc.analysis.report.plan_text import expectation
+def _say_what_it_takes(sweep: Sweep, plan: Plan) -> None:
+    """Print the planned training's time and cost, how they are known, and other choices."""
+    from tula_hpc.analysis.planning.partitions import name_of
+    from tula_hpc.analysis.report.plan_text import (
+        RANKS,
+        alternatives,
+        expectation,
+        unmeasured,
+        without_price,
+    )
+    from tula_hpc.analysis.search.profiling_cost import profiling_cost
 
     chosen = plan.chosen
     where = f" on {chosen.partition}" if chosen.partition else ""
@@ -378,8 +387,26 @@ def _say_what_it_takes(plan: Plan) -> None:
         f"and {plural(plan.epochs, 'epoch')} of {format_duration(chosen.epoch_time_s)}"
     )
     print(f"planned: {expectation(plan)}")
+    for text in without_price(plan, sweep.cluster):
+        print(f"planned: {text}")
     if not chosen.measured:
-        print("planned: this configuration itself was not measured; a model predicts its steps")
+        why = unmeasured(plan) or ["The step of the chosen configuration was not measured."]
+        print(f"planned: {why[0]} A model predicts it.")
+    spent = profiling_cost(sweep.run.measurements().records, sweep.run.job_notes()).node_seconds
+    takes = chosen.nodes * chosen.expected_time_s
+    if spent > takes:
+        print(
+            f"planned: profiling took {format_number(spent, 3)} node-seconds, more than this "
+            f"training ({format_number(takes, 3)}); search.max_profiles bounds it"
+        )
+    for other in alternatives(plan, RANKS[:1]):
+        take = ""
+        if other.objective:
+            words = ("--objective", other.objective, "--write")
+            take = f"; {command_line('plan', str(sweep.run.root), *words)} takes it"
+        if take or not other.is_compared:
+            compared = f"{name_of(other.candidate)}, {other.against(chosen)}"
+            print(f"{' and '.join(other.roles)}: {compared}{take}")
 
 
 def _run_study(sweep: Sweep, *, report: bool) -> int:

@@ -250,6 +250,8 @@ def _notes(cluster: _Cluster, script: Script | None) -> Iterator[str]:
         return
     if script.options.batch is None:
         yield f"{script.path.name} has no option for its batch that could be found; it needs one."
+    if not script.options.saves:
+        yield f"{script.path.name} does not seem to save its model, which would be lost at its end."
     if not script.options.is_parallel:
         yield (
             f"{script.path.name} does not seem to use DistributedDataParallel: several workers "

@@ -47,6 +47,8 @@ class ScriptOptions(NamedTuple):
     required: tuple[Option, ...] = ()
     # file names that it saves to, where the source has them as literals
     saved: tuple[str, ...] = ()
+    # it saves something, or its framework does
+    saves: bool = False
     # it says how several processes train one model
     is_parallel: bool = False
     # it calls `tula_hpc.attach.keep`, which resumes it without any option
@@ -118,6 +120,8 @@ def read_options(path: Path) -> ScriptOptions:
         **roles,
         required=tuple(each for each in options if each.is_required and each not in chosen),
         saved=tuple(dict.fromkeys(_saved(tree))),
+        saves="Trainer" in names
+        or any(re.search("save|checkpoint", name.lower()) for name in names),
         is_parallel=bool(names & _PARALLEL),
         is_kept="keep" in names and "tula_hpc.attach" in _imported(tree),
     )

@@ -168,8 +168,17 @@ def search_and_training(
         Line("min_batch", smallest, "global: samples of a step over all workers"),
         Line("max_batch", largest, "global; samples and memory may bound it further"),
     ]
-    base = Line("base_batch", base_batch, "global batch that the learning rate is for")
-    return ["[search]", *(row.text() for row in rows), "", "[training]", base.text()]
+    training = [Line("base_batch", base_batch, "global batch that the learning rate is for")]
+    if sizes[-1] * workers > 1:
+        words = "scales the gradients of larger batches, of which a script knows nothing by itself"
+        training.append(Line("method", "ags", words, asked=True))
+    return [
+        "[search]",
+        *(row.text() for row in rows),
+        "",
+        "[training]",
+        *(line.text() for line in training),
+    ]
 
 
 def _sizes(cluster: ClusterSpec) -> list[int]:

@@ -87,11 +87,6 @@ class Candidate(Record):
         return self.step_time_s if self.model_step_time_s is None else self.model_step_time_s
 
     @property
-    def model_ratio(self) -> float:
-        """Return the step of the fitted model alone over `step_time_s`."""
-        return self.model_s / self.step_time_s
-
-    @property
     def expected_time_s(self) -> float:
         """Return the expected wall time, or the time of the steps in plans without it."""
         return self.train_time_s if self.wall_time_s is None else self.wall_time_s
@@ -146,6 +141,9 @@ class Plan(Record):
     candidates_total: int | None = None
     # what would have been chosen next, best first
     runners_up: list[Candidate] = Field(default=[])
+    # share of the training's node-seconds that a profile of the chosen configuration would cost,
+    # which is why it was not measured; None where it was, or a warning has another reason
+    profile_share: float | None = None
     # measurements that were not settled, and the choice with another of their values
     hangs_on: list[str] = Field(default=[])
     # constraints that rule out a better candidate

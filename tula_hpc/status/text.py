@@ -208,7 +208,7 @@ def _promise(promise: PromiseStatus) -> str:
         )
         verdict = {"more": "longer than", "less": "shorter than", "within": "within"}
         where = verdict.get(promise.verdict, "beside")
-        expected = f"{where} what was predicted: {time}, {low} to {high} with 90 % probability"
+        expected = f"{where} the predicted {low} to {high} (90 %; expected {time})"
     taken = f"took {format_duration(promise.actual_s)}, {expected}"
     currency = promise.promised_currency
     paid = format_money(promise.paid, currency)
@@ -300,7 +300,7 @@ def _job_lines(status: RunStatus) -> Iterator[Line]:
     if len(groups) > MOST_GROUPS:
         yield "", f"and {sum(map(len, groups[MOST_GROUPS:]))} more"
     elif not rows and status.jobs:
-        yield "jobs", f"none is left of {len(status.jobs)}"
+        yield "jobs", f"{plural(len(status.jobs), 'job')}, none waits or runs"
 
 
 def _kind(job: JobStatus) -> tuple[str, str, str, str, int]:

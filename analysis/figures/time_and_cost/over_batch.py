@@ -112,8 +112,8 @@ def draw_epoch_time(run: RunContents) -> Drawing | Missing:
     label = "time of an epoch"
     quantity = Quantity("epoch_time", field, field, label, format_duration, durations=True)
     caption = (
-        "Time to see every training sample once, against the number of samples that all nodes "
-        "together process per step. Lower is better; one colour per number of nodes N."
+        "Time of an epoch, against the number of samples that all nodes together process per step. "
+        "Lower is better; one colour per number of nodes N."
     )
     return _draw(run, curves, quantity, _time_title(curves), caption)
 

@@ -15,8 +15,11 @@ from tests.benchmarks.traces import folder
 from tests.fuzzing import fuzz
 from tests.planning_data import cluster, failed, ok, step_time_s, sweep, times
 from tula_hpc.analysis.plan import make_plan
+from tula_hpc.analysis.report.plan_text import sentences
+from tula_hpc.analysis.search.confirmation import PROFILE_SHARE
 from tula_hpc.analysis.search.propose import propose
 from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.formatting import format_number
 from tula_hpc.records import Configuration, Measurement, Plan
 
 CLUSTER = cluster(max_nodes=8)
@@ -92,7 +95,8 @@ def test_the_choice_was_measured_or_the_plan_says_why_not(world: World, kind: st
     assert len(rows) <= spec.search.max_profiles
     plan = make_plan(spec, CLUSTER, rows)
     assert is_confirmed(plan, rows) == plan.chosen.measured
-    assert len(told(plan, UNMEASURED)) == (0 if plan.chosen.measured else 1)
+    reasons = len(told(plan, UNMEASURED)) + (plan.profile_share is not None)
+    assert reasons == (0 if plan.chosen.measured else 1)
     unmeasured_ends = len(rows) == spec.search.max_profiles or world.samples == SHORT
     assert plan.chosen.measured or unmeasured_ends
 
@@ -146,7 +150,12 @@ def test_a_short_training_is_not_worth_a_profile() -> None:
     rows = searched(spec, short)
     plan = make_plan(spec, CLUSTER, rows)
     assert not plan.chosen.measured
-    assert "more than 5.0 %" in told(plan, UNMEASURED)[0]
+    assert plan.profile_share is not None
+    assert plan.profile_share > PROFILE_SHARE
+    assert not told(plan, UNMEASURED)
+    (said,) = [text for text in sentences(plan) if "not measured" in text]
+    percent = format_number(100 * plan.profile_share, 2)
+    assert said.endswith(f"was not measured: its profile would cost {percent} % of the training's node-seconds.")
     assert not told(plan, "not yet profiled")
     assert len(rows) <= len(searched(spec, World()))
 
@@ -167,6 +176,7 @@ def test_what_another_objective_would_choose_is_still_to_be_profiled() -> None:
     assert not plan.chosen.measured
     assert str(plan.chosen.configuration) in told(plan, "not yet profiled")[0]
     assert not told(plan, UNMEASURED)
+    assert plan.profile_share is None
 
 
 @pytest.mark.skipif(not (folder() / "imagenet").is_dir(), reason=f"no step-time traces in {folder()}")

@@ -108,7 +108,7 @@ def test_several_that_had_not_settled_are_one_warning() -> None:
     both = [rows[0][at] if row.configuration == CHOSEN else rows[1][at] for at, row in enumerate(rows[0])]
     plan = planned(both)
     (text,) = [text for text in plan.warnings if "had not settled" in text]
-    assert "; the steps of N=" in text
+    assert "; likewise the steps of N=" in text
     (hanging,) = plan.hangs_on
     assert hanging.startswith("the steps of N=")
     assert hanging.endswith(f"the plan would choose {NEXT}")
