@@ -187,6 +187,22 @@ def test_a_folder_above_in_which_anybody_can_exchange_the_run_directory_is_refus
     RunDirectory(here / path).create()
 
 
+def test_all_folders_that_others_may_write_to_are_refused_at_once(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDirectory(here / "shared" / "run").create()
+    run.sweep_file.touch()
+    (run.slurm / "task").touch()
+    for folder in (run.slurm, run.root, here / "shared"):
+        folder.chmod(0o777)
+    said = refusal(capsys, "--run-dir", str(run.root))
+    command = f"chmod go-w {run.root} {run.slurm} && chmod o-w {here / 'shared'}"
+    assert f"if you trust what they hold: {command}; or use another --run-dir" in said
+    for words in command.split(" && "):
+        subprocess.run(words.split(), check=True)
+    run.create()
+
+
 def test_a_run_directory_may_lie_in_a_projects_folder(tmp_path: Path, open_umask: None) -> None:
     """Writable for a group, or for all with the sticky bit; what has to be made on the way is ours alone."""
     for name, mode in (("project", 0o2770), ("scratch", 0o1777)):

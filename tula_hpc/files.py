@@ -10,11 +10,12 @@ import contextlib
 import difflib
 import errno
 import os
+import shlex
 import stat
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -196,15 +197,47 @@ def foreign_link(path: Path) -> Path | None:
     return None
 
 
-def open_to_all(path: Path) -> Path | None:
-    """Return the first folder above a path that every user may write to, without the sticky bit.
+def open_to_all(path: Path) -> list[Path]:
+    """Return the folders above a path that every user may write to, without the sticky bit.
 
-    Links are followed, too. Anyone can put another folder in the place of one below it. Folders
-    that a group may write to do not count: those of a project, writable for its members, are usual
-    on clusters, and its members have been chosen.
+    The nearest comes first. Links are followed, too. Anyone can put another folder in the place of
+    one below it. Folders that a group may write to do not count: those of a project, writable for
+    its members, are usual on clusters, and its members have been chosen.
     """
     above = [*path.absolute().parents, *Path(os.path.realpath(path)).parents]
-    return next((folder for folder in above if _is_open_to_all(folder)), None)
+    return [folder for folder in dict.fromkeys(above) if _is_open_to_all(folder)]
+
+
+def several_open(root: Path, rooms: Iterable[Path]) -> str:
+    """Return a refusal of all folders at once that others may write to; empty for fewer than two.
+
+    Args:
+        root: Run directory. Folders above it count where everybody may write to them.
+        rooms: Folders in it.
+    """
+    above = open_to_all(root)
+    inside = list(filter(_is_open, (root, *rooms)))
+    if len(above) + len(inside) < 2:
+        return ""
+    commands = [
+        shlex.join(["chmod", mode, *map(str, folders)])
+        for mode, folders in (("go-w", inside), ("o-w", above))
+        if folders
+    ]
+    return (
+        f"others may write to {len(above) + len(inside)} folders on the way to it or in it, and its "
+        f"pickles are executed; if you trust what they hold: {' && '.join(commands)}; or use "
+        "another --run-dir"
+    )
+
+
+def _is_open(folder: Path) -> bool:
+    """Tell whether others may write to a folder that holds something; False if it is missing."""
+    try:
+        mode = folder.lstat().st_mode
+        return bool(mode & (stat.S_IWGRP | stat.S_IWOTH)) and any(folder.iterdir())
+    except OSError:
+        return False
 
 
 def _is_open_to_all(folder: Path) -> bool:

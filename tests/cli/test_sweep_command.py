@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -246,6 +247,35 @@ def test_other_inputs_wait_for_the_jobs_of_the_earlier_ones(sweep_file: Path) ->
     open_run(*others, run.root)
     assert (run.root / "earlier-1" / "slurm" / "profile-1" / "submission.json").exists()
     assert not list(run.slurm.iterdir())
+
+
+def test_a_copy_of_a_run_at_work_does_not_wait_for_jobs_that_write_elsewhere(sweep_file: Path) -> None:
+    from tula_hpc.cli.open_run import open_run
+    from tula_hpc.errors import RunDirectoryError
+    from tula_hpc.status.run_files import read_facts
+
+    inputs = inputs_of(sweep_file)
+    run = open_run(*inputs, sweep_file.parent / "run").run
+    folder = run.slurm / "profile-1"
+    folder.mkdir()
+    data = {"run": str(run.root), "folder": "slurm/profile-1"}
+    run.log_event("submitted", "profile", job_id="99999999", data=data)
+    copied = sweep_file.parent / "copied"
+    with (folder / "99999999.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        shutil.copytree(run.root, copied)
+        with (copied / "slurm" / "profile-1" / "99999999.lock").open("w") as its:
+            fcntl.flock(its, fcntl.LOCK_EX)
+            with pytest.raises(RunDirectoryError, match=f"is a copy of {run.root}, whose job 99999999 is at work"):
+                open_run(*inputs, copied)
+        assert f"this is a copy of {run.root}, where its job 99999999 writes, and not here" in (
+            read_facts(RunDirectory(copied)).doubts
+        )
+        assert read_facts(run).doubts == []
+    open_run(*inputs, copied)
+    shutil.rmtree(copied)
+    run.root.rename(copied)
+    assert read_facts(RunDirectory(copied)).doubts == [], "moved"
 
 
 def test_inputs_that_another_command_replaced_are_not_worked_with(

@@ -1012,6 +1012,7 @@ def test_every_cell_of_a_study_is_counted_once(tmp_path_factory: pytest.TempPath
     assert (told.exit_code == 1) == (study.failed > 0)
     assert (told.state == "finished") == (stands.count("finished") == 4)
     assert len(study.failures) == study.failed
+    assert told.doubts == []
 
 
 @pytest.mark.parametrize(

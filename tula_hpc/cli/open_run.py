@@ -48,6 +48,7 @@ def open_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Sweep:
 
     run = RunDirectory(root)
     _refuse_other_folder(run)
+    _refuse_copy(run)
     try:
         run.create()
     except OSError as error:
@@ -95,6 +96,21 @@ def _refuse_other_folder(run: RunDirectory) -> None:
             raise RunDirectoryError(words)
         raise RunDirectoryError(
             "is not empty and not a run directory; choose another --run-dir", source=run.root
+        )
+
+
+def _refuse_copy(run: RunDirectory) -> None:
+    """Refuse a copy while jobs of the original are at work, which would be waited for in vain."""
+    from tula_hpc.stages.context import jobs_of_original
+
+    copied = jobs_of_original(run)
+    left = [job.job_id for job in _jobs_left(run) if job.job_id in copied] if copied else []
+    if left:
+        home = copied[left[0]]
+        raise RunDirectoryError(
+            f"is a copy of {home}, whose job {left[0]} is at work and writes there, not here; go on "
+            f"with --run-dir {home}, or copy it again when nothing is at work",
+            source=run.root,
         )
 
 

@@ -367,7 +367,9 @@ _STATES = {
     "REQUEUE_HOLD": Wait("held after a requeue; `scontrol release JOB` lets it go", True),
     "SPECIAL_EXIT": Wait("held after a special exit; `scontrol release JOB` lets it go", True),
     "RESV_DEL_HOLD": Wait("held, since its reservation was deleted", True),
-    "SUSPENDED": Wait("suspended, so that other jobs can run", False),
+    "SUSPENDED": Wait(
+        "suspended, by Slurm for other jobs or by hand, which `scontrol resume JOB` ends", False
+    ),
     "STOPPED": Wait("stopped; it keeps its nodes", False),
     "REQUEUED": Wait("requeued", False),
     "REQUEUE_FED": Wait("requeued", False),

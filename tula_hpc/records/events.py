@@ -141,6 +141,8 @@ class EventData(Record):
 class SubmissionData(EventData):
     """Data of "submitted"."""
 
+    # path of the run directory; "" in older runs
+    run: str = ""
     # in the run directory: scripts and logs
     folder: str = ""
     nodes: Nodes | None = None
@@ -338,6 +340,8 @@ class Submission(JobEvents):
     # None: not on record
     partition: str | None = None
     nodes: int | None = None
+    # path of the run directory; "" in older runs
+    run: str = ""
     # in the run directory: scripts and logs
     folder: str = ""
     # of a training

@@ -19,7 +19,14 @@ from typing import Any, NamedTuple
 
 from tula_hpc.env import unix_time
 from tula_hpc.errors import RunDirectoryError, StorageError
-from tula_hpc.files import foreign_link, in_words, make_private, mistrust, open_to_all
+from tula_hpc.files import (
+    foreign_link,
+    in_words,
+    make_private,
+    mistrust,
+    open_to_all,
+    several_open,
+)
 from tula_hpc.formatting import command_line
 from tula_hpc.records.events import MAIN_LABEL, Event, EventName, JobAccount, JobNote, RunHistory
 from tula_hpc.records.measurement import (
@@ -35,6 +42,7 @@ from tula_hpc.records.storage import (
     ReadResult,
     append_record,
     damaged_lines,
+    note_owner,
     read_document,
     read_records,
 )
@@ -93,16 +101,6 @@ def _check_room(folder: Path) -> None:
             raise RunDirectoryError(reason, source=folder)
 
 
-def _note_owner(lock: Path, descriptor: int, role: str) -> None:
-    """Write the owner of the lock into the locked file; a new file would not be locked."""
-    owner = f"process {os.getpid()} on {os.uname().nodename}"
-    try:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, (f"{owner} ({role})" if role else owner).encode(), 0)
-    except OSError as error:
-        raise StorageError(f"{lock}: cannot be written: {in_words(error)}") from None
-
-
 class RunDirectory:
     """Paths inside one run directory, of mode 0700 since it holds pickles that are executed.
 
@@ -126,12 +124,15 @@ class RunDirectory:
         make_private(self.root)
         self.check_owner()
         self.root.chmod(0o700)
-        rooms = (self.profile, self.slurm, self.root / "train")
-        for room in rooms:
-            room.mkdir(mode=0o700, exist_ok=True)
-        for room in (*rooms, self.report):
+        for room in self._rooms:
+            if room != self.report:
+                room.mkdir(mode=0o700, exist_ok=True)
             _check_room(room)
         return self
+
+    @property
+    def _rooms(self) -> tuple[Path, ...]:
+        return (self.profile, self.slurm, self.root / "train", self.report)
 
     def set_aside(self) -> Path | None:
         """Move the files of jobs and stages to a folder that nothing reads; return it.
@@ -200,7 +201,7 @@ class RunDirectory:
                 # as on NFS without its lock service
                 message = f"{path}: cannot be locked: {in_words(error)}; put the run on a file system with flock"
                 raise StorageError(message) from None
-            _note_owner(path, descriptor, role)
+            note_owner(path, descriptor, role)
             yield
 
     @property
@@ -228,11 +229,10 @@ class RunDirectory:
         if link is not None:
             message = f"the link {link} on the way to it belongs to another user; use the folder that it stands for"
             raise RunDirectoryError(message, source=self.root)
-        folder = open_to_all(self.root)
-        if folder is not None:
-            message = (
-                f"everybody may put another folder in its place; chmod o-w {folder}, or chmod +t it"
-            )
+        if message := several_open(self.root, self._rooms):
+            raise RunDirectoryError(message, source=self.root)
+        if above := open_to_all(self.root):
+            message = f"everybody may put another folder in its place; chmod o-w {above[0]}, or chmod +t it"
             message += ", or have its owner do so, or use another --run-dir"
             raise RunDirectoryError(message, source=self.root)
 

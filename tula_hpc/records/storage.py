@@ -366,3 +366,17 @@ def with_rank_files(path: Path) -> list[Path]:
 def notes_file(path: Path) -> Path:
     """Return the file of notes of the job that writes measurements to `path`."""
     return path.with_suffix(".notes")
+
+
+def note_owner(lock: Path, descriptor: int, role: str) -> None:
+    """Write the owner of a lock into the locked file; a new file would not be locked.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    owner = f"process {os.getpid()} on {os.uname().nodename}"
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, (f"{owner} ({role})" if role else owner).encode(), 0)
+    except OSError as error:
+        raise StorageError(f"{lock}: cannot be written: {in_words(error)}") from None

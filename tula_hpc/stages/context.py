@@ -290,6 +290,18 @@ def jobs_on_record(run: RunDirectory, *stages: str) -> list[Submitted]:
     return [submitted_job(run, job) for job in run.history().unsettled(*stages)]
 
 
+def jobs_of_original(run: RunDirectory) -> dict[str, Path]:
+    """Return jobs that were at work when a run directory was copied, and the copied directory."""
+    found = {}
+    for job in run.history().unsettled("profile", "train", "control"):
+        home = RunDirectory(Path(job.run))
+        is_here = not job.run or not home.events_file.exists() or run.root.samefile(home.root)
+        # a moved directory leaves none behind that knows its jobs
+        if not is_here and any(job.job_id == its.job_id for its in home.history().submissions()):
+            found[job.job_id] = home.root
+    return found
+
+
 def jobs_left(sweep: Sweep, *stages: str, timeout_s: float | None = None) -> list[Submitted]:
     """Return those of `jobs_on_record` that are not over; see `Launcher.active`."""
     jobs = jobs_on_record(sweep.run, *stages)

@@ -40,7 +40,7 @@ from tula_hpc.records import (
     read_document,
 )
 from tula_hpc.records.run_directory import Holder, holder_of
-from tula_hpc.stages.context import setup_failures
+from tula_hpc.stages.context import jobs_of_original, setup_failures
 from tula_hpc.stages.plan import MADE_AGAIN, is_plan_lost, obstacle
 
 BLOCK_BYTES = 1 << 16
@@ -133,7 +133,15 @@ def _read(run: RunDirectory) -> Facts:
     measured = run.measurements()
     told = run.read_events()
     doubts += run.damage(lines=bool(measured.skipped or told.skipped))
-    if not measured.records and run.has_trained():
+    doubts += (
+        f"this is a copy of {home}, where its job {job_id} writes, and not here"
+        for job_id, home in jobs_of_original(run).items()
+    )
+    # which measures nothing and has no plan
+    is_study = spec is not None and spec.study is not None
+    if is_study:
+        pass
+    elif not measured.records and run.has_trained():
         doubts.append(MEASUREMENTS_GONE)
     elif not measured.records and run.plan_file.exists():
         doubts.append(
@@ -163,7 +171,7 @@ def _read(run: RunDirectory) -> Facts:
         cut_off=cut_off,
         doubts=[
             *doubts,
-            *([f"{run.plan_file}: {MADE_AGAIN}"] if is_plan_lost(run) else []),
+            *([f"{run.plan_file}: {MADE_AGAIN}"] if is_plan_lost(run) and not is_study else []),
             *setup_failures(notes),
             *(
                 f"{name}: being submitted, or cut off there; the next command looks the job up"

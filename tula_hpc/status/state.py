@@ -556,7 +556,7 @@ def _going_on(parts: _Parts) -> StateAndText | None:
 
 def _command_words(parts: _Parts) -> str:
     if parts.has(JobPhase.WAITING):
-        return "a command waits for jobs that wait in the queue"
+        return "a command waits for jobs that wait"
     if parts.has(JobPhase.UNKNOWN):
         return "a command is at work; what its jobs do is not known here"
     return "a command is at work, and no job: it plans, submits or writes the report"

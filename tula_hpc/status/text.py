@@ -325,9 +325,10 @@ def _stand(job: JobStatus, status: RunStatus) -> str:
         return job.state.lower().replace("_", " ") or "running"
     if job.kind == "guard" and not job.stuck:
         return "waiting in case the controller job is killed"
-    why = job.reason
+    # Slurm's word for no reason
+    why = "" if job.reason == "None" else job.reason
     if job.waits_for:
-        why = f"{job.reason}: {job.waits_for}"
+        why = f"{why}: {job.waits_for}".removeprefix(": ")
     if not why:
         return "waiting"
     if job.stuck:
