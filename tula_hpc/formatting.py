@@ -98,8 +98,9 @@ def duration_within(seconds: float, low: float, high: float, beside: float | Non
     if half <= 0 or not math.isfinite(half + seconds):
         return format_duration(seconds)
     if half < 1:
-        # never more than three digits
-        steps = [_power_of_ten(max(half, abs(low) / 300, abs(high) / 300))]
+        # never more than three digits, but beside a value just outside
+        most = _power_of_ten(max(half, abs(low) / 300, abs(high) / 300))
+        steps = [most, most / 10, most / 100]
     else:
         # coarser, an end of the interval would be rounded across what lies well within it
         steps = [step for step in reversed(_STEPS_S) if step <= max(half / 2, 1)]

@@ -54,6 +54,7 @@ import operator
 import re
 import sys
 import traceback
+from bdb import BdbQuit
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -130,6 +131,8 @@ def told(error: Exception | SystemExit) -> str:
     """Describe an error of the user's code in one line: its type, its message, and the place."""
     message = str(error).strip().partition("\n")[0]
     description = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    if isinstance(error, BdbQuit):
+        description = "a breakpoint() or pdb stops it; take that out"
     frames = [
         (Path(frame.filename), frame.lineno)
         for frame in reversed(traceback.extract_tb(error.__traceback__))

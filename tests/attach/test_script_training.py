@@ -179,6 +179,10 @@ def test_a_script_that_fails_ends_the_job_with_one_line(tmp_path: Path) -> None:
     _, ended = train(tmp_path / "run", {**OWN, "arguments": [*OWN["arguments"], "--fails", "exit"]})
     assert ended.failure is Failure.BAD_INPUT
     assert "own_checkpoints.py ended with exit code 7 after 6 steps" in ended.log_tail
+    # as one that finds the checkpoint of a training that is over
+    _, ended = train(tmp_path / "over", {**OWN, "arguments": ["--batch-size", "{local_batch}", "--epochs", "0"]})
+    assert ended.failure is Failure.BAD_INPUT
+    assert "own_checkpoints.py ended without an optimizer step; if it goes on from a file of an" in ended.log_tail
 
 
 def test_weights_that_are_nan_end_the_training_after_its_epoch(tmp_path: Path) -> None:

@@ -80,6 +80,15 @@ def test_a_workload_as_it_should_be_has_an_identity(here: Path, capsys: pytest.C
     assert [*identity.sources] == ["mine.py"]
 
 
+def test_data_that_differ_from_call_to_call_are_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    it = "    return TensorDataset(*tensors()), TensorDataset(*tensors(12)), 4"
+    drawn = "    return TensorDataset(*tensors(next(sizes))), TensorDataset(*tensors(12)), 4"
+    counting = OWN.replace("def data(", "import itertools\nsizes = itertools.count(40)\ndef data(")
+    assert tried(here, own=counting.replace(it, drawn)) == 2
+    said = capsys.readouterr().err
+    assert "mine:data returns 40 and 12 training and test samples, and 41 and 12 when it is called again;" in said
+
+
 def test_what_python_warns_of_in_own_code_is_passed_on(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     it = "        return self.head"
     own = OWN.replace(it, f"        nn.functional.mse_loss(images, images[:1])\n{it}")
@@ -119,6 +128,10 @@ MISTAKES = {
     "a forward pass that raises": (
         ("self.head(", "self.haed("),
         "cannot take inputs of 3×8×8: AttributeError: .* (mine.py:",
+    ),
+    "a debugger that was left in": (
+        ("        return self.head", "        import bdb\n        raise bdb.BdbQuit\n        return self.head"),
+        "cannot take inputs of 3×8×8: a breakpoint() or pdb stops it; take that out (mine.py:",
     ),
     "one that raises in training": (
         ("        return self.head", "        assert not self.training, 'oh'\n        return self.head"),

@@ -63,6 +63,8 @@ from tula_hpc.init.sweep_file import (
 from tula_hpc.own_sources import find_module, source_of
 from tula_hpc.records import Configuration, Measurement, write_atomically
 
+# command that starts a script
+LAUNCHER = re.compile(r"python[\d.]*|torchrun|accelerate|srun")
 # until the first step, and between two
 PATIENCE_S = 600.0
 
@@ -134,7 +136,10 @@ def _run(options: argparse.Namespace) -> int:
 
 def _check_script(script: Path) -> None:
     if not script.is_file():
-        raise InputError(f"no such file: {script}", source="SCRIPT")
+        message = f"no such file: {script}"
+        if LAUNCHER.fullmatch(script.name):
+            message = f"it starts Python itself; leave out {script.name} and its options"
+        raise InputError(message, source="SCRIPT")
     if script.suffix == ".toml":
         raise InputError(
             f"{script.name} is a sweep or cluster file; expected a training script in Python",

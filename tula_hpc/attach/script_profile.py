@@ -126,7 +126,10 @@ class ScriptProfile(MeasuredSteps):
             kinds = ", ".join(type(each).__name__ for each in self.hooks.others)
             why = f"no optimizer of the model that counts took a step, only {kinds}"
         elif steps == 0 and code == 0:
-            why = "no torch optimizer took a step; expected optimizer.step() after each batch"
+            why = (
+                "no torch optimizer took a step; expected optimizer.step() after each batch, and no "
+                "file of an earlier training that is over"
+            )
         else:
             why = f"after {steps} optimizer steps, before it was measured"
             if code == 0:

@@ -301,6 +301,15 @@ class ClusterSpec(Spec):
     def _options_only(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         return _only_options(value, "--mpi=pmix")
 
+    @field_validator("sbatch", mode="before")
+    @classmethod
+    def _without_dashes(cls, value: object) -> object:
+        for key in value if isinstance(value, dict) else ():
+            if str(key).startswith("-"):
+                name = str(key).lstrip("-")
+                raise ValueError(f"options are written without dashes, {name} for {shown(key)}")
+        return value
+
     @field_validator("sbatch")
     @classmethod
     def _not_ours(cls, value: dict[str, str | int | bool]) -> dict[str, str | int | bool]:

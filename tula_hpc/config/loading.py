@@ -236,6 +236,10 @@ def _sweep_of(
     return sweep
 
 
+# keys that only jobs of Slurm heed
+_OF_SLURM = ("partition", "account", "qos", "gres", "constraint", "sbatch", "controller_partition")
+
+
 def load_cluster(path: Path, overrides: Sequence[str] = ()) -> ClusterSpec:
     """Read and check a cluster file; see `load_sweep`."""
     return _naming_overrides(lambda given: _load_cluster(path, given), overrides)
@@ -248,6 +252,12 @@ def _load_cluster(path: Path, overrides: Sequence[str]) -> ClusterSpec:
         raise InputError(f"{message}, see slurm_templates/", source=path)
     cluster = _parse(ClusterSpec, path, tables, overrides)
     _refuse_without_effect(cluster, overrides)
+    of_slurm = [key for key in _OF_SLURM if key in cluster.model_fields_set]
+    if of_slurm and "executor" not in cluster.model_fields_set:
+        message = f'is missing, and {of_slurm[0]} is for Slurm; add executor = "slurm"'
+        raise InputError(
+            f'{message}, or "local" to run everything on this machine', source=path, key="executor"
+        )
     return cluster
 
 

@@ -17,6 +17,7 @@ import argparse
 import os
 import re
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -38,7 +39,7 @@ from tula_hpc.files import write_out
 from tula_hpc.formatting import printable_output
 from tula_hpc.own_sources import is_own
 from tula_hpc.records import Footprint, Identity, Trial
-from tula_hpc.user_code import TRIED_BEFORE, blamed, spread, told
+from tula_hpc.user_code import TRIED_BEFORE, blamed, is_entry_point, spread, told
 from tula_hpc.workloads.fake_steps import build_without_memory
 from tula_hpc.workloads.footprint import estimate_footprint, host_baseline
 from tula_hpc.workloads.workload import (
@@ -52,6 +53,8 @@ from tula_hpc.workloads.workload import (
 
 # of parameters: a login node is not for more
 LARGEST_BYTES = 2 * 1024**3
+# a data set that takes longer to make is not made twice
+AGAIN_S = 5.0
 # more are read by nobody
 MOST_WARNINGS = 5
 MOST_CHARACTERS = 300
@@ -170,6 +173,24 @@ def _refuse_infinite(spec: WorkloadSpec, inputs: Any, positions: Sequence[int]) 
             raise InputError(message, key="workload.dataset")
 
 
+def _refuse_other_sizes(spec: WorkloadSpec, data: Data) -> None:
+    """Refuse data sets whose numbers of samples change from call to call: each worker calls anew.
+
+    Raises:
+        InputError: They do.
+    """
+    found = [
+        f"{len(each.train)} and {len(each.test)}"  # type: ignore[arg-type] # checked before
+        for each in (data, build_data(spec, TRIED_BEFORE))
+    ]
+    if found[0] != found[1]:
+        message = (
+            f"{spec.dataset} returns {found[0]} training and test samples, and {found[1]} when it is "
+            "called again; all workers have to get the same: split with a generator of a fixed seed"
+        )
+        raise InputError(message, key="workload.dataset")
+
+
 def _trial_of(sweep: SweepSpec, cluster: ClusterSpec, partitions: Sequence[str]) -> Trial:
     if cluster.executor == "local":
         # where the jobs will run
@@ -177,7 +198,10 @@ def _trial_of(sweep: SweepSpec, cluster: ClusterSpec, partitions: Sequence[str])
             pick_device(part, 0)
     # before the data are loaded
     host_bytes = {name: host_baseline(sweep, cluster.part(name)) for name in partitions}
+    began = time.perf_counter()
     data = build_data(sweep.workload, TRIED_BEFORE)
+    if is_entry_point(sweep.workload.dataset) and time.perf_counter() - began < AGAIN_S:
+        _refuse_other_sizes(sweep.workload, data)
     for_gpus = any(part.device == "cuda" for part in cluster.parts())
     several = max(_worlds(sweep, cluster), default=1) > 1
     single = _one_sample(sweep, cluster)

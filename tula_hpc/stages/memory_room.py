@@ -57,7 +57,12 @@ def estimate(
     command = [*start_of_python(), "-m", "tula_hpc.workloads.footprint", *inputs]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, check=False
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return Estimate(None, f"the estimate took more than {timeout_s:.0f} s")

@@ -100,8 +100,15 @@ def _run(
     command: list[str], variables: dict[str, str], timeout_s: float
 ) -> subprocess.CompletedProcess[str] | str:
     try:
+        # a debugger in the user's code would wait for an answer that nobody sees it ask for
         return subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, check=False, env=variables
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            env=variables,
         )
     except subprocess.TimeoutExpired:
         return f"it took more than {timeout_s:.0f} s"

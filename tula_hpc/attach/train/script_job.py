@@ -301,7 +301,7 @@ class ScriptJob:
         """Return the outcome of this worker's script, judged as stopped, failed or done.
 
         One that ends by itself is stopped if it was asked to, and has failed if its exit code is
-        not 0.
+        not 0, or if it has never taken a step.
         """
         from tula_hpc.attach.reporting import Said
 
@@ -317,13 +317,18 @@ class ScriptJob:
         if is_asked and not self._is_whole(said.result):
             stopped = said.model_copy(update={"result": {**said.result, "end": "stopped"}})
             return mine._replace(said=stopped)
-        if said.result.get("code"):
-            code = said.result["code"]
-            name = self.job.sweep.workload.script_name
-            detail = f"{name} ended with exit code {code} after {said.steps} steps"
-            failed = Said(state="failed", failure=Failure.BAD_INPUT, detail=detail)
-            return mine._replace(said=failed)
-        return mine
+        how = ""
+        if code := said.result.get("code"):
+            how = f"ended with exit code {code} after {said.steps} steps"
+        elif said.result.get("step") == 0 and not said.result.get("restarts"):
+            how = (
+                "ended without an optimizer step; if it goes on from a file of an earlier training "
+                "by itself, take that file away, and run the same command again"
+            )
+        if not how:
+            return mine
+        detail = f"{self.job.sweep.workload.script_name} {how}"
+        return mine._replace(said=Said(state="failed", failure=Failure.BAD_INPUT, detail=detail))
 
     def _is_whole(self, result: dict[str, Any]) -> bool:
         return bool(result["epoch"] >= self.job.sweep.workload.epochs and not result["code"])
