@@ -167,7 +167,9 @@ def forking_jobs(*, starting_first: bool = False) -> Iterator[None]:
         patch.setattr(local_executor, "hold_lock", lambda _: [])
         patch.setattr(local_executor, "subprocess", _subprocess(_start_job))
         patch.setattr(local, "subprocess", _subprocess(_start_worker))
-        rehearsed = SimpleNamespace(run=_run_module, TimeoutExpired=subprocess.TimeoutExpired)
+        rehearsed = SimpleNamespace(
+            run=_run_module, TimeoutExpired=subprocess.TimeoutExpired, DEVNULL=subprocess.DEVNULL
+        )
         patch.setattr(rehearsal, "subprocess", rehearsed)
         with forking_scripts():
             if starting_first:

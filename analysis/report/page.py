@@ -15,7 +15,6 @@ from tula_hpc.analysis.report.first_page import first_page
 from tula_hpc.analysis.report.output import figure_files, render_page, replace_files
 from tula_hpc.analysis.report.scaling_text import STEMS, scaling_files, scaling_sections
 from tula_hpc.analysis.report.tables import (
-    SUMMARY_COLUMNS,
     SummaryRow,
     TextTable,
     account_table,
@@ -26,8 +25,8 @@ from tula_hpc.analysis.report.tables import (
     model_tables,
     not_possible,
     nothing_changes,
-    summary_cells,
     summary_rows,
+    summary_table,
     what_if_table,
 )
 from tula_hpc.analysis.report.text import assumptions, doubts, grouped, how_measured
@@ -77,8 +76,7 @@ def write_report(run: RunDirectory) -> list[Path]:
     summary = _summary(contents)
     page = _page(contents, drawn, svgs)
     # the first page tells the accuracy
-    cells = [summary_cells(row)[: len(SUMMARY_COLUMNS)] for row in summary]
-    page["summary"] = TextTable(SUMMARY_COLUMNS, cells)
+    page["summary"] = summary_table(summary, with_score=False)
     page |= {"deciding": DECIDING, "study_title": STUDY_TITLE}
     page["bills"] = list(_bills(contents))
     files: dict[str, bytes] = {"report.html": render_page(TEMPLATE, page).encode()}

@@ -68,11 +68,12 @@ class SummaryRow(NamedTuple):
     paid: float | None = None
 
 
+OFF = "than predicted"
 SUMMARY_COLUMNS = (
     "configuration",
     "epoch predicted (90 %)",
     "measured",
-    "than predicted",
+    OFF,
     "steps",
     "cost",
     "memory per worker",
@@ -221,14 +222,24 @@ class TextTable(NamedTuple):
     rows: list[tuple[str, ...]]
 
 
-def summary_table(rows: Sequence[SummaryRow]) -> TextTable:
+def summary_table(rows: Sequence[SummaryRow], *, with_score: bool = True) -> TextTable:
     """Return the table of the chosen configuration, with the accuracy of a training."""
     columns: tuple[str, ...] = SUMMARY_COLUMNS
-    if any(row.test_accuracy is not None for row in rows):
+    if not with_score:
+        pass
+    elif any(row.test_accuracy is not None for row in rows):
         columns = (*columns, "accuracy")
     elif any(row.test_loss is not None for row in rows):
         columns = (*columns, "test loss")
-    return TextTable(columns, [summary_cells(row)[: len(columns)] for row in rows])
+    cells = [summary_cells(row)[: len(columns)] for row in rows]
+    shown = list(range(len(columns)))
+    if all(row.relative_error is None for row in rows):
+        # only a training tells how far a prediction was off
+        shown.remove(columns.index(OFF))
+    return TextTable(
+        tuple(columns[place] for place in shown),
+        [tuple(each[place] for place in shown) for each in cells],
+    )
 
 
 _LATEX = {

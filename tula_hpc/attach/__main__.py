@@ -292,10 +292,11 @@ def _complete(path: Path, table: dict[str, Any]) -> str:
     text, keys = fill_in(path.read_text(), table)
     if keys:
         write_atomically(path, text)
-    got = ", ".join(f"{key} = {json.dumps(table[key], ensure_ascii=False)}" for key in keys)
+    got = [f"{key} = {json.dumps(table[key], ensure_ascii=False)}" for key in keys]
+    done = f"filled in {', '.join(got)}" if got else "nothing to fill in"
     lacking = required_keys(text)
     ready = f"fill in {' and '.join(lacking)} by hand" if lacking else "it is complete"
-    return f"{path}: {f'filled in {got}' if keys else 'nothing to fill in'}; {ready}."
+    return f"{path}: {done}; {ready}."
 
 
 # in the names of options that set the steps of the whole training
