@@ -205,7 +205,10 @@ def about_method(chosen: Candidate, sweep: SweepSpec) -> list[str]:
     """Say where nothing is done for a large batch, or other than the plan or AdamW expects."""
     times = chosen.global_batch / sweep.training.base_batch
     if sweep.training.method == "lbt" and times >= LARGE_BATCH:
-        remedy = "--set training.method=ags, with another --run-dir, scales the gradients"
+        remedy = (
+            "--set training.method=ags with another --run-dir measures again, and trains with "
+            "scaled gradients"
+        )
         if sweep.workload.is_script and chosen.configuration.world_size == 1:
             # a script's factors come from the gradients of several workers
             remedy = (
@@ -213,8 +216,8 @@ def about_method(chosen: Candidate, sweep: SweepSpec) -> list[str]:
             )
         return [
             f"the batch is {times:,.3g} times training.base_batch ({sweep.training.base_batch:,}), "
-            'and training.method = "lbt" does nothing for it; where a large batch costs accuracy, '
-            f"{remedy}"
+            'and training.method = "lbt" does nothing against the accuracy that such a batch may '
+            f"cost; {remedy}"
         ]
     if sweep.training.method == "polo":
         return [
@@ -236,11 +239,11 @@ def about_batch(chosen: Candidate, critical: CriticalBatch | None, base_batch: i
     extra = critical.extra_samples(chosen.global_batch) / critical.extra_samples(base_batch)
     text = (
         f"the global batch of {chosen.global_batch:,} is beyond the critical batch of "
-        f"{in_samples(critical.batch)} (the gradient's noise scale): the same progress takes "
+        f"{in_samples(critical.batch)}, the gradient's noise scale: to learn as much takes "
         f"{format_number(extra, 2)} times as many samples as with training.base_batch = {base_batch:,}"
     )
     if critical.source == "profile":
-        text += "; the noise was measured at the first weights, and often grows tenfold in training"
+        text += ", at the first weights; the scale often grows tenfold in training, and that falls"
     return [text]
 
 

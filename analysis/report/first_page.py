@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from tula_hpc.analysis.costs.spread import TimePart
 from tula_hpc.analysis.models.profiles import is_out_of_memory, parts_of
 from tula_hpc.analysis.planning.partitions import name_of
 from tula_hpc.analysis.report.bill_text import bill_of, bill_sentences, steps_off
@@ -48,8 +47,8 @@ from tula_hpc.records.broken_hosts import first_line
 # share of a step
 NOTABLE = 0.01
 GO_ON = "tula sweep RUN/sweep.toml --cluster RUN/cluster.toml --run-dir RUN"
-# deadline of the example, a share of the expected time
-EARLIER = 0.75
+# deadline of the example, in expected times
+LATER = 1.5
 IS_RUN = "RUN is the run's directory."
 
 
@@ -156,11 +155,8 @@ def _expected(plan: Plan) -> str:
     memory = format_bytes(chosen.peak_memory_bytes)
     if plan.memory_limit_bytes:
         memory += f" of {format_bytes(plan.memory_limit_bytes)}"
-    contents = "the steps alone"
-    if chosen.wall_time_s is not None:
-        # older plans do not tell the parts
-        saves = "checkpoints, " if chosen.wall_parts_s.get(TimePart.CHECKPOINTS, 1.0) else ""
-        contents = f"with evaluation, {saves}starts and interruptions"
+    # the next sentence has the parts
+    contents = "the steps alone" if chosen.wall_time_s is None else "from start to end"
     energy = ""
     if chosen.energy_kwh is not None:
         energy = f", {format_number(chosen.energy_kwh, 2)} kWh"
@@ -326,7 +322,7 @@ def _what_would_change(plan: Plan, *, has_trained: bool) -> Iterator[str]:
             takes = f'; objective.kind = "{kind}" takes it'
         if kind and not has_trained:
             # the plan of a run that trains is not replaced
-            takes = f"; tula plan RUN --objective {kind} --write takes it"
+            takes = f"; tula plan RUN --objective {kind} --write chooses it"
         is_decided = is_decided and not kind
         if other.is_compared:
             # one that is faster and cheaper has its sentence beside the reason, one that cannot be
@@ -366,6 +362,6 @@ def _next(run: RunContents) -> list[str]:
     found = []
     if below:
         found.append(f"Before a long training see {below} below.")
-    hours = format_number(EARLIER * run.plan.chosen.expected_time_s / 3600, 2)
+    hours = format_number(LATER * run.plan.chosen.expected_time_s / 3600, 2)
     another = f"tula plan RUN --set objective.deadline_hours={hours}"
     return [*found, f"To train it: {GO_ON}. To plan otherwise: {another}. {IS_RUN}"]

@@ -486,7 +486,7 @@ def test_the_report_says_what_the_plan_says(tmp_path: Path) -> None:
     words = Page(write_report(run)[0].read_text()).words
     expected = format_duration(3 * run.read_plan().chosen.train_time_s)
     assert f"About {expected} and " in words
-    assert "with evaluation, checkpoints, starts and interruptions" in words
+    assert " epochs, from start to end; " in words
     assert "Train on 4 nodes of partition a with" in words
     assert " It is best." in words
     assert "Prices are guesses." in words

@@ -951,7 +951,7 @@ def test_a_sweep_until_the_plan_ends_with_time_cost_and_the_next_command(
     assert planned == f"planned: {chosen.configuration}, 4 workers and {epochs}"
     assert takes.startswith("planned: Training should take ")
     write = command_line("plan", str(run.root), "--objective", "cost", "--write")
-    assert [line for line in lines if line.startswith("cheapest: ") and line.endswith(f"; {write} takes it")]
+    assert [line for line in lines if line.startswith("cheapest: ") and line.endswith(f"; {write} chooses it")]
     changed = {"chosen": chosen.model_copy(update={"measured": False, "nodes": 1, "wall_time_s": 1.0})}
     for note, at in (("began", 0.0), ("ended", 40.0)):
         append_record(
