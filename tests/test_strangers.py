@@ -197,7 +197,7 @@ def test_all_folders_that_others_may_write_to_are_refused_at_once(
         folder.chmod(0o777)
     said = refusal(capsys, "--run-dir", str(run.root))
     command = f"chmod go-w {run.root} {run.slurm} && chmod o-w {here / 'shared'}"
-    assert f"if you trust what they hold: {command}; or use another --run-dir" in said
+    assert f"if you trust it: {command}; or use another --run-dir" in said
     for words in command.split(" && "):
         subprocess.run(words.split(), check=True)
     run.create()

@@ -225,8 +225,8 @@ def several_open(root: Path, rooms: Iterable[Path]) -> str:
         if folders
     ]
     return (
-        f"others may write to {len(above) + len(inside)} folders on the way to it or in it, and its "
-        f"pickles are executed; if you trust what they hold: {' && '.join(commands)}; or use "
+        f"others may write to {len(above) + len(inside)} folders, and what lies there is executed; if "
+        f"you trust it: {' && '.join(commands)}; or use "
         "another --run-dir"
     )
 

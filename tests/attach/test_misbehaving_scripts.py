@@ -88,7 +88,7 @@ def test_a_process_ends_with_its_worker(tmp_path: Path) -> None:
     program = f"""
 from pathlib import Path
 from tests.attach.script_runs import profiled
-profiled(Path({str(MISBEHAVING)!r}), ("handles TERM", "4"), Path({str(tmp_path)!r}))
+profiled(Path({str(MISBEHAVING)!r}), ("handles TERM and hangs", "4"), Path({str(tmp_path)!r}))
 """
     said, told = tmp_path / "rank-0.said", tmp_path / "rank-0.spec"
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT) as worker:

@@ -62,10 +62,10 @@ def has_two_optimizers() -> None:
             parts[1].step()
 
 
-def handles_term() -> None:
+def handles_term(then: Callable[[int], object] = id) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, lambda *_: None)
-    train()
+    train(then=then)
 
 
 def leaves_a_process() -> None:
@@ -105,6 +105,7 @@ WAYS: dict[str, Callable[[], object]] = {
     "has two optimizers": has_two_optimizers,
     "catches": catches,
     "handles TERM": handles_term,
+    "handles TERM and hangs": lambda: handles_term(then=lambda step: time.sleep(600 if step == 3 else 0)),
     "kills its group": lambda: train(then=lambda step: os.killpg(0, signal.SIGKILL) if step == 2 else None),
     "has a thread": has_a_thread,
     "leaves a process": leaves_a_process,
