@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -89,8 +90,12 @@ def sweeps(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory)
         too_few = begin("too_few", (first,), *one, nodes="4")
         # it needs all nodes at once, which the others would keep from it
         too_few.ended.result()
+        whole_left = begin("whole_left", (first,), "--until", "plan")
+        # who submits first gets the first node
+        while not (whole_left.ended.done() or whole_left.run.history().submissions()):
+            time.sleep(0.1)
         yield Sweeps(
-            whole_left=begin("whole_left", (first,), "--until", "plan"),
+            whole_left=whole_left,
             none_left=begin("none_left", slurm_cluster.hosts, *one),
             no_gpus=begin("no_gpus", (), *one, "--set", "cluster.device=cuda", "--set", "cluster.gres=gpu:1"),
             too_few=too_few,
