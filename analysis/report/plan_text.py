@@ -116,6 +116,8 @@ def add_columns(
 NEIGHBOUR_FACTOR = 4
 # below it, as many samples are as good as the same number
 NOTABLE_FACTOR = 1.05
+# by less, the noise scale does not tell which is sooner
+SOONER = 1.2
 FRONT_MARK = "◆"
 # of `Candidate.wall_parts_s`
 PART_NAMES = {
@@ -296,7 +298,7 @@ def alternatives(plan: Plan, ranks: Sequence[str] = RANKS) -> list[Alternative]:
     named = [*zip(ranks, plan.runners_up, strict=False)]
     named += [(FASTEST, fastest), (CHEAPEST, cheapest)]
     soonest = min(feasible, key=lambda c: c.progress_time_s or math.inf)
-    if (chosen.progress_time_s or 0.0) > NOTABLE_FACTOR * (soonest.progress_time_s or math.inf):
+    if (chosen.progress_time_s or 0.0) > SOONER * (soonest.progress_time_s or math.inf):
         named.append((SOONEST, soonest))
     alike = chosen
     if not_told_apart(plan):
