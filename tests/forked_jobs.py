@@ -167,10 +167,7 @@ def forking_jobs(*, starting_first: bool = False) -> Iterator[None]:
         patch.setattr(local_executor, "hold_lock", lambda _: [])
         patch.setattr(local_executor, "subprocess", _subprocess(_start_job))
         patch.setattr(local, "subprocess", _subprocess(_start_worker))
-        rehearsed = SimpleNamespace(
-            run=_run_module, TimeoutExpired=subprocess.TimeoutExpired, DEVNULL=subprocess.DEVNULL
-        )
-        patch.setattr(rehearsal, "subprocess", rehearsed)
+        patch.setattr(rehearsal, "run_apart", _run_module)
         with forking_scripts():
             if starting_first:
                 patch.setattr(processes, "subprocess", _subprocess(_start_first_script))
@@ -200,8 +197,8 @@ def _command(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> 
         return main(arguments)
 
 
-def _run_module(command: list[str], *, env: Mapping[str, str], **_: Any) -> Ran:
-    """In place of `subprocess.run`, for `python -m MODULE ARGUMENTS`."""
+def _run_module(command: list[str], _timeout_s: float, env: Mapping[str, str]) -> Ran:
+    """In place of `run_apart`, for `python -m MODULE ARGUMENTS`."""
     at = command.index("-m") + 1
     return _ran(lambda: resolve(f"{command[at]}:main")(command[at + 1 :]), command, env)
 

@@ -208,15 +208,22 @@ def open_to_all(path: Path) -> list[Path]:
     return [folder for folder in dict.fromkeys(above) if _is_open_to_all(folder)]
 
 
-def several_open(root: Path, rooms: Iterable[Path]) -> str:
-    """Return a refusal of all folders at once that others may write to; empty for fewer than two.
+def refusal_of_open(root: Path, rooms: Iterable[Path]) -> str:
+    """Return a refusal of all folders that others may write to, above a run directory or in it.
+
+    A single one in it is left to the check of that folder.
 
     Args:
-        root: Run directory. Folders above it count where everybody may write to them.
+        root: Run directory.
         rooms: Folders in it.
     """
     above = open_to_all(root)
     inside = list(filter(_is_open, (root, *rooms)))
+    if len(above) == 1 and not inside:
+        return (
+            f"everybody may put another folder in its place; chmod o-w {above[0]}, or chmod +t it, "
+            "or have its owner do so, or use another --run-dir"
+        )
     if len(above) + len(inside) < 2:
         return ""
     commands = [
@@ -225,9 +232,8 @@ def several_open(root: Path, rooms: Iterable[Path]) -> str:
         if folders
     ]
     return (
-        f"others may write to {len(above) + len(inside)} folders, and what lies there is executed; if "
-        f"you trust it: {' && '.join(commands)}; or use "
-        "another --run-dir"
+        f"others may write to {len(above) + len(inside)} folders, and what lies there is executed; "
+        f"if you trust it: {' && '.join(commands)}; or use another --run-dir"
     )
 
 

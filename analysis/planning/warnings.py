@@ -216,8 +216,8 @@ def about_method(chosen: Candidate, sweep: SweepSpec) -> list[str]:
             )
         return [
             f"the batch is {times:,.3g} times training.base_batch ({sweep.training.base_batch:,}), "
-            'and training.method = "lbt" does nothing against the accuracy that such a batch may '
-            f"cost; {remedy}"
+            "and nothing makes up for the accuracy that such a batch may cost (training.method = "
+            f'"lbt"); {remedy}'
         ]
     if sweep.training.method == "polo":
         return [
@@ -243,7 +243,10 @@ def about_batch(chosen: Candidate, critical: CriticalBatch | None, base_batch: i
         f"{format_number(extra, 2)} times as many samples as with training.base_batch = {base_batch:,}"
     )
     if critical.source == "profile":
-        text += ", at the first weights; the scale often grows tenfold in training, and that falls"
+        text += (
+            "; the scale, measured at the first weights, often grows tenfold in training, and then "
+            "fewer are needed"
+        )
     return [text]
 
 

@@ -225,11 +225,9 @@ class TextTable(NamedTuple):
 def summary_table(rows: Sequence[SummaryRow], *, with_score: bool = True) -> TextTable:
     """Return the table of the chosen configuration, with the accuracy of a training."""
     columns: tuple[str, ...] = SUMMARY_COLUMNS
-    if not with_score:
-        pass
-    elif any(row.test_accuracy is not None for row in rows):
+    if with_score and any(row.test_accuracy is not None for row in rows):
         columns = (*columns, "accuracy")
-    elif any(row.test_loss is not None for row in rows):
+    elif with_score and any(row.test_loss is not None for row in rows):
         columns = (*columns, "test loss")
     cells = [summary_cells(row)[: len(columns)] for row in rows]
     shown = list(range(len(columns)))

@@ -599,16 +599,16 @@ def test_overrides_of_all_kinds(here: Path, override: str) -> None:
 
 def test_a_file_of_the_other_kind_is_called_what_it_is(here: Path) -> None:
     assert complaint(load_cluster, NAME + "[workload]\n").startswith("in.toml: is a sweep file (it has [workload])")
+    assert complaint(load_sweep, NAME + 'executor = "slurm"\n').startswith("in.toml: is a cluster file")
 
 
-def test_a_cluster_of_slurm_says_so() -> None:
+def test_a_cluster_of_slurm_says_so(here: Path) -> None:
     said = complaint(load_cluster, 'partition = "batch"\n')
     assert said.startswith(
         'in.toml: executor: is missing, and partition is for Slurm; add executor = "slurm", or "local"'
     )
     dashes = complaint(load_cluster, 'executor = "slurm"\n[sbatch]\n"--mail-type" = "ALL"\n')
     assert dashes == 'in.toml: sbatch: options are written without dashes, mail-type for "--mail-type"'
-    assert complaint(load_sweep, NAME + 'executor = "slurm"\n').startswith("in.toml: is a cluster file")
 
 
 def test_a_misspelt_cluster_in_an_override_is_told() -> None:

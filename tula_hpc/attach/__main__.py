@@ -116,13 +116,13 @@ def _run(options: argparse.Namespace) -> int:
         return 1
     shutil.rmtree(folder, ignore_errors=True)
     table, unknown = _table(options, result)
-    completed = [] if options.into is None else [_complete(options.into, table)]
+    completed = "" if options.into is None else _complete(options.into, table)
     if options.json:
         told = {"schema_version": 1, **result, "workload": table, "unknown": list(unknown)}
         write_out(json.dumps(told, indent=1) + "\n")
         return 0
     if completed:
-        write_out("\n".join((*_told(result), *completed)) + "\n")
+        write_out("\n".join((*_told(result), completed)) + "\n")
         return 0
     lines = [
         f"# Sweep of {options.script}, as one worker of it ran here. Fill in what is {UNKNOWN!r}.",

@@ -286,11 +286,8 @@ class Launcher:
         new = []
         for job_id, data in zip(ids, notice.tasks, strict=True):
             if job_id not in known:
-                of_run = {
-                    "run": str(self.run.root),
-                    "folder": str(folder.relative_to(self.run.root)),
-                }
-                fields = {**of_run, **data}
+                place = str(folder.relative_to(self.run.root))
+                fields = {"run": str(self.run.root), "folder": place, **data}
                 self.run.log_event("submitted", notice.stage, job_id=job_id, data=fields)
                 new.append(Submitted(job_id, folder))
         return new

@@ -121,7 +121,10 @@ def refuse_several(run: RunDirectory, measurements: Iterable[Measurement]) -> No
         return
     where = in_short([str(m.configuration) for m in others])
     found = newest.difference(others[0].identity)
-    message = f"its measurements are not of one model and data set: since {where} something changed ({found})"
+    message = (
+        f"its measurements are not of one model and data set: since {where} something changed "
+        f"({found})"
+    )
     files = in_short([str(path) for path in run.files_of(others)])
     remedy = f"Delete {files} to plan the newer one, or measure it with another --run-dir."
     raise InputError(f"{message}. {remedy}", source=run.root)

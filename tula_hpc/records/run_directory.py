@@ -24,8 +24,7 @@ from tula_hpc.files import (
     in_words,
     make_private,
     mistrust,
-    open_to_all,
-    several_open,
+    refusal_of_open,
 )
 from tula_hpc.formatting import command_line
 from tula_hpc.records.events import MAIN_LABEL, Event, EventName, JobAccount, JobNote, RunHistory
@@ -229,11 +228,7 @@ class RunDirectory:
         if link is not None:
             message = f"the link {link} on the way to it belongs to another user; use the folder that it stands for"
             raise RunDirectoryError(message, source=self.root)
-        if message := several_open(self.root, self._rooms):
-            raise RunDirectoryError(message, source=self.root)
-        if above := open_to_all(self.root):
-            message = f"everybody may put another folder in its place; chmod o-w {above[0]}, or chmod +t it"
-            message += ", or have its owner do so, or use another --run-dir"
+        if message := refusal_of_open(self.root, self._rooms):
             raise RunDirectoryError(message, source=self.root)
 
     def make_train(self, label: str = MAIN_LABEL) -> TrainDirectory:

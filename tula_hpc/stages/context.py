@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import shlex
 import sys
 import time
@@ -295,7 +296,9 @@ def jobs_of_original(run: RunDirectory) -> dict[str, Path]:
     found = {}
     for job in run.history().unsettled("profile", "train", "control"):
         home = RunDirectory(Path(job.run))
-        is_here = not job.run or not home.events_file.exists() or run.root.samefile(home.root)
+        # false, too, where another user's folder may not be looked into
+        is_there = bool(job.run) and os.path.exists(home.events_file)  # noqa: PTH110
+        is_here = not is_there or run.root.samefile(home.root)
         # a moved directory leaves none behind that knows its jobs
         if not is_here and any(job.job_id == its.job_id for its in home.history().submissions()):
             found[job.job_id] = home.root

@@ -42,6 +42,33 @@ class Estimate(NamedTuple):
         return f"by an estimate, local batches up to {self.trusted_batch} fit into memory"
 
 
+def run_apart(
+    command: list[str], timeout_s: float, variables: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str] | str:
+    """Run a process that has the user's code in it; return its end, or why there is none.
+
+    Args:
+        command: Of the process.
+        timeout_s: Give up after so many seconds.
+        variables: Its environment; None: that of this process.
+    """
+    try:
+        # a debugger in the code would wait for an answer to a question that is not shown
+        return subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            env=variables,
+        )
+    except subprocess.TimeoutExpired:
+        return f"took more than {timeout_s:.0f} s"
+    except OSError as error:
+        return f"could not be started: {error.strerror or error}"
+
+
 def estimate(
     sweep_file: Path, cluster_file: Path, timeout_s: float = TIMEOUT_S, *, partition: str = ""
 ) -> Estimate:
@@ -55,19 +82,9 @@ def estimate(
     """
     inputs = [str(sweep_file), "--cluster", str(cluster_file), "--partition", partition, "--json"]
     command = [*start_of_python(), "-m", "tula_hpc.workloads.footprint", *inputs]
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return Estimate(None, f"the estimate took more than {timeout_s:.0f} s")
-    except OSError as error:
-        return Estimate(None, f"the estimate could not be started: {error.strerror or error}")
+    done = run_apart(command, timeout_s)
+    if isinstance(done, str):
+        return Estimate(None, f"the estimate {done}")
     if done.returncode != 0:
         return Estimate(
             None, last_line(done.stderr) or f"the estimate ended with exit code {done.returncode}"

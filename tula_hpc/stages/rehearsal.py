@@ -13,7 +13,6 @@ run here: its syntax was checked when the sweep was read, and the first job find
 from __future__ import annotations
 
 import hashlib
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -37,7 +36,7 @@ from tula_hpc.records import (
     write_atomically,
 )
 from tula_hpc.stages.context import Sweep, stage_progress
-from tula_hpc.stages.memory_room import TIMEOUT_S, Estimate, last_line
+from tula_hpc.stages.memory_room import TIMEOUT_S, Estimate, last_line, run_apart
 from tula_hpc.stages.profile import NOTHING, parts_of, wants_estimate
 
 TRYING = "the workload on this machine (search.estimate)"
@@ -77,9 +76,9 @@ def rehearse(
     command += [word for name in memory for word in ("--memory", name)]
     # of the code as it is now
     key = key_of(spec)
-    done = _run(command, with_variables(cluster.parts()[0].environment), timeout_s)
+    done = run_apart(command, timeout_s, with_variables(cluster.parts()[0].environment))
     if isinstance(done, str):
-        return done
+        return f"it {done}"
     said = last_line(done.stderr)
     if done.returncode in (2, 3):
         words = said if done.returncode == 2 else with_remedy(said, cluster)
@@ -94,26 +93,6 @@ def rehearse(
     for words in trial.warnings:
         sys.stderr.write(f"warning: {printable(words)}\n")
     return trial.model_copy(update={"key": key})
-
-
-def _run(
-    command: list[str], variables: dict[str, str], timeout_s: float
-) -> subprocess.CompletedProcess[str] | str:
-    try:
-        # a debugger in the user's code would wait for an answer that nobody sees it ask for
-        return subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-            env=variables,
-        )
-    except subprocess.TimeoutExpired:
-        return f"it took more than {timeout_s:.0f} s"
-    except OSError as error:
-        return f"it could not be started: {error.strerror or error}"
 
 
 def with_remedy(said: str, cluster: ClusterSpec) -> str:

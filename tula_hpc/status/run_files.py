@@ -139,11 +139,10 @@ def _read(run: RunDirectory) -> Facts:
     )
     # which measures nothing and has no plan
     is_study = spec is not None and spec.study is not None
-    if is_study:
-        pass
-    elif not measured.records and run.has_trained():
+    is_without = not is_study and not measured.records
+    if is_without and run.has_trained():
         doubts.append(MEASUREMENTS_GONE)
-    elif not measured.records and run.plan_file.exists():
+    elif is_without and run.plan_file.exists():
         doubts.append(
             "the measurements that plan.json rests on are gone: put profile/ back, or run the same "
             "command again, which measures and plans anew"
