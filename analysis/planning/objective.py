@@ -23,6 +23,8 @@ from tula_hpc.records import Knee
 
 Array = NDArray[np.float64]
 
+# up to the knee: a difference that no measurement could show is not worth money
+AS_FAST = 1.03
 # without a knee: the smallest batch within 10 % of the least time
 NEAR_LEAST_TIME = 1.1
 # candidates that are ranked; the last of very many are not needed
@@ -52,8 +54,8 @@ def choose(
     of equal costs, as where all is free, the fastest; ties in both go to fewer nodes, then to the
     smaller batch.
 
-    "knee" takes the fastest candidate with a global batch up to the knee of the fitted curves; of
-    equal times the cheapest. Where constraints leave none there, it is the smallest batch beyond.
+    "knee" takes the cheapest candidate within 3 % of the fastest with a global batch up to the knee
+    of the fitted curves. Where constraints leave none there, it is the smallest batch beyond.
     "kneedle" has its own knee, of the search's range, and counts batches up to half an octave
     beyond it. Without one the smallest global batch within 10 % of the least expected time is
     taken, on as few nodes as possible, of those the fastest, then the cheapest.
@@ -131,19 +133,24 @@ def _by_knee(
     batch = table.global_batch.astype(np.float64)
     within = feasible & (batch <= batches_up_to(kind, knee.global_batch))
     time_s = table.wall_time_s
-    # up to the knee by time, which is at most 1 here; then by batch
-    slowest_s = time_s[within].max(initial=1e-300)
-    first = np.where(within, time_s / slowest_s, 1.0 + batch)
-    ranking = ranked(table, feasible, (first, time_s, table.cost))
+    # those as fast by cost, others up to the knee by time, which is at most 1, then all by batch
+    least_s, slowest_s = time_s[within].min(initial=np.inf), time_s[within].max(initial=1e-300)
+    as_fast = within & (time_s <= AS_FAST * least_s)
+    first = np.where(as_fast, 0.0, np.where(within, time_s / slowest_s, 1.0 + batch))
+    second = np.where(as_fast, table.cost, time_s)
+    ranking = ranked(table, feasible, (first, second, time_s, table.cost))
     law = "where the time bends most"
     if kind == "knee":
         law = f"where the last doubling of the batch still saves {100 * SAVED:.0f} % of the time"
     at = f"B={knee.global_batch:,.0f} by the model"
-    reason = f"it is the fastest up to the knee, {at}, {law}"
+    what = "the fastest"
+    if time_s[ranking[0]] > least_s:
+        what = f"the cheapest within {100 * (AS_FAST - 1):.0f} % of the fastest"
+    reason = f"it is {what} up to the knee, {at}, {law}"
     if not within.any():
         reason = f"no candidate is below the knee, {at}; it is the next above"
     elif knee.global_batch > batch.max():
-        searched = f"it is the fastest of all that was searched, up to B={batch.max():,.0f}"
+        searched = f"it is {what} of all that was searched, up to B={batch.max():,.0f}"
         reason = f"{searched}; the knee, {law}, lies beyond, at {at}"
     return Choice(ranking, reason, knee, ())
 

@@ -60,6 +60,20 @@ def test_up_to_the_knee_the_fastest_is_chosen_then_the_one_with_fewer_nodes() ->
     assert ranked("knee", [*feasible, faster._replace(why=3)], law)[0][0] == at_knee
 
 
+def test_up_to_the_knee_the_cheapest_of_those_that_no_measurement_tells_from_the_fastest_is_chosen() -> None:
+    law = hyperbola(1.0, 0.01)
+    feasible = rows_of(law, 1, POWERS)
+    at_knee = ranked("knee", feasible, law)[0][0]
+    dearer = Row(2, at_knee.local_batch // 2, at_knee.time_s / 1.02, 2 * at_knee.cost)
+    ranking, choice = ranked("knee", [*feasible, dearer], law)
+    assert ranking[:2] == [at_knee, dearer]
+    assert choice.reason.startswith("it is the cheapest within 3 % of the fastest up to the knee, ")
+    notably = dearer._replace(time_s=at_knee.time_s / 1.04)
+    ranking, choice = ranked("knee", [*feasible, notably], law)
+    assert ranking[:2] == [notably, at_knee]
+    assert choice.reason.startswith("it is the fastest up to the knee, ")
+
+
 def test_where_constraints_leave_nothing_up_to_the_knee_the_next_above_it_is_taken() -> None:
     law = hyperbola(1.0, 0.01)
     rows = [row._replace(why=5 if row.global_batch <= 256 else 0) for row in rows_of(law, 1, POWERS)]

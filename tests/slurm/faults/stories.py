@@ -116,6 +116,8 @@ def stale_writer(training: Training) -> None:
     training.wait_for_steps(6)
     (host,) = cluster.hosts_of(training.job_id)
     old = cluster.task_pids(training.job_id)[0]
+    # the old one is not to finish before Slurm gives its node up
+    training.set_pace(10.0)
     training.strike(lambda: cluster.kill_slurmd(host))
     training.wait_for_event("resumed")
     training.seen["old lived on"] = cluster.is_alive(old)
@@ -274,7 +276,7 @@ class Story(NamedTuple):
 
 STORIES: dict[str, Story] = {
     "second node killed": Story(second_node_killed, Settings(TWO_NODES, cluster=ALONE), "two"),
-    "stale writer": Story(stale_writer, Settings(cluster=ALONE, pace_s=2.0)),
+    "stale writer": Story(stale_writer, Settings(cluster=ALONE, pace_s=1.0)),
     "time limit": Story(time_limit, Settings(training={"max_requeues": 1}, pace_s=2.0), anytime=True),
     "memory, late": Story(
         memory_late,

@@ -116,7 +116,9 @@ def test_a_sweep_ends_well_on_the_nodes_that_are_whole(slurm_cluster: MiniCluste
     assert broken_jobs(run, "profile") == {first: 1}
     measured = run.measurements().records
     assert Counter((m.configuration.local_batch, m.status) for m in measured) == {(64, "ok"): 1, (128, "ok"): 1}
-    # the next command still knows of that node, and its training meets another one
+    # the next command still knows of that node, and its training meets another one, which the others have left by then
+    for other in (sweeps.none_left, sweeps.no_gpus):
+        other.ended.result()
     trained = run_sweep(sweeps.whole_left.folder, slurm_cluster, (first, second), "--until", "train", said=NCCL)
     assert trained.returncode == 0, trained.stderr + trained.stdout
     assert broken_jobs(run, "train") == {second: 1}
