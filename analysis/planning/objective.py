@@ -151,7 +151,7 @@ def _by_knee(
         reason = f"no candidate is below the knee, {at}; it is the next above"
     elif knee.global_batch > batch.max():
         searched = f"it is {what} of all that was searched, up to B={batch.max():,.0f}"
-        reason = f"{searched}; the knee, {law}, lies beyond, at {at}"
+        reason = f"{searched}; larger ones are worth while up to the knee, {at}, {law}"
     return Choice(ranking, reason, knee, ())
 
 

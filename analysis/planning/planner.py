@@ -181,6 +181,7 @@ def _without_warnings(sweep: SweepSpec, fitted: Fitted, choice: Choice) -> Plan:
     fallbacks = fallback_rows(fitted.table, choice)
     records = written_records(fitted, choice, fallbacks)
     first, *others = (records[row] for row in choice.ranking[: 1 + RUNNERS_UP])
+    elsewhere = [records[row] for row in _on_other_nodes(fitted.table, choice)]
     part = fitted.parts[fitted.table.part[choice.ranking[0]]]
     described = part.models.describe()
     if len(fitted.parts) > 1:
@@ -193,12 +194,20 @@ def _without_warnings(sweep: SweepSpec, fitted: Fitted, choice: Choice) -> Plan:
         candidates_total=fitted.table.rows if fitted.table.rows > len(records) else None,
         fallbacks=[records[row] for row in fallbacks],
         runners_up=others,
+        other_nodes=elsewhere,
         knee=choice.knee,
         models=described,
         dataset_samples=part.summary.dataset_samples,
         epochs=sweep.workload.epochs,
         memory_limit_bytes=part.memory_limit_bytes,
     )
+
+
+def _on_other_nodes(table: CandidateTable, choice: Choice) -> list[int]:
+    """Return the best rows with fewer nodes than the chosen one, and with more, as far as ranked."""
+    nodes = table.nodes[choice.ranking]
+    of_each = (np.flatnonzero(nodes < nodes[0]), np.flatnonzero(nodes > nodes[0]))
+    return [int(choice.ranking[places[0]]) for places in of_each if places.size]
 
 
 # a plan with more candidates than this holds only some of them:
@@ -244,8 +253,9 @@ def written_records(fitted: Fitted, choice: Choice, fallbacks: list[int]) -> dic
     if table.rows > WRITTEN:
         few = front[np.linspace(0, len(front) - 1, min(FRONT, len(front))).astype(np.intp)]
         near = _neighbours(table, int(choice.ranking[0]))
+        others = [*fallbacks, *_on_other_nodes(table, choice)]
         rows = np.unique(
-            np.concatenate([choice.ranking[:BEST], few, near, np.array(fallbacks, dtype=np.intp)])
+            np.concatenate([choice.ranking[:BEST], few, near, np.array(others, dtype=np.intp)])
         )
     records = as_records(table.take(rows), fitted.parts, np.isin(rows, front))
     return dict(zip(rows.tolist(), records, strict=True))

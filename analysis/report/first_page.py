@@ -14,7 +14,6 @@ from tula_hpc.analysis.models.profiles import is_out_of_memory, parts_of
 from tula_hpc.analysis.planning.partitions import name_of
 from tula_hpc.analysis.report.bill_text import bill_of, bill_sentences, steps_off
 from tula_hpc.analysis.report.plan_text import (
-    RANKS,
     alternatives,
     knee_sentences,
     not_told_apart,
@@ -23,7 +22,7 @@ from tula_hpc.analysis.report.plan_text import (
     why_not_better,
     without_price,
 )
-from tula_hpc.analysis.report.text import HEADINGS, as_sentence, doubts, of_partition_in_words
+from tula_hpc.analysis.report.text import as_sentence, doubts, of_partition_in_words
 from tula_hpc.analysis.run_contents import (
     RunContents,
     Training,
@@ -286,6 +285,7 @@ def _how_sure(run: RunContents, plan: Plan, *, is_billed: bool) -> Iterator[str]
     # a training has measured it
     if not is_billed:
         yield from _how_measured(run, plan)
+        yield from _of_accuracy(run, plan)
     yield from not_told_apart(plan)
     yield from knee_sentences(plan)
 
@@ -302,6 +302,11 @@ def _how_measured(run: RunContents, plan: Plan) -> Iterator[str]:
         yield f"The step of this configuration was not measured; it is predicted by {model}."
 
 
+def _of_accuracy(run: RunContents, plan: Plan) -> Iterator[str]:
+    if run.sweep is not None and plan.chosen.global_batch > run.sweep.training.base_batch:
+        yield "Its accuracy is not predicted; a [study] measures it (sweeps/README.md)."
+
+
 def _reason(plan: Plan) -> str:
     return as_sentence(plan.reason.removeprefix(f"{name_of(plan.chosen)}: "))
 
@@ -313,7 +318,7 @@ def _what_would_change(plan: Plan, *, has_trained: bool) -> Iterator[str]:
         # else the training measures what was not settled
         yield from (as_sentence(text) for text in plan.hangs_on)
     is_decided = True
-    for other in alternatives(plan, RANKS[:1]):
+    for other in alternatives(plan):
         roles = " and ".join(f"the {role}" for role in other.roles)
         compared = f": {other.against(plan.chosen)}"
         kind = other.objective
@@ -353,7 +358,7 @@ def _next(run: RunContents) -> list[str]:
         return [f"Go on measuring: {GO_ON}. {IS_RUN}"]
     if any(training.result is None for training in run.trainings):
         return [f"Wait for the training; tula status RUN tells how far it is. {IS_RUN}"]
-    todo = [HEADINGS[remedy] for remedy in (Remedy.MEASURE, Remedy.CHANGE) if remedy in remedies]
+    todo = [remedy.heading for remedy in (Remedy.MEASURE, Remedy.CHANGE) if remedy in remedies]
     below = " and ".join(f"“{heading}”" for heading in todo)
     if run.trainings:
         if not below:

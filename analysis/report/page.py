@@ -29,13 +29,13 @@ from tula_hpc.analysis.report.tables import (
     summary_table,
     what_if_table,
 )
-from tula_hpc.analysis.report.text import assumptions, doubts, grouped, how_measured
+from tula_hpc.analysis.report.text import assumptions, doubts, how_measured
 from tula_hpc.analysis.run_contents import RunContents, read_run
 from tula_hpc.analysis.what_if import what_if
 from tula_hpc.errors import RunDirectoryError
 from tula_hpc.files import MEASUREMENTS_GONE, loaded_elsewhere
 from tula_hpc.formatting import plural
-from tula_hpc.records import Event, RunDirectory
+from tula_hpc.records import Event, RunDirectory, grouped
 
 if TYPE_CHECKING:
     from tula_hpc.analysis.figures.all import Figures
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 TEMPLATE = "report_template.html"
 # before the line below which all is for studying: what decides fits on two printed pages
-MOST_WARNINGS = 6
+MOST_WARNINGS = 5
 
 
 def write_report(run: RunDirectory) -> list[Path]:

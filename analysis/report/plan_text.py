@@ -33,7 +33,7 @@ from tula_hpc.formatting import (
     plural,
     printable,
 )
-from tula_hpc.records import Candidate, Plan
+from tula_hpc.records import Candidate, Plan, grouped
 
 # blanks between two columns
 GAP = 2
@@ -67,11 +67,8 @@ class TextColumn(NamedTuple):
 
 
 def _longest(texts: Sequence[str]) -> int:
-    longest = 0
-    for text in texts:
-        for line in text.split("\n"):
-            longest = max(longest, cell_len(line))
-    return longest
+    lines = (line for text in texts for line in text.split("\n"))
+    return max(map(cell_len, lines), default=0)
 
 
 def fitted(columns: Sequence[TextColumn], width: int) -> list[tuple[TextColumn, int]]:
@@ -125,11 +122,13 @@ PART_NAMES = {
     "ends": "end of the job",
     "repeated": "work repeated after interruptions",
 }
-# of `Plan.runners_up`
-RANKS = ["next best", "third best", "fourth best"]
+# roles of alternatives
+NEXT_BEST = "next best"
 FASTEST = "fastest"
 CHEAPEST = "cheapest"
 SOONEST = "soonest to the same progress"
+FEWER = "best on fewer nodes"
+MORE = "best on more nodes"
 # kind of objective that takes each of them
 OBJECTIVES = {FASTEST: "time", CHEAPEST: "cost", SOONEST: "progress"}
 # columns where the output is no terminal
@@ -174,7 +173,9 @@ def sentences(plan: Plan, profiling: str = "") -> list[str]:
     ]
     if profiling:
         found.append(f"Profiling: {profiling}.")
-    return [*found, *(f"Warning: {warning}." for warning in plan.warnings)]
+    for heading, texts in grouped(plan.doubts).items():
+        found += [f"{heading}: {text}." for text in texts]
+    return found
 
 
 def background(plan: Plan) -> list[str]:
@@ -288,15 +289,19 @@ class Alternative(NamedTuple):
         return text
 
 
-def alternatives(plan: Plan, ranks: Sequence[str] = RANKS) -> list[Alternative]:
-    """Return those next in the plan's ranking, the fastest, the cheapest, the soonest to progress."""
+def alternatives(plan: Plan) -> list[Alternative]:
+    """Return what somebody might want instead, the next best first."""
     chosen = plan.chosen
     # the chosen one wins ties
     feasible = [chosen, *(candidate for candidate in plan.candidates if candidate.feasible)]
     fastest = min(feasible, key=lambda c: (c.expected_time_s, c.cost))
     cheapest = min(feasible, key=lambda c: (c.cost, c.expected_time_s))
-    named = [*zip(ranks, plan.runners_up, strict=False)]
-    named += [(FASTEST, fastest), (CHEAPEST, cheapest)]
+    named = [
+        *((NEXT_BEST, c) for c in plan.runners_up[:1]),
+        (FASTEST, fastest),
+        (CHEAPEST, cheapest),
+    ]
+    named += [(FEWER if c.nodes < chosen.nodes else MORE, c) for c in plan.other_nodes]
     soonest = min(feasible, key=lambda c: c.progress_time_s or math.inf)
     if (chosen.progress_time_s or 0.0) > SOONER * (soonest.progress_time_s or math.inf):
         named.append((SOONEST, soonest))
@@ -319,7 +324,7 @@ def _alternatives(plan: Plan) -> list[str]:
     found = not_told_apart(plan)
     for other in alternatives(plan):
         # the fastest that is also cheaper has a sentence of its own
-        if other.is_compared and other.roles in (RANKS[:1], [FASTEST]):
+        if other.is_compared and other.roles in ([NEXT_BEST], [FASTEST]):
             continue
         roles = " and ".join(other.roles)
         text = "compared above" if other.is_compared else other.against(plan.chosen)
@@ -331,10 +336,9 @@ def not_told_apart(plan: Plan) -> list[str]:
     """Say that the chosen one may not be better than the next best; empty where it is, or alone."""
     if not plan.runners_up or plan.runners_up[0].configuration == plan.chosen.configuration:
         return []
-    what = "time"
-    name = plan.chosen.expected_quantity
+    takes, name = "takes less time", plan.chosen.expected_quantity
     if plan.objective == "cost":
-        what = name = "cost"
+        takes, name = "costs less", "cost"
     other = plan.runners_up[0]
     for one, its in ((plan.chosen, other), (other, plan.chosen)):
         low, high = its.interval_90.get(name, (math.inf, -math.inf))
@@ -346,8 +350,7 @@ def not_told_apart(plan: Plan) -> list[str]:
         choose = ""
     return [
         f"The next best, {name_of(other)}, is predicted to be {against(other, plan.chosen)}. The "
-        f"two cannot be told apart by {what}: the predicted {what} of each lies within the other's "
-        f"90 % interval{choose}."
+        f"predictions are too close to say which of the two {takes}{choose}."
     ]
 
 

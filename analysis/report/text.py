@@ -25,17 +25,11 @@ from tula_hpc.formatting import (
     format_number,
     plural,
 )
-from tula_hpc.records import Doubt, Measurement, Remedy, RunHistory
+from tula_hpc.records import Doubt, Measurement, RunHistory
 
 SECONDS_PER_HOUR = 3600
 # hosts and the like that are named, the others are counted
 LISTED = 16
-# of groups of doubts, the most pressing first
-HEADINGS = {
-    Remedy.MEASURE: "Measure more",
-    Remedy.CHANGE: "Change the job",
-    Remedy.KNOW: "Good to know",
-}
 
 
 def of_partition_in_words(partition: str) -> str:
@@ -76,17 +70,6 @@ def doubts(run: RunContents) -> list[Doubt]:
         *plan_warnings.to_change([*_learned_nothing(run), *_scaled_nothing(run)]),
         *plan_warnings.to_know(run.notes),
     ]
-
-
-def grouped(every: Iterable[Doubt]) -> dict[str, list[str]]:
-    """Return the doubts under headings that name the remedy; none without any."""
-    found: dict[str, list[str]] = {}
-    listed = list(every)
-    for remedy, heading in HEADINGS.items():
-        texts = [doubt.text for doubt in listed if doubt.remedy is remedy]
-        if texts:
-            found[heading] = texts
-    return found
 
 
 def _doubts_before_plan(run: RunContents) -> list[Doubt]:

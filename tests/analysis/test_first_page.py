@@ -14,10 +14,10 @@ from tests.planning_data import cluster, ok, sweep
 from tests.run_factory import make_run, write_plan
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.report.first_page import first_page
-from tula_hpc.analysis.report.text import HEADINGS, assumptions, doubts, grouped
+from tula_hpc.analysis.report.text import assumptions, doubts
 from tula_hpc.analysis.run_contents import read_run
 from tula_hpc.formatting import duration_within, format_duration, format_money, money_within
-from tula_hpc.records import Doubt, Plan, Remedy
+from tula_hpc.records import Doubt, Plan, Remedy, grouped
 
 
 @pytest.fixture(scope="module")
@@ -52,18 +52,21 @@ def test_what_would_change_the_choice_is_said_or_that_nothing_would(plan: Plan, 
         (said,) = (s.sentences for s in first_page(read_run(run)).sections if s.heading == "What would change it")
         return said
 
-    fastest, cheapest = would()
+    fastest, cheapest = would(other_nodes=[])
     assert fastest.endswith(", compared above; tula plan RUN --objective time --write chooses it."), "beside the reason"
     assert cheapest.endswith(" cheaper; tula plan RUN --objective cost --write chooses it.")
     unsettled = "the step of N=2 b=64 (B=128), which is not settled: with 80 ms the plan would choose N=2 b=64 (B=128)"
     assert would(hangs_on=[unsettled])[0] == f"T{unsettled[1:]}."
     worse = {"local_batch": 8, "wall_time_s": 2 * plan.chosen.expected_time_s, "cost": 2 * plan.chosen.cost}
     other = plan.chosen.model_copy(update=worse)
-    nothing = would(candidates=[plan.chosen, other], runners_up=[])
+    assert would(other_nodes=[other.model_copy(update={"nodes": 9})])[-1].startswith(
+        "The best on more nodes is N=9 b=8 "
+    )
+    nothing = would(candidates=[plan.chosen, other], runners_up=[], other_nodes=[])
     assert nothing == [
         'Neither objective.kind = "time" nor "cost" would: of all that was searched it is the fastest and the cheapest.'
     ]
-    alone = would(candidates=[plan.chosen, other.model_copy(update={"feasible": False})], runners_up=[])
+    alone = would(candidates=[plan.chosen, other.model_copy(update={"feasible": False})], runners_up=[], other_nodes=[])
     assert alone == ["Nothing that was searched: no other candidate is feasible."]
 
 
@@ -131,7 +134,7 @@ def test_every_warning_of_a_plan_says_what_to_do(plan: Plan) -> None:
     larger = plan.with_doubts(more)
     assert len(larger.remedies) == len(larger.warnings) == len(plan.warnings) + 3
     assert Plan.model_validate_json(larger.model_dump_json(by_alias=True)).doubts == larger.doubts
-    assert list(grouped(larger.doubts)) == list(HEADINGS.values())
+    assert list(grouped(larger.doubts)) == [remedy.heading for remedy in Remedy]
     of_old = plan.model_copy(update={"warnings": ["a doubt"], "remedies": []})
     assert of_old.with_doubts(more[2:]).doubts == [Doubt("a doubt", Remedy.KNOW), more[2]]
 

@@ -346,6 +346,7 @@ def _say_plan(sweep: Sweep, plan: Plan, *, is_new: bool = True) -> None:
     """Print the plan; in full only where an earlier command has not done so."""
     from tula_hpc.analysis.planning.partitions import name_of
     from tula_hpc.analysis.report.plan_text import not_told_apart
+    from tula_hpc.records import grouped
 
     differs = list(plan.other_objective)
     if not differs and plan.objective != sweep.spec.objective.kind:
@@ -364,15 +365,15 @@ def _say_plan(sweep: Sweep, plan: Plan, *, is_new: bool = True) -> None:
     print(f"plan: {plan.reason}")
     for text in not_told_apart(plan):
         print(f"plan: {text}")
-    for warning in plan.warnings:
-        print(f"warning: {warning}")
+    for heading, texts in grouped(plan.doubts).items():
+        for text in texts:
+            print(f"{heading.lower()}: {text}")
 
 
 def _say_what_it_takes(sweep: Sweep, plan: Plan) -> None:
     """Print the planned training's time and cost, how they are known, and other choices."""
     from tula_hpc.analysis.planning.partitions import name_of
     from tula_hpc.analysis.report.plan_text import (
-        RANKS,
         alternatives,
         expectation,
         unmeasured,
@@ -399,7 +400,7 @@ def _say_what_it_takes(sweep: Sweep, plan: Plan) -> None:
             f"planned: profiling took {format_number(spent, 3)} node-seconds, more than this "
             f"training ({format_number(takes, 3)}); search.max_profiles bounds it"
         )
-    for other in alternatives(plan, RANKS[:1]):
+    for other in alternatives(plan):
         take = ""
         if other.objective:
             words = ("--objective", other.objective, "--write")

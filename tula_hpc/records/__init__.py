@@ -60,7 +60,7 @@ from tula_hpc.records.metrics import (
     steps_left_s,
     training_left_s,
 )
-from tula_hpc.records.plan import Candidate, Doubt, Knee, Plan, Remedy, write_plan
+from tula_hpc.records.plan import Candidate, Doubt, Knee, Plan, Remedy, grouped, write_plan
 from tula_hpc.records.run_directory import RunDirectory, TrainDirectory
 from tula_hpc.records.storage import (
     MAX_LINE_BYTES,
@@ -131,6 +131,7 @@ __all__ = [
     "compute_of",
     "corners",
     "folder_gone",
+    "grouped",
     "in_short",
     "is_usable",
     "measured_identity",

@@ -109,12 +109,18 @@ class Knee(Record):
 
 
 class Remedy(StrEnum):
-    """Action that a doubt asks of its reader."""
+    """Action that a doubt asks of its reader, the most pressing first."""
 
     MEASURE = "measure"
     CHANGE = "change"
     # nothing
     KNOW = "know"
+
+    @property
+    def heading(self) -> str:
+        """Return what such doubts are headed with."""
+        headings = {"measure": "Measure more", "change": "Change the job", "know": "Good to know"}
+        return headings[self]
 
 
 class Doubt(NamedTuple):
@@ -122,6 +128,17 @@ class Doubt(NamedTuple):
 
     text: str
     remedy: Remedy
+
+
+def grouped(doubts: Iterable[Doubt]) -> dict[str, list[str]]:
+    """Return the doubts under the headings of their remedies; none without any."""
+    found: dict[str, list[str]] = {}
+    listed = list(doubts)
+    for remedy in Remedy:
+        texts = [doubt.text for doubt in listed if doubt.remedy is remedy]
+        if texts:
+            found[remedy.heading] = texts
+    return found
 
 
 class Plan(Record):
@@ -141,6 +158,8 @@ class Plan(Record):
     candidates_total: int | None = None
     # what would have been chosen next, best first
     runners_up: list[Candidate] = Field(default=[])
+    # what would have been chosen of all with fewer nodes, and of all with more
+    other_nodes: list[Candidate] = Field(default=[])
     # share of the training's node-seconds that a profile of the chosen configuration would cost,
     # which is why it was not measured; None where it was, or a warning has another reason
     profile_share: float | None = None
