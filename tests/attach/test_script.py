@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tula_hpc.attach.processes import Meeting, variables_of
-from tula_hpc.attach.script import filled, own_folder, script_of, values_of
+from tula_hpc.attach.script import filled, script_of, values_of
 from tula_hpc.config import SweepSpec
 from tula_hpc.config.workload import PLACEHOLDERS
 from tula_hpc.env import WorkerEnvironment
@@ -66,30 +66,3 @@ def test_a_worker_with_a_gpu_of_its_own_has_the_first_that_it_sees(monkeypatch: 
     assert variables_of(environment(3), 2, MEETING)["LOCAL_RANK"] == "0"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert variables_of(environment(3), 2, MEETING)["LOCAL_RANK"] == "1"
-
-
-def test_a_folder_shows_what_lies_in_the_working_directory_and_keeps_what_is_new(tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    (home / "data").mkdir(parents=True)
-    (home / "data" / "x").write_text("1")
-    own = own_folder(tmp_path / "own", home)
-    assert (own / "data" / "x").read_text() == "1"
-    (own / "last.pt").write_text("2")
-    own_folder(own, home)
-    assert [path.name for path in home.iterdir()] == ["data"]
-    assert (own / "last.pt").read_text() == "2"
-
-
-def test_a_folder_below_the_working_directory_does_not_hold_itself(tmp_path: Path) -> None:
-    (tmp_path / "runs" / "mine" / "profile" / "first").mkdir(parents=True)
-    (tmp_path / "runs" / "weights.pt").write_text("1")
-    (tmp_path / "here").symlink_to(tmp_path / "runs")
-    for name in ("second", "third"):
-        own = own_folder(tmp_path / "here" / "mine" / "profile" / name / "work", tmp_path)
-        (own / "runs" / "board").mkdir()
-    found = {path.relative_to(own).as_posix() for path in own.rglob("*") if not path.is_relative_to(own / "here")}
-    # as Python 3.11 follows links to folders, and later versions do not
-    above = "runs/mine/profile"
-    assert {"runs/weights.pt", "runs/board", f"{above}/first", f"{above}/third"} <= found
-    assert f"{above}/third/work" not in found
-    assert not (tmp_path / "runs" / "board").exists()

@@ -16,6 +16,7 @@ from typing import Any, Literal, NoReturn
 
 from pydantic import Field
 
+from tula_hpc.attach.own_folder import spare_files
 from tula_hpc.attach.script import Script
 from tula_hpc.attach.step_hooks import Hooks, Listener
 from tula_hpc.ddp.device_errors import broken_device
@@ -145,6 +146,7 @@ class Mode(Listener):
         """Watch from now on; called before the script runs, in the main thread."""
         if self.spec.device == "cpu":
             keep_freed()
+        spare_files(Path.cwd())
         self.hooks.install()
 
     def ended(self, code: int) -> Said:

@@ -7,7 +7,6 @@ with those of another configuration.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import runpy
 import sys
@@ -144,29 +143,3 @@ def torchrun_variables(
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
     }
-
-
-def own_folder(path: Path, home: Path) -> Path:
-    """Make a folder with links to the entries of the working directory, and return it.
-
-    A script can read each entry under its own name; files that it creates stay in the folder. Of an
-    entry that holds the folder itself, as `runs` does, a folder with links to the rest is made: who
-    walks through a link to it would never come to an end.
-    """
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700, parents=True)
-    _link_entries(path, home.resolve(), path.resolve())
-    return path
-
-
-def _link_entries(path: Path, home: Path, own: Path) -> None:
-    for entry in home.iterdir():
-        # another worker was faster, or the script has made one of this name
-        with contextlib.suppress(FileExistsError):
-            if entry == own:
-                continue
-            if own.is_relative_to(entry):
-                (path / entry.name).mkdir(mode=0o700, exist_ok=True)
-                _link_entries(path / entry.name, entry, own)
-            else:
-                (path / entry.name).symlink_to(entry)

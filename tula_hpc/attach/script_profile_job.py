@@ -20,7 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tula_hpc.attach.script import forward_batch, own_folder, script_of
+from tula_hpc.attach.own_folder import own_folder
+from tula_hpc.attach.script import forward_batch, script_of
 from tula_hpc.ddp.exit_at_once import leaving_at_once
 from tula_hpc.env import WorkerEnvironment, job_started_at, join_job, loading_libraries, unix_time
 from tula_hpc.errors import StorageError

@@ -15,7 +15,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tula_hpc.attach.script import own_folder, script_of
+from tula_hpc.attach.own_folder import own_folder
+from tula_hpc.attach.script import script_of
 from tula_hpc.ddp.exit_at_once import leaving_at_once
 from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.env import job_started_at, join_job, loading_libraries, unix_time

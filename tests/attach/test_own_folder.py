@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from tests.forked import start_workers
+from tula_hpc.attach import own_folder as folders
+from tula_hpc.attach.own_folder import own_folder, spare_files
+
+WRITTEN = (
+    "log.txt",
+    "notes/run.csv",
+    "out/last.pt",
+    "out/best.safetensors",
+    "out/old.pt",
+    "out/cut",
+    "out/x.npy",
+    "x.db",
+)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A user's folder, with files of earlier trainings."""
+    home = tmp_path / "home"
+    for name in WRITTEN:
+        path = home / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"the user's {name}\n")
+    (home / "x.db").write_bytes(b"")
+    (home / "cache" / "deep").mkdir(parents=True)
+    (home / "cache" / "deep" / "index").write_text("the user's index")
+    return home
+
+
+def test_a_folder_shows_what_lies_in_the_working_directory_and_keeps_what_is_new(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    (home / "data").mkdir(parents=True)
+    (home / "data" / "x").write_text("1")
+    own = own_folder(tmp_path / "own", home)
+    assert (own / "data" / "x").read_text() == "1"
+    (own / "last.pt").write_text("2")
+    own_folder(own, home)
+    assert [path.name for path in home.iterdir()] == ["data"]
+    assert (own / "last.pt").read_text() == "2"
+
+
+def test_a_folder_below_the_working_directory_does_not_hold_itself(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "mine" / "profile" / "first").mkdir(parents=True)
+    (tmp_path / "runs" / "weights.pt").write_text("1")
+    (tmp_path / "here").symlink_to(tmp_path / "runs")
+    for name in ("second", "third"):
+        own = own_folder(tmp_path / "here" / "mine" / "profile" / name / "work", tmp_path)
+        (own / "runs" / "board").mkdir()
+    found = {path.relative_to(own).as_posix() for path in own.rglob("*") if not path.is_relative_to(own / "here")}
+    # as Python 3.11 follows links to folders, and later versions do not
+    above = "runs/mine/profile"
+    assert {"runs/weights.pt", "runs/board", f"{above}/first", f"{above}/third"} <= found
+    assert f"{above}/third/work" not in found
+    assert not (tmp_path / "runs" / "board").exists()
+
+
+def write_over(_: int, own: Path) -> None:
+    """Do with files that are there whatever scripts do."""
+    os.chdir(own)
+    spare_files(own)
+    for name, mode, text in (("log.txt", "a", "more\n"), ("notes/run.csv", "w", "new")):
+        with Path(name).open(mode) as file:
+            file.write(text)
+    torch.save({"step": 1}, "out/last.pt")
+    safetensors.torch.save_file({"x": torch.ones(1)}, "out/best.safetensors")
+    Path("out/old.pt").unlink()
+    os.truncate("out/cut", 3)
+    np.save("out/x.npy", np.ones(2))
+    sqlite3.connect("x.db").execute("create table runs (name)").connection.commit()
+    shutil.rmtree("cache")
+    Path("out/new").write_text("made by the script")
+    Path("latest").symlink_to("out/new")
+    with Path("latest").open("a") as file:
+        file.write(", twice")
+
+
+def test_what_a_script_writes_over_stays_in_its_folder(home: Path, tmp_path: Path) -> None:
+    before = {path: path.read_bytes() for path in home.rglob("*") if path.is_file()}
+    own = own_folder(tmp_path / "own", home)
+    start_workers(1, write_over, own)
+    assert {path: path.read_bytes() for path in home.rglob("*") if path.is_file()} == before
+    assert (own / "log.txt").read_text() == "the user's log.txt\nmore\n"
+    assert (own / "notes" / "run.csv").read_text() == "new"
+    assert torch.load(own / "out" / "last.pt", weights_only=True) == {"step": 1}
+    assert (own / "out" / "cut").read_text() == "the"
+    assert sqlite3.connect(own / "x.db").execute("select count(*) from runs").fetchone() == (0,)
+    assert not (own / "out" / "old.pt").exists()
+    assert not (own / "cache").exists()
+    assert (own / "latest").is_symlink(), "a link of the script's own stays one"
+    assert (own / "out" / "new").read_text() == "made by the script, twice"
+    assert not list(own.rglob("*.[0-9]*"))
+
+
+def test_a_folder_of_many_entries_or_one_that_is_hidden_is_the_real_one(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "MOST_ENTRIES", 6)
+    (home / ".git").mkdir()
+    own = own_folder(tmp_path / "own", home)
+    linked = {path.name for path in own.iterdir() if path.is_symlink()}
+    # the first ones that fit are made anew, whatever comes behind
+    assert linked == {".git", "log.txt", "out", "x.db"}
+    (own / "out" / "new").write_text("1")
+    assert (home / "out" / "new").exists()

@@ -1,0 +1,153 @@
+"""Folder in which a script runs: it finds the user's files there, and what it writes stays there.
+
+Small folders are made anew, with links to their files; one with many entries, which holds data, is
+a link itself. Before the script writes to one of the user's files, a copy takes the place of its
+link: a profile of some steps must not replace what a training of days has saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import itertools
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# in all folders that are made anew; the others hold data
+MOST_ENTRIES = 1000
+# a larger file is changed itself: nobody waits for its copy
+MOST_BYTES = 2**30
+# functions of other libraries that open a file without Python, which is their second argument
+WRITERS = (("torch", "save"), ("safetensors.torch", "save_file"))
+
+
+def own_folder(path: Path, home: Path) -> Path:
+    """Make a folder that shows the entries of the working directory, and return it.
+
+    Of an entry that holds the folder itself, as `runs` does, a folder with links to the rest is
+    made: who walks through a link to it would never come to an end.
+    """
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700, parents=True)
+    _show(path, home.resolve(), path.resolve(), MOST_ENTRIES)
+    return path
+
+
+def _show(path: Path, home: Path, own: Path, room: int) -> None:
+    for entry in sorted(home.iterdir()):
+        if entry == own:
+            continue
+        shown = path / entry.name
+        # another worker was faster, or the script has made one of this name
+        with contextlib.suppress(FileExistsError):
+            if own.is_relative_to(entry):
+                shown.mkdir(mode=0o700, exist_ok=True)
+                _show(shown, entry, own, room=0)
+                continue
+            count = _entries_of(entry, own, room)
+            if count > room:
+                shown.symlink_to(entry)
+            else:
+                room -= count
+                _make_anew(shown, entry)
+
+
+def _entries_of(entry: Path, own: Path, most: int) -> int:
+    """Count what a folder holds in all, up to one more than `most`; a file is always more."""
+    is_visible = not entry.name.startswith(".") and entry.is_dir()
+    if not is_visible or own.is_relative_to(entry.resolve()):
+        return most + 1
+    try:
+        return sum(1 for _ in itertools.islice(_walk(entry), most + 1))
+    except OSError:
+        # it may not be read
+        return most + 1
+
+
+def _walk(folder: str | Path) -> Iterator[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            yield entry
+            if entry.is_dir(follow_symlinks=False):
+                yield from _walk(entry.path)
+
+
+def _make_anew(path: Path, folder: Path) -> None:
+    path.mkdir(mode=0o700, exist_ok=True)
+    for entry in folder.iterdir():
+        with contextlib.suppress(FileExistsError):
+            if entry.is_dir() and not entry.is_symlink():
+                _make_anew(path / entry.name, entry)
+            else:
+                (path / entry.name).symlink_to(entry)
+
+
+def spare_files(folder: Path) -> None:
+    """Keep this process, until it ends, from writing to the user's files through links.
+
+    Args:
+        folder: The script's own, which has the links.
+    """
+    sparing = _Sparing(folder)
+    sys.addaudithook(sparing)
+    for module, name in WRITERS:
+        with contextlib.suppress(ImportError):
+            library = importlib.import_module(module)
+            setattr(library, name, sparing.around(getattr(library, name)))
+
+
+class _Sparing:
+    """An audit hook (PEP 578), and a wrapper of what opens files in other ways."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder.resolve()
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            path, _, flags = arguments
+            if isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR):
+                self.spare(path, is_read=not flags & os.O_TRUNC)
+        elif event in ("os.truncate", "sqlite3.connect"):
+            self.spare(arguments[0], is_read=True)
+
+    def around(self, write: Any) -> Any:
+        @functools.wraps(write)
+        def spared(content: Any, file: Any, *rest: Any, **named: Any) -> Any:
+            self.spare(file, is_read=False)
+            return write(content, file, *rest, **named)
+
+        return spared
+
+    def spare(self, file: Any, *, is_read: bool) -> None:
+        """Put a file of the script's own in the place of a link to one of the user's.
+
+        Args:
+            file: Its path; of anything else, as a descriptor, nothing is known.
+            is_read: Its content counts, and is copied.
+        """
+        if not isinstance(file, str | bytes | os.PathLike):
+            return
+        # what cannot be spared the script shall meet itself
+        with contextlib.suppress(OSError, ValueError):
+            link = Path(os.fsdecode(file)).absolute()
+            if not link.is_symlink() or not self._is_inside(link.parent):
+                return
+            target = link.resolve()
+            is_large = is_read and target.stat().st_size > MOST_BYTES
+            if self._is_inside(target) or not target.is_file() or is_large:
+                return
+            copy = link.with_name(f"{link.name}.{os.getpid()}")
+            if is_read:
+                shutil.copyfile(target, copy)
+            else:
+                copy.touch()
+            shutil.copymode(target, copy)
+            copy.replace(link)
+
+    def _is_inside(self, path: Path) -> bool:
+        return path.resolve().is_relative_to(self._folder)
