@@ -21,6 +21,11 @@ from tula_hpc.python_path import missing_library
 # a command that does not
 TRY_AGAIN_ON_A_RUN = "Fix the cause and run the same command again; finished work is kept."
 TRY_AGAIN = "Fix the cause and run the same command again."
+# after `rm -r` and a new clone, or by a cleaned scratch
+FOLDER_DELETED = (
+    "the folder in which this was started has been deleted: cd to one that exists, even to one of "
+    "the same name\n"
+)
 # of a command that says itself what it leaves once it works
 NOTHING_BEGUN = "interrupted before anything was begun"
 
@@ -31,13 +36,17 @@ class CommandParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override] # the standard library has overloads for other namespaces
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> argparse.Namespace:
-        """Parse arguments; a mistake ends the process with exit code 2."""
+        """Parse arguments; a mistake, or no place to begin, ends the process with exit code 2."""
         options: argparse.Namespace
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
             near = difflib.get_close_matches(unknown[0], self._option_string_actions, n=1)
             meant = f" (did you mean {near[0]}?)" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+        try:
+            Path.cwd()
+        except FileNotFoundError:
+            self.exit(2, FOLDER_DELETED)
         return options
 
     def error(self, message: str) -> NoReturn:

@@ -129,7 +129,10 @@ def is_mistake(error: Exception | SystemExit) -> bool:
 
 def told(error: Exception | SystemExit) -> str:
     """Describe an error of the user's code in one line: its type, its message, and the place."""
-    message = str(error).strip().partition("\n")[0]
+    message, _, rest = str(error).strip().partition("\n")
+    if message.endswith(":"):
+        # the first of those that it announces
+        message = f"{message} {rest.strip().partition(chr(10))[0]}".strip()
     description = f"{type(error).__name__}: {message}" if message else type(error).__name__
     if isinstance(error, BdbQuit):
         description = "a breakpoint() or pdb stops it; take that out"

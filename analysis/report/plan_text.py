@@ -310,7 +310,9 @@ def alternatives(plan: Plan) -> list[Alternative]:
         alike = plan.runners_up[0]
     found: dict[str, Alternative] = {}
     for role, candidate in named:
-        if candidate == chosen:
+        # its number of nodes is seen where it has another role
+        is_told = name_of(candidate) in found and role in (FEWER, MORE)
+        if candidate == chosen or is_told:
             continue
         is_better = candidate == fastest and beats(candidate, chosen)
         is_compared = candidate == alike or is_better

@@ -121,6 +121,23 @@ def test_several_workers_have_to_train_together(tmp_path: Path) -> None:
     assert "wraps no model in DistributedDataParallel, so that its 2 workers train apart" in outcome.said.detail
 
 
+def test_workers_that_all_go_through_all_samples_are_told_from_those_that_share_them(tmp_path: Path) -> None:
+    found = {}
+    for how, counts in (("shares no data", True), ("shares no data", False), ("shares its data", True)):
+        folder = tmp_path / f"{how} {counts}"
+        outcome = worst(profiled(MISBEHAVING, (how, str(BATCH)), folder, 2, samples=1000, counts_epochs=counts))
+        found[how, counts] = outcome.said
+    assert [said.failure for said in found.values()] == [Failure.BAD_INPUT, None, None]
+    said = found["shares no data", True]
+    assert "each of its 2 workers goes through all 1,000 samples in an epoch" in said.detail
+
+
+def test_workers_meet_where_they_can_whatever_a_script_says(tmp_path: Path) -> None:
+    outcome = misbehave("meets elsewhere", tmp_path, world=2)
+    assert outcome.is_done
+    assert "not 192.0.2.1 as misbehaving.py has it" in Path(outcome.log).read_text()
+
+
 def test_the_worker_that_failed_first_explains_the_others(tmp_path: Path) -> None:
     started = time.monotonic()
     outcomes = profiled(MISBEHAVING, ("fails on one", str(BATCH)), tmp_path, world=2)

@@ -396,6 +396,20 @@ def test_a_run_goes_on_where_removed_keys_did_nothing(sweep_file: Path, line: st
         open_run(*inputs_of(sweep_file), run.root)
 
 
+@pytest.mark.parametrize("command", ["status", "report", "plan", "init", "sweep"])
+def test_a_working_directory_that_was_deleted_is_named(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tula_hpc.__main__ import main as tula
+
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(SystemExit, match="2"):
+        tula([command, "any"])
+    assert capsys.readouterr().err.startswith("the folder in which this was started has been deleted: cd to one that")
+
+
 def test_how_jobs_are_submitted_may_change_while_a_run_goes_on(
     sweep_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -418,10 +432,15 @@ def test_how_jobs_are_submitted_may_change_while_a_run_goes_on(
     opened = open_run(*inputs("account=rich", "train_minutes=90"), run.root)
     assert (opened.cluster.account, load_cluster(run.cluster_file)) == ("rich", opened.cluster)
     assert "account: spent before, rich from now on" in capsys.readouterr().err
+    # between nodes nothing was measured
+    open_run(*inputs("account=rich", "environment.GLOO_SOCKET_IFNAME=ib0"), run.root)
+    append_record(run.profile / "n2-b32-0.jsonl", ok(2, 32))
+    with pytest.raises(RunDirectoryError, match="_IFNAME: one value before, another now"):
+        open_run(*inputs("account=rich", "environment.GLOO_SOCKET_IFNAME=eth0"), run.root)
     with run.locked(), pytest.raises(RunDirectoryError, match="is in use by"):
-        open_run(*inputs("account=other"), run.root)
+        open_run(*inputs("account=other", "environment.GLOO_SOCKET_IFNAME=ib0"), run.root)
     with pytest.raises(RunDirectoryError, match="partition: not set before, gpu now"):
-        open_run(*inputs("account=other", "partition=gpu"), run.root)
+        open_run(*inputs("account=other", "partition=gpu", "environment.GLOO_SOCKET_IFNAME=ib0"), run.root)
     assert load_cluster(run.cluster_file).account == "rich"
 
 

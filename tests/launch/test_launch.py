@@ -205,6 +205,7 @@ def test_the_script_says_what_the_template_says(tmp_path: Path) -> None:
         "module load cuda",
         "trap - ERR",
         "export OMP_NUM_THREADS=8",
+        "export PYTHONHASHSEED=0",
         "export PYTHONSAFEPATH=1",
         "export NCCL_ALGO=ring",
     ]

@@ -302,6 +302,12 @@ def test_who_finds_no_controller_hears_which_configuration_was_used(
             f"{FRAME}submitit.core.utils.UncompletedJobError: Job not requeued because: timed-out too many times.",
             "reached its time limit too many times.",
         ),
+        (
+            "slurmstepd-n2: error: execve(): /me/venv/bin/python: No such file or directory\nsrun: error: n2: task 0: "
+            "Exited with exit code 2",
+            "/me/venv/bin/python, the job's Python, is not on its node: it was moved or deleted, or is not on a file "
+            "system that all nodes see; run the same command from an environment that is",
+        ),
         (" \n", "no log was written; the run directory has to be on a file system that all nodes see"),
     ],
 )

@@ -139,6 +139,20 @@ def test_a_script_that_goes_on_from_nothing_is_said_to_begin_from_the_start(
     assert (files.root / "metrics-1.jsonl").exists() == is_lost
 
 
+def test_a_training_whose_checkpoints_are_gone_is_said_to_begin_from_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    files = run.make_train()
+    append_record(files.metrics_file, STEP)
+    train(monkeypatch, tmp_path, lambda _: Failure.CANCELLED)
+    assert "warning" not in capsys.readouterr().err
+    run.log_event("checkpoint", "train")
+    train(monkeypatch, tmp_path, lambda _: Failure.CANCELLED)
+    said = f"warning: what the training had saved in {files.checkpoints} is gone; the training begins from the start"
+    assert said in capsys.readouterr().err
+
+
 def test_a_metric_of_a_script_that_matches_nothing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)

@@ -320,6 +320,7 @@ def test_what_slurm_says_of_a_job_is_told_in_its_word_and_in_plain_words(tmp_pat
         ("AssocMaxJobsLimit", False),
         ("AssocGrpCPURunMinutesLimit", False),
         ("ReqNodeNotAvail, UnavailableNodes:n[1-2]", False),
+        ("ReqNodeNotAvail, Reserved for maintenance", False),
         ("Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions", False),
         ("PartitionDown", False),
         ("JobArrayTaskLimit", False),

@@ -258,6 +258,14 @@ class MeasuredSteps(Mode):
         except (TypeError, AttributeError, NotImplementedError):
             return 0
 
+    @property
+    def loader_batches(self) -> int:
+        """Batches of an epoch that the loader of this worker gives out; 0 where it does not say."""
+        try:
+            return len(self.loader)
+        except (TypeError, AttributeError, NotImplementedError):
+            return 0
+
     def use_up_batches(self) -> None:
         """Take the batches that the loader has ready, as many on each worker. Collective."""
         left = 0

@@ -27,6 +27,8 @@ from tula_hpc.records import parse_record, write_atomically
 from tula_hpc.records.base import Record
 from tula_hpc.user_code import lacks_gpu, told
 
+# variables of the place where a script's processes meet
+MEETING = ("MASTER_ADDR", "MASTER_PORT")
 # between two signs of life
 BEAT_S = 1.0
 MOST_WORDS = 500
@@ -141,6 +143,7 @@ class Mode(Listener):
         self.hooks = Hooks(self, spec.counted_model)
         self.steps = 0
         self._beat_at = 0.0
+        self._meeting = {name: os.environ[name] for name in MEETING if name in os.environ}
 
     def begin(self) -> None:
         """Watch from now on; called before the script runs, in the main thread."""
@@ -189,8 +192,24 @@ class Mode(Listener):
             )
         )
 
+    def meets(self) -> None:
+        """Let the workers meet where they can, whatever place the script has set."""
+        for name, value in self._meeting.items():
+            own = os.environ.get(name)
+            if own != value:
+                os.environ[name] = value
+                sys.stderr.write(
+                    f"tula: {name} is {value}, not {own} as {self.spec.program.name} has it\n"
+                )
+
     def fail(self, error: BaseException) -> NoReturn:
         """Say why this process fails, and end it."""
         traceback.print_exception(error)
-        self.say(failed_by(error).model_copy(update={"steps": self.steps}))
+        said = failed_by(error)
+        detail = f"{said.detail}{self.circumstances()}"
+        self.say(said.model_copy(update={"steps": self.steps, "detail": detail}))
         leave(1)
+
+    def circumstances(self) -> str:
+        """Return what may explain a failure of the script at this moment, after a semicolon."""
+        return ""

@@ -72,6 +72,8 @@ class Settings(Record):
     accumulation: int | None = None
     # of an epoch
     samples: int = 0
+    # it is told epochs, whose steps are reckoned from these
+    counts_epochs: bool = False
     # optimizer steps of the training that is planned; 0: unknown
     training_steps: float = 0.0
     # digests of its own files
@@ -167,6 +169,7 @@ class ScriptProfile(MeasuredSteps):
         for _ in range(self.settings.search.warmup_steps):
             yield
         self._check_passes()
+        self._check_share()
         self.power = NodePower(self.settings.cluster, self)
         yield from self.course.whole_steps(self.memory, self.power)
         yield from self.course.parts()
@@ -206,6 +209,27 @@ class ScriptProfile(MeasuredSteps):
             )
         if asked is None:
             self.configuration = self.configuration._replace(local_batch=max(1, batch) * passes)
+
+    def _check_share(self) -> None:
+        """Refuse workers that each go through all samples in an epoch.
+
+        Raises:
+            InputError: An epoch has as many times the steps that were planned as there are workers.
+        """
+        samples, world = self.settings.samples, self.env.world_size
+        if world == 1 or not self.settings.counts_epochs:
+            return
+        share = self.loader_batches * (self.settings.forward_batch or 0)
+        # a data set of another size is not the one that is meant
+        is_whole = abs(self.loaded_samples - samples) <= NEAR * samples
+        if is_whole and share > samples * (1 + 1 / world) / 2:
+            raise InputError(
+                f"{self.spec.program.name}: each of its {world} workers goes through all "
+                f"{samples:,} samples in an epoch; expected a share of them each: give its loader "
+                "sampler=DistributedSampler(dataset); other code needs another --run-dir once "
+                "something is measured",
+                key="workload.script",
+            )
 
     def _model_name(self) -> str:
         return type(self.hooks.inner_model).__name__

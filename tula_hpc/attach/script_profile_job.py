@@ -190,6 +190,7 @@ class Session:
             forward_batch=forward_batch(self.sweep, configuration),
             accumulation=self.sweep.workload.accumulation,
             samples=job.sweep.workload.samples or 0,
+            counts_epochs=any("{epochs}" in text for text in job.sweep.workload.arguments),
             training_steps=self._training_steps(configuration),
             sources=self.sources,
             allreduce_s=self.allreduce_s.get(configuration.world_size),

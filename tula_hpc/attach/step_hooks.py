@@ -24,6 +24,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -69,6 +70,9 @@ class Listener:
 
     def spawns_workers(self) -> None:
         """Note that the script is about to start workers of its own, which nobody watches."""
+
+    def meets(self) -> None:
+        """Note that the script's process is about to meet the others."""
 
 
 class Apart:
@@ -128,6 +132,7 @@ class Hooks:
             _after(dataloader._BaseDataLoaderIter, name, self.listener.loading_begins)
         _around_next(self.listener)
         _before_spawn(self.listener)
+        _before_meeting(self.listener)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         return self
@@ -272,6 +277,19 @@ def _before_spawn(listener: Listener) -> None:
 
     for module in modules:
         vars(module)["start_processes"] = start_processes
+
+
+def _before_meeting(listener: Listener) -> None:
+    """Tell a listener of `torch.distributed.init_process_group`."""
+    original = dist.init_process_group
+
+    @wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        listener.meets()
+        original(*args, **kwargs)
+
+    for module in (dist, dist.distributed_c10d):
+        vars(module)["init_process_group"] = init_process_group
 
 
 def _size(model: nn.Module) -> int:

@@ -100,6 +100,12 @@ def is_unmeasured(key: Key) -> bool:
     return free.get(table, table in ("objective", "pricing", "search"))
 
 
+def is_between_nodes(key: Key) -> bool:
+    """Tell whether only what several nodes measured depends on a key."""
+    table, name = _place(key)
+    return table == "environment" and name.endswith("_SOCKET_IFNAME")
+
+
 def only_prices(changes: Iterable[Key]) -> bool:
     """Tell whether only objective and prices differ, under which a plan can be made again."""
     return all(_place(key)[0] in ("objective", "pricing") for key in changes)

@@ -15,6 +15,7 @@ from tula_hpc.cli.changed_inputs import (
     freeze,
     in_lines,
     is_always_free,
+    is_between_nodes,
     is_of_submission,
     is_unmeasured,
     name_of,
@@ -174,11 +175,14 @@ def _refuse_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpe
         raise RunDirectoryError(words)
     is_sweep = spec.study is None
     free = is_sweep and not _may_train(run)
+    alone = free and all(row.nodes == 1 for row in run.measurements().records)
     for path, inputs in _files(run, spec, cluster):
         refused = {
             key: values
             for key, values in changes_of(path, inputs).items()
-            if not is_always_free(key) and not (free and is_unmeasured(key))
+            if not is_always_free(key)
+            and not (free and is_unmeasured(key))
+            and not (alone and is_between_nodes(key))
         }
         if refused:
             kind = "sweep" if path == run.sweep_file else "cluster"

@@ -65,6 +65,8 @@ def _raised(failure: Failure) -> str:
     return rf"^(\[rank\d+\]: )?tula_hpc\.errors\.{error_for(failure).__name__}: "
 
 
+# srun's words, with the path
+PYTHON_GONE = r"^\S+ error: execve\(\): (\S+): No such file or directory"
 # In order: what is more specific first. A step that was killed for its memory leaves the *job*
 # FAILED with exit 1:0.
 _SIGNS = (
@@ -79,7 +81,7 @@ _SIGNS = (
         r"OutOfMemoryError|CUDA (error: )?out of memory|Cuda failure.{0,300}out of memory",
     ),
     # whose sentence may quote why there is no device
-    _Sign(Failure.BAD_INPUT, frozenset(), _raised(Failure.BAD_INPUT)),
+    _Sign(Failure.BAD_INPUT, frozenset(), rf"{_raised(Failure.BAD_INPUT)}|{PYTHON_GONE}"),
     # before what follows from it: peers wait for such a worker until their time is up
     _Sign(
         Failure.DEVICE_FAILED,
@@ -206,6 +208,12 @@ def telling_line(log: str) -> str:
     """Return the line that tells most about a job's end: an exception, a sign, the last."""
     best = next(itertools.chain(*_lines_by_weight(log)), _no_word(log))
     best = _NOT_REQUEUED.sub("reached its time limit", best)
+    best = re.sub(
+        PYTHON_GONE,
+        r"\1, the job's Python, is not on its node: it was moved or deleted, or is not on a file "
+        "system that all nodes see; run the same command from an environment that is",
+        best,
+    )
     # these are sentences
     best = re.sub(r"^tula_hpc\.errors\.\w+: ", "", best)[:MOST_WORDS]
     before = setup_failure(log)
@@ -311,6 +319,11 @@ _KINDS = (
     ),
     _Kind(
         "JobArrayTaskLimit", "earlier tasks of its array, of which array_parallelism run at a time"
+    ),
+    _Kind(
+        "ReqNodeNotAvail.*[Rr]eserv.*",
+        "a reservation has its nodes, or begins before its time limit would end: `scontrol show "
+        "reservation` says until when; with shorter train_minutes or profile_minutes it may begin now",
     ),
     _Kind(
         "ReqNodeNotAvail.*",

@@ -93,7 +93,12 @@ def variables_of(cluster: ClusterSpec) -> dict[str, str]:
     """Return the variables that the setup file sets."""
     # a job starts where the command did, and would import submitit and torch from there
     path = {"PYTHONSAFEPATH": "1"} if is_found_elsewhere() else {}
-    return {"OMP_NUM_THREADS": str(cluster.cpus_per_worker), **path, **cluster.environment}
+    own = {
+        "OMP_NUM_THREADS": str(cluster.cpus_per_worker),
+        # labels that own code numbers by a set's order would differ from worker to worker
+        "PYTHONHASHSEED": "0",
+    }
+    return {**own, **path, **cluster.environment}
 
 
 def run_setup(folder: Path, sha256: str) -> list[str]:

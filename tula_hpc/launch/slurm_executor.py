@@ -222,6 +222,8 @@ class SlurmJobs:
             "setup": [
                 f'echo "{RUN_MARK}${{SLURM_RESTART_COUNT:-0}}" >&2',
                 describe_setup(cluster),
+                # what sbatch does not export, as with `export = "NONE"`, srun must all the same
+                "export SLURM_EXPORT_ENV=ALL",
             ],
             "additional_parameters": self._options(request),
         }

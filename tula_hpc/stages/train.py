@@ -111,10 +111,16 @@ def _see_to(
 def _lost(sweep: Sweep) -> list[str]:
     if not _starts_over(sweep):
         return []
+    if sweep.run.history().has_left_files(MAIN_LABEL):
+        return [f"{_gone(sweep)}: this training then begins from the start."]
     return [
         "This training then begins from the start: its script keeps nothing by tula.keep, and has "
         "no workload.resume_arguments."
     ]
+
+
+def _gone(sweep: Sweep) -> str:
+    return f"what the training had saved in {sweep.run.train().checkpoints} is gone"
 
 
 def _starts_over(sweep: Sweep) -> bool:
@@ -339,6 +345,8 @@ def _submit_training(sweep: Sweep, candidate: Candidate, tick: Callable[[JobsNow
         data["accumulation"] = candidate.accumulation
     if _was_moved(sweep.run, files):
         data["anew"] = True
+    elif sweep.run.history().has_left_files(MAIN_LABEL) and files.newest_checkpoint is None:
+        sys.stderr.write(f"warning: {_gone(sweep)}; the training begins from the start\n")
     submitted = there.launcher.submit(
         [job],
         stage="train",

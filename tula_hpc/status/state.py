@@ -536,7 +536,7 @@ def _going_on(parts: _Parts) -> StateAndText | None:
         verb = {"profile": "profiling", "train": "training"}.get(stages[-1], stages[-1])
         if parts.at_work:
             return "running", verb
-        return "running", f"{verb}; no command waits for its end: {AGAIN}, now or later"
+        return "running", f"{verb}; {_no_command(parts, 'its end')}"
     if parts.facts.holder.alive or any(
         j.stage == "control" and j.phase is JobPhase.RUNNING for j in parts.jobs
     ):
@@ -547,11 +547,18 @@ def _going_on(parts: _Parts) -> StateAndText | None:
     if waiting:
         words = f"jobs of the stage {waiting[-1].stage} wait in the queue"
         if not parts.at_work:
-            words += f"; no command waits for them: {AGAIN}, now or later"
+            words += f"; {_no_command(parts, 'them')}"
         return "waiting", words
     if parts.at_work and parts.detached is not None:
         return "waiting", f"controller job {parts.detached.job_id} waits to act on what is over"
     return None
+
+
+def _no_command(parts: _Parts, what: str) -> str:
+    holder = parts.facts.holder
+    if holder.alive is None:
+        return f"{holder}, which is not seen from here, may wait for {what}; if not, {AGAIN}"
+    return f"no command waits for {what}: {AGAIN}, now or later"
 
 
 def _command_words(parts: _Parts) -> str:

@@ -175,7 +175,8 @@ def write_scores(file: Path, found: Iterable[tuple[int, Mapping[str, float]]]) -
     with contextlib.suppress(FileNotFoundError):
         content = file.read_bytes()
     for size, scores in found:
-        row = _last_epoch(content[:size])
+        # an epoch whose line was still being written was not over yet
+        row = _last_epoch(content[: content.rfind(b"\n", 0, size) + 1])
         if row is not None:
             rows[row.epoch] = rows.get(row.epoch, row).model_copy(update=dict(scores))
     for row in rows.values():

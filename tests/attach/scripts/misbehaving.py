@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 BATCH = int(sys.argv[2])
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -60,6 +61,22 @@ def has_two_optimizers() -> None:
         for parts in ((small, other, torch.randn(BATCH, 2)), (model, optimizer, torch.randn(BATCH, 8))):
             parts[0](parts[2]).square().mean().backward()
             parts[1].step()
+
+
+def loads(*, shares: bool) -> None:
+    model, optimizer = build()
+    dataset = TensorDataset(torch.randn(1000, 8))
+    loader = DataLoader(dataset, BATCH, sampler=DistributedSampler(dataset) if shares else None)
+    while True:
+        for (batch,) in loader:
+            model(batch).square().mean().backward()
+            optimizer.step()
+
+
+def meets_elsewhere() -> None:
+    """As many examples of DDP have it, for a machine by itself."""
+    os.environ |= {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "12355"}
+    train()
 
 
 def handles_term(then: Callable[[int], object] = id) -> None:
@@ -116,6 +133,9 @@ WAYS: dict[str, Callable[[], object]] = {
     "has no memory": lambda: raises(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")),
     "has no host memory": lambda: raises(MemoryError()),
     "trains": train,
+    "meets elsewhere": meets_elsewhere,
+    "shares its data": lambda: loads(shares=True),
+    "shares no data": lambda: loads(shares=False),
 }
 
 if __name__ == "__main__":

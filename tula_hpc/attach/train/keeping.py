@@ -42,6 +42,7 @@ from tula_hpc.checkpoint.store import CheckpointStore, LoadedCheckpoint
 from tula_hpc.ddp.agreement import Agreed
 from tula_hpc.errors import InputError
 from tula_hpc.records.events import EventName
+from tula_hpc.user_code import told
 from tula_hpc.workloads.optimizers import consolidate
 
 # name of the method's own state among what is kept
@@ -85,6 +86,8 @@ class Keeper(SafePoints):
         self.generators: dict[str, list[str]] = {}
         # `epochs` was called, where all workers meet
         self.has_begun = False
+        # all batches of the epoch were done before this process began, as far as it is known
+        self.has_empty_epoch = False
         self.marked = 0.0
 
     def keep(self, things: Mapping[str, Any]) -> None:
@@ -139,7 +142,14 @@ class Keeper(SafePoints):
                 "or delete the checkpoints to begin anew",
                 source=f"tula.keep({name}=…)",
             )
-        thing.load_state_dict(states[name])
+        try:
+            thing.load_state_dict(states[name])
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise InputError(
+                f"{loaded.path} does not fit it: {told(error)}; where the script was changed, change "
+                f"it back, or move {self.store.folder} away to begin anew",
+                source=f"tula.keep({name}=…)",
+            ) from error
 
     def _restore_progress(self) -> None:
         loaded = self.loaded
@@ -204,6 +214,7 @@ class Keeper(SafePoints):
             )
         self.calls += 1
         self.loaders[self.calls] = loader
+        self.has_empty_epoch = self.progress.calls + self.progress.batches > 0
         set_generator_states(loader, self.generators.pop(str(self.calls), []))
         if self.calls <= self.progress.calls:
             # of an epoch that is resumed, and done
@@ -291,7 +302,7 @@ class Keeper(SafePoints):
     def _each(self, batches: Iterator[Any]) -> Iterator[Any]:
         self._mark()
         for batch in batches:
-            before = self.progress.step
+            before, self.has_empty_epoch = self.progress.step, False
             yield batch
             self.progress.batches += 1
             if self.progress.step > before and not self.steps.is_open:
@@ -435,6 +446,15 @@ class KeptTraining(ScriptTraining):
         """See `Mode`."""
         self.keeper.close()
         super().fail(error)
+
+    def circumstances(self) -> str:
+        """See `Mode`."""
+        if not self.keeper.has_empty_epoch:
+            return ""
+        return (
+            "; this epoch was resumed after its last batch, so that the loop over tula.batches was "
+            "empty: what is summed up there has to allow for that"
+        )
 
 
 def training(spec: ChildSpec) -> Mode:

@@ -184,7 +184,10 @@ class ScriptJob:
     def _can_resume(self) -> tuple[bool, str]:
         given = self.job.sweep.workload.resume_arguments
         if not given:
-            return False, "begins anew: there are no workload.resume_arguments, and nothing is kept"
+            why = "there are no workload.resume_arguments, and nothing is kept"
+            if self.run_directory.history().has_left_files(self.job.label):
+                why = f"what was saved in {self.files.checkpoints} is gone"
+            return False, f"begins anew: {why}"
         script = script_of(self.job.sweep, self.job.configuration, self._work, resumes=True)
         for argument in script.arguments[-len(given) :]:
             named = argument.rpartition("=")[2]
