@@ -246,6 +246,11 @@ def slurm_job_id() -> str | None:
     return os.environ.get("SLURM_JOB_ID") if _started_by_slurm() else None
 
 
+def held_allocation() -> str | None:
+    """Return the job of the user's own in which a command runs; None outside of one."""
+    return None if _started_by_slurm() else os.environ.get("SLURM_JOB_ID")
+
+
 def slurm_conf() -> str:
     """Return the file that Slurm's commands are told to find their controller by; "" if none."""
     return os.environ.get("SLURM_CONF", "")

@@ -509,6 +509,15 @@ def test_a_detached_launcher_does_not_wait_for_what_runs(tmp_path: Path) -> None
     assert (tmp_path / "done").exists()
 
 
+def test_a_command_in_a_job_of_the_users_own_says_that_this_keeps_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    waiting = {"8": slurm.JobState("PENDING", "(Resources)")}
+    assert describe_states(waiting) == "1 waiting (enough nodes have to become free)"
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    said = "1 waiting (enough nodes have to become free; job 7, in which this command runs, keeps its own nodes)"
+    assert describe_states(waiting) == said
+
+
 def test_a_job_that_waits_for_what_does_not_come_is_told_apart() -> None:
     waiting = slurm.JobState("PENDING", "Priority")
     stuck = slurm.JobState("PENDING", "PartitionConfig")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from tula_hpc.config import ClusterSpec, WorkloadSpec
 from tula_hpc.containers import NO_FOLDERS, Folders, folders_of
-from tula_hpc.env import SECRET_FILE, slurm_job_id, unix_time
+from tula_hpc.env import SECRET_FILE, held_allocation, slurm_job_id, unix_time
 from tula_hpc.errors import Failure, LaunchError, RefusedError, StorageError, SubmitLimitError
 from tula_hpc.files import full_disk, in_words, make_private
 from tula_hpc.formatting import MINUTE_S, format_duration, in_short_lines
@@ -472,4 +472,6 @@ def _in_words(state: JobState) -> tuple[str, str]:
         return "waiting", ""
     if wait.stuck:
         why += "; this does not go away by itself"
+    if state.reason.strip("()") == "Resources" and (job_id := held_allocation()):
+        why += f"; job {job_id}, in which this command runs, keeps its own nodes"
     return "waiting", f" ({why})"
