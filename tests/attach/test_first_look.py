@@ -60,6 +60,10 @@ def test_a_file_of_init_gets_what_it_lacks(
     after = (tmp_path / "train.toml").read_text()
     changed = [new for old, new in zip(before.splitlines(), after.splitlines(), strict=True) if old != new]
     assert [line.split()[0] for line in changed] == ["samples"]
+    done = look(tmp_path, "--into", "train.toml", "train.py", "--batch-size=16", "--epochs", "500", "--samples", "640")
+    assert done.stdout.splitlines()[-1] == "train.toml: filled in arguments with --samples 640; it is complete."
+    sweep, _ = load_together(tmp_path / "train.toml", tmp_path / "cluster.toml")
+    assert sweep.workload.arguments[:2] == ("--samples", "640")
     with pytest.raises(SystemExit, match="2"):
         main(["--into"])
     assert main(["--into", "gone.toml", "train.py"]) == 2

@@ -529,3 +529,5 @@ def test_a_job_that_waits_for_what_does_not_come_is_told_apart() -> None:
     told = describe_states({"8": waiting, "9": waiting, "7": slurm.JobState("COMPLETING", "")}, {"8": 59.0, "9": 754.0})
     assert told == "2 waiting for 12 min (other jobs go first), 1 completing"
     assert describe_states({}) == "ending"
+    held = {"8": slurm.JobState("PENDING", "JobHeldUser")}
+    assert "`scontrol release 8` lets it go" in describe_states(held)

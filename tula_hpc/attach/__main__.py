@@ -59,6 +59,7 @@ from tula_hpc.init.sweep_file import (
     name_line,
     required_keys,
     search_and_training,
+    with_arguments,
 )
 from tula_hpc.own_sources import find_module, source_of
 from tula_hpc.records import Configuration, Measurement, write_atomically
@@ -290,9 +291,12 @@ def _sweep_file(
 def _complete(path: Path, table: dict[str, Any]) -> str:
     """Write values that a sweep file lacks; return a sentence on what it has got and still lacks."""
     text, keys = fill_in(path.read_text(), table)
-    if keys:
+    text, added = with_arguments(text, table["arguments"])
+    if keys or added:
         write_atomically(path, text)
     got = [f"{key} = {json.dumps(table[key], ensure_ascii=False)}" for key in keys]
+    if added:
+        got.append(f"arguments with {' '.join(added)}")
     done = f"filled in {', '.join(got)}" if got else "nothing to fill in"
     lacking = required_keys(text)
     ready = f"fill in {' and '.join(lacking)} by hand" if lacking else "it is complete"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -255,6 +255,32 @@ def fill_in(text: str, known: Mapping[str, Any]) -> tuple[str, list[str]]:
         unknown = re.findall(rf"^# {key} = .*$", text, re.MULTILINE)[0]
         text = text.replace(unknown, Line(key, known[key], "as tula attach saw it").text(), 1)
     return text, keys
+
+
+def with_arguments(text: str, used: Sequence[str]) -> tuple[str, list[str]]:
+    """Return a sweep file's text with those of a run's arguments that it lacks, and these.
+
+    What its arguments name counts as known, whatever its value.
+    """
+    line = re.search(r"^arguments = (\[.*\])", text, re.MULTILINE)
+    try:
+        known = json.loads(line[1]) if line else None
+    except ValueError:
+        # in another of TOML's ways, and so by hand
+        known = None
+    if line is None or known is None:
+        return text, []
+    names = {argument.partition("=")[0] for argument in known}
+    added = [
+        argument
+        for before, argument in zip(["", *used], used, strict=False)
+        if argument.partition("=")[0] not in names
+        and not (before in names and not argument.startswith("-"))
+    ]
+    if not added:
+        return text, []
+    arguments = json.dumps([*added, *known], ensure_ascii=False)
+    return text[: line.start(1)] + arguments + text[line.end(1) :], added
 
 
 def filled_in(text: str) -> list[str]:

@@ -458,7 +458,8 @@ def describe_states(
         # whole minutes: a log is to have a line for each, not for each second
         minutes = max(0, int(longest_s / MINUTE_S))
         how_long = f" for {format_duration(float(MINUTE_S * minutes))}" if minutes else ""
-        parts.append(f"{len(job_ids)} {stand}{how_long}{why}")
+        reason = why.replace("JOB", job_ids[0]) if len(job_ids) == 1 else why
+        parts.append(f"{len(job_ids)} {stand}{how_long}{reason}")
     return ", ".join(parts) or "ending"
 
 
