@@ -235,7 +235,7 @@ def _damaged_plan(run: RunDirectory) -> list[str]:
 
 
 def _what_if(rows: Sequence[WhatIf]) -> str:
-    from tula_hpc.analysis.report.plan_text import PLAN_WIDTH, table_lines
+    from tula_hpc.analysis.report.output import PLAN_WIDTH, table_lines
     from tula_hpc.analysis.report.tables import not_possible, nothing_changes, what_if_table
 
     if not rows:

@@ -246,6 +246,20 @@ def slurm_job_id() -> str | None:
     return os.environ.get("SLURM_JOB_ID") if _started_by_slurm() else None
 
 
+def meeting_variables() -> dict[str, str]:
+    """Return the variables of the place where a script's processes meet, as far as they are set."""
+    names = ("MASTER_ADDR", "MASTER_PORT")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def set_back(variables: Mapping[str, str]) -> dict[str, str | None]:
+    """Give variables these values again; return what those that differed were."""
+    changed = {name: os.environ.get(name) for name in variables}
+    changed = {name: value for name, value in changed.items() if value != variables[name]}
+    os.environ.update({name: variables[name] for name in changed})
+    return changed
+
+
 def held_allocation() -> str | None:
     """Return the job of the user's own in which a command runs; None outside of one."""
     return None if _started_by_slurm() else os.environ.get("SLURM_JOB_ID")

@@ -105,8 +105,8 @@ def describe_slow_loader(profile: Profile, loader_workers: int | None) -> str:
     """
     share = f"{100 * wait_share(profile.times):.0f} %"
     found = (
-        "the data loader decides: waiting for data takes up to "
-        f"{share} of a step at {profile.configuration}"
+        f"the data loader holds steps up: waiting for data takes up to {share} of a step at "
+        f"{profile.configuration}"
     )
     if loader_workers is None:
         return (

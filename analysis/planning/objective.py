@@ -141,7 +141,9 @@ def _by_knee(
     ranking = ranked(table, feasible, (first, second, time_s, table.cost))
     law = "where the time bends most"
     if kind == "knee":
-        law = f"where the last doubling of the batch still saves {100 * SAVED:.0f} % of the time"
+        law = (
+            f"beyond which a doubling of the batch saves less than {100 * SAVED:.0f} % of the time"
+        )
     at = f"B={knee.global_batch:,.0f} by the model"
     what = "the fastest"
     if time_s[ranking[0]] > least_s:
@@ -151,7 +153,7 @@ def _by_knee(
         reason = f"no candidate is below the knee, {at}; it is the next above"
     elif knee.global_batch > batch.max():
         searched = f"it is {what} of all that was searched, up to B={batch.max():,.0f}"
-        reason = f"{searched}; larger ones are worth while up to the knee, {at}, {law}"
+        reason = f"{searched}; larger batches would pay up to the knee, {at}, {law}"
     return Choice(ranking, reason, knee, ())
 
 

@@ -107,7 +107,6 @@ def _doubts(plan: Plan, sweep: SweepSpec, fitted: Fitted, choice: Choice) -> lis
     to_know = [
         *choice.warnings,
         *warnings.about_left_out_samples(row, fitted, many=True),
-        *warnings.about_batch(plan.chosen, fitted.critical, sweep.training.base_batch),
     ]
     return [
         *warnings.to_measure(to_measure),

@@ -10,7 +10,6 @@ import numpy as np
 
 from tula_hpc.analysis.costs.interruptions import Resume, best_interval_s
 from tula_hpc.analysis.costs.pricing import Usage, between_preemptions_s, bill, expected_preemptions
-from tula_hpc.analysis.models.critical_batch import CriticalBatch
 from tula_hpc.analysis.models.data_loading import (
     describe_slow_loader,
     describe_slow_storage,
@@ -29,7 +28,6 @@ from tula_hpc.formatting import (
     format_money,
     format_number,
     format_percent,
-    in_samples,
     plural,
 )
 from tula_hpc.records import Candidate, Configuration, Doubt, Footprint, Plan, Remedy
@@ -182,7 +180,7 @@ def about_range(plan: Plan, search: SearchSpec) -> list[str]:
         return []
     return [
         f"the knee, by the model at B={knee:,.0f}, lies beyond search.max_batch = "
-        f"{search.max_batch:,}; a new sweep with a larger one profiles there"
+        f"{search.max_batch:,}: set a larger one, with another --run-dir, to measure there"
     ]
 
 
@@ -232,24 +230,6 @@ def about_method(chosen: Candidate, sweep: SweepSpec) -> list[str]:
     return [f'{why}; training.apply = "update" scales the updates of AdamW instead']
 
 
-def about_batch(chosen: Candidate, critical: CriticalBatch | None, base_batch: int) -> list[str]:
-    """Warn where the chosen batch is larger than the gradient's noise makes useful."""
-    if critical is None or chosen.global_batch <= max(critical.batch, base_batch):
-        return []
-    extra = critical.extra_samples(chosen.global_batch) / critical.extra_samples(base_batch)
-    text = (
-        f"the global batch of {chosen.global_batch:,} is beyond the critical batch of "
-        f"{in_samples(critical.batch)}, the gradient's noise scale: to learn as much takes "
-        f"{format_number(extra, 2)} times as many samples as with training.base_batch = {base_batch:,}"
-    )
-    if critical.source == "profile":
-        text += (
-            "; the scale, measured at the first weights, often grows tenfold in training, and then "
-            "fewer are needed"
-        )
-    return [text]
-
-
 def about_interruptions(chosen: int, fitted: Fitted, sweep: SweepSpec) -> list[str]:
     """Warn where time limits and preemptions restart the training more often than is allowed."""
     row = fitted.table.take([chosen])
@@ -286,9 +266,9 @@ def about_beginning_anew(chosen: int, fitted: Fitted) -> list[str]:
     lost_s, lost = row.wall_time_s[0] / 2, row.cost[0] / 2
     price = f"{format_duration(lost_s)} and {format_money(lost, part.cluster.pricing.currency)}"
     return [
-        f"an interruption begins the training anew, which costs {price} each on average: the "
-        "script is given no workload.resume_arguments, and keeps no state (tula.keep, see "
-        "sweeps/README.md)"
+        f"an interruption begins the training anew, which costs {price} each on average: set "
+        "workload.resume_arguments in the sweep file, or let the script keep its state by tula.keep "
+        "(sweeps/README.md)"
     ]
 
 

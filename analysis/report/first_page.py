@@ -17,6 +17,7 @@ from tula_hpc.analysis.report.plan_text import (
     alternatives,
     knee_sentences,
     not_told_apart,
+    progress_sentences,
     unmeasured,
     where_time_goes,
     why_not_better,
@@ -46,8 +47,6 @@ from tula_hpc.records.broken_hosts import first_line
 # share of a step
 NOTABLE = 0.01
 GO_ON = "tula sweep RUN/sweep.toml --cluster RUN/cluster.toml --run-dir RUN"
-# deadline of the example, in expected times
-LATER = 1.5
 IS_RUN = "RUN is the run's directory."
 
 
@@ -91,6 +90,7 @@ def first_page(run: RunContents) -> FirstPage:
         else:
             will_take = [_expected(run.plan), *where_time_goes(run.plan.chosen)]
             will_take += [*_of_a_step(run), *price, *_for_the_batch(run)]
+            will_take += progress_sentences(run.plan)
         answers = {
             "What it will take": will_take,
             "What it took": took,
@@ -213,7 +213,8 @@ def _for_the_batch(run: RunContents) -> list[str]:
         return []
     return [
         f"The batch is {batch / training.base_batch:,.3g} times training.base_batch, for which "
-        f'{ADAPTED[training.method]} (training.method = "{training.method}").'
+        f'{ADAPTED[training.method]} (training.method = "{training.method}"); tula study measures '
+        "what accuracy that keeps."
     ]
 
 
@@ -285,7 +286,6 @@ def _how_sure(run: RunContents, plan: Plan, *, is_billed: bool) -> Iterator[str]
     # a training has measured it
     if not is_billed:
         yield from _how_measured(run, plan)
-        yield from _of_accuracy(run, plan)
     yield from not_told_apart(plan)
     yield from knee_sentences(plan)
 
@@ -294,17 +294,12 @@ def _how_measured(run: RunContents, plan: Plan) -> Iterator[str]:
     count = _configurations(item for item in run.ok if item.partition == plan.chosen.partition)
     model = f"a model of {plural(count, 'measured configuration')}"
     if plan.chosen.measured:
-        yield "The step of this very configuration was measured."
+        yield "This very configuration was measured."
     elif plan.profile_share is not None:
         yield from unmeasured(plan)
         yield f"It is predicted by {model}."
     elif count:
-        yield f"The step of this configuration was not measured; it is predicted by {model}."
-
-
-def _of_accuracy(run: RunContents, plan: Plan) -> Iterator[str]:
-    if run.sweep is not None and plan.chosen.global_batch > run.sweep.training.base_batch:
-        yield "Its accuracy is not predicted; a [study] measures it (sweeps/README.md)."
+        yield f"This configuration itself was not measured; it is predicted by {model}."
 
 
 def _reason(plan: Plan) -> str:
@@ -366,7 +361,7 @@ def _next(run: RunContents) -> list[str]:
         return [f"The training is done; before a longer one see {below} below."]
     found = []
     if below:
-        found.append(f"Before a long training see {below} below.")
-    hours = format_number(LATER * run.plan.chosen.expected_time_s / 3600, 2)
-    another = f"tula plan RUN --set objective.deadline_hours={hours}"
-    return [*found, f"To train it: {GO_ON}. To plan otherwise: {another}. {IS_RUN}"]
+        found.append(
+            f"It can be trained as it is; {below} below would make a long training better."
+        )
+    return [*found, f"To train it, without measuring again: {GO_ON}. {IS_RUN}"]

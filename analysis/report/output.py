@@ -1,4 +1,4 @@
-"""Figures and page of a report as files in its folder."""
+"""What commands on reports and plans write: files in a folder, pages, and tables for the terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from tula_hpc.errors import InputError, RunDirectoryError, TulaError
 from tula_hpc.files import in_words, mistrust
@@ -17,10 +17,16 @@ from tula_hpc.records import write_atomically
 
 if TYPE_CHECKING:
     import jinja2
+    from rich.table import Table
 
     from tula_hpc.analysis.figures.drawing import Drawing
+    from tula_hpc.analysis.report.tables import TextTable
 
 
+# blanks between two columns
+GAP = 2
+# columns where the output is no terminal
+PLAN_WIDTH = 120
 # a figure's own files, and those that have its numbers as a table
 SUFFIXES = ("svg", "png", "csv", "txt", "tex")
 
@@ -113,3 +119,96 @@ def _environment() -> jinja2.Environment:
     environment.filters["keep_units"] = in_one_piece
     environment.filters["as_text"] = lambda table: numbers_as_text(table.columns, table.rows)
     return environment
+
+
+class TextColumn(NamedTuple):
+    """Column of a table for the terminal."""
+
+    # goes into as many lines as it has words
+    heading: str
+    cells: Sequence[str]
+    # aligned at the right, as numbers are
+    right: bool = False
+    # least characters where cells may go into more lines; None: they may not
+    narrow: int | None = None
+    # the largest is left out first; 0: never
+    spare: int = 0
+
+    @property
+    def least(self) -> int:
+        """Characters without which the column cannot be read."""
+        cells = _longest(self.cells)
+        if self.narrow is not None:
+            cells = min(cells, self.narrow)
+        return max(_longest(self.heading.split()), cells)
+
+    @property
+    def most(self) -> int:
+        """Characters that the column can use."""
+        return _longest([self.heading, *self.cells])
+
+
+def _longest(texts: Sequence[str]) -> int:
+    from rich.cells import cell_len
+
+    lines = (line for text in texts for line in text.split("\n"))
+    return max(map(cell_len, lines), default=0)
+
+
+def fitted(columns: Sequence[TextColumn], width: int) -> list[tuple[TextColumn, int]]:
+    """Return columns with their widths; spare columns without room are left out."""
+    kept = list(columns)
+    while _least(kept) > width and any(column.spare for column in kept):
+        kept.remove(max(kept, key=lambda column: column.spare))
+    left = width - _least(kept)
+    found = []
+    for column in kept:
+        more = max(0, min(left, column.most - column.least))
+        found.append((column, column.least + more))
+        left -= more
+    return found
+
+
+def _least(columns: Sequence[TextColumn]) -> int:
+    return sum(column.least for column in columns) + GAP * (len(columns) - 1)
+
+
+def add_columns(
+    table: Table, columns: Sequence[TextColumn], width: int, styles: Sequence[str]
+) -> None:
+    """Fill an empty table that has neither box nor edges.
+
+    Args:
+        table: Gets the columns.
+        columns: Their texts may look like markup or hold escapes of the terminal: both are shown.
+        width: Of the terminal, characters.
+        styles: Of the rows.
+    """
+    from rich.text import Text
+
+    clean = [column._replace(cells=list(map(printable, column.cells))) for column in columns]
+    chosen = fitted(clean, width)
+    for column, characters in chosen:
+        justify: Literal["left", "right"] = "right" if column.right else "left"
+        table.add_column(Text(column.heading), justify=justify, width=characters)
+    for row, style in enumerate(styles):
+        table.add_row(*(Text(column.cells[row]) for column, _ in chosen), style=style)
+
+
+def table_lines(content: TextTable) -> str:
+    """Return a table of short cells as lines for the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PLAN_WIDTH
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
+    columns = [
+        TextColumn(name, cells)
+        for name, cells in zip(content.columns, zip(*content.rows, strict=True), strict=True)
+    ]
+    add_columns(table, columns, console.width, [""] * len(content.rows))
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get().rstrip("\n")

@@ -9,15 +9,13 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from tula_hpc.analysis.planning.partitions import name_of
-from tula_hpc.analysis.report.tables import TextTable
+from tula_hpc.analysis.report.output import GAP, PLAN_WIDTH, TextColumn, add_columns
 from tula_hpc.analysis.run_contents import predicted
 from tula_hpc.config import ClusterSpec
 from tula_hpc.formatting import (
@@ -30,84 +28,9 @@ from tula_hpc.formatting import (
     in_comparison,
     in_samples,
     money_within,
-    plural,
     printable,
 )
 from tula_hpc.records import Candidate, Plan, grouped
-
-# blanks between two columns
-GAP = 2
-
-
-class TextColumn(NamedTuple):
-    """Column of a table for the terminal."""
-
-    # goes into as many lines as it has words
-    heading: str
-    cells: Sequence[str]
-    # aligned at the right, as numbers are
-    right: bool = False
-    # least characters where cells may go into more lines; None: they may not
-    narrow: int | None = None
-    # the largest is left out first; 0: never
-    spare: int = 0
-
-    @property
-    def least(self) -> int:
-        """Characters without which the column cannot be read."""
-        cells = _longest(self.cells)
-        if self.narrow is not None:
-            cells = min(cells, self.narrow)
-        return max(_longest(self.heading.split()), cells)
-
-    @property
-    def most(self) -> int:
-        """Characters that the column can use."""
-        return _longest([self.heading, *self.cells])
-
-
-def _longest(texts: Sequence[str]) -> int:
-    lines = (line for text in texts for line in text.split("\n"))
-    return max(map(cell_len, lines), default=0)
-
-
-def fitted(columns: Sequence[TextColumn], width: int) -> list[tuple[TextColumn, int]]:
-    """Return columns with their widths; spare columns without room are left out."""
-    kept = list(columns)
-    while _least(kept) > width and any(column.spare for column in kept):
-        kept.remove(max(kept, key=lambda column: column.spare))
-    left = width - _least(kept)
-    found = []
-    for column in kept:
-        more = max(0, min(left, column.most - column.least))
-        found.append((column, column.least + more))
-        left -= more
-    return found
-
-
-def _least(columns: Sequence[TextColumn]) -> int:
-    return sum(column.least for column in columns) + GAP * (len(columns) - 1)
-
-
-def add_columns(
-    table: Table, columns: Sequence[TextColumn], width: int, styles: Sequence[str]
-) -> None:
-    """Fill an empty table that has neither box nor edges.
-
-    Args:
-        table: Gets the columns.
-        columns: Their texts may look like markup or hold escapes of the terminal: both are shown.
-        width: Of the terminal, characters.
-        styles: Of the rows.
-    """
-    clean = [column._replace(cells=list(map(printable, column.cells))) for column in columns]
-    chosen = fitted(clean, width)
-    for column, characters in chosen:
-        justify: Literal["left", "right"] = "right" if column.right else "left"
-        table.add_column(Text(column.heading), justify=justify, width=characters)
-    for row, style in enumerate(styles):
-        table.add_row(*(Text(column.cells[row]) for column, _ in chosen), style=style)
-
 
 # shown are global batches up to this factor smaller or larger than the chosen one
 NEIGHBOUR_FACTOR = 4
@@ -126,13 +49,11 @@ PART_NAMES = {
 NEXT_BEST = "next best"
 FASTEST = "fastest"
 CHEAPEST = "cheapest"
-SOONEST = "soonest to the same progress"
+SOONEST = "soonest to learn as much"
 FEWER = "best on fewer nodes"
 MORE = "best on more nodes"
 # kind of objective that takes each of them
 OBJECTIVES = {FASTEST: "time", CHEAPEST: "cost", SOONEST: "progress"}
-# columns where the output is no terminal
-PLAN_WIDTH = 120
 
 
 def describe_plan(plan: Plan, profiling: str = "") -> str:
@@ -184,6 +105,7 @@ def background(plan: Plan) -> list[str]:
         *_alternatives(plan),
         *(f"Constraint: {text}." for text in plan.binding),
         *knee_sentences(plan),
+        *progress_sentences(plan),
         *critical_batch_sentences(plan),
         *(f"Note: {note}." for note in plan.notes),
     ]
@@ -211,7 +133,7 @@ def unmeasured(plan: Plan) -> list[str]:
         return []
     percent = format_number(100 * plan.profile_share, 2)
     return [
-        "The step of the chosen configuration was not measured: its profile would cost "
+        "The chosen configuration itself was not measured: its profile would cost "
         f"{percent} % of the training's node-seconds."
     ]
 
@@ -283,10 +205,16 @@ class Alternative(NamedTuple):
         """Compare with the chosen one, by the time to the same progress where that is its role."""
         text = against(self.candidate, chosen)
         if SOONEST in self.roles:
-            times = (self.candidate.progress_time_s, chosen.progress_time_s)
-            own, its = (format_duration(seconds) for seconds in times)
-            text += f", and at the same progress after {own} instead of {its}"
+            own, its = (_to_progress(each) for each in (self.candidate, chosen))
+            text = f"which takes {own} instead of {its} to learn as much"
         return text
+
+
+def _to_progress(candidate: Candidate) -> str:
+    """Return time and cost to the progress of all epochs at training.base_batch."""
+    seconds = candidate.progress_time_s or 0.0
+    cost = candidate.cost * seconds / candidate.expected_time_s
+    return f"{format_duration(seconds)} and {format_money(cost, candidate.currency)}"
 
 
 def alternatives(plan: Plan) -> list[Alternative]:
@@ -402,21 +330,22 @@ def critical_batch_sentences(plan: Plan) -> list[str]:
         "training": "in the later half of the training so far",
     }.get(plan.critical_batch_source or "", "as it was measured")
     batch = in_samples(plan.critical_batch)
-    found = [
+    return [
         f"Critical batch: {batch}, the gradient's noise scale {source}. Beyond it a larger batch "
-        "saves few steps; it grows in training."
+        "saves few steps; it grows in training, often tenfold."
     ]
+
+
+def progress_sentences(plan: Plan) -> list[str]:
+    """Say what the chosen batch costs in learning; empty where that is little, or not known."""
     chosen = plan.chosen
-    if chosen.progress_time_s is not None:
-        factor = chosen.progress_time_s / chosen.expected_time_s
-        samples = "about as many samples"
-        if factor >= NOTABLE_FACTOR:
-            samples = f"{format_number(factor, 2)} times the samples"
-        found.append(
-            f"To the progress of {plural(plan.epochs, 'epoch')} at training.base_batch this batch "
-            f"needs {samples} and {format_duration(chosen.progress_time_s)}."
-        )
-    return found
+    factor = (chosen.progress_time_s or 0.0) / chosen.expected_time_s
+    if factor < NOTABLE_FACTOR:
+        return []
+    return [
+        "To learn as much as at training.base_batch takes about "
+        f"{format_number(factor, 2)} times the samples: {_to_progress(chosen)}."
+    ]
 
 
 def _table(plan: Plan, width: int) -> Table:
@@ -445,22 +374,6 @@ def _table(plan: Plan, width: int) -> Table:
         styles.append(style)
     add_columns(table, _columns(plan, shown), width, styles)
     return table
-
-
-def table_lines(content: TextTable) -> str:
-    """Return a table of short cells as lines for the terminal."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = PLAN_WIDTH
-    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
-    columns = [
-        TextColumn(name, cells)
-        for name, cells in zip(content.columns, zip(*content.rows, strict=True), strict=True)
-    ]
-    add_columns(table, columns, console.width, [""] * len(content.rows))
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get().rstrip("\n")
 
 
 def _is_near(candidate: Candidate, chosen: Candidate) -> bool:

@@ -288,7 +288,7 @@ def test_the_knee_is_that_of_the_fitted_curve() -> None:
     assert plan.chosen.global_batch == 1024
     assert "the fastest up to the knee, B=1,2" in plan.reason
     short = make_plan(sweep(cluster_sizes=[4], max_batch=512), cluster(), [ok(4, 8), ok(4, 128)])
-    assert ": it is the fastest of all that was searched, up to B=512; larger ones are worth while" in short.reason
+    assert ": it is the fastest of all that was searched, up to B=512; larger batches would pay" in short.reason
     assert " up to the knee, B=1,2" in short.reason
 
 
@@ -496,7 +496,7 @@ def test_measured_power_gives_kilowatt_hours() -> None:
     assert planned().chosen.energy_kwh is None
 
 
-def test_a_batch_beyond_the_critical_one_is_a_warning() -> None:
+def test_what_a_batch_beyond_the_critical_one_costs_is_said() -> None:
     def noisy(scale: float) -> list[Measurement]:
         terms = tuple((1.0, scale * factor) for factor in (0.9, 1.0, 1.1))
         return [
@@ -505,14 +505,15 @@ def test_a_batch_beyond_the_critical_one_is_a_warning() -> None:
 
     plan = planned(rows=noisy(100.0))
     assert plan.critical_batch == pytest.approx(100.0)
-    assert any("beyond the critical batch of 100" in warning for warning in plan.warnings)
-    (soonest,) = [text for text in sentences(plan) if text.startswith("Soonest to the same progress")]
-    assert " cheaper, and at the same progress after " in soonest
+    assert any(text.startswith("Critical batch: 100 samples") for text in sentences(plan))
+    (costs,) = [text for text in sentences(plan) if text.startswith("To learn as much as at ")]
+    assert " times the samples: " in costs
+    (soonest,) = [text for text in sentences(plan) if text.startswith("Soonest to learn as much")]
+    assert ", which takes " in soonest
     assert not any("Soonest" in text for text in sentences(planned(rows=noisy(1e6))))
-    assert not any("critical batch" in warning for warning in planned(rows=noisy(1e6)).warnings)
+    assert not any("To learn as much" in text for text in sentences(planned(rows=noisy(1e6))))
     assert planned().critical_batch is None
     assert plan.critical_batch_source == "profile"
-    assert any("often grows tenfold in training" in warning for warning in plan.warnings)
     for method, scales in (("ags", True), ("lbt", False)):
         training = sweep().training.model_copy(update={"method": method})
         spec = sweep("time").model_copy(update={"training": training})
@@ -532,7 +533,7 @@ def test_a_critical_batch_from_training_is_not_said_to_be_the_first_weights() ->
     assert plan.critical_batch_source == "training"
     said = " ".join([*sentences(plan), *plan.warnings])
     assert "in the later half of the training so far" in said
-    assert "beyond the critical batch of 100" in said
+    assert "To learn as much as at " in said
     assert "profiled" not in said
     assert "its least" not in said
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.run_factory import make_run
-from tula_hpc.analysis.report.plan_text import GAP, TextColumn, fitted
+from tula_hpc.analysis.report.output import GAP, TextColumn, fitted
 from tula_hpc.cli.pipeline import print_summary
 from tula_hpc.records import TrainResult
 

@@ -965,10 +965,11 @@ def test_a_sweep_until_the_plan_ends_with_time_cost_and_the_next_command(
     plan = run.read_plan()
     chosen = plan.chosen
     *_, following = lines = capsys.readouterr().out.splitlines()
-    planned, takes = [line for line in lines if line.startswith("planned: ")]
+    planned, takes, learns = [line for line in lines if line.startswith("planned: ")]
     epochs = f"20 epochs of {format_duration(chosen.epoch_time_s)}"
     assert planned == f"planned: {chosen.configuration}, 4 workers and {epochs}"
     assert takes.startswith("planned: Training should take ")
+    assert learns.startswith("planned: To learn as much as at training.base_batch takes about 1.3 times the samples: ")
     write = command_line("plan", str(run.root), "--objective", "cost", "--write")
     assert [line for line in lines if line.startswith("cheapest: ") and line.endswith(f"; {write} chooses it")]
     changed = {"chosen": chosen.model_copy(update={"measured": False, "nodes": 1, "wall_time_s": 1.0})}
@@ -983,7 +984,7 @@ def test_a_sweep_until_the_plan_ends_with_time_cost_and_the_next_command(
     assert "cluster file: set your price there.\n" in said
     assert "profiling took 80 node-seconds, more than this training (1); search.max_profiles bounds it" in said
     inputs = (str(run.sweep_file), "--cluster", str(run.cluster_file), "--run-dir", str(run.root))
-    assert following == f"to train it: cd {Path.cwd()} && {command_line('sweep', *inputs)}"
+    assert following == f"to train it, without measuring again: cd {Path.cwd()} && {command_line('sweep', *inputs)}"
 
 
 @pytest.mark.parametrize("price", [None, 3.0])

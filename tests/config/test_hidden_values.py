@@ -92,7 +92,7 @@ def test_a_batch_script_has_no_secret_and_its_job_has_them(tmp_path: Path, monke
     assert there.run()[0] == 0
     assert (tmp_path / "told").read_text() == f"{SECRET} {SECRET}"
     assert SECRET not in there.script
-    assert "1 line of setup; variables OMP_NUM_THREADS, PYTHONSAFEPATH, TOKEN" in there.script
+    assert "1 line of setup; variables OMP_NUM_THREADS, PYTHONHASHSEED, PYTHONSAFEPATH, TOKEN" in there.script
     assert (folder / SETUP_FILE).stat().st_mode & 0o777 == 0o600
 
 
@@ -146,7 +146,7 @@ def test_a_dry_run_shows_names_only(here: Path, capsys: pytest.CaptureFixture[st
     main([*DRY])
     said = capsys.readouterr()
     assert SECRET not in said.out + said.err
-    assert "1 line of setup; variables OMP_NUM_THREADS, PYTHONSAFEPATH, TOKEN" in said.out
+    assert "1 line of setup; variables OMP_NUM_THREADS, PYTHONHASHSEED, PYTHONSAFEPATH, TOKEN" in said.out
 
 
 def test_a_report_shows_names_only(tmp_path: Path) -> None:

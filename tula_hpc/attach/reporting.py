@@ -20,6 +20,7 @@ from tula_hpc.attach.own_folder import spare_files
 from tula_hpc.attach.script import Script
 from tula_hpc.attach.step_hooks import Hooks, Listener
 from tula_hpc.ddp.device_errors import broken_device
+from tula_hpc.env import meeting_variables, set_back
 from tula_hpc.errors import DeviceError, Failure, InputError, MeetingError, TulaError
 from tula_hpc.launch.diagnosis import lost_a_peer
 from tula_hpc.process_memory import keep_freed, out_of_memory
@@ -27,8 +28,6 @@ from tula_hpc.records import parse_record, write_atomically
 from tula_hpc.records.base import Record
 from tula_hpc.user_code import lacks_gpu, told
 
-# variables of the place where a script's processes meet
-MEETING = ("MASTER_ADDR", "MASTER_PORT")
 # between two signs of life
 BEAT_S = 1.0
 MOST_WORDS = 500
@@ -143,7 +142,7 @@ class Mode(Listener):
         self.hooks = Hooks(self, spec.counted_model)
         self.steps = 0
         self._beat_at = 0.0
-        self._meeting = {name: os.environ[name] for name in MEETING if name in os.environ}
+        self._meeting = meeting_variables()
 
     def begin(self) -> None:
         """Watch from now on; called before the script runs, in the main thread."""
@@ -194,13 +193,9 @@ class Mode(Listener):
 
     def meets(self) -> None:
         """Let the workers meet where they can, whatever place the script has set."""
-        for name, value in self._meeting.items():
-            own = os.environ.get(name)
-            if own != value:
-                os.environ[name] = value
-                sys.stderr.write(
-                    f"tula: {name} is {value}, not {own} as {self.spec.program.name} has it\n"
-                )
+        for name, own in set_back(self._meeting).items():
+            has = f"{own} as {self.spec.program.name} has it"
+            sys.stderr.write(f"tula: {name} is {self._meeting[name]}, not {has}\n")
 
     def fail(self, error: BaseException) -> NoReturn:
         """Say why this process fails, and end it."""

@@ -147,7 +147,7 @@ class ScriptProfile(MeasuredSteps):
     def _remedy(self) -> str:
         """Return advice on how to get more steps from a script; its options may have any name."""
         if self.spec.mode == "look":
-            return "; give it more epochs or samples by its own arguments, such as --epochs 100"
+            return "; give it more epochs or samples by its own arguments"
         loaded = self.loaded_samples
         samples = self.settings.samples
         if loaded and samples > loaded:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from tula_hpc.cli.changed_inputs import (
     Changes,
+    Key,
     changes_of,
     freeze,
     in_lines,
@@ -175,19 +176,25 @@ def _refuse_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpe
         raise RunDirectoryError(words)
     is_sweep = spec.study is None
     free = is_sweep and not _may_train(run)
-    alone = free and all(row.nodes == 1 for row in run.measurements().records)
     for path, inputs in _files(run, spec, cluster):
         refused = {
             key: values
             for key, values in changes_of(path, inputs).items()
-            if not is_always_free(key)
-            and not (free and is_unmeasured(key))
-            and not (alone and is_between_nodes(key))
+            if not is_always_free(key) and not (free and _is_unmeasured(key, run, spec))
         }
         if refused:
             kind = "sweep" if path == run.sweep_file else "cluster"
             words = _other_inputs(refused, run, kind, is_sweep=is_sweep)
             raise RunDirectoryError(words, source=path)
+
+
+def _is_unmeasured(key: Key, run: RunDirectory, spec: SweepSpec) -> bool:
+    if spec.workload.is_script and key == ("workload", "metric"):
+        # only a training's output is searched for it
+        return True
+    if is_between_nodes(key):
+        return all(row.nodes == 1 for row in run.measurements().records)
+    return is_unmeasured(key)
 
 
 def _may_train(run: RunDirectory) -> bool:

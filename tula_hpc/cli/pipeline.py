@@ -26,7 +26,7 @@ from tula_hpc.formatting import (
 
 if TYPE_CHECKING:
     from tula_hpc.analysis.costs.training_bill import TrainingBill
-    from tula_hpc.analysis.report.plan_text import TextColumn
+    from tula_hpc.analysis.report.output import TextColumn
     from tula_hpc.analysis.report.tables import TextTable
     from tula_hpc.analysis.run_contents import Training
     from tula_hpc.records import Measurement, Metrics, Plan, RunDirectory, TrainResult
@@ -55,7 +55,7 @@ def print_summary(
     from rich.table import Table
     from rich.text import Text
 
-    from tula_hpc.analysis.report.plan_text import GAP, add_columns
+    from tula_hpc.analysis.report.output import GAP, add_columns
     from tula_hpc.analysis.report.tables import summary_rows, summary_table
 
     console = Console(file=with_own_escapes(sys.stdout), highlight=False, markup=False)
@@ -76,7 +76,7 @@ def print_summary(
 
 
 def _columns(content: TextTable) -> list[TextColumn]:
-    from tula_hpc.analysis.report.plan_text import TextColumn
+    from tula_hpc.analysis.report.output import TextColumn
 
     return [
         TextColumn(name, cells, narrow=NARROW.get(name), spare=SPARE.get(name, 0))
@@ -151,7 +151,7 @@ def _run_stages(sweep: Sweep, last: int) -> int:
         print(
             f"all of the plan: {command_line('plan', root)}; as a page: {command_line('report', root)}"
         )
-        print(f"to train it: {sweep.command()}")
+        print(f"to train it, without measuring again: {sweep.command()}")
         return 0
     is_trained = sweep.run.train().result_file.exists()
     if is_trained:
@@ -376,6 +376,7 @@ def _say_what_it_takes(sweep: Sweep, plan: Plan) -> None:
     from tula_hpc.analysis.report.plan_text import (
         alternatives,
         expectation,
+        progress_sentences,
         unmeasured,
         without_price,
     )
@@ -388,10 +389,12 @@ def _say_what_it_takes(sweep: Sweep, plan: Plan) -> None:
         f"and {plural(plan.epochs, 'epoch')} of {format_duration(chosen.epoch_time_s)}"
     )
     print(f"planned: {expectation(plan)}")
+    for text in progress_sentences(plan):
+        print(f"planned: {text}")
     for text in without_price(plan, sweep.cluster):
         print(f"planned: {text}")
     if not chosen.measured:
-        why = unmeasured(plan) or ["The step of the chosen configuration was not measured."]
+        why = unmeasured(plan) or ["The chosen configuration itself was not measured."]
         print(f"planned: {why[0]} A model predicts it.")
     spent = profiling_cost(sweep.run.measurements().records, sweep.run.job_notes()).node_seconds
     takes = chosen.nodes * chosen.expected_time_s

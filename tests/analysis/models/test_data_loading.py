@@ -66,7 +66,7 @@ def test_the_plan_says_what_would_end_the_wait(wait_s: float, changes: dict[str,
     share = round(100 * wait_s / (0.04 + wait_s))
     where = f"waiting for data takes up to {share} % of a step at N=1 b=32 (B=32)"
     (warning,) = warnings_of(measured(wait_s, **changes))
-    assert warning == f"the data loader decides: {where}{end}"
+    assert warning == f"the data loader holds steps up: {where}{end}"
 
 
 def test_where_the_loader_decides_uneven_steps_are_not_said_again() -> None:
@@ -107,9 +107,9 @@ def test_waiting_that_comes_with_the_nodes_is_for_the_file_system() -> None:
 
     rows = [row(1, 32), row(1, 256), row(2, 32), row(4, 64)]
     in_memory = make_plan(sweep(workload={"epochs": 5}), cluster(), rows)
-    assert [w for w in in_memory.warnings if "the data loader decides" in w]
+    assert [w for w in in_memory.warnings if "the data loader holds steps up" in w]
     assert not [w for w in in_memory.warnings if "the file system decides" in w]
     plan = make_plan(sweep(workload={"epochs": 5, "data_dir": "/data"}), cluster(), rows)
     assert [w for w in plan.warnings if "the file system decides: at N=4" in w]
-    assert not [w for w in plan.warnings if "the data loader decides" in w]
+    assert not [w for w in plan.warnings if "the data loader holds steps up" in w]
     assert plan.models["step_time"]["parameters"]["storage_s"] == pytest.approx(0.002, rel=0.05)
