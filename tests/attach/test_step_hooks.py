@@ -124,6 +124,30 @@ def with_loaders() -> None:
             optimizer.step()
 
 
+def with_a_batch_used_twice() -> None:
+    """The generator of a GAN makes images for its own step, and again for that of the other optimizer."""
+    generator, other = nn.Linear(4, 9), nn.Linear(9, 1)
+    first, second = (torch.optim.SGD(model.parameters(), 0.1) for model in (generator, other))
+    for (inputs,) in DataLoader(TensorDataset(torch.randn(9, 4)), 3):
+        for optimizer in (first, second):
+            torch.autograd.backward(other(generator(inputs)).sum())
+            optimizer.step()
+
+
+def with_batches_in_parts() -> None:
+    """Of a loader whose batch the script cuts, and of two batches for a step."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for (inputs,) in DataLoader(TensorDataset(torch.randn(8, 4)), 4):
+        for part in inputs.split(2):
+            torch.autograd.backward(model(part).sum())
+        optimizer.step()
+    for index, (inputs,) in enumerate(DataLoader(TensorDataset(torch.randn(4, 4)), 2)):
+        torch.autograd.backward(model(inputs).sum())
+        if index % 2:
+            optimizer.step()
+
+
 def wrapped() -> None:
     """What is wrapped is known before its first pass, and frozen layers may be evaluated in training."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
@@ -147,6 +171,15 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
         with_loaders,
         "begin batch ready step, batch forward 3 ready step, "
         "begin batch forward 3 ready step, batch forward 3 ready step",
+    ),
+    "with a batch used twice": (
+        with_a_batch_used_twice,
+        "begin batch ready step, batch forward 3 ready step, batch forward 3 ready step",
+    ),
+    "with batches in parts": (
+        with_batches_in_parts,
+        "begin batch ready step, batch forward 2 forward 2 ready step, "
+        "begin batch forward 2 batch forward 2 ready step",
     ),
     "wrapped": (wrapped, "forward 3 ready step, forward 3 ready step"),
 }

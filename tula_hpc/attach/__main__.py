@@ -57,6 +57,7 @@ from tula_hpc.init.sweep_file import (
     METRIC,
     fill_in,
     name_line,
+    required_arguments,
     required_keys,
     search_and_training,
     with_arguments,
@@ -298,8 +299,12 @@ def _complete(path: Path, table: dict[str, Any]) -> str:
     if added:
         got.append(f"arguments with {' '.join(added)}")
     done = f"filled in {', '.join(got)}" if got else "nothing to fill in"
-    lacking = required_keys(text)
+    lacking = [*required_keys(text), *required_arguments(text)]
     ready = f"fill in {' and '.join(lacking)} by hand" if lacking else "it is complete"
+    passes = re.search(r"^accumulation = (\d+)", text, re.MULTILINE)
+    seen = table.get("accumulation", 1)
+    if seen != int(passes[1] if passes else 1):
+        ready = f"a step took {plural(seen, 'forward pass')} here: correct accumulation; {ready}"
     return f"{path}: {done}; {ready}."
 
 

@@ -123,6 +123,10 @@ class Hooks:
         self.optimizer: Optimizer | None = None
         self.others: list[Optimizer] = []
         self._forward_hook: Any = None
+        # samples of the batch that a loader of torch has last given out; None: not known
+        self._batch: int | None = None
+        # the model has had all of it
+        self._is_used = False
 
     def install(self) -> Hooks:
         """Watch from now on, and return the hooks; to be called before the script runs."""
@@ -130,7 +134,7 @@ class Hooks:
         # one that keeps its processes is not made anew for an epoch, but reset
         for name in ("__init__", "_reset"):
             _after(dataloader._BaseDataLoaderIter, name, self.listener.loading_begins)
-        _around_next(self.listener)
+        _around_next(self)
         _before_spawn(self.listener)
         _before_meeting(self.listener)
         register_optimizer_step_pre_hook(self._before_step)
@@ -159,9 +163,20 @@ class Hooks:
         inner = self.inner_model or module
         if inner.training and torch.is_grad_enabled():
             first = args[0] if args else kwargs
-            self.listener.forward_begins(samples_of(first) or samples_of((args, kwargs)))
+            samples = samples_of(first) or samples_of((args, kwargs))
+            if samples == self._batch:
+                if self._is_used:
+                    # the same batch once more, as for a GAN's other optimizer: no further part of a step
+                    return
+                self._is_used = True
+            self.listener.forward_begins(samples)
         else:
             self.listener.evaluating()
+
+    def next_batch(self, batch: object) -> None:
+        """Note what a loader gives out; None while it is asked, and at its end."""
+        self._batch = samples_of(batch) or None
+        self._is_used = False
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> Any:
         if not self._counts(optimizer):
@@ -206,6 +221,8 @@ class Hooks:
                 self._await_whole(owned)
                 return
             self._watch(found)
+            # by the passes before this step, which nobody saw
+            self._is_used = True
         elif owned.isdisjoint(self.model.parameters()):
             return
         if self.optimizer is not None:
@@ -229,6 +246,8 @@ class Hooks:
             handle.remove()
             if torch.is_grad_enabled() and self.model is not whole:
                 self._watch(whole)
+                # by this pass, which is not told
+                self._is_used = True
                 self.listener.begins_anew()
 
         handle = whole.register_forward_pre_hook(begin)
@@ -246,16 +265,19 @@ def _after(kind: type, name: str, then: Callable[[Any], None]) -> None:
     setattr(kind, name, method)
 
 
-def _around_next(listener: Listener) -> None:
-    """Tell a listener how long each batch of torch's loaders is waited for."""
+def _around_next(hooks: Hooks) -> None:
+    """Note each batch of torch's loaders, and tell how long it is waited for."""
+    listener = hooks.listener
     kind = dataloader._BaseDataLoaderIter
     original = kind.__next__
 
     @wraps(original)
     def following(self: Any) -> Any:
         listener.batch_wanted()
+        hooks.next_batch(None)
         started = time.perf_counter()
         batch = original(self)
+        hooks.next_batch(batch)
         listener.batch_loaded(self, batch, time.perf_counter() - started)
         return batch
 

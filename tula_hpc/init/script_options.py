@@ -60,7 +60,8 @@ class ScriptOptions(NamedTuple):
         if self.batch is None:
             return False
         named = any(_GLOBAL.search(name) for name in self.batch.names)
-        return named or _GLOBAL.search(self.batch.help.lower()) is not None
+        told = self.batch.help.lower()
+        return named or (_GLOBAL.search(told) is not None and not _OF_A_NODE.search(told))
 
 
 # a word of a name, or the words of a help text
@@ -68,6 +69,8 @@ _GLOBAL = re.compile(
     r"(?:^|_|\b)(?:global|effective|total)(?:_|\b)"
     r"|\b(?:of|over|across) all (?:gpus|workers|ranks|processes|devices|nodes)\b"
 )
+# by a worker of each GPU such a batch is that of a worker
+_OF_A_NODE = re.compile(r"\b(?:a|the current|current|each|per|this) node\b")
 _OF_BATCHES = "train|training|per|device|gpu|rank|worker|local|micro|mini|global|total|effective"
 _ROLES = {
     "batch": rf"(?:(?:{_OF_BATCHES})_?)*batch(?:_?size)?(?:_per_[a-z]+)?|bs",
@@ -135,6 +138,9 @@ def _best(role: str, options: Iterable[Option]) -> Option | None:
         found.sort(key=lambda each: not any(_OF_ONE_PASS.search(name) for name in each.names))
     if role in ("batch", "epochs", "steps", "seed", "accumulation"):
         found = [each for each in found if each.takes_value]
+    if role == "seed":
+        # without one by default a seed may choose slower algorithms
+        found = [each for each in found if each.default is not None or each.is_required]
     return found[0] if found else None
 
 

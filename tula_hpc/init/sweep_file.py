@@ -280,7 +280,20 @@ def with_arguments(text: str, used: Sequence[str]) -> tuple[str, list[str]]:
     if not added:
         return text, []
     arguments = json.dumps([*added, *known], ensure_ascii=False)
-    return text[: line.start(1)] + arguments + text[line.end(1) :], added
+    text = text[: line.start(1)] + arguments + text[line.end(1) :]
+    for argument in added:
+        # it was required
+        text = re.sub(
+            rf"^# arguments = .*requires {re.escape(argument)};.*\n", "", text, flags=re.M
+        )
+    return text, added
+
+
+def required_arguments(text: str) -> list[str]:
+    """Return the options that a sweep file's arguments lack, and without which the script ends."""
+    return re.findall(
+        r"^# arguments = .* the script requires (\S+); add it above", text, re.MULTILINE
+    )
 
 
 def filled_in(text: str) -> list[str]:
