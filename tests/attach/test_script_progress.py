@@ -236,6 +236,14 @@ def test_another_model_than_was_measured_is_refused(tmp_path: Path, clock: Clock
         told.step()
 
 
+def test_of_a_model_with_frozen_layers_those_that_are_trained_count(tmp_path: Path, clock: Clock) -> None:
+    told = Told(tmp_path, clock, samples=16)
+    told.training.settings = told.training.settings.model_copy(update={"parameters": 4})
+    assert told.training.hooks.inner_model is not None
+    told.training.hooks.inner_model.bias.requires_grad = False
+    told.step()
+
+
 AT = Configuration(1, 1, 8)
 
 

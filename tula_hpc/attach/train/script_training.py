@@ -335,7 +335,8 @@ class ScriptTraining(Mode):
         before = self.settings.parameters
         if model is None or before is None:
             return
-        now = sum(p.numel() for p in model.parameters())
+        # as in a profile: frozen ones are none of a step
+        now = sum(p.numel() for p in model.parameters() if p.requires_grad)
         if now != before:
             raise InputError(
                 f"the model has {now:,} parameters now, {before:,} when it was measured; undo the "
