@@ -44,10 +44,6 @@ class CriticalBatch(NamedTuple):
     # with a measured gradient; 0: not recorded
     samples: int
 
-    def extra_samples(self, global_batch: float) -> float:
-        """Return 1 + B/B_noise: samples to a loss with this batch, over the fewest possible."""
-        return 1.0 + global_batch / self.batch
-
 
 def critical_batch(
     measurements: Iterable[Measurement], metrics: Metrics | None = None

@@ -148,6 +148,25 @@ def with_batches_in_parts() -> None:
             optimizer.step()
 
 
+def with_batches_ahead() -> None:
+    """As Hugging Face's Trainer takes all of a step, and as accelerate takes the next one before it gives one out."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    backward(model, 1)
+    optimizer.step()
+    batches = iter(DataLoader(TensorDataset(torch.randn(8, 4)), 2))
+    for _ in range(2):
+        for (inputs,) in [next(batches), next(batches)]:
+            torch.autograd.backward(model(inputs).sum())
+        optimizer.step()
+    batches = iter(DataLoader(TensorDataset(torch.randn(4, 4)), 2))
+    ahead = next(batches)
+    while ahead is not None:
+        (inputs,), ahead = ahead, next(batches, None)
+        torch.autograd.backward(model(inputs).sum())
+        optimizer.step()
+
+
 def wrapped() -> None:
     """What is wrapped is known before its first pass, and frozen layers may be evaluated in training."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
@@ -180,6 +199,11 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
         with_batches_in_parts,
         "begin batch ready step, batch forward 2 forward 2 ready step, "
         "begin batch forward 2 batch forward 2 ready step",
+    ),
+    "with batches ahead": (
+        with_batches_ahead,
+        "ready step, begin batch batch forward 2 forward 2 ready step, batch batch forward 2 forward 2 ready step, "
+        "begin batch batch forward 2 ready step, forward 2 ready step",
     ),
     "wrapped": (wrapped, "forward 3 ready step, forward 3 ready step"),
 }

@@ -123,17 +123,17 @@ class Hooks:
         self.optimizer: Optimizer | None = None
         self.others: list[Optimizer] = []
         self._forward_hook: Any = None
-        # samples of the batch that a loader of torch has last given out; None: not known
-        self._batch: int | None = None
-        # the model has had all of it
-        self._is_used = False
+        # samples of the batch that a loader of torch has last given out; 0: not known
+        self._batch = 0
+        # batches that it has given out, and the model has not had; some are taken in advance
+        self._unused = 0
 
     def install(self) -> Hooks:
         """Watch from now on, and return the hooks; to be called before the script runs."""
         _after(DistributedDataParallel, "__init__", self._note_wrapped)
         # one that keeps its processes is not made anew for an epoch, but reset
         for name in ("__init__", "_reset"):
-            _after(dataloader._BaseDataLoaderIter, name, self.listener.loading_begins)
+            _after(dataloader._BaseDataLoaderIter, name, self._begin_loading)
         _around_next(self)
         _before_spawn(self.listener)
         _before_meeting(self.listener)
@@ -164,19 +164,24 @@ class Hooks:
         if inner.training and torch.is_grad_enabled():
             first = args[0] if args else kwargs
             samples = samples_of(first) or samples_of((args, kwargs))
-            if samples == self._batch:
-                if self._is_used:
+            if samples and samples == self._batch:
+                if not self._unused:
                     # the same batch once more, as for a GAN's other optimizer: no further part of a step
                     return
-                self._is_used = True
+                self._unused -= 1
             self.listener.forward_begins(samples)
         else:
+            self._unused = max(0, self._unused - 1)
             self.listener.evaluating()
 
     def next_batch(self, batch: object) -> None:
-        """Note what a loader gives out; None while it is asked, and at its end."""
-        self._batch = samples_of(batch) or None
-        self._is_used = False
+        """Note what a loader gives out."""
+        self._batch = samples_of(batch)
+        self._unused += 1
+
+    def _begin_loading(self, loader: object) -> None:
+        self._unused = 0
+        self.listener.loading_begins(loader)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> Any:
         if not self._counts(optimizer):
@@ -221,8 +226,8 @@ class Hooks:
                 self._await_whole(owned)
                 return
             self._watch(found)
-            # by the passes before this step, which nobody saw
-            self._is_used = True
+            # of the passes before this step nobody was told
+            self._unused = 0
         elif owned.isdisjoint(self.model.parameters()):
             return
         if self.optimizer is not None:
@@ -246,8 +251,8 @@ class Hooks:
             handle.remove()
             if torch.is_grad_enabled() and self.model is not whole:
                 self._watch(whole)
-                # by this pass, which is not told
-                self._is_used = True
+                # of this pass nobody is told
+                self._unused = max(0, self._unused - 1)
                 self.listener.begins_anew()
 
         handle = whole.register_forward_pre_hook(begin)
@@ -274,7 +279,6 @@ def _around_next(hooks: Hooks) -> None:
     @wraps(original)
     def following(self: Any) -> Any:
         listener.batch_wanted()
-        hooks.next_batch(None)
         started = time.perf_counter()
         batch = original(self)
         hooks.next_batch(batch)
