@@ -987,6 +987,24 @@ def test_a_sweep_until_the_plan_ends_with_time_cost_and_the_next_command(
     assert following == f"to train it, without measuring again: cd {Path.cwd()} && {command_line('sweep', *inputs)}"
 
 
+def test_the_end_says_where_a_script_has_written_its_files(tmp_path: Path) -> None:
+    from tula_hpc.cli.pipeline import _model_lines
+    from tula_hpc.stages.context import Sweep
+
+    run = make_run(tmp_path / "run", stage="plan")
+    (tmp_path / "train.py").touch()
+    script = {"script": str(tmp_path / "train.py"), "arguments": ["{local_batch}"], "samples": 640, "epochs": 3}
+    spec = SweepSpec.model_validate({"name": "x", "workload": script})
+    sweep = Sweep(spec, load_cluster(run.cluster_file), run)
+    own = run.train().root / "script" / "work"
+    (own / "out").mkdir(parents=True)
+    (own / "out" / "data").symlink_to(run.sweep_file)
+    (own / "all").symlink_to(tmp_path)
+    assert _model_lines(sweep) == []
+    (own / "out" / "model.pt").touch()
+    assert _model_lines(sweep) == [f"files of the script: {own}"]
+
+
 @pytest.mark.parametrize("price", [None, 3.0])
 def test_the_cost_at_the_end_says_where_its_price_is_the_default(tmp_path: Path, price: float | None) -> None:
     from tula_hpc.cli.pipeline import _cost

@@ -6,6 +6,7 @@ names the cost of profiling, and compares the training's time and cost with the 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -212,15 +213,21 @@ def _say_end(sweep: Sweep, plan: Plan, result: TrainResult, *, is_cost_said: boo
 
 
 def _model_lines(sweep: Sweep) -> list[str]:
-    """Say where the trained model is, or that it is gone."""
+    """Say where the trained model and the files of a script are, or that the model is gone."""
     from tula_hpc.stages.plan import why_no_model
 
     if words := why_no_model(sweep.run, sweep.spec):
         return [f"warning: {words}"]
-    newest = sweep.run.train().newest_checkpoint
-    if not newest:
-        return []
-    return [f"model: {newest}"]
+    files = sweep.run.train()
+    lines = []
+    if newest := files.newest_checkpoint:
+        lines.append(f"model: {newest}")
+    own = files.root / "script" / "work"
+    places = (Path(folder, name) for folder, _, names in os.walk(own) for name in names)
+    # links lead to the user's
+    if not all(path.is_symlink() for path in places):
+        lines.append(f"files of the script: {own}")
+    return lines
 
 
 def _decision(plan: Plan, result: TrainResult, bill: TrainingBill | None) -> str:
