@@ -114,9 +114,9 @@ def test_the_report_on_disk_tells_what_a_worker_was_at_when_it_died(tmp_path: Pa
     reporter.attempt(Probe.MEETING, lambda: Meeting(seconds=1.0))
 
     def never_ends() -> Record:
+        (on_disk,) = job.reports()
+        assert on_disk.at_work_on is Probe.COMPUTE
         while True:
-            (on_disk,) = job.reports()
-            assert on_disk.at_work_on is Probe.COMPUTE
             time.sleep(0.01)
 
     reporter.attempt(Probe.COMPUTE, never_ends, limit_s=1)
