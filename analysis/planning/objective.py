@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from tula_hpc.analysis.planning.candidates import FEASIBLE, CandidateTable
 from tula_hpc.analysis.planning.knee import MIN_BATCHES, SAVED, TimeCurves, batches_up_to, knee_of
 from tula_hpc.config import ObjectiveSpec
+from tula_hpc.formatting import plural
 from tula_hpc.records import Knee
 
 Array = NDArray[np.float64]
@@ -152,7 +153,8 @@ def _by_knee(
     if not within.any():
         reason = f"no candidate is below the knee, {at}; it is the next above"
     elif knee.global_batch > batch.max():
-        searched = f"it is {what} of all that was searched, up to B={batch.max():,.0f}"
+        most = f"B={batch.max():,.0f} and {plural(int(table.nodes.max()), 'node')}"
+        searched = f"it is {what} of all that was searched, up to {most}"
         reason = f"{searched}; larger batches would pay up to the knee, {at}, {law}"
     return Choice(ranking, reason, knee, ())
 

@@ -206,7 +206,7 @@ class Alternative(NamedTuple):
         text = against(self.candidate, chosen)
         if SOONEST in self.roles:
             own, its = (_to_progress(each) for each in (self.candidate, chosen))
-            text = f"which takes {own} instead of {its} to learn as much"
+            text = f"which takes {own} for it instead of {its}"
         return text
 
 
