@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 TEMPLATE = "report_template.html"
 # before the line below which all is for studying: what decides fits on two printed pages
-MOST_WARNINGS = 5
+MOST_WARNINGS = 4
 
 
 def write_report(run: RunDirectory) -> list[Path]:

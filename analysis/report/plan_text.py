@@ -28,6 +28,7 @@ from tula_hpc.formatting import (
     in_comparison,
     in_samples,
     money_within,
+    plural,
     printable,
 )
 from tula_hpc.records import Candidate, Plan, grouped
@@ -133,7 +134,7 @@ def unmeasured(plan: Plan) -> list[str]:
         return []
     percent = format_number(100 * plan.profile_share, 2)
     return [
-        "The chosen configuration itself was not measured: its profile would cost "
+        "The chosen configuration itself was not measured, as its profile would cost "
         f"{percent} % of the training's node-seconds."
     ]
 
@@ -206,7 +207,7 @@ class Alternative(NamedTuple):
         text = against(self.candidate, chosen)
         if SOONEST in self.roles:
             own, its = (_to_progress(each) for each in (self.candidate, chosen))
-            text = f"which takes {own} for it instead of {its}"
+            text = f"as much after {own}, at the planned batch after {its}"
         return text
 
 
@@ -343,8 +344,8 @@ def progress_sentences(plan: Plan) -> list[str]:
     if factor < NOTABLE_FACTOR:
         return []
     return [
-        "To learn as much as at training.base_batch takes about "
-        f"{format_number(factor, 2)} times the samples: {_to_progress(chosen)}."
+        f"At this batch {plural(plan.epochs, 'epoch')} teach less than at training.base_batch: as "
+        f"much takes about {format_number(factor, 2)} times the samples, {_to_progress(chosen)}."
     ]
 
 

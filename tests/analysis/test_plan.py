@@ -289,7 +289,7 @@ def test_the_knee_is_that_of_the_fitted_curve() -> None:
     assert "the fastest up to the knee, B=1,2" in plan.reason
     short = make_plan(sweep(cluster_sizes=[4], max_batch=512), cluster(), [ok(4, 8), ok(4, 128)])
     assert (
-        ": it is the fastest of all that was searched, up to B=512 and 4 nodes; larger batches would pay"
+        ": it is the fastest of all that was searched, up to B=512 and 4 nodes; larger batches would be faster still"
         in short.reason
     )
     assert " up to the knee, B=1,2" in short.reason
@@ -509,12 +509,12 @@ def test_what_a_batch_beyond_the_critical_one_costs_is_said() -> None:
     plan = planned(rows=noisy(100.0))
     assert plan.critical_batch == pytest.approx(100.0)
     assert any(text.startswith("Critical batch: 100 samples") for text in sentences(plan))
-    (costs,) = [text for text in sentences(plan) if text.startswith("To learn as much as at ")]
-    assert " times the samples: " in costs
+    (costs,) = [text for text in sentences(plan) if text.startswith(f"At this batch {plan.epochs} epochs teach")]
+    assert " times the samples, " in costs
     (soonest,) = [text for text in sentences(plan) if text.startswith("Soonest to learn as much")]
-    assert ", which takes " in soonest
+    assert ", as much after " in soonest
     assert not any("Soonest" in text for text in sentences(planned(rows=noisy(1e6))))
-    assert not any("To learn as much" in text for text in sentences(planned(rows=noisy(1e6))))
+    assert not any("teach less" in text for text in sentences(planned(rows=noisy(1e6))))
     assert planned().critical_batch is None
     assert plan.critical_batch_source == "profile"
     for method, scales in (("ags", True), ("lbt", False)):
@@ -536,7 +536,7 @@ def test_a_critical_batch_from_training_is_not_said_to_be_the_first_weights() ->
     assert plan.critical_batch_source == "training"
     said = " ".join([*sentences(plan), *plan.warnings])
     assert "in the later half of the training so far" in said
-    assert "To learn as much as at " in said
+    assert " epochs teach less than at training.base_batch" in said
     assert "profiled" not in said
     assert "its least" not in said
 

@@ -36,7 +36,7 @@ from tula_hpc.records import Configuration, Measurement
 RESULT = Path(__file__).parent / "results" / "script_against_built_in.json"
 NETWORKS = "tula_hpc.workloads.small_cnns:"
 CASES = [("compact_cnn", 32), ("compact_cnn", 128), ("medium_cnn", 64)]
-PAIRS = 20
+PAIRS = 14
 SAMPLES = 4096
 LIMIT = 0.03
 SEARCH = SearchSpec(warmup_steps=3, min_steps=50, max_steps=200, noise_steps=0)

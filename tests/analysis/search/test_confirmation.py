@@ -155,7 +155,7 @@ def test_a_short_training_is_not_worth_a_profile() -> None:
     assert not told(plan, UNMEASURED)
     (said,) = [text for text in sentences(plan) if "not measured" in text]
     percent = format_number(100 * plan.profile_share, 2)
-    assert said.endswith(f"was not measured: its profile would cost {percent} % of the training's node-seconds.")
+    assert said.endswith(f"was not measured, as its profile would cost {percent} % of the training's node-seconds.")
     assert not told(plan, "not yet profiled")
     assert len(rows) <= len(searched(spec, World()))
 
