@@ -135,7 +135,8 @@ def _by_knee(
     within = feasible & (batch <= batches_up_to(kind, knee.global_batch))
     time_s = table.wall_time_s
     # those as fast by cost, others up to the knee by time, which is at most 1, then all by batch
-    least_s, slowest_s = time_s[within].min(initial=np.inf), time_s[within].max(initial=1e-300)
+    least_s = time_s[within].min(initial=np.inf)
+    slowest_s = time_s[within].max(initial=1e-300)
     as_fast = within & (time_s <= AS_FAST * least_s)
     first = np.where(as_fast, 0.0, np.where(within, time_s / slowest_s, 1.0 + batch))
     second = np.where(as_fast, table.cost, time_s)

@@ -178,9 +178,9 @@ def _describe_passes(part: Part) -> list[str]:
 
 def _without_warnings(sweep: SweepSpec, fitted: Fitted, choice: Choice) -> Plan:
     fallbacks = fallback_rows(fitted.table, choice)
-    records = written_records(fitted, choice, fallbacks)
+    elsewhere = _on_other_nodes(fitted.table, choice)
+    records = written_records(fitted, choice, [*fallbacks, *elsewhere])
     first, *others = (records[row] for row in choice.ranking[: 1 + RUNNERS_UP])
-    elsewhere = [records[row] for row in _on_other_nodes(fitted.table, choice)]
     part = fitted.parts[fitted.table.part[choice.ranking[0]]]
     described = part.models.describe()
     if len(fitted.parts) > 1:
@@ -193,7 +193,7 @@ def _without_warnings(sweep: SweepSpec, fitted: Fitted, choice: Choice) -> Plan:
         candidates_total=fitted.table.rows if fitted.table.rows > len(records) else None,
         fallbacks=[records[row] for row in fallbacks],
         runners_up=others,
-        other_nodes=elsewhere,
+        other_nodes=[records[row] for row in elsewhere],
         knee=choice.knee,
         models=described,
         dataset_samples=part.summary.dataset_samples,
@@ -244,17 +244,22 @@ def fallback_rows(table: CandidateTable, choice: Choice) -> list[int]:
     return [int(row) for row in np.concatenate([same, others])[:limit]]
 
 
-def written_records(fitted: Fitted, choice: Choice, fallbacks: list[int]) -> dict[int, Candidate]:
-    """Return the candidates that a plan holds, by row of the table, ascending."""
+def written_records(fitted: Fitted, choice: Choice, named: list[int]) -> dict[int, Candidate]:
+    """Return the candidates that a plan holds, by row of the table, ascending.
+
+    Args:
+        fitted: The table.
+        choice: Its ranking.
+        named: Rows that the plan names besides, as its fallbacks.
+    """
     table = fitted.table
     front = front_rows(table)
     rows = np.arange(table.rows)
     if table.rows > WRITTEN:
         few = front[np.linspace(0, len(front) - 1, min(FRONT, len(front))).astype(np.intp)]
         near = _neighbours(table, int(choice.ranking[0]))
-        others = [*fallbacks, *_on_other_nodes(table, choice)]
         rows = np.unique(
-            np.concatenate([choice.ranking[:BEST], few, near, np.array(others, dtype=np.intp)])
+            np.concatenate([choice.ranking[:BEST], few, near, np.array(named, dtype=np.intp)])
         )
     records = as_records(table.take(rows), fitted.parts, np.isin(rows, front))
     return dict(zip(rows.tolist(), records, strict=True))

@@ -1,4 +1,4 @@
-"""What commands on reports and plans write: files in a folder, pages, and tables for the terminal."""
+"""Write a report's files and pages, and tables for the terminal."""
 
 from __future__ import annotations
 

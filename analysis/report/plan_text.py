@@ -225,11 +225,8 @@ def alternatives(plan: Plan) -> list[Alternative]:
     feasible = [chosen, *(candidate for candidate in plan.candidates if candidate.feasible)]
     fastest = min(feasible, key=lambda c: (c.expected_time_s, c.cost))
     cheapest = min(feasible, key=lambda c: (c.cost, c.expected_time_s))
-    named = [
-        *((NEXT_BEST, c) for c in plan.runners_up[:1]),
-        (FASTEST, fastest),
-        (CHEAPEST, cheapest),
-    ]
+    named = [(NEXT_BEST, candidate) for candidate in plan.runners_up[:1]]
+    named += [(FASTEST, fastest), (CHEAPEST, cheapest)]
     named += [(FEWER if c.nodes < chosen.nodes else MORE, c) for c in plan.other_nodes]
     soonest = min(feasible, key=lambda c: c.progress_time_s or math.inf)
     if (chosen.progress_time_s or 0.0) > SOONER * (soonest.progress_time_s or math.inf):
@@ -267,9 +264,11 @@ def not_told_apart(plan: Plan) -> list[str]:
     """Say that the chosen one may not be better than the next best; empty where it is, or alone."""
     if not plan.runners_up or plan.runners_up[0].configuration == plan.chosen.configuration:
         return []
-    takes, name = "takes less time", plan.chosen.expected_quantity
+    takes = "takes less time"
+    name = plan.chosen.expected_quantity
     if plan.objective == "cost":
-        takes, name = "costs less", "cost"
+        takes = "costs less"
+        name = "cost"
     other = plan.runners_up[0]
     for one, its in ((plan.chosen, other), (other, plan.chosen)):
         low, high = its.interval_90.get(name, (math.inf, -math.inf))

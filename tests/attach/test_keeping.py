@@ -175,6 +175,19 @@ def test_more_than_two_workers_add_in_the_same_order_after_a_stop(
     assert_same(alone, story)
 
 
+def test_a_script_that_was_changed_since_its_checkpoint_is_told_what_does_not_fit(tmp_path: Path) -> None:
+    story = Story(tmp_path / "run", 1, ())
+    assert story.start(2) == [STOPPED]
+    story.arguments += ["--width", "7"]
+    assert story.start() == [1]
+    said = read_said(story.spec(0, 8).said)
+    assert said is not None
+    assert said.detail.startswith("tula.keep(model=…): ")
+    assert " does not fit it; where the script was changed, change it back, or move " in said.detail
+    assert f" {story.run.train().checkpoints} away to begin anew (RuntimeError: Error(s) in loading" in said.detail
+    assert "size mismatch for " in said.detail
+
+
 def test_with_a_smaller_batch_every_sample_is_seen_once_an_epoch(tmp_path: Path) -> None:
     story = Story(tmp_path / "run", 2, ())
     assert story.start(3) == [STOPPED] * 2

@@ -60,6 +60,20 @@ def test_a_score_that_is_written_late_takes_no_epoch_back(files: TrainDirectory,
     assert known(files) == [(1, 0.1, None), (2, 0.2, None)]
 
 
+def test_a_score_that_comes_while_an_epochs_line_is_written_is_not_of_that_epoch(
+    files: TrainDirectory, scores: Scores
+) -> None:
+    end_epoch(files, 1)
+    size = files.metrics_file.stat().st_size
+    end_epoch(files, 2)
+    whole = files.metrics_file.read_bytes()
+    files.metrics_file.write_bytes(whole[: size + 20])
+    scores.take(b"Acc@1 10\n")
+    files.metrics_file.write_bytes(whole)
+    scores.write()
+    assert known(files) == [(1, 0.1, None), (2, None, None)]
+
+
 def test_a_score_before_the_first_step_is_of_no_epoch(files: TrainDirectory, scores: Scores) -> None:
     scores.take(b"Acc@1 10\n")
     scores.write()

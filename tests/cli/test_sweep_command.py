@@ -444,6 +444,29 @@ def test_how_jobs_are_submitted_may_change_while_a_run_goes_on(
     assert load_cluster(run.cluster_file).account == "rich"
 
 
+def test_what_a_scripts_output_is_searched_for_may_change_after_profiles(sweep_file: Path) -> None:
+    from tula_hpc.cli.open_run import check_run, open_run
+    from tula_hpc.errors import RunDirectoryError
+
+    (sweep_file.parent / "train.py").touch()
+    script = {
+        "script": str(sweep_file.parent / "train.py"),
+        "arguments": ["{local_batch}"],
+        "samples": 640,
+        "epochs": 3,
+    }
+    before, after = (
+        SweepSpec.model_validate({"name": "x", "workload": {**script, "metric": f"{name} (?P<test_accuracy>.*)"}})
+        for name in ("acc", "Acc")
+    )
+    run = open_run(before, ClusterSpec(), sweep_file.parent / "run").run
+    measure(run)
+    check_run(after, ClusterSpec(), run.root)
+    (run.train().root / "checkpoints").mkdir(parents=True)
+    with pytest.raises(RunDirectoryError, match="metric: acc"):
+        check_run(after, ClusterSpec(), run.root)
+
+
 def test_keys_of_a_partition_are_free_as_those_of_the_cluster(
     sweep_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,7 @@ from tula_hpc.config import ClusterSpec, check_together, load_sweep, load_togeth
 from tula_hpc.errors import InputError
 from tula_hpc.init.__main__ import main
 from tula_hpc.init.script_options import read_options
-from tula_hpc.init.sweep_file import search_and_training
+from tula_hpc.init.sweep_file import required_arguments, search_and_training, with_arguments
 
 __all__ = ["commands"]
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,6 +87,14 @@ class Options:
     seed: int = 5
 main(tyro.cli(Options))
 """
+# as in pytorch/examples
+OF_A_NODE = """
+import argparse
+p = argparse.ArgumentParser()
+p.add_argument("--epochs", default=90, type=int)
+p.add_argument("-b", default=256, type=int, dest="batch_size", help="total batch of all GPUs on the current node")
+p.add_argument("--seed", default=None, type=int)
+"""
 NOTHING = "batch_size = 64\nmodel = build()\n"
 
 
@@ -94,6 +102,7 @@ NOTHING = "batch_size = 64\nmodel = build()\n"
     ("text", "arguments", "values"),
     [
         (ARGPARSE, "--batch-size {global_batch} --epochs {epochs} --seed {seed}", {"epochs": 90, "seed": 3}),
+        (OF_A_NODE, "-b {local_batch} --epochs {epochs}", {"epochs": 90}),
         (STEPS, "--batch_size {local_batch} --max_iters {steps}", {}),
         (CLICK, "--micro-batch {local_batch} --num-epochs {epochs} --grad-accum {accumulation}", {"accumulation": 4}),
         (TYPER, "--bs {local_batch} --n-epochs {epochs}", {"epochs": 12}),
@@ -107,7 +116,7 @@ NOTHING = "batch_size = 64\nmodel = build()\n"
         (HYDRA, "train.batch_size={local_batch} train.epochs={epochs}", {}),
         (DATACLASS, "--batch-size {local_batch} --seed {seed}", {"seed": 5}),
     ],
-    ids=["argparse", "steps", "click", "typer", "hugging-face", "absl", "hydra", "dataclass"],
+    ids=["argparse", "of a node", "steps", "click", "typer", "hugging-face", "absl", "hydra", "dataclass"],
 )
 def test_a_script_of_any_style_gets_its_batch(
     commands: Path, tmp_path: Path, text: str, arguments: str, values: dict[str, int]
@@ -124,6 +133,22 @@ def test_a_script_of_any_style_gets_its_batch(
     assert spec.search.cluster_sizes == (1, 2, 4)
     assert (spec.training.method, cluster.workers_per_node) == ("lbt", 2)
     assert '\n# method = "ags" ' in sweep_file.read_text()
+
+
+def test_arguments_of_a_run_that_a_file_lacks_are_added_and_no_more_required(commands: Path, tmp_path: Path) -> None:
+    put_site(commands, [Made("cpu")])
+    (tmp_path / "train.py").write_text(ARGPARSE)
+    assert main([str(tmp_path / "cluster.toml"), "--script", str(tmp_path / "train.py")]) == 0
+    text = (tmp_path / "train.toml").read_text()
+    assert required_arguments(text) == ["data", "--out"]
+    used = ["--batch-size", "{global_batch}", "--seed", "7", "--out", "x", "--amp", "pictures"]
+    more, added = with_arguments(text, used[:-2])
+    assert added == ["--out", "x"]
+    assert required_arguments(more) == ["data"]
+    whole, added = with_arguments(more, ["pictures", *used[:-2]])
+    assert (added, required_arguments(whole)) == (["pictures"], [])
+    assert 'arguments = ["pictures", "--out", "x", "--batch-size", ' in whole
+    assert with_arguments(whole, ["pictures", *used[:-2]]) == (whole, [])
 
 
 def test_what_the_source_does_not_say_is_unknown_and_asked_for(

@@ -861,6 +861,16 @@ def test_jobs_of_another_machine_cannot_be_seen(tmp_path: Path) -> None:
     assert told.command.alive is None
 
 
+def test_a_command_that_another_machine_may_have_is_not_said_to_be_none(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = make_run(tmp_path / "run", epochs_done=5)
+    submit(run, "30", "train")
+    cluster.jobs = {"30": ("RUNNING", "None")}
+    assert "no command waits for its end" in status.status_of(run.root).words
+    (run.root / ".lock").write_text("process 5 on another-host")
+    words = status.status_of(run.root).words
+    assert "process 5 on another-host, which is not seen from here, may wait for its end; if not, run the" in words
+
+
 def test_nothing_is_written_and_no_right_to_write_is_needed(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = make_run(tmp_path / "run", epochs_done=5)
     submit(run, "30", "train")

@@ -253,18 +253,12 @@ class MeasuredSteps(Mode):
     @property
     def loaded_samples(self) -> int:
         """Samples of the training's data set; 0 where it does not say."""
-        try:
-            return len(self.loader._dataset)
-        except (TypeError, AttributeError, NotImplementedError):
-            return 0
+        return _length(getattr(self.loader, "_dataset", None))
 
     @property
     def loader_batches(self) -> int:
         """Batches of an epoch that the loader of this worker gives out; 0 where it does not say."""
-        try:
-            return len(self.loader)
-        except (TypeError, AttributeError, NotImplementedError):
-            return 0
+        return _length(self.loader)
 
     def use_up_batches(self) -> None:
         """Take the batches that the loader has ready, as many on each worker. Collective."""
@@ -276,6 +270,13 @@ class MeasuredSteps(Mode):
             next(self.loader)
         self.waits.take()
         self._mark = self.waits.mark()
+
+
+def _length(thing: Any) -> int:
+    try:
+        return len(thing)
+    except (TypeError, AttributeError, NotImplementedError):
+        return 0
 
 
 def between_epochs_s(pauses: Sequence[tuple[int, float]], epoch_steps: int) -> float | None:

@@ -216,7 +216,8 @@ class ScriptProfile(MeasuredSteps):
         Raises:
             InputError: An epoch has as many times the steps that were planned as there are workers.
         """
-        samples, world = self.settings.samples, self.env.world_size
+        samples = self.settings.samples
+        world = self.env.world_size
         if world == 1 or not self.settings.counts_epochs:
             return
         share = self.loader_batches * (self.settings.forward_batch or 0)

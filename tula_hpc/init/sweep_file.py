@@ -271,21 +271,22 @@ def with_arguments(text: str, used: Sequence[str]) -> tuple[str, list[str]]:
     if line is None or known is None:
         return text, []
     names = {argument.partition("=")[0] for argument in known}
-    added = [
-        argument
-        for before, argument in zip(["", *used], used, strict=False)
-        if argument.partition("=")[0] not in names
-        and not (before in names and not argument.startswith("-"))
-    ]
+    added: list[str] = []
+    # those that follow no option
+    unnamed = 0
+    for before, argument in zip(["", *used], used, strict=False):
+        is_option = argument.startswith("-")
+        if argument.partition("=")[0] in names or (before in names and not is_option):
+            continue
+        added.append(argument)
+        unnamed += not is_option and not before.startswith("-")
     if not added:
         return text, []
     arguments = json.dumps([*added, *known], ensure_ascii=False)
     text = text[: line.start(1)] + arguments + text[line.end(1) :]
-    for argument in added:
-        # it was required
-        text = re.sub(
-            rf"^# arguments = .*requires {re.escape(argument)};.*\n", "", text, flags=re.M
-        )
+    required = [name for name in required_arguments(text) if not name.startswith("-")]
+    for name in (*added, *required[:unnamed]):
+        text = re.sub(rf"^# arguments = .*requires {re.escape(name)};.*\n", "", text, flags=re.M)
     return text, added
 
 

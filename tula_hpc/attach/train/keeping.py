@@ -146,8 +146,8 @@ class Keeper(SafePoints):
             thing.load_state_dict(states[name])
         except (RuntimeError, ValueError, KeyError) as error:
             raise InputError(
-                f"{loaded.path} does not fit it: {told(error)}; where the script was changed, change "
-                f"it back, or move {self.store.folder} away to begin anew",
+                f"{loaded.path.name} does not fit it; where the script was changed, change it back, "
+                f"or move {self.store.folder} away to begin anew ({told(error)})",
                 source=f"tula.keep({name}=…)",
             ) from error
 
@@ -302,7 +302,8 @@ class Keeper(SafePoints):
     def _each(self, batches: Iterator[Any]) -> Iterator[Any]:
         self._mark()
         for batch in batches:
-            before, self.has_empty_epoch = self.progress.step, False
+            before = self.progress.step
+            self.has_empty_epoch = False
             yield batch
             self.progress.batches += 1
             if self.progress.step > before and not self.steps.is_open:
