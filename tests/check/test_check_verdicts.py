@@ -90,6 +90,12 @@ def test_a_rank_that_is_slow_stands_out_whatever_the_unit_and_a_few_disturbed_re
     assert slow_ranks({rank: [1e-6 * each for each in row] for rank, row in times.items()}) == {count - 1}
 
 
+def test_a_throttled_rank_is_slow_although_most_of_its_repeats_run_at_full_speed() -> None:
+    """As under a cgroup's quota: some repeats at once, then a wait for the next period."""
+    times = {0: [1.0] * 100, 1: [1.0, 1.0, 1.0, 7.0] * 25, 2: [1.1] * 100}
+    assert slow_ranks(times) == {1}
+
+
 def test_a_slow_node_is_named() -> None:
     quick, slow = (Compute(flops=1e9, times_s=(time_s,) * 9) for time_s in (0.01, 0.03))
     (verdict,) = judged(Topic.COMPUTE, [report(0, compute=quick), report(1, compute=slow)])

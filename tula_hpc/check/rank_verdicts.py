@@ -403,7 +403,7 @@ def _judge_compute(reports: Sequence[RankReport]) -> Iterator[Verdict]:
         return
     times = {report.rank: compute.times_s for report, compute in known}
     flops = known[0][1].flops
-    medians = {rank: statistics.median(each) for rank, each in times.items()}
+    medians = {rank: statistics.median(_block_means(each)) for rank, each in times.items()}
     slow = slow_ranks(times)
     if slow:
         others = statistics.median(each for rank, each in medians.items() if rank not in slow)
@@ -427,15 +427,27 @@ def _judge_compute(reports: Sequence[RankReport]) -> Iterator[Verdict]:
 def slow_ranks(times: Mapping[int, Sequence[float]]) -> set[int]:
     """Return the ranks that are slow against the others, by repeated timings of the same work.
 
-    Three quarters of a slow rank's repeats take longer than `SLOW` times the others' median, so
-    that neither a few disturbed repeats nor a few slow ranks decide. Half of the ranks at least
-    must be fast.
+    Three quarters of a slow rank's blocks of repeats take longer than `SLOW` times the others'
+    median, so that neither a few disturbed repeats nor a few slow ranks decide. Half of the ranks
+    at least must be fast.
     """
     if len(times) < 2:
         return set()
-    medians = {rank: statistics.median(each) for rank, each in times.items()}
-    fast = statistics.median_low(medians.values())
-    return {rank for rank, each in times.items() if _lower_quartile(each) > SLOW * fast}
+    blocks = {rank: _block_means(each) for rank, each in times.items()}
+    fast = statistics.median_low(statistics.median(each) for each in blocks.values())
+    return {rank for rank, each in blocks.items() if _lower_quartile(each) > SLOW * fast}
+
+
+def _block_means(times: Sequence[float]) -> list[float]:
+    """Return the means of consecutive repeats, of eight blocks or somewhat more.
+
+    A core that is throttled runs some repeats at full speed and stands still in the next: only
+    their mean shows it.
+    """
+    length = max(1, len(times) // 8)
+    return [
+        statistics.fmean(times[start : start + length]) for start in range(0, len(times), length)
+    ]
 
 
 def _lower_quartile(times: Sequence[float]) -> float:
