@@ -46,7 +46,7 @@ def table_of(rows: Iterable[Row]) -> CandidateTable:
         checkpoint_s=nothing,
         evaluation_s=nothing,
         saving_s=nothing,
-        progress=np.ones(len(nodes)),
+        progress_time_s=time,
         peak_bytes=nothing,
         why=why,
         measured=np.zeros(len(nodes), dtype=bool),

@@ -16,19 +16,21 @@ from numpy.typing import NDArray
 
 from tula_hpc.analysis.costs.evaluation import Evaluation
 from tula_hpc.analysis.costs.interruptions import Resume, SaveCost
-from tula_hpc.analysis.costs.pricing import FOREVER_S, NodePower, Usage, bill
+from tula_hpc.analysis.costs.pricing import FOREVER_S, Bill, NodePower, Usage, bill
 from tula_hpc.analysis.costs.spread import Spread, whole_factors
-from tula_hpc.analysis.models.fitted import Models, UpdateTime
-from tula_hpc.analysis.models.memory import checkpoint_copy_bytes
+from tula_hpc.analysis.models.fitted import Models
 from tula_hpc.analysis.models.profiles import Summary
 from tula_hpc.analysis.models.step_time import StepTimeModel
-from tula_hpc.analysis.planning.memory_limit import memory_limit_bytes
+from tula_hpc.analysis.planning.memory_limit import (
+    allowed_bytes,
+    memory_limit_bytes,
+    on_top_bytes,
+)
 from tula_hpc.config import (
     GIB,
     ClusterSpec,
     SearchSpec,
     SweepSpec,
-    TrainingSpec,
     cluster_sizes,
 )
 from tula_hpc.config.training import PASS_SHARE
@@ -157,8 +159,8 @@ class CandidateTable(NamedTuple):
     evaluation_s: Array
     # of wall_time_s: all checkpoints
     saving_s: Array
-    # samples to the same progress over those with `training.base_batch`; NaN: unknown
-    progress: Array
+    # wall time to the progress of as many epochs with `training.base_batch`; NaN: unknown
+    progress_time_s: Array
     peak_bytes: Array
     why: Integers
     measured: NDArray[np.bool_]
@@ -239,7 +241,7 @@ def priced(index: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) ->
     train = sweep.workload.epochs * epoch
     evaluation = sweep.workload.epochs * part.evaluation.seconds(workers, batch)
     usage = Usage(nodes, per_node, train, peak, evaluation, sweep.workload.epochs, part.end_s)
-    paid = bill(usage, part.cluster, sweep.training, part.power, part.save, resume=part.resume)
+    paid = _bill(usage, part, sweep)
     return CandidateTable(
         part=np.full(grid.nodes.shape, index, dtype=np.int64),
         **grid._asdict(),
@@ -255,19 +257,32 @@ def priced(index: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) ->
         checkpoint_s=paid.checkpoint_s,
         evaluation_s=evaluation,
         saving_s=paid.saving_s,
-        progress=_progress(part, grid, sweep),
+        progress_time_s=_progress_time_s(part, usage, grid, sweep),
         peak_bytes=peak,
         why=_why_not(part, grid, peak, on_top, paid.wall_time_s),
         measured=_measured(part.summary, grid),
     )
 
 
-def _progress(part: Part, grid: Grid, sweep: SweepSpec) -> Array:
-    """Return (1 + B/B_noise) / (1 + base/B_noise), see `models.critical_batch`."""
+def _bill(usage: Usage, part: Part, sweep: SweepSpec) -> Bill:
+    return bill(usage, part.cluster, sweep.training, part.power, part.save, resume=part.resume)
+
+
+def _progress_time_s(part: Part, usage: Usage, grid: Grid, sweep: SweepSpec) -> Array:
+    """Return the wall time of (1 + B/B_noise) / (1 + base/B_noise) times the epochs.
+
+    See `models.critical_batch`. A job starts and ends as often as its longer work asks.
+    """
     if part.critical_batch is None:
         return np.full(grid.global_batch.shape, np.nan)
     base = sweep.training.base_batch
-    return np.asarray((part.critical_batch + grid.global_batch) / (part.critical_batch + base))
+    more = np.asarray((part.critical_batch + grid.global_batch) / (part.critical_batch + base))
+    longer = usage._replace(
+        train_time_s=usage.train_time_s * more,
+        evaluation_s=usage.evaluation_s * more,
+        epochs=usage.epochs * more,
+    )
+    return _bill(longer, part, sweep).wall_time_s
 
 
 def _why_not(part: Part, grid: Grid, peak: Array, on_top: Array, wall_time_s: Array) -> Integers:
@@ -323,38 +338,6 @@ def _updates_per_epoch(part: Part, grid: Grid, sweep: SweepSpec) -> Array:
     updates = np.zeros(grid.global_batch.shape)
     updates[alone] = (steps / interval)[rows]
     return updates
-
-
-def on_top_bytes(
-    summary: Summary,
-    updates: UpdateTime,
-    cluster: ClusterSpec,
-    training: TrainingSpec,
-    workers: Array,
-) -> Array:
-    """Return the bytes per worker that a training needs beside those that were profiled.
-
-    AGS holds copies of gradients while it updates its scale, which profiles time apart; on CPUs the
-    copy that a checkpoint is written from counts as well.
-    """
-    # with `free_reference` passes are taken by single workers alone, and only where they were timed
-    passes = (workers == 1) & (updates.predict(workers) > 0)
-    copies = np.where(training.free_reference, passes, training.gradient_copies).astype(np.float64)
-    scaling = copies * max(row.memory.gradient_bytes for row in summary.profiles)
-    copied = checkpoint_copy(summary) if cluster.device == "cpu" else 0
-    # one worker of a node holds it, whose workers share the memory
-    return scaling + -(-copied // cluster.workers_per_node)
-
-
-def checkpoint_copy(summary: Summary) -> int:
-    """Return the bytes of host memory that a checkpoint takes on the first node."""
-    workers = [row.configuration.world_size for row in summary.profiles]
-    return checkpoint_copy_bytes([row.memory for row in summary.profiles], workers)
-
-
-def allowed_bytes(limit: int | None, margin: float) -> float:
-    """Return the limit less its margin; infinite where no limit is known."""
-    return np.inf if limit is None else limit * (1.0 - margin)
 
 
 def _measured(summary: Summary, grid: Grid) -> NDArray[np.bool_]:
@@ -416,11 +399,9 @@ def _record(
         low, high = whole if name in ("wall_time_s", "cost") else ends
         intervals[name] = (value * low, value * high)
     progress_s = None
-    if not math.isnan(float(row.progress)):
-        progress = float(row.progress)
-        progress_s = numbers["wall_time_s"] * progress
-        earliest, latest = intervals["wall_time_s"]
-        intervals["progress_time_s"] = (earliest * progress, latest * progress)
+    if not math.isnan(float(row.progress_time_s)):
+        progress_s = float(row.progress_time_s)
+        intervals["progress_time_s"] = (progress_s * whole[0], progress_s * whole[1])
     return Candidate(
         partition=part.name,
         nodes=int(row.nodes),

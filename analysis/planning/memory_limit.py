@@ -1,4 +1,6 @@
-"""Memory limit of a worker: by the cluster file, and by the devices that profiles saw.
+"""Memory limit of a worker, and what a training needs beside what was profiled.
+
+The limit follows from the cluster file and the devices that profiles saw:
 
     limit = min(device_memory_gb, least memory of any worker's device)
             − most that lay outside of torch's allocator
@@ -13,9 +15,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from tula_hpc.config import ClusterSpec
+import numpy as np
+from numpy.typing import NDArray
+
+from tula_hpc.analysis.models.fitted import UpdateTime
+from tula_hpc.analysis.models.memory import checkpoint_copy_bytes
+from tula_hpc.analysis.models.profiles import Summary
+from tula_hpc.config import ClusterSpec, TrainingSpec
 from tula_hpc.formatting import format_bytes
 from tula_hpc.records import MemoryUse
+
+Array = NDArray[np.float64]
 
 
 class SeenMemory(NamedTuple):
@@ -57,6 +67,38 @@ def describe_limit(cluster: ClusterSpec, uses: Iterable[MemoryUse]) -> list[str]
     return [
         f"the memory limit is {limit}: {of}, less {other} (CUDA context, NCCL, cuDNN) in profiles"
     ]
+
+
+def on_top_bytes(
+    summary: Summary,
+    updates: UpdateTime,
+    cluster: ClusterSpec,
+    training: TrainingSpec,
+    workers: Array,
+) -> Array:
+    """Return the bytes per worker that a training needs beside those that were profiled.
+
+    AGS holds copies of gradients while it updates its scale, which profiles time apart; on CPUs the
+    copy that a checkpoint is written from counts as well.
+    """
+    # with `free_reference` passes are taken by single workers alone, and only where they were timed
+    passes = (workers == 1) & (updates.predict(workers) > 0)
+    copies = np.where(training.free_reference, passes, training.gradient_copies).astype(np.float64)
+    scaling = copies * max(row.memory.gradient_bytes for row in summary.profiles)
+    copied = checkpoint_copy(summary) if cluster.device == "cpu" else 0
+    # one worker of a node holds it, whose workers share the memory
+    return scaling + -(-copied // cluster.workers_per_node)
+
+
+def checkpoint_copy(summary: Summary) -> int:
+    """Return the bytes of host memory that a checkpoint takes on the first node."""
+    workers = [row.configuration.world_size for row in summary.profiles]
+    return checkpoint_copy_bytes([row.memory for row in summary.profiles], workers)
+
+
+def allowed_bytes(limit: int | None, margin: float) -> float:
+    """Return the limit less its margin; infinite where no limit is known."""
+    return np.inf if limit is None else limit * (1.0 - margin)
 
 
 def _seen(cluster: ClusterSpec, uses: Iterable[MemoryUse]) -> SeenMemory | None:

@@ -85,7 +85,7 @@ def choose(
 def objective_time_s(objective: ObjectiveSpec, table: CandidateTable) -> Array:
     """Return the expected time that the objective weighs."""
     if objective.kind == "progress":
-        return table.wall_time_s * table.progress
+        return table.progress_time_s
     return table.wall_time_s
 
 

@@ -21,15 +21,17 @@ from tula_hpc.analysis.planning.candidates import (
     CandidateTable,
     Grid,
     Part,
-    allowed_bytes,
     candidate_grid,
-    checkpoint_copy,
-    on_top_bytes,
     predict,
     stacked,
 )
 from tula_hpc.analysis.planning.constraints import conceivable
-from tula_hpc.analysis.planning.memory_limit import memory_limit_bytes
+from tula_hpc.analysis.planning.memory_limit import (
+    allowed_bytes,
+    checkpoint_copy,
+    memory_limit_bytes,
+    on_top_bytes,
+)
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, cluster_sizes
 from tula_hpc.errors import InputError, NotEnoughDataError
 from tula_hpc.records import Candidate, Event, Measurement, Metrics, RunHistory

@@ -22,7 +22,6 @@ from tula_hpc.analysis.planning.candidates import (
     CandidateTable,
     Part,
     as_records,
-    checkpoint_copy,
 )
 from tula_hpc.analysis.planning.constraints import constrain
 from tula_hpc.analysis.planning.feasibility import (
@@ -32,7 +31,7 @@ from tula_hpc.analysis.planning.feasibility import (
     require_feasible,
 )
 from tula_hpc.analysis.planning.knee import TimeCurves, knee_curves
-from tula_hpc.analysis.planning.memory_limit import describe_limit
+from tula_hpc.analysis.planning.memory_limit import checkpoint_copy, describe_limit
 from tula_hpc.analysis.planning.objective import Choice, choose, pareto_front
 from tula_hpc.analysis.planning.partitions import (
     Fitted,

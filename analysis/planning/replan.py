@@ -138,8 +138,12 @@ def slowed(candidate: Candidate, factor: float, evaluation: float = 1.0) -> Cand
         parts[name] = seconds * other_factors.get(name, factor)
     before_s = sum(candidate.wall_parts_s.values())
     whole = sum(parts.values()) / before_s if before_s > 0 else factor
+    fixed_s = parts.get("starts", 0.0) + parts.get("ends", 0.0)
+    work = (sum(parts.values()) - fixed_s) / (before_s - fixed_s) if before_s > fixed_s else factor
     factors = dict.fromkeys(("step_time_s", "epoch_time_s", "train_time_s"), factor)
-    factors |= dict.fromkeys(("wall_time_s", "progress_time_s", "cost", "energy_kwh"), whole)
+    factors |= dict.fromkeys(("wall_time_s", "cost", "energy_kwh"), whole)
+    if candidate.progress_time_s:
+        factors["progress_time_s"] = work + (1.0 - work) * fixed_s / candidate.progress_time_s
     changes: dict[str, Any] = {}
     intervals = dict(candidate.interval_90)
     for name, own_factor in factors.items():

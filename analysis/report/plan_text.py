@@ -343,8 +343,8 @@ def progress_sentences(plan: Plan) -> list[str]:
     if factor < NOTABLE_FACTOR:
         return []
     return [
-        f"At this batch {plural(plan.epochs, 'epoch')} teach less than at training.base_batch: as "
-        f"much takes about {format_number(factor, 2)} times the samples, {_to_progress(chosen)}."
+        f"At this batch {plural(plan.epochs, 'epoch')} teach less than at training.base_batch: to "
+        f"learn as much takes about {_to_progress(chosen)}."
     ]
 
 

@@ -120,9 +120,9 @@ def test_progress_counts_the_samples_that_a_larger_batch_needs() -> None:
     law = hyperbola(1.0, 0.01)
     rows = rows_of(law, 1, POWERS)
     table = table_of(rows)
-    progress = 1.0 + table.global_batch / 200.0
-    choice = choose(spec("progress"), table._replace(progress=progress))
-    assert choice.ranking[0] == np.argmin(table.wall_time_s * progress)
+    progress_s = table.wall_time_s * (1.0 + table.global_batch / 200.0)
+    choice = choose(spec("progress"), table._replace(progress_time_s=progress_s))
+    assert choice.ranking[0] == np.argmin(progress_s)
     assert 32 < rows[choice.ranking[0]].global_batch < 4096
 
 
