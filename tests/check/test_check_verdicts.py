@@ -186,6 +186,9 @@ def test_loader_processes_that_share_the_workers_cores_are_a_warning() -> None:
         workload = WorkloadSpec(loader_workers=processes)
         verdicts = judge_job(two_cores, workload, [report(0)], 1)
         assert level(each for each in verdicts if each.topic is Topic.CORES) is expected
+    # which starts processes of its own
+    script = WorkloadSpec.model_construct(script=Path("train.py"), loader_workers=2)
+    assert level(each for each in judge_job(two_cores, script, [report(0)], 1) if each.topic is Topic.CORES) is Level.OK
 
 
 @pytest.mark.parametrize("workers", [2, 4, 64])

@@ -845,6 +845,20 @@ def test_dry_run_of_an_adaptive_search_says_where_it_starts(
     assert "12 candidates; adaptive search starts with 3 and measures at most 8 of them" in out
 
 
+def test_dry_run_of_a_search_that_has_begun_counts_what_is_left(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tula_hpc.cli.open_run import open_run
+
+    more = [f"search.{each}" for each in ("mode=adaptive", "max_batch=1024")]
+    run = open_run(load_sweep(sweep_file, more), ClusterSpec(), sweep_file.parent / "runs/small").run
+    measure(run)
+    command = [str(sweep_file), "--set", more[0], "--set", more[1], "--dry-run"]
+    assert main(command) == 0
+    assert "12 candidates, 1 measured; adaptive search goes on with " in (out := capsys.readouterr().out)
+    assert " and measures at most 7 more:" in out
+
+
 def test_a_dry_run_refuses_what_fits_nowhere_as_the_sweep_would(
     sweep_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,8 +112,9 @@ def run_probes(job: CheckJob, env: WorkerEnvironment, stop: StopRequest) -> None
     folder = job.workload.data_dir
     if folder is not None:
         reporter.attempt(Probe.DATA, lambda: look_into(folder))
-    peers.wait()
-    reporter.attempt(Probe.LOADER, lambda: time_loader(job, place))
+    if not job.workload.is_script:
+        peers.wait()
+        reporter.attempt(Probe.LOADER, lambda: time_loader(job, place))
     reporter.attempt(
         Probe.COLLECTIVES, lambda: time_collectives(job, place, reporter.report, peers)
     )

@@ -290,13 +290,12 @@ def _judge_cores(
         found = f"workers on {_named(sharing)} are bound to the same cores"
         remedy = "see srun_args: --cpu-bind=cores gives each worker its own"
         yield failed(Topic.CORES, found, remedy, sharing)
-    if workload.loader_workers >= wanted and workload.loader_workers > 0 and least == wanted:
-        found = (
-            f"{plural(workload.loader_workers, 'loader process')} and the training share {wanted}"
-        )
+    processes = _loader_processes(workload)
+    if processes >= wanted and processes > 0 and least == wanted:
+        found = f"{plural(processes, 'loader process')} and the training share {wanted}"
         remedy = (
-            "for a script nothing, it starts its own; else lower workload.loader_workers, or set "
-            f"cpus_per_worker = {workload.loader_workers + 1} where nodes have as many"
+            "lower workload.loader_workers, or set "
+            f"cpus_per_worker = {processes + 1} where nodes have as many"
         )
         yield warning(Topic.CORES, found, remedy)
     elif not fewer and not sharing:
@@ -336,11 +335,16 @@ def _judge_limits(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Iterat
         yield ok(Topic.LIMITS, f"{least} open files, locked memory {shown}")
 
 
+def _loader_processes(workload: WorkloadSpec) -> int:
+    """Return those of a worker; a script starts its own, of which nothing is known."""
+    return 0 if workload.is_script else workload.loader_workers
+
+
 def _judge_shm(workload: WorkloadSpec, reports: Sequence[RankReport]) -> Verdict:
     per_host = Counter(report.hostname for report in reports)
     tight = []
     for report, host in _hosts(reports):
-        processes = workload.loader_workers * per_host[report.hostname]
+        processes = _loader_processes(workload) * per_host[report.hostname]
         if host.shm_free_bytes < processes * SHM_BYTES_PER_PROCESS:
             tight.append(report.hostname)
     least = min(host.shm_free_bytes for _, host in _hosts(reports))

@@ -198,8 +198,13 @@ def _profiling(beginning: Beginning) -> Iterator[str]:
     if beginning.estimate is not None:
         yield f"{where}{beginning.estimate.describe()}"
     if search.mode == "adaptive":
+        done = len(part.run.measurements().records)
         most = min(search.max_profiles, every)
-        yield f"{count}; adaptive search starts with {first} and measures at most {most} of them:"
+        if done:
+            more = max(first, most - done)
+            yield f"{count}, {done} measured; adaptive search goes on with {first} and measures at most {more} more:"
+        else:
+            yield f"{count}; adaptive search starts with {first} and measures at most {most} of them:"
     else:
         yield f"{count}, {first} to profile ({search.mode} search):"
     yield from _jobs(search.nest, waves)
