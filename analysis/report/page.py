@@ -184,7 +184,9 @@ def _bills(contents: RunContents) -> Iterator[tuple[str, TextTable]]:
 
 
 def _subtitle(contents: RunContents) -> str:
-    parts = ["How many nodes, which batch size, how long, at what cost"]
+    question = "how many nodes, which batch size, how long, at what cost"
+    sweep = contents.sweep
+    parts = [f"{sweep.workload.what_is_trained}: {question}" if sweep else question.capitalize()]
     if contents.plan:
         parts.append(f"objective: {contents.plan.objective}")
     if contents.cluster:

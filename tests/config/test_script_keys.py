@@ -9,7 +9,7 @@ import pytest
 
 from tests.config.test_config import complaint
 from tula_hpc.cli.changed_inputs import freeze
-from tula_hpc.config import load_frozen_sweep, load_sweep
+from tula_hpc.config import WorkloadSpec, load_frozen_sweep, load_sweep
 from tula_hpc.config.workload import PLACEHOLDERS
 
 SCRIPT = """
@@ -42,6 +42,11 @@ def test_a_script_is_taken_as_it_is() -> None:
     # its own rate, unless something else is asked for
     assert spec.training.method == "lbt"
     assert work.entry_points == [str(work.script)]
+    assert work.what_is_trained == "train.py"
+    assert (
+        WorkloadSpec(model="tula_hpc.workloads.small_cnns:compact_cnn", dataset="digits").what_is_trained
+        == "compact_cnn on digits"
+    )
 
 
 def test_a_frozen_sweep_is_read_again() -> None:

@@ -297,6 +297,14 @@ class WorkloadSpec(Spec):
         return self.script.name if self.script is not None else str(self.module)
 
     @property
+    def what_is_trained(self) -> str:
+        """The script, or model and data, in a few words for headings."""
+        if self.is_script:
+            return self.script_name
+        model, data = (name.rpartition(":")[2] for name in (self.model, self.dataset))
+        return f"{model} on {data}"
+
+    @property
     def placeholders(self) -> frozenset[str]:
         """Names in braces that the script's arguments hold."""
         return frozenset(_placeholders_in(self.arguments + self.resume_arguments))
