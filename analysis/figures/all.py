@@ -21,14 +21,13 @@ from tula_hpc.analysis.figures.step_time.prediction_error import (
     draw_prediction_error,
 )
 from tula_hpc.analysis.figures.step_time.step_breakdown import draw_step_breakdown
-from tula_hpc.analysis.figures.study import (
+from tula_hpc.analysis.figures.study.accuracy import (
     draw_study_accuracy,
     draw_study_delta,
     draw_study_epochs,
-    draw_study_scale,
-    draw_study_scale_elements,
-    draw_study_table,
 )
+from tula_hpc.analysis.figures.study.results_table import draw_study_table
+from tula_hpc.analysis.figures.study.scales import draw_study_scale, draw_study_scale_elements
 from tula_hpc.analysis.figures.time_and_cost.over_batch import (
     draw_cost,
     draw_epoch_time,

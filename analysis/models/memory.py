@@ -43,7 +43,7 @@ from tula_hpc.analysis.models.regression import (
     identified,
     relative_spread,
 )
-from tula_hpc.records import Footprint, MemoryUse
+from tula_hpc.records import Footprint
 
 # CUDA's caching allocator asks the device for multiples of it
 SEGMENT_BYTES = 2 * 1024**2
@@ -489,20 +489,3 @@ def estimate_error(footprint: Footprint, profiles: Sequence[Profile]) -> float |
         estimated = footprint.peak_bytes(math.ceil(row.part_batch))
         errors.append(abs(estimated / row.memory.reserved_bytes - 1.0))
     return float(np.median(errors)) if errors else None
-
-
-def checkpoint_copy_bytes(uses: Sequence[MemoryUse], workers: Sequence[int]) -> int:
-    """Return the host memory of the copy that a checkpoint is written from in the background.
-
-        parameters + optimizer states of its own + 2 × states that are divided over the workers
-        (ZeRO)
-
-    since the latter are gathered there first, and copied then. Only the first node holds it. On
-    CPUs it comes on top of a step's peak; on GPUs the step's peak is the device's, and this the
-    host's.
-    """
-    largest = 0
-    for use, world in zip(uses, workers, strict=True):
-        whole = use.parameter_bytes + use.optimizer_bytes - use.sharded_bytes
-        largest = max(largest, whole + 2 * use.sharded_bytes * world)
-    return largest

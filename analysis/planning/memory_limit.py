@@ -12,14 +12,13 @@ measured: there the cluster file alone gives the limit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tula_hpc.analysis.models.fitted import UpdateTime
-from tula_hpc.analysis.models.memory import checkpoint_copy_bytes
 from tula_hpc.analysis.models.profiles import Summary
 from tula_hpc.config import ClusterSpec, TrainingSpec
 from tula_hpc.formatting import format_bytes
@@ -94,6 +93,23 @@ def checkpoint_copy(summary: Summary) -> int:
     """Return the bytes of host memory that a checkpoint takes on the first node."""
     workers = [row.configuration.world_size for row in summary.profiles]
     return checkpoint_copy_bytes([row.memory for row in summary.profiles], workers)
+
+
+def checkpoint_copy_bytes(uses: Sequence[MemoryUse], workers: Sequence[int]) -> int:
+    """Return the host memory of the copy that a checkpoint is written from in the background.
+
+        parameters + optimizer states of its own + 2 × states that are divided over the workers
+        (ZeRO)
+
+    since the latter are gathered there first, and copied then. Only the first node holds it. On
+    CPUs it comes on top of a step's peak; on GPUs the step's peak is the device's, and this the
+    host's.
+    """
+    largest = 0
+    for use, world in zip(uses, workers, strict=True):
+        whole = use.parameter_bytes + use.optimizer_bytes - use.sharded_bytes
+        largest = max(largest, whole + 2 * use.sharded_bytes * world)
+    return largest
 
 
 def allowed_bytes(limit: int | None, margin: float) -> float:

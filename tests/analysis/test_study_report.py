@@ -18,17 +18,19 @@ from matplotlib.transforms import Bbox
 from tests.study_factory import SWEEP, accuracy, make_study
 from tula_hpc.analysis.figures.drawing import Drawing, Missing
 from tula_hpc.analysis.figures.gradients import BINS, ONE
-from tula_hpc.analysis.figures.study import (
+from tula_hpc.analysis.figures.study.accuracy import (
     column_style,
     delta_groups,
-    density,
     draw_study_accuracy,
     draw_study_delta,
     draw_study_epochs,
+    line_style,
+)
+from tula_hpc.analysis.figures.study.results_table import draw_study_table
+from tula_hpc.analysis.figures.study.scales import (
+    density,
     draw_study_scale,
     draw_study_scale_elements,
-    draw_study_table,
-    line_style,
     used_scales,
 )
 from tula_hpc.analysis.figures.style import ALERT, INK, SIZES, styled
@@ -426,7 +428,7 @@ def test_factors_of_several_sizes_are_drawn_by_their_logarithms(tmp_path: Path, 
     contents = read_study(make_study(tmp_path / "run"))
     table = make_table(contents.study, contents.outcomes)
     factors = np.geomspace(1.5, largest, 50)
-    with mock.patch("tula_hpc.analysis.figures.study.used_scales", return_value=factors):
+    with mock.patch("tula_hpc.analysis.figures.study.scales.used_scales", return_value=factors):
         drawn = draw_study_scale(contents, table)
     assert isinstance(drawn, Drawing)
     assert ("logarithm" in drawn.caption) == (scale == "log")

@@ -14,8 +14,9 @@ import torch
 
 from tests.forked import give_secret
 from tula_hpc.check.job import CheckJob
-from tula_hpc.check.probes import Peers, Reporter, describe_device, describe_host, why_skipped
+from tula_hpc.check.probes import Peers, Reporter, describe_device, describe_host
 from tula_hpc.check.reports import Device, Host, Meeting, Probe, RankReport, Skip
+from tula_hpc.check.speed import why_skipped
 from tula_hpc.config import ClusterSpec, WorkloadSpec
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.records import Record

@@ -16,7 +16,7 @@ import pytest
 from tests.slurm import machine
 from tests.slurm.testcluster import MiniCluster
 from tula_hpc.check.__main__ import main
-from tula_hpc.check.rank_verdicts import bus_rate
+from tula_hpc.check.network_verdicts import bus_rate
 from tula_hpc.check.reports import AllReduce, RankReport, Scope
 
 pytestmark = pytest.mark.usefixtures("quick_nodes")

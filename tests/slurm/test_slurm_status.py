@@ -14,7 +14,7 @@ from tula_hpc.launch import slurm
 from tula_hpc.status import __main__ as status
 from tula_hpc.status.jobs import JobPhase
 from tula_hpc.status.run_files import read_facts
-from tula_hpc.status.state import RunStatus
+from tula_hpc.status.run_status import RunStatus
 from tula_hpc.status.text import status_text
 
 PATIENCE_S = 90.0

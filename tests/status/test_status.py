@@ -53,7 +53,8 @@ from tula_hpc.status import run_files as run_facts
 from tula_hpc.status.cost import describe_price, node_hour_price
 from tula_hpc.status.jobs import Answer, JobPhase, job_statuses
 from tula_hpc.status.run_files import read_facts, read_tail
-from tula_hpc.status.state import RunStatus, describe
+from tula_hpc.status.run_status import RunStatus
+from tula_hpc.status.state import describe
 from tula_hpc.status.text import short_ids, status_text
 
 Script = Callable[[Sequence[str]], str]

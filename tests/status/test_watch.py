@@ -12,7 +12,8 @@ from tula_hpc.launch.slurm import JobState
 from tula_hpc.records import Configuration, RunDirectory, append_record, write_atomically
 from tula_hpc.status.jobs import Answer
 from tula_hpc.status.run_files import read_facts
-from tula_hpc.status.state import RunStatus, describe
+from tula_hpc.status.run_status import RunStatus
+from tula_hpc.status.state import describe
 from tula_hpc.status.watch import LogDisplay, ScreenDisplay, state_line, watch
 
 CONFIGURATIONS = [Configuration(1, 1, batch) for batch in (32, 64, 128, 256)]

@@ -233,7 +233,8 @@ class _Check:
 
     def finish(self, wait_s: float) -> None:
         """Wait for the job and judge its workers' reports."""
-        from tula_hpc.check.rank_verdicts import judge_job, judge_network
+        from tula_hpc.check.network_verdicts import judge_network
+        from tula_hpc.check.rank_verdicts import judge_job
 
         if self.job is None:
             return

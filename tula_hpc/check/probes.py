@@ -10,26 +10,21 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib
-import json
 import os
 import resource
 import signal
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 from tula_hpc.check.reports import (
-    AllReduce,
-    Collectives,
-    Compute,
     Data,
     Device,
     Host,
@@ -39,11 +34,9 @@ from tula_hpc.check.reports import (
     Probe,
     RankReport,
     Requeue,
-    Scope,
     Signal,
-    Skip,
-    Transfer,
 )
+from tula_hpc.check.speed import time_collectives, time_compute, time_transfer
 from tula_hpc.config import ClusterSpec
 from tula_hpc.data.datasets import build_data
 from tula_hpc.data.loader import make_train_loader
@@ -52,7 +45,6 @@ from tula_hpc.ddp.process_group import (
     check_kernels,
     pick_device,
     place_among,
-    process_group,
 )
 from tula_hpc.ddp.rendezvous import meet
 from tula_hpc.ddp.stop_signals import StopRequest
@@ -74,14 +66,6 @@ if TYPE_CHECKING:
 PROBE_S = 40
 # Nodes import torch at their own pace; the first time, from a file server, that takes a minute.
 PATIENCE = timedelta(seconds=90)
-COMPUTE_S = 2.0
-LEAST_REPEATS, MOST_REPEATS = 5, 100
-# Large enough that a product takes milliseconds on either device
-MATRIX_EDGE = {"cpu": 512, "cuda": 4096}
-TRANSFER_BYTES = 64 * 2**20
-# DistributedDataParallel's default bucket
-BUCKET_BYTES = 25 * 2**20
-ALL_REDUCE_S = 2.0
 LOADER_S = 3.0
 LOADER_BATCH = 64
 # Slurm hands a signal on within a second or two
@@ -341,53 +325,6 @@ def _processor() -> str:
     return next(names, os.uname().machine)
 
 
-def time_compute(cluster: ClusterSpec, place: WorkerEnvironment) -> Compute:
-    """Time products of square matrices in fp32."""
-    device = pick_device(cluster, place.local_rank)
-    edge = MATRIX_EDGE[device.type]
-    left, right = torch.rand(2, edge, edge, device=device)
-
-    def multiply() -> None:
-        torch.mm(left, right)
-        _synchronize(device)
-
-    return Compute(flops=2.0 * edge**3, times_s=_repeat(multiply, COMPUTE_S))
-
-
-def time_transfer(cluster: ClusterSpec, place: WorkerEnvironment) -> Transfer:
-    """Time copies to the device, as those of batches are."""
-    device = pick_device(cluster, place.local_rank)
-    source = torch.empty(TRANSFER_BYTES, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty_like(source, device=device)
-
-    def copy() -> None:
-        target.copy_(source, non_blocking=True)
-        _synchronize(device)
-
-    return Transfer(payload_bytes=TRANSFER_BYTES, times_s=_repeat(copy, COMPUTE_S))
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _repeat(act: Callable[[], None], budget_s: float) -> tuple[float, ...]:
-    """Time an action again and again; the first, which loads libraries, does not count."""
-    act()
-    times: list[float] = []
-    ends = time.perf_counter() + budget_s
-    while len(times) < LEAST_REPEATS or (len(times) < MOST_REPEATS and time.perf_counter() < ends):
-        times.append(_timed(act))
-    return tuple(times)
-
-
-def _timed(act: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    act()
-    return time.perf_counter() - began
-
-
 def await_signal(place: WorkerEnvironment, stop: StopRequest) -> Signal:
     """Have Slurm send USR2 to all workers, as it does before a time limit, and wait for it."""
     refused = ""
@@ -442,78 +379,3 @@ def time_loader(job: CheckJob, place: WorkerEnvironment) -> Loader:
         images=rounds * round_length * batch,
         seconds=seconds,
     )
-
-
-def time_collectives(
-    job: CheckJob, place: WorkerEnvironment, report: RankReport, peers: Peers
-) -> Collectives:
-    """Time all-reduces among all workers, and within and between nodes that have several."""
-    backend = backend_of(job.cluster)
-    skipped = why_skipped(backend, place, report, peers)
-    if skipped is not None:
-        return Collectives(backend=backend, skipped=skipped)
-    assert peers.store is not None, "they have met"  # noqa: S101 # an invariant
-    device = pick_device(job.cluster, place.local_rank)
-    with process_group(job.cluster, place, PrefixStore("group", peers.store)):
-        every = time_all_reduce(Scope.ALL, device, None, place.world_size)
-        nested = _time_by_node(job, place, device, peers)
-    return Collectives(backend=backend, timed=(every, *nested))
-
-
-def why_skipped(
-    backend: str, place: WorkerEnvironment, report: RankReport, peers: Peers
-) -> Skip | None:
-    """Agree on whether a collective can succeed, or the others would wait for who cannot."""
-    if place.world_size == 1:
-        return Skip.SINGLE_WORKER
-    lacks = report.host is not None and report.host.lacks_interface(backend)
-    device = None
-    if report.device is not None:
-        # on CPUs every worker is a device of its own
-        device = f"{report.hostname} {report.device.uuid or place.rank}"
-    found = [json.loads(each) for each in peers.exchange(json.dumps([lacks, device]))]
-    if peers.store is None:
-        return Skip.NOT_MET
-    if any(lacks for lacks, _ in found):
-        return Skip.MISSING_INTERFACE
-    devices = [device for _, device in found]
-    if None in devices:
-        return Skip.NO_DEVICE
-    return Skip.SHARED_DEVICE if len(set(devices)) < len(devices) else None
-
-
-def _time_by_node(
-    job: CheckJob, place: WorkerEnvironment, device: torch.device, peers: Peers
-) -> Sequence[AllReduce]:
-    nodes, each = job.nodes, place.world_size // job.nodes
-    if nodes == 1 or each == 1:
-        return []
-    # every worker has to make every group, in the same order
-    within = [dist.new_group(range(node * each, (node + 1) * each)) for node in range(nodes)]
-    leaders = dist.new_group(range(0, place.world_size, each))
-    node, local_rank = divmod(place.rank, each)
-    timed = [time_all_reduce(Scope.NODE, device, within[node], each)]
-    peers.wait()
-    if local_rank == 0:
-        timed.append(time_all_reduce(Scope.BETWEEN, device, leaders, nodes))
-    peers.wait()
-    return timed
-
-
-def time_all_reduce(
-    scope: Scope, device: torch.device, group: dist.ProcessGroup | None, workers: int
-) -> AllReduce:
-    """Time all-reduces of one bucket; all workers of the group take the same number of them."""
-    bucket = torch.zeros(BUCKET_BYTES // 4, device=device)
-
-    def reduce() -> None:
-        dist.all_reduce(bucket, group=group)
-        _synchronize(device)
-
-    # connections are made at the first
-    reduce()
-    slowest = torch.tensor([_timed(reduce)], dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
-    count = min(MOST_REPEATS, max(LEAST_REPEATS, int(ALL_REDUCE_S / max(slowest.item(), 1e-6))))
-    times = tuple(_timed(reduce) for _ in range(count))
-    return AllReduce(scope=scope, workers=workers, payload_bytes=BUCKET_BYTES, times_s=times)

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from tula_hpc.check.network_verdicts import judge_collectives, judge_interfaces
 from tula_hpc.check.reports import (
-    AllReduce,
-    Collectives,
     Device,
     Host,
-    Interface,
     Probe,
     RankReport,
-    Scope,
-    Skip,
+    having,
+    hosts_of,
+    hosts_where,
+    named,
 )
 from tula_hpc.check.site_verdicts import Topic, Verdict, failed, ok, warning
 from tula_hpc.config import ClusterSpec, WorkloadSpec
@@ -35,12 +34,9 @@ SHM_BYTES_PER_PROCESS = 2 * 64 * 2**20
 LEAST_OPEN_FILES = 1024
 # Below this the GPU is somebody else's, too: a context alone takes about half a gigabyte.
 LEAST_FREE_SHARE = 0.95
-# A ring over sockets reaches most of its link; below a third it takes another, or shares it.
-LEAST_LINK_SHARE = 1 / 3
 # PCIe 3 x16 gives 12 GB/s from pinned memory; a fifth of that is a narrow bus.
 LEAST_TRANSFER_GBS = 2.5
 
-T = TypeVar("T")
 Known = Sequence[tuple[RankReport, Device]]
 
 
@@ -64,10 +60,10 @@ def judge_job(
         *_judge_cores(cluster, workload, reports),
         *_judge_limits(cluster, reports),
         _judge_shm(workload, reports),
-        *_judge_interfaces(cluster, reports),
+        *judge_interfaces(cluster, reports),
         *_judge_compute(reports),
         *_judge_transfer(reports),
-        *_judge_collectives(cluster, reports),
+        *judge_collectives(reports),
         *_judge_data(reports),
         *_judge_loader(reports),
         *_judge_signal(reports),
@@ -127,37 +123,12 @@ def _judge_errors(reports: Sequence[RankReport]) -> Iterator[Verdict]:
             remedy = (
                 f'if these nodes have no GPUs, device = "cpu" in the cluster file; else {remedy}'
             )
-        yield make(TOPIC_OF[probe], f"{_named(hosts)}: {text}", remedy, hosts)
-
-
-def _having(
-    reports: Sequence[RankReport], result: Callable[[RankReport], T | None]
-) -> list[tuple[RankReport, T]]:
-    """Return the reports that have a result, each with it."""
-    pairs = [(report, result(report)) for report in reports]
-    return [(report, found) for report, found in pairs if found is not None]
-
-
-def _hosts(reports: Sequence[RankReport]) -> list[tuple[RankReport, Host]]:
-    return _having(reports, lambda report: report.host)
-
-
-def _where(known: Iterable[tuple[RankReport, T]], holds: Callable[[T], bool]) -> list[str]:
-    """Return the host names of the results for which something holds."""
-    return [report.hostname for report, result in known if holds(result)]
-
-
-def _named(hosts: Iterable[str]) -> str:
-    """Name hosts once each, of many only the first."""
-    names = sorted(set(hosts))
-    if len(names) <= 3:
-        return ", ".join(names)
-    return f"{', '.join(names[:3])} and {len(names) - 3} more"
+        yield make(TOPIC_OF[probe], f"{named(hosts)}: {text}", remedy, hosts)
 
 
 def _judge_workers(reports: Sequence[RankReport], expected: int) -> Verdict:
     hosts = Counter(report.hostname for report in reports)
-    found = f"{len(reports)} of {expected} on {_named(hosts)}"
+    found = f"{len(reports)} of {expected} on {named(hosts)}"
     if len(reports) < expected:
         remedy = "see the job's logs; all nodes must see this folder and the Python environment"
         return failed(Topic.WORKERS, f"reports came from {found}", remedy)
@@ -165,7 +136,7 @@ def _judge_workers(reports: Sequence[RankReport], expected: int) -> Verdict:
 
 
 def _judge_setup(reports: Sequence[RankReport]) -> Iterator[Verdict]:
-    for _, host in _hosts(reports):
+    for _, host in hosts_of(reports):
         if host.failed_setup:
             # the batch script runs it once for all workers
             yield warning(
@@ -175,7 +146,7 @@ def _judge_setup(reports: Sequence[RankReport]) -> Iterator[Verdict]:
 
 
 def _judge_devices(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Iterator[Verdict]:
-    known = _having(reports, lambda report: report.device)
+    known = having(reports, lambda report: report.device)
     if not known:
         yield from _judge_given(reports)
         return
@@ -245,9 +216,9 @@ def _judge_kernels(known: Known) -> Iterator[Verdict]:
 
 def _judge_device_memory(cluster: ClusterSpec, known: Known) -> Iterator[Verdict]:
     total = min((device.total_bytes for _, device in known if device.total_bytes), default=0)
-    used = _where(known, _in_use)
+    used = hosts_where(known, _in_use)
     if used:
-        found = f"on {_named(used)} some of it is in use before the job begins"
+        found = f"on {named(used)} some of it is in use before the job begins"
         remedy = (
             "see nvidia-smi there; exclusive = true keeps others off, "
             "left-over processes are the site's"
@@ -274,20 +245,20 @@ def _in_use(device: Device) -> bool:
 def _judge_cores(
     cluster: ClusterSpec, workload: WorkloadSpec, reports: Sequence[RankReport]
 ) -> Iterator[Verdict]:
-    known = _hosts(reports)
+    known = hosts_of(reports)
     wanted = cluster.cpus_per_worker
-    fewer = _where(known, lambda host: len(host.cores) < wanted)
+    fewer = hosts_where(known, lambda host: len(host.cores) < wanted)
     least = min(len(host.cores) for _, host in known)
     usable = f"a worker may use {plural(least, 'core')}; cpus_per_worker = {wanted}"
     if fewer:
-        found = f"on {_named(fewer)} {usable}"
+        found = f"on {named(fewer)} {usable}"
         remedy = (
             "see srun_args: what binds tasks to cores has to leave each cpus_per_worker of them"
         )
         yield failed(Topic.CORES, found, remedy, fewer)
     sharing = [report.hostname for report, host in known if _shares_cores(report, host, known)]
     if sharing:
-        found = f"workers on {_named(sharing)} are bound to the same cores"
+        found = f"workers on {named(sharing)} are bound to the same cores"
         remedy = "see srun_args: --cpu-bind=cores gives each worker its own"
         yield failed(Topic.CORES, found, remedy, sharing)
     processes = _loader_processes(workload)
@@ -315,18 +286,16 @@ def _shares_cores(report: RankReport, host: Host, known: Sequence[tuple[RankRepo
 
 
 def _judge_limits(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Iterator[Verdict]:
-    known = _hosts(reports)
-    few = _where(known, lambda host: host.open_files < LEAST_OPEN_FILES)
+    known = hosts_of(reports)
+    few = hosts_where(known, lambda host: host.open_files < LEAST_OPEN_FILES)
     least = min(host.open_files for _, host in known)
     if few:
-        found = f"on {_named(few)} a worker may open {least} files"
+        found = f"on {named(few)} a worker may open {least} files"
         yield warning(Topic.LIMITS, found, 'setup = ["ulimit -n 65536"]', few)
     with_ports = [pair for pair in known if any(each.infiniband for each in pair[1].interfaces)]
-    locked = _where(with_ports, lambda host: host.memlock_bytes is not None)
+    locked = hosts_where(with_ports, lambda host: host.memlock_bytes is not None)
     if locked and cluster.device == "cuda":
-        found = (
-            f"on {_named(locked)} locked memory is limited, which InfiniBand needs without limit"
-        )
+        found = f"on {named(locked)} locked memory is limited, which InfiniBand needs without limit"
         remedy = 'setup = ["ulimit -l unlimited"]; where that is refused, ask the site'
         yield warning(Topic.LIMITS, found, remedy, locked)
     elif not few:
@@ -343,66 +312,20 @@ def _loader_processes(workload: WorkloadSpec) -> int:
 def _judge_shm(workload: WorkloadSpec, reports: Sequence[RankReport]) -> Verdict:
     per_host = Counter(report.hostname for report in reports)
     tight = []
-    for report, host in _hosts(reports):
+    for report, host in hosts_of(reports):
         processes = _loader_processes(workload) * per_host[report.hostname]
         if host.shm_free_bytes < processes * SHM_BYTES_PER_PROCESS:
             tight.append(report.hostname)
-    least = min(host.shm_free_bytes for _, host in _hosts(reports))
+    least = min(host.shm_free_bytes for _, host in hosts_of(reports))
     free = f"{format_bytes(least)} free in /dev/shm"
     if tight:
         remedy = "lower loader_workers, or have the site enlarge it; containers take --shm-size"
-        return warning(Topic.SHM, f"{_named(tight)}: {free}", remedy, tight)
+        return warning(Topic.SHM, f"{named(tight)}: {free}", remedy, tight)
     return ok(Topic.SHM, free)
 
 
-def _judge_interfaces(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Iterator[Verdict]:
-    known = _hosts(reports)
-    backend = "nccl" if cluster.device == "cuda" else "gloo"
-    variable = f"{backend.upper()}_SOCKET_IFNAME"
-    wanted = known[0][1].wanted_interface
-    lacking = _where(known, lambda host: host.lacks_interface(backend))
-    if lacking:
-        example = next(host for report, host in known if report.hostname == lacking[0])
-        there = ", ".join(map(_rate, _candidates(example))) or "none that is up"
-        found = f"{variable}={wanted}, but {_named(lacking)} has no interface of that name"
-        yield failed(
-            Topic.INTERFACES, found, f"set it in [environment] to one of: {there}", lacking
-        )
-        return
-    chosen = {each.name: each for _, host in known for each in host.chosen_interfaces(backend)}
-    down = _where(known, lambda host: not any(i.up for i in host.chosen_interfaces(backend)))
-    if wanted and down:
-        found = f"{variable}={wanted}, which is down on {_named(down)}"
-        yield failed(
-            Topic.INTERFACES, found, "use one that is up, or report the nodes to the site", down
-        )
-        return
-    up = [each for each in chosen.values() if each.up]
-    shown = ", ".join(map(_rate, up)) or "none"
-    ports = {each.name: each for _, host in known for each in host.interfaces if each.infiniband}
-    if ports:
-        shown += "; InfiniBand: " + ", ".join(map(_rate, ports.values()))
-    if not wanted and len(up) > 1 and len({report.hostname for report in reports}) > 1:
-        found = f"{variable} is not set, and there are {shown}"
-        remedy = f"set {variable} in [environment] to the one that connects the nodes"
-        yield warning(Topic.INTERFACES, found, remedy)
-        return
-    yield ok(Topic.INTERFACES, f"{variable}={wanted}: {shown}" if wanted else shown)
-
-
-def _candidates(host: Host) -> list[Interface]:
-    unset = host.model_copy(update={"wanted_interface": ""})
-    return [each for each in unset.chosen_interfaces("gloo") if each.up]
-
-
-def _rate(interface: Interface) -> str:
-    if interface.mbit is None:
-        return interface.name
-    return f"{interface.name} ({format_number(interface.mbit / 1000)} Gbit/s)"
-
-
 def _judge_compute(reports: Sequence[RankReport]) -> Iterator[Verdict]:
-    known = _having(reports, lambda report: report.compute)
+    known = having(reports, lambda report: report.compute)
     if not known:
         return
     times = {report.rank: compute.times_s for report, compute in known}
@@ -413,7 +336,7 @@ def _judge_compute(reports: Sequence[RankReport]) -> Iterator[Verdict]:
         others = statistics.median(each for rank, each in medians.items() if rank not in slow)
         worst = max(medians[rank] for rank in slow)
         hosts = [report.hostname for report in reports if report.rank in slow]
-        who = ", ".join(f"rank {rank}" for rank in sorted(slow)) + f" on {_named(hosts)}"
+        who = ", ".join(f"rank {rank}" for rank in sorted(slow)) + f" on {named(hosts)}"
         found = (
             f"{who}: {worst / others:.1f} times the time of the others, "
             "and all wait for the slowest"
@@ -467,98 +390,29 @@ def _range(values: Sequence[float]) -> str:
 def _judge_transfer(reports: Sequence[RankReport]) -> Iterator[Verdict]:
     rates = [
         (report, transfer.payload_bytes / statistics.median(transfer.times_s) / GB)
-        for report, transfer in _having(reports, lambda report: report.transfer)
+        for report, transfer in having(reports, lambda report: report.transfer)
     ]
     if not rates:
         return
     shown = f"{_range(sorted(rate for _, rate in rates))} GB/s"
-    slow = _where(rates, lambda rate: rate < LEAST_TRANSFER_GBS)
+    slow = hosts_where(rates, lambda rate: rate < LEAST_TRANSFER_GBS)
     if slow:
-        found = f"{shown}; {_named(slow)} is below {LEAST_TRANSFER_GBS:g}"
+        found = f"{shown}; {named(slow)} is below {LEAST_TRANSFER_GBS:g}"
         remedy = "ask the site how the GPUs are attached; bind workers to the cores beside them"
         yield warning(Topic.TRANSFER, found, remedy, slow)
         return
     yield ok(Topic.TRANSFER, shown)
 
 
-SKIPPED = {
-    Skip.NO_DEVICE: ("a worker has no device", "see devices"),
-    Skip.MISSING_INTERFACE: ("its interface is missing", "see interfaces"),
-    Skip.SHARED_DEVICE: ("two workers have the same device", "see devices"),
-    Skip.NOT_MET: ("the workers did not meet", "see workers"),
-}
-SCOPES = {Scope.ALL: "all workers", Scope.NODE: "within a node", Scope.BETWEEN: "between nodes"}
-
-
-def _judge_collectives(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Iterator[Verdict]:
-    known = [report.collectives for report in reports if report.collectives]
-    if not known or known[0].skipped is Skip.SINGLE_WORKER:
-        return
-    skipped = next((each.skipped for each in known if each.skipped), None)
-    if skipped is not None:
-        why, remedy = SKIPPED[skipped]
-        yield failed(Topic.ALL_REDUCE, f"not tried: {why}", remedy)
-        return
-    rates = _bus_rates(known)
-    shown = ", ".join(f"{SCOPES[scope]} {format_number(rate, 3)}" for scope, rate in rates.items())
-    found = f"{shown} GB/s of 25 MiB over {known[0].backend}"
-    link_gbs = _link_gbs(reports, known[0].backend)
-    crossing = rates.get(Scope.BETWEEN, rates[Scope.ALL])
-    if link_gbs is not None and crossing < LEAST_LINK_SHARE * link_gbs:
-        share = f"{crossing / link_gbs:.0%} of the {format_number(link_gbs, 3)}"
-        found = f"{found}, {share} that the link should carry"
-        remedy = (
-            "see interfaces; look for a link that is slow or shared, and for cores that are too few"
-        )
-        yield warning(Topic.ALL_REDUCE, found, remedy)
-        return
-    yield ok(Topic.ALL_REDUCE, found)
-
-
-def _bus_rates(known: Sequence[Collectives]) -> dict[Scope, float]:
-    """Return the rate at which links are used, GB/s, by scope; the slowest group's.
-
-    A ring moves 2 (n - 1)/n of the payload over each link (Patarasuk, Yuan 2009), as nccl-tests'
-    "busbw" counts.
-    """
-    rates: dict[Scope, list[float]] = defaultdict(list)
-    for each in known:
-        for timed in each.timed:
-            rates[timed.scope].append(bus_rate(timed) / GB)
-    return {scope: min(values) for scope, values in rates.items()}
-
-
-def bus_rate(timed: AllReduce) -> float:
-    """Return the bytes a second that a ring's links carry in the median all-reduce."""
-    moved = 2 * (timed.workers - 1) / timed.workers * timed.payload_bytes
-    return moved / statistics.median(timed.times_s)
-
-
-def _link_gbs(reports: Sequence[RankReport], backend: str) -> float | None:
-    """Return the rate of the interface between nodes, GB/s; None where it is not known."""
-    known = _hosts(reports)
-    if len({report.hostname for report in reports}) < 2:
-        return None
-    # nccl prefers InfiniBand; which of several ports it takes is not known
-    if backend == "nccl" and any(
-        each.infiniband and each.up for _, host in known for each in host.interfaces
-    ):
-        return None
-    chosen = [[each for each in host.chosen_interfaces(backend) if each.up] for _, host in known]
-    if any(len(each) != 1 or each[0].mbit is None for each in chosen):
-        return None
-    return min(each[0].mbit or 0 for each in chosen) / 8000
-
-
 def _judge_data(reports: Sequence[RankReport]) -> Iterator[Verdict]:
-    known = _having(reports, lambda report: report.data)
+    known = having(reports, lambda report: report.data)
     if not known:
         return
     folder = known[0][1].folder
-    lacking = _where(known, lambda data: not data.readable)
+    lacking = hosts_where(known, lambda data: not data.readable)
     if lacking:
         remedy = REMEDY_OF[Probe.DATA]
-        yield failed(Topic.DATA_THERE, f"{_named(lacking)} cannot read {folder}", remedy, lacking)
+        yield failed(Topic.DATA_THERE, f"{named(lacking)} cannot read {folder}", remedy, lacking)
         return
     yield ok(Topic.DATA_THERE, f"all nodes can read {folder}")
 
@@ -574,11 +428,11 @@ def _judge_loader(reports: Sequence[RankReport]) -> Iterator[Verdict]:
 
 
 def _judge_signal(reports: Sequence[RankReport]) -> Iterator[Verdict]:
-    known = _having(reports, lambda report: report.signal)
+    known = having(reports, lambda report: report.signal)
     if not known:
         return
     refused = next((each.refused for _, each in known if each.refused), "")
-    deaf = _where(known, lambda each: not each.arrived)
+    deaf = hosts_where(known, lambda each: not each.arrived)
     if refused:
         remedy = "make Slurm's commands work in jobs: trainings ask for their requeue from there"
         yield failed(Topic.SIGNAL, f"scancel on a node: {refused}", remedy)
@@ -586,7 +440,7 @@ def _judge_signal(reports: Sequence[RankReport]) -> Iterator[Verdict]:
         remedy = (
             "what srun starts must hand USR2 on to Python; see setup and srun_args for wrappers"
         )
-        yield failed(Topic.SIGNAL, f"USR2 did not reach {_named(deaf)}", remedy, deaf)
+        yield failed(Topic.SIGNAL, f"USR2 did not reach {named(deaf)}", remedy, deaf)
     else:
         yield ok(Topic.SIGNAL, "USR2 reached every worker")
 
@@ -603,19 +457,3 @@ def _judge_requeue(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Itera
     remedy += "; until then a training goes on only while a command or --detach submits it again"
     # a training that is refused saves a checkpoint and is submitted again: nothing is lost
     yield warning(Topic.REQUEUE, f"refused: {asked.refused}", remedy)
-
-
-def judge_network(reports: Sequence[RankReport], networks: Sequence[str]) -> Iterator[Verdict]:
-    """Judge the networks that nccl names in its log: "IB" is InfiniBand, "Socket" TCP."""
-    if not networks:
-        return
-    shown = f"NCCL uses {', '.join(networks)}"
-    hosts = (host for _, host in _hosts(reports))
-    ports = any(each.infiniband and each.up for host in hosts for each in host.interfaces)
-    if ports and "Socket" in networks:
-        remedy = (
-            "see NCCL_IB_HCA and NCCL_IB_DISABLE, and whether the container shows /dev/infiniband"
-        )
-        yield warning(Topic.INTERFACES, f"{shown}, although there is InfiniBand", remedy)
-        return
-    yield ok(Topic.INTERFACES, shown)

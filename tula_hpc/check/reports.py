@@ -1,12 +1,16 @@
-"""Reports of the workers of `tula_hpc.check`. Imports no torch."""
+"""Reports of the workers of `tula_hpc.check`, and what is asked of several. Imports no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
+from typing import TypeVar
 
 from pydantic import Field
 
 from tula_hpc.records import Record
+
+T = TypeVar("T")
 
 VIRTUAL_INTERFACES = ("lo", "docker", "virbr", "br-", "cni", "tun")
 
@@ -201,3 +205,29 @@ class RankReport(Record):
     at_work_on: Probe | None = None
     errors: dict[Probe, str] = Field(default={})
     finished: bool = False
+
+
+def having(
+    reports: Sequence[RankReport], result: Callable[[RankReport], T | None]
+) -> list[tuple[RankReport, T]]:
+    """Return the reports that have a result, each with it."""
+    pairs = [(report, result(report)) for report in reports]
+    return [(report, found) for report, found in pairs if found is not None]
+
+
+def hosts_of(reports: Sequence[RankReport]) -> list[tuple[RankReport, Host]]:
+    """Return the reports that describe their host, each with it."""
+    return having(reports, lambda report: report.host)
+
+
+def hosts_where(known: Iterable[tuple[RankReport, T]], holds: Callable[[T], bool]) -> list[str]:
+    """Return the host names of the results for which something holds."""
+    return [report.hostname for report, result in known if holds(result)]
+
+
+def named(hosts: Iterable[str]) -> str:
+    """Name hosts once each, of many only the first."""
+    names = sorted(set(hosts))
+    if len(names) <= 3:
+        return ", ".join(names)
+    return f"{', '.join(names[:3])} and {len(names) - 3} more"

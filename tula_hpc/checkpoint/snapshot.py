@@ -1,7 +1,8 @@
 """Copy of a training's state in host memory, taken between two steps while the next one goes on.
 
 It needs as much host memory as the state: a model's parameters and buffers, and the optimizer's
-states. Plans count it, see `analysis.memory.checkpoint_copy_bytes`; profiles do not see it.
+states. Plans count it, see `analysis.planning.memory_limit.checkpoint_copy_bytes`; profiles do not
+see it.
 
 On a CPU tensors are cloned. On a GPU they are copied to page-locked memory, which is kept for the
 next time, by a stream of its own, after all work that the training's stream was given. Meanwhile

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from tula_hpc.launch.slurm import AccountedRun
     from tula_hpc.status.jobs import Answer, JobStatus
     from tula_hpc.status.run_files import Facts
-    from tula_hpc.status.state import RunStatus
+    from tula_hpc.status.run_status import RunStatus
 
 
 QUEUE_TIMEOUT_S = 8.0

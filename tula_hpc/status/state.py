@@ -2,212 +2,48 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
-
-from pydantic import Field
 
 from tula_hpc.analysis.models.profiles import is_out_of_memory
 from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
-from tula_hpc.formatting import plural
-from tula_hpc.records import MAIN_LABEL, Plan, Record, is_usable
-from tula_hpc.records.broken_hosts import BrokenHost, broken_hosts, first_line
-from tula_hpc.records.events import JobFailure, StageFailure
+from tula_hpc.records import MAIN_LABEL, is_usable
+from tula_hpc.records.broken_hosts import broken_hosts
+from tula_hpc.records.events import JobFailure
 from tula_hpc.retries import Verdict, study_policy
 from tula_hpc.stages.context import most_profiled, profiling_left_s
-from tula_hpc.stages.plan import why_no_model
 from tula_hpc.status.cost import (
     Accounted,
-    CostStatus,
-    PromiseStatus,
     cost_so_far,
     promise_kept,
 )
 from tula_hpc.status.jobs import Answer, JobPhase, JobStatus, job_statuses
 from tula_hpc.status.run_files import Facts
+from tula_hpc.status.run_status import (
+    CommandStatus,
+    DetachedStatus,
+    PlanStatus,
+    ProfileStatus,
+    RunStatus,
+    SchedulerStatus,
+    Stand,
+    State,
+    StudyStatus,
+)
 from tula_hpc.status.trainings import TrainingStatus, training_statuses
+from tula_hpc.status.verdict import (
+    ALIVE,
+    Parts,
+    failed_stage,
+    failure_words,
+    is_at_work,
+    readable,
+    verdict,
+)
 
-State = Literal["finished", "running", "waiting", "stuck", "over", "stopped", "failed", "unknown"]
-Stand = Literal["none", "running", "waiting", "stopped", "failed", "done", "unknown"]
-ALIVE = (JobPhase.RUNNING, JobPhase.WAITING)
 # else 0
 EXIT_CODES: Mapping[State, int] = {"failed": 1, "stuck": 1, "stopped": 3, "over": 3, "unknown": 4}
 NO_ACCOUNT: Accounted = {}
-AGAIN = "run the same command again"
-
-
-class CommandStatus(Record):
-    """The command that works on the run directory, or the last one that did."""
-
-    # 0: unknown
-    process: int = 0
-    # "": unknown
-    host: str = ""
-    # None: cannot be seen from this machine
-    alive: bool | None = False
-    # as by Ctrl-Z
-    stopped: bool = False
-
-
-class DetachedStatus(Record):
-    """Controller jobs that carry the sweep on."""
-
-    # Unix time
-    since: float
-    # last stage
-    until: str
-    # of the last controller job, or of its guard where that has to act
-    job_id: str = ""
-    # its phase
-    phase: JobPhase | None = None
-
-
-class SchedulerStatus(Record):
-    """Answer of the scheduler."""
-
-    # slurm, local, "" where the cluster file cannot be read
-    executor: str
-    # True also where there was nothing to ask
-    answered: bool
-    # why it did not answer
-    words: str = ""
-
-
-class ProfileStatus(Record):
-    """State of the first stage."""
-
-    stand: Stand
-    # configurations
-    measured: int
-    out_of_memory: int
-    # that nothing but failures are known of
-    failed: int
-    # as many as the search may measure; None: it decides by itself
-    wanted: int | None = None
-    # submitted
-    jobs: int
-    # an estimate: what those jobs still have to measure, at the pace so far; None where none runs
-    left_s: float | None = None
-
-
-class PlanStatus(Record):
-    """Chosen configuration."""
-
-    nodes: int
-    workers_per_node: int
-    local_batch: int
-    global_batch: int
-    # forward passes in which a script takes the local batch
-    accumulation: int = 1
-    partition: str
-    epoch_time_s: float
-    train_time_s: float
-    cost: float
-    currency: str
-    reason: str
-    # what the cost is for; None in plans that do not have it
-    wall_time_s: float | None = None
-    # ends of 90 % intervals, by field
-    interval_90: dict[str, tuple[float, float]] = Field(default={})
-
-    def with_interval(self, field: str) -> tuple[float, float, float]:
-        """Return a field and the ends of its interval; itself where there is none."""
-        value = getattr(self, field)
-        return (value, *self.interval_90.get(field, (value, value)))
-
-    @classmethod
-    def of(cls, plan: Plan) -> PlanStatus:
-        """Summarise a plan."""
-        names = set(cls.model_fields) - {"reason"}
-        return cls(reason=plan.reason, **plan.chosen.model_dump(include=names))
-
-
-class StudyStatus(Record):
-    """Trainings of a study, and those that chose its learning rates."""
-
-    cells: int
-    finished: int
-    diverged: int
-    running: int
-    waiting: int
-    failed: int
-    # none of these, or to be tried again
-    left: int
-    # trainings that choose the learning rates, not among the cells
-    rates: int
-    rates_finished: int
-    # counted in `failed`, too
-    rates_failed: int
-    # why, by label
-    failures: dict[str, str]
-    # those that run
-    under_way: list[TrainingStatus]
-
-
-class RunStatus(Record):
-    """State of a run as `status` shows it; `--json` prints it."""
-
-    schema_version: Literal[1] = 1
-    name: str
-    run_directory: str
-    # Unix time
-    asked_at: float
-    state: State
-    # what that means here, and what to do
-    words: str
-    exit_code: int
-    command: CommandStatus
-    detached: DetachedStatus | None
-    scheduler: SchedulerStatus
-    # None: the run is a study
-    profile: ProfileStatus | None
-    plan: PlanStatus | None
-    # of the plan
-    training: TrainingStatus | None
-    study: StudyStatus | None
-    report: bool
-    # it is older than a measurement, a result or the plan
-    report_stale: bool
-    jobs: list[JobStatus]
-    # those of them that nothing has made up for
-    failures: list[JobStatus]
-    cost: CostStatus
-    # what could not be read
-    doubts: list[str]
-    # hosts that its jobs are kept off
-    avoided: list[BrokenHost] = Field(default=[])
-    # of the training, once it has ended
-    promise: PromiseStatus | None = None
-
-
-class _Parts(NamedTuple):
-    """Everything from which the state is derived."""
-
-    facts: Facts
-    answer: Answer
-    jobs: Sequence[JobStatus]
-    profile: ProfileStatus | None
-    training: TrainingStatus | None
-    study: StudyStatus | None
-    detached: DetachedStatus | None
-
-    def has(self, phase: JobPhase) -> bool:
-        """Tell whether a job is in this phase."""
-        return any(job.phase is phase for job in self.jobs)
-
-    @property
-    def is_unknown(self) -> bool:
-        """Tell whether jobs may be on their way while the scheduler could not be asked."""
-        return self.has(JobPhase.UNKNOWN) or (
-            bool(self.facts.cut_off) and self.answer.active is None
-        )
-
-    @property
-    def at_work(self) -> bool:
-        """Tell whether something will act when jobs end."""
-        return _is_at_work(self.facts, self.jobs)
 
 
 def describe(
@@ -226,8 +62,8 @@ def describe(
     state, words = verdict(parts)
     holder = facts.holder
     return RunStatus(
-        name=facts.spec.name if facts.spec else _readable(facts.run.root.name),
-        run_directory=_readable(facts.run.root),
+        name=facts.spec.name if facts.spec else readable(facts.run.root.name),
+        run_directory=readable(facts.run.root),
         asked_at=facts.now,
         state=state,
         words=words,
@@ -259,7 +95,7 @@ def describe(
 
 def _parts(
     facts: Facts, answer: Answer, jobs: Sequence[JobStatus], rate_labels: Sequence[str]
-) -> _Parts:
+) -> Parts:
     trainings = training_statuses(facts, jobs)
     study = _study(facts, trainings, jobs, rate_labels)
     profile: ProfileStatus | None = None
@@ -268,7 +104,7 @@ def _parts(
         profile = _profile(facts, jobs)
         training = trainings.get(MAIN_LABEL)
     acting = _without_idle_guards(jobs)
-    return _Parts(facts, answer, acting, profile, training, study, _detached(facts, acting))
+    return Parts(facts, answer, acting, profile, training, study, _detached(facts, acting))
 
 
 def _without_idle_guards(jobs: Sequence[JobStatus]) -> list[JobStatus]:
@@ -301,12 +137,6 @@ def _failures(facts: Facts, jobs: Sequence[JobStatus]) -> list[JobStatus]:
         if (job.job_id in lost if job.stage == "profile" else job is last[job.stage, job.label])
         and not (job.stage == "train" and job.label in done)
     ]
-
-
-def _is_at_work(facts: Facts, jobs: Sequence[JobStatus]) -> bool:
-    return bool(facts.holder.alive) or any(
-        job.stage == "control" and job.phase in ALIVE for job in jobs
-    )
 
 
 def _detached(facts: Facts, jobs: Sequence[JobStatus]) -> DetachedStatus | None:
@@ -372,7 +202,7 @@ def _profile_stand(facts: Facts, all_jobs: Sequence[JobStatus], good: bool, bad:
         return "running"
     if JobPhase.UNKNOWN in phases:
         return "unknown"
-    if _is_at_work(facts, all_jobs):
+    if is_at_work(facts, all_jobs):
         return "waiting"
     stand: Stand = "stopped" if jobs or good else "none"
     if (bad or JobPhase.FAILED in phases) and not good:
@@ -381,17 +211,8 @@ def _profile_stand(facts: Facts, all_jobs: Sequence[JobStatus], good: bool, bad:
 
 
 def _went_on(facts: Facts) -> bool:
-    failed = _failed_stage(facts)
+    failed = failed_stage(facts)
     return facts.history.reached("train") or (failed is not None and failed.stage == "plan")
-
-
-def _failed_stage(facts: Facts) -> StageFailure | None:
-    """Return why the last command could not plan or submit, if that is why it ended."""
-    failure = facts.history.stage_failure()
-    # a later plan: planned after all, by `tula plan --write`
-    if failure is not None and facts.plan_at <= failure.time:
-        return failure
-    return None
 
 
 def _wanted(spec: SweepSpec | None, cluster: ClusterSpec | None) -> int | None:
@@ -439,7 +260,7 @@ def _failed_for_good(
     last = {
         job.label: job for job in jobs if job.label in known and known[job.label].stand == "failed"
     }
-    if facts.spec is None or not _is_at_work(facts, jobs):
+    if facts.spec is None or not is_at_work(facts, jobs):
         return last
     policy = study_policy(facts.spec.training.max_requeues)
     given_up = {}
@@ -449,201 +270,3 @@ def _failed_for_good(
         if policy.judge(facts.history, label, failure) is Verdict.GIVE_UP:
             given_up[label] = job
     return given_up
-
-
-def failure_words(job: JobStatus, unknown: str = "ended") -> str:
-    """Return the failure of a job and its detail, or `unknown` where the failure has no name."""
-    kind = unknown
-    if job.failure:
-        kind = job.failure.value.replace("_", " ")
-    if not job.detail:
-        return kind
-    return f"{kind}: {job.detail}"
-
-
-def _readable(path: str | os.PathLike[str]) -> str:
-    return os.fsencode(path).decode(errors="replace")
-
-
-def verdict(parts: _Parts) -> tuple[State, str]:
-    """Return the state, and its explanation."""
-    by_files = (_obstructed, _finished, _stuck, _going_on, _full)
-    for judge in (*by_files, _stage_failed, _failed, _left_alone):
-        found = judge(parts)
-        if found is not None:
-            return found
-    return "stopped", _stopped_words(parts)
-
-
-StateAndText = tuple[State, str]
-
-
-def _obstructed(parts: _Parts) -> StateAndText | None:
-    """Report a file that the next command will refuse; one at work has read it before."""
-    if not parts.facts.obstacle or parts.at_work:
-        return None
-    return "failed", parts.facts.obstacle
-
-
-def _finished(parts: _Parts) -> StateAndText | None:
-    study, training = parts.study, parts.training
-    ended = study is not None and study.finished + study.diverged == study.cells
-    if not ended and not (training is not None and training.stand in ("finished", "diverged")):
-        return _finished_early(parts)
-    if parts.at_work:
-        return "running", "everything is trained; the report is being written"
-    if not parts.facts.has_report:
-        return "finished", f"everything is trained; there is no report yet: {AGAIN}"
-    if parts.facts.is_report_stale:
-        return "finished", f"everything is trained; the report is older than that: {AGAIN}"
-    if training is not None and (words := why_no_model(parts.facts.run, parts.facts.spec)):
-        return "finished", words
-    return "finished", "everything is done"
-
-
-def _finished_early(parts: _Parts) -> StateAndText | None:
-    """Recognise a sweep that was asked to end before training, if that is on record."""
-    if parts.at_work or parts.training is not None:
-        return None
-    stage = parts.facts.history.ended_stage()
-    if stage in ("profile", "plan") and parts.facts.damaged_after:
-        named = next(each for each in parts.facts.doubts if ", line " in each)
-        return "stopped", f"{named}: {AGAIN} to measure it again"
-    if parts.facts.plan is not None and (
-        stage == "plan" or (parts.detached and parts.detached.until == "plan")
-    ):
-        return "finished", "planned, which was to be the last stage"
-    if stage == "profile":
-        return "finished", "profiled, which was to be the last stage"
-    return None
-
-
-def _stuck(parts: _Parts) -> StateAndText | None:
-    stuck = [job for job in parts.jobs if job.stuck]
-    if not stuck or parts.has(JobPhase.RUNNING):
-        return None
-    return (
-        "stuck",
-        f"job {stuck[0].job_id} waits until somebody acts: {stuck[0].reason}",
-    )
-
-
-def _going_on(parts: _Parts) -> StateAndText | None:
-    stages = [
-        job.stage for job in parts.jobs if job.phase is JobPhase.RUNNING and job.stage != "control"
-    ]
-    if stages:
-        verb = {"profile": "profiling", "train": "training"}.get(stages[-1], stages[-1])
-        if parts.at_work:
-            return "running", verb
-        return "running", f"{verb}; {_no_command(parts, 'its end')}"
-    if parts.facts.holder.alive or any(
-        j.stage == "control" and j.phase is JobPhase.RUNNING for j in parts.jobs
-    ):
-        return "running", _command_words(parts)
-    waiting = [
-        job for job in parts.jobs if job.phase is JobPhase.WAITING and job.stage != "control"
-    ]
-    if waiting:
-        words = f"jobs of the stage {waiting[-1].stage} wait in the queue"
-        if not parts.at_work:
-            words += f"; {_no_command(parts, 'them')}"
-        return "waiting", words
-    if parts.at_work and parts.detached is not None:
-        return "waiting", f"controller job {parts.detached.job_id} waits to act on what is over"
-    return None
-
-
-def _no_command(parts: _Parts, what: str) -> str:
-    holder = parts.facts.holder
-    if holder.alive is None:
-        return f"{holder}, which is not seen from here, may wait for {what}; if not, {AGAIN}"
-    return f"no command waits for {what}: {AGAIN}, now or later"
-
-
-def _command_words(parts: _Parts) -> str:
-    if parts.has(JobPhase.WAITING):
-        return "a command waits for jobs that wait"
-    if parts.has(JobPhase.UNKNOWN):
-        return "a command is at work; what its jobs do is not known here"
-    return "a command is at work, and no job: it plans, submits or writes the report"
-
-
-def _full(parts: _Parts) -> StateAndText | None:
-    """Report a full disk, on which the next command would end, too."""
-    if not parts.facts.is_full or parts.is_unknown:
-        return None
-    root = _readable(parts.facts.run.root)
-    return "failed", f"{root}: no space is left; make space there and {AGAIN}"
-
-
-def _stage_failed(parts: _Parts) -> StateAndText | None:
-    """Report the failure of a stage as a whole; none of its jobs runs or waits by then."""
-    event = _failed_stage(parts.facts)
-    if event is None or not event.detail.strip() or parts.is_unknown:
-        return None
-    why = first_line(event.detail)
-    # the errors of planning begin with the stage, the scheduler's do not
-    if event.stage != "plan":
-        why = f"{event.stage}: {why}"
-    return "failed", f"{why}; fix the cause and {AGAIN}"
-
-
-def _failed(parts: _Parts) -> StateAndText | None:
-    control = next((job for job in reversed(parts.jobs) if job.stage == "control"), None)
-    if control is not None and control.phase is JobPhase.FAILED and control is parts.jobs[-1]:
-        return (
-            "failed",
-            f"controller job {control.job_id}: {control.detail or 'no reason on record'}",
-        )
-    if parts.is_unknown or parts.has(JobPhase.OVER):
-        return None
-    if parts.profile is not None and parts.profile.stand == "failed":
-        return "failed", "nothing could be measured; fix the cause and run the same command again"
-    training, study = parts.training, parts.study
-    if training is not None and training.stand == "failed" and not _falls_back(parts):
-        last = next(job for job in reversed(parts.jobs) if job.stage == "train")
-        return "failed", f"training: {failure_words(last)}"
-    if study is not None and study.failed and (study.rates_failed or not study.left):
-        return (
-            "failed",
-            f"{plural(study.failed, 'training')} without a result; fix the cause and {AGAIN}",
-        )
-    return None
-
-
-def _falls_back(parts: _Parts) -> bool:
-    return parts.facts.history.is_falling_back()
-
-
-def _left_alone(parts: _Parts) -> StateAndText | None:
-    over = [job.job_id for job in parts.jobs if job.phase is JobPhase.OVER]
-    if over:
-        what = f"job {over[0]} is over" if len(over) == 1 else f"{len(over)} jobs are over"
-        return "over", f"{what}, not yet acted on: {AGAIN}"
-    if parts.is_unknown:
-        return (
-            "unknown",
-            "jobs were submitted; whether they wait, run or are gone cannot be seen from here",
-        )
-    return None
-
-
-def _stopped_words(parts: _Parts) -> str:
-    holder = parts.facts.holder
-    unless = ""
-    if holder.alive is None:
-        unless = f", unless {holder} still is, which cannot be seen from here"
-    if parts.facts.cut_off:
-        unless += ", unless a submission that was cut off came through"
-    if parts.study is not None:
-        so_far = f"{parts.study.finished + parts.study.diverged} of {parts.study.cells} trainings have a result"
-    elif parts.training is not None:
-        so_far = "training has begun"
-    elif parts.facts.plan is not None:
-        so_far = "planned"
-    elif parts.profile is not None and parts.profile.measured:
-        so_far = f"{plural(parts.profile.measured, 'configuration')} measured"
-    else:
-        so_far = "nothing is measured"
-    return f"{so_far}; nothing is at work{unless}: {AGAIN} to go on"

@@ -24,15 +24,15 @@ from tula_hpc.records import Configuration
 from tula_hpc.records.broken_hosts import first_line
 from tula_hpc.status.cost import CostStatus, PromiseStatus, StageCost
 from tula_hpc.status.jobs import JobPhase, JobStatus
-from tula_hpc.status.state import (
+from tula_hpc.status.run_status import (
     CommandStatus,
     PlanStatus,
     ProfileStatus,
     RunStatus,
     StudyStatus,
-    failure_words,
 )
 from tula_hpc.status.trainings import TrainingStatus
+from tula_hpc.status.verdict import failure_words
 
 LABEL_WIDTH = 11
 # of jobs that are told in one line each

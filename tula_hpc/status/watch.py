@@ -17,7 +17,7 @@ from typing import Protocol
 from tula_hpc.files import write_out
 from tula_hpc.formatting import format_left, plural, printable, with_own_escapes
 from tula_hpc.status.jobs import JobPhase, JobStatus
-from tula_hpc.status.state import RunStatus, State
+from tula_hpc.status.run_status import RunStatus, State
 from tula_hpc.status.text import status_text
 
 # between two looks; Slurm's controller serves others, too

@@ -134,8 +134,8 @@ def _scaling_bytes(sweep: SweepSpec, world: int, counts: Counts) -> int:
 def _checkpoint_bytes(sweep: SweepSpec, world: int, counts: Counts) -> int:
     from tula_hpc.workloads.optimizers import shards
 
-    # as `analysis.memory.checkpoint_copy_bytes`; under ZeRO the counted states are this worker's
-    # share
+    # as `analysis.planning.memory_limit.checkpoint_copy_bytes`; under ZeRO the counted states are
+    # this worker's share
     state_copies = 2 * world if shards(sweep.workload, world) else 1
     return counts.parameters + counts.optimizer * state_copies
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.planning_data import SAMPLES, cluster, grid, memory, ok, peak_bytes, sweep, times
-from tula_hpc.analysis.models.memory import checkpoint_copy_bytes
 from tula_hpc.analysis.plan import make_plan
+from tula_hpc.analysis.planning.memory_limit import checkpoint_copy_bytes
 from tula_hpc.config import TrainingSpec
 from tula_hpc.config.training import PASS_SHARE
 from tula_hpc.records import Footprint, RunDirectory

@@ -10,7 +10,6 @@ from tula_hpc.analysis.models.memory import (
     SEGMENT_BYTES,
     UNBOUNDED_BATCH,
     MemoryModel,
-    checkpoint_copy_bytes,
     estimate_error,
     fit_memory,
 )
@@ -229,14 +228,6 @@ def test_the_estimates_error_is_relative_to_what_was_measured(scale: float) -> N
     profiles = summary(ok(1, 32), ok(1, 100), ok(1, 1024)).profiles
     assert estimate_error(footprint(scale), profiles) == pytest.approx(abs(scale - 1), abs=1e-3)
     assert estimate_error(footprint(scale), ()) is None
-
-
-def test_the_copy_for_a_checkpoint_is_the_state_and_divided_states_are_gathered_first() -> None:
-    plain = memory(32)
-    assert checkpoint_copy_bytes([plain], [4]) == plain.parameter_bytes + plain.optimizer_bytes
-    divided = memory(32, optimizer_bytes=10 * MIB, sharded_bytes=10 * MIB)
-    assert checkpoint_copy_bytes([divided], [4]) == plain.parameter_bytes + 2 * 4 * 10 * MIB
-    assert checkpoint_copy_bytes([plain, divided], [1, 4]) == checkpoint_copy_bytes([divided], [4])
 
 
 def test_what_a_single_worker_takes_in_parts_says_what_a_part_takes_on_several() -> None:

@@ -12,7 +12,7 @@ from tests.planning_data import BYTES_PER_SAMPLE, MIB, cluster, grid, memory, ok
 from tula_hpc.analysis.models.memory import fit_memory
 from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.analysis.plan import make_plan
-from tula_hpc.analysis.planning.memory_limit import describe_limit, memory_limit_bytes
+from tula_hpc.analysis.planning.memory_limit import checkpoint_copy_bytes, describe_limit, memory_limit_bytes
 from tula_hpc.analysis.search.propose import propose
 from tula_hpc.config import GIB, ClusterSpec
 from tula_hpc.records import Configuration, Measurement, Plan
@@ -158,3 +158,11 @@ def test_the_search_spends_a_profile_on_the_memory_of_a_far_larger_batch_before_
     assert propose(spec, BARELY, rows) == [Configuration(2, 1, 1024)]
     rows.append(measured(2, 1024))
     assert make_plan(spec, BARELY, rows).chosen.configuration == (2, 1, 1024)
+
+
+def test_the_copy_for_a_checkpoint_is_the_state_and_divided_states_are_gathered_first() -> None:
+    plain = memory(32)
+    assert checkpoint_copy_bytes([plain], [4]) == plain.parameter_bytes + plain.optimizer_bytes
+    divided = memory(32, optimizer_bytes=10 * MIB, sharded_bytes=10 * MIB)
+    assert checkpoint_copy_bytes([divided], [4]) == plain.parameter_bytes + 2 * 4 * 10 * MIB
+    assert checkpoint_copy_bytes([plain, divided], [1, 4]) == checkpoint_copy_bytes([divided], [4])

@@ -1,41 +1,29 @@
-"""A study's methods: table, accuracy by batch, over epochs and by δ, and the scales they used."""
+"""Accuracy of a study's methods by batch, over epochs and by δ."""
 
 from __future__ import annotations
 
 import json
-import math
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
-from numpy.typing import NDArray
-from scipy.stats import gaussian_kde
 
 from tula_hpc.analysis.figures import labels, style
 from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
-from tula_hpc.analysis.figures.gradients import draw_used, sum_histograms
-from tula_hpc.analysis.figures.training import describe_range
 from tula_hpc.analysis.study_results import (
-    CSV_COLUMNS,
     Entry,
     Spread,
     StudyContents,
     StudyTable,
-    answer,
-    csv_rows,
     listed,
     no_result,
     percent,
-    signed,
     within_one_deviation,
 )
 from tula_hpc.config import REFERENCE_COLUMN, SweepSpec, study_column
-from tula_hpc.formatting import format_number, in_percent, plural
-from tula_hpc.records import Metrics, StepMetrics
+from tula_hpc.formatting import format_number, in_percent
 
 MOST_PANELS = 3
 # the first quarter of the epochs may lie below the panel: the ends are compared
@@ -277,7 +265,6 @@ def _curve_table(panels_of: dict[int, dict[str, EpochCurve]]) -> Table:
     return Table(("method", "global_batch_samples", "epochs", "test_accuracy_percent"), rows)
 
 
-# methods that have a δ
 GATED = ("ags", "static")
 
 
@@ -381,332 +368,3 @@ def _delta_table(points: Iterable[Point]) -> Table:
     for delta, entry in points:
         rows.append((entry.column, delta, entry.batch, *_in_percent(entry.test)))
     return Table(("method", "delta", "global_batch_samples", *ACCURACY_COLUMNS), rows)
-
-
-# of the scales, relative: less is one value and no density
-LEAST_SPREAD = 1e-3
-POINTS = 200
-
-Values = NDArray[np.float64]
-
-
-def used_scales(runs: Iterable[Metrics]) -> Values:
-    """Return the mean factors on the gradient in all lines of all runs, (lines,)."""
-    found = []
-    for run in runs:
-        for row in run.steps:
-            scale = row.applied_scale
-            if scale is not None and math.isfinite(scale):
-                found.append(scale)
-    return np.array(found)
-
-
-def draw_study_scale(contents: StudyContents, table: StudyTable) -> Drawing | Missing:
-    """Draw the density of the scale used for each method that has one, a panel per batch."""
-    scales = _scales_by_batch(contents, table)
-    if not scales:
-        why = "no training logged a gradient scale that varies"
-        return Missing("study_scale", "density of the scale used", why)
-    title = _scale_title(scales)
-    count = len(scales)
-    names = sorted(set().union(*scales.values()), key=table.columns.index)
-    # where nothing is scaled
-    everything = np.ones(1)
-    for here in scales.values():
-        everything = np.concatenate([everything, *here.values()])
-    # a factor of 0 has no logarithm
-    wide = bool(0 < everything.min() < everything.max() / style.LOG_RATIO)
-    label = "factor on the gradient, mean over parameters"
-    with style.styled():
-        figure, panels = style.new_figure(title, 0.6 + 1.7 * count, ratios=[1] * count)
-        if wide:
-            style.amount_axis(panels[-1], everything, label)
-        else:
-            panels[-1].set_xlabel(label)
-        for axes, (batch, here) in zip(panels, scales.items(), strict=True):
-            _draw_scales_of_batch(axes, here, table.columns, wide=wide)
-            axes.set_ylabel(f"density\nB = {batch:,}")
-        keys = column_keys(table.columns, names)
-        style.legend(panels[0], keys, left=-0.02)
-    return Drawing("study_scale", title, _scale_caption(wide=wide), figure, _scale_table(scales))
-
-
-def _scale_caption(*, wide: bool) -> str:
-    caption = (
-        "How often gradients were multiplied by which factor, over all logged steps of all seeds "
-        "(a Gaussian kernel density): the mean factor over all parameters and over the steps "
-        "between two lines of the log, of which those that the gate left alone count as 1, and "
-        "those that used a part of the scale, as in its warm-up, by that part. The vertical line "
-        "is 1, no scaling."
-    )
-    if wide:
-        caption += " Densities are those of the factor's natural logarithm."
-    return caption
-
-
-def _scales_by_batch(contents: StudyContents, table: StudyTable) -> dict[int, dict[str, Values]]:
-    """Return the scales that vary, by batch and method."""
-    scales: dict[int, dict[str, Values]] = {}
-    for batch in table.batches:
-        for name in table.columns:
-            values = used_scales(contents.of(name, batch))
-            if len(values) > 1 and np.ptp(values) > 0:
-                scales.setdefault(batch, {})[name] = values
-    return scales
-
-
-def density(values: Values, at: Values) -> Values:
-    """Return a Gaussian kernel density at these places, with Scott's bandwidth.
-
-    That of nearly equal values is a narrow bell.
-    """
-    if np.ptp(values) > LEAST_SPREAD * max(1.0, float(np.abs(values).max())):
-        return np.asarray(gaussian_kde(values)(at), dtype=np.float64)
-    width = max((at[-1] - at[0]) / 60, LEAST_SPREAD)
-    bell = np.exp(-0.5 * ((at - values.mean()) / width) ** 2)
-    return np.asarray(bell / (width * np.sqrt(2 * np.pi)))
-
-
-def _draw_scales_of_batch(
-    axes: Axes, scales: Mapping[str, Values], columns: Sequence[str], *, wide: bool
-) -> None:
-    drawn = dict(scales)
-    # where nothing is scaled
-    unscaled = 1.0
-    if wide:
-        drawn = {name: np.log(values) for name, values in scales.items()}
-        unscaled = 0.0
-    everything = np.concatenate([*drawn.values(), [unscaled]])
-    margin = 0.2 * max(float(np.ptp(everything)), 0.1)
-    least = everything.min() - margin
-    if not wide:
-        least = max(0.0, least)
-    at = np.linspace(least, everything.max() + margin, POINTS)
-    x = np.exp(at) if wide else at
-    for name, values in drawn.items():
-        colour = column_style(columns, name).colour
-        heights = density(values, at)
-        axes.plot(x, heights, line_style(columns, name), color=colour)
-        axes.fill_between(x, heights, color=colour, alpha=0.12, linewidth=0)
-    axes.axvline(1, color=style.MUTED.light, linewidth=1)
-    axes.set_ylim(bottom=0)
-
-
-def _scale_title(scales: Mapping[int, Mapping[str, Values]]) -> str:
-    largest = max(scales)
-    means = []
-    for name, values in list(scales[largest].items())[:3]:
-        mean = format_number(float(values.mean()), 3)
-        means.append(f"{name} by {mean}{describe_range(values.tolist())}")
-    return f"At B = {largest:,} gradients were multiplied on average: {', '.join(means)}"
-
-
-def _scale_table(scales: Mapping[int, Mapping[str, Values]]) -> Table:
-    quantiles = ("low_5", "median", "high_95")
-    columns = ("method", "global_batch_samples", "logged_lines", "mean_scale", *quantiles)
-    rows: list[tuple[Cell, ...]] = []
-    for batch, here in scales.items():
-        for name, values in here.items():
-            spread = np.quantile(values, [0.05, 0.5, 0.95]).tolist()
-            rows.append((name, batch, len(values), float(values.mean()), *spread))
-    return Table(columns, rows)
-
-
-def draw_study_scale_elements(contents: StudyContents, table: StudyTable) -> Drawing | Missing:
-    """Draw the density of the scale over single elements, at the largest batch.
-
-    Needs trainings with training.scale_histogram.
-    """
-    batch = table.batches[-1]
-    found = []
-    for name in table.columns:
-        steps: list[StepMetrics] = []
-        for run in contents.of(name, batch):
-            steps += run.steps
-        used = sum_histograms(name, steps)
-        if used is not None:
-            found.append(used)
-    if not found:
-        subject = "density of the scale over elements"
-        why = "no training had training.scale_histogram"
-        return Missing("study_scale_elements", subject, why, optional=True)
-    drawing = draw_used(found[: len(style.SIZES)], "study_scale_elements")
-    return drawing._replace(caption=f"At B = {batch:,}, all seeds. {drawing.caption}")
-
-
-ROW_IN = 0.6
-# of the width, for the methods' names
-NAME_SHARE = 0.22
-# of a line there
-NAME_CHARACTERS = 17
-# batches beside one another; more are in several blocks, one below the other
-MOST_ACROSS = 4
-# so many batches leave each cell room for a long line
-ROOMY = 2
-# opacity of the best
-DARKEST = 0.5
-# height of the legend, with the margin
-KEYS_IN = 0.35
-NOTE_ROWS = 0.6
-BACK = (
-    "back: the share of what lbt lost against the small batch that was won back;\n"
-    "below 0 % more was lost"
-)
-
-
-def draw_study_table(contents: StudyContents, table: StudyTable) -> Drawing | Missing:
-    """Draw test accuracy, train accuracy and the recovered share in a cell per method and batch.
-
-    The better, the darker.
-    """
-    if not any(entry.settled for entry in table.entries.values()):
-        return Missing("study_table", "table of methods and batches", no_result(table))
-    title = answer(table).removesuffix(".")
-    explain_back = any(_is_recovered(entry) for entry in table.entries.values())
-    # as few blocks as possible, of about equal length
-    count = math.ceil(len(table.batches) / MOST_ACROSS)
-    across = math.ceil(len(table.batches) / count)
-    block_rows = 1 + len(table.columns)
-    lines: float = block_rows * count
-    if table.reference is not None:
-        lines += 1
-    if explain_back:
-        lines += NOTE_ROWS
-    with style.styled():
-        figure, (axes,) = style.new_figure(title, ROW_IN * lines + KEYS_IN)
-        axes.set_axis_off()
-        axes.set_xlim(0, 1)
-        axes.set_ylim(lines, 0)
-        for block in range(count):
-            batches = table.batches[block * across : (block + 1) * across]
-            _draw_block(axes, table, batches, block * block_rows, across)
-        if table.reference is not None:
-            _draw_reference(axes, table.reference, block_rows * count + 0.5)
-        if explain_back:
-            axes.text(0, lines - 0.5, BACK, va="center", size=8, color=style.MUTED.light)
-        style.legend(axes, _mark_keys(table), left=0.0)
-    numbers = Table(CSV_COLUMNS, csv_rows(table))
-    return Drawing("study_table", title, _caption(contents), figure, numbers)
-
-
-def _is_recovered(entry: Entry) -> bool:
-    return entry.recovered is not None and entry.column != REFERENCE_COLUMN
-
-
-def _draw_block(
-    axes: Axes, table: StudyTable, batches: Sequence[int], top: int, across: int
-) -> None:
-    """Draw all methods at these batches, in columns as wide as if there were `across`."""
-    width = (1 - NAME_SHARE) / across
-    for column, batch in enumerate(batches):
-        left = NAME_SHARE + column * width
-        head = f"B = {batch:,}"
-        axes.text(left + width / 2, top + 0.6, head, ha="center", color=style.MUTED.light)
-        _draw_batch(axes, table.row(batch), (left, top + 1), width, roomy=across <= ROOMY)
-    for row, name in enumerate(table.columns):
-        text = textwrap.fill(name, NAME_CHARACTERS)
-        axes.text(0, top + 1.5 + row, text, va="center", weight="bold", linespacing=1.0)
-
-
-def _mark_keys(table: StudyTable) -> list[style.Key]:
-    if not any(entry.mark for entry in table.entries.values()):
-        return []
-    best = "best (bold) or within one deviation of it"
-    return [
-        style.Key("darker: better at its batch", "s", colour=style.SIZES[5].light),
-        style.Key(best, "s", hollow=True, colour=style.INK.light),
-        style.Key("worst", "s", hollow=True, colour=style.ALERT.light),
-    ]
-
-
-def _draw_batch(
-    axes: Axes, entries: list[Entry], corner: tuple[float, float], width: float, *, roomy: bool
-) -> None:
-    left, top = corner
-    means = [entry.test.mean for entry in entries if entry.test]
-    low, high = min(means, default=0.0), max(means, default=1.0)
-    best = next((entry for entry in entries if entry.mark == "best"), None)
-    for row, entry in enumerate(entries):
-        share = 0.0
-        if entry.test and high > low:
-            share = (entry.test.mean - low) / (high - low)
-        box = (left + 0.04 * width, top + 0.06 + row), 0.92 * width, 0.88
-        fill = Rectangle(*box, color=style.SIZES[5].light, alpha=DARKEST * share, linewidth=0)
-        axes.add_patch(fill)
-        leads = best is not None and within_one_deviation(entry, best)
-        if leads or entry.mark == "worst":
-            edge = style.INK.light if leads else style.ALERT.light
-            axes.add_patch(Rectangle(*box, fill=False, edgecolor=edge, linewidth=1.4))
-        _write_cell(axes, entry, left + width / 2, top + 0.5 + row, roomy=roomy)
-
-
-def _write_cell(axes: Axes, entry: Entry, x: float, y: float, *, roomy: bool) -> None:
-    text = "diverged" if entry.diverged else "no result"
-    if entry.test:
-        text = percent(entry.test)
-    lines = [*_achieved(entry), *_counts(entry)]
-    if roomy:
-        lines = list(filter(None, (", ".join(_achieved(entry)), ", ".join(_counts(entry)))))
-    head, first, pitch = _line_heights(len(lines))
-    accuracy = axes.text(x, y + head, text, ha="center", va="center", color=style.INK.light)
-    if entry.mark == "worst":
-        accuracy.set_color(style.ALERT.light)
-    elif entry.mark == "best":
-        accuracy.set_fontweight("bold")
-    size, small_size = (9, 7) if roomy else (8, 6)
-    accuracy.set_fontsize(size)
-    for i, line in enumerate(lines):
-        remark = axes.text(
-            x, y + first + pitch * i, line, ha="center", va="center", size=small_size
-        )
-        remark.set_color(style.MUTED.light)
-
-
-def _line_heights(lines: int) -> tuple[float, float, float]:
-    """Return heights in a cell with so many small lines, from its middle, in rows.
-
-    Those of the accuracy and of the first line, and the distance between lines.
-    """
-    if lines < 3:
-        return -0.12 * lines, 0.27 - 0.12 * lines, 0.22
-    return (-0.29, -0.08, 0.18) if lines == 3 else (-0.35, -0.19, 0.14)
-
-
-def _achieved(entry: Entry) -> list[str]:
-    parts = []
-    if entry.train:
-        parts.append(f"train {100 * entry.train.mean:.1f}")
-    if entry.recovered is not None and _is_recovered(entry):
-        parts.append(f"{signed(entry.recovered)} back")
-    return parts
-
-
-def _counts(entry: Entry) -> list[str]:
-    counts = {"diverged": entry.diverged, "failed": entry.failed, "missing": entry.missing}
-    runs = sum(counts.values())
-    if entry.test:
-        runs += entry.test.runs
-    return [f"{count} of {runs} {name}" for name, count in counts.items() if count]
-
-
-def _draw_reference(axes: Axes, small: Entry, y: float) -> None:
-    text = f"small batch: {small.column} at B = {small.batch:,}: {percent(small.test)}"
-    text = ", ".join([text, *_achieved(small)])
-    axes.text(0, y, text, va="center", color=style.INK.light)
-
-
-def _caption(contents: StudyContents) -> str:
-    kind = "top-5 accuracy" if contents.study.metric == "top5" else "accuracy"
-    epochs = plural(contents.sweep.workload.epochs, "epoch")
-    seeds = len(contents.study.seeds)
-    over = "of one seed"
-    if seeds > 1:
-        over = f"mean and standard deviation over {seeds} seeds"
-    return (
-        f"Test {kind} at the end of {epochs}, {over}; below it the accuracy on training samples, "
-        "and how much of what plain large-batch training (lbt) lost against the small batch came "
-        "back; below 0 % more was lost. The darker, the higher the mean among those of its batch. "
-        "Framed dark: best of the batch (bold), or within one standard deviation of it; framed "
-        "red: worst. Runs that diverged are counted and not in the means; for the frames they "
-        "count as 0."
-    )

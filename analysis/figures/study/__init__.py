@@ -1,0 +1,1 @@
+"""Draw what a study of methods found."""

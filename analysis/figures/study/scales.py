@@ -1,0 +1,174 @@
+"""Scales that a study's methods applied to gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from numpy.typing import NDArray
+from scipy.stats import gaussian_kde
+
+from tula_hpc.analysis.figures import style
+from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
+from tula_hpc.analysis.figures.gradients import draw_used, sum_histograms
+from tula_hpc.analysis.figures.study.accuracy import column_keys, column_style, line_style
+from tula_hpc.analysis.figures.training import describe_range
+from tula_hpc.analysis.study_results import (
+    StudyContents,
+    StudyTable,
+)
+from tula_hpc.formatting import format_number
+from tula_hpc.records import Metrics, StepMetrics
+
+# methods that have a δ
+# of the scales, relative: less is one value and no density
+LEAST_SPREAD = 1e-3
+POINTS = 200
+
+Values = NDArray[np.float64]
+
+
+def used_scales(runs: Iterable[Metrics]) -> Values:
+    """Return the mean factors on the gradient in all lines of all runs, (lines,)."""
+    found = []
+    for run in runs:
+        for row in run.steps:
+            scale = row.applied_scale
+            if scale is not None and math.isfinite(scale):
+                found.append(scale)
+    return np.array(found)
+
+
+def draw_study_scale(contents: StudyContents, table: StudyTable) -> Drawing | Missing:
+    """Draw the density of the scale used for each method that has one, a panel per batch."""
+    scales = _scales_by_batch(contents, table)
+    if not scales:
+        why = "no training logged a gradient scale that varies"
+        return Missing("study_scale", "density of the scale used", why)
+    title = _scale_title(scales)
+    count = len(scales)
+    names = sorted(set().union(*scales.values()), key=table.columns.index)
+    # where nothing is scaled
+    everything = np.ones(1)
+    for here in scales.values():
+        everything = np.concatenate([everything, *here.values()])
+    # a factor of 0 has no logarithm
+    wide = bool(0 < everything.min() < everything.max() / style.LOG_RATIO)
+    label = "factor on the gradient, mean over parameters"
+    with style.styled():
+        figure, panels = style.new_figure(title, 0.6 + 1.7 * count, ratios=[1] * count)
+        if wide:
+            style.amount_axis(panels[-1], everything, label)
+        else:
+            panels[-1].set_xlabel(label)
+        for axes, (batch, here) in zip(panels, scales.items(), strict=True):
+            _draw_scales_of_batch(axes, here, table.columns, wide=wide)
+            axes.set_ylabel(f"density\nB = {batch:,}")
+        keys = column_keys(table.columns, names)
+        style.legend(panels[0], keys, left=-0.02)
+    return Drawing("study_scale", title, _scale_caption(wide=wide), figure, _scale_table(scales))
+
+
+def _scale_caption(*, wide: bool) -> str:
+    caption = (
+        "How often gradients were multiplied by which factor, over all logged steps of all seeds "
+        "(a Gaussian kernel density): the mean factor over all parameters and over the steps "
+        "between two lines of the log, of which those that the gate left alone count as 1, and "
+        "those that used a part of the scale, as in its warm-up, by that part. The vertical line "
+        "is 1, no scaling."
+    )
+    if wide:
+        caption += " Densities are those of the factor's natural logarithm."
+    return caption
+
+
+def _scales_by_batch(contents: StudyContents, table: StudyTable) -> dict[int, dict[str, Values]]:
+    """Return the scales that vary, by batch and method."""
+    scales: dict[int, dict[str, Values]] = {}
+    for batch in table.batches:
+        for name in table.columns:
+            values = used_scales(contents.of(name, batch))
+            if len(values) > 1 and np.ptp(values) > 0:
+                scales.setdefault(batch, {})[name] = values
+    return scales
+
+
+def density(values: Values, at: Values) -> Values:
+    """Return a Gaussian kernel density at these places, with Scott's bandwidth.
+
+    That of nearly equal values is a narrow bell.
+    """
+    if np.ptp(values) > LEAST_SPREAD * max(1.0, float(np.abs(values).max())):
+        return np.asarray(gaussian_kde(values)(at), dtype=np.float64)
+    width = max((at[-1] - at[0]) / 60, LEAST_SPREAD)
+    bell = np.exp(-0.5 * ((at - values.mean()) / width) ** 2)
+    return np.asarray(bell / (width * np.sqrt(2 * np.pi)))
+
+
+def _draw_scales_of_batch(
+    axes: Axes, scales: Mapping[str, Values], columns: Sequence[str], *, wide: bool
+) -> None:
+    drawn = dict(scales)
+    # where nothing is scaled
+    unscaled = 1.0
+    if wide:
+        drawn = {name: np.log(values) for name, values in scales.items()}
+        unscaled = 0.0
+    everything = np.concatenate([*drawn.values(), [unscaled]])
+    margin = 0.2 * max(float(np.ptp(everything)), 0.1)
+    least = everything.min() - margin
+    if not wide:
+        least = max(0.0, least)
+    at = np.linspace(least, everything.max() + margin, POINTS)
+    x = np.exp(at) if wide else at
+    for name, values in drawn.items():
+        colour = column_style(columns, name).colour
+        heights = density(values, at)
+        axes.plot(x, heights, line_style(columns, name), color=colour)
+        axes.fill_between(x, heights, color=colour, alpha=0.12, linewidth=0)
+    axes.axvline(1, color=style.MUTED.light, linewidth=1)
+    axes.set_ylim(bottom=0)
+
+
+def _scale_title(scales: Mapping[int, Mapping[str, Values]]) -> str:
+    largest = max(scales)
+    means = []
+    for name, values in list(scales[largest].items())[:3]:
+        mean = format_number(float(values.mean()), 3)
+        means.append(f"{name} by {mean}{describe_range(values.tolist())}")
+    return f"At B = {largest:,} gradients were multiplied on average: {', '.join(means)}"
+
+
+def _scale_table(scales: Mapping[int, Mapping[str, Values]]) -> Table:
+    quantiles = ("low_5", "median", "high_95")
+    columns = ("method", "global_batch_samples", "logged_lines", "mean_scale", *quantiles)
+    rows: list[tuple[Cell, ...]] = []
+    for batch, here in scales.items():
+        for name, values in here.items():
+            spread = np.quantile(values, [0.05, 0.5, 0.95]).tolist()
+            rows.append((name, batch, len(values), float(values.mean()), *spread))
+    return Table(columns, rows)
+
+
+def draw_study_scale_elements(contents: StudyContents, table: StudyTable) -> Drawing | Missing:
+    """Draw the density of the scale over single elements, at the largest batch.
+
+    Needs trainings with training.scale_histogram.
+    """
+    batch = table.batches[-1]
+    found = []
+    for name in table.columns:
+        steps: list[StepMetrics] = []
+        for run in contents.of(name, batch):
+            steps += run.steps
+        used = sum_histograms(name, steps)
+        if used is not None:
+            found.append(used)
+    if not found:
+        subject = "density of the scale over elements"
+        why = "no training had training.scale_histogram"
+        return Missing("study_scale_elements", subject, why, optional=True)
+    drawing = draw_used(found[: len(style.SIZES)], "study_scale_elements")
+    return drawing._replace(caption=f"At B = {batch:,}, all seeds. {drawing.caption}")

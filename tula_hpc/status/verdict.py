@@ -1,0 +1,260 @@
+"""State of a run as a whole and what to do, from the state of its parts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tula_hpc.formatting import plural
+from tula_hpc.records.broken_hosts import first_line
+from tula_hpc.records.events import StageFailure
+from tula_hpc.stages.plan import why_no_model
+from tula_hpc.status.jobs import Answer, JobPhase, JobStatus
+from tula_hpc.status.run_files import Facts
+from tula_hpc.status.run_status import DetachedStatus, ProfileStatus, State, StudyStatus
+from tula_hpc.status.trainings import TrainingStatus
+
+ALIVE = (JobPhase.RUNNING, JobPhase.WAITING)
+AGAIN = "run the same command again"
+StateAndText = tuple[State, str]
+
+
+class Parts(NamedTuple):
+    """Everything from which the state is derived."""
+
+    facts: Facts
+    answer: Answer
+    jobs: Sequence[JobStatus]
+    profile: ProfileStatus | None
+    training: TrainingStatus | None
+    study: StudyStatus | None
+    detached: DetachedStatus | None
+
+    def has(self, phase: JobPhase) -> bool:
+        """Tell whether a job is in this phase."""
+        return any(job.phase is phase for job in self.jobs)
+
+    @property
+    def is_unknown(self) -> bool:
+        """Tell whether jobs may be on their way while the scheduler could not be asked."""
+        return self.has(JobPhase.UNKNOWN) or (
+            bool(self.facts.cut_off) and self.answer.active is None
+        )
+
+    @property
+    def at_work(self) -> bool:
+        """Tell whether something will act when jobs end."""
+        return is_at_work(self.facts, self.jobs)
+
+
+def verdict(parts: Parts) -> tuple[State, str]:
+    """Return the state, and its explanation."""
+    by_files = (_obstructed, _finished, _stuck, _going_on, _full)
+    for judge in (*by_files, _stage_failed, _failed, _left_alone):
+        found = judge(parts)
+        if found is not None:
+            return found
+    return "stopped", _stopped_words(parts)
+
+
+def is_at_work(facts: Facts, jobs: Sequence[JobStatus]) -> bool:
+    """Tell whether a command or controller will act when jobs end."""
+    return bool(facts.holder.alive) or any(
+        job.stage == "control" and job.phase in ALIVE for job in jobs
+    )
+
+
+def failed_stage(facts: Facts) -> StageFailure | None:
+    """Return why the last command could not plan or submit, if that is why it ended."""
+    failure = facts.history.stage_failure()
+    # a later plan: planned after all, by `tula plan --write`
+    if failure is not None and facts.plan_at <= failure.time:
+        return failure
+    return None
+
+
+def failure_words(job: JobStatus, unknown: str = "ended") -> str:
+    """Return the failure of a job and its detail, or `unknown` where the failure has no name."""
+    kind = unknown
+    if job.failure:
+        kind = job.failure.value.replace("_", " ")
+    if not job.detail:
+        return kind
+    return f"{kind}: {job.detail}"
+
+
+def readable(path: str | os.PathLike[str]) -> str:
+    """Return a path as text that can be printed and written as JSON."""
+    return os.fsencode(path).decode(errors="replace")
+
+
+def _obstructed(parts: Parts) -> StateAndText | None:
+    """Report a file that the next command will refuse; one at work has read it before."""
+    if not parts.facts.obstacle or parts.at_work:
+        return None
+    return "failed", parts.facts.obstacle
+
+
+def _finished(parts: Parts) -> StateAndText | None:
+    study, training = parts.study, parts.training
+    ended = study is not None and study.finished + study.diverged == study.cells
+    if not ended and not (training is not None and training.stand in ("finished", "diverged")):
+        return _finished_early(parts)
+    if parts.at_work:
+        return "running", "everything is trained; the report is being written"
+    if not parts.facts.has_report:
+        return "finished", f"everything is trained; there is no report yet: {AGAIN}"
+    if parts.facts.is_report_stale:
+        return "finished", f"everything is trained; the report is older than that: {AGAIN}"
+    if training is not None and (words := why_no_model(parts.facts.run, parts.facts.spec)):
+        return "finished", words
+    return "finished", "everything is done"
+
+
+def _finished_early(parts: Parts) -> StateAndText | None:
+    """Recognise a sweep that was asked to end before training, if that is on record."""
+    if parts.at_work or parts.training is not None:
+        return None
+    stage = parts.facts.history.ended_stage()
+    if stage in ("profile", "plan") and parts.facts.damaged_after:
+        named = next(each for each in parts.facts.doubts if ", line " in each)
+        return "stopped", f"{named}: {AGAIN} to measure it again"
+    if parts.facts.plan is not None and (
+        stage == "plan" or (parts.detached and parts.detached.until == "plan")
+    ):
+        return "finished", "planned, which was to be the last stage"
+    if stage == "profile":
+        return "finished", "profiled, which was to be the last stage"
+    return None
+
+
+def _stuck(parts: Parts) -> StateAndText | None:
+    stuck = [job for job in parts.jobs if job.stuck]
+    if not stuck or parts.has(JobPhase.RUNNING):
+        return None
+    return (
+        "stuck",
+        f"job {stuck[0].job_id} waits until somebody acts: {stuck[0].reason}",
+    )
+
+
+def _going_on(parts: Parts) -> StateAndText | None:
+    stages = [
+        job.stage for job in parts.jobs if job.phase is JobPhase.RUNNING and job.stage != "control"
+    ]
+    if stages:
+        verb = {"profile": "profiling", "train": "training"}.get(stages[-1], stages[-1])
+        if parts.at_work:
+            return "running", verb
+        return "running", f"{verb}; {_no_command(parts, 'its end')}"
+    if parts.facts.holder.alive or any(
+        j.stage == "control" and j.phase is JobPhase.RUNNING for j in parts.jobs
+    ):
+        return "running", _command_words(parts)
+    waiting = [
+        job for job in parts.jobs if job.phase is JobPhase.WAITING and job.stage != "control"
+    ]
+    if waiting:
+        words = f"jobs of the stage {waiting[-1].stage} wait in the queue"
+        if not parts.at_work:
+            words += f"; {_no_command(parts, 'them')}"
+        return "waiting", words
+    if parts.at_work and parts.detached is not None:
+        return "waiting", f"controller job {parts.detached.job_id} waits to act on what is over"
+    return None
+
+
+def _no_command(parts: Parts, what: str) -> str:
+    holder = parts.facts.holder
+    if holder.alive is None:
+        return f"{holder}, which is not seen from here, may wait for {what}; if not, {AGAIN}"
+    return f"no command waits for {what}: {AGAIN}, now or later"
+
+
+def _command_words(parts: Parts) -> str:
+    if parts.has(JobPhase.WAITING):
+        return "a command waits for jobs that wait"
+    if parts.has(JobPhase.UNKNOWN):
+        return "a command is at work; what its jobs do is not known here"
+    return "a command is at work, and no job: it plans, submits or writes the report"
+
+
+def _full(parts: Parts) -> StateAndText | None:
+    """Report a full disk, on which the next command would end, too."""
+    if not parts.facts.is_full or parts.is_unknown:
+        return None
+    root = readable(parts.facts.run.root)
+    return "failed", f"{root}: no space is left; make space there and {AGAIN}"
+
+
+def _stage_failed(parts: Parts) -> StateAndText | None:
+    """Report the failure of a stage as a whole; none of its jobs runs or waits by then."""
+    event = failed_stage(parts.facts)
+    if event is None or not event.detail.strip() or parts.is_unknown:
+        return None
+    why = first_line(event.detail)
+    # the errors of planning begin with the stage, the scheduler's do not
+    if event.stage != "plan":
+        why = f"{event.stage}: {why}"
+    return "failed", f"{why}; fix the cause and {AGAIN}"
+
+
+def _failed(parts: Parts) -> StateAndText | None:
+    control = next((job for job in reversed(parts.jobs) if job.stage == "control"), None)
+    if control is not None and control.phase is JobPhase.FAILED and control is parts.jobs[-1]:
+        return (
+            "failed",
+            f"controller job {control.job_id}: {control.detail or 'no reason on record'}",
+        )
+    if parts.is_unknown or parts.has(JobPhase.OVER):
+        return None
+    if parts.profile is not None and parts.profile.stand == "failed":
+        return "failed", "nothing could be measured; fix the cause and run the same command again"
+    training, study = parts.training, parts.study
+    if training is not None and training.stand == "failed" and not _falls_back(parts):
+        last = next(job for job in reversed(parts.jobs) if job.stage == "train")
+        return "failed", f"training: {failure_words(last)}"
+    if study is not None and study.failed and (study.rates_failed or not study.left):
+        return (
+            "failed",
+            f"{plural(study.failed, 'training')} without a result; fix the cause and {AGAIN}",
+        )
+    return None
+
+
+def _falls_back(parts: Parts) -> bool:
+    return parts.facts.history.is_falling_back()
+
+
+def _left_alone(parts: Parts) -> StateAndText | None:
+    over = [job.job_id for job in parts.jobs if job.phase is JobPhase.OVER]
+    if over:
+        what = f"job {over[0]} is over" if len(over) == 1 else f"{len(over)} jobs are over"
+        return "over", f"{what}, not yet acted on: {AGAIN}"
+    if parts.is_unknown:
+        return (
+            "unknown",
+            "jobs were submitted; whether they wait, run or are gone cannot be seen from here",
+        )
+    return None
+
+
+def _stopped_words(parts: Parts) -> str:
+    holder = parts.facts.holder
+    unless = ""
+    if holder.alive is None:
+        unless = f", unless {holder} still is, which cannot be seen from here"
+    if parts.facts.cut_off:
+        unless += ", unless a submission that was cut off came through"
+    if parts.study is not None:
+        so_far = f"{parts.study.finished + parts.study.diverged} of {parts.study.cells} trainings have a result"
+    elif parts.training is not None:
+        so_far = "training has begun"
+    elif parts.facts.plan is not None:
+        so_far = "planned"
+    elif parts.profile is not None and parts.profile.measured:
+        so_far = f"{plural(parts.profile.measured, 'configuration')} measured"
+    else:
+        so_far = "nothing is measured"
+    return f"{so_far}; nothing is at work{unless}: {AGAIN} to go on"
