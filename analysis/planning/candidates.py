@@ -269,14 +269,17 @@ def _bill(usage: Usage, part: Part, sweep: SweepSpec) -> Bill:
 
 
 def _progress_time_s(part: Part, usage: Usage, grid: Grid, sweep: SweepSpec) -> Array:
-    """Return the wall time of (1 + B/B_noise) / (1 + base/B_noise) times the epochs.
+    """Return the wall time of (1 + B/B_noise) / (1 + base/B_noise) times the samples.
 
-    See `models.critical_batch`. A job starts and ends as often as its longer work asks.
+    See `models.critical_batch`. What full batches leave out of an epoch is made up for by more of
+    them. A job starts and ends as often as its longer work asks.
     """
     if part.critical_batch is None:
         return np.full(grid.global_batch.shape, np.nan)
     base = sweep.training.base_batch
     more = np.asarray((part.critical_batch + grid.global_batch) / (part.critical_batch + base))
+    batches = part.summary.dataset_samples / grid.global_batch
+    more *= batches / np.maximum(steps_of_epoch(batches, short_batch=part.summary.short_batch), 1)
     longer = usage._replace(
         train_time_s=usage.train_time_s * more,
         evaluation_s=usage.evaluation_s * more,

@@ -516,6 +516,13 @@ def test_what_a_batch_beyond_the_critical_one_costs_is_said() -> None:
     starts_s = 3600.0 - plan.chosen.wall_parts_s["starts"]
     times_s = {c.configuration: starts_s + (c.progress_time_s or 0.0) for c in plan.candidates}
     assert all(c.progress_time_s == pytest.approx(times_s[c.configuration]) for c in late.candidates)
+    # nor is a batch sooner because its epochs leave out samples
+    for c in plan.candidates:
+        needs = (100.0 + c.global_batch) / (100.0 + sweep("time").training.base_batch)
+        skipped = (SAMPLES / c.global_batch) / (SAMPLES // c.global_batch)
+        works_s = [(each or 0.0) - c.wall_parts_s["starts"] for each in (c.progress_time_s, c.wall_time_s)]
+        assert works_s[0] == pytest.approx(needs * skipped * works_s[1], rel=1e-3)
+    assert max(SAMPLES % c.global_batch for c in plan.candidates) > 0.02 * SAMPLES
     (soonest,) = [text for text in sentences(plan) if text.startswith("Soonest to learn as much")]
     assert ", as much after " in soonest
     assert not any("Soonest" in text for text in sentences(planned(rows=noisy(1e6))))
