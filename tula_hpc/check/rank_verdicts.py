@@ -1,6 +1,6 @@
 """Verdicts of `tula_hpc.check` on its workers' reports: pure functions of the records of `job`.
 
-Every threshold stands here, with its reason.
+Every threshold stands beside the verdicts that it decides, with its reason.
 """
 
 from __future__ import annotations
