@@ -46,7 +46,8 @@ def wait_per_sample_s(profiles: Sequence[Profile]) -> float:
 def held_up_by_storage(profiles: Sequence[Profile]) -> list[Profile]:
     """Return those that wait notably longer for data, for each sample, than the fewest workers do.
 
-    Then all wait for storage that they share.
+    Then all wait for storage that they share. Storage makes more workers with larger batches wait
+    for longer: one that waits longer than they do was disturbed.
     """
     if not profiles:
         return []
@@ -58,7 +59,17 @@ def held_up_by_storage(profiles: Sequence[Profile]) -> list[Profile]:
         is_notable = beyond_s >= DECIDES_FROM * profile.times.step_time_s
         if profile.configuration.world_size > fewest and is_notable:
             found.append(profile)
-    return found
+    return [each for each in found if not _is_contradicted(each, profiles)]
+
+
+def _is_contradicted(profile: Profile, profiles: Sequence[Profile]) -> bool:
+    workers, batch = profile.configuration.world_size, profile.configuration.local_batch
+    waits_s = [
+        other.times.data_time_s
+        for other in profiles
+        if other.configuration.world_size >= workers and other.configuration.local_batch >= batch
+    ]
+    return 2.0 * min(waits_s) < profile.times.data_time_s
 
 
 def processes_needed(times: StepTimes, loader_workers: int) -> int:
@@ -89,8 +100,8 @@ def describe_slow_storage(profiles: Sequence[Profile]) -> str:
     worst = max(profiles, key=lambda profile: wait_share(profile.times))
     samples = worst.configuration.global_batch / worst.times.step_time_s
     return (
-        f"the file system decides: at {worst.configuration} waiting for data takes "
-        f"{100 * wait_share(worst.times):.0f} % of a step, and less on fewer nodes; all together read "
+        f"the file system that all nodes share holds steps up: at {worst.configuration} waiting for "
+        f"data takes {100 * wait_share(worst.times):.0f} % of a step, and less on fewer nodes; all read "
         f"{format_number(samples, 3)} samples/s there, and more nodes will hardly read more: copy "
         "the data to disks of the nodes, or pack it into fewer and larger files"
     )
