@@ -156,7 +156,7 @@ def _by_knee(
     elif knee.global_batch > batch.max():
         most = f"B={batch.max():,.0f} and {plural(int(table.nodes.max()), 'node')}"
         searched = f"it is {what} of all that was searched, up to {most}"
-        reason = f"{searched}; larger batches would be faster still, up to the knee, {at}, {law}"
+        reason = f"{searched}; the knee, {law}, lies at {at}"
     return Choice(ranking, reason, knee, ())
 
 

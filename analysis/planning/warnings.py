@@ -133,8 +133,10 @@ def about_model(part: Part) -> list[str]:
             found.append(f"{row.configuration} ({format_number(ratio, 2)} times)")
     if not found:
         return []
-    far = "step times far from the model of all measurements, where the measured one counts"
-    return [f"{far}: {', '.join(found)}"]
+    return [
+        "step times far from the model of all measurements, which count all the same: "
+        f"{', '.join(found)}; a new sweep, with a new --run-dir, shows whether they were disturbed"
+    ]
 
 
 def about_partition(

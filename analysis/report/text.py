@@ -26,6 +26,7 @@ from tula_hpc.formatting import (
     plural,
 )
 from tula_hpc.records import Doubt, Measurement, RunHistory
+from tula_hpc.records.events import setup_failures
 
 SECONDS_PER_HOUR = 3600
 # hosts and the like that are named, the others are counted
@@ -66,6 +67,7 @@ def doubts(run: RunContents) -> list[Doubt]:
     found = [Doubt(as_sentence(doubt.text, names), doubt.remedy) for doubt in known]
     return [
         *found,
+        *plan_warnings.to_measure(map(as_sentence, setup_failures(run.job_notes))),
         *plan_warnings.to_know(_mixed_devices(run)),
         *plan_warnings.to_change([*_learned_nothing(run), *_scaled_nothing(run)]),
         *plan_warnings.to_know(run.notes),

@@ -289,10 +289,10 @@ def test_the_knee_is_that_of_the_fitted_curve() -> None:
     assert "the fastest up to the knee, B=1,2" in plan.reason
     short = make_plan(sweep(cluster_sizes=[4], max_batch=512), cluster(), [ok(4, 8), ok(4, 128)])
     assert (
-        ": it is the fastest of all that was searched, up to B=512 and 4 nodes; larger batches would be faster still"
+        ": it is the fastest of all that was searched, up to B=512 and 4 nodes; the knee, beyond which a doubling "
         in short.reason
     )
-    assert " up to the knee, B=1,2" in short.reason
+    assert ", lies at B=1,2" in short.reason
 
 
 def test_a_curve_without_a_knee_is_said_to_have_none() -> None:

@@ -334,6 +334,9 @@ def test_damaged_files_are_named_and_the_rest_is_used(tmp_path: Path) -> None:
     contents = read_run(run)
     assert len(contents.ok) == 18
     assert contents.plan is None
+    began = JobNote(note="began", time=1.0, job_id="7", detail="`conda …` in setup ended with exit code 127")
+    contents = contents._replace(job_notes=[began])
+    assert any(text.startswith("Job 7 went on although `conda …` in setup") for text in warnings(contents))
     notes = " ".join(contents.notes)
     assert all(name in notes for name in ("plan.json", "cluster.toml", "result.json", "torn or unknown: 1 line."))
     assert set(contents.notes) <= set(warnings(contents))

@@ -843,6 +843,9 @@ def test_dry_run_of_an_adaptive_search_says_where_it_starts(
 ) -> None:
     out = dry_run(sweep_file, capsys, "--set", "search.mode=adaptive", "--set", "search.max_batch=1024")
     assert "12 candidates; adaptive search starts with 3 and measures at most 8 of them" in out
+    few = ("--set", "search.max_profiles=3")
+    out = dry_run(sweep_file, capsys, "--set", "search.mode=adaptive", "--set", "search.max_batch=1024", *few)
+    assert "12 candidates; adaptive search measures 3 of them:" in out
 
 
 def test_dry_run_of_a_search_that_has_begun_counts_what_is_left(

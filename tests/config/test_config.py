@@ -55,6 +55,9 @@ def complaint(load: Load, content: str | bytes, overrides: Sequence[str] = ()) -
     [
         # unknown keys
         ('[workload]\nmodle = "resnet18"', r"workload\.modle: unknown key \(did you mean 'model'\?\)$"),
+        # where it belongs comes before what it resembles
+        ("[training]\nepochs = 4", r"training\.epochs: unknown key \(did you mean workload\.epochs\?\)$"),
+        ("[workload]\nlearning_rate = 0.1", r"workload\.learning_rate: unknown key \(did you mean 'lr'\?\)$"),
         ("[serach]\n", r"serach: unknown key \(did you mean 'search'\?\)$"),
         ('"a\\nb" = 1', r"'a\\nb': unknown key; valid keys: name, workload"),
         # wrong types

@@ -172,7 +172,8 @@ def test_a_setup_command_that_fails_is_named_in_the_log_without_its_arguments(
     there.submit(leave(tmp_path / "ran"))
     code, said = there.run()
     assert code == 0
-    sentence = "`no-conda …` in setup of the cluster file ended with exit code 127"
+    code_127 = "127: no such command in the shell of a job"
+    sentence = f"`no-conda …` in setup of the cluster file ended with exit code {code_127}"
     assert [line for line in said.splitlines() if SETUP_WORDS in line] == [sentence]
     assert (
         telling_line(f"{said}\nTraceback:\n  File\nImportError: no libx")

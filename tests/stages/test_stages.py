@@ -24,8 +24,8 @@ from tula_hpc.records import (
     rank_file,
     write_atomically,
 )
-from tula_hpc.records.events import SubmissionData
-from tula_hpc.stages.context import LineProgress, Sweep, describe_failures, profiling_left_s, setup_failures
+from tula_hpc.records.events import SubmissionData, setup_failures
+from tula_hpc.stages.context import LineProgress, Sweep, describe_failures, profiling_left_s
 from tula_hpc.stages.plan import AS_BEGUN, plan_stage
 from tula_hpc.stages.train import next_candidate, training_tick
 from tula_hpc.status.run_files import read_facts
@@ -196,4 +196,4 @@ def test_a_failure_of_setup_in_a_job_that_went_on_is_told_once() -> None:
     began = JobNote(note="began", time=1.0, job_id="7", detail="`module …` in setup ended with exit code 127")
     notes = [began, began.model_copy(update={"detail": ""}), began, JobNote(note="ended", time=2.0, detail="why")]
     (words,) = setup_failures(notes)
-    assert words.startswith("`module …` in setup ended with exit code 127 in job 7, which went on without it")
+    assert words.startswith("job 7 went on although `module …` in setup ended with exit code 127; correct it there")

@@ -111,7 +111,10 @@ def _run(options: argparse.Namespace) -> int:
     if options.into is not None and not options.into.is_file():
         raise InputError("no such file; tula init --script writes it", source=options.into)
     folder = Path(tempfile.mkdtemp(prefix="tula-attach-"))
-    sys.stderr.write(f"running {options.script} until it is measured; its output: {folder} ...\n")
+    sys.stderr.write(
+        f"running {options.script} until it is measured, with learning rates of 0; its output: "
+        f"{folder} ...\n"
+    )
     result = _look(script, module, options, folder)
     if isinstance(result, TulaError):
         sys.stderr.write(f"{result}\n")

@@ -227,8 +227,7 @@ class ScriptProfile(MeasuredSteps):
             raise InputError(
                 f"{self.spec.program.name}: each of its {world} workers goes through all "
                 f"{samples:,} samples in an epoch; expected a share of them each: give its loader "
-                "sampler=DistributedSampler(dataset); other code needs another --run-dir once "
-                "something is measured",
+                "sampler=DistributedSampler(dataset)",
                 key="workload.script",
             )
 

@@ -139,9 +139,8 @@ def _judge_setup(reports: Sequence[RankReport]) -> Iterator[Verdict]:
     for _, host in hosts_of(reports):
         if host.failed_setup:
             # the batch script runs it once for all workers
-            yield warning(
-                Topic.SETUP, host.failed_setup, "correct it there; the job's log has its words"
-            )
+            remedy = "correct it there; slurm_templates/README.md has lines for modules and conda"
+            yield warning(Topic.SETUP, host.failed_setup, remedy)
             return
 
 

@@ -203,6 +203,8 @@ def _profiling(beginning: Beginning) -> Iterator[str]:
         if done:
             more = max(first, most - done)
             yield f"{count}, {done} measured; adaptive search goes on with {first} and measures at most {more} more:"
+        elif first >= most:
+            yield f"{count}; adaptive search measures {most} of them:"
         else:
             yield f"{count}; adaptive search starts with {first} and measures at most {most} of them:"
     else:

@@ -176,7 +176,7 @@ def _run_stages(sweep: Sweep, last: int) -> int:
 
 def _profile(sweep: Sweep) -> bool:
     """Profile until the search has seen enough; return whether the workload was tried here."""
-    from tula_hpc.stages.context import setup_failures
+    from tula_hpc.records.events import setup_failures
     from tula_hpc.stages.memory_room import out_of_memory
     from tula_hpc.stages.notify import tell
     from tula_hpc.stages.profile import profile_stage
@@ -197,6 +197,7 @@ def _profile(sweep: Sweep) -> bool:
 
 def _say_end(sweep: Sweep, plan: Plan, result: TrainResult, *, is_cost_said: bool) -> None:
     """Write the report; print the decision, the cost, and the report's path."""
+    from tula_hpc.records.events import setup_failures
     from tula_hpc.stages.notify import tell
 
     sys.stderr.write("report: drawing its figures\n")
@@ -207,6 +208,7 @@ def _say_end(sweep: Sweep, plan: Plan, result: TrainResult, *, is_cost_said: boo
     lines += _steps_off(sweep, plan, trained)
     lines.append(f"cost: {_cost(sweep, plan, bill)}")
     lines += _model_lines(sweep)
+    lines += [f"warning: {words}" for words in setup_failures(sweep.run.job_notes())]
     lines.append(f"report: {next(path for path in paths if path.suffix == '.html')}")
     print("\n".join(lines))
     tell(sweep, "sweep_ended", "; ".join(lines))

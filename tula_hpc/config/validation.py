@@ -194,7 +194,7 @@ def shown(value: object, most: int = 80) -> str:
 
 def valid_keys(kind: type[BaseModel], location: Sequence[str]) -> str:
     """Return the end of a message on an unknown key: the likely one, or all of its table."""
-    sections = _sections_with(kind, location[-1]) if len(location) == 1 else []
+    sections = _sections_with(kind, location[-1])
     for part in location[:-1]:
         # index in a list of tables
         if part.isdigit():
@@ -205,7 +205,8 @@ def valid_keys(kind: type[BaseModel], location: Sequence[str]) -> str:
                 kind = inner
     valid = list(kind.model_fields)
     if sections:
-        return f" (did you mean {' or '.join(f'{name}.{location[-1]}' for name in sections)}?)"
+        meant = " or ".join(f"{name}.{location[-1]}" for name in sections)
+        return f" (did you mean {meant}?)"
     return nearest(location[-1], valid) or f"; valid keys: {', '.join(valid)}"
 
 
@@ -223,8 +224,9 @@ def _sections_with(kind: type[BaseModel], key: str) -> list[str]:
 def nearest(word: str, valid: Iterable[str], form: str = "{!r}") -> str:
     """Return a question with the nearest valid word in this form; empty if none is near."""
     valid = list(valid)
-    # letters in another order are the likeliest slip
-    close = [other for other in valid if sorted(other) == sorted(word)]
+    # letters in another order are the likeliest slip; lr is also known as learning_rate
+    initials = "".join(part[:1] for part in word.split("_"))
+    close = [other for other in valid if sorted(other) == sorted(word) or other == initials]
     if not close and len(word) <= 100:
         close = difflib.get_close_matches(word, valid, n=1)
     if not close:

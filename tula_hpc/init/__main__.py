@@ -267,7 +267,10 @@ def _next(cluster: _Cluster, script: Script | None) -> Iterator[str]:
             path = path.relative_to(here)
         yield command_line("attach", "--into", str(script.target), str(path), *script.trial())
     yield command_line("check", str(cluster.file))
-    if script is not None:
+    if script is None:
+        copies = command_line("init", "--examples", "examples")
+        yield f"write a sweep file: {copies} copies some, and what every key means"
+    else:
         where = ("--cluster", str(cluster.file))
         yield command_line("sweep", str(script.target), *where, "--until", "plan")
 

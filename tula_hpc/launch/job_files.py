@@ -55,6 +55,7 @@ SETUP_FILE = "setup.sh"
 # setup sources is that file's affair.
 _WATCH_SETUP = rf"""trap 'tula_code=$?
 if [ -z "${{{SETUP_FAILED}-}}" ] && [ "${{#BASH_SOURCE[@]}}" -le 1 ]; then
+  if [ $tula_code = 127 ]; then tula_code="127: no such command in the shell of a job"; fi
   export {SETUP_FAILED}="\`${{BASH_COMMAND%%[ =]*}} …\` {SETUP_WORDS} $tula_code"
   echo "${SETUP_FAILED}" >&2
 fi' ERR"""

@@ -74,6 +74,15 @@ class JobNote(Record):
     detail: str = ""
 
 
+def setup_failures(notes: Iterable[JobNote]) -> list[str]:
+    """Say what failed of `setup` in profile jobs that went on without it, each once."""
+    jobs = {note.detail: note.job_id for note in notes if note.note == "began" and note.detail}
+    return [
+        f"job {job_id} went on although {words}; correct it there, and measure with another --run-dir"
+        for words, job_id in jobs.items()
+    ]
+
+
 class JobAccount(Record):
     """One run of a job as the scheduler's accounting has it: a line of accounting.jsonl."""
 

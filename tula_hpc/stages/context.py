@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Protocol
@@ -26,7 +26,7 @@ from tula_hpc.formatting import (
 from tula_hpc.launch.diagnosis import BY_HAND, telling_line, without_chatter
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.launcher import Ended, Launcher
-from tula_hpc.records import Configuration, JobNote, Measurement, RunDirectory, Submission
+from tula_hpc.records import Configuration, Measurement, RunDirectory, Submission
 
 # in a log an unchanged state is repeated this often, as a sign of life
 LOG_EVERY_S = 60.0
@@ -214,16 +214,6 @@ def profiling_left_s(measured: Sequence[Measurement], left: int, now: float) -> 
     running_s = max(0.0, now - ended_at)
     pace_s = max(took_s / len(measured), (took_s + running_s) / (len(measured) + 1))
     return max(0.0, (left - 1) * pace_s, left * pace_s - running_s)
-
-
-def setup_failures(notes: Iterable[JobNote]) -> list[str]:
-    """Say what failed of `setup` in profile jobs that went on without it, each once."""
-    jobs = {note.detail: note.job_id for note in notes if note.note == "began" and note.detail}
-    return [
-        f"{words} in job {job_id}, which went on without it; correct it there, and measure with "
-        "another --run-dir"
-        for words, job_id in jobs.items()
-    ]
 
 
 class Sweep(NamedTuple):

@@ -258,7 +258,7 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
         count = f"{done} done" if asks else f"{done} of {most} done"
         if failed:
             count += f" ({failed} failed)"
-        if asks:
+        if asks and most > done:
             count += f", at most {most - done} more"
         text = f"{count}, {now.text}"
         progress.update(done, most, text, left_s, _requeues(part, jobs), is_most=asks)

@@ -39,8 +39,9 @@ from tula_hpc.records import (
     parse_record,
     read_document,
 )
+from tula_hpc.records.events import setup_failures
 from tula_hpc.records.run_directory import Holder, holder_of
-from tula_hpc.stages.context import jobs_of_original, setup_failures
+from tula_hpc.stages.context import jobs_of_original
 from tula_hpc.stages.plan import MADE_AGAIN, is_plan_lost, obstacle
 
 BLOCK_BYTES = 1 << 16
