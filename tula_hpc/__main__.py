@@ -56,7 +56,7 @@ COMMANDS = {
 # what is typed, in order, and what comes of it
 WAY = (
     ("init --script train.py", "cluster.toml and train.toml, in which some is unknown"),
-    ("attach --into train.toml train.py --batch-size 64", "runs it for some steps, fills that in"),
+    ("attach --into train.toml train.py --epochs 100", "runs it for some steps, fills that in"),
     ("check cluster.toml", "is the cluster as its file says? a job of 3 minutes"),
     ("sweep train.toml --cluster cluster.toml --until plan", "measure, and choose"),
     ("status runs/train", "what runs and waits, and what it cost so far"),

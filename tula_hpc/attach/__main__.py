@@ -1,8 +1,8 @@
 """First contact with a training script: run it here for some steps, and write its sweep file.
 
-    tula attach train.py --batch-size 64
-    tula attach -m package.train --batch-size 64
-    tula attach --into train.toml train.py --batch-size 64
+    tula attach train.py --batch-size 64 --epochs 100
+    tula attach -m package.train --batch-size 64 --epochs 100
+    tula attach --into train.toml train.py --epochs 100
 
 One worker runs it, in a folder of its own with links to the files of the working directory. The
 output is a sweep file that would profile it on a cluster; its comments hold the observations.
