@@ -465,6 +465,8 @@ def test_what_a_scripts_output_is_searched_for_may_change_after_profiles(sweep_f
     (run.train().root / "checkpoints").mkdir(parents=True)
     with pytest.raises(RunDirectoryError, match="metric: acc"):
         check_run(after, ClusterSpec(), run.root)
+    (run.root / "train").rename(run.root / "earlier-train")
+    check_run(after, ClusterSpec(), run.root)
 
 
 def test_keys_of_a_partition_are_free_as_those_of_the_cluster(

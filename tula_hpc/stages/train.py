@@ -409,7 +409,7 @@ def unmatched_metric(sweep: Sweep, metrics: Metrics) -> str:
         return ""
     return (
         f"workload.metric matches no line of the script's output, {output}: scores are unknown; "
-        "correct it, in a new --run-dir"
+        f"correct it, and move {sweep.run.root / 'train'} away to train again over the same measurements"
     )
 
 
