@@ -24,7 +24,8 @@ kind), and in these two places:
 
 - `launch/diagnosis.py` recognizes it in the states of Slurm and in logs; a job in whose
   process nothing is raised is of that kind only by its signs;
-- `retries.py` says how often its jobs are submitted again: without an entry a training's never are.
+- `retry_policy.py` says how often its jobs are submitted again: without an entry a training's
+  never are.
 
 Those who branch on kinds, all of them, to be looked through:
 
@@ -38,7 +39,7 @@ Those who branch on kinds, all of them, to be looked through:
   `records/broken_hosts.py`, `records/events.py` (`JobEvents`), `analysis/models/profiles.py`
   (bounds of memory), `status/jobs.py` and `cli/detached.py` (no kind on record: a bug).
 
-`tests/test_retries.py` fails until a new kind is in its table.
+`tests/test_retry_policy.py` fails until a new kind is in its table.
 """
 
 from __future__ import annotations

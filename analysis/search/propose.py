@@ -7,7 +7,7 @@ Steps from the sweep file to a job:
    by the memory model surely would (`_within_memory`).
 3. `propose`, here: all of them (mode "full"), the corners ("partial"), or those that narrow the
    predictions that matter most for the root of their cost (`adaptive.py`); without those measured
-   or given up (`_settled`, by `retries.py`).
+   or given up (`_settled`, by `retry_policy.py`).
 4. `stages/profile.py` asks once a round (`propose_on`), and submits those that do not disturb each
    other (`first_wave`). It ends where nothing is proposed.
 5. A job goes on by itself: `Agenda` in `profiling/work_queue.py` measures its list, then asks here
@@ -32,7 +32,7 @@ from tula_hpc.analysis.models.profiles import (
 from tula_hpc.analysis.planning.memory_limit import memory_limit_bytes
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, local_batches
 from tula_hpc.records import Configuration, Measurement, corners, is_usable
-from tula_hpc.retries import is_configuration_given_up
+from tula_hpc.retry_policy import is_configuration_given_up
 
 if TYPE_CHECKING:
     from tula_hpc.analysis.search.adaptive import AdaptiveSearch

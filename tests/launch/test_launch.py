@@ -28,7 +28,7 @@ from tula_hpc.launch.local_executor import is_alive
 from tula_hpc.launch.slurm_executor import could_start, requeue_if_killed, time_outs
 from tula_hpc.records import Event, RunDirectory, append_record
 from tula_hpc.records.events import CONTROL, GUARD
-from tula_hpc.retries import CONTROL_MINUTES
+from tula_hpc.retry_policy import CONTROL_MINUTES
 
 
 def touch(path: Path, error: bool = False) -> Callable[[], None]:

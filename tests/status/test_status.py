@@ -46,7 +46,7 @@ from tula_hpc.records import (
     write_atomically,
 )
 from tula_hpc.records.run_directory import holder_of
-from tula_hpc.retries import STUDY_ATTEMPTS
+from tula_hpc.retry_policy import STUDY_ATTEMPTS
 from tula_hpc.stages.plan import obstacle
 from tula_hpc.status import __main__ as status
 from tula_hpc.status import run_files as run_facts

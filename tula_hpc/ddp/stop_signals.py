@@ -11,7 +11,7 @@ Course of a training on USR2 (before its time limit) and TERM (preemption, cance
    `training.max_requeues` times, then it fails; not where it is cancelled, or Slurm requeues it by
    itself. The process ends; on one machine its exit code asks submitit for the requeue.
 5. The requeued job goes on from the checkpoint. Where there is none, the command that waits submits
-   another job, as `retries.py` says (`stages/train.py`).
+   another job, as `retry_policy.py` says (`stages/train.py`).
 
 A script's training: the worker notes the signal (`attach/train/script_job.py`) and passes it on to
 the script's process. Without a handler of the script's own that process notes it in the same way

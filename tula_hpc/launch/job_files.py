@@ -44,7 +44,7 @@ from tula_hpc.files import in_words, read_bounded
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.python_path import is_found_elsewhere
 from tula_hpc.records import write_atomically
-from tula_hpc.retries import TIME_OUTS
+from tula_hpc.retry_policy import TIME_OUTS
 
 WHAT_TO_DO = (
     "nothing of it is executed; look at who may write to the folders above it, "

@@ -36,7 +36,7 @@ from tula_hpc.launch.job_files import (
     write_setup,
 )
 from tula_hpc.launch.slurm import JobState, StepState
-from tula_hpc.retries import TIME_OUTS
+from tula_hpc.retry_policy import TIME_OUTS
 
 # of a process without a command line
 EXEC_POLLS = 25

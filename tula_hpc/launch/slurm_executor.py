@@ -46,7 +46,7 @@ from tula_hpc.launch.slurm import JobState, StepState
 from tula_hpc.launch.slurm_command import Done, no_answer, run
 from tula_hpc.records import write_atomically
 from tula_hpc.records.events import CONTROL
-from tula_hpc.retries import REVIVALS, TIME_OUTS, controller_time_outs
+from tula_hpc.retry_policy import REVIVALS, TIME_OUTS, controller_time_outs
 
 # tasks, where the site would allow more
 LARGEST_ARRAY = 1000

@@ -12,7 +12,7 @@ Where memory runs out:
    configurations that the job had not measured yet are submitted again, unless that bound rules
    them out.
 
-Any other error ends the job as well; `retries.py` tells whether another one follows.
+Any other error ends the job as well; `retry_policy.py` tells whether another one follows.
 """
 
 from __future__ import annotations

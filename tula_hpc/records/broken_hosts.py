@@ -2,7 +2,7 @@
 
 A host in which a device failed is left out of the run's later submissions for a day; then it is
 tried again, since it may have been repaired. A configuration or a training that met such hosts is
-submitted again a few times, see `tula_hpc/retries.py`.
+submitted again a few times, see `tula_hpc/retry_policy.py`.
 """
 
 from __future__ import annotations

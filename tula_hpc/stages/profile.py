@@ -35,7 +35,7 @@ from tula_hpc.records import (
     write_atomically,
 )
 from tula_hpc.records.broken_hosts import profiled_in_vain, why_given_up
-from tula_hpc.retries import TIME_OUTS, is_broken_round, is_held_against, is_partition_hopeless
+from tula_hpc.retry_policy import TIME_OUTS, is_broken_round, is_held_against, is_partition_hopeless
 from tula_hpc.stages.context import (
     StageProgress,
     Sweep,

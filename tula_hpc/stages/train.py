@@ -1,7 +1,7 @@
 """Life of a training: its jobs, how each of them ended, and whether another one follows.
 
 `train_stage` trains the plan's choice; a study's many trainings (`train_many`) live by the same
-rules with another table; how often each failure is tried again is in `tula_hpc/retries.py`.
+rules with another table; how often each failure is tried again is in `tula_hpc/retry_policy.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tula_hpc.records import (
 )
 from tula_hpc.records.broken_hosts import why_given_up
 from tula_hpc.records.events import JobEvents, JobFailure
-from tula_hpc.retries import RetryPolicy, Verdict, plan_policy
+from tula_hpc.retry_policy import RetryPolicy, Verdict, plan_policy
 from tula_hpc.stages.context import (
     StageProgress,
     Sweep,
@@ -409,7 +409,8 @@ def unmatched_metric(sweep: Sweep, metrics: Metrics) -> str:
         return ""
     return (
         f"workload.metric matches no line of the script's output, {output}: scores are unknown; "
-        f"correct it, and move {sweep.run.root / 'train'} away to train again over the same measurements"
+        f"correct it, and move {sweep.run.root / 'train'} away to train again over the same "
+        "measurements"
     )
 
 

@@ -20,7 +20,7 @@ from tula_hpc.launch.launcher import Ended, JobsNow
 from tula_hpc.records import Submission
 from tula_hpc.records.broken_hosts import why_given_up
 from tula_hpc.records.events import JobFailure
-from tula_hpc.retries import STUDY_ATTEMPTS, Verdict, study_policy
+from tula_hpc.retry_policy import STUDY_ATTEMPTS, Verdict, study_policy
 from tula_hpc.stages.context import StageProgress, Sweep, describe_failures, submitted_job
 from tula_hpc.stages.notify import tell_news
 from tula_hpc.stages.train import Outcome, report_deletion, settle, time_limit_advice

@@ -10,7 +10,7 @@ from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
 from tula_hpc.records import MAIN_LABEL, is_usable
 from tula_hpc.records.broken_hosts import broken_hosts
 from tula_hpc.records.events import JobFailure
-from tula_hpc.retries import Verdict, study_policy
+from tula_hpc.retry_policy import Verdict, study_policy
 from tula_hpc.stages.context import most_profiled, profiling_left_s
 from tula_hpc.status.cost import (
     Accounted,

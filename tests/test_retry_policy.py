@@ -7,7 +7,7 @@ import pytest
 from tula_hpc.errors import Failure
 from tula_hpc.records import Event, RunHistory, StopReason
 from tula_hpc.records.events import JobFailure
-from tula_hpc.retries import (
+from tula_hpc.retry_policy import (
     HOPELESS_ROUNDS,
     UNBOUNDED,
     RetryPolicy,

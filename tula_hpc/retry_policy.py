@@ -1,4 +1,4 @@
-"""Retries: is a job that ended without a result submitted again? All tables and limits stand here.
+"""Retry policy: is a job that ended without a result submitted again? All tables and limits stand here.
 
 The answer depends on how the job failed (`errors.Failure`) and on its purpose:
 
