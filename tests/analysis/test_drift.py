@@ -397,6 +397,14 @@ def test_what_is_paid_by_time_follows_the_step() -> None:
     assert twice.interval_90["train_time_s"][1] == 2 * chosen.interval_90["train_time_s"][1]
 
 
+def test_a_job_starts_as_fast_however_slow_its_steps_are() -> None:
+    chosen = _with_wall_time(whole_plan().chosen, starts_s=60.0)
+    chosen = chosen.model_copy(update={"progress_time_s": 60.0 + 3 * chosen.train_time_s})
+    twice = slowed(chosen, 2.0)
+    assert twice.wall_time_s == pytest.approx(60.0 + 2 * chosen.train_time_s)
+    assert twice.progress_time_s == pytest.approx(60.0 + 6 * chosen.train_time_s)
+
+
 # words
 
 

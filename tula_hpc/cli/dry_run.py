@@ -198,7 +198,8 @@ def _profiling(beginning: Beginning) -> Iterator[str]:
     if beginning.estimate is not None:
         yield f"{where}{beginning.estimate.describe()}"
     if search.mode == "adaptive":
-        done = len(part.run.measurements().records)
+        measured = part.run.measurements().records
+        done = len({row.configuration for row in measured if row.partition == part.partition})
         most = min(search.max_profiles, every)
         if done:
             more = max(first, most - done)
