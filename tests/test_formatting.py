@@ -66,6 +66,7 @@ def test_examples_of_the_documentation() -> None:
     assert format_duration(750) == "12 min 30 s"
     assert format_bytes(2_040_109_465) == "1.9 GiB"
     assert format_money(0.99) == "0.99 USD"
+    assert [format_money(each) for each in (0.07, 0.0096, 0.0042)] == ["0.070 USD", "0.0096 USD", "0.0042 USD"]
     assert format_percent(0.0834) == "8.3 %"
     assert format_percent(-0.0834, signed=True) == "−8.3 %"
     assert format_percent(0.0834, signed=True) == "+8.3 %"

@@ -199,11 +199,14 @@ def format_bytes(count: float | None) -> str:
 
 
 def format_money(amount: float | None, currency: str = "USD") -> str:
-    """Format an amount with cents, below ten cents with two significant digits: "0.0042 USD"."""
+    """Format an amount with cents, below ten cents with two significant digits: "0.070 USD"."""
     if amount is None or not math.isfinite(amount):
         return UNKNOWN
-    if 0 < abs(amount) < 0.0995:
+    if 0 < abs(amount) < 1e-6:
         return f"{format_number(amount, 2)} {currency}"
+    if 1e-6 <= abs(amount) < 0.0995:
+        decimals = 1 - math.floor(math.log10(abs(float(f"{amount:.1e}"))))
+        return f"{amount:.{decimals}f} {currency}"
     decimals = 2 if abs(amount) < 9_999.5 else 0
     return f"{amount:,.{decimals}f} {currency}"
 
