@@ -155,8 +155,8 @@ def _by_knee(
         reason = f"no candidate is below the knee, {at}; it is the next above"
     elif knee.global_batch > batch.max():
         most = f"B={batch.max():,.0f} and {plural(int(table.nodes.max()), 'node')}"
-        searched = f"it is {what} of all that was searched, up to {most}"
-        reason = f"{searched}; the knee, {law}, lies at {at}"
+        searched = f"it is {what} of all that was searched, which ended at {most}"
+        reason = f"{searched}. Larger batches would still pay, up to the knee, {at}, {law}"
     return Choice(ranking, reason, knee, ())
 
 

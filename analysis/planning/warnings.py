@@ -268,9 +268,9 @@ def about_beginning_anew(chosen: int, fitted: Fitted) -> list[str]:
     lost_s, lost = row.wall_time_s[0] / 2, row.cost[0] / 2
     price = f"{format_duration(lost_s)} and {format_money(lost, part.cluster.pricing.currency)}"
     return [
-        f"after an interruption the training begins anew, which costs {price} on average: set "
-        "workload.resume_arguments in the sweep file, or let the script keep its state by tula.keep "
-        "(sweeps/README.md)"
+        "after an interruption the job is requeued and the training begins anew, which costs "
+        f"{price} each on average: set workload.resume_arguments in the sweep file, or let the script "
+        "keep its state by tula.keep (sweeps/README.md)"
     ]
 
 

@@ -140,10 +140,12 @@ def _decision(run: RunContents, plan: Plan) -> str:
     verb = "Train"
     if any(_ended_as(chosen, training, result) for training, result in results):
         verb = "Trained"
+    workers = chosen.configuration.world_size
+    each = "one worker" if workers == 1 else f"each of {workers:,} workers"
     return (
         f"{verb} on {plural(chosen.nodes, 'node')}{of_partition_in_words(chosen.partition)} with "
-        f"global batch {chosen.global_batch:,} ({plural(chosen.local_batch, 'sample')} for each of "
-        f"{plural(chosen.configuration.world_size, 'worker')}{chosen.in_parts})."
+        f"global batch {chosen.global_batch:,} ({plural(chosen.local_batch, 'sample')} for {each}"
+        f"{chosen.in_parts})."
     )
 
 
@@ -213,8 +215,8 @@ def _for_the_batch(run: RunContents) -> list[str]:
         return []
     return [
         f"The batch is {batch / training.base_batch:,.3g} times training.base_batch, for which "
-        f'{ADAPTED[training.method]} (training.method = "{training.method}"); tula study measures '
-        "what accuracy that keeps."
+        f'{ADAPTED[training.method]} (training.method = "{training.method}"). What accuracy that '
+        "keeps is not known until tula study measures it."
     ]
 
 

@@ -184,7 +184,7 @@ def _bills(contents: RunContents) -> Iterator[tuple[str, TextTable]]:
 
 
 def _subtitle(contents: RunContents) -> str:
-    question = "how many nodes, which batch size, how long, at what cost"
+    question = "nodes, batch size, time and cost"
     sweep = contents.sweep
     parts = [f"{sweep.workload.what_is_trained}: {question}" if sweep else question.capitalize()]
     if contents.plan:

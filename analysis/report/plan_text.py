@@ -50,7 +50,7 @@ PART_NAMES = {
 NEXT_BEST = "next best"
 FASTEST = "fastest"
 CHEAPEST = "cheapest"
-SOONEST = "soonest to learn as much"
+SOONEST = "soonest to teach as much as training.base_batch would"
 FEWER = "best on fewer nodes"
 MORE = "best on more nodes"
 # kind of objective that takes each of them
@@ -207,7 +207,7 @@ class Alternative(NamedTuple):
         text = against(self.candidate, chosen)
         if SOONEST in self.roles:
             own, its = (_to_progress(each) for each in (self.candidate, chosen))
-            text = f"as much after {own}, at the planned batch after {its}"
+            text = f"after {own}; the chosen batch needs {its}"
         return text
 
 
@@ -343,8 +343,8 @@ def progress_sentences(plan: Plan) -> list[str]:
     if factor < NOTABLE_FACTOR:
         return []
     return [
-        f"At this batch {plural(plan.epochs, 'epoch')} teach less than at training.base_batch: to "
-        f"learn as much takes about {_to_progress(chosen)}."
+        f"At this batch {plural(plan.epochs, 'epoch')} teach less than at training.base_batch; to "
+        f"teach as much takes about {_to_progress(chosen)}."
     ]
 
 

@@ -289,10 +289,10 @@ def test_the_knee_is_that_of_the_fitted_curve() -> None:
     assert "the fastest up to the knee, B=1,2" in plan.reason
     short = make_plan(sweep(cluster_sizes=[4], max_batch=512), cluster(), [ok(4, 8), ok(4, 128)])
     assert (
-        ": it is the fastest of all that was searched, up to B=512 and 4 nodes; the knee, beyond which a doubling "
+        ": it is the fastest of all that was searched, which ended at B=512 and 4 nodes. Larger batches would still "
         in short.reason
     )
-    assert ", lies at B=1,2" in short.reason
+    assert " up to the knee, B=1,2" in short.reason
 
 
 def test_a_curve_without_a_knee_is_said_to_have_none() -> None:
@@ -510,7 +510,7 @@ def test_what_a_batch_beyond_the_critical_one_costs_is_said() -> None:
     assert plan.critical_batch == pytest.approx(100.0)
     assert any(text.startswith("Critical batch: 100 samples") for text in sentences(plan))
     (costs,) = [text for text in sentences(plan) if text.startswith(f"At this batch {plan.epochs} epochs teach")]
-    assert ": to learn as much takes about " in costs
+    assert "; to teach as much takes about " in costs
     # the job starts once, however much longer it trains
     late = planned(rows=noisy(100.0), pricing={"restart_s": 3600.0})
     starts_s = 3600.0 - plan.chosen.wall_parts_s["starts"]
@@ -523,8 +523,8 @@ def test_what_a_batch_beyond_the_critical_one_costs_is_said() -> None:
         works_s = [(each or 0.0) - c.wall_parts_s["starts"] for each in (c.progress_time_s, c.wall_time_s)]
         assert works_s[0] == pytest.approx(needs * skipped * works_s[1], rel=1e-3)
     assert max(SAMPLES % c.global_batch for c in plan.candidates) > 0.02 * SAMPLES
-    (soonest,) = [text for text in sentences(plan) if text.startswith("Soonest to learn as much")]
-    assert ", as much after " in soonest
+    (soonest,) = [text for text in sentences(plan) if text.startswith("Soonest to teach as much")]
+    assert ", after " in soonest
     assert not any("Soonest" in text for text in sentences(planned(rows=noisy(1e6))))
     assert not any("teach less" in text for text in sentences(planned(rows=noisy(1e6))))
     assert planned().critical_batch is None
