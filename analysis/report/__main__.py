@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 def _write(runs: Sequence[RunDirectory], folder: Path | None, *, as_json: bool) -> None:
     for run in runs:
         # before the libraries that draw are loaded
-        if not run.root.is_dir():
+        if not any(path.exists() for path in (run.sweep_file, run.events_file, run.plan_file)):
             raise RunDirectoryError(not_a_run(run.root), source=run.root)
     from tula_hpc.analysis.report.several.runs_page import write_runs_report
     from tula_hpc.analysis.report.study_page import write_study_report

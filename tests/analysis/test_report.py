@@ -144,6 +144,16 @@ def no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tula_hpc.analysis.figures.drawing.render_pdf", lambda *_: b"%PDF")
 
 
+def test_a_folder_of_runs_is_no_run_whatever_they_are_called(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "runs" / "train")
+    assert main([str(run.root.parent)]) == 2
+    said = capsys.readouterr().err
+    assert f"is not a run directory: it has no sweep.toml; did you mean {run.root}?" in said
+    assert {path.name for path in run.root.parent.iterdir()} == {"train"}
+
+
 def test_every_file_is_there_and_nothing_else(finished: Written) -> None:
     figures = {f"{name}.{suffix}" for name in FIGURES for suffix in ("svg", "png", "csv")}
     tables = {f"{kind}_scaling.{suffix}" for kind in ("strong", "weak") for suffix in ("txt", "tex")}

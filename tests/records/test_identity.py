@@ -27,6 +27,7 @@ from tula_hpc.records import (
     refuse_another,
     refuse_several,
 )
+from tula_hpc.stages.plan import obstacle
 from tula_hpc.workloads.workload import build_workload
 
 SMALL = Identity(
@@ -96,7 +97,10 @@ def test_measurements_of_two_models_are_not_planned_from(tmp_path: Path, capsys:
     assert plan_main([str(run.root)]) == 2
     said = capsys.readouterr().err
     assert "since N=1 b=32 (B=32), N=1 b=64 (B=64) something changed (the model has 2,468 parameters now, 1,234" in said
-    assert f"Delete {run.profile / 'n1-b32-9.jsonl'}, {run.profile / 'n1-b64-9.jsonl'} to plan" in said
+    assert f"or keep it and delete {run.profile / 'n1-b32-9.jsonl'}, {run.profile / 'n1-b64-9.jsonl'}, or" in said
+    assert "Undo the change and delete " in said
+    # and status says so
+    assert obstacle(run) == said.strip()
     for batch in (32, 64):
         (run.profile / f"n1-b{batch}-9.jsonl").unlink()
     assert plan_main([str(run.root)]) == 0

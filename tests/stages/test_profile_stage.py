@@ -17,6 +17,7 @@ from tula_hpc.launch.launcher import Ended, JobsNow
 from tula_hpc.records import (
     Configuration,
     Footprint,
+    Identity,
     JobNote,
     Measurement,
     RunDirectory,
@@ -277,6 +278,19 @@ def test_a_configuration_that_meets_broken_devices_is_measured_by_the_next_job_a
     ]
     # another command tries it again
     assert [m.configuration for m in measurements_for_search(records, "", time.time())] == [first]
+
+
+def test_nothing_more_is_measured_of_another_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    scheduler, sweep = profile(monkeypatch, tmp_path, measures=True)
+    for batch, parameters in ((8, 100), (16, 200)):
+        identity = Identity(
+            parameters=parameters, gradient_bytes=400, structure="", train_samples=640, test_samples=0, sources={}
+        )
+        row = measurement(Configuration(1, 1, batch), identity=identity, finished_at=float(batch))
+        append_record(sweep.run.profile / f"{batch}.jsonl", row)
+    with pytest.raises(InputError, match=r"since N=1 b=8 \(B=8\) something changed .*200 parameters now, 100 before"):
+        profile_stage(sweep)
+    assert scheduler.wanted == []
 
 
 def test_where_all_devices_are_broken_one_line_names_the_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

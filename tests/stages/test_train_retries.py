@@ -191,9 +191,18 @@ def test_a_score_that_is_printed_and_not_yet_written_is_no_missing_one(tmp_path:
     assert unmatched_metric(sweep, Metrics([], [], 0)) == ""
 
 
-def test_killed_again_and_again_at_the_same_place_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_killed_again_and_again_at_the_same_place_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     scheduler, error = train(monkeypatch, tmp_path, lambda _: Failure.KILLED)
     assert scheduler.jobs == 3
+    said = [line for line in capsys.readouterr().err.splitlines() if "ended without a result" in line]
+    assert [line.partition(" (")[0] for line in said] == [
+        f"training: job {job} ended without a result" for job in (1, 2)
+    ]
+    assert all(
+        "; another one trains on, from its last checkpoint; to stop for good end this command" in s for s in said
+    )
     assert error.startswith("train: killed in job 3")
 
 

@@ -204,7 +204,9 @@ def valid_keys(kind: type[BaseModel], location: Sequence[str]) -> str:
             if isinstance(inner, type) and issubclass(inner, BaseModel):
                 kind = inner
     valid = list(kind.model_fields)
-    if sections:
+    # a slip of the pen in the right table, such as seed for seeds, is likelier than another table
+    is_slip = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.8)
+    if sections and not is_slip:
         meant = " or ".join(f"{name}.{location[-1]}" for name in sections)
         return f" (did you mean {meant}?)"
     return nearest(location[-1], valid) or f"; valid keys: {', '.join(valid)}"

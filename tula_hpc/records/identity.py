@@ -125,6 +125,10 @@ def refuse_several(run: RunDirectory, measurements: Iterable[Measurement]) -> No
         f"its measurements are not of one model and data set: since {where} something changed "
         f"({found})"
     )
-    files = in_short([str(path) for path in run.files_of(others)])
-    remedy = f"Delete {files} to plan the newer one, or measure it with another --run-dir."
+    newer = [m for m in rows if m.identity and m.identity.is_same(newest)]
+    old, new = (in_short([str(path) for path in run.files_of(each)]) for each in (others, newer))
+    remedy = (
+        f"Undo the change and delete {new}, or keep it and delete {old}, or measure it with another "
+        "--run-dir."
+    )
     raise InputError(f"{message}. {remedy}", source=run.root)

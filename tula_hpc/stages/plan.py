@@ -6,7 +6,7 @@ import sys
 
 from tula_hpc.analysis.plan import lost_inputs, refuse_lost_measurements
 from tula_hpc.config import SweepSpec
-from tula_hpc.errors import InfeasibleError, RunDirectoryError, StageError
+from tula_hpc.errors import InfeasibleError, InputError, RunDirectoryError, StageError
 from tula_hpc.formatting import command_line
 from tula_hpc.records import Plan, RunDirectory, refuse_several, write_plan
 from tula_hpc.stages.context import Sweep
@@ -87,7 +87,9 @@ def obstacle(run: RunDirectory) -> str:
     try:
         if plan_is_good(run):
             run.read_plan()
-    except RunDirectoryError as error:
+        else:
+            refuse_several(run, run.measurements().records)
+    except (RunDirectoryError, InputError) as error:
         return str(error)
     return ""
 

@@ -31,6 +31,7 @@ from tula_hpc.records import (
     measurements_for_search,
     notes_file,
     read_records,
+    refuse_several,
     with_rank_files,
     write_atomically,
 )
@@ -61,7 +62,8 @@ def profile_stage(sweep: Sweep) -> None:
     """Measure until the search proposes nothing more, on each partition of the cluster.
 
     Raises:
-        InputError: By an estimate no batch fits into memory on any partition.
+        InputError: By an estimate no batch fits into memory on any partition; or the model, its
+            code or data changed between measurements.
         StageError: Nothing could be measured at all, and the message holds the first failure's log;
             or the user's own code failed in a job, and the message says where.
     """
@@ -157,6 +159,8 @@ def _profile_part(part: Sweep, progress: StageProgress, trusted_batch: int | Non
     failures: list[Ended] = []
     while True:
         failures += _settle(part, progress)
+        # before more is measured that no plan can use
+        refuse_several(part.run, part.run.measurements().records)
         kinds = [end.failure for end in failures]
         in_vain = is_partition_hopeless(kinds, _broken_rounds(part))
         hopeless = in_vain and not measured_anything(part)

@@ -40,7 +40,7 @@ from tula_hpc.records import (
     read_metrics,
     training_left_s,
 )
-from tula_hpc.records.broken_hosts import why_given_up
+from tula_hpc.records.broken_hosts import first_line, why_given_up
 from tula_hpc.records.events import JobEvents, JobFailure
 from tula_hpc.retry_policy import RetryPolicy, Verdict, plan_policy
 from tula_hpc.stages.context import (
@@ -106,6 +106,22 @@ def _see_to(
     tell_news(sweep)
     if outcome.verdict is Verdict.GIVE_UP:
         raise StageError("\n".join([f"train: {_why_given_up(there, outcome)}", *_lost(sweep)]))
+    if outcome.verdict is not Verdict.DONE:
+        sys.stderr.write(f"training: {_going_on(sweep, outcome)}\n")
+
+
+def _going_on(sweep: Sweep, outcome: Outcome) -> str:
+    """Say how a job ended without a result, what follows, and how to prevent that."""
+    ended = outcome.failure.detail or str(outcome.failure.kind).replace("_", " ")
+    how = "from its last checkpoint"
+    if outcome.verdict is Verdict.SMALLER_BATCH:
+        how = "with a smaller batch"
+    elif _starts_over(sweep):
+        how = "from the start, as its script keeps nothing"
+    return (
+        f"job {outcome.end.job.job_id} ended without a result ({first_line(ended)}); another one "
+        f"trains on, {how}; to stop for good end this command first, then scancel its job"
+    )
 
 
 def _lost(sweep: Sweep) -> list[str]:
