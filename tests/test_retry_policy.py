@@ -96,6 +96,6 @@ def test_a_training_whose_requeues_are_used_up_is_given_up_but_by_a_new_command(
 ) -> None:
     submitted = {"time": 1.0, "event": "submitted", "stage": "train", "job_id": "1", "data": {"label": "a"}}
     history, failure = RunHistory([Event.model_validate(submitted)]), JobFailure(Failure.PREEMPTED, stop=stop)
-    used_up = stop is StopReason.REQUEUES_EXHAUSTED
+    used_up = stop in (StopReason.REQUEUES_EXHAUSTED, StopReason.LIMIT_IN_VAIN)
     assert policy.judge(history, "a", failure, since=1.0) is (Verdict.GIVE_UP if used_up else Verdict.AGAIN)
     assert policy.judge(history, "a", failure, since=2.0) is Verdict.AGAIN

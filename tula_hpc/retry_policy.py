@@ -14,6 +14,9 @@ The answer depends on how the job failed (`errors.Failure`) and on its purpose:
     no_space, cancelled     given up               given up               PROFILE_ATTEMPTS
     bad_input, diverged     given up               given up               given up
 
+A script that keeps nothing and has no `resume_arguments` is given up once its time limit ended it:
+the next job would get as far.
+
 "In vain" are a training's last jobs that ended alike and had begun at one sample. Jobs of an
 earlier command do not count: the user may have removed the cause. `analysis/search/propose.py`
 decides which larger ones lack of memory rules out; a partition where nothing could be measured
@@ -76,6 +79,10 @@ class Verdict(Enum):
     GIVE_UP = auto()
 
 
+# another job would end alike
+FINAL = (StopReason.REQUEUES_EXHAUSTED, StopReason.LIMIT_IN_VAIN)
+
+
 @dataclass(frozen=True)
 class RetryPolicy:
     """Number of jobs that one command submits for a training, by how its last one failed.
@@ -108,7 +115,7 @@ class RetryPolicy:
         # an earlier command's job: the user may have removed the cause
         if attempts == 0:
             return Verdict.AGAIN
-        if failure.stop is StopReason.REQUEUES_EXHAUSTED or attempts >= self.jobs.get(kind, 1):
+        if failure.stop in FINAL or attempts >= self.jobs.get(kind, 1):
             return Verdict.GIVE_UP
         most = self.in_vain.get(kind)
         if most is not None and history.in_vain(label, kind, since) >= most:

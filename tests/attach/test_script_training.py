@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,6 +23,7 @@ from tula_hpc.errors import Failure
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.launch.launcher import Ended, Launcher
 from tula_hpc.records import Configuration, RunDirectory, TrainResult, append_record, read_metrics
+from tula_hpc.records.events import JobFailure, StopReason
 from tula_hpc.stages.context import Sweep
 from tula_hpc.stages.train import train_stage
 
@@ -74,8 +77,10 @@ def train(
     return run, ended
 
 
-def at_step(step: int, number: int, *, of_script: bool = False) -> Callable[[RunDirectory, int], None]:
-    """The signal, for the last worker or its script's process, once training is that far."""
+def at_step(
+    step: int, number: int, *, of_script: bool = False, worker: int = -1
+) -> Callable[[RunDirectory, int], None]:
+    """The signal, for a worker, by default the last, or its script's process, once training is that far."""
 
     def strike(run: RunDirectory, shell: int) -> None:
         deadline = time.monotonic() + 120
@@ -83,7 +88,7 @@ def at_step(step: int, number: int, *, of_script: bool = False) -> Callable[[Run
             assert time.monotonic() < deadline, "training did not get that far"
             time.sleep(0.02)
         workers = [worker for each in children_of(shell) for worker in children_of(each)]
-        os.kill(children_of(workers[-1])[0] if of_script else workers[-1], number)
+        os.kill(children_of(workers[worker])[0] if of_script else workers[worker], number)
 
     return strike
 
@@ -150,6 +155,20 @@ def test_stopped_without_arguments_to_go_on_it_begins_anew(tmp_path: Path) -> No
     assert result_of(run, ended).steps == 12
     assert details(run, "resumed") == ["begins anew: there are no workload.resume_arguments, and nothing is kept"]
     assert [row.epoch for row in read_metrics(run.train().metrics_file).epochs] == [1, 2, 3]
+
+
+def test_at_its_time_limit_it_does_not_begin_anew_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a limit of a minute, of which Slurm warns half a minute before or earlier."""
+    limit = {"train_minutes": 1, "signal_delay_s": 30}
+    monkeypatch.setattr(sys.modules[__name__], "CLUSTER", CLUSTER.model_copy(update=limit))
+    run, ended = train(tmp_path / "run", OWN, at_step(6, signal.SIGUSR2, worker=0))
+    assert not run.train().result_file.exists()
+    (why,) = details(run, "failed")
+    assert re.fullmatch(r"the time limit ended the script at step \d+, and another job would begin anew", why)
+    assert run.history().job(ended.job.job_id).own_failure == JobFailure(None, why, StopReason.LIMIT_IN_VAIN)
+    # one that can go on does
+    kept, ended = train(tmp_path / "kept", KEPT, at_step(5, signal.SIGUSR2, worker=0))
+    assert result_of(kept, ended).restarts == 1
 
 
 def test_kept_it_ends_as_undisturbed_after_a_stop_and_a_kill(tmp_path: Path) -> None:

@@ -318,6 +318,21 @@ def test_the_end_of_requeues_is_said_in_the_trainings_own_words(
     assert ended.failure is Failure.PREEMPTED
 
 
+def test_a_script_that_would_begin_anew_after_its_time_limit_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = RunDirectory(tmp_path / "run")
+
+    def end_of(n: int) -> Failure:
+        run.log_event("failed", "train", job_id=str(n), detail="why", data={"stop": StopReason.LIMIT_IN_VAIN})
+        return Failure.BUG
+
+    scheduler, error = train(monkeypatch, tmp_path, end_of)
+    assert scheduler.jobs == 1
+    advice = "raise train_minutes in the cluster file (now 1440), or let it go on where it stopped"
+    assert error.startswith(f"train: why; {advice}: set workload.resume_arguments, or have the script keep its state")
+
+
 def test_jobs_that_end_at_their_time_limit_name_its_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _, error = train(monkeypatch, tmp_path, lambda _: Failure.TIMED_OUT)
     assert error.startswith("train: raise train_minutes in the cluster file (now 1440); timed out in job ")

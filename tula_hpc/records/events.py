@@ -126,6 +126,8 @@ class StopReason(StrEnum):
     REQUEUE_REFUSED = "requeue_refused"
     # restarted as often as training.max_requeues allows
     REQUEUES_EXHAUSTED = "requeues_exhausted"
+    # a time limit ended it, and it would begin anew
+    LIMIT_IN_VAIN = "limit_in_vain"
 
 
 class EventData(Record):

@@ -270,6 +270,11 @@ def _why_given_up(sweep: Sweep, outcome: Outcome) -> str:
             f"{failure.detail}, the last time in job {job_id}; all that was done is saved, and goes "
             f"on with the same command; {advice}"
         )
+    if failure.stop is StopReason.LIMIT_IN_VAIN:
+        return (
+            f"{failure.detail}; {advice}, or let it go on where it stopped: set "
+            "workload.resume_arguments, or have the script keep its state by tula.keep"
+        )
     if failure.kind is Failure.DEVICE_FAILED:
         return why_given_up(sweep.run.events(), job_id, unix_time())
     return "; ".join(filter(None, [advice, describe_failures([outcome.end])]))
@@ -278,7 +283,8 @@ def _why_given_up(sweep: Sweep, outcome: Outcome) -> str:
 def time_limit_advice(sweep: Sweep, label: str, failure: JobFailure) -> str:
     """Say which key to raise where a time limit ended a training; "" where something else did."""
     is_used_up = failure.stop is StopReason.REQUEUES_EXHAUSTED
-    if not is_used_up and failure.kind is not Failure.TIMED_OUT:
+    is_in_vain = failure.stop is StopReason.LIMIT_IN_VAIN
+    if not (is_used_up or is_in_vain or failure.kind is Failure.TIMED_OUT):
         return ""
     limit = f"now {sweep.cluster.train_minutes}"
     epochs = sweep.spec.workload.epochs

@@ -20,7 +20,7 @@ from tula_hpc.attach.script import script_of
 from tula_hpc.ddp.exit_at_once import leaving_at_once
 from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.env import job_started_at, join_job, loading_libraries, unix_time
-from tula_hpc.errors import Failure
+from tula_hpc.errors import Failure, StageError
 from tula_hpc.formatting import format_score
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import (
@@ -30,7 +30,7 @@ from tula_hpc.records import (
     read_metrics,
     write_atomically,
 )
-from tula_hpc.records.events import EventName
+from tula_hpc.records.events import EventName, StopReason
 
 if TYPE_CHECKING:
     from tula_hpc.attach.processes import Child, Meeting, Outcome
@@ -42,6 +42,8 @@ KEY = "workload.script"
 SCORES = ("test_accuracy", "test_top5_accuracy", "test_loss", "train_loss")
 # of waiting for the other workers, before the script's first step and after its last
 PATIENCE = timedelta(minutes=10)
+# by which Slurm may send a signal before its time
+EARLY_S = 60.0
 
 
 def run(job: TrainJob) -> str:
@@ -353,11 +355,31 @@ class ScriptJob:
         end_as(found, KEY, at, rank, lambda failure: record_oom(self.job, self.env, failure))
 
     def _leave(self) -> str:
-        """Ask for a requeue; see `ending.leave`."""
+        """Ask for a requeue; see `ending.leave`.
+
+        Raises:
+            StageError: A time limit ended it, and another job would begin anew and get as far.
+        """
         from tula_hpc.training.ending import leave
 
+        begins_anew = not (self.progress.is_kept or self.job.sweep.workload.resume_arguments)
+        if self.any(begins_anew and self._is_at_its_limit()):
+            detail = (
+                f"the time limit ended the script at step {self.progress.step:,}, and another job "
+                "would begin anew"
+            )
+            if self.is_main:
+                self.log_event("failed", detail, {"stop": StopReason.LIMIT_IN_VAIN})
+            raise StageError(detail)
         saved = "saved at step" if self.progress.is_kept else "the script ended at step"
         return leave(self, self.stop, saved)
+
+    def _is_at_its_limit(self) -> bool:
+        """Tell a time limit from a preemption that sends the same signal."""
+        cluster = self.job.cluster
+        warned_s = 60.0 * cluster.train_minutes - cluster.signal_delay_s - EARLY_S
+        is_warned = self.stop.received is signal.SIGUSR2
+        return is_warned and unix_time() - job_started_at() >= warned_s
 
     def log_event(self, event: EventName, detail: str, data: dict[str, Any] | None = None) -> None:
         """Add an event of this training to the run's events."""
