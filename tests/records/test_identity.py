@@ -100,7 +100,7 @@ def test_measurements_of_two_models_are_not_planned_from(tmp_path: Path, capsys:
     assert f"or keep it and delete {run.profile / 'n1-b32-9.jsonl'}, {run.profile / 'n1-b64-9.jsonl'}, or" in said
     assert "Undo the change and delete " in said
     # and status says so
-    assert obstacle(run) == said.strip()
+    assert obstacle(run, run.measurements().records) == said.strip()
     for batch in (32, 64):
         (run.profile / f"n1-b{batch}-9.jsonl").unlink()
     assert plan_main([str(run.root)]) == 0

@@ -204,7 +204,7 @@ def test_what_is_damaged_is_told_alike_by_status_and_plan_with_what_to_do(
     assert f"warning: {doubt}\n" in capsys.readouterr().err
     assert run.damage(lines=False) == ([doubt] if name == "footprint.json" else [])
     if name == "plan.json":
-        assert obstacle(run) == doubt, "the sweep ends with it"
+        assert obstacle(run, run.measurements().records) == doubt, "the sweep ends with it"
 
 
 def test_a_plan_that_was_edited_is_refused_alike_by_status_plan_and_sweep_until_it_is_made_again(
@@ -212,19 +212,19 @@ def test_a_plan_that_was_edited_is_refused_alike_by_status_plan_and_sweep_until_
 ) -> None:
     run = make_run(tmp_path / "run", stage="plan")
     assert plan_command([str(run.root), "--write"]) == 0
-    assert obstacle(run) == ""
+    assert obstacle(run, run.measurements().records) == ""
     assert status.status_of(run.root).doubts == []
     epochs = run.read_plan().epochs
     text = run.plan_file.read_text()
     run.plan_file.write_text(text.replace(f'"epochs": {epochs}', f'"epochs": {epochs + 1}'))
     (doubt,) = status.status_of(run.root).doubts
     assert doubt.startswith(f"{run.plan_file}: was changed since it was written, perhaps by hand; delete it, and the")
-    assert obstacle(run) == doubt, "the sweep ends with it"
+    assert obstacle(run, run.measurements().records) == doubt, "the sweep ends with it"
     capsys.readouterr()
     assert plan_command([str(run.root)]) == 0
     assert f"warning: {doubt}\n" in capsys.readouterr().err
     assert plan_command([str(run.root), "--set", "objective.kind=time", "--write"]) == 0
-    assert obstacle(run) == ""
+    assert obstacle(run, run.measurements().records) == ""
     # by an editor that ends files with a new line
     run.plan_file.write_text(f"{run.plan_file.read_text()}\n")
     assert run.read_plan().objective == "time"
@@ -238,7 +238,7 @@ def test_a_damaged_sweep_file_is_told_alike_by_status_and_plan_with_what_to_do(
     assert plan_command([str(run.root)]) == 2
     said = capsys.readouterr().err.strip()
     assert "put it back as it was" in said
-    assert said == obstacle(run)
+    assert said == obstacle(run, run.measurements().records)
     assert said in status.status_of(run.root).words
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from tula_hpc.analysis.plan import lost_inputs, refuse_lost_measurements
 from tula_hpc.config import SweepSpec
 from tula_hpc.errors import InfeasibleError, InputError, RunDirectoryError, StageError
 from tula_hpc.formatting import command_line
-from tula_hpc.records import Plan, RunDirectory, refuse_several, write_plan
+from tula_hpc.records import Measurement, Plan, RunDirectory, refuse_several, write_plan
 from tula_hpc.stages.context import Sweep
 
 MADE_AGAIN = "is missing: it is made again from the measurements"
@@ -80,15 +81,20 @@ def why_no_model(run: RunDirectory, spec: SweepSpec | None) -> str:
     )
 
 
-def obstacle(run: RunDirectory) -> str:
-    """Name a file of the run that stops every command, and the remedy; "" if there is none."""
+def obstacle(run: RunDirectory, measured: Sequence[Measurement]) -> str:
+    """Name a file of the run that stops every command, and the remedy; "" if there is none.
+
+    Args:
+        run: The run.
+        measured: Its measurements.
+    """
     if words := lost_inputs(run):
         return words
     try:
         if plan_is_good(run):
             run.read_plan()
         else:
-            refuse_several(run, run.measurements().records)
+            refuse_several(run, measured)
     except (RunDirectoryError, InputError) as error:
         return str(error)
     return ""

@@ -178,7 +178,7 @@ def _read(run: RunDirectory) -> Facts:
                 for name in cut_off
             ),
         ],
-        obstacle=obstacle(run),
+        obstacle=obstacle(run, measured.records),
         is_full=has_no_room(run.root),
         is_stopped=_is_stopped(holder),
     )
