@@ -331,6 +331,7 @@ def test_a_script_that_would_begin_anew_after_its_time_limit_is_given_up(
     assert scheduler.jobs == 1
     advice = "raise train_minutes in the cluster file (now 1440), or let it go on where it stopped"
     assert error.startswith(f"train: why; {advice}: set workload.resume_arguments, or have the script keep its state")
+    assert [event.failure for event in scheduler.run.events() if event.event == "ended"] == [Failure.TIMED_OUT]
 
 
 def test_jobs_that_end_at_their_time_limit_name_its_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

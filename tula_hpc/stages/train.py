@@ -240,6 +240,8 @@ def _failure_of(events: JobEvents, end: Ended) -> JobFailure:
         kind = events.memory_failure
     elif events.met_broken_device:
         kind = Failure.DEVICE_FAILED
+    elif stop is StopReason.LIMIT_IN_VAIN:
+        kind = Failure.TIMED_OUT
     elif stop is not None:
         kind = Failure.PREEMPTED
     else:
