@@ -304,7 +304,7 @@ def _judge_limits(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Iterat
 
 
 def _loader_processes(workload: WorkloadSpec) -> int:
-    """Return those of a worker; a script starts its own, of which nothing is known."""
+    """Return how many load for a worker; a script starts its own, of which nothing is known."""
     return 0 if workload.is_script else workload.loader_workers
 
 
