@@ -63,13 +63,13 @@ def held_up_by_storage(profiles: Sequence[Profile]) -> list[Profile]:
 
 
 def _is_contradicted(profile: Profile, profiles: Sequence[Profile]) -> bool:
-    workers, batch = profile.configuration.world_size, profile.configuration.local_batch
-    waits_s = [
-        other.times.data_time_s
-        for other in profiles
-        if other.configuration.world_size >= workers and other.configuration.local_batch >= batch
-    ]
-    return 2.0 * min(waits_s) < profile.times.data_time_s
+    own = profile.configuration
+    for other in profiles:
+        its = other.configuration
+        reads_more = its.world_size >= own.world_size and its.local_batch >= own.local_batch
+        if reads_more and 2.0 * other.times.data_time_s < profile.times.data_time_s:
+            return True
+    return False
 
 
 def processes_needed(times: StepTimes, loader_workers: int) -> int:
