@@ -57,8 +57,8 @@ def passes(model: DistributedDataParallel, inputs: Tensor, targets: Tensor, accu
 class Driver(Listener):
     """Scales the steps of a loop that knows nothing of it, as a training script's process does."""
 
-    def __init__(self, sweep: SweepSpec) -> None:
-        self.scaling = ScriptScaling(sweep, Configuration(1, WORKERS, BATCH))
+    def __init__(self, sweep: SweepSpec, workers: int = WORKERS) -> None:
+        self.scaling = ScriptScaling(sweep, Configuration(1, workers, BATCH))
         self.hooks = Hooks(self)
         self.steps = 0
 
@@ -186,3 +186,29 @@ def own_hook(rank: int, folder: Path) -> None:
 
 def test_a_communication_hook_of_the_scripts_own_is_refused_with_the_reason(tmp_path: Path) -> None:
     start_workers(WORKERS, own_hook, tmp_path)
+
+
+def alone(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=1)
+    driver = Driver(spec(1, {"method": "ags"}), workers=1)
+    driver.hooks.install()
+    model, inputs, targets = model_and_data(rank)
+    outer = DistributedDataParallel(model) if folder.name == "wrapped" else model
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        torch.autograd.backward(nn.functional.cross_entropy(outer(inputs[step]), targets[step]))
+        optimizer.step()
+    torch.save([p.detach() for p in model.parameters()], folder / "0.pt")
+    dist.destroy_process_group()
+
+
+def test_a_model_that_is_wrapped_for_a_single_worker_trains_as_one_that_is_not(tmp_path: Path) -> None:
+    """As accelerate wraps it wherever torchrun's variables are set."""
+    ends = []
+    for name in ("wrapped", "plain"):
+        (tmp_path / name).mkdir()
+        start_workers(1, alone, tmp_path / name)
+        ends.append(torch.load(tmp_path / name / "0.pt", weights_only=True))
+    for one, other in zip(*ends, strict=True):
+        assert torch.equal(one, other)

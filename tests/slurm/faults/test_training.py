@@ -21,7 +21,10 @@ def test_losses_of_the_uninterrupted_run(told: Training) -> None:
 def test_a_preempted_job_resumes_where_it_stopped(told: Training) -> None:
     (preempted,), (resumed,) = told.events("preempted"), told.events("resumed")
     assert preempted.data["step"] == resumed.data["step"] >= 12
-    assert ("SIGUSR2" if "user signal" in told.name else "SIGTERM") in preempted.detail
+    # a grace time shortens the time limit, of which Slurm warns as well: where a busy machine lets both signals
+    # arrive at once, Python handles the lower number first
+    expected = ("SIGUSR2",) if "user signal" in told.name else ("SIGTERM", "SIGUSR2")
+    assert any(signal in preempted.detail for signal in expected)
     assert preempted.job_id == resumed.job_id
     assert told.result().restarts == 1
     assert told.redone_steps() == 0

@@ -74,6 +74,9 @@ class ScriptScaling:
         self._is_attached = True
         if not self.adapts or not isinstance(model, DistributedDataParallel):
             return
+        # some scripts wrap their model for a single worker, too
+        if self.configuration.world_size == 1:
+            return
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.norms = LocalNorms(trained, self.configuration.local_batch, averages=True)
         try:
