@@ -57,7 +57,7 @@ class Case(NamedTuple):
 
 def _images(precision: str, **more: Any) -> Case:
     net = {"model": "resnet50", "dataset": "synthetic", "image_size": 64, "epochs": 10, "lr": 0.01}
-    return Case({**net, "loader_workers": 4, "precision": precision, **more}, (64, 1024))
+    return Case({**net, "loader_workers": 4, "precision": precision, **more}, (64, 512))
 
 
 def _script(name: str, *arguments: str, samples: int, epochs: int, batches: tuple[int, int], method: str) -> Case:
@@ -86,13 +86,13 @@ CASES = {
     ),
     "mixed_precision.py": _script("mixed_precision.py", samples=8192, epochs=6, batches=(64, 1024), method="ags"),
     "on_trainer.py": _script(
-        "on_trainer.py", "--gpu", "--width", "128", samples=4096, epochs=3, batches=(32, 256), method="lbt"
+        "on_trainer.py", "--gpu", "--width", "128", samples=4096, epochs=3, batches=(64, 128), method="lbt"
     ),
     "on_lightning.py": _script(
-        "on_lightning.py", "--gpu", "--width", "512", samples=8192, epochs=3, batches=(64, 512), method="ags"
+        "on_lightning.py", "--gpu", "--width", "512", samples=8192, epochs=3, batches=(64, 128), method="ags"
     ),
     "on_accelerate.py": _script(
-        "on_accelerate.py", "--gpu", "--width", "512", samples=8192, epochs=3, batches=(64, 512), method="ags"
+        "on_accelerate.py", "--gpu", "--width", "512", samples=8192, epochs=3, batches=(64, 128), method="ags"
     ),
 }
 

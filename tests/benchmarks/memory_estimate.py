@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -164,9 +165,11 @@ def fitted_errors(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def compare(device: str) -> dict[str, Any]:
+def compare(device: str, jobs: int = 1) -> dict[str, Any]:
     """All cases of a device: rows, and medians by group."""
-    rows = [row for case in CASES[device] for row in rows_of(case, device)]
+    with ThreadPoolExecutor(jobs) as pool:
+        of_cases = list(pool.map(lambda case: list(rows_of(case, device)), CASES[device]))
+    rows = [row for some in of_cases for row in some]
     result: dict[str, Any] = {"device": device, "rows": rows}
     groups = {row["group"] for row in rows}
     errors = {group: [abs(row["error"]) for row in rows if row["group"] == group] for group in sorted(groups)}
@@ -188,13 +191,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.memory_estimate")
     parser.add_argument("--device", choices=sorted(CASES), default="cpu")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--jobs", type=int, default=1, help="cases side by side, where the device has room for them")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         model, image_size, batch, device = json.loads(options.one)
         print(measure(Case(model, image_size, (batch,), ""), batch, device).model_dump_json())
         return
-    result = compare(options.device)
+    result = compare(options.device, options.jobs)
     out = options.out or RESULTS / f"memory_estimate_{options.device}.json"
     out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({key: value for key, value in result.items() if key.endswith(("median", "max"))}, indent=1))
