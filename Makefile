@@ -1,8 +1,8 @@
 # make demo    profile, plan, train and report on this machine, with real data and real DDP (about a minute)
 # make test    every test that this machine can run, but for variations of others
 # make thorough  those variations, before a release (minutes)
-# make gpu     the tests that need a GPU, checks of process groups, streams and memory on one, and what an optimizer and
-#              checkpoints cost and a memory estimate misses there, into tests/benchmarks/results (ten minutes)
+# make gpu     the tests that need a GPU, checks of process groups, streams and memory on one, whole sweeps, and what an
+#              optimizer and checkpoints cost and a memory estimate misses there, into tests/benchmarks/results (25 minutes)
 # make slurm   install Slurm from Debian's packages for the real-Slurm tests (root)
 # make browser install chromium from Debian's packages for the tests of the report's page (root)
 # make picture the README's picture anew, the first page of the demo's report (chromium; on a machine that does nothing else)
@@ -51,6 +51,8 @@ gpu: .venv/.ready
 		env TULA_REQUIRE_GPU=1 $(BIN)/python -m pytest -m gpu --ignore tests/local --ignore tests/slurm; \
 	part "process groups, streams, synchronizations, memory that runs out" \
 		$(BIN)/python -m tests.benchmarks.gpu_checks --out $(RESULTS)/gpu_checks.json; \
+	part "whole sweeps, of the loop and of scripts" \
+		$(BIN)/python -m tests.benchmarks.gpu_sweeps build/gpu_sweeps --out $(RESULTS)/gpu_sweeps.json; \
 	part "what scaling gradients adds to a step" \
 		$(BIN)/python -m tests.benchmarks.optimizer_overhead --device cuda --seconds 20 --out $(RESULTS)/optimizer_overhead_cuda.json; \
 	part "what the memory estimate misses by" \

@@ -27,7 +27,7 @@ import tomli_w
 
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.records import Footprint, MemoryUse
-from tula_hpc.stages.memory_room import estimate
+from tula_hpc.stages.batches_that_fit import estimate
 
 RESULTS = Path(__file__).parent / "results"
 STEPS = 3  # measured, after two to warm up

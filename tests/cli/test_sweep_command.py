@@ -24,7 +24,7 @@ from tula_hpc.cli.changed_inputs import freeze
 from tula_hpc.config import PUT_BACK, ClusterSpec, SweepSpec, idle_keys, idle_reference, load_cluster, load_sweep
 from tula_hpc.formatting import command_line, format_duration
 from tula_hpc.records import JobNote, RunDirectory, append_record
-from tula_hpc.stages.memory_room import Estimate
+from tula_hpc.stages.batches_that_fit import Estimate
 from tula_hpc.sweep import main
 from tula_hpc.workloads.footprint import estimate_footprint
 

@@ -115,9 +115,9 @@ def test_memory_of_a_batch_is_not_overwritten_while_a_step_that_is_queued_needs_
 
 @pytest.mark.gpu
 def test_a_step_has_the_same_loss_with_and_without_copies_ahead() -> None:
-    ahead, plain = on_gpu(), on_gpu()
+    # weights that hardly move: a backward pass adds up in another order each time, and steps enlarge what comes of it
+    ahead, plain = on_gpu(lr=1e-9), on_gpu(lr=1e-9)
     batches = ahead.batches()
     for _, batch in zip(range(30), plain.loader.stream(), strict=False):
         expected = plain.train_step(*plain.to_device(*batch))
-        # sums of a convolution's backward pass come in another order each time, which a few steps make visible
-        assert float(ahead.train_step(*next(batches))) == pytest.approx(float(expected), rel=1e-3)
+        assert float(ahead.train_step(*next(batches))) == pytest.approx(float(expected), rel=1e-5)

@@ -536,11 +536,11 @@ def kernels_as_before() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("kernels_as_before")
-@pytest.mark.parametrize(("benchmark", "tf32"), [(True, False), (False, True)])
-def test_the_workload_chooses_kernels(benchmark: bool, tf32: bool) -> None:
-    choose_kernels(WorkloadSpec(cudnn_benchmark=benchmark, tf32=tf32))
+@pytest.mark.parametrize(("tries", "tf32"), [(True, False), (False, True)])
+def test_the_workload_chooses_kernels(tries: bool, tf32: bool) -> None:
+    choose_kernels(WorkloadSpec(cudnn_benchmark=tries, tf32=tf32))
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    assert (cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32) == (benchmark, tf32, tf32)
+    assert (cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32) == (tries, tf32, tf32)
 
 
 class FakeAllocator:

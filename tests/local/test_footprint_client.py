@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tula_hpc.stages.memory_room import estimate
+from tula_hpc.stages.batches_that_fit import estimate
 
 
 def test_the_client_gives_the_record(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec
 from tula_hpc.records import Footprint
-from tula_hpc.stages import memory_room as client
+from tula_hpc.stages import batches_that_fit as client
 from tula_hpc.workloads.fake_steps import AllocationTracker, Counts, Shapes, count
 from tula_hpc.workloads.footprint import estimate_footprint, main
 

@@ -25,8 +25,8 @@ from tula_hpc.records import (
     measurements_for_search,
     notes_file,
 )
+from tula_hpc.stages.batches_that_fit import Estimate, none_fits, out_of_memory
 from tula_hpc.stages.context import LineProgress, Sweep
-from tula_hpc.stages.memory_room import Estimate, none_fits, out_of_memory
 from tula_hpc.stages.profile import (
     _broken_rounds,
     _record_end,

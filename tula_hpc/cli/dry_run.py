@@ -22,8 +22,8 @@ from tula_hpc.records import (
     Trial,
     write_atomically,
 )
+from tula_hpc.stages.batches_that_fit import Estimate, estimate, none_fits
 from tula_hpc.stages.context import Sweep
-from tula_hpc.stages.memory_room import Estimate, estimate, none_fits
 from tula_hpc.stages.plan import plan_is_good, training_began
 from tula_hpc.stages.preview import Preview, Script, script_of
 from tula_hpc.stages.profile import (

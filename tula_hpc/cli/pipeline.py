@@ -177,7 +177,7 @@ def _run_stages(sweep: Sweep, last: int) -> int:
 def _profile(sweep: Sweep) -> bool:
     """Profile until the search has seen enough; return whether the workload was tried here."""
     from tula_hpc.records.events import setup_failures
-    from tula_hpc.stages.memory_room import out_of_memory
+    from tula_hpc.stages.batches_that_fit import out_of_memory
     from tula_hpc.stages.notify import tell
     from tula_hpc.stages.profile import profile_stage
     from tula_hpc.stages.rehearsal import try_before_jobs

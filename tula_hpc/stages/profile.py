@@ -37,6 +37,13 @@ from tula_hpc.records import (
 )
 from tula_hpc.records.broken_hosts import profiled_in_vain, why_given_up
 from tula_hpc.retry_policy import TIME_OUTS, is_broken_round, is_held_against, is_partition_hopeless
+from tula_hpc.stages.batches_that_fit import (
+    Estimate,
+    estimate,
+    measured_anything,
+    none_fits,
+    only_out_of_memory,
+)
 from tula_hpc.stages.context import (
     StageProgress,
     Sweep,
@@ -46,13 +53,6 @@ from tula_hpc.stages.context import (
     profiling_left_s,
     stage_progress,
     submitted_job,
-)
-from tula_hpc.stages.memory_room import (
-    Estimate,
-    estimate,
-    measured_anything,
-    none_fits,
-    only_out_of_memory,
 )
 
 NOTHING = "Nothing was submitted."

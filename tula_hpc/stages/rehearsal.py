@@ -35,8 +35,8 @@ from tula_hpc.records import (
     refuse_another,
     write_atomically,
 )
+from tula_hpc.stages.batches_that_fit import TIMEOUT_S, Estimate, last_line, run_apart
 from tula_hpc.stages.context import Sweep, stage_progress
-from tula_hpc.stages.memory_room import TIMEOUT_S, Estimate, last_line, run_apart
 from tula_hpc.stages.profile import NOTHING, parts_of, wants_estimate
 
 TRYING = "the workload on this machine (search.estimate)"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -52,7 +53,8 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if is_gpu else torch.device("cpu")
     torch.manual_seed(0)
     model = network().to(device, memory_format=torch.channels_last)
-    data, sampler = Images(options.samples), None
+    data = Images(options.samples)
+    sampler: DistributedSampler[Any] | None = None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("nccl" if is_gpu else "gloo")
         sampler = DistributedSampler(data)
@@ -68,19 +70,19 @@ def main() -> None:
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
-    scaler = torch.amp.GradScaler(device.type, enabled=is_gpu)
+    scaler = GradScaler(device.type, enabled=is_gpu)
     tula.keep(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
     for epoch in tula.epochs(options.epochs):
         if sampler is not None:
             sampler.set_epoch(epoch)
-        for images, targets in tula.batches(loader):
-            images = images.to(device, non_blocking=True, memory_format=torch.channels_last)
-            targets = targets.to(device, non_blocking=True)
+        for pixels, labels in tula.batches(loader):
+            images = pixels.to(device, non_blocking=True, memory_format=torch.channels_last)
+            targets = labels.to(device, non_blocking=True)
             optimizer.zero_grad(set_to_none=True)
             with torch.autocast(device.type, torch.float16 if is_gpu else torch.bfloat16):
                 outputs = model(images)
                 loss = nn.functional.cross_entropy(outputs, targets)
-            scaler.scale(loss).backward()
+            torch.autograd.backward(scaler.scale(loss))
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)

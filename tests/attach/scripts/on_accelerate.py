@@ -1,6 +1,7 @@
 """accelerate in a plain loop; kept by three lines where tula_hpc is around it.
 
-on_accelerate.py --batch-size 8 --epochs 2 [--samples 128] [--accumulate 2] [--seedable] [--width 32] [--gpu] [--log FOLDER]
+on_accelerate.py --batch-size 8 --epochs 2 [--samples 128] [--accumulate 2] [--seedable] [--width 32] [--gpu]
+                 [--log FOLDER]
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Hugging Face's Trainer on a small GPT-2 with made texts; kept by one line where tula_hpc is around it.
 
-on_trainer.py --batch-size 8 --epochs 2 [--samples 128] [--accumulate 2] [--width 32] [--gpu] [--log FOLDER] [--pause 0.1]
+on_trainer.py --batch-size 8 --epochs 2 [--samples 128] [--accumulate 2] [--width 32] [--gpu] [--log FOLDER]
+              [--pause 0.1]
 """
 
 from __future__ import annotations
