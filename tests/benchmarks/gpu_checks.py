@@ -6,7 +6,7 @@
 `pair`: two workers over gloo on one GPU: DistributedDataParallel, LocalNorms, a checkpoint copied while training goes
 on; losses and weights as on the CPU. `sanitizer`: both again under TORCH_CUDA_SANITIZER. `synchronizations`: how often
 a training step waits for the device, for every method. `profile`: a profile's step time against steps that run freely.
-`out_of_memory`: a profile whose batch does not fit.
+`out_of_memory`: a profile whose batch does not fit. `tight`: training in the memory that is estimated.
 
 With `--device cpu` the same code runs without a GPU: over gloo, with host memory that runs out; what has no meaning
 there is skipped. It exits with 1 where any check failed.
@@ -50,6 +50,7 @@ from tula_hpc.profiling.measure import measure
 from tula_hpc.profiling.profile_job import run_profile
 from tula_hpc.profiling.work_queue import Agenda
 from tula_hpc.records import Configuration, Measurement, read_records, with_rank_files
+from tula_hpc.workloads.footprint import estimate_footprint
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = {"cpu": 600.0, "cuda": 60.0}  # of a check, which on a GPU takes a third of that
@@ -346,6 +347,33 @@ def _ending(call: Callable[[], object]) -> str:
     raise AssertionError("the batch fits: nothing was shown")
 
 
+def check_tight(device: torch.device) -> dict[str, Any]:
+    """Some steps of three networks in no more memory than the estimate before any profile says."""
+    if device.type == "cpu":
+        return {"skipped": "the estimate there is of the whole process"}
+    fits = {}
+    for model, size, batch in (("resnet50", 64, 128), ("mobilenet_v3_large", 224, 64), ("vgg11", 32, 512)):
+        spec = sweep("lbt", workload={"model": model, "dataset": "synthetic", "image_size": size})
+        cluster = ClusterSpec.model_validate({"device": "cuda"})
+        peak = estimate_footprint(spec, cluster).peaks[batch]
+        with allowed(peak, device):
+            fits[model] = _trains(spec, cluster, batch)
+        torch.cuda.empty_cache()
+    assert all(fits.values()), f"no room in what was estimated: {fits}"
+    return {"fits": fits}
+
+
+def _trains(spec: SweepSpec, cluster: ClusterSpec, batch: int) -> bool:
+    try:
+        worker = Worker(spec, cluster, Configuration(1, 1, batch), place(0, 1))
+        for step in islice(worker.batches(), 5):
+            worker.train_step(*step)
+        worker.synchronize_device()
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
 # all of them
 
 CHECKS: dict[str, Callable[[torch.device], dict[str, Any]]] = {
@@ -355,6 +383,7 @@ CHECKS: dict[str, Callable[[torch.device], dict[str, Any]]] = {
     "synchronizations": check_synchronizations,
     "profile": check_profile,
     "out_of_memory": check_out_of_memory,
+    "tight": check_tight,
 }
 
 

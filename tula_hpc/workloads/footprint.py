@@ -18,7 +18,9 @@ cannot be seen; it is allowed for:
   buffers of the first real step. Both were measured with
   `python -m tests.benchmarks.memory_estimate`.
 - CUDA: `DEVICE_OVERHEAD` of the tensors' bytes, for workspaces and segments of the caching
-  allocator: an assumption. The CUDA context (some 0.5 GB) is not part of it; the cluster's
+  allocator. On an H100 transformers reserved so much, and convolutions more, up to 2.4 times the
+  tensors' bytes: where there is room, cuDNN's trials of its kernels take it ("On one H100" in
+  tests/benchmarks/README.md). The CUDA context (some 0.5 GB) is not part of it; the cluster's
   `memory_margin` has to hold it.
 
 torch is imported late: the command's help and mistakes in its arguments are answered at once.

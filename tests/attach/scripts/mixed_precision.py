@@ -52,7 +52,8 @@ def main() -> None:
     is_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if is_gpu else torch.device("cpu")
     torch.manual_seed(0)
-    model = network().to(device, memory_format=torch.channels_last)
+    model: nn.Module = network().to(device)
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload] # torch's types lack it
     data = Images(options.samples)
     sampler: DistributedSampler[Any] | None = None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
