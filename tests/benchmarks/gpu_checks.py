@@ -15,6 +15,7 @@ there is skipped. It exits with 1 where any check failed.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import resource
@@ -28,6 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -61,7 +63,7 @@ MIB = 1024**2
 ALLOWED_BYTES = 768 * MIB  # while memory is to run out
 TOO_LARGE = 4096  # samples of 64 × 64 pixels, whose first activations alone are more than that
 PROFILE_ERROR = 0.10  # of the step time that a plan starts from
-FREE_STEPS = 100
+FREE_STEPS, FREE_RUNS = 100, 6
 PAIR_ERROR = 1e-2  # norm of a difference over that of what the CPU computed; rounding grows from step to step
 
 # device synchronizations of one step that are meant, by method and precision; all others: none
@@ -281,7 +283,10 @@ def check_profile(device: torch.device) -> dict[str, Any]:
     return rows
 
 
-def _profiled(device: torch.device, batch: int) -> dict[str, float]:
+def _profiled(device: torch.device, batch: int) -> dict[str, Any]:
+    # as in a job: else Python searches all objects of the libraries for garbage now and then
+    gc.collect()
+    gc.freeze()
     # no reference pass falls among the steps: a profile times it apart
     spec = sweep("ags", workload={"augment": False}, update_interval_epochs=1e6)
     cluster = ClusterSpec.model_validate({"device": device.type})
@@ -289,16 +294,18 @@ def _profiled(device: torch.device, batch: int) -> dict[str, float]:
     assert found.times is not None
     worker = Worker(spec, cluster, Configuration(1, 1, batch), place(0, 1))
     batches = worker.batches()
-    # a whole epoch at least: kernels are chosen for its last batch, too
-    for _ in range(FREE_STEPS):
-        worker.train_step(*next(batches))
+    # the first is to warm up
+    free = [_free_run(worker, batches) for _ in range(FREE_RUNS)][1:]
+    return {"profile_s": found.times.step_time_s, "free_s": free, "ratio": found.times.step_time_s / median(free)}
+
+
+def _free_run(worker: Worker, batches: Iterator[Any]) -> float:
     worker.synchronize_device()
     started = time.perf_counter()
     for _ in range(FREE_STEPS):
         worker.train_step(*next(batches))
     worker.synchronize_device()
-    free_s = (time.perf_counter() - started) / FREE_STEPS
-    return {"profile_s": found.times.step_time_s, "free_s": free_s, "ratio": found.times.step_time_s / free_s}
+    return (time.perf_counter() - started) / FREE_STEPS
 
 
 # memory
