@@ -61,6 +61,8 @@ class TimePart(StrEnum):
     CHECKPOINTS = "checkpoints"
     REPEATED = "repeated"
     ENDS = "ends"
+    # jobs that failed and left nothing to go on from; nobody expects them
+    FAILED = "failed"
 
 
 class Spread(NamedTuple):

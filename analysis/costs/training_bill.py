@@ -125,10 +125,12 @@ def training_bill(
     whole_s = promised.wall_time_s
     if whole_s is None or not 0.0 < whole_s < FOREVER_S:
         return None
+    events = list(events)
     used = _used(result, events, accounts)
     price = promised.cost / (whole_s * promised.nodes)
     paid = None if used.node_seconds is None else used.node_seconds * price
-    parts = _parts(promised, _actual_parts_s(result, used, epochs))
+    failed_s = _failed_s(result, events, accounts)
+    parts = _parts(promised, _actual_parts_s(result, used, epochs, failed_s))
     return TrainingBill(
         whole=Compared(whole_s, promised.interval_90.get("wall_time_s"), used.seconds),
         parts=parts,
@@ -164,8 +166,19 @@ def _used(result: TrainResult, events: Iterable[Event], accounts: Sequence[JobAc
     return _Used(seconds, seconds * result.nodes, Source.NOTES, use.runs, use.unknown_runs)
 
 
+def _failed_s(
+    result: TrainResult, events: Sequence[Event], accounts: Sequence[JobAccount]
+) -> float:
+    """Return the seconds of jobs before the one that began anew and finished."""
+    if result.restarts or not accounts:
+        return 0.0
+    finished = [event.job_id for event in events if event.event == "finished"]
+    last = finished[-1] if finished else accounts[-1].job_id
+    return sum(account.elapsed_s for account in accounts if account.job_id != last)
+
+
 def _actual_parts_s(
-    result: TrainResult, used: _Used, epochs: Sequence[EpochMetrics]
+    result: TrainResult, used: _Used, epochs: Sequence[EpochMetrics], failed_s: float
 ) -> dict[TimePart, float | None]:
     found: dict[TimePart, float | None] = {
         TimePart.STARTS: result.starts_s,
@@ -174,6 +187,7 @@ def _actual_parts_s(
         TimePart.CHECKPOINTS: result.saving_s,
         TimePart.REPEATED: None,
         TimePart.ENDS: None,
+        TimePart.FAILED: failed_s,
     }
     timed_s = [row.evaluation_time_s for row in epochs if row.evaluation_time_s is not None]
     if result.evaluation_s is None and timed_s:
@@ -181,7 +195,7 @@ def _actual_parts_s(
     known_s = [found[part] for part in list(TimePart)[:4]]
     if used.seconds is None or None in known_s:
         return found
-    rest_s = max(0.0, used.seconds - sum(seconds or 0.0 for seconds in known_s))
+    rest_s = max(0.0, used.seconds - failed_s - sum(seconds or 0.0 for seconds in known_s))
     if result.restarts:
         found[TimePart.REPEATED] = max(0.0, rest_s - END_SHARE * (result.starts_s or 0.0))
     else:
@@ -196,7 +210,7 @@ def _parts(
     promised: Candidate, actual_s: Mapping[TimePart, float | None]
 ) -> dict[TimePart, Compared]:
     """Return the parts that were expected or came, in the order of `TimePart`."""
-    intervals = dict(promised.part_intervals_90)
+    intervals = {str(TimePart.FAILED): (0.0, 0.0), **promised.part_intervals_90}
     if "train_time_s" in promised.interval_90:
         intervals.setdefault(TimePart.STEPS, promised.interval_90["train_time_s"])
     found = {}

@@ -111,7 +111,7 @@ def steps_off(
     cause = CAUSES.get(drift.part, "") if drift else ""
     steps = training.result.steps if training.result else FEW_STEPS
     if not cause and took_s > expected.high and steps < FEW_STEPS:
-        cause = f"; it was of {plural(steps, 'step')} in all, and the first ones are slow"
+        cause = f"; of only {plural(steps, 'step')} in all the slow first ones weigh much"
     yield (
         f"The steps of {name} were {in_comparison(took_s / expected.value)} than predicted, "
         f"outside of the 90 % interval: an epoch {format_duration(took_s)}, not {low} to {high}"
@@ -159,9 +159,10 @@ def _predicted(promised: Sequence[str]) -> str:
 
 
 def _off(part: TimePart, seconds: Compared) -> str:
-    took = format_duration(seconds.actual)
-    expected = _promised_times(seconds)[0]
-    return f"{PART_NAMES.get(part, str(part))} {took}, {expected} were predicted"
+    took = f"{PART_NAMES.get(part, str(part))} {format_duration(seconds.actual)}"
+    if seconds.expected == 0.0:
+        return f"{took}, none were predicted"
+    return f"{took}, {_promised_times(seconds)[0]} were predicted"
 
 
 def bill_table(bill: TrainingBill) -> TextTable:

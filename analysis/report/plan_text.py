@@ -45,6 +45,7 @@ PART_NAMES = {
     "starts": "start-up",
     "ends": "end of the job",
     "repeated": "work repeated after interruptions",
+    "failed": "jobs that failed before",
 }
 # roles of alternatives
 NEXT_BEST = "next best"

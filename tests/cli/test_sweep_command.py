@@ -463,7 +463,9 @@ def test_what_a_scripts_output_is_searched_for_may_change_after_profiles(sweep_f
     measure(run)
     check_run(after, ClusterSpec(), run.root)
     (run.train().root / "checkpoints").mkdir(parents=True)
-    with pytest.raises(RunDirectoryError, match="metric: acc"):
+    with pytest.raises(
+        RunDirectoryError, match="metric: acc[^;]*\nTo train again over the same measurements, move .*train"
+    ):
         check_run(after, ClusterSpec(), run.root)
     (run.root / "train").rename(run.root / "earlier-train")
     check_run(after, ClusterSpec(), run.root)
@@ -785,6 +787,21 @@ def test_a_dry_run_without_slurm_says_that_it_was_not_asked(
     assert "Slurm was not asked: sbatch is not on PATH" in dry_run(sweep_file, capsys)
     assert main([str(sweep_file), "--dry-run"]) == 0
     assert "Slurm" not in capsys.readouterr().out, "local jobs are nothing to ask about"
+
+
+def test_a_forgotten_cluster_file_is_said_where_there_is_slurm(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (commands := sweep_file.parent / "bin").mkdir()
+    put_commands(commands)
+    monkeypatch.setenv("PATH", f"{commands}:/usr/bin:/bin")
+    conf = sweep_file.parent / "slurm.conf"
+    for is_configured in (False, True):
+        if is_configured:
+            conf.touch()
+            monkeypatch.setenv("SLURM_CONF", str(conf))
+        assert main([str(sweep_file), "--dry-run"]) == 0
+        assert ("no --cluster: everything runs on this machine" in capsys.readouterr().err) == is_configured
 
 
 @pytest.mark.parametrize("options", [[], ["--dry-run"], ["--detach"]])

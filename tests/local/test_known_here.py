@@ -86,7 +86,7 @@ def jobs(folder: Path, stage: str) -> int:
 
 def test_a_bug_that_a_few_items_show_is_refused_before_any_job_and_by_a_dry_run(tmp_path: Path) -> None:
     broken = OWN.replace("self.body(images", "self.boddy(images")
-    said = "workload.model: mine:net cannot take inputs of 3×8×8: AttributeError: 'Net' object has no attribute 'boddy'"
+    said = "workload.model: mine:net cannot take the test set's inputs of 3×8×8: AttributeError: 'Net' object has no attribute 'boddy'"
     dry = sweep(tmp_path, broken, "--dry-run")
     assert (dry.returncode, dry.stdout) == (2, "")
     assert said in dry.stderr
@@ -123,7 +123,10 @@ def test_what_is_trained_is_what_was_measured(tmp_path: Path) -> None:
     # where this machine does not look, the job does
     failed = sweep(tmp_path, doubled, "--set", "search.estimate=false")
     assert (failed.returncode, jobs(tmp_path, "train")) == (1, 1)
-    assert "warning: changed since the measurements: mine.py; the training job looks at the model" in failed.stderr
+    assert (
+        "warning: changed since the measurements: mine.py; another model is refused by the training's job"
+        in failed.stderr
+    )
     assert f"what would be trained now is not what was measured: the model has {now:,} parameters" in failed.stderr
     trained = sweep(tmp_path, OWN + "\n# a remark\n", "--until", "train")
     assert trained.returncode == 0, trained.stderr

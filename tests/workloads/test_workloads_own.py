@@ -100,7 +100,10 @@ def write_module(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> No
         ),
         ("f = (", "mine cannot be imported"),
         ("f = lambda c, s: nn.Sequential(nn.Flatten(), nn.Linear(s * s * 3, 99))", r"\(2, 99\).*expected.*\(2, 10\)"),
-        ("f = lambda c, s: nn.Linear(99, c)", r"cannot take inputs of 3×8×8: RuntimeError: .*mat1 and mat2"),
+        (
+            "f = lambda c, s: nn.Linear(99, c)",
+            r"cannot take the test set's inputs of 3×8×8: RuntimeError: .*mat1 and mat2",
+        ),
     ],
 )
 def test_a_model_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, said: str) -> None:
@@ -137,7 +140,9 @@ def test_a_model_is_tried_on_the_device_that_it_is_trained_on(tmp_path: Path, mo
     write_module(tmp_path, monkeypatch, CHOOSY.format(wanted="meta"))
     spec = WorkloadSpec(dataset="digits").model_copy(update={"model": "mine:f"})
     build_workload(spec, torch.device("meta"))
-    with pytest.raises(InputError, match=r"mine:f cannot take inputs of 3×8×8: AssertionError: cpu") as raised:
+    with pytest.raises(
+        InputError, match=r"mine:f cannot take the test set's inputs of 3×8×8: AssertionError: cpu"
+    ) as raised:
         build_workload(spec)
     assert raised.value.key == "workload.model"
 
@@ -148,7 +153,9 @@ def test_a_worker_tries_a_model_on_its_own_device(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("tula_hpc.ddp.worker.check_kernels", lambda *_: None)
     workload = WorkloadSpec(dataset="digits", loader_workers=0).model_copy(update={"model": "mine:f"})
     alone = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
-    with pytest.raises(InputError, match="mine:f cannot take inputs of 3×8×8: AssertionError: meta") as raised:
+    with pytest.raises(
+        InputError, match="mine:f cannot take the test set's inputs of 3×8×8: AssertionError: meta"
+    ) as raised:
         Worker(SweepSpec(name="x", workload=workload), ClusterSpec(), Configuration(1, 1, 8), alone)
     assert raised.value.key == "workload.model"
 

@@ -184,7 +184,8 @@ def _refuse_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpe
         }
         if refused:
             kind = "sweep" if path == run.sweep_file else "cluster"
-            words = _other_inputs(refused, run, kind, is_sweep=is_sweep)
+            frees_up = is_sweep and all(_is_unmeasured(key, run, spec) for key in refused)
+            words = _other_inputs(refused, run, kind, is_sweep=is_sweep, frees_up=frees_up)
             raise RunDirectoryError(words, source=path)
 
 
@@ -232,7 +233,9 @@ def _is_fresh(root: Path) -> bool:
     )
 
 
-def _other_inputs(refused: Changes, run: RunDirectory, kind: str, *, is_sweep: bool) -> str:
+def _other_inputs(
+    refused: Changes, run: RunDirectory, kind: str, *, is_sweep: bool, frees_up: bool
+) -> str:
     """Name the keys that differ from the run directory and may not, and the remedy.
 
     Args:
@@ -240,6 +243,7 @@ def _other_inputs(refused: Changes, run: RunDirectory, kind: str, *, is_sweep: b
         run: The run directory.
         kind: Of the file that has them: sweep or cluster.
         is_sweep: It is not a study.
+        frees_up: No measurement depends on the keys.
     """
     if refused.get(("executor",), ("", ""))[1] == "local":
         return (
@@ -247,14 +251,14 @@ def _other_inputs(refused: Changes, run: RunDirectory, kind: str, *, is_sweep: b
             f"--cluster {run.cluster_file}"
         )
     lines = [
-        f"was made from other inputs than your {kind} file (or --set) has now; set them back there "
-        "(or here, if this copy was edited), or use another --run-dir, which measures again:",
+        f"was made from other inputs than your {kind} file (or --set) has now; set them back in yours "
+        "(or in this copy, if that was edited), or use another --run-dir, which measures again:",
         *in_lines(refused),
     ]
     if is_sweep and only_prices(refused):
         again = command_line("plan", str(run.root), "--set", "KEY=VALUE")
         lines.append(f"To plan again over the same measurements: {again}")
-    if is_sweep and all(is_unmeasured(key) for key in refused):
+    if frees_up:
         lines.append(_when_free(run))
     elif not run.has_results() and (left := _jobs_left(run)):
         lines.append(_in_the_way(run, left))

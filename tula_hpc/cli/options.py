@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # as pip knows this package
 DISTRIBUTION = "tula_hpc"
+# where Slurm's commands look without the variable SLURM_CONF
+SLURM_CONF = "/etc/slurm/slurm.conf"
 
 
 def add_input_options(parser: argparse.ArgumentParser) -> None:
@@ -102,10 +104,21 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
         sys.stderr.write(f"warning: {file}: {key}: {why}\n")
     for line in missing.splitlines():
         sys.stderr.write(f"warning: {line}\n")
+    if options.cluster is None and _slurm_is_here():
+        sys.stderr.write(
+            "no --cluster: everything runs on this machine; "
+            "--cluster CLUSTER.toml sends jobs to its Slurm\n"
+        )
     if cluster.container is None:
         _refuse_missing_trackers(options, spec)
     _refuse_detached_here(options, cluster)
     return spec, cluster
+
+
+def _slurm_is_here() -> bool:
+    from tula_hpc.launch.slurm import available
+
+    return available() and Path(slurm_conf() or SLURM_CONF).is_file()
 
 
 def _refuse_detached_here(options: argparse.Namespace, cluster: ClusterSpec) -> None:

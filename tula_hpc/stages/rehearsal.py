@@ -152,7 +152,7 @@ def try_before_jobs(sweep: Sweep) -> bool:
     if slurm_job_id() is not None:
         return True
     if not is_tried(sweep.spec, sweep.cluster):
-        warn_of_sources(sweep, "the training job looks at the model")
+        warn_of_sources(sweep, "another model is refused by the training's job")
         return True
     before = sweep.run.trial()
     if before is not None and before.key == key_of(sweep.spec):

@@ -250,7 +250,7 @@ def _outputs(spec: WorkloadSpec, model: nn.Module, inputs: Any) -> Any:
     if any(tensor.dtype == torch.float64 for tensor in tensors_of(inputs)):
         key = "workload.dataset"
         hint = "; the data set gives float64: return tensor.float()"
-    with blamed(key, f"{spec.model} cannot take inputs of {found}", hint):
+    with blamed(key, f"{spec.model} cannot take the test set's inputs of {found}", hint):
         return model(inputs)
 
 

@@ -91,6 +91,16 @@ def test_after_interruptions_what_nobody_timed_was_repeated() -> None:
     assert bill.parts_off()[0] is TimePart.REPEATED
 
 
+def test_a_job_that_failed_before_is_no_end_of_the_one_that_finished() -> None:
+    first, second = accounted(60.0, 140.0)
+    jobs = [first.model_copy(update={"job_id": "6"}), second]
+    bill = training_bill(promised(), result(), [event("finished", 1.0).model_copy(update={"job_id": "7"})], jobs)
+    assert bill is not None
+    assert bill.parts[TimePart.FAILED].actual == 60.0
+    assert bill.parts[TimePart.ENDS].actual == pytest.approx(140.0 - 136.0)
+    assert "jobs that failed before 1 min 0 s, none were predicted" in " ".join(bill_sentences(bill))
+
+
 def test_without_accounting_the_notes_tell() -> None:
     events = [event("preempted", 60.0), event("resumed", 200.0), event("finished", 327.0)]
     bill = training_bill(promised(), result(wall_time_s=317.0, restarts=1), events)
@@ -177,7 +187,7 @@ def test_steps_off_the_plan_are_told_with_their_likely_cause(epoch_s: float, dri
     if not drifts and epoch_s > 12.0:
         short = training._replace(result=result(train_time_s=10 * epoch_s, steps=20))
         (words,) = steps_off(plan([chosen, chosen]), events, short)
-        assert words.endswith("s; it was of 20 steps in all, and the first ones are slow.")
+        assert words.endswith("s; of only 20 steps in all the slow first ones weigh much.")
     hardly_felt = training._replace(result=result(train_time_s=103.0))
     assert not list(steps_off(plan([chosen, chosen]), events, hardly_felt))
 
