@@ -125,11 +125,10 @@ def training_bill(
     whole_s = promised.wall_time_s
     if whole_s is None or not 0.0 < whole_s < FOREVER_S:
         return None
-    events = list(events)
     used = _used(result, events, accounts)
     price = promised.cost / (whole_s * promised.nodes)
     paid = None if used.node_seconds is None else used.node_seconds * price
-    failed_s = _failed_s(result, events, accounts)
+    failed_s = _failed_s(result, accounts)
     parts = _parts(promised, _actual_parts_s(result, used, epochs, failed_s))
     return TrainingBill(
         whole=Compared(whole_s, promised.interval_90.get("wall_time_s"), used.seconds),
@@ -166,15 +165,11 @@ def _used(result: TrainResult, events: Iterable[Event], accounts: Sequence[JobAc
     return _Used(seconds, seconds * result.nodes, Source.NOTES, use.runs, use.unknown_runs)
 
 
-def _failed_s(
-    result: TrainResult, events: Sequence[Event], accounts: Sequence[JobAccount]
-) -> float:
-    """Return the seconds of jobs before the one that began anew and finished."""
+def _failed_s(result: TrainResult, accounts: Sequence[JobAccount]) -> float:
+    """Return the seconds of jobs before the last, where that one began anew."""
     if result.restarts or not accounts:
         return 0.0
-    finished = [event.job_id for event in events if event.event == "finished"]
-    last = finished[-1] if finished else accounts[-1].job_id
-    return sum(account.elapsed_s for account in accounts if account.job_id != last)
+    return sum(each.elapsed_s for each in accounts if each.job_id != accounts[-1].job_id)
 
 
 def _actual_parts_s(

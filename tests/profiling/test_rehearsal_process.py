@@ -103,7 +103,7 @@ RANDOM = "torch.randn(count, 3, 8, 8, generator=random)"
 MISTAKES = {
     "doubles": (
         (RANDOM, f"{RANDOM}.double()"),
-        "workload.dataset: mine:net cannot take the test set's inputs of 3×8×8: RuntimeError: .*; the data set gives float64: return",
+        "workload.dataset: mine:net cannot take the test set's inputs of 3×8×8: .*; the data set gives float64: return",
     ),
     "an item that is not finite": (
         (f"return {RANDOM}", f"images = {RANDOM}\n    images[0, 0] = -torch.inf\n    return images"),
