@@ -51,6 +51,8 @@ class Profile(NamedTuple):
     accumulation: int = 1
     # of an epoch of a script, and not of its steps; None: no repeat has it
     between_epochs_s: float | None = None
+    # that a script's loaders give out in an epoch; 0: not known
+    epoch_samples: int = 0
 
     @property
     def part_batch(self) -> float:
@@ -270,6 +272,7 @@ def _profile(configuration: Configuration, passes: int, rows: Sequence[Measureme
         kept=rows[-1].kept,
         accumulation=passes,
         between_epochs_s=median(between_s) if between_s else None,
+        epoch_samples=rows[-1].epoch_samples,
     )
 
 

@@ -37,6 +37,8 @@ LARGE_BATCH = 2
 # share of the samples that full batches leave out: said from the first on, a warning from the second
 DROPPED_SHARE = 0.01
 MANY_DROPPED = 0.1
+# relative: scripts may leave out so many samples, or draw some twice
+NEAR = 0.1
 # share of the expected time that rare checkpoints cost
 BOUND_SHARE = 0.05
 # measured over fitted step time, or the reverse; single runs of real clusters reach 1.4
@@ -98,6 +100,22 @@ def about_loading(profiles: Sequence[Profile], work: WorkloadSpec) -> list[str]:
     return [describe_slow_loader(worst, None if work.is_script else work.loader_workers)]
 
 
+def about_samples(summary: Summary) -> list[str]:
+    """Say where a script's loaders give out another number of samples than the sweep file says."""
+    said = summary.dataset_samples
+    for profile in summary.profiles:
+        found = profile.epoch_samples
+        # the last batch is taken as full
+        most = NEAR * said + profile.configuration.global_batch
+        if found and abs(found - said) > most:
+            return [
+                f"an epoch of the script has about {format_number(found)} samples by its loader, "
+                f"{said:,} by workload.samples, for which times and costs are reckoned; correct "
+                "it, and measure with another --run-dir"
+            ]
+    return []
+
+
 def about_missing(
     summary: Summary, search: SearchSpec, pending: Iterable[Configuration], how_to_profile: str
 ) -> list[str]:
@@ -146,6 +164,7 @@ def about_partition(
     summary = part.summary
     doubts = [
         *to_measure(about_measurements(summary, part.cluster.workers_per_node)),
+        *to_change(about_samples(summary)),
         *to_change(about_loading(summary.profiles, sweep.workload)),
         *to_measure(about_model(part)),
         *to_measure(about_missing(summary, sweep.search, pending, how_to_profile)),

@@ -24,7 +24,7 @@ from tula_hpc.formatting import (
     money_within,
     plural,
 )
-from tula_hpc.records import Event, Plan, RunHistory
+from tula_hpc.records import Event, Plan, RunHistory, TrainResult
 
 COLUMNS = ("", "predicted (90 %)", "actual", "verdict")
 SOURCES = {
@@ -53,6 +53,8 @@ CAUSES = {
 
 # a training of fewer steps is slower for its first ones
 FEW_STEPS = 200
+# of the planned ones; full batches leave some out, at most half
+FEW_SAMPLES, MANY_SAMPLES = 0.45, 1.1
 
 
 def bill_of(plan: Plan | None, events: Iterable[Event], training: Training) -> TrainingBill | None:
@@ -97,7 +99,10 @@ def steps_off(
     """
     promised = candidate_of(plan, training) if plan else None
     took_s = training.epoch_time_s
-    if promised is None or took_s is None:
+    if plan is None or promised is None or took_s is None:
+        return
+    if words := _samples_off(plan, training.result):
+        yield f"{name[:1].upper()}{name[1:]} {words}"
         return
     expected = predicted(promised, "epoch_time_s")
     if expected.low == expected.high or expected.low <= took_s <= expected.high:
@@ -116,6 +121,20 @@ def steps_off(
         f"The steps of {name} were {in_comparison(took_s / expected.value)} than predicted, "
         f"outside of the 90 % interval: an epoch {format_duration(took_s)}, not {low} to {high}"
         f"{cause}."
+    )
+
+
+def _samples_off(plan: Plan, result: TrainResult | None) -> str:
+    """Tell of another number of samples than was planned, as where workload.samples is wrong."""
+    if result is None:
+        return ""
+    planned, seen = result.epochs * plan.dataset_samples, result.samples_seen
+    if FEW_SAMPLES * planned <= seen <= MANY_SAMPLES * planned:
+        return ""
+    return (
+        f"went through {seen:,} samples, and was planned for {planned:,}, "
+        f"{plural(result.epochs, 'epoch')} of workload.samples: correct that, and measure with "
+        "another --run-dir."
     )
 
 

@@ -23,8 +23,10 @@ from tests.planning_data import (
     times,
 )
 from tula_hpc.analysis.drift import PARTS, expected_parts
+from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.analysis.plan import main, make_plan
 from tula_hpc.analysis.planning.replan import choose_again, knee_batch
+from tula_hpc.analysis.planning.warnings import about_samples
 from tula_hpc.analysis.report.plan_text import sentences
 from tula_hpc.analysis.search.profiling_cost import full_search
 from tula_hpc.analysis.search.propose import candidates, propose
@@ -377,3 +379,13 @@ def test_a_batch_that_one_worker_cannot_hold_in_parts_is_not_tried_on_several() 
     against = {(c.nodes, c.local_batch): c.why for c in plan.candidates}
     assert against[1, 256] == against[4, 128] == ""
     assert against[4, 256] == "N=1 b=512 (B=512), with 256 samples at once, ran out of memory"
+
+
+def test_a_scripts_loader_that_gives_out_other_samples_than_the_file_says_is_named() -> None:
+    rows = [ok(1, batch) for batch in (32, 64)]
+    fits = [row.model_copy(update={"epoch_samples": row.dataset_samples + row.local_batch}) for row in rows]
+    assert about_samples(summarize(fits)) == []
+    assert about_samples(summarize(rows)) == []
+    twice = [row.model_copy(update={"epoch_samples": 2 * row.dataset_samples}) for row in rows]
+    (words,) = about_samples(summarize(twice))
+    assert f"{rows[0].dataset_samples:,} by workload.samples" in words

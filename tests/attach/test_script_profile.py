@@ -62,7 +62,7 @@ def test_a_record_is_whole(measured: Measurement) -> None:
     # AdamW has two moments
     assert memory.optimizer_bytes >= 2 * memory.parameter_bytes
     assert measured.configuration == Configuration(2, 1, 16)
-    assert measured.dataset_samples == 1000
+    assert (measured.dataset_samples, measured.epoch_samples) == (1000, 8192)
     assert measured.identity is not None
     assert measured.start_s == 0.0
 

@@ -708,6 +708,7 @@ def test_status_and_the_command_say_the_same_of_a_lost_file(
     run = open_run(*inputs_of(sweep_file), sweep_file.parent / "run").run
     run.log_event("submitted", "train", job_id="2")
     run.log_event("ended", "train", job_id="2")
+    run.train().checkpoints.mkdir(parents=True)
     lost = run.root / name
     lost.unlink(missing_ok=True)
     if content is not None:

@@ -26,7 +26,7 @@ from tula_hpc.records import (
 )
 from tula_hpc.records.events import SubmissionData, setup_failures
 from tula_hpc.stages.context import LineProgress, Sweep, describe_failures, profiling_left_s
-from tula_hpc.stages.plan import AS_BEGUN, plan_stage
+from tula_hpc.stages.plan import AS_BEGUN, plan_stage, training_began
 from tula_hpc.stages.train import next_candidate, training_tick
 from tula_hpc.status.run_files import read_facts
 
@@ -78,6 +78,17 @@ def test_a_plan_is_kept_once_training_began(run: RunDirectory) -> None:
     time.sleep(0.01)
     append_record(run.profile / "train-main.jsonl", oom(64))
     assert plan_stage(sweep) == PLAN
+
+
+def test_a_training_that_left_nothing_is_none(run: RunDirectory) -> None:
+    """So that other inputs are measured after one that failed at once, or was moved away."""
+    assert not training_began(run)
+    run.log_event("submitted", "train", job_id="1")
+    assert training_began(run)
+    run.log_event("ended", "train", job_id="1")
+    assert not training_began(run)
+    run.train().checkpoints.mkdir(parents=True)
+    assert training_began(run)
 
 
 def test_a_lost_plan_of_a_training_is_made_again_which_status_and_the_command_say(

@@ -260,6 +260,12 @@ class MeasuredSteps(Mode):
         """Batches of an epoch that the loader of this worker gives out; 0 where it does not say."""
         return _length(self.loader)
 
+    @property
+    def loader_samples(self) -> int:
+        """Samples of those batches, the last one taken as full; 0 where it does not say."""
+        batches = getattr(self.loader, "_index_sampler", None)
+        return self.loader_batches * int(getattr(batches, "batch_size", 0) or 0)
+
     def use_up_batches(self) -> None:
         """Take the batches that the loader has ready, as many on each worker. Collective."""
         left = 0

@@ -252,6 +252,7 @@ class ScriptProfile(MeasuredSteps):
             # a script that takes a step in several passes may leave out the last ones
             short_batch=settings.accumulation == 1 and samples_given_out(self.loader) is not None,
             parameters=identity.parameters,
+            epoch_samples=self.loader_samples * self.env.world_size,
             between_epochs_s=self._between_epochs_s(),
             kept=was_kept(),
             identity=identity,

@@ -171,6 +171,8 @@ class Measurement(Record):
     parameters: int = 0
     # of an epoch of a script, not of its steps: evaluation, saving, start of loaders; None: not seen
     between_epochs_s: float | None = Field(default=None, ge=0.0, lt=CREDIBLE_S)
+    # that a script's loaders give out in an epoch, over all workers; 0: not known
+    epoch_samples: int = Field(default=0, ge=0)
     # a script keeps its state here, so that it goes on exactly where it was
     kept: bool = False
     # of model, code and data; None: a record of an earlier version, or of a job that was killed

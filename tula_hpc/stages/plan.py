@@ -101,8 +101,11 @@ def obstacle(run: RunDirectory, measured: Sequence[Measurement]) -> str:
 
 
 def training_began(run: RunDirectory) -> bool:
-    """Tell whether a training was submitted: from then on nothing is profiled or planned again."""
-    return bool(run.history().submissions("train"))
+    """Tell whether a training is there: as long as it is, nothing is profiled or planned again.
+
+    One that was moved away, or that failed before it left anything, is not.
+    """
+    return run.has_trained()
 
 
 def plan_is_good(run: RunDirectory) -> bool:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.run_factory import EPOCHS, candidate, plan
+from tests.run_factory import DATASET_SAMPLES, EPOCHS, candidate, plan
 from tula_hpc.analysis.costs.evaluation import END_SHARE
 from tula_hpc.analysis.costs.spread import TimePart
 from tula_hpc.analysis.costs.training_bill import Compared, Source, TrainingBill, Verdict, training_bill
@@ -36,7 +36,7 @@ def promised(**changes: Any) -> Candidate:
 
 
 def result(**changes: Any) -> TrainResult:
-    counts = dict.fromkeys(("steps", "samples_seen"), 1) | {"epochs": EPOCHS, "restarts": 0}
+    counts = {"steps": 1, "samples_seen": EPOCHS * DATASET_SAMPLES, "epochs": EPOCHS, "restarts": 0}
     where = WHERE._asdict() | {"global_batch": WHERE.global_batch, "label": "main", "method": "ags"}
     scores = dict.fromkeys(("final_loss", "test_accuracy", "test_top5_accuracy"), 0.5)
     return TrainResult.model_validate(counts | where | scores | {"wall_time_s": 127.0} | TIMED | changes)
@@ -188,6 +188,10 @@ def test_steps_off_the_plan_are_told_with_their_likely_cause(epoch_s: float, dri
         short = training._replace(result=result(train_time_s=10 * epoch_s, steps=20))
         (words,) = steps_off(plan([chosen, chosen]), events, short)
         assert words.endswith("s; of only 20 steps in all the slow first ones weigh much.")
+    planned = EPOCHS * DATASET_SAMPLES
+    twice = training._replace(result=result(samples_seen=2 * planned))
+    (words,) = steps_off(plan([chosen, chosen]), events, twice)
+    assert words.startswith(f"The training went through {2 * planned:,} samples, and was planned for {planned:,}, ")
     hardly_felt = training._replace(result=result(train_time_s=103.0))
     assert not list(steps_off(plan([chosen, chosen]), events, hardly_felt))
 
