@@ -252,7 +252,9 @@ def _outcome(run: RunContents, training: Training, name: str) -> Iterator[str]:
         yield f"It ended on {where} with {batch}, not at the chosen configuration."
     if result.restarts:
         often = "once" if result.restarts == 1 else f"{result.restarts} times"
-        yield f"It was interrupted and resumed {often}."
+        restart = RunHistory(run.events).last_restart(training.label)
+        went_on = "begun anew" if restart and restart.samples_seen == 0 else "resumed"
+        yield f"It was interrupted and {went_on} {often}."
 
 
 def _ended_as(chosen: Candidate, training: Training, result: TrainResult) -> bool:

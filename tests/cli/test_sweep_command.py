@@ -790,6 +790,21 @@ def test_a_dry_run_without_slurm_says_that_it_was_not_asked(
     assert "Slurm" not in capsys.readouterr().out, "local jobs are nothing to ask about"
 
 
+def test_a_run_beside_the_sweep_file_is_named_where_another_folder_begins_a_new_one(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tula_hpc.cli.open_run import open_run
+
+    earlier = open_run(*inputs_of(sweep_file), sweep_file.parent / "runs" / "small").run
+    elsewhere = sweep_file.parent / "elsewhere"
+    for folder in (sweep_file.parent, elsewhere):
+        folder.mkdir(exist_ok=True)
+        monkeypatch.chdir(folder)
+        assert main([str(sweep_file), "--dry-run"]) == 0
+        is_told = f"to go on with the one beside the sweep file: --run-dir {earlier.root}\n" in capsys.readouterr().err
+        assert is_told == (folder == elsewhere)
+
+
 def test_a_forgotten_cluster_file_is_said_where_there_is_slurm(
     sweep_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

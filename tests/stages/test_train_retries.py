@@ -45,6 +45,9 @@ class Scheduler:
         self.run, self.end_of, self.begun_at = run, end_of, begun_at
         self.jobs = 0
 
+    def note_accounts(self) -> bool:
+        return False
+
     def submit(
         self, jobs: Sequence[TrainJob], *, stage: str, nodes: int, minutes: int, data: Sequence[Mapping[str, object]]
     ) -> list[Submitted]:
@@ -151,6 +154,27 @@ def test_a_training_whose_checkpoints_are_gone_is_said_to_begin_from_the_start(
     train(monkeypatch, tmp_path, lambda _: Failure.CANCELLED)
     said = f"warning: what the training had saved in {files.checkpoints} is gone; the training begins from the start"
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("state", "samples", "why"),
+    [("NODE_FAIL", 64, ", as a node failed (NODE_FAIL)"), ("REQUEUED", 0, ""), ("REQUEUED", 64, None)],
+    ids=["node", "begins anew", "itself"],
+)
+def test_a_job_that_runs_again_is_told_with_the_reason_and_from_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str, samples: int, why: str | None
+) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    sweep = Sweep(SweepSpec(name="x"), ClusterSpec(), run)
+    run.log_event("submitted", "train", job_id="7")
+    tick = training_tick(sweep, stage_progress("training"))
+    account = JobAccount(job_id="7", stage="train", state=state, over=True, nodes=1, elapsed_s=3.0)
+    append_record(run.accounting_file, account)
+    run.log_event("resumed", "train", job_id="7", detail="from a.tula at step 3", data={"samples_seen": samples})
+    for _ in range(2):
+        tick(JobsNow(1, "1 running"))
+    said = f"training: job 7 runs again{why or ''}: from a.tula at step 3\n"
+    assert capsys.readouterr().err.count(said) == (why is not None)
 
 
 def test_a_metric_of_a_script_that_matches_nothing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

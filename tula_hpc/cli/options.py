@@ -231,10 +231,17 @@ def run_root(options: argparse.Namespace, spec: SweepSpec) -> Path:
     """
     from tula_hpc.records import RunDirectory
 
-    root = Path(options.run_dir or Path("runs") / spec.name)
+    usual = Path("runs") / spec.name
+    root = Path(options.run_dir or usual)
     run = RunDirectory(root)
     run.check_name()
     there = next(path for path in (run.root, *run.root.parents) if os.path.lexists(path))
     if not there.is_dir():
         raise RunDirectoryError("is not a folder; use another --run-dir", source=there)
+    earlier = options.sweep.parent / usual
+    if options.run_dir is None and not root.exists() and (earlier / run.sweep_file.name).exists():
+        sys.stderr.write(
+            f"a new run, in {root.absolute()}; to go on with the one beside the sweep file: "
+            f"--run-dir {earlier}\n"
+        )
     return root

@@ -446,6 +446,16 @@ _SIGNS: Mapping[EventName, Literal["started", "resumed", "stopped", "finished"]]
 }
 
 
+class Restart(NamedTuple):
+    """A job of a training that runs again."""
+
+    job_id: str
+    # in words
+    from_where: str
+    # by then; 0: it begins anew; None: not told
+    samples_seen: int | None
+
+
 class RunHistory:
     """Life of a run as events.jsonl tells it.
 
@@ -595,6 +605,14 @@ class RunHistory:
     def restarts(self, label: str) -> int:
         """Count how often a training went on from a checkpoint."""
         return sum(event.event == "resumed" for event in self.of_training(label))
+
+    def last_restart(self, label: str) -> Restart | None:
+        """Return how a training last ran again; None if it never did."""
+        resumed = (e for e in reversed(self.of_training(label)) if e.event == "resumed")
+        last = next(resumed, None)
+        if last is None:
+            return None
+        return Restart(last.job_id, last.detail, ProgressData.of(last).samples_seen)
 
     def passed_over(self, label: str) -> str:
         """Return the checkpoints that a training last passed over as damaged, and why."""

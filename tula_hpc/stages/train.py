@@ -55,6 +55,11 @@ from tula_hpc.stages.notify import tell_news
 
 # NFS clients remember for up to a minute that a file was not there
 RESULT_WAIT_S = 90.0
+# by Slurm's word for the end of a job's earlier run
+INTERRUPTED_BY = {
+    "NODE_FAIL": ", as a node failed (NODE_FAIL)",
+    "PREEMPTED": ", as another job took its nodes (PREEMPTED)",
+}
 # accounting hears of the end of a job a moment after the queue
 ACCOUNTING_WAIT_S = 10.0
 
@@ -392,9 +397,14 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
     """Return a function that shows the progress of the plan's training beside the jobs' states."""
     metrics_file, epochs = sweep.run.train().metrics_file, sweep.spec.workload.epochs
     told = [""]
+    restarts = [sweep.run.history().restarts(MAIN_LABEL)]
 
     def tick(now: JobsNow) -> None:
         tell_news(sweep, now.running)
+        if (count := sweep.run.history().restarts(MAIN_LABEL)) > restarts[0]:
+            restarts[0] = count
+            if words := _restarted(sweep):
+                sys.stderr.write(f"training: {words}\n")
         if (words := sweep.run.history().passed_over(MAIN_LABEL)) not in told:
             told.append(words)
             sys.stderr.write(
@@ -418,6 +428,19 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
         progress.update(done, epochs, text, left_s, notes, state=now.text)
 
     return tick
+
+
+def _restarted(sweep: Sweep) -> str:
+    """Say why a job of the training runs again, by accounting, or that it begins anew; else ""."""
+    last = sweep.run.history().last_restart(MAIN_LABEL)
+    sweep.launcher.note_accounts()
+    if last is None:
+        return ""
+    states = [each.state for each in sweep.run.accounts() if each.job_id == last.job_id]
+    why = next((INTERRUPTED_BY[each] for each in reversed(states) if each in INTERRUPTED_BY), "")
+    # from where others go on is in the notes on progress
+    is_news = bool(why) or last.samples_seen == 0
+    return f"job {last.job_id} runs again{why}: {last.from_where}" if is_news else ""
 
 
 def unmatched_metric(sweep: Sweep, metrics: Metrics) -> str:
