@@ -201,8 +201,8 @@ def about_range(plan: Plan, search: SearchSpec) -> list[str]:
         return []
     return [
         f"the knee, by the model at B={knee:,.0f}, lies beyond search.max_batch = "
-        f"{search.max_batch:,}: set a larger one to measure there, once a training has begun with "
-        "another --run-dir"
+        f"{search.max_batch:,}: set a larger one to measure there (after a training, with another "
+        "--run-dir)"
     ]
 
 

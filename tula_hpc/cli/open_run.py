@@ -251,8 +251,9 @@ def _other_inputs(
             f"--cluster {run.cluster_file}"
         )
     lines = [
-        f"was made from other inputs than your {kind} file (or --set) has now; set them back in yours "
-        "(or in this copy, if that was edited), or use another --run-dir, which measures again:",
+        f"was made from other inputs than your {kind} file (or --set) has now; set them back in "
+        "yours (or in this copy, if that was edited), or use another --run-dir, which measures "
+        "again:",
         *in_lines(refused),
     ]
     if is_sweep and only_prices(refused):

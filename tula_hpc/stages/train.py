@@ -41,7 +41,7 @@ from tula_hpc.records import (
     training_left_s,
 )
 from tula_hpc.records.broken_hosts import first_line, why_given_up
-from tula_hpc.records.events import JobEvents, JobFailure
+from tula_hpc.records.events import JobEvents, JobFailure, Restart
 from tula_hpc.retry_policy import RetryPolicy, Verdict, plan_policy
 from tula_hpc.stages.context import (
     StageProgress,
@@ -401,11 +401,12 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
 
     def tick(now: JobsNow) -> None:
         tell_news(sweep, now.running)
-        if (count := sweep.run.history().restarts(MAIN_LABEL)) > restarts[0]:
+        history = sweep.run.history()
+        if (count := history.restarts(MAIN_LABEL)) > restarts[0]:
             restarts[0] = count
-            if words := _restarted(sweep):
+            if words := _restarted(sweep, history.last_restart(MAIN_LABEL)):
                 sys.stderr.write(f"training: {words}\n")
-        if (words := sweep.run.history().passed_over(MAIN_LABEL)) not in told:
+        if (words := history.passed_over(MAIN_LABEL)) not in told:
             told.append(words)
             sys.stderr.write(
                 f"warning: a checkpoint cannot be used, and its work is done again: {words}\n"
@@ -430,12 +431,11 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
     return tick
 
 
-def _restarted(sweep: Sweep) -> str:
+def _restarted(sweep: Sweep, last: Restart | None) -> str:
     """Say why a job of the training runs again, by accounting, or that it begins anew; else ""."""
-    last = sweep.run.history().last_restart(MAIN_LABEL)
-    sweep.launcher.note_accounts()
     if last is None:
         return ""
+    sweep.launcher.note_accounts()
     states = [each.state for each in sweep.run.accounts() if each.job_id == last.job_id]
     why = next((INTERRUPTED_BY[each] for each in reversed(states) if each in INTERRUPTED_BY), "")
     # from where others go on is in the notes on progress
