@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any, get_args
 
 import pytest
@@ -25,6 +26,8 @@ def test_a_profile_is_held_against_steps_without_reference_passes(monkeypatch: p
         raise AssertionError("a reference pass")
 
     monkeypatch.setattr(gpu_checks, "measure", lambda *_: ok(1, 32))
-    monkeypatch.setattr(gpu_checks, "FREE_STEPS", 60)
+    monkeypatch.setattr(gpu_checks, "FREE_STEPS", 30)
+    monkeypatch.setattr(gpu_checks, "FREE_RUNS", 2)
+    monkeypatch.setattr(gc, "freeze", lambda: None)
     monkeypatch.setattr(Worker, "reference_gradient", refuse)
-    assert gpu_checks._profiled(torch.device("cpu"), 16)["free_s"] > 0
+    assert len(gpu_checks._profiled(torch.device("cpu"), 16)["free_s"]) == 1
