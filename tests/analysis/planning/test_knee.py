@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kneed import KneeLocator
 
@@ -61,6 +61,7 @@ def test_kneedles_knee_of_a_hyperbola_is_the_geometric_mean_of_its_ends(
 
 
 @laws
+@example([(4.0, 0.0078125), (4.0625, 0.003433), (4.96875, 0.00028934)], 8)
 @given(st.lists(st.tuples(st.floats(0.01, 10), st.floats(1e-5, 1e-2)), min_size=1, max_size=4), st.integers(3, 9))
 def test_it_is_the_knee_that_kneed_finds(steps: list[tuple[float, float]], octaves: int) -> None:
     """Envelopes of several cluster sizes have several knees; ours is the one of theirs that bends most."""
@@ -73,8 +74,9 @@ def test_it_is_the_knee_that_kneed_finds(steps: list[tuple[float, float]], octav
         return
     along = (batches - batches[0]) / (batches[-1] - batches[0])
     bend = 1 - along - (times - times[-1]) / (times[0] - times[-1])
-    best = max(theirs, key=lambda knee: bend[np.searchsorted(batches, knee)])
-    assert mine == pytest.approx(best)
+    of_mine, *of_theirs = (float(bend[np.searchsorted(batches, knee)]) for knee in (mine, *theirs))
+    # between two that bend nearly as much kneed may see no end of the first: its threshold is a step of the batches
+    assert max(of_theirs) == pytest.approx(of_mine, abs=1.5 / len(batches))
 
 
 @pytest.mark.parametrize("kind", ["knee", "kneedle"])
