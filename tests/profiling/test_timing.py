@@ -17,6 +17,7 @@ from tula_hpc.profiling.timing import (
     halves_of,
     mean_interval,
     rounds_of,
+    warm_up,
 )
 from tula_hpc.records import StepTimes
 
@@ -158,13 +159,27 @@ def test_time_limit_ends_a_slow_measurement() -> None:
 
 
 def test_a_short_training_is_timed_for_less_long() -> None:
-    """3 % of its steps, between 10 s and a minute, and five steps at least; what the user asks for is done."""
-    rule = StoppingRule.of(SearchSpec(), 1000)
+    """1.5 % of its steps, between 10 s and a minute, and five steps at least; what the user asks for is done."""
+    rule = StoppingRule.of(SearchSpec(), 2000)
     assert [rule.in_proportion(step_s).max_seconds for step_s in (0.01, 0.4, 10.0)] == [10.0, 12.0, 60.0]
     assert [rule.in_proportion(step_s).min_steps for step_s in (0.01, 0.4, 10.0, 30.0)] == [15, 15, 6, 5]
     for asked in (5.0, 240.0):
         assert StoppingRule.of(SearchSpec(max_seconds=asked), 1000).in_proportion(0.4).max_seconds == asked
     assert StoppingRule.of(SearchSpec(), math.inf).in_proportion(0.4).max_seconds == 60.0
+
+
+@pytest.mark.parametrize(("step_s", "most", "taken"), [(0.1, 5, 5), (1.9, 5, 3), (9.0, 5, 2), (9.0, 1, 1), (9.0, 0, 0)])
+def test_long_steps_warm_up_in_fewer(monkeypatch: pytest.MonkeyPatch, step_s: float, most: int, taken: int) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    steps: list[None] = []
+
+    def step() -> None:
+        now[0] += step_s
+        steps.append(None)
+
+    driven(warm_up(Alone(), most), step)
+    assert len(steps) == taken
 
 
 def test_all_workers_take_as_many_rounds_as_the_one_that_needs_most(monkeypatch: pytest.MonkeyPatch) -> None:

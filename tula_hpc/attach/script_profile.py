@@ -49,7 +49,7 @@ from tula_hpc.profiling.meters import (
 )
 from tula_hpc.profiling.probes import PASSES, estimate_from, flat, shared_norms, squared
 from tula_hpc.profiling.record import describe
-from tula_hpc.profiling.timing import Steps, StoppingRule
+from tula_hpc.profiling.timing import Steps, StoppingRule, warm_up
 from tula_hpc.records import Configuration, Identity, Measurement, MemoryUse
 from tula_hpc.records.base import Record
 
@@ -58,6 +58,9 @@ OPTIMIZER_STEPS = 10
 # of long steps as few as in so many seconds, but some
 OPTIMIZER_SECONDS = 5.0
 LEAST_OPTIMIZER_STEPS = 3
+# and gradients looked at
+NOISE_SECONDS = 10.0
+LEAST_PASSES = 2
 
 
 class Settings(Record):
@@ -166,8 +169,7 @@ class ScriptProfile(MeasuredSteps):
         # the first step has just ended
         self.meet()
         self.course.note_first_step()
-        for _ in range(self.settings.search.warmup_steps):
-            yield
+        yield from warm_up(self, self.settings.search.warmup_steps, self.course.left_out_s)
         self._check_passes()
         self._check_share()
         self.power = NodePower(self.settings.cluster, self)
@@ -368,14 +370,14 @@ class ScriptCourse(Course):
 
     def parts(self) -> Steps[None]:
         """Time parts of steps; then look at gradients. Collective."""
-        yield from self._time_optimizer()
+        (step_s,) = self.worker.agree(self.mean_s("step"))
+        yield from self._time_optimizer(step_s)
         yield from self._time_computation()
         self.time_all_reduce()
-        yield from self._probe_noise()
+        yield from self._probe_noise(step_s)
 
-    def _time_optimizer(self) -> Steps[None]:
+    def _time_optimizer(self, step_s: float) -> Steps[None]:
         seconds: list[float] = []
-        (step_s,) = self.worker.agree(self.mean_s("step"))
         in_time = max(math.ceil(OPTIMIZER_SECONDS / step_s), LEAST_OPTIMIZER_STEPS)
         self.worker.optimizer_s = seconds
         for _ in range(min(OPTIMIZER_STEPS, in_time)):
@@ -400,7 +402,7 @@ class ScriptCourse(Course):
         self.worker.unsynchronized = False
         yield
 
-    def _probe_noise(self) -> Steps[None]:
+    def _probe_noise(self, step_s: float) -> Steps[None]:
         """Estimate the noise scale from gradients at weights that stay as they are.
 
         Parts are the workers' local batches; of a single worker, the batches of two steps.
@@ -412,10 +414,11 @@ class ScriptCourse(Course):
         if batch < 2:
             return
         steps = 1 if world > 1 else 2
+        in_time = max(math.ceil(NOISE_SECONDS / (steps * step_s)), LEAST_PASSES)
         norms: list[tuple[float, float]] = []
         worker.unsynchronized = world > 1
         with captured(worker.parameters) as gradients:
-            for _ in range(PASSES):
+            for _ in range(min(PASSES, in_time)):
                 own: list[torch.Tensor] = []
                 for _ in range(steps):
                     yield

@@ -257,7 +257,7 @@ def _wait_for_controllers(sweep: Sweep) -> None:
             if there:
                 now = sweep.launcher.jobs_now(jobs_on_record(sweep.run, "profile", "train"))
                 _show(sweep, progress, now, f"controller job {there[0].job_id} is next")
-            time.sleep(limits.pause_s(time.monotonic() - started))
+            time.sleep(limits.pause_s(time.monotonic() - started, missed=missed > 0))
 
 
 def _show(sweep: Sweep, progress: StageProgress, now: JobsNow, follows: str) -> None:

@@ -52,13 +52,13 @@ class SearchSpec(Spec):
     a limit is known.
     """
     warmup_steps: int = Field(default=5, ge=1, le=10_000)
-    """Steps before timing begins."""
+    """Steps before timing begins; of long ones as few as take 5 s, but two."""
     min_steps: int = Field(default=15, ge=5, le=100_000)
     """Timed steps of a configuration, at least; of a short training's long steps fewer, but five."""
     max_steps: int = Field(default=200, ge=5, le=100_000)
     """Timed steps of a configuration, at most."""
     max_seconds: float | None = Field(default=None, gt=0, le=1e6)
-    """Time for each timed quantity of a configuration, at most; without it 3 % of the training's
+    """Time for each timed quantity of a configuration, at most; without it 1.5 % of the training's
     steps, but 10 s to 60 s.
     """
     ci_width: float = Field(default=0.02, gt=0, lt=1)

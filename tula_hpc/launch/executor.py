@@ -57,6 +57,10 @@ class Notice(Record):
     tasks: list[dict[str, Any]]
 
 
+# seconds, between the looks that decide whether a job is over
+MISSED_PAUSE_S = 1.0
+
+
 class Limits(NamedTuple):
     """Pace at which an executor is asked, and whether its jobs can leave this machine."""
 
@@ -67,8 +71,15 @@ class Limits(NamedTuple):
     longest_poll_s: float
     several_hosts: bool
 
-    def pause_s(self, waited_s: float) -> float:
-        """Return the pause before the next look: long waits ask less often."""
+    def pause_s(self, waited_s: float, *, missed: bool) -> float:
+        """Return the pause before the next look: long waits ask less often.
+
+        Args:
+            waited_s: Seconds of waiting so far.
+            missed: The last look missed a job, and a few more decide whether it is over.
+        """
+        if missed:
+            return min(self.poll_s, MISSED_PAUSE_S)
         return min(self.longest_poll_s, max(self.poll_s, waited_s / 60))
 
 

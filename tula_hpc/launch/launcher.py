@@ -342,7 +342,8 @@ class Launcher:
             tick(self._described(active))
             if self.detached and looked >= limits.gone_polls:
                 raise StillRunningError(jobs)
-            time.sleep(limits.pause_s(time.monotonic() - started))
+            waited_s = time.monotonic() - started
+            time.sleep(limits.pause_s(waited_s, missed=any(missing.values())))
 
     def jobs_now(self, jobs: Sequence[Submitted]) -> JobsNow:
         """Return where these jobs stand, in words."""

@@ -38,6 +38,7 @@ from tula_hpc.profiling.timing import (
     driven,
     mean_interval,
     round_s,
+    warm_up,
 )
 from tula_hpc.records import Configuration, Identity, Measurement, compute_of
 
@@ -185,6 +186,8 @@ class StepProfile(Course):
         # smaller batches with a timed computation
         self.computed: list[int] = []
         self.batch_bytes = 0
+        # of the last whole step
+        self.loss = torch.zeros(())
         for group in worker.optimizer.param_groups:
             group["lr"] = 0.0
         self.batches = worker.batches()
@@ -195,11 +198,10 @@ class StepProfile(Course):
         Raises:
             DivergedError: The untrained model's loss is not finite already.
         """
-        loss = torch.zeros(())
-        for _ in range(self.worker.sweep.search.warmup_steps):
-            loss = self.worker.train_step(*next(self.batches))
-            self.note_first_step()
-        (diverged,) = self.worker.agree(0.0 if math.isfinite(float(loss)) else 1.0)
+        self._whole_step()
+        self.note_first_step()
+        driven(warm_up(self.worker, self.worker.sweep.search.warmup_steps - 1), self._whole_step)
+        (diverged,) = self.worker.agree(0.0 if math.isfinite(float(self.loss)) else 1.0)
         if diverged:
             raise DivergedError(
                 "the loss is not finite before any training: look at the model and at the data"
@@ -234,7 +236,7 @@ class StepProfile(Course):
         started = time.perf_counter()
         inputs, targets = next(self.batches)
         self.waits.arrived(time.perf_counter() - started)
-        self.worker.train_step(inputs, targets)
+        self.loss = self.worker.train_step(inputs, targets)
         self.waits.launched()
 
     def _compute(self, inputs: Batch, targets: Batch, *, whole: bool = False) -> None:

@@ -23,10 +23,13 @@ from tula_hpc.ddp.agreement import Agreement
 ROUND_S = 0.25
 # for parts that only guide the model, or are small
 BRIEF_ROUND_S = 0.05
-# a quantity is not timed for longer than this share of the training's steps takes, as a profile
-# that costs more than a short training is worth nothing, but for so long at least
-SHARE_OF_TRAINING = 0.03
+# a quantity is not timed for longer than this share of the training's steps takes: eight profiles
+# of two quantities then take a quarter of a short training; but for so long at least
+SHARE_OF_TRAINING = 0.015
 LEAST_SECONDS = 10.0
+# a warm-up has no more steps than take so many seconds, but some
+WARM_UP_S = 5.0
+LEAST_WARM_UP = 2
 # an interval from fewer rounds ends no measurement
 LEAST_ROUNDS = 5
 # of fewer, a half with its extremes pulled in says nothing of scatter
@@ -251,6 +254,19 @@ def rounds_of(
         rounds.append(counted(mean_s))
         (unfinished,) = worker.agree(0.0 if rule.done(rounds, steps) else 1.0)
     return rounds
+
+
+def warm_up(
+    worker: Agreement, most: int, left_out_s: Callable[[], float] = no_seconds
+) -> Steps[None]:
+    """Wait for so many steps, of long ones for fewer. Collective."""
+    if most == 0:
+        return
+    mine = yield from round_of(worker, 1, left_out_s)
+    (about_s,) = worker.agree(mine)
+    enough = max(LEAST_WARM_UP, math.ceil(WARM_UP_S / max(about_s, 1e-6)))
+    for _ in range(min(most, enough) - 1):
+        yield
 
 
 def round_s(worker: Agreement, step: Callable[[], object], steps: int = 1) -> float:
