@@ -240,8 +240,15 @@ def own_data(spec: WorkloadSpec, tried: int = TRIED_BY_JOBS) -> OwnData:
             protocol.
     """
     function = own_function(_DATASET_KEY, spec.dataset, ("spec",))
-    with blamed(_DATASET_KEY, f"{spec.dataset} failed"):
-        data = function(spec)
+    words = f"{spec.dataset} failed"
+    with blamed(_DATASET_KEY, words):
+        try:
+            data = function(spec)
+        except (TypeError, AttributeError) as error:
+            if spec.data_dir is None and "NoneType" in str(error):
+                without = "spec.data_dir is None, as workload.data_dir is not set"
+                raise InputError(f"{words}: {told(error)}; {without}", key=_DATASET_KEY) from error
+            raise
     if not isinstance(data, tuple) or len(data) != len(OwnData._fields):
         raise _data_error(
             spec, f"returned {kind_of(data)}; expected a tuple (train, test, classes)"

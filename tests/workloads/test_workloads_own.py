@@ -178,6 +178,10 @@ def test_a_worker_tries_a_model_on_its_own_device(tmp_path: Path, monkeypatch: p
         ),
         ("def f(spec): return good, [item[0]], 2", "float32 tensor"),
         ("f = lambda: (good, good, 2)", r"cannot be called with \(spec\)"),
+        (
+            "def f(spec): return spec.data_dir / 'train'",
+            r"mine:f failed: TypeError: .* \(mine.py:\d+\); spec.data_dir is None, as workload.data_dir is not set",
+        ),
     ],
 )
 def test_a_data_set_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, said: str) -> None:
