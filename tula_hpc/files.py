@@ -26,6 +26,7 @@ FULL_BYTES = 1_000_000
 MOST_LINKS = 40
 # named where a folder holds runs
 MOST_RUNS = 3
+PLAN_ALONE = "the measurements that plan.json rests on are gone"
 # nothing is measured again in a run that has trained
 MEASUREMENTS_GONE = (
     "the measurements are gone, and the run has trained: put profile/ back, or measure in a new "

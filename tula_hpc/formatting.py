@@ -23,6 +23,9 @@ from tula_hpc.python_path import PROGRAM, start_of_python
 MINUTE_S = 60
 HOUR_S = 3600
 DAY_S = 86_400
+# what takes 30,000 years or longer never ends; plans cut such times here, so that they can be
+# written down
+FOREVER_S = 1e12
 UNKNOWN = "–"
 
 _SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -44,6 +47,8 @@ def format_duration(seconds: float | None) -> str:
 
 
 def _long_duration(seconds: float) -> str:
+    if seconds >= FOREVER_S:
+        return "never"
     whole = round(seconds)
     if whole < HOUR_S:
         return _two(whole, MINUTE_S, "min", 1, "s")

@@ -31,12 +31,11 @@ from tula_hpc.analysis.costs.interruptions import (
 from tula_hpc.analysis.models.profiles import Profile
 from tula_hpc.config import GIB, ClusterSpec, PricingSpec, TrainingSpec
 from tula_hpc.errors import InputError
+from tula_hpc.formatting import FOREVER_S
 
 JOULES_PER_KWH = 3.6e6
 SECONDS_PER_HOUR = 3600.0
 MOMENT_S = 1e-9
-# 30,000 years: longer and infinite times are cut here, so that they can be written down
-FOREVER_S = 1e12
 
 Array = NDArray[float64]
 Quantity = TypeVar("Quantity", float, Array)

@@ -18,10 +18,10 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from tula_hpc.analysis.costs.evaluation import END_SHARE
-from tula_hpc.analysis.costs.pricing import FOREVER_S
 from tula_hpc.analysis.costs.spread import TimePart
 from tula_hpc.analysis.costs.usage import actual_use
-from tula_hpc.records import Candidate, EpochMetrics, Event, JobAccount, TrainResult
+from tula_hpc.formatting import FOREVER_S
+from tula_hpc.records import Candidate, EpochMetrics, Event, JobAccount, RunHistory, TrainResult
 
 # of the whole time as expected: a part that differs by less moves nobody's plans
 NOTEWORTHY_SHARE = 0.05
@@ -109,7 +109,7 @@ class TrainingBill(NamedTuple):
 def training_bill(
     promised: Candidate,
     result: TrainResult,
-    events: Iterable[Event],
+    events: Sequence[Event],
     accounts: Sequence[JobAccount] = (),
     epochs: Sequence[EpochMetrics] = (),
 ) -> TrainingBill | None:
@@ -128,7 +128,7 @@ def training_bill(
     used = _used(result, events, accounts)
     price = promised.cost / (whole_s * promised.nodes)
     paid = None if used.node_seconds is None else used.node_seconds * price
-    failed_s = _failed_s(result, accounts)
+    failed_s = _failed_s(result, events, accounts)
     parts = _parts(promised, _actual_parts_s(result, used, epochs, failed_s))
     return TrainingBill(
         whole=Compared(whole_s, promised.interval_90.get("wall_time_s"), used.seconds),
@@ -165,11 +165,16 @@ def _used(result: TrainResult, events: Iterable[Event], accounts: Sequence[JobAc
     return _Used(seconds, seconds * result.nodes, Source.NOTES, use.runs, use.unknown_runs)
 
 
-def _failed_s(result: TrainResult, accounts: Sequence[JobAccount]) -> float:
+def _failed_s(
+    result: TrainResult, events: Sequence[Event], accounts: Sequence[JobAccount]
+) -> float:
     """Return the seconds of jobs before the last, where that one began anew."""
-    if result.restarts or not accounts:
+    if not accounts:
         return 0.0
-    return sum(each.elapsed_s for each in accounts if each.job_id != accounts[-1].job_id)
+    last = accounts[-1].job_id
+    if result.restarts and not RunHistory(events).job(last).began_anew:
+        return 0.0
+    return sum(each.elapsed_s for each in accounts if each.job_id != last)
 
 
 def _actual_parts_s(
@@ -191,7 +196,8 @@ def _actual_parts_s(
     if used.seconds is None or None in known_s:
         return found
     rest_s = max(0.0, used.seconds - failed_s - sum(seconds or 0.0 for seconds in known_s))
-    if result.restarts:
+    # the restart of a job that began anew repeats nothing
+    if result.restarts > bool(failed_s):
         found[TimePart.REPEATED] = max(0.0, rest_s - END_SHARE * (result.starts_s or 0.0))
     else:
         found[TimePart.REPEATED] = 0.0

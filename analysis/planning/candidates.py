@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tula_hpc.analysis.costs.evaluation import Evaluation
 from tula_hpc.analysis.costs.interruptions import Resume, SaveCost
-from tula_hpc.analysis.costs.pricing import FOREVER_S, Bill, NodePower, Usage, bill
+from tula_hpc.analysis.costs.pricing import Bill, NodePower, Usage, bill
 from tula_hpc.analysis.costs.spread import Spread, whole_factors
 from tula_hpc.analysis.models.fitted import Models
 from tula_hpc.analysis.models.profiles import Summary
@@ -34,6 +34,7 @@ from tula_hpc.config import (
     cluster_sizes,
 )
 from tula_hpc.config.training import PASS_SHARE
+from tula_hpc.formatting import FOREVER_S, format_duration
 from tula_hpc.records import Candidate, steps_of_epoch
 
 Integers = NDArray[np.int64]
@@ -94,6 +95,7 @@ class Why(IntEnum):
 
 FEASIBLE = Why.FEASIBLE
 SHORT_REASONS = {
+    FEASIBLE: "",
     Why.FOREVER: "interruptions and restarts would leave no time for work",
     Why.DEADLINE: "after the deadline",
     Why.BUDGET: "over the budget",
@@ -443,8 +445,6 @@ def _wall_parts_s(row: CandidateTable, part: Part) -> dict[str, float]:
 
 def _describe_why(row: CandidateTable, part: Part) -> str:
     match Why(int(row.why)):
-        case Why.FEASIBLE:
-            return ""
         case Why.SAMPLES:
             return f"global batch exceeds the {part.summary.dataset_samples:,} training samples"
         case Why.OUT_OF_MEMORY:
@@ -453,8 +453,18 @@ def _describe_why(row: CandidateTable, part: Part) -> str:
             return _too_much_memory(float(row.peak_bytes), part)
         case Why.UNSEEN:
             return _unseen_memory(row, part)
+        case Why.FOREVER if part.resume is Resume.NOTHING and part.cluster.pricing.basis != "spot":
+            return _too_long(row, part)
         case why:
             return SHORT_REASONS[why]
+
+
+def _too_long(row: CandidateTable, part: Part) -> str:
+    work_s = float(row.train_time_s + row.evaluation_s)
+    return (
+        f"takes {format_duration(work_s)} besides its start, cannot be resumed, and a job ends after "
+        f"{part.cluster.train_minutes} min (train_minutes)"
+    )
 
 
 def _too_much_memory(peak: float, part: Part) -> str:

@@ -61,24 +61,32 @@ def require_feasible(fitted: Fitted, objective: ObjectiveSpec, max_requeues: int
             "drop what is broken"
         )
     row = int(np.lexsort((table.global_batch, table.local_batch))[0])
-    smallest = _record(fitted, row)
     why_not = Why(int(table.why[row]))
     advice = ADVICE.get(why_not, MORE_MEMORY)
     if why_not is Why.FOREVER:
-        advice = _more_time(fitted, int(table.part[row]), max_requeues)
-    why = f"{name_of(smallest)}: {smallest.why}"
+        row = _least_time(fitted, max_requeues)
+        advice = _more_time(fitted, row, max_requeues)
+    named = _record(fitted, row)
+    why = f"{name_of(named)}: {named.why}"
     raise InfeasibleError(f"plan: none of {table.rows:,} candidates is feasible; {why}; {advice}")
 
 
-def _more_time(fitted: Fitted, index: int, max_requeues: int) -> str:
-    """Say how long a job of a partition has to be for the candidate that needs the least."""
-    part = fitted.parts[index]
+def _least_time(fitted: Fitted, max_requeues: int) -> int:
+    """Return the row that needs the shortest job, of those for which jobs are too short."""
+    rows = np.flatnonzero(fitted.table.why == Why.FOREVER).tolist()
+    minutes = [train_minutes_for(fitted.table.take([row]), fitted, max_requeues) for row in rows]
+    return rows[int(np.argmin(minutes))]
+
+
+def _more_time(fitted: Fitted, row: int, max_requeues: int) -> str:
+    """Say how long a job of its partition has to be for a candidate."""
+    table = fitted.table
+    part = fitted.parts[table.part[row]]
     cluster = part.cluster
     if cluster.pricing.basis == "spot":
         # rather the preemptions are to blame than the time limit
         return f"{FEWER_PREEMPTIONS}, or raise train_minutes"
-    table = fitted.table
-    minutes = train_minutes_for(table.take(table.why == Why.FOREVER), fitted, max_requeues)
+    minutes = train_minutes_for(table.take([row]), fitted, max_requeues)
     advice = f"raise train_minutes in the cluster file from {cluster.train_minutes} to {minutes}"
     if part.resume is Resume.NOTHING:
         return (

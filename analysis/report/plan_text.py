@@ -19,6 +19,7 @@ from tula_hpc.analysis.report.output import GAP, PLAN_WIDTH, TextColumn, add_col
 from tula_hpc.analysis.run_contents import predicted
 from tula_hpc.config import ClusterSpec
 from tula_hpc.formatting import (
+    FOREVER_S,
     duration_within,
     format_bytes,
     format_duration,
@@ -215,8 +216,10 @@ class Alternative(NamedTuple):
 def _to_progress(candidate: Candidate) -> str:
     """Return time and cost to the progress of all epochs at training.base_batch."""
     seconds = candidate.progress_time_s or 0.0
+    if seconds >= FOREVER_S:
+        return "more time than train_minutes leaves"
     cost = candidate.cost * seconds / candidate.expected_time_s
-    return f"{format_duration(seconds)} and {format_money(cost, candidate.currency)}"
+    return f"about {format_duration(seconds)} and {format_money(cost, candidate.currency)}"
 
 
 def alternatives(plan: Plan) -> list[Alternative]:
@@ -345,8 +348,20 @@ def progress_sentences(plan: Plan) -> list[str]:
         return []
     return [
         f"At this batch {plural(plan.epochs, 'epoch')} teach less than at training.base_batch; to "
-        f"teach as much takes about {_to_progress(chosen)}."
+        f"teach as much takes {_epochs_to_progress(plan)}{_to_progress(chosen)}."
     ]
+
+
+def _epochs_to_progress(plan: Plan) -> str:
+    """Return "67 epochs, ", as steps and evaluations take more; "" where that is not known."""
+    chosen = plan.chosen
+    parts = chosen.wall_parts_s
+    once_s = sum(parts.get(name, 0.0) for name in ("starts", "ends"))
+    longer_s = (chosen.progress_time_s or 0.0) - once_s
+    if not parts or longer_s + once_s >= FOREVER_S:
+        return ""
+    epochs = plan.epochs * longer_s / (chosen.expected_time_s - once_s)
+    return f"{round(epochs):,} epochs, "
 
 
 def _table(plan: Plan, width: int) -> Table:
@@ -396,7 +411,7 @@ def _columns(plan: Plan, shown: Sequence[Candidate]) -> list[TextColumn]:
         numbers("epoch", lambda c: format_duration(c.epoch_time_s), spare=1),
         # the time that the cost beside it is for, not that of the steps alone
         numbers("whole time", lambda c: format_duration(c.expected_time_s)),
-        numbers("cost", lambda c: format_money(c.cost, c.currency)),
+        numbers("cost", lambda c: format_money(c.finite_cost, c.currency)),
         numbers("memory", lambda c: format_bytes(c.peak_memory_bytes), spare=2),
     ]
     if plan.chosen.progress_time_s is not None:

@@ -197,7 +197,7 @@ def _off(relative_error: float | None) -> str:
     return in_comparison(1.0 / (1.0 + relative_error))
 
 
-def _time_and_cost(train_time_s: float, cost: float, currency: str) -> tuple[str, str]:
+def _time_and_cost(train_time_s: float, cost: float | None, currency: str) -> tuple[str, str]:
     """Return cells of a predicted time and cost; dashes where no full batch fits into an epoch."""
     if train_time_s <= 0:
         return format_duration(None), format_money(None, currency)
@@ -300,7 +300,7 @@ def _candidate_cells(item: Candidate, measured: Mapping[Configuration, float]) -
         format_duration(item.step_time_s),
         format_interval(predicted(item, "epoch_time_s")),
         format_duration(measured.get(item.configuration)),
-        *_time_and_cost(item.train_time_s, item.cost, item.currency),
+        *_time_and_cost(item.train_time_s, item.finite_cost, item.currency),
         format_bytes(item.peak_memory_bytes),
         note,
     )

@@ -22,11 +22,11 @@ from tula_hpc.analysis.models.profiles import Summary, summarize
 from tula_hpc.analysis.models.step_time import StepTimeModel, fit_step_time
 from tula_hpc.analysis.models.step_time_fit import FormName
 from tula_hpc.analysis.planning.partitions import name_of, of_partition, prefixed
-from tula_hpc.analysis.planning.warnings import to_measure
+from tula_hpc.analysis.planning.warnings import to_know, to_measure
 from tula_hpc.analysis.search.decision import Chosen, DecisionModel
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.formatting import format_duration, plural
-from tula_hpc.records import Configuration, Measurement, Plan, is_usable
+from tula_hpc.records import Configuration, Doubt, Measurement, Plan, is_usable
 
 # seconds to start Python and torch and to meet, unless the nodes are the last job's
 START_S = 20.0
@@ -83,18 +83,19 @@ def with_confirmation(
     name = plan.chosen.partition
     usable = [row for row in of_partition(measurements, name) if is_usable(row)]
     too_dear: float | None = None
-    warnings: list[str] = []
+    doubts: list[Doubt] = []
     # a warning names what the search has yet to measure
     if not plan.chosen.measured and not pending:
         share = profile_share(usable, plan.chosen.step_time_s, plan.chosen.expected_time_s)
         if share > PROFILE_SHARE:
             too_dear = share
         else:
-            warnings.append(_unmeasured(plan, sweep, len({row.configuration for row in usable})))
+            tried = len({row.configuration for row in usable})
+            doubts = to_measure([_unmeasured(plan, sweep, tried)])
     if sweep.search.mode == "adaptive":
         told = surprises(plan.chosen.configuration, sweep, parts[name], usable)
-        warnings += [prefixed(name, text) for text in told]
-    return plan.model_copy(update={"profile_share": too_dear}).with_doubts(to_measure(warnings))
+        doubts += to_know(prefixed(name, text) for text in told)
+    return plan.model_copy(update={"profile_share": too_dear}).with_doubts(doubts)
 
 
 def _unmeasured(plan: Plan, sweep: SweepSpec, profiles: int) -> str:

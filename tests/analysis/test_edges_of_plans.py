@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from tests.planning_data import (
     CORNERS,
+    SAMPLES,
     SWEEP_FILE,
     cluster,
     compute_time_s,
@@ -27,7 +29,7 @@ from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.analysis.plan import main, make_plan
 from tula_hpc.analysis.planning.replan import choose_again, knee_batch
 from tula_hpc.analysis.planning.warnings import about_samples
-from tula_hpc.analysis.report.plan_text import sentences
+from tula_hpc.analysis.report.plan_text import describe_plan, sentences
 from tula_hpc.analysis.search.profiling_cost import full_search
 from tula_hpc.analysis.search.propose import candidates, propose
 from tula_hpc.config import GIB, ClusterSpec, ObjectiveSpec, SweepSpec
@@ -389,3 +391,24 @@ def test_a_scripts_loader_that_gives_out_other_samples_than_the_file_says_is_nam
     twice = [row.model_copy(update={"epoch_samples": 2 * row.dataset_samples}) for row in rows]
     (words,) = about_samples(summarize(twice))
     assert f"{rows[0].dataset_samples:,} by workload.samples" in words
+
+
+def test_a_script_that_cannot_go_on_has_no_plan_for_jobs_shorter_than_its_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    script = {"script": "train.py", "arguments": ["{local_batch}"], "samples": SAMPLES, "epochs": 60}
+    spec = sweep("cost", script)
+    times_s = {c.configuration: c.expected_time_s for c in make_plan(spec, cluster(), CORNERS).candidates}
+    fastest, least_s = min(times_s.items(), key=lambda item: item[1])
+    short = cluster(train_minutes=math.floor(least_s / 60 / 2))
+    said = rf"; {re.escape(str(fastest))}: takes .* cannot be resumed, and a job ends after {short.train_minutes} min"
+    with pytest.raises(InfeasibleError, match=said) as told:
+        make_plan(spec, short, CORNERS)
+    enough = int(re.findall(r"from \d+ to (\d+)", str(told.value))[0])
+    plan = make_plan(spec, cluster(train_minutes=enough), CORNERS)
+    assert plan.chosen.configuration == fastest
+    table = describe_plan(plan)
+    assert "never" in table
+    assert " d " not in table

@@ -510,7 +510,7 @@ def test_what_a_batch_beyond_the_critical_one_costs_is_said() -> None:
     assert plan.critical_batch == pytest.approx(100.0)
     assert any(text.startswith("Critical batch: 100 samples") for text in sentences(plan))
     (costs,) = [text for text in sentences(plan) if text.startswith(f"At this batch {plan.epochs} epochs teach")]
-    assert "; to teach as much takes about " in costs
+    assert "; to teach as much takes 25 epochs, about " in costs
     # the job starts once, however much longer it trains
     late = planned(rows=noisy(100.0), pricing={"restart_s": 3600.0})
     starts_s = 3600.0 - plan.chosen.wall_parts_s["starts"]

@@ -432,6 +432,12 @@ def test_how_jobs_are_submitted_may_change_while_a_run_goes_on(
     opened = open_run(*inputs("account=rich", "train_minutes=90"), run.root)
     assert (opened.cluster.account, load_cluster(run.cluster_file)) == ("rich", opened.cluster)
     assert "account: spent before, rich from now on" in capsys.readouterr().err
+    # a plan reckons with the time limit
+    run.plan_file.touch()
+    open_run(*inputs("account=rich", "train_minutes=90", "qos=long"), run.root)
+    assert run.plan_file.exists()
+    open_run(*inputs("account=rich", "train_minutes=2"), run.root)
+    assert not run.plan_file.exists()
     # between nodes nothing was measured
     open_run(*inputs("account=rich", "environment.GLOO_SOCKET_IFNAME=ib0"), run.root)
     append_record(run.profile / "n2-b32-0.jsonl", ok(2, 32))
@@ -469,6 +475,32 @@ def test_what_a_scripts_output_is_searched_for_may_change_after_profiles(sweep_f
         check_run(after, ClusterSpec(), run.root)
     (run.root / "train").rename(run.root / "earlier-train")
     check_run(after, ClusterSpec(), run.root)
+
+
+def test_a_script_whose_folder_was_moved_is_the_same(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tula_hpc.cli.open_run import open_run
+    from tula_hpc.config import load_frozen_sweep
+    from tula_hpc.errors import RunDirectoryError
+
+    def with_script(path: Path) -> SweepSpec:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        script = {"script": str(path), "arguments": ["{local_batch}"], "samples": 640, "epochs": 3}
+        return SweepSpec.model_validate({"name": "x", "workload": script})
+
+    first, moved = sweep_file.parent / "first", sweep_file.parent / "moved"
+    run = open_run(with_script(first / "train.py"), ClusterSpec(), first / "run").run
+    measure(run)
+    with pytest.raises(RunDirectoryError, match=r"workload\.script: .*first/train\.py before, .*moved/train\.py now"):
+        open_run(with_script(moved / "train.py"), ClusterSpec(), run.root)
+    (moved / "train.py").unlink()
+    moved.rmdir()
+    first.rename(moved)
+    open_run(with_script(moved / "train.py"), ClusterSpec(), moved / "run")
+    assert load_frozen_sweep(moved / "run" / "sweep.toml").workload.script == moved / "train.py"
+    assert "workload.script: " in capsys.readouterr().err
+    with pytest.raises(RunDirectoryError, match=r"workload\.script"):
+        open_run(with_script(moved / "other.py"), ClusterSpec(), moved / "run")
 
 
 def test_keys_of_a_partition_are_free_as_those_of_the_cluster(

@@ -168,6 +168,7 @@ def test_what_the_source_does_not_say_is_unknown_and_asked_for(
     assert 'resume_arguments = ["--resume", "last.pt"]' in text
     assert [line.partition("tula")[2].split()[0] for line in told["next"]] == ["attach", "check", "sweep"]
     assert told["next"][0].endswith(" train.py --batch-size 256 --epochs 100")
+    assert told["next"][1].endswith(f" --sweep {tmp_path / 'train.toml'}")
     assert (told["notes"], told["partition"]["name"]) == ([], "cpu")
     with pytest.raises(InputError, match=r"samples: is required with a script"):
         load_sweep(tmp_path / "train.toml")

@@ -173,7 +173,8 @@ def test_a_job_that_runs_again_is_told_with_the_reason_and_from_where(
     run.log_event("resumed", "train", job_id="7", detail="from a.tula at step 3", data={"samples_seen": samples})
     for _ in range(2):
         tick(JobsNow(1, "1 running"))
-    said = f"training: job 7 runs again{why or ''}: from a.tula at step 3\n"
+    again = f" runs again{why}:" if why else ""
+    said = f"training: job 7{again} from a.tula at step 3\n"
     assert capsys.readouterr().err.count(said) == (why is not None)
 
 

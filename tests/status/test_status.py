@@ -43,6 +43,7 @@ from tula_hpc.records import (
     RunDirectory,
     StepMetrics,
     append_record,
+    read_metrics,
     write_atomically,
 )
 from tula_hpc.records.run_directory import holder_of
@@ -897,6 +898,35 @@ def log_steps(run: RunDirectory, steps: int, *, batch: int = 100, step_time_s: f
         seen = step * batch
         line = StepMetrics(step=step, samples_seen=seen, epoch=seen / 1000, loss=1.0, lr=0.1, step_time_s=step_time_s)
         append_record(path, line, durable=False)
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_training_that_failed_is_told_with_what_is_left_of_it(
+    tmp_path: Path, cluster: FakeSlurm, is_saved: bool
+) -> None:
+    run = make_run(tmp_path / "run", epochs_done=5)
+    submit(run, "30", "train")
+    if is_saved:
+        run.train().checkpoints.mkdir()
+        (run.train().checkpoints / "checkpoint-r0000-000000000001.tula").touch()
+    run.log_event("ended", "train", job_id="30", failure=Failure.CANCELLED)
+    told = status.status_of(run.root)
+    assert told.training is not None
+    assert told.training.starts_over is not is_saved
+    assert (told.training.left_s is None) is not is_saved
+    how = " to go on where it was saved" if is_saved else ", which trains from the start"
+    assert told.words.endswith(f"; run the same command again{how}")
+
+
+def test_a_score_that_comes_late_is_that_of_the_epoch_before(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", epochs_done=5)
+    last = read_metrics(run.train().metrics_file).epochs[-1]
+    late = last.model_copy(update={"epoch": 6, "test_accuracy": None, "test_loss": None})
+    append_record(run.train().metrics_file, late)
+    training = describe(read_facts(run), Answer({})).training
+    assert training is not None
+    assert (training.test_epoch, training.test_accuracy) == (5, last.test_accuracy)
+    assert "no score" not in text_of(describe(read_facts(run), Answer({})))
 
 
 @settings(max_examples=12)

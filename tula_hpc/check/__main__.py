@@ -101,6 +101,11 @@ def _run(options: argparse.Namespace) -> int:
             check.begin()
         for check in checks:
             check.finish(60 * options.wait_minutes)
+    except KeyboardInterrupt:
+        for check in checks:
+            if check.job is not None:
+                _say(f"job {check.job.job_id} is cancelled")
+        raise
     finally:
         for check in checks:
             check.cancel()

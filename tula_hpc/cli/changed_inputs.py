@@ -24,6 +24,8 @@ OF_SUBMISSION = frozenset({
 })  # fmt: skip
 # of what differs
 SHOWN_LINES = 40
+# of each, which may name two paths
+SHOWN_CHARACTERS = 500
 # a key's value, in words
 NOT_SET = "not set"
 # as in TOML; of a partition: "partitions", its name, and the key there
@@ -80,9 +82,28 @@ def _as_in_toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def is_always_free(key: Key) -> bool:
-    """Tell whether neither a measurement nor a training depends on a key."""
+def that_matter(changes: Changes) -> Changes:
+    """Return the changes on which a measurement or a training depends."""
+    return {
+        key: (was, now)
+        for key, (was, now) in changes.items()
+        if not _is_always_free(key) and not _was_moved(key, was, now)
+    }
+
+
+def _is_always_free(key: Key) -> bool:
     return is_of_submission(key) or key in (("workload", "data_dir"), ("training", "log_to"))
+
+
+def _was_moved(key: Key, was: str, now: str) -> bool:
+    """Tell whether a script has left its place: its content is compared with what was measured."""
+    same_name = key == ("workload", "script") and Path(was).name == Path(now).name
+    return same_name and not Path(was).exists()
+
+
+def sets_time(changes: Iterable[Key]) -> bool:
+    """Tell whether the time limit of a training changes, with which a plan reckons."""
+    return any(_place(key) == ("", "train_minutes") for key in changes)
 
 
 def is_of_submission(key: Key) -> bool:
@@ -127,7 +148,7 @@ def name_of(key: Key) -> str:
 
 def shown_line(line: str) -> str:
     """Shorten a text to a line that can be printed."""
-    return line[:200] if line.isprintable() else ascii(line)[:200]
+    return (line if line.isprintable() else ascii(line))[:SHOWN_CHARACTERS]
 
 
 def _place(key: Key) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tula_hpc.cli.changed_inputs import changes_of, freeze, is_always_free
+from tula_hpc.cli.changed_inputs import changes_of, freeze, that_matter
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.containers import describe, folders_of
 from tula_hpc.env import unix_time
@@ -118,7 +118,7 @@ def _chosen(sweep: Sweep) -> Candidate | None:
         **changes_of(run.sweep_file, sweep.spec),
         **changes_of(run.cluster_file, sweep.cluster),
     }
-    if not plan_is_good(run) or not all(is_always_free(key) for key in changed):
+    if not plan_is_good(run) or that_matter(changed):
         return None
     return next_candidate(run.read_plan(), run, sweep.spec.training.max_fallbacks)
 

@@ -15,13 +15,14 @@ from tula_hpc.cli.changed_inputs import (
     changes_of,
     freeze,
     in_lines,
-    is_always_free,
     is_between_nodes,
     is_of_submission,
     is_unmeasured,
     name_of,
     only_prices,
+    sets_time,
     shown_line,
+    that_matter,
 )
 from tula_hpc.env import unix_time
 from tula_hpc.errors import InputError, LaunchError, RunDirectoryError, StorageError
@@ -179,8 +180,8 @@ def _refuse_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpe
     for path, inputs in _files(run, spec, cluster):
         refused = {
             key: values
-            for key, values in changes_of(path, inputs).items()
-            if not is_always_free(key) and not (free and _is_unmeasured(key, run, spec))
+            for key, values in that_matter(changes_of(path, inputs)).items()
+            if not (free and _is_unmeasured(key, run, spec))
         }
         if refused:
             kind = "sweep" if path == run.sweep_file else "cluster"
@@ -216,7 +217,7 @@ def _take_over(run: RunDirectory, path: Path, inputs: SweepSpec | ClusterSpec) -
         return
     with run.locked():
         write_atomically(path, freeze(inputs))
-        if not all(is_always_free(key) for key in changes):
+        if that_matter(changes) or (sets_time(changes) and not _may_train(run)):
             run.plan_file.unlink(missing_ok=True)
     for key, (was, now) in changes.items():
         sys.stderr.write(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_hpc.errors import StageError, TulaError
-from tula_hpc.files import read_bounded
+from tula_hpc.files import PLAN_ALONE, read_bounded
 from tula_hpc.formatting import (
     command_line,
     format_duration,
@@ -183,6 +183,11 @@ def _profile(sweep: Sweep) -> bool:
     from tula_hpc.stages.rehearsal import try_before_jobs
 
     is_tried = try_before_jobs(sweep)
+    if sweep.run.plan_file.exists() and not sweep.run.measurements().records:
+        sys.stderr.write(
+            f"warning: {PLAN_ALONE}: all is measured and planned anew; to keep the plan, end this "
+            "command (Ctrl-C) and put profile/ back\n"
+        )
     profile_stage(sweep)
     measured = plural(len(sweep.run.measurements().records), "measurement")
     tell(sweep, "stage_ended", f"profiling is done: {measured}", "profile")

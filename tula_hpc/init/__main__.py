@@ -266,7 +266,9 @@ def _next(cluster: _Cluster, script: Script | None) -> Iterator[str]:
         if path.is_relative_to(here):
             path = path.relative_to(here)
         yield command_line("attach", "--into", str(script.target), str(path), *script.trial())
-    yield command_line("check", str(cluster.file))
+    # whether the script's data and loader are meant is in its sweep file
+    checked = () if script is None else ("--sweep", str(script.target))
+    yield command_line("check", str(cluster.file), *checked)
     if script is None:
         copies = command_line("init", "--examples", "examples")
         yield f"write a sweep file: {copies} copies some, and what every key means"

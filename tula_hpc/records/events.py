@@ -326,6 +326,12 @@ class JobEvents:
         return None
 
     @property
+    def began_anew(self) -> bool:
+        """Tell whether an earlier job had left nothing that its training could go on from."""
+        resumed = self._named("resumed")
+        return bool(resumed) and ProgressData.of(resumed[0]).samples_seen == 0
+
+    @property
     def hosts(self) -> list[str]:
         """Hosts that workers of the job named as broken."""
         return [host for event in self.events for host in hosts_in(event)]

@@ -135,6 +135,11 @@ class EpochMetrics(Record):
     # over all nodes
     workers: int | None = None
 
+    @property
+    def is_scored(self) -> bool:
+        """Tell whether a score of the test set is known."""
+        return (self.test_accuracy, self.test_loss) != (None, None)
+
 
 AnyMetrics = StepMetrics | EpochMetrics
 

@@ -18,7 +18,7 @@ from pydantic import ConfigDict, Field
 
 from tula_hpc.errors import RunDirectoryError
 from tula_hpc.files import read_bounded
-from tula_hpc.formatting import command_line
+from tula_hpc.formatting import FOREVER_S, command_line
 from tula_hpc.records.base import Batch, Configuration, Nodes, Record, WorkersPerNode
 from tula_hpc.records.storage import MAX_DOCUMENT_BYTES, read_document, write_atomically
 
@@ -90,6 +90,11 @@ class Candidate(Record):
     def expected_time_s(self) -> float:
         """Return the expected wall time, or the time of the steps in plans without it."""
         return self.train_time_s if self.wall_time_s is None else self.wall_time_s
+
+    @property
+    def finite_cost(self) -> float | None:
+        """Return the cost; None where the training would never end."""
+        return None if self.expected_time_s >= FOREVER_S else self.cost
 
     @property
     def expected_quantity(self) -> str:

@@ -259,9 +259,9 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
         most = max(done, expected)
         left_s = _left_s(part, most - done) if now.running else None
         failed = statuses.count("failed")
-        count = f"{done} done" if asks else f"{done} of {most} done"
+        count = f"{done - failed} done" if asks else f"{done - failed} of {most} done"
         if failed:
-            count += f" ({failed} failed)"
+            count += f", {failed} failed"
         if asks and most > done:
             count += f", at most {most - done} more"
         text = f"{count}, {now.text}"

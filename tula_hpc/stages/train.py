@@ -130,7 +130,9 @@ def _going_on(sweep: Sweep, outcome: Outcome) -> str:
 
 
 def _lost(sweep: Sweep) -> list[str]:
-    if not _starts_over(sweep):
+    # one that took no step loses nothing
+    has_stepped = any(sweep.run.train().root.glob("metrics*.jsonl"))
+    if not _starts_over(sweep) or not has_stepped:
         return []
     if sweep.run.history().has_left_files(MAIN_LABEL):
         return [f"{_gone(sweep)}: this training then begins from the start."]
@@ -417,7 +419,7 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
         last = metrics.epochs[-1] if metrics.epochs else None
         # a script tells the score of an epoch after its end
         for row in reversed(metrics.epochs):
-            if row.test_accuracy is not None or row.test_loss is not None:
+            if row.is_scored:
                 shown.append(format_score(row.test_accuracy, row.test_loss))
                 break
         left_s = training_left_s(metrics.steps, last, epochs) if now.running else None
@@ -432,15 +434,16 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
 
 
 def _restarted(sweep: Sweep, last: Restart | None) -> str:
-    """Say why a job of the training runs again, by accounting, or that it begins anew; else ""."""
+    """Say why a job of the training runs again, by accounting, or that one begins anew; else ""."""
     if last is None:
         return ""
     sweep.launcher.note_accounts()
     states = [each.state for each in sweep.run.accounts() if each.job_id == last.job_id]
     why = next((INTERRUPTED_BY[each] for each in reversed(states) if each in INTERRUPTED_BY), "")
+    if why:
+        return f"job {last.job_id} runs again{why}: {last.from_where}"
     # from where others go on is in the notes on progress
-    is_news = bool(why) or last.samples_seen == 0
-    return f"job {last.job_id} runs again{why}: {last.from_where}" if is_news else ""
+    return f"job {last.job_id} {last.from_where}" if last.samples_seen == 0 else ""
 
 
 def unmatched_metric(sweep: Sweep, metrics: Metrics) -> str:

@@ -21,7 +21,7 @@ seconds):
                     train_time_s, wall_time_s, cost, interval_90 (by key), currency, reason
     training        label, stand, job_id, jobs, epoch, epochs, share, step, samples_seen, global_batch, step_time_s,
                     left_s, test_accuracy, test_loss, test_epoch, restarts, checkpoint_age_s,
-                    fallbacks, drift, passed_over
+                    fallbacks, starts_over, drift, passed_over
     study           cells, finished, diverged, running, waiting, failed, left, rates, rates_finished, rates_failed,
                     failures (why, by label), under_way (as `training`)
     report          whether it is written

@@ -16,6 +16,7 @@ from tula_hpc.env import unix_time
 from tula_hpc.errors import InputError, RunDirectoryError
 from tula_hpc.files import (
     MEASUREMENTS_GONE,
+    PLAN_ALONE,
     has_no_room,
     in_words,
     not_a_run,
@@ -44,6 +45,8 @@ from tula_hpc.records.run_directory import Holder, holder_of
 from tula_hpc.stages.context import jobs_of_original
 from tula_hpc.stages.plan import MADE_AGAIN, is_plan_lost, obstacle
 
+# of which the last with a score counts
+RECENT_EPOCHS = 2
 BLOCK_BYTES = 1 << 16
 # of metrics.jsonl, from its end
 MOST_BYTES = 1 << 24
@@ -145,8 +148,8 @@ def _read(run: RunDirectory) -> Facts:
         doubts.append(MEASUREMENTS_GONE)
     elif is_without and run.plan_file.exists():
         doubts.append(
-            "the measurements that plan.json rests on are gone: put profile/ back, or run the same "
-            "command again, which measures and plans anew"
+            f"{PLAN_ALONE}: put profile/ back, or run the same command again, which measures and "
+            "plans anew"
         )
     history = RunHistory(told.records)
     cut_off = _cut_off(run, history)
@@ -270,9 +273,12 @@ def _newest(paths: Iterable[Path]) -> float | None:
 
 
 def read_tail(path: Path) -> Tail:
-    """Read the last logged steps and the last epoch, not the whole metrics.jsonl."""
+    """Read the last logged steps and the last epoch, not the whole metrics.jsonl.
+
+    Of a script the score of an epoch may come after its end: then it is the epoch before.
+    """
     steps: list[StepMetrics] = []
-    epoch: EpochMetrics | None = None
+    epochs: list[EpochMetrics] = []
     for line in _lines_from_end(path):
         # torn; pydantic's ValidationError is one
         with contextlib.suppress(ValueError):
@@ -280,11 +286,14 @@ def read_tail(path: Path) -> Tail:
             head = line[:40].replace(b" ", b"")
             if b'"kind":"step"' in head and len(steps) < RECENT_STEPS:
                 steps.append(parse_record(StepMetrics, line))
-            elif b'"kind":"epoch"' in head and epoch is None:
-                epoch = parse_record(EpochMetrics, line)
-        if epoch is not None and len(steps) == RECENT_STEPS:
+            elif b'"kind":"epoch"' in head and len(epochs) < RECENT_EPOCHS:
+                epochs.append(parse_record(EpochMetrics, line))
+        if len(steps) == RECENT_STEPS and (
+            any(each.is_scored for each in epochs) or len(epochs) == RECENT_EPOCHS
+        ):
             break
-    return Tail(steps[::-1], epoch)
+    scored = (each for each in epochs if each.is_scored)
+    return Tail(steps[::-1], next(scored, epochs[0] if epochs else None))
 
 
 def _lines_from_end(path: Path) -> Iterator[bytes]:

@@ -248,7 +248,7 @@ def _progress(training: TrainingStatus) -> str:
 
 
 def _marks(training: TrainingStatus) -> Iterator[str]:
-    if training.test_epoch is not None:
+    if training.test_accuracy is not None or training.test_loss is not None:
         yield f"{format_score(training.test_accuracy, training.test_loss)} after epoch {training.test_epoch}"
     if training.restarts:
         yield plural(training.restarts, "restart")

@@ -46,6 +46,8 @@ class TrainingStatus(Record):
     checkpoint_age_s: float | None = None
     # to a smaller batch, after running out of memory
     fallbacks: int = 0
+    # a job that ends now leaves nothing that the next one could go on from
+    starts_over: bool = False
     # in words, while steps are slower than predicted
     drift: str = ""
     # newer checkpoints than the one that it went on from, and why they could not be used
@@ -83,8 +85,17 @@ def _status(facts: Facts, label: str, jobs: Sequence[JobStatus]) -> TrainingStat
     if files is not None:
         if files.checkpoint_at is not None:
             known["checkpoint_age_s"] = max(0.0, facts.now - files.checkpoint_at)
+        known["starts_over"] = files.checkpoint_at is None and not _resumes_itself(facts)
         known |= _ended(files) if files.result else _under_way(files, epochs)
+        if known["starts_over"] and known["stand"] in ("failed", "over"):
+            # all of it is left
+            known["left_s"] = None
     return TrainingStatus.model_validate(known)
+
+
+def _resumes_itself(facts: Facts) -> bool:
+    """Tell whether a script may have saved something that its resume_arguments find."""
+    return facts.spec is not None and bool(facts.spec.workload.resume_arguments)
 
 
 def _stand(files: TrainingFacts | None, jobs: Sequence[JobStatus]) -> Stand:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tula_hpc.errors import Failure
 from tula_hpc.formatting import plural
 from tula_hpc.records.broken_hosts import first_line
 from tula_hpc.records.events import StageFailure
@@ -214,13 +215,21 @@ def _failed(parts: Parts) -> StateAndText | None:
     training, study = parts.training, parts.study
     if training is not None and training.stand == "failed" and not _falls_back(parts):
         last = next(job for job in reversed(parts.jobs) if job.stage == "train")
-        return "failed", f"training: {failure_words(last)}"
+        return "failed", f"training: {failure_words(last)}; {_trained_again(training, last)}"
     if study is not None and study.failed and (study.rates_failed or not study.left):
         return (
             "failed",
             f"{plural(study.failed, 'training')} without a result; fix the cause and {AGAIN}",
         )
     return None
+
+
+def _trained_again(training: TrainingStatus, last: JobStatus) -> str:
+    mend = "" if last.failure is Failure.CANCELLED else "fix the cause and "
+    how = (
+        ", which trains from the start" if training.starts_over else " to go on where it was saved"
+    )
+    return f"{mend}{AGAIN}{how}"
 
 
 def _falls_back(parts: Parts) -> bool:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.axes import Axes
 
-from tula_hpc.analysis.costs.pricing import FOREVER_S
 from tula_hpc.analysis.figures import labels, style
 from tula_hpc.analysis.figures.drawing import CONFIGURATION_COLUMNS, Cell, Drawing, Missing, Table
 from tula_hpc.analysis.run_contents import (
@@ -21,6 +20,7 @@ from tula_hpc.analysis.run_contents import (
     predicted,
 )
 from tula_hpc.formatting import (
+    FOREVER_S,
     duration_within,
     format_duration,
     format_money,

@@ -15,11 +15,12 @@ from tula_hpc.analysis.costs.interruptions import (
     resume_of,
     with_epoch_ends_s,
 )
-from tula_hpc.analysis.costs.pricing import FOREVER_S, Bill, Usage, bill
+from tula_hpc.analysis.costs.pricing import Bill, Usage, bill
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.report.plan_text import sentences
 from tula_hpc.checkpoint.interval import FIRST_S, Cadence, Interruptions
 from tula_hpc.config import ClusterSpec, TrainingSpec, WorkloadSpec
+from tula_hpc.formatting import FOREVER_S
 
 DAY_S = 86_400.0
 NOTHING = Interruptions(DAY_S, is_known=True)

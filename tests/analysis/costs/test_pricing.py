@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tula_hpc.analysis.costs.pricing import (
-    FOREVER_S,
     Bill,
     NodePower,
     Usage,
@@ -20,6 +19,7 @@ from tula_hpc.analysis.costs.pricing import (
 )
 from tula_hpc.config import GIB, ClusterSpec, PricingSpec, TrainingSpec
 from tula_hpc.errors import InputError
+from tula_hpc.formatting import FOREVER_S
 
 HOUR_S = 3600.0
 NO_STARTS: dict[str, Any] = {"restart_s": 0.0, "checkpoint_write_s": 0.0}  # training alone takes time

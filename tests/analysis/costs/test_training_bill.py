@@ -101,6 +101,19 @@ def test_a_job_that_failed_before_is_no_end_of_the_one_that_finished() -> None:
     assert "jobs that failed before 1 min, none were predicted" in " ".join(bill_sentences(bill))
 
 
+@pytest.mark.parametrize(("samples", "failed_s"), [(0, 60.0), (640, None)])
+def test_the_jobs_before_one_that_begins_anew_have_failed(samples: int, failed_s: float | None) -> None:
+    first, second = accounted(60.0, 140.0)
+    jobs = [first.model_copy(update={"job_id": "6"}), second]
+    resumed = event("resumed", 70.0).model_copy(update={"job_id": "7", "data": {"samples_seen": samples}})
+    bill = training_bill(promised(), result(restarts=1), [resumed], jobs)
+    assert bill is not None
+    assert (TimePart.FAILED in bill.parts, TimePart.REPEATED in bill.parts) == (samples == 0, samples > 0)
+    if failed_s is not None:
+        assert bill.parts[TimePart.FAILED].actual == failed_s
+        assert bill.parts[TimePart.ENDS].actual == pytest.approx(140.0 - 136.0)
+
+
 def test_without_accounting_the_notes_tell() -> None:
     events = [event("preempted", 60.0), event("resumed", 200.0), event("finished", 327.0)]
     bill = training_bill(promised(), result(wall_time_s=317.0, restarts=1), events)
