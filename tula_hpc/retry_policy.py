@@ -11,8 +11,9 @@ The answer depends on how the job failed (`errors.Failure`) and on its purpose:
     device_failed           DEVICE_RETRIES more, in vain; every failure   DEVICE_RETRIES more
                             leaves out the hosts of those before
     bug                     given up               STUDY_ATTEMPTS         PROFILE_ATTEMPTS
-    no_space, cancelled     given up               given up               PROFILE_ATTEMPTS
-    bad_input, diverged     given up               given up               given up
+    cancelled               given up               given up               PROFILE_ATTEMPTS
+    no_space, bad_input     given up               given up               given up, and all others
+    diverged                given up               given up               given up
 
 A script that keeps nothing and has no `resume_arguments` is given up once its time limit ended it:
 the next job would get as far.

@@ -293,6 +293,24 @@ def test_nothing_more_is_measured_of_another_model(monkeypatch: pytest.MonkeyPat
     assert scheduler.wanted == []
 
 
+class FullDisk(Scheduler):
+    """Has no space for what a job measures."""
+
+    def wait(self, jobs: Sequence[Submitted], tick: Callable[[JobsNow], None]) -> list[Ended]:
+        return [
+            Ended(job, Failure.NO_SPACE, "a.jsonl: No space left on device; make space there", None) for job in jobs
+        ]
+
+
+def test_a_full_disk_ends_profiling_after_one_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _, sweep = profile(monkeypatch, tmp_path, measures=True)
+    full = FullDisk(sweep.run, measures=True)
+    monkeypatch.setattr(Sweep, "launcher", property(lambda _: full))
+    with pytest.raises(StageError, match="No space left on device; make space there"):
+        profile_stage(sweep)
+    assert len(full.wanted) == 1
+
+
 def test_where_all_devices_are_broken_one_line_names_the_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     scheduler, sweep = profile(monkeypatch, tmp_path, measures=False)
     with pytest.raises(StageError) as caught:

@@ -56,6 +56,8 @@ from tula_hpc.stages.context import (
 )
 
 NOTHING = "Nothing was submitted."
+# after which no job ends better until the user has acted
+FOR_THE_USER = (Failure.BAD_INPUT, Failure.NO_SPACE)
 
 
 def profile_stage(sweep: Sweep) -> None:
@@ -129,8 +131,8 @@ def _requeues(sweep: Sweep, jobs: Sequence[Submitted]) -> list[str]:
 
 
 def _wrong(failures: Sequence[Ended]) -> list[Ended]:
-    """Return the ends that only a change by the user prevents: no other job will end better."""
-    return [end for end in failures if end.failure is Failure.BAD_INPUT]
+    """Return the ends that only the user can prevent: no other job will end better."""
+    return [end for end in failures if end.failure in FOR_THE_USER]
 
 
 def parts_of(sweep: Sweep) -> list[Sweep]:
@@ -238,8 +240,8 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
     """Wait for submitted jobs, and record the configurations that ended one.
 
     Returns:
-        Those that died without a record of their own; none of an earlier command with bad input,
-        which may have been mended.
+        Those that died without a record of their own; none of an earlier command that the user may
+        have acted on.
     """
     unsettled = part.run.history().unsettled("profile")
     submitted = {job.job_id: job for job in unsettled if _is_of(part, job)}
@@ -277,7 +279,7 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
             )
     dead = [end for end in ended if _record_end(part, submitted[end.job.job_id], end)]
     mended = {j.job_id for j in submitted.values() if j.submitted_at < part.started_at}
-    return [e for e in dead if not (e.failure is Failure.BAD_INPUT and e.job.job_id in mended)]
+    return [e for e in dead if not (e.failure in FOR_THE_USER and e.job.job_id in mended)]
 
 
 def _left_s(part: Sweep, left: int) -> float | None:
