@@ -201,9 +201,18 @@ class Mode(Listener):
         """Say why this process fails, and end it."""
         traceback.print_exception(error)
         said = failed_by(error)
-        detail = f"{said.detail}{self.circumstances()}"
+        detail = f"{said.detail}{self._looked_for(error)}{self.circumstances()}"
         self.say(said.model_copy(update={"steps": self.steps, "detail": detail}))
         leave(1)
+
+    def _looked_for(self, error: BaseException) -> str:
+        """Return where a relative path was looked for, after a semicolon."""
+        if (
+            not isinstance(error, FileNotFoundError)
+            or Path(str(error.filename or "/")).is_absolute()
+        ):
+            return ""
+        return f"; looked for from {self.spec.home}, where the command was started"
 
     def circumstances(self) -> str:
         """Return what may explain a failure of the script at this moment, after a semicolon."""

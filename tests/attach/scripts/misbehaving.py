@@ -42,6 +42,10 @@ def train(
         then(step)
 
 
+def finds_no_data() -> None:
+    Path("no/such/data.pt").read_bytes()
+
+
 def catches() -> None:
     model, optimizer = build()
     while True:
@@ -107,6 +111,7 @@ def raises(error: BaseException) -> None:
 
 
 WAYS: dict[str, Callable[[], object]] = {
+    "finds no data": finds_no_data,
     "imports nothing": lambda: __import__("no_such_module"),
     "ends at once": lambda: None,
     "ends": lambda: train(2),
