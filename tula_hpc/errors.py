@@ -16,6 +16,7 @@
     │   ├── NotEnoughDataError  too few measurements to fit a model
     │   ├── DivergedError       the loss is not finite
     │   └── InfeasibleError     no candidate satisfies memory and the constraints
+    │       └── ConstraintsError    every one breaks a constraint of the objective
     └── CheckpointError         a checkpoint is missing, damaged or not ours
 
 `Failure` names the reason of each job that ended without a result. A new kind is added there, with
@@ -186,6 +187,10 @@ class DivergedError(StageError):
 
 class InfeasibleError(StageError):
     """No candidate satisfies the memory limit and the constraints."""
+
+
+class ConstraintsError(InfeasibleError):
+    """Every candidate breaks a constraint of the objective."""
 
 
 class CheckpointError(TulaError):

@@ -24,7 +24,7 @@ from tula_hpc.analysis.planning.knee import TimeCurves
 from tula_hpc.analysis.planning.objective import choose
 from tula_hpc.analysis.planning.partitions import Fitted, name_of
 from tula_hpc.config import ObjectiveSpec
-from tula_hpc.errors import InfeasibleError
+from tula_hpc.errors import ConstraintsError, InfeasibleError
 from tula_hpc.records import Candidate
 
 ADVICE = {
@@ -45,8 +45,8 @@ def require_feasible(fitted: Fitted, objective: ObjectiveSpec, max_requeues: int
         max_requeues: That a training may need.
 
     Raises:
-        InfeasibleError: Says which constraint fails by how much at the nearest candidate, or the
-            needs of the smallest one.
+        ConstraintsError: Says which constraint fails by how much at the nearest candidate.
+        InfeasibleError: Says what the smallest candidate needs, or the one that needs least time.
     """
     table = fitted.table
     if np.any(table.why == FEASIBLE):
@@ -56,7 +56,7 @@ def require_feasible(fitted: Fitted, objective: ObjectiveSpec, max_requeues: int
         candidate = _record(fitted, nearest)
         broken = _broken(candidate, constraints_of(objective))
         where = f"the nearest is {name_of(candidate)}: {broken}"
-        raise InfeasibleError(
+        raise ConstraintsError(
             f"plan: none of {table.rows:,} candidates keeps the constraints; {where}; raise or "
             "drop what is broken"
         )

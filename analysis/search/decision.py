@@ -160,7 +160,10 @@ class DecisionModel(NamedTuple):
             curves = knee_curves((part,), self.sweep)
         except NotEnoughDataError:
             curves = None
-        return sampled_knees(self.kind, curves or _curves_through(points, model))
+        # where no training ends within the time limit, no candidate has a curve
+        if curves is None or not curves.lines.nodes.size:
+            curves = _curves_through(points, model)
+        return sampled_knees(self.kind, curves)
 
     def choices(self, summary: Summary, model: StepTimeModel) -> list[Chosen] | None:
         """Return the plan's choices from these measurements, by the plan's own code.

@@ -22,6 +22,9 @@ from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
 from tula_hpc.formatting import format_duration, format_number, format_percent, plural
 from tula_hpc.records import Configuration, JobNote, Measurement, is_usable
 
+# times the node-seconds that were spent
+NOTEWORTHY = 1.5
+
 
 class ProfilingCost(NamedTuple):
     """Cost of the profile jobs of a run."""
@@ -136,7 +139,8 @@ def describe(
         f"({starting} of them starting up), and {waiting} waiting for nodes"
     )
     full = full_search(sweep, cluster, measurements, notes)
-    if full is None:
+    # hardly more is not worth a word
+    if full is None or full.node_seconds < NOTEWORTHY * cost.node_seconds:
         return text
     return (
         f"{text}; a full search with a job for each of {plural(full.jobs, 'configuration')} "

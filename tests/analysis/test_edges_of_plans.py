@@ -403,9 +403,12 @@ def test_a_script_that_cannot_go_on_has_no_plan_for_jobs_shorter_than_its_traini
     times_s = {c.configuration: c.expected_time_s for c in make_plan(spec, cluster(), CORNERS).candidates}
     fastest, least_s = min(times_s.items(), key=lambda item: item[1])
     short = cluster(train_minutes=math.floor(least_s / 60 / 2))
-    said = rf"; {re.escape(str(fastest))}: takes .* cannot be resumed, and a job ends after {short.train_minutes} min"
+    limit = rf"cannot be resumed, but a job of train_minutes = {short.train_minutes} is told to stop"
+    said = rf"; {re.escape(str(fastest))}: takes .* {limit}"
     with pytest.raises(InfeasibleError, match=said) as told:
         make_plan(spec, short, CORNERS)
+    adaptive = sweep("knee", script, mode="adaptive")
+    assert propose(adaptive, short, CORNERS) == [], "more profiles help nothing"
     enough = int(re.findall(r"from \d+ to (\d+)", str(told.value))[0])
     plan = make_plan(spec, cluster(train_minutes=enough), CORNERS)
     assert plan.chosen.configuration == fastest

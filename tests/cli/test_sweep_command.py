@@ -833,7 +833,10 @@ def test_a_run_beside_the_sweep_file_is_named_where_another_folder_begins_a_new_
         folder.mkdir(exist_ok=True)
         monkeypatch.chdir(folder)
         assert main([str(sweep_file), "--dry-run"]) == 0
-        is_told = f"to go on with the one beside the sweep file: --run-dir {earlier.root}\n" in capsys.readouterr().err
+        way = (
+            f"to go on with the one in {earlier.root}, end this command (Ctrl-C) and start it in {sweep_file.parent}\n"
+        )
+        is_told = way in capsys.readouterr().err
         assert is_told == (folder == elsewhere)
 
 

@@ -58,6 +58,8 @@ def complaint(load: Load, content: str | bytes, overrides: Sequence[str] = ()) -
         # where it belongs comes before what it resembles
         ("[training]\nepochs = 4", r"training\.epochs: unknown key \(did you mean workload\.epochs\?\)$"),
         ("[workload]\nlearning_rate = 0.1", r"workload\.learning_rate: unknown key \(did you mean 'lr'\?\)$"),
+        ("[workload]\nbatch_size = 64", r"workload\.batch_size: unknown key; the sweep chooses the batch, "),
+        ("[search]\nnodes = [1, 2]", r"search\.nodes: unknown key \(did you mean search\.cluster_sizes\?\)$"),
         ("[serach]\n", r"serach: unknown key \(did you mean 'search'\?\)$"),
         ('"a\\nb" = 1', r"'a\\nb': unknown key; valid keys: name, workload"),
         # wrong types

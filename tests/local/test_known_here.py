@@ -124,7 +124,7 @@ def test_what_is_trained_is_what_was_measured(tmp_path: Path) -> None:
     failed = sweep(tmp_path, doubled, "--set", "search.estimate=false")
     assert (failed.returncode, jobs(tmp_path, "train")) == (1, 1)
     assert (
-        "warning: changed since the measurements: mine.py; another model is refused by the training's job"
+        "warning: mine.py changed since the measurements; if the model did, too, the training's job refuses it"
         in failed.stderr
     )
     assert f"what would be trained now is not what was measured: the model has {now:,} parameters" in failed.stderr
@@ -134,4 +134,4 @@ def test_what_is_trained_is_what_was_measured(tmp_path: Path) -> None:
     assert "changed since" not in trained.stderr
     over = sweep(tmp_path, doubled, "--until", "train")
     assert (over.returncode, jobs(tmp_path, "train")) == (0, 2)
-    assert "changed since the measurements: mine.py; nothing is trained again; another --run-dir" in over.stderr
+    assert "mine.py changed since the measurements; nothing is trained again; another --run-dir" in over.stderr

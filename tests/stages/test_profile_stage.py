@@ -264,10 +264,11 @@ def profile(monkeypatch: pytest.MonkeyPatch, folder: Path, *, measures: bool) ->
 
 
 def test_a_configuration_that_meets_broken_devices_is_measured_by_the_next_job_and_bounds_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scheduler, sweep = profile(monkeypatch, tmp_path, measures=True)
     profile_stage(sweep)
+    assert "failed while it measured N=1 b=64 (B=64) (device failed: E: an ECC error)" in capsys.readouterr().err
     first, second = Configuration(1, 1, 32), Configuration(1, 1, 64)
     # the first job measured one of two; three jobs met broken devices with the other, which is then left alone
     assert scheduler.wanted == [[first, second], [second], [second]]

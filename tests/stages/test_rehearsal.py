@@ -169,9 +169,12 @@ def test_changed_code_of_the_same_model_is_a_warning(trials: Rehearsals, capsys:
     trials.measured(IDENTITY)
     trials.edit("3", EDITED)
     trials.command()
-    assert "warning: changed since the measurements: net.py; model and data are the same\n" in capsys.readouterr().err
+    assert "warning: net.py changed since the measurements; model and data are the same\n" in capsys.readouterr().err
     trials.command(estimate=False)
-    assert "net.py; another model is refused by the training's job\n" in capsys.readouterr().err
+    assert (
+        "net.py changed since the measurements; if the model did, too, the training's job refuses it\n"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_model_that_is_another_one_without_a_gpu_is_compared_with_itself(trials: Rehearsals) -> None:

@@ -178,6 +178,44 @@ def test_a_job_that_runs_again_is_told_with_the_reason_and_from_where(
     assert capsys.readouterr().err.count(said) == (why is not None)
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_while_a_script_waits_to_begin_anew_nothing_counts_as_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_kept: bool
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    script = {"script": "train.py", "arguments": ["{local_batch}"], "samples": 640, "epochs": 3}
+    sweep = Sweep(
+        SweepSpec.model_validate({"name": "x", "workload": script}),
+        ClusterSpec(),
+        RunDirectory(tmp_path / "run").create(),
+    )
+    files = sweep.run.make_train()
+    append_record(files.metrics_file, STEP)
+    if is_kept:
+        files.checkpoints.mkdir()
+        (files.checkpoints / "checkpoint-r0000-1.tula").touch()
+    told: list[tuple[float, list[str]]] = []
+    progress = stage_progress("training")
+    monkeypatch.setattr(progress, "update", lambda *given, **_: told.append((given[0], given[4])))
+    tick = training_tick(sweep, progress)
+    tick(JobsNow(1, "1 running"))
+    tick(JobsNow(0, "1 waiting", 1))
+    lost = [] if is_kept else [f"nothing of {STEP.epoch:g} epochs that were trained is kept"]
+    assert told == [(STEP.epoch, []), (STEP.epoch if is_kept else 0.0, lost)]
+
+
+def test_a_diverged_training_is_told_the_way_to_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+
+    def end_of(n: int) -> Failure:
+        run.log_event("failed", "train", job_id=str(n), detail="lower workload.lr", failure=Failure.DIVERGED)
+        return Failure.DIVERGED
+
+    _, error = train(monkeypatch, tmp_path, end_of)
+    assert error.startswith(f"train: lower workload.lr; then move {run.root / 'train'} away, which holds what diverged")
+
+
 def test_a_metric_of_a_script_that_matches_nothing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
@@ -354,7 +392,8 @@ def test_a_script_that_would_begin_anew_after_its_time_limit_is_given_up(
 
     scheduler, error = train(monkeypatch, tmp_path, end_of)
     assert scheduler.jobs == 1
-    advice = "raise train_minutes in the cluster file (now 1440), or let it go on where it stopped"
+    left = ", of which signal_delay_s leaves 90 s for stopping"
+    advice = f"raise train_minutes in the cluster file (now 1440{left}), or let it go on where it stopped"
     assert error.startswith(f"train: why; {advice}: set workload.resume_arguments, or have the script keep its state")
     assert [event.failure for event in scheduler.run.events() if event.event == "ended"] == [Failure.TIMED_OUT]
 

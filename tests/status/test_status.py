@@ -916,6 +916,11 @@ def test_a_training_that_failed_is_told_with_what_is_left_of_it(
     assert (told.training.left_s is None) is not is_saved
     how = " to go on where it was saved" if is_saved else ", which trains from the start"
     assert told.words.endswith(f"; run the same command again{how}")
+    submit(run, "31", "train")
+    cluster.jobs = {"31": ("PENDING", "Priority")}
+    waits = status.status_of(run.root).training
+    assert waits is not None
+    assert (waits.stand, waits.epoch > 0) == ("waiting", is_saved)
 
 
 def test_a_score_that_comes_late_is_that_of_the_epoch_before(tmp_path: Path) -> None:

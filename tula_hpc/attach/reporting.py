@@ -22,6 +22,7 @@ from tula_hpc.attach.step_hooks import Hooks, Listener
 from tula_hpc.ddp.device_errors import broken_device
 from tula_hpc.env import meeting_variables, set_back
 from tula_hpc.errors import DeviceError, Failure, InputError, MeetingError, TulaError
+from tula_hpc.files import full_disk
 from tula_hpc.launch.diagnosis import lost_a_peer
 from tula_hpc.process_memory import keep_freed, out_of_memory
 from tula_hpc.records import parse_record, write_atomically
@@ -106,6 +107,9 @@ def failed_by(error: BaseException) -> Said:
     if not isinstance(error, Exception):
         return _failed(Failure.BUG, f"ended by {type(error).__name__}")
     detail = told(error)
+    # torch.save has words of its own for it
+    if full := full_disk(Path.cwd()):
+        return _failed(Failure.NO_SPACE, f"{detail}; {full}")
     if lacks_gpu(error):
         detail += "; this worker has no GPU: see device and gres in the cluster file"
     if isinstance(error, EOFError):

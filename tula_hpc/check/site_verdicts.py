@@ -258,12 +258,17 @@ def _misfits(cluster: ClusterSpec, nodes: Nodes, site: Site) -> list[str]:
     for item in (cluster.gres or "").split(","):
         name = re.split("[:=]", item.removeprefix("gres:"))[0]
         if name and not re.search(rf"(^|,){re.escape(name)}(:|,|$)", nodes.gres):
-            misfits.append(f"gres = {cluster.gres}, but nodes have {nodes.gres}")
+            misfits.append(f"gres = {cluster.gres}, but nodes have {_named(nodes.gres)}")
     # constraints with operators are left to sbatch
     wanted = cluster.constraint or ""
     if re.fullmatch(r"[\w.-]+", wanted) and wanted not in nodes.features.split(","):
-        misfits.append(f"constraint = {wanted}, but nodes have {nodes.features}")
+        misfits.append(f"constraint = {wanted}, but nodes have {_named(nodes.features)}")
     return misfits
+
+
+def _named(words: str) -> str:
+    """Return Slurm's list, "none" for its word for an empty one."""
+    return "none" if words == "(null)" else words
 
 
 def _memory_asked_mb(cluster: ClusterSpec, site: Site) -> int | None:

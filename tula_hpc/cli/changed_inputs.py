@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 OF_SUBMISSION = frozenset({
     "account", "qos", "profile_minutes", "train_minutes", "array_parallelism",
     "controller_minutes", "controller_partition", "controller_memory_gb", "on_event",
+    "signal_delay_s",
 })  # fmt: skip
 # of what differs
 SHOWN_LINES = 40
@@ -102,8 +103,8 @@ def _was_moved(key: Key, was: str, now: str) -> bool:
 
 
 def sets_time(changes: Iterable[Key]) -> bool:
-    """Tell whether the time limit of a training changes, with which a plan reckons."""
-    return any(_place(key) == ("", "train_minutes") for key in changes)
+    """Tell whether the time that a job may train changes, with which a plan reckons."""
+    return any(_place(key) in (("", "train_minutes"), ("", "signal_delay_s")) for key in changes)
 
 
 def is_of_submission(key: Key) -> bool:

@@ -241,7 +241,7 @@ def run_root(options: argparse.Namespace, spec: SweepSpec) -> Path:
     earlier = options.sweep.parent / usual
     if options.run_dir is None and not root.exists() and (earlier / run.sweep_file.name).exists():
         sys.stderr.write(
-            f"a new run, in {root.absolute()}; to go on with the one beside the sweep file: "
-            f"--run-dir {earlier}\n"
+            f"a new run, in {root.absolute()}; to go on with the one in {earlier.absolute()}, end this "
+            f"command (Ctrl-C) and start it in {options.sweep.parent.absolute()}\n"
         )
     return root

@@ -10,6 +10,18 @@ from pydantic import Field, field_validator, model_validator
 
 from tula_hpc.config.validation import Spec, shown
 
+# of a sweep file: keys of other tools, and the end of a message that names what is here
+_BATCH = (
+    "; the sweep chooses the batch, between search.min_batch and search.max_batch, and "
+    "training.base_batch is the one that workload.lr is for"
+)
+_NODES = " (did you mean search.cluster_sizes?)"
+FOREIGN_KEYS = {
+    **dict.fromkeys(("batch", "batches", "batch_size", "global_batch", "train_batch_size"), _BATCH),
+    **dict.fromkeys(("nodes", "num_nodes", "max_nodes"), _NODES),
+    **dict.fromkeys(("lr_schedule", "lr_scheduler"), " (did you mean workload.schedule?)"),
+    "optimiser": " (did you mean workload.optimizer?)",
+}
 # without `max_seconds`: of each timed quantity
 MOST_SECONDS = 60.0
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 from pydantic import ValidationError, ValidationInfo, model_validator
 
 from tula_hpc.config.cluster import ClusterSpec
-from tula_hpc.config.search import ObjectiveSpec, SearchSpec, local_batches
+from tula_hpc.config.search import FOREIGN_KEYS, ObjectiveSpec, SearchSpec, local_batches
 from tula_hpc.config.study import StudySpec, check_accuracy
 from tula_hpc.config.training import AgsOptions, Method, TrainingSpec, check_script
 from tula_hpc.config.validation import Name, Spec, explain, shown
@@ -29,6 +29,8 @@ JOB_NAMES = "tula-"
 
 class SweepSpec(Spec):
     """Sweep file."""
+
+    foreign_keys = FOREIGN_KEYS
 
     name: Name
     """Name of the run and its jobs: letters, digits, dots, underscores, hyphens."""

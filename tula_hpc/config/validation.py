@@ -21,7 +21,7 @@ import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -38,6 +38,8 @@ class Spec(BaseModel):
     """Base of all input tables: immutable, no unknown keys, no numbers from strings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    # of a file: keys of other tools, and the end of a message that names its own
+    foreign_keys: ClassVar[Mapping[str, str]] = {}
 
 
 # tables whose values may be passwords
@@ -192,8 +194,14 @@ def shown(value: object, most: int = 80) -> str:
     return text
 
 
-def valid_keys(kind: type[BaseModel], location: Sequence[str]) -> str:
+def valid_keys(kind: type[Spec], location: Sequence[str]) -> str:
     """Return the end of a message on an unknown key: the likely one, or all of its table."""
+    if (meant := kind.foreign_keys.get(location[-1])) is not None:
+        return meant
+    return _own_keys(kind, location)
+
+
+def _own_keys(kind: type[BaseModel], location: Sequence[str]) -> str:
     sections = _sections_with(kind, location[-1])
     for part in location[:-1]:
         # index in a list of tables

@@ -305,7 +305,7 @@ _KINDS = (
         stuck=True,
     ),
     _Kind("Dependency", "the job that it follows is not over"),
-    _Kind("BeginTime", "its start is set for later; after a requeue about two minutes"),
+    _Kind("BeginTime", "its start is set for later, about two minutes after a requeue"),
     _Kind(
         "JobHeldUser|.*held state|.*requeued held",
         "held; `scontrol release JOB` lets it go",

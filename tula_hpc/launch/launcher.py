@@ -85,10 +85,11 @@ class Ended(NamedTuple):
 
 
 class JobsNow(NamedTuple):
-    """Jobs that are waited for: how many of them run, and all of them in words."""
+    """Jobs that are not over: how many of them run, all of them in words, and how many wait."""
 
     running: int
     text: str
+    waiting: int = 0
 
 
 def lost(run: RunDirectory) -> list[tuple[Path, Notice, set[str]]]:
@@ -358,7 +359,8 @@ class Launcher:
             jobs = {job.job_id: job for job in self.run.history().submissions()}
             # a requeued job waits from its last sign of life on
             waited_s = {key: now - jobs[key].last_sign_at for key in waiting if key in jobs}
-        return JobsNow(len(active) - len(waiting), describe_states(active, waited_s))
+        running = len(active) - len(waiting)
+        return JobsNow(running, describe_states(active, waited_s), len(waiting))
 
     def active(
         self, jobs: Sequence[Submitted], timeout_s: float | None = None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tula_hpc.analysis.plan import lost_inputs, refuse_lost_measurements
 from tula_hpc.config import SweepSpec
-from tula_hpc.errors import InfeasibleError, InputError, RunDirectoryError, StageError
+from tula_hpc.errors import ConstraintsError, InputError, RunDirectoryError, StageError
 from tula_hpc.formatting import command_line
 from tula_hpc.records import Measurement, Plan, RunDirectory, refuse_several, write_plan
 from tula_hpc.stages.context import Sweep
@@ -37,10 +37,10 @@ def plan_stage(sweep: Sweep) -> Plan:
         plan = make_plan(sweep.spec, sweep.cluster, measured.records, measured.skipped, footprints)
     except StageError as error:
         sweep.run.log_event("failed", "plan", detail=str(error)[:2000])
-        if not isinstance(error, InfeasibleError):
+        if not isinstance(error, ConstraintsError):
             raise
         again = command_line("plan", str(sweep.run.root), "--set", "objective.KEY=VALUE", "--write")
-        raise InfeasibleError(
+        raise ConstraintsError(
             f"{error}\nOther constraints, over the same measurements: {again}"
         ) from None
     if is_plan_lost(sweep.run):

@@ -312,6 +312,8 @@ def _record_end(part: Sweep, job: Submission, end: Ended) -> bool:
         if job.submitted_at < part.started_at:
             record = record.model_copy(update={"finished_at": job.submitted_at})
         append_record(output, record)
+        if not (end.failure.is_oom or end.failure in FOR_THE_USER):
+            sys.stderr.write(f"profiling: {_how_it_failed(blamed, end)}\n")
     if blamed is not None and end.failure is Failure.DEVICE_FAILED:
         data = {
             "hosts": list(end.hosts),
@@ -326,6 +328,15 @@ def _record_end(part: Sweep, job: Submission, end: Ended) -> bool:
     failure = end.failure if blamed is not None else None
     part.run.log_event("ended", "profile", job_id=job.job_id, failure=failure)
     return blamed is not None and not preempted
+
+
+def _how_it_failed(blamed: Configuration, end: Ended) -> str:
+    kind = end.failure.value.replace("_", " ")
+    why = ": ".join(filter(None, [kind, telling_line(end.log_tail)]))
+    log = f"; log: {end.log_file}" if end.log_file else ""
+    return (
+        f"job {end.job.job_id} failed while it measured {blamed} ({why}); the search goes on{log}"
+    )
 
 
 def _is_an_attempt(part: Sweep, blamed: Configuration, end: Ended) -> bool:

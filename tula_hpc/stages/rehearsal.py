@@ -152,7 +152,7 @@ def try_before_jobs(sweep: Sweep) -> bool:
     if slurm_job_id() is not None:
         return True
     if not is_tried(sweep.spec, sweep.cluster):
-        warn_of_sources(sweep, "another model is refused by the training's job")
+        warn_of_sources(sweep, "if the model did, too, the training's job refuses it")
         return True
     before = sweep.run.trial()
     if before is not None and before.key == key_of(sweep.spec):
@@ -219,7 +219,7 @@ def warn_of_sources(sweep: Sweep, consequence: str) -> None:
 def _say_changed(names: Sequence[str], consequence: str) -> None:
     if names:
         sys.stderr.write(
-            f"warning: changed since the measurements: {in_short(names)}; {consequence}\n"
+            f"warning: {in_short(names)} changed since the measurements; {consequence}\n"
         )
 
 

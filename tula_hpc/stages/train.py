@@ -284,6 +284,12 @@ def _why_given_up(sweep: Sweep, outcome: Outcome) -> str:
             f"{failure.detail}; {advice}, or let it go on where it stopped: set "
             "workload.resume_arguments, or have the script keep its state by tula.keep"
         )
+    if failure.kind is Failure.DIVERGED:
+        folder = sweep.run.root / "train"
+        return (
+            f"{failure.detail}; then move {folder} away, which holds what diverged, and run the same "
+            "command again: it trains anew over the same measurements"
+        )
     if failure.kind is Failure.DEVICE_FAILED:
         return why_given_up(sweep.run.events(), job_id, unix_time())
     return "; ".join(filter(None, [advice, describe_failures([outcome.end])]))
@@ -296,6 +302,8 @@ def time_limit_advice(sweep: Sweep, label: str, failure: JobFailure) -> str:
     if not (is_used_up or is_in_vain or failure.kind is Failure.TIMED_OUT):
         return ""
     limit = f"now {sweep.cluster.train_minutes}"
+    if is_in_vain:
+        limit += f", of which signal_delay_s leaves {sweep.cluster.signal_delay_s} s for stopping"
     epochs = sweep.spec.workload.epochs
     metrics = read_metrics(sweep.run.train(label).metrics_file)
     last = metrics.epochs[-1] if metrics.epochs else None
@@ -415,6 +423,10 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
             )
         metrics = read_metrics(metrics_file)
         done = metrics.steps[-1].epoch if metrics.steps else 0.0
+        notes = list(_notes(sweep))
+        if done and now.waiting and _starts_over(sweep):
+            notes.append(f"nothing of {round(done, 1):g} epochs that were trained is kept")
+            metrics, done = Metrics([], [], 0), 0.0
         shown = [f"{round(done, 1):g} of {plural(epochs, 'epoch')} done", now.text]
         last = metrics.epochs[-1] if metrics.epochs else None
         # a script tells the score of an epoch after its end
@@ -424,7 +436,6 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
                 break
         left_s = training_left_s(metrics.steps, last, epochs) if now.running else None
         text = ", ".join(shown)
-        notes = list(_notes(sweep))
         # the score of an epoch may come after its end
         if len(metrics.epochs) > 1 and (words := unmatched_metric(sweep, metrics)):
             notes.append(words)

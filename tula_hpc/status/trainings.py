@@ -47,7 +47,7 @@ class TrainingStatus(Record):
     # to a smaller batch, after running out of memory
     fallbacks: int = 0
     # a job that ends now leaves nothing that the next one could go on from
-    starts_over: bool = False
+    starts_over: bool = True
     # in words, while steps are slower than predicted
     drift: str = ""
     # newer checkpoints than the one that it went on from, and why they could not be used
@@ -87,9 +87,11 @@ def _status(facts: Facts, label: str, jobs: Sequence[JobStatus]) -> TrainingStat
             known["checkpoint_age_s"] = max(0.0, facts.now - files.checkpoint_at)
         known["starts_over"] = files.checkpoint_at is None and not _resumes_itself(facts)
         known |= _ended(files) if files.result else _under_way(files, epochs)
-        if known["starts_over"] and known["stand"] in ("failed", "over"):
+        if known["starts_over"] and known["stand"] in ("waiting", "failed", "over"):
             # all of it is left
             known["left_s"] = None
+            if known["stand"] == "waiting":
+                known |= {"epoch": 0.0, "share": 0.0, "step": 0, "samples_seen": 0}
     return TrainingStatus.model_validate(known)
 
 

@@ -215,7 +215,8 @@ def _failed(parts: Parts) -> StateAndText | None:
     training, study = parts.training, parts.study
     if training is not None and training.stand == "failed" and not _falls_back(parts):
         last = next(job for job in reversed(parts.jobs) if job.stage == "train")
-        return "failed", f"training: {failure_words(last)}; {_trained_again(training, last)}"
+        why = failure_words(last).rstrip(".")
+        return "failed", f"training: {why}; {_trained_again(training, last)}"
     if study is not None and study.failed and (study.rates_failed or not study.left):
         return (
             "failed",
@@ -225,6 +226,8 @@ def _failed(parts: Parts) -> StateAndText | None:
 
 
 def _trained_again(training: TrainingStatus, last: JobStatus) -> str:
+    if last.failure is Failure.DIVERGED:
+        return f"fix the cause, move train/ of the run away, and {AGAIN}"
     mend = "" if last.failure is Failure.CANCELLED else "fix the cause and "
     how = (
         ", which trains from the start" if training.starts_over else " to go on where it was saved"
