@@ -64,6 +64,11 @@ def test_a_file_of_init_gets_what_it_lacks(
     assert done.stdout.splitlines()[-1] == "train.toml: filled in arguments with --samples 640; it is complete."
     sweep, _ = load_together(tmp_path / "train.toml", tmp_path / "cluster.toml")
     assert sweep.workload.arguments[:2] == ("--samples", "640")
+    seen: dict[str, object] = {"forward_batch": 64, "accumulation": 1, "samples": None, "others": [], "measurement": {}}
+    monkeypatch.setattr("tula_hpc.attach.__main__._look", lambda *_: seen)
+    for argument in (["--batch-size=32"], ["--batch-size", "32"]):
+        assert main(["--into", "train.toml", "train.py", *argument]) == 1
+        assert "asked for 32 samples a forward pass, the model got 64: look at" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["--into"])
     assert main(["--into", "gone.toml", "train.py"]) == 2

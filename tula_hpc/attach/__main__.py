@@ -55,6 +55,7 @@ from tula_hpc.formatting import (
 from tula_hpc.init.cluster_file import UNKNOWN, Line
 from tula_hpc.init.sweep_file import (
     METRIC,
+    asked_batch,
     fill_in,
     name_line,
     required_arguments,
@@ -121,6 +122,18 @@ def _run(options: argparse.Namespace) -> int:
         return 1
     shutil.rmtree(folder, ignore_errors=True)
     table, unknown = _table(options, result)
+    if options.into is not None:
+        asked, got = (
+            asked_batch(options.into.read_text(), options.arguments),
+            result["forward_batch"],
+        )
+        # 0: no tensor tells
+        if asked is not None and got not in (0, asked):
+            sys.stderr.write(
+                f"asked for {asked} samples a forward pass, the model got {got}: look at how "
+                f"{options.script} takes its batch; {options.into} stays as it is\n"
+            )
+            return 1
     completed = "" if options.into is None else _complete(options.into, table)
     if options.json:
         told = {"schema_version": 1, **result, "workload": table, "unknown": list(unknown)}

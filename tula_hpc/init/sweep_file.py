@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -262,13 +263,8 @@ def with_arguments(text: str, used: Sequence[str]) -> tuple[str, list[str]]:
 
     What its arguments name counts as known, whatever its value.
     """
-    line = re.search(r"^arguments = (\[.*\])", text, re.MULTILINE)
-    try:
-        known = json.loads(line[1]) if line else None
-    except ValueError:
-        # in another of TOML's ways, and so by hand
-        known = None
-    if line is None or known is None:
+    line, known = _arguments_in(text)
+    if line is None:
         return text, []
     names = {argument.partition("=")[0] for argument in known}
     added: list[str] = []
@@ -288,6 +284,33 @@ def with_arguments(text: str, used: Sequence[str]) -> tuple[str, list[str]]:
     for name in (*added, *required[:unnamed]):
         text = re.sub(rf"^# arguments = .*requires {re.escape(name)};.*\n", "", text, flags=re.M)
     return text, added
+
+
+def _arguments_in(text: str) -> tuple[re.Match[str] | None, list[str]]:
+    """Return the line and its arguments; no line where they are written by hand in another way."""
+    line = re.search(r"^arguments = (\[.*\])", text, re.MULTILINE)
+    try:
+        return line, json.loads(line[1]) if line else []
+    except ValueError:
+        return None, []
+
+
+def asked_batch(text: str, used: Sequence[str]) -> int | None:
+    """Return the samples of a forward pass that a run's arguments ask for; None where none do.
+
+    Args:
+        text: Of a sweep file, whose arguments tell by which option.
+        used: By the run.
+    """
+    _, known = _arguments_in(text)
+    placeholder = "{local_batch}"
+    names = [before for before, each in itertools.pairwise(known) if each == placeholder]
+    names += [each.partition("=")[0] for each in known if each.endswith(f"={placeholder}")]
+    split = [part for argument in used for part in argument.split("=", 1)]
+    for name, value in itertools.pairwise(split):
+        if name in names and value.isdigit():
+            return int(value)
+    return None
 
 
 def required_arguments(text: str) -> list[str]:
