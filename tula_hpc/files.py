@@ -58,7 +58,7 @@ def _runs_near(path: Path) -> list[Path]:
     """Return runs inside of a folder, or around it; else those of its name, or of a similar one."""
     try:
         if path.is_dir():
-            paths = [*sorted(path.iterdir()), path.parent]
+            paths = [*sorted(path.iterdir()), *sorted(path.glob("runs/*")), path.parent]
         else:
             paths = [Path("runs") / path.stem, Path(path.name), *_similar(path)]
         return [each for each in paths if (each / "sweep.toml").is_file()][:MOST_RUNS]
