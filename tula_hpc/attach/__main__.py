@@ -123,10 +123,8 @@ def _run(options: argparse.Namespace) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     table, unknown = _table(options, result)
     if options.into is not None:
-        asked, got = (
-            asked_batch(options.into.read_text(), options.arguments),
-            result["forward_batch"],
-        )
+        asked = asked_batch(options.into.read_text(), options.arguments)
+        got = result["forward_batch"]
         # 0: no tensor tells
         if asked is not None and got not in (0, asked):
             sys.stderr.write(
