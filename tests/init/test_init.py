@@ -106,7 +106,7 @@ def test_limits_of_partition_account_and_qos_hold(commands: Path, tmp_path: Path
     ("site", "reason"),
     [
         ((Made("a", state="DOWN"), ""), "its state is DOWN"),
-        ((Made("a", nodes_state="drained"), ""), "none of its nodes can be used now"),
+        ((Made("a", nodes_state="drained"), ""), "its nodes are down or drained"),
         ((Made("a", fields="AllowGroups=nobody-else"), ""), "it is for the groups nobody-else"),
         ((Made("a"), "AccountingStorageEnforce = associations\\n"), f"{getpass.getuser()} has no account there"),
     ],

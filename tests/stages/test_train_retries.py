@@ -201,14 +201,17 @@ def test_while_a_script_waits_to_begin_anew_nothing_counts_as_done(
     tick = training_tick(sweep, progress)
     tick(JobsNow(1, "1 running"))
     tick(JobsNow(0, "1 waiting", 1))
+    # its job has begun, its script has not
+    tick(JobsNow(1, "1 running"))
     lost = [] if is_kept else [f"nothing of {STEP.epoch:g} epochs that were trained is kept"]
-    assert told == [(STEP.epoch, []), (STEP.epoch if is_kept else 0.0, lost)]
+    assert told == [(STEP.epoch, []), *2 * [(STEP.epoch if is_kept else 0.0, lost)]]
 
 
 def test_a_diverged_training_is_told_the_way_to_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
 
     def end_of(n: int) -> Failure:
+        append_record(run.make_train().metrics_file, STEP)
         run.log_event("failed", "train", job_id=str(n), detail="lower workload.lr", failure=Failure.DIVERGED)
         return Failure.DIVERGED
 

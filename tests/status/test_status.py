@@ -923,6 +923,22 @@ def test_a_training_that_failed_is_told_with_what_is_left_of_it(
     assert (waits.stand, waits.epoch > 0) == ("waiting", is_saved)
 
 
+@pytest.mark.parametrize(("accuracy", "notes"), [(0.5, 0), (None, 1)])
+def test_a_score_that_was_asked_for_and_never_came_is_noted(tmp_path: Path, accuracy: float | None, notes: int) -> None:
+    run = make_run(tmp_path / "run")
+    script = {"script": "/gone/train.py", "arguments": ["{local_batch}"], "samples": 640, "epochs": 3}
+    workload = SweepSpec.model_validate({"name": "x"}).workload.model_copy(
+        update={**script, "script": Path("/gone/train.py"), "metric": "acc (?P<test_accuracy>.*)"}
+    )
+    facts = read_facts(run)
+    assert facts.spec is not None
+    spec = facts.spec.model_copy(update={"workload": workload})
+    training = facts.trainings["main"]
+    assert training.result is not None
+    result = training.result.model_copy(update={"test_accuracy": accuracy, "test_loss": None})
+    assert len(run_facts._without_scores(spec, training._replace(result=result))) == notes
+
+
 def test_a_score_that_comes_late_is_that_of_the_epoch_before(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", epochs_done=5)
     last = read_metrics(run.train().metrics_file).epochs[-1]

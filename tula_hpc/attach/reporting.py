@@ -107,8 +107,11 @@ def failed_by(error: BaseException) -> Said:
     if not isinstance(error, Exception):
         return _failed(Failure.BUG, f"ended by {type(error).__name__}")
     detail = told(error)
-    # torch.save has words of its own for it
-    if full := full_disk(Path.cwd()):
+    full = full_disk(Path.cwd())
+    # torch.save's words for a write that failed
+    if not full and "inline_container" in str(error):
+        full = "torch.save could not write all of it; make space on the disk that it saves to"
+    if full:
         return _failed(Failure.NO_SPACE, f"{detail}; {full}")
     if lacks_gpu(error):
         detail += "; this worker has no GPU: see device and gres in the cluster file"

@@ -199,7 +199,8 @@ def _profiling(beginning: Beginning) -> Iterator[str]:
         yield f"{where}{beginning.estimate.describe()}"
     if search.mode == "adaptive":
         measured = part.run.measurements().records
-        done = len({row.configuration for row in measured if row.partition == part.partition})
+        here = [row for row in measured if row.partition == part.partition]
+        done = len({row.configuration for row in here if row.status != "failed"})
         most = min(search.max_profiles, every)
         if done:
             more = max(first, most - done)

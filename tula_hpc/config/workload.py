@@ -10,6 +10,7 @@ keys `OF_SCRIPTS` count, those that it shares with the built-in training (`OF_BO
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -223,7 +224,8 @@ class WorkloadSpec(Spec):
         beside = (info.context or {}).get("beside")
         if beside is None or here.exists():
             return here
-        there: Path = Path(beside).absolute() / value
+        # ../ in the file's path is no other place
+        there = Path(os.path.normpath(Path(beside).absolute() / value))
         return there if there.exists() else here
 
     @model_validator(mode="after")

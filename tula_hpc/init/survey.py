@@ -185,7 +185,7 @@ def _why_refused(
     if partition.state not in ("UP", ""):
         return f"its state is {partition.state}"
     if nodes is None:
-        return "none of its nodes can be used now"
+        return "its nodes are down or drained (sinfo -R says why), or kept for others"
     groups = fields.get("AllowGroups", "")
     if groups not in EVERYBODY and not _groups() & set(groups.split(",")):
         return f"it is for the groups {groups}"

@@ -80,8 +80,9 @@ REFUSED_KEYS = {
 NO_SUCH_NODE = "Requested node configuration is not available"
 # too large for every node that is up
 WHAT_NODES_HAVE = (
-    "see max_nodes, workers_per_node, cpus_per_worker, memory_gb, gres, constraint and [sbatch] of "
-    "the cluster file, and search.cluster_sizes; or nodes are down or drained (sinfo -R)"
+    "nodes are down or drained (sinfo -R), or have less than the jobs ask for by max_nodes, "
+    "workers_per_node, cpus_per_worker, memory_gb, gres, constraint and [sbatch] of the cluster file "
+    "and search.cluster_sizes"
 )
 _COULD_START = re.compile(r"\bJob [0-9]+ to start at\b")
 _PREFIX = re.compile(r"^((sbatch|error|fatal|allocation failure): )*")
@@ -429,7 +430,7 @@ def _explained(line: str, words: str) -> str:
     keys = [key for noun, key in REFUSED_KEYS.items() if re.search(rf"\b{noun}\b", line, re.I)]
     keys += re.findall(r"--([a-z-]+)", line)
     if NO_SUCH_NODE in line:
-        return f"{line}: no node that is up has what the jobs ask for; {WHAT_NODES_HAVE}"
+        return f"{line}: {WHAT_NODES_HAVE}"
     if not keys:
         return line
     return f"{line} (see {' and '.join(keys)} in the cluster file)"

@@ -28,6 +28,7 @@ from tula_hpc.records import (
     Metrics,
     Plan,
     RunDirectory,
+    StepMetrics,
     StopReason,
     Submission,
     TrainDirectory,
@@ -284,7 +285,7 @@ def _why_given_up(sweep: Sweep, outcome: Outcome) -> str:
             f"{failure.detail}; {advice}, or let it go on where it stopped: set "
             "workload.resume_arguments, or have the script keep its state by tula.keep"
         )
-    if failure.kind is Failure.DIVERGED:
+    if failure.kind is Failure.DIVERGED and sweep.run.has_trained():
         folder = sweep.run.root / "train"
         return (
             f"{failure.detail}; then move {folder} away, which holds what diverged, and run the same "
@@ -407,6 +408,8 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
     """Return a function that shows the progress of the plan's training beside the jobs' states."""
     metrics_file, epochs = sweep.run.train().metrics_file, sweep.spec.workload.epochs
     told = [""]
+    # the last step of a training that begins anew, until it has
+    old: list[StepMetrics] = []
     restarts = [sweep.run.history().restarts(MAIN_LABEL)]
 
     def tick(now: JobsNow) -> None:
@@ -424,7 +427,9 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
         metrics = read_metrics(metrics_file)
         done = metrics.steps[-1].epoch if metrics.steps else 0.0
         notes = list(_notes(sweep))
-        if done and now.waiting and _starts_over(sweep):
+        if now.waiting:
+            old[:] = metrics.steps[-1:]
+        if done and metrics.steps[-1:] == old and _starts_over(sweep):
             notes.append(f"nothing of {round(done, 1):g} epochs that were trained is kept")
             metrics, done = Metrics([], [], 0), 0.0
         shown = [f"{round(done, 1):g} of {plural(epochs, 'epoch')} done", now.text]

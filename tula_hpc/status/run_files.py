@@ -26,6 +26,7 @@ from tula_hpc.launch.diagnosis import MAX_LOG_BYTES, read_logs, telling_line
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.launcher import NOTICE
 from tula_hpc.records import (
+    MAIN_LABEL,
     RECENT_STEPS,
     EpochMetrics,
     Event,
@@ -155,6 +156,7 @@ def _read(run: RunDirectory) -> Facts:
     cut_off = _cut_off(run, history)
     notes = run.job_notes()
     holder = holder_of(run.root / ".lock")
+    trainings = {label: _training(run.train(label), label, doubts) for label in _labels(run)}
     report_at = _newest(run.report / name for name in ("report.html", "study.html"))
     return Facts(
         run=run,
@@ -167,7 +169,7 @@ def _read(run: RunDirectory) -> Facts:
         damaged_after=bool(measured.skipped) and _is_newer(run, told.records),
         plan=_try(run.read_plan, doubts) if run.plan_file.exists() else None,
         plan_at=run.plan_file.stat().st_mtime if run.plan_file.exists() else 0.0,
-        trainings={label: _training(run.train(label), label, doubts) for label in _labels(run)},
+        trainings=trainings,
         holder=holder,
         has_report=report_at is not None,
         is_report_stale=report_at is not None and report_at < _changed_at(run),
@@ -176,6 +178,7 @@ def _read(run: RunDirectory) -> Facts:
             *doubts,
             *([f"{run.plan_file}: {MADE_AGAIN}"] if is_plan_lost(run) and not is_study else []),
             *setup_failures(notes),
+            *_without_scores(spec, trainings.get(MAIN_LABEL)),
             *(
                 f"{name}: being submitted, or cut off there; the next command looks the job up"
                 for name in cut_off
@@ -236,6 +239,16 @@ def _labels(run: RunDirectory) -> list[str]:
     folders = [path for path in (*root.glob("*"), *root.glob("*/*")) if path.is_dir()]
     named = [path.relative_to(root).as_posix() for path in folders if _is_training(path)]
     return sorted(named)
+
+
+def _without_scores(spec: SweepSpec | None, training: TrainingFacts | None) -> list[str]:
+    """Say that a script's training ended without a score that was asked for."""
+    result = training.result if training is not None else None
+    if spec is None or result is None or not spec.workload.is_script or not spec.workload.metric:
+        return []
+    if (result.test_accuracy, result.test_loss) != (None, None):
+        return []
+    return ["workload.metric has matched no line of the script's output: scores are unknown"]
 
 
 def _is_training(path: Path) -> bool:

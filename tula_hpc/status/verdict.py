@@ -194,7 +194,7 @@ def _stage_failed(parts: Parts) -> StateAndText | None:
     event = failed_stage(parts.facts)
     if event is None or not event.detail.strip() or parts.is_unknown:
         return None
-    why = first_line(event.detail)
+    why = first_line(event.detail).rstrip(".")
     # the errors of planning begin with the stage, the scheduler's do not
     if event.stage != "plan":
         why = f"{event.stage}: {why}"
@@ -226,7 +226,7 @@ def _failed(parts: Parts) -> StateAndText | None:
 
 
 def _trained_again(training: TrainingStatus, last: JobStatus) -> str:
-    if last.failure is Failure.DIVERGED:
+    if last.failure is Failure.DIVERGED and training.epoch > 0:
         return f"fix the cause, move train/ of the run away, and {AGAIN}"
     mend = "" if last.failure is Failure.CANCELLED else "fix the cause and "
     how = (

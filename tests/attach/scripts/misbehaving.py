@@ -112,6 +112,7 @@ def raises(error: BaseException) -> None:
 
 WAYS: dict[str, Callable[[], object]] = {
     "finds no data": finds_no_data,
+    "saves to a full disk": lambda: torch.save(torch.zeros(10_000), "/dev/full"),
     "imports nothing": lambda: __import__("no_such_module"),
     "ends at once": lambda: None,
     "ends": lambda: train(2),
