@@ -22,6 +22,7 @@ from tests.planning_data import failed, ok
 from tests.run_factory import EPOCHS, make_run, write_training
 from tula_hpc.cli.changed_inputs import freeze
 from tula_hpc.config import PUT_BACK, ClusterSpec, SweepSpec, idle_keys, idle_reference, load_cluster, load_sweep
+from tula_hpc.files import PLAN_ALONE
 from tula_hpc.formatting import command_line, format_duration
 from tula_hpc.records import JobNote, RunDirectory, append_record
 from tula_hpc.stages.batches_that_fit import Estimate
@@ -1059,6 +1060,25 @@ def test_a_sweep_says_which_objective_it_trains_by_where_that_is_not_its_own(
     assert "warning: one" not in continued
     run.log_event("submitted", "train", job_id="18")
     assert said(objective="cost").endswith(str(run.sweep_file)), "the training follows that plan"
+
+
+def test_a_plan_without_its_measurements_is_said_before_they_are_made_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tula_hpc.cli.pipeline import carry_out
+    from tula_hpc.stages.context import Sweep
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    run = make_run(tmp_path / "run", stage="plan")
+    for path in run.profile.iterdir():
+        path.unlink()
+    monkeypatch.setattr("tula_hpc.stages.rehearsal.try_before_jobs", lambda _: True)
+    monkeypatch.setattr("tula_hpc.stages.profile.profile_stage", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run), "plan")
+    assert f"warning: {PLAN_ALONE}: all is measured and planned anew" in capsys.readouterr().err
 
 
 def test_a_sweep_until_the_plan_ends_with_time_cost_and_the_next_command(

@@ -139,3 +139,10 @@ def test_keys_of_a_script_need_one(key: str) -> None:
 def test_braces_of_the_scripts_own_stay() -> None:
     Path("mine.toml").write_text(SCRIPT.replace('"--batch-size"', '"${now}", "{}", "{1}", "--batch-size"'))
     assert load_sweep(Path("mine.toml")).workload.arguments[:3] == ("${now}", "{}", "{1}")
+
+
+def test_a_script_beside_the_file_is_one_place_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("mine.toml").write_text(SCRIPT)
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert load_sweep(Path("../mine.toml")).workload.script == tmp_path / "train.py"
