@@ -196,8 +196,9 @@ def _actual_parts_s(
     if used.seconds is None or None in known_s:
         return found
     rest_s = max(0.0, used.seconds - failed_s - sum(seconds or 0.0 for seconds in known_s))
-    # the restart of a job that began anew repeats nothing
-    if result.restarts > bool(failed_s):
+    # the first restart of a job that began anew repeats nothing
+    repeating = result.restarts - 1 if failed_s > 0.0 else result.restarts
+    if repeating > 0:
         found[TimePart.REPEATED] = max(0.0, rest_s - END_SHARE * (result.starts_s or 0.0))
     else:
         found[TimePart.REPEATED] = 0.0

@@ -461,10 +461,11 @@ def _describe_why(row: CandidateTable, part: Part) -> str:
 
 def _too_long(row: CandidateTable, part: Part) -> str:
     work_s = float(row.train_time_s + row.evaluation_s)
-    minutes, before_s = part.cluster.train_minutes, part.cluster.signal_delay_s
+    cluster = part.cluster
     return (
         f"takes {format_duration(work_s)} besides its start and cannot be resumed, but a job of "
-        f"train_minutes = {minutes} is told to stop {before_s} s before its end (signal_delay_s)"
+        f"train_minutes = {cluster.train_minutes} is told to stop {cluster.signal_delay_s} s before "
+        "its end (signal_delay_s)"
     )
 
 

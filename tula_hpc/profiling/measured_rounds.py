@@ -33,9 +33,9 @@ from tula_hpc.profiling.timing import (
     StoppingRule,
     halves_of,
     mean_interval,
-    round_of,
     rounds_apart,
     rounds_of,
+    slowest_round,
 )
 from tula_hpc.records import ProcessorUse, StepTimes
 
@@ -129,15 +129,10 @@ class Course:
         the other hand, needs some steps until it is ahead again.
         """
         self.use_up_batches()
-        about_s = yield from self._slowest_s(1)
+        about_s = yield from slowest_round(self.worker, 1, self.left_out_s)
         steps = min(self.turn, math.ceil(SETTLING_S / max(about_s, 1e-6)))
-        about_s = yield from self._slowest_s(steps)
+        about_s = yield from slowest_round(self.worker, steps, self.left_out_s)
         return about_s
-
-    def _slowest_s(self, steps: int) -> Steps[float]:
-        mine = yield from round_of(self.worker, steps, self.left_out_s)
-        (slowest,) = self.worker.agree(mine)
-        return slowest
 
     def timed(self, about_s: float) -> Steps[None]:
         """Time whole steps, and the waits and the processors' time in them. Collective."""

@@ -256,14 +256,22 @@ def rounds_of(
     return rounds
 
 
+def slowest_round(
+    worker: Agreement, steps: int, left_out_s: Callable[[], float] = no_seconds
+) -> Steps[float]:
+    """Wait for steps in a row; return the slowest worker's mean seconds of one. Collective."""
+    mine = yield from round_of(worker, steps, left_out_s)
+    (slowest_s,) = worker.agree(mine)
+    return slowest_s
+
+
 def warm_up(
     worker: Agreement, most: int, left_out_s: Callable[[], float] = no_seconds
 ) -> Steps[None]:
     """Wait for so many steps, of long ones for fewer. Collective."""
     if most == 0:
         return
-    mine = yield from round_of(worker, 1, left_out_s)
-    (about_s,) = worker.agree(mine)
+    about_s = yield from slowest_round(worker, 1, left_out_s)
     enough = max(LEAST_WARM_UP, math.ceil(WARM_UP_S / max(about_s, 1e-6)))
     for _ in range(min(most, enough) - 1):
         yield
@@ -276,8 +284,7 @@ def round_s(worker: Agreement, step: Callable[[], object], steps: int = 1) -> fl
 
 def agreed_s(worker: Agreement, step: Callable[[], object], steps: int = 1) -> float:
     """Return the slowest worker's mean seconds of a call, the same on all workers. Collective."""
-    (slowest_s,) = worker.agree(round_s(worker, step, steps))
-    return slowest_s
+    return driven(slowest_round(worker, steps), step)
 
 
 def rounds_apart(

@@ -131,9 +131,10 @@ def _going_on(sweep: Sweep, outcome: Outcome) -> str:
 
 
 def _lost(sweep: Sweep) -> list[str]:
+    if not _starts_over(sweep):
+        return []
     # one that took no step loses nothing
-    has_stepped = any(sweep.run.train().root.glob("metrics*.jsonl"))
-    if not _starts_over(sweep) or not has_stepped:
+    if not any(sweep.run.train().root.glob("metrics*.jsonl")):
         return []
     if sweep.run.history().has_left_files(MAIN_LABEL):
         return [f"{_gone(sweep)}: this training then begins from the start."]
@@ -431,7 +432,8 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
             old[:] = metrics.steps[-1:]
         if done and metrics.steps[-1:] == old and _starts_over(sweep):
             notes.append(f"nothing of {round(done, 1):g} epochs that were trained is kept")
-            metrics, done = Metrics([], [], 0), 0.0
+            metrics = Metrics([], [], 0)
+            done = 0.0
         shown = [f"{round(done, 1):g} of {plural(epochs, 'epoch')} done", now.text]
         last = metrics.epochs[-1] if metrics.epochs else None
         # a script tells the score of an epoch after its end
@@ -465,8 +467,7 @@ def _restarted(sweep: Sweep, last: Restart | None) -> str:
 def unmatched_metric(sweep: Sweep, metrics: Metrics) -> str:
     """Say that a script's workload.metric has found no score; "" if it has, or there is none."""
     work = sweep.spec.workload
-    scores = ((row.test_accuracy, row.test_loss) for row in metrics.epochs)
-    if not work.is_script or work.metric is None or any(score != (None, None) for score in scores):
+    if not work.is_script or work.metric is None or any(row.is_scored for row in metrics.epochs):
         return ""
     output = sweep.run.train().root / "script" / "rank-0.log"
     printed = last_bytes(output) if output.is_file() else ""
