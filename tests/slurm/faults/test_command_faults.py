@@ -6,13 +6,15 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from signal import SIGKILL
 
 import pytest
 
 from tests.slurm.testcluster import MiniCluster
+from tula_hpc.errors import RunDirectoryError
 from tula_hpc.records import RunDirectory, read_metrics
 
 pytestmark = pytest.mark.usefixtures("quick_nodes")
@@ -91,8 +93,26 @@ def kill_controllers(command: Command) -> None:
     cluster = command.cluster
     cluster.wait_for(lambda: cluster.task_pids(command.control()[0]), 300, "the controller job")
     cluster.kill_task(command.control()[0], 0)
-    cluster.wait_for(lambda: len(command.control()) > 1 and cluster.task_pids(command.control()[1]), 300, "the next")
-    cluster.kill_job(command.control()[1])
+    cluster.wait_for(lambda: len(command.control()) > 1, 300, "the next controller")
+    # so that it is killed before it does anything, on a machine that is busy, too
+    with held(command.run, cluster):
+        cluster.wait_for(lambda: cluster.task_pids(command.control()[1]), 300, "its start")
+        cluster.kill_job(command.control()[1])
+
+
+@contextmanager
+def held(run: RunDirectory, cluster: MiniCluster) -> Iterator[None]:
+    """The run's lock, as soon as nobody else has it."""
+    with ExitStack() as stack:
+
+        def is_locked() -> bool:
+            with suppress(RunDirectoryError):
+                stack.enter_context(run.locked("another command"))
+                return True
+            return False
+
+        cluster.wait_for(is_locked, 120, "the end of the controller before it")
+        yield
 
 
 def test_a_plain_command_on_a_detached_sweep_waits_and_cancels_nothing(
