@@ -53,8 +53,8 @@ class Unsteady(NamedTuple):
         times = self.profile.times
         if not self.drift or times.first_half_s is None or times.second_half_s is None:
             between = f"{format_duration(self.low_s)} and {format_duration(self.high_s)}"
-            took = f"it takes between {between}"
-            return f"the step of {self.profile.configuration} had not settled: {took}"
+            step = f"the step of {self.profile.configuration}"
+            return f"{step} takes between {between}: its measurement was too short for its noise"
         halves = (
             f"{format_duration(times.first_half_s)}, then {format_duration(times.second_half_s)}"
         )
@@ -116,8 +116,8 @@ def with_steadiness(
     more = ""
     if len(found) > 1:
         others = ", ".join(str(one.profile.configuration) for one, _ in found[1:])
-        more = f"; likewise the steps of {others}"
-    text = f"{first.describe()}; {effect}{more}; {_what_to_do(first, sweep.search, usable)}"
+        more = f"The steps of {others} are as uncertain. "
+    text = f"{first.describe()}; {effect}. {more}{_what_to_do(first, sweep.search, usable)}"
     hangs_on = [prefixed(name, _hanging(steps, other)) for other, steps in instead.items()]
     plan = plan.model_copy(update={"hangs_on": hangs_on})
     return plan.with_doubts(to_measure([prefixed(name, text)]))
@@ -128,11 +128,11 @@ def _hanging(steps: Sequence[tuple[Configuration, float]], other: Configuration)
     if len(steps) > 1:
         which = ", ".join(str(configuration) for configuration, _ in steps)
         return (
-            f"the steps of {which}, which are not settled: if any of them came out at the end of "
+            f"the steps of {which}, which are uncertain: if any of them came out at the end of "
             f"its range, the plan would choose {other}"
         )
     ((configuration, seconds),) = steps
-    step = f"the step of {configuration}, which is not settled"
+    step = f"the step of {configuration}, which is uncertain"
     return f"{step}: with {format_duration(seconds)} the plan would choose {other}"
 
 
@@ -170,11 +170,11 @@ def _on_training(one: Unsteady) -> str:
 
 def _what_to_do(one: Unsteady, search: SearchSpec, usable: Iterable[Measurement]) -> str:
     """Name the key: of the limit that ended the measurement, or of the steps before it."""
-    anew = "and a new --run-dir, measures"
+    anew = "and another --run-dir measures"
     if one.drift < 0:
         steps = LONGER * search.warmup_steps
         return (
-            f"a new sweep, with --set search.warmup_steps={steps} {anew} it when it has warmed up"
+            f"A new sweep with --set search.warmup_steps={steps} {anew} it when it has warmed up"
         )
     own = [row for row in usable if row.configuration == one.profile.configuration]
     # without max_seconds the training's length set the limit
@@ -183,7 +183,7 @@ def _what_to_do(one: Unsteady, search: SearchSpec, usable: Iterable[Measurement]
     # the next round would have been one too many
     if any(row.steps + row.round_steps.get("step", 1) > search.max_steps for row in own):
         key = f"search.max_steps={LONGER * search.max_steps}"
-    return f"a new sweep, with --set {key} {anew} it for longer"
+    return f"A new sweep with --set {key} {anew} it for longer"
 
 
 def _timed_s(row: Measurement) -> float:

@@ -42,12 +42,12 @@ def test_what_had_not_settled_is_said_where_another_choice_lies_within(where: Co
     plan = planned(with_step(where, WIDE, **UNSETTLED))
     assert plan.chosen.configuration == CHOSEN
     (text,) = told(plan, where)
-    assert f"the step of {where} had not settled: it takes between " in text
-    assert f"the plan would choose {NEXT}; " in text
+    assert f"the step of {where} takes between " in text
+    assert f"the plan would choose {NEXT}. " in text
     (told_first,) = plan.hangs_on
-    assert told_first.startswith(f"the step of {where}, which is not settled: with ")
+    assert told_first.startswith(f"the step of {where}, which is uncertain: with ")
     assert told_first.endswith(f"the plan would choose {NEXT}")
-    assert text.endswith("a new sweep, with --set search.max_seconds=240 and a new --run-dir, measures it for longer")
+    assert text.endswith("A new sweep with --set search.max_seconds=240 and another --run-dir measures it for longer")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_drift_of_what_is_chosen_is_said_with_what_it_does_to_training() -> No
     (text,) = told(planned(with_step(CHOSEN, faster)), CHOSEN)
     assert "became 5.8 % shorter" in text
     assert "the training's steps take 3 % less time than predicted" in text
-    assert "--set search.warmup_steps=20 and a new --run-dir, measures it when it has warmed up" in text
+    assert "--set search.warmup_steps=20 and another --run-dir measures it when it has warmed up" in text
 
 
 @pytest.mark.parametrize(("where", "halves"), [(LAST, (0.9, 1.1)), (CHOSEN, (0.98, 1.02)), (CHOSEN, (0.991, 1.009))])
@@ -100,15 +100,15 @@ def test_a_drift_that_matters_to_nothing_is_not_said(where: Configuration, halve
 def test_a_drift_within_which_another_choice_lies_is_said_of_any_configuration() -> None:
     (text,) = told(planned(with_step(NEXT, {"first_half": 0.5, "second_half": 1.5})), NEXT)
     assert "became 3 times longer while it was measured (" in text
-    assert f"the plan would choose {NEXT}; " in text
+    assert f"the plan would choose {NEXT}. " in text
 
 
 def test_several_that_had_not_settled_are_one_warning() -> None:
     rows = [with_step(where, WIDE, **UNSETTLED) for where in (CHOSEN, NEXT)]
     both = [rows[0][at] if row.configuration == CHOSEN else rows[1][at] for at, row in enumerate(rows[0])]
     plan = planned(both)
-    (text,) = [text for text in plan.warnings if "had not settled" in text]
-    assert "; likewise the steps of N=" in text
+    (text,) = [text for text in plan.warnings if "too short for its noise" in text]
+    assert ". The steps of N=" in text
     (hanging,) = plan.hangs_on
     assert hanging.startswith("the steps of N=")
     assert hanging.endswith(f"the plan would choose {NEXT}")
