@@ -289,8 +289,8 @@ def _check_set(spec: WorkloadSpec, which: str, data: Any, classes: int, tried: i
         _check_labels(spec, which, data, items, classes)
     first, *others = items
     for other in others:
-        words = f"{spec.dataset} has items {first} and {other} in the {which} set"
-        collate([items[first], items[other]], words)
+        pair = f"{first}, {_describe(items[first])}, and {other}, {_describe(items[other])},"
+        collate([items[first], items[other]], f"{spec.dataset} has items {pair} in the {which} set")
 
 
 def _check_item(spec: WorkloadSpec, item: Any, classes: int, place: str) -> None:

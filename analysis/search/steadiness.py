@@ -173,9 +173,7 @@ def _what_to_do(one: Unsteady, search: SearchSpec, usable: Iterable[Measurement]
     anew = "and another --run-dir measures"
     if one.drift < 0:
         steps = LONGER * search.warmup_steps
-        return (
-            f"A new sweep with --set search.warmup_steps={steps} {anew} it when it has warmed up"
-        )
+        return f"A new sweep with --set search.warmup_steps={steps} {anew} it when it has warmed up"
     own = [row for row in usable if row.configuration == one.profile.configuration]
     # without max_seconds the training's length set the limit
     timed_s = max(map(_timed_s, own), default=0.0) or MOST_SECONDS

@@ -418,6 +418,7 @@ def test_progress_shows_an_open_episode_and_no_other() -> None:
     assert "1.90" in describe_drift([drifted, event("checkpoint")])
     assert "network" in describe_drift([drifted])
     assert describe_drift([drifted, recovered]) == ""
+    assert describe_drift([drifted, event("resumed")]) == "", "of the job before"
 
 
 def test_the_batch_in_force_is_the_last_that_was_planned_anew() -> None:

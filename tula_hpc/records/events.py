@@ -643,10 +643,10 @@ class RunHistory:
         return bool(trained) and trained[-1].event == "fell_back"
 
     def drift(self, label: str | None = None) -> DriftState | None:
-        """Return the drift of a training, or of any; None while step times are as predicted."""
+        """Return the drift of a training's last job, or of any; None while steps are as predicted."""
         events = self.events if label is None else self.of_training(label)
         for event in reversed(events):
-            if event.event == "recovered":
+            if event.event in ("recovered", "started", "resumed"):
                 return None
             if event.event == "drifted":
                 return _drift_of(event)

@@ -270,6 +270,8 @@ def _of_samples(key: str, name: str, function: OfSamples, outputs: Any, targets:
         took = f"outputs ({kind_of(outputs)}) and targets ({kind_of(targets)})"
         message = f"{name} returns {kind_of(numbers)} for {count} sample(s), of {took}"
         message = f"{message}; expected {expected}"
+        if isinstance(numbers, Tensor) and numbers.dim() == 0:
+            message += ', as a loss of torch returns with reduction="none"'
         raise InputError(message, key=key)
     return numbers
 
