@@ -148,8 +148,8 @@ MISTAKES = {
     ),
     "items of several shapes": (
         ("return TensorDataset(*tensors())", "return [(torch.zeros(3, 8, 8 + (n > 30)), 1) for n in range(40)]"),
-        "has items 0, (float32 tensor of shape (3, 8, 8), int 1), and 32, (float32 tensor of shape (3, 8, 9), int 1), in "
-        "the train set that cannot be put into one batch",
+        "has items 0, (float32 tensor of shape (3, 8, 8), int 1), and 32, (float32 tensor of shape (3, 8, 9), int 1), "
+        "in the train set that cannot be put into one batch",
     ),
     "a model that is frozen as a whole": (
         ("    return Net(classes, image_size)", "    return Net(classes, image_size).requires_grad_(False)"),
