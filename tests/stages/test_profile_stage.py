@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -383,6 +384,35 @@ def test_an_adaptive_search_says_how_many_more_there_may_be(
     assert first == "profiling: 1 done, at most 7 more, 1 running, up to about 4 min left", "of max_profiles = 8"
     assert second.startswith("profiling: 2 done, at most 6 more, 1 running, up to about ")
     assert third.startswith("profiling: 2 done, 1 failed, at most 5 more, 1 running, up to about ")
+
+
+class BrokenSetup(Scheduler):
+    """A line of the cluster file's `setup` fails in a job that goes on."""
+
+    def submit(self, jobs: Sequence[ProfileJob], **options: Any) -> list[Submitted]:
+        self.outputs = [job.output for job in jobs]
+        return super().submit(jobs, **options)
+
+    def wait(self, jobs: Sequence[Submitted], tick: Callable[[JobsNow], None]) -> list[Ended]:
+        tick(JobsNow(0, "1 waiting"))
+        words = "`module …` in setup ended with exit code 1"
+        append_record(notes_file(self.outputs[0]), JobNote(note="began", time=1.0, job_id="1", detail=words))
+        tick(JobsNow(1, "1 running"))
+        tick(JobsNow(1, "1 running"))
+        raise KeyboardInterrupt
+
+
+def test_what_failed_of_setup_is_said_once_while_the_first_job_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, sweep = profile(monkeypatch, tmp_path, measures=False)
+    scheduler = BrokenSetup(sweep.run, measures=False)
+    monkeypatch.setattr(Sweep, "launcher", property(lambda _: scheduler))
+    with pytest.raises(KeyboardInterrupt):
+        profile_stage(sweep)
+    waiting, warning, running = capsys.readouterr().err.splitlines()
+    assert (waiting[-9:], running[-9:]) == ("1 waiting", "1 running")
+    assert warning.startswith("warning: job 1 went on although `module …` in setup ended with exit code 1")
 
 
 @pytest.mark.parametrize("failure", [Failure.PREEMPTED, Failure.KILLED])

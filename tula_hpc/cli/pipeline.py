@@ -176,7 +176,6 @@ def _run_stages(sweep: Sweep, last: int) -> int:
 
 def _profile(sweep: Sweep) -> bool:
     """Profile until the search has seen enough; return whether the workload was tried here."""
-    from tula_hpc.records.events import setup_failures
     from tula_hpc.stages.batches_that_fit import out_of_memory
     from tula_hpc.stages.notify import tell
     from tula_hpc.stages.profile import profile_stage
@@ -191,8 +190,6 @@ def _profile(sweep: Sweep) -> bool:
     profile_stage(sweep)
     measured = plural(len(sweep.run.measurements().records), "measurement")
     tell(sweep, "stage_ended", f"profiling is done: {measured}", "profile")
-    for words in setup_failures(sweep.run.job_notes()):
-        sys.stderr.write(f"warning: {printable(words)}\n")
     if named := out_of_memory(sweep.run):
         print(f"out of memory: {', '.join(named)}")
     sweep.launcher.note_accounts()

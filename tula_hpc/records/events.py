@@ -75,8 +75,11 @@ class JobNote(Record):
 
 
 def setup_failures(notes: Iterable[JobNote]) -> list[str]:
-    """Say what failed of `setup` in profile jobs that went on without it, each once."""
-    jobs = {note.detail: note.job_id for note in notes if note.note == "began" and note.detail}
+    """Say what failed of `setup` in profile jobs that went on without it, each with its first job."""
+    jobs: dict[str, str] = {}
+    for note in notes:
+        if note.note == "began" and note.detail:
+            jobs.setdefault(note.detail, note.job_id)
     return [
         f"job {job_id} went on although {words}; correct it there, and measure with another --run-dir"
         for words, job_id in jobs.items()

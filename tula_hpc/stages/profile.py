@@ -16,6 +16,7 @@ from pathlib import Path
 from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
 from tula_hpc.env import unix_time
 from tula_hpc.errors import Failure, InputError, StageError, StorageError
+from tula_hpc.formatting import printable
 from tula_hpc.launch.diagnosis import BY_HAND, telling_line
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.job_files import times_out
@@ -36,6 +37,7 @@ from tula_hpc.records import (
     write_atomically,
 )
 from tula_hpc.records.broken_hosts import profiled_in_vain, why_given_up
+from tula_hpc.records.events import setup_failures
 from tula_hpc.retry_policy import TIME_OUTS, is_broken_round, is_held_against, is_partition_hopeless
 from tula_hpc.stages.batches_that_fit import (
     Estimate,
@@ -254,8 +256,19 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
         elsewhere = sum(name != part.partition for name, _ in tried)
         most_here = most_profiled(part.spec, part.cluster.workers_per_node) or 0
         expected = max(expected, elsewhere + most_here)
+    earlier = part.run.job_notes()
+    told = set(setup_failures(earlier))
+
+    def warn_of_setup() -> None:
+        outputs = [notes_file(part.run.root / job.output) for job in submitted.values()]
+        notes = [*earlier, *read_records(JobNote, outputs).records]
+        for words in setup_failures(notes):
+            if words not in told:
+                told.add(words)
+                sys.stderr.write(f"warning: {printable(words)}\n")
 
     def tick(now: JobsNow) -> None:
+        warn_of_setup()
         statuses = list(_tried(part).values())
         done = len(statuses)
         most = max(done, expected)
@@ -271,6 +284,8 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
 
     jobs = [submitted_job(part.run, job) for job in submitted.values()]
     ended = part.launcher.wait(jobs, tick) if jobs else []
+    # of a job that took less time than there is between two looks
+    warn_of_setup()
     for end in ended:
         if end.failure is Failure.CANCELLED:
             sys.stderr.write(
