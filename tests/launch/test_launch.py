@@ -311,7 +311,9 @@ def test_a_refusal_names_the_hosts_that_were_left_out(tmp_path: Path, monkeypatc
     words = r"refused the job: no such nodes; .* left out: n2 reported 'an ECC error'; .* tried again from"
     with pytest.raises(RefusedError, match=words):
         there.submit([touch(tmp_path / "x")], stage="train", nodes=1, minutes=9)
-    assert there.run.events()[-1].detail.startswith("the scheduler refused the job: no such nodes; nodes with broken")
+    assert there.run.events()[-1].detail.startswith(
+        "profile: the scheduler refused the job: no such nodes; nodes with broken"
+    )
 
 
 def test_no_slurm_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

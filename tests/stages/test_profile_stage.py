@@ -352,7 +352,7 @@ def test_a_time_limit_is_said_at_once_with_its_key_and_ends_in_a_sentence(
     )
     failure = sweep.run.history().stage_failure()
     assert failure is not None, "for status"
-    assert f"profile: {failure.detail}" == str(caught.value)
+    assert failure.detail == str(caught.value)
     assert len(scheduler.wanted) == 1
     assert {row.detail for row in sweep.run.measurements().records} == {"reached its time limit too many times."}
 

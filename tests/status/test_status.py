@@ -694,11 +694,11 @@ def test_what_the_scheduler_refused_is_told_where_no_earlier_job_goes_on(
     tmp_path: Path, cluster: FakeSlurm, stage: str
 ) -> None:
     run = new_run(tmp_path / "run")
-    refusal = "the scheduler refused the job: sbatch: error: Invalid feature specification"
+    refusal = f"{stage}: the scheduler refused the job: sbatch: error: Invalid feature specification"
     run.log_event("failed", stage, detail=refusal)
     told = status.status_of(run.root)
     assert (told.state, told.exit_code) == ("failed", 1)
-    assert told.words == f"{stage}: {refusal}; fix the cause and run the same command again"
+    assert told.words == f"{refusal}; fix the cause and run the same command again"
     submit(run, "7")
     run.log_event("failed", stage, detail=refusal)
     cluster.jobs = {"7": ("RUNNING", "None")}

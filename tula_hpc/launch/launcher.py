@@ -186,7 +186,7 @@ class Launcher:
         except RefusedError as refusal:
             error = self._with_avoided(refusal, stage)
             if patient:
-                self.run.log_event("failed", stage, detail=str(error)[:2000])
+                self.run.log_event("failed", stage, detail=f"{stage}: {error}"[:2000])
             raise error from None
 
     def _with_avoided(self, error: RefusedError, stage: str) -> RefusedError:

@@ -76,8 +76,7 @@ def profile_stage(sweep: Sweep) -> None:
     except StageError as error:
         # for `status`; a disk that is full may not take it
         with contextlib.suppress(StorageError):
-            words = str(error).removeprefix("profile: ")
-            sweep.run.log_event("failed", "profile", detail=words[:2000])
+            sweep.run.log_event("failed", "profile", detail=str(error)[:2000])
         raise
 
 

@@ -195,9 +195,6 @@ def _stage_failed(parts: Parts) -> StateAndText | None:
     if event is None or not event.detail.strip() or parts.is_unknown:
         return None
     why = first_line(event.detail).rstrip(".")
-    # the errors of planning begin with the stage, the scheduler's do not
-    if event.stage != "plan":
-        why = f"{event.stage}: {why}"
     return "failed", f"{why}; fix the cause and {AGAIN}"
 
 
