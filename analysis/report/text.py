@@ -27,6 +27,7 @@ from tula_hpc.formatting import (
 )
 from tula_hpc.records import Doubt, Measurement, RunHistory
 from tula_hpc.records.events import setup_failures
+from tula_hpc.records.training import WITHOUT_SCORES
 
 SECONDS_PER_HOUR = 3600
 # hosts and the like that are named, the others are counted
@@ -69,7 +70,7 @@ def doubts(run: RunContents) -> list[Doubt]:
         *found,
         *plan_warnings.to_measure(map(as_sentence, setup_failures(run.job_notes))),
         *plan_warnings.to_know(_mixed_devices(run)),
-        *plan_warnings.to_change([*_learned_nothing(run), *_scaled_nothing(run)]),
+        *plan_warnings.to_change(_about_training(run)),
         *plan_warnings.to_know(run.notes),
     ]
 
@@ -99,20 +100,16 @@ def _doubts_before_plan(run: RunContents) -> list[Doubt]:
     return found
 
 
-def _learned_nothing(run: RunContents) -> Iterator[str]:
-    if run.sweep is None:
-        return
+def _about_training(run: RunContents) -> Iterator[str]:
     for training in run.trainings:
-        if training.result is None:
-            continue
-        if why := learned_nothing(training.metrics, run.sweep.workload):
-            yield f"Training {training.label}: {why}; {SMALLER_STEPS}."
-
-
-def _scaled_nothing(run: RunContents) -> Iterator[str]:
-    for training in run.trainings:
-        if training.metrics.scaled_nothing:
-            yield f"Training {training.label}: {plan_warnings.SCALED_NOTHING}."
+        found = [plan_warnings.SCALED_NOTHING] if training.metrics.scaled_nothing else []
+        if training.result is not None and run.sweep is not None:
+            work = run.sweep.workload
+            if why := learned_nothing(training.metrics, work):
+                found.append(f"{why}; {SMALLER_STEPS}")
+            if work.is_script and work.metric and not training.result.is_scored:
+                found.append(WITHOUT_SCORES)
+        yield from (f"Training {training.label}: {words}." for words in found)
 
 
 def _mixed_devices(run: RunContents) -> Iterator[str]:

@@ -670,6 +670,22 @@ def test_a_training_that_blew_up_is_a_warning(
     assert any(text.startswith(words or "Training main") for text in warnings(read_run(run))) == (words is not None)
 
 
+@pytest.mark.parametrize("accuracy", [0.5, None])
+def test_why_a_script_has_no_score_is_a_warning(finished: Written, accuracy: float | None) -> None:
+    contents = read_run(finished.run)
+    script = {"script": Path("/gone/train.py"), "metric": "acc (?P<test_accuracy>.*)"}
+    assert contents.sweep is not None
+    workload = contents.sweep.workload.model_copy(update=script)
+    (training,) = contents.trainings
+    assert training.result is not None
+    result = training.result.model_copy(update={"test_accuracy": accuracy, "test_loss": None})
+    of_script = contents._replace(
+        sweep=contents.sweep.model_copy(update={"workload": workload}), trainings=[training._replace(result=result)]
+    )
+    said = [words for words in warnings(of_script) if "workload.metric has matched no line" in words]
+    assert len(said) == (accuracy is None)
+
+
 def test_repeated_measurements_count_by_their_median() -> None:
     where = Configuration(1, 1, 32)
     repeats = [measurement(where, seed) for seed in range(3)]

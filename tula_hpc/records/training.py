@@ -1,11 +1,11 @@
-"""result.json and drift.json of a training; study_rates.json of a study.
-
-study_rates.json of a study.
-"""
+"""result.json and drift.json of a training; study_rates.json of a study."""
 
 from __future__ import annotations
 
 from tula_hpc.records.base import Batch, Configuration, Nodes, Record, WorkersPerNode
+
+# of a script that has a workload.metric
+WITHOUT_SCORES = "workload.metric has matched no line of the script's output: scores are unknown"
 
 
 class TrainResult(Record):
@@ -42,6 +42,11 @@ class TrainResult(Record):
     evaluation_s: float | None = None
     # for which steps stood still while a checkpoint was copied, or waited for
     saving_s: float | None = None
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether accuracy or loss on the test set are known."""
+        return (self.test_accuracy, self.test_loss) != (None, None)
 
 
 class StepParts(Record):

@@ -43,6 +43,7 @@ from tula_hpc.records import (
 )
 from tula_hpc.records.events import setup_failures
 from tula_hpc.records.run_directory import Holder, holder_of
+from tula_hpc.records.training import WITHOUT_SCORES
 from tula_hpc.stages.context import jobs_of_original
 from tula_hpc.stages.plan import MADE_AGAIN, is_plan_lost, obstacle
 
@@ -242,13 +243,10 @@ def _labels(run: RunDirectory) -> list[str]:
 
 
 def _without_scores(spec: SweepSpec | None, training: TrainingFacts | None) -> list[str]:
-    """Say that a script's training ended without a score that was asked for."""
     result = training.result if training is not None else None
     if spec is None or result is None or not spec.workload.is_script or not spec.workload.metric:
         return []
-    if (result.test_accuracy, result.test_loss) != (None, None):
-        return []
-    return ["workload.metric has matched no line of the script's output: scores are unknown"]
+    return [] if result.is_scored else [WITHOUT_SCORES]
 
 
 def _is_training(path: Path) -> bool:
