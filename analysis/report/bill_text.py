@@ -111,7 +111,10 @@ def steps_off(
     if bill is not None and TimePart.STEPS in bill.parts and not bill.has_felt(TimePart.STEPS):
         return
     ends = (expected.low, expected.high)
+    took = format_duration(took_s)
     low, high = (duration_within(end, *ends, took_s) for end in ends)
+    if took in (low, high):
+        took, low, high = (duration_within(each, *ends) for each in (took_s, *ends))
     drift = RunHistory(events).last_drift(training.label)
     cause = CAUSES.get(drift.part, "") if drift else ""
     steps = training.result.steps if training.result else FEW_STEPS
@@ -119,7 +122,7 @@ def steps_off(
         cause = f"; of only {plural(steps, 'step')} in all the slow first ones weigh much"
     yield (
         f"The steps of {name} were {in_comparison(took_s / expected.value)} than predicted, "
-        f"outside of the 90 % interval: an epoch {format_duration(took_s)}, not {low} to {high}"
+        f"outside of the 90 % interval: an epoch {took}, not {low} to {high}"
         f"{cause}."
     )
 

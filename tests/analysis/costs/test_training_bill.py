@@ -209,6 +209,15 @@ def test_steps_off_the_plan_are_told_with_their_likely_cause(epoch_s: float, dri
     assert not list(steps_off(plan([chosen, chosen]), events, hardly_felt))
 
 
+def test_a_time_just_outside_of_its_interval_does_not_read_like_its_end() -> None:
+    chosen = promised(epoch_time_s=0.93, interval_90={"epoch_time_s": (0.839, 1.02)})
+    line = dict.fromkeys(EpochMetrics.model_fields, 1) | {"kind": "epoch", "epoch_time_s": 1.04}
+    metrics = Metrics([], [EpochMetrics.model_validate(line | {"global_batch": WHERE.global_batch})], 0)
+    training = Training("main", metrics, result(train_time_s=1000.0, steps=1000))
+    (words,) = steps_off(plan([chosen, chosen]), [], training)
+    assert words.endswith("an epoch 1.04 s, not 840 ms to 1.02 s.")
+
+
 @given(st.lists(st.floats(0.0, 1e6), max_size=3), st.floats(0.0, 1e6), st.integers(0, 3))
 def test_whatever_was_measured_can_be_said(elapsed_s: list[float], starts_s: float, restarts: int) -> None:
     told = result(starts_s=starts_s, restarts=restarts)
