@@ -37,7 +37,7 @@ Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 class Spec(BaseModel):
     """Base of all input tables: immutable, no unknown keys, no numbers from strings."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
     # of a file: keys of other tools, and the end of a message that names its own
     foreign_keys: ClassVar[Mapping[str, str]] = {}
 

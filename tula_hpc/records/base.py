@@ -18,7 +18,7 @@ JobId = Annotated[str, Field(pattern=r"^(\w[\w.,:%+\[\]-]{0,99})?$")]
 class Record(BaseModel):
     """Base of all records: immutable; unknown keys of newer versions are ignored."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
 
 
 class Configuration(NamedTuple):
