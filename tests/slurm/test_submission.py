@@ -225,6 +225,13 @@ def test_a_dry_run_asks_what_slurm_would_do_and_submits_nothing(
     shown = capsys.readouterr()
     assert "train, N=1, 1 task: refused: " in shown.out
     assert "Slurm would refuse 2 of 2 submissions" in shown.err
+    slurm_cluster.run("scontrol", "update", "nodename=ALL", "state=drain", "reason=a test")
+    try:
+        assert main([*command, "--set", "search.cluster_sizes=[1,2]"]) == 0, "sbatch takes such jobs"
+    finally:
+        slurm_cluster.run("scontrol", "update", "nodename=ALL", "state=resume")
+    words = "would wait: 4 of the 4 nodes of partition batch are down or drained (sinfo -R says why)"
+    assert f"profile, N=2, 1 task: {words}" in capsys.readouterr().out
     study = "[study]\nmethods = ['lbt']\nbatches = [64]\nseeds = [0, 1]\nnodes = 64\n"
     sweep.write_text(f"{sweep.read_text()}{study}")
     for real in (command, command[:-1]):

@@ -104,9 +104,13 @@ def _ask_slurm(scripts: Sequence[Script]) -> None:
         try:
             answer = re.sub(r"^Job \d+ to start", "could start", could_start(script.text))
         except RefusedError as error:
-            waits = _waits(error)
-            answer = f"{'would wait until you have fewer jobs' if waits else 'refused'}: {error}{_asked(script, error)}"
-            refused += not waits
+            if absent := _absent(script, error):
+                answer = absent
+            elif _waits(error):
+                answer = f"would wait until you have fewer jobs: {error}"
+            else:
+                answer = f"refused: {error}{_asked(script, error)}"
+                refused += 1
         except LaunchError as error:
             sys.stdout.write(f"  {error}\n")
             return
@@ -114,6 +118,37 @@ def _ask_slurm(scripts: Sequence[Script]) -> None:
         sys.stdout.flush()
     if refused:
         raise RefusedError(f"Slurm would refuse {refused} of {len(scripts)} submissions, see above")
+
+
+def _absent(script: Script, error: RefusedError) -> str:
+    """Say that a job would wait for nodes that are down or drained, of which sbatch takes jobs.
+
+    `sbatch --test-only` names no difference to nodes that do not exist.
+
+    Returns: "" where nodes that are up are enough, or all of the partition are not.
+    """
+    from tula_hpc.launch.slurm_executor import NO_SUCH_NODE
+
+    options = _options(script.text)
+    wanted = count_in(options.get("nodes", "")) or 1
+    if NO_SUCH_NODE not in str(error) or ELSEWHERE & options.keys():
+        return ""
+    try:
+        shown = slurm.run_command(["sinfo", "-a", "-h", "-o", "%P %F"], ASK_S)
+    except LaunchError:
+        return ""
+    # name, with a star if it is the default, and nodes: allocated, idle, other and all
+    for name, star, *found in re.findall(
+        r"^(\S+?)(\*?) (\d+)/(\d+)/(\d+)/(\d+)$", shown, re.MULTILINE
+    ):
+        allocated, idle, other, every = map(int, found)
+        is_asked = name == options["partition"] if "partition" in options else bool(star)
+        if is_asked and allocated + idle < wanted <= every:
+            return (
+                f"would wait: {other} of the {every} nodes of partition {name} are down or drained "
+                "(sinfo -R says why)"
+            )
+    return ""
 
 
 def _asked(script: Script, error: RefusedError) -> str:
