@@ -218,7 +218,7 @@ def _how_to_train(options: argparse.Namespace, run: RunDirectory) -> str:
         return "The training of this run follows its own plan, not this one."
     inputs = (str(run.sweep_file), "--cluster", str(run.cluster_file))
     train = command_line("sweep", *inputs, "--run-dir", str(run.root))
-    told = "To train by it:"
+    told = "To train by it, without measuring again:"
     if (options.set or options.objective) and not options.write:
         told = "With --write the run follows it; to train then:"
     return f"{told}\n  {train}"

@@ -200,7 +200,7 @@ def about_range(plan: Plan, search: SearchSpec) -> list[str]:
     if plan.objective != "knee" or knee is None or knee < 2 * largest:
         return []
     return [
-        f"the knee, by the model at B={knee:,.0f}, lies beyond search.max_batch = "
+        f"the knee, B={knee:,.0f} on the fitted curve, lies beyond search.max_batch = "
         f"{search.max_batch:,}: set a larger one to measure there (after a training, with another "
         "--run-dir)"
     ]
@@ -226,17 +226,18 @@ def about_method(chosen: Candidate, sweep: SweepSpec) -> list[str]:
     times = chosen.global_batch / sweep.training.base_batch
     if sweep.training.method == "lbt" and times >= LARGE_BATCH:
         remedy = (
-            "--set training.method=ags with another --run-dir measures again, and trains with "
-            "scaled gradients"
+            "a new sweep with --set training.method=ags and another --run-dir trains with scaled "
+            "gradients"
         )
         if sweep.workload.is_script and chosen.configuration.world_size == 1:
             # a script's factors come from the gradients of several workers
             remedy = (
-                'training.method = "sqrt" with {lr_scale} in workload.arguments raises the rate'
+                'to raise it with the batch, set training.method = "sqrt" and give {lr_scale} to the '
+                "script in workload.arguments"
             )
         return [
             f"the batch is {times:,.3g} times training.base_batch ({sweep.training.base_batch:,}), "
-            "and nothing makes up for the accuracy that such a batch may cost (training.method = "
+            "which may cost accuracy, and the learning rate stays as it is (training.method = "
             f'"lbt"); {remedy}'
         ]
     if sweep.training.method == "polo":
@@ -288,8 +289,8 @@ def about_beginning_anew(chosen: int, fitted: Fitted) -> list[str]:
     lost_s, lost = row.wall_time_s[0] / 2, row.cost[0] / 2
     price = f"{format_duration(lost_s)} and {format_money(lost, part.cluster.pricing.currency)}"
     return [
-        "after an interruption the job is requeued and the training begins anew, which costs "
-        f"{price} each on average: set workload.resume_arguments in the sweep file, or let the script "
+        "after an interruption the job is requeued and the training begins anew, at a loss of "
+        f"{price} on average: set workload.resume_arguments in the sweep file, or let the script "
         "keep its state by tula.keep (sweeps/README.md)"
     ]
 

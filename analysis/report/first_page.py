@@ -14,6 +14,7 @@ from tula_hpc.analysis.models.profiles import is_out_of_memory, parts_of
 from tula_hpc.analysis.planning.partitions import name_of
 from tula_hpc.analysis.report.bill_text import bill_of, bill_sentences, steps_off
 from tula_hpc.analysis.report.plan_text import (
+    against,
     alternatives,
     knee_sentences,
     not_told_apart,
@@ -95,7 +96,11 @@ def first_page(run: RunContents) -> FirstPage:
             "What it will take": will_take,
             "What it took": took,
             "How sure": list(_how_sure(run, run.plan, is_billed=is_billed)),
-            "Why this one": [_reason(run.plan), *why_not_better(run.plan)],
+            "Why this one": [
+                _reason(run.plan),
+                *_half_the_batch(run.plan),
+                *why_not_better(run.plan),
+            ],
             "What would change it": list(
                 _what_would_change(run.plan, has_trained=bool(run.trainings))
             ),
@@ -310,6 +315,16 @@ def _reason(plan: Plan) -> str:
     return as_sentence(plan.reason.removeprefix(f"{name_of(plan.chosen)}: "))
 
 
+def _half_the_batch(plan: Plan) -> Iterator[str]:
+    """Say what half the batch would take, where that is longer."""
+    half = [
+        c for c in plan.candidates if c.feasible and 2 * c.global_batch == plan.chosen.global_batch
+    ]
+    best = min(half, key=lambda c: (c.expected_time_s, c.cost), default=None)
+    if best is not None and best.expected_time_s > plan.chosen.expected_time_s:
+        yield f"Half the batch, at best with {name_of(best)}, would be {against(best, plan.chosen)}."
+
+
 def _what_would_change(plan: Plan, *, has_trained: bool) -> Iterator[str]:
     """Yield the deciding facts: constraints, unsettled steps, and choices of other objectives."""
     yield from (as_sentence(text) for text in plan.binding)
@@ -366,6 +381,6 @@ def _next(run: RunContents) -> list[str]:
     found = []
     if below:
         found.append(
-            f"It can be trained as it is; {below} below would make a long training better."
+            f"You can start it now: nothing below is needed for that. Before a long training see {below}."
         )
     return [*found, f"To train it, without measuring again: {GO_ON}. {IS_RUN}"]

@@ -52,7 +52,7 @@ PART_NAMES = {
 NEXT_BEST = "next best"
 FASTEST = "fastest"
 CHEAPEST = "cheapest"
-SOONEST = "soonest to teach as much as training.base_batch would"
+SOONEST = "soonest to learn as much as with training.base_batch"
 FEWER = "best on fewer nodes"
 MORE = "best on more nodes"
 # kind of objective that takes each of them
@@ -173,8 +173,8 @@ def without_price(plan: Plan, cluster: ClusterSpec) -> list[str]:
         return []
     price = format_money(part.pricing.usd_per_node_hour)
     return [
-        f"The cost counts {price} a node and hour, the default of pricing.usd_per_node_hour in the "
-        "cluster file: set your price there."
+        f"The cost is no real price: it counts {price} a node and hour, the default of "
+        "pricing.usd_per_node_hour in the cluster file; set yours there."
     ]
 
 
@@ -336,7 +336,8 @@ def critical_batch_sentences(plan: Plan) -> list[str]:
     batch = in_samples(plan.critical_batch)
     return [
         f"Critical batch: {batch}, the gradient's noise scale {source}. Beyond it a larger batch "
-        "saves few steps; it grows in training, often tenfold."
+        "saves few steps, and the knee, which is about time alone, knows nothing of it. It grows "
+        "in training, often tenfold."
     ]
 
 
@@ -347,8 +348,9 @@ def progress_sentences(plan: Plan) -> list[str]:
     if factor < NOTABLE_FACTOR:
         return []
     return [
-        f"At this batch {plural(plan.epochs, 'epoch')} teach less than at training.base_batch; to "
-        f"teach as much takes {_epochs_to_progress(plan)}{_to_progress(chosen)}."
+        f"Training for {plural(plan.epochs, 'epoch')} teaches less at this batch than with "
+        f"training.base_batch; to learn as much would take {_epochs_to_progress(plan)}"
+        f"{_to_progress(chosen)}."
     ]
 
 

@@ -102,7 +102,7 @@ def with_steadiness(
             usual = usual or _choice(decision, sweep.search, summary)
             seconds, other = _effect(one, usual, decision, sweep.search, summary)
             if other:
-                effect = f"with {format_duration(seconds)} the plan would choose {other}"
+                effect = _with_it(seconds, other)
                 instead.setdefault(other, []).append((one.profile.configuration, seconds))
         is_chosen = one.profile.configuration == chosen
         if not effect and is_chosen and abs(one.drift) >= NOTABLE_DRIFT:
@@ -129,11 +129,14 @@ def _hanging(steps: Sequence[tuple[Configuration, float]], other: Configuration)
         which = ", ".join(str(configuration) for configuration, _ in steps)
         return (
             f"the steps of {which}, which are uncertain: if any of them came out at the end of "
-            f"its range, the plan would choose {other}"
+            f"its range, the fitted model would make {other} the choice"
         )
     ((configuration, seconds),) = steps
-    step = f"the step of {configuration}, which is uncertain"
-    return f"{step}: with {format_duration(seconds)} the plan would choose {other}"
+    return f"the step of {configuration}, which is uncertain: {_with_it(seconds, other)}"
+
+
+def _with_it(seconds: float, other: Configuration) -> str:
+    return f"if it takes {format_duration(seconds)}, the fitted model makes {other} the choice"
 
 
 def _effect(

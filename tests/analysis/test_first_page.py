@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.planning_data import cluster, ok, sweep
 from tests.run_factory import make_run, write_plan
 from tula_hpc.analysis.plan import make_plan
+from tula_hpc.analysis.planning.partitions import name_of
 from tula_hpc.analysis.report.first_page import first_page
 from tula_hpc.analysis.report.text import assumptions, doubts
 from tula_hpc.analysis.run_contents import read_run
@@ -74,12 +75,24 @@ def test_a_price_that_nobody_set_is_told_beside_the_cost(plan: Plan, tmp_path: P
     run = make_run(tmp_path / "run", stage="plan")
     write_plan(run, plan)
     contents = read_run(run)
-    said = "the default of pricing.usd_per_node_hour in the cluster file: set your price there."
+    said = "the default of pricing.usd_per_node_hour in the cluster file; set yours there."
     for price, is_said in ((1.0, True), (2.5, False)):
         priced = contents._replace(cluster=cluster(pricing={"usd_per_node_hour": price}))
         takes = first_page(priced).sections[0]
         assert takes.heading == "What it will take"
         assert any(text.endswith(said) for text in takes.sentences) == is_said
+
+
+def test_why_not_half_the_batch_is_said_where_it_is_slower(plan: Plan, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", stage="plan")
+    contents = read_run(run)
+    half = next(c for c in plan.candidates if 2 * c.global_batch == plan.chosen.global_batch)
+    for ratio, is_said in ((1.5, True), (0.9, False)):
+        other = half.model_copy(update={"wall_time_s": ratio * plan.chosen.expected_time_s})
+        compared = plan.model_copy(update={"candidates": [plan.chosen, other]})
+        reasons = next(s for s in first_page(contents._replace(plan=compared)).sections if s.heading == "Why this one")
+        said = f"Half the batch, at best with {name_of(other)}, would be 50 % slower, "
+        assert any(text.startswith(said) for text in reasons.sentences) == is_said
 
 
 @pytest.mark.parametrize(

@@ -509,8 +509,8 @@ def test_what_a_batch_beyond_the_critical_one_costs_is_said() -> None:
     plan = planned(rows=noisy(100.0))
     assert plan.critical_batch == pytest.approx(100.0)
     assert any(text.startswith("Critical batch: 100 samples") for text in sentences(plan))
-    (costs,) = [text for text in sentences(plan) if text.startswith(f"At this batch {plan.epochs} epochs teach")]
-    assert "; to teach as much takes 25 epochs, about " in costs
+    (costs,) = [text for text in sentences(plan) if text.startswith(f"Training for {plan.epochs} epochs teaches")]
+    assert "; to learn as much would take 25 epochs, about " in costs
     # the job starts once, however much longer it trains
     late = planned(rows=noisy(100.0), pricing={"restart_s": 3600.0})
     starts_s = 3600.0 - plan.chosen.wall_parts_s["starts"]
@@ -523,10 +523,10 @@ def test_what_a_batch_beyond_the_critical_one_costs_is_said() -> None:
         works_s = [(each or 0.0) - c.wall_parts_s["starts"] for each in (c.progress_time_s, c.wall_time_s)]
         assert works_s[0] == pytest.approx(needs * skipped * works_s[1], rel=1e-3)
     assert max(SAMPLES % c.global_batch for c in plan.candidates) > 0.02 * SAMPLES
-    (soonest,) = [text for text in sentences(plan) if text.startswith("Soonest to teach as much")]
+    (soonest,) = [text for text in sentences(plan) if text.startswith("Soonest to learn as much")]
     assert ", after " in soonest
     assert not any("Soonest" in text for text in sentences(planned(rows=noisy(1e6))))
-    assert not any("teach less" in text for text in sentences(planned(rows=noisy(1e6))))
+    assert not any("teaches less" in text for text in sentences(planned(rows=noisy(1e6))))
     assert planned().critical_batch is None
     assert plan.critical_batch_source == "profile"
     for method, scales in (("ags", True), ("lbt", False)):
@@ -548,7 +548,7 @@ def test_a_critical_batch_from_training_is_not_said_to_be_the_first_weights() ->
     assert plan.critical_batch_source == "training"
     said = " ".join([*sentences(plan), *plan.warnings])
     assert "in the later half of the training so far" in said
-    assert " epochs teach less than at training.base_batch" in said
+    assert " epochs teaches less at this batch than with training.base_batch" in said
     assert "profiled" not in said
     assert "its least" not in said
 
@@ -683,7 +683,7 @@ def test_what_is_free_is_chosen_by_its_time(run: RunDirectory, capsys: pytest.Ca
 def test_the_command_replaces_the_plan_only_when_asked(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     run.plan_file.write_text("mine")
     main([str(run.root)])
-    assert "\nTo train by it:\n  " in capsys.readouterr().out
+    assert "\nTo train by it, without measuring again:\n  " in capsys.readouterr().out
     main([str(run.root), "--objective", "cost"])
     assert "\nWith --write the run follows it; to train then:\n" in capsys.readouterr().out
     assert run.plan_file.read_text() == "mine"

@@ -1099,7 +1099,7 @@ def test_a_sweep_until_the_plan_ends_with_time_cost_and_the_next_command(
     epochs = f"20 epochs of {format_duration(chosen.epoch_time_s)}"
     assert planned == f"planned: {chosen.configuration}, 4 workers and {epochs}"
     assert takes.startswith("planned: Training should take ")
-    assert "to teach as much takes about 7 min " in learns
+    assert "to learn as much would take about 7 min " in learns
     write = command_line("plan", str(run.root), "--objective", "cost", "--write")
     assert [line for line in lines if line.startswith("cheapest: ") and line.endswith(f"; {write} chooses it")]
     changed = {"chosen": chosen.model_copy(update={"measured": False, "nodes": 1, "wall_time_s": 1.0})}
@@ -1113,7 +1113,7 @@ def test_a_sweep_until_the_plan_ends_with_time_cost_and_the_next_command(
     assert (
         "was not measured, as its profile would cost 20 % of the training's node-seconds. A model predicts it." in said
     )
-    assert "cluster file: set your price there.\n" in said
+    assert "cluster file; set yours there.\n" in said
     assert "profiling took 80 node-seconds, more than this training (1); search.max_profiles bounds it" in said
     inputs = (str(run.sweep_file), "--cluster", str(run.cluster_file), "--run-dir", str(run.root))
     assert (
