@@ -407,6 +407,7 @@ def _drift_of(event: Event) -> DriftState | None:
 class StageFailure(NamedTuple):
     """Failure of a stage as a whole, not of one of its jobs."""
 
+    stage: Stage
     # a sentence, with the stage before it where a job could not be submitted
     detail: str
     # Unix time
@@ -730,7 +731,7 @@ class RunHistory:
         last = self.events[-1] if self.events else None
         if last is None or last.event != "failed" or last.job_id:
             return None
-        return StageFailure(last.detail, last.time)
+        return StageFailure(last.stage, last.detail, last.time)
 
     def ended_stage(self) -> Stage | None:
         """Return the stage at which the last command ended as it was asked to, if on record."""

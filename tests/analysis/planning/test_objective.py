@@ -36,9 +36,7 @@ def test_the_largest_batch_up_to_the_knee_is_chosen() -> None:
     assert choice.knee.global_batch == pytest.approx(300, rel=0.02)
     assert ranking[0].global_batch == 256
     assert choice.warnings == ()
-    assert choice.reason.endswith(
-        ": up to there a doubling of the batch saves at least 20 % of the time, beyond less"
-    )
+    assert choice.reason.endswith(": up to there a doubling of the batch saves at least 20 % of the time, beyond less")
     assert [row.global_batch for row in ranking] == [256, 128, 64, 32, 512, 1024, 2048, 4096]
 
 
