@@ -312,7 +312,7 @@ def test_a_refusal_names_the_hosts_that_were_left_out(tmp_path: Path, monkeypatc
     with pytest.raises(RefusedError, match=words):
         there.submit([touch(tmp_path / "x")], stage="train", nodes=1, minutes=9)
     assert there.run.events()[-1].detail.startswith(
-        "profile: the scheduler refused the job: no such nodes; nodes with broken"
+        "train: the scheduler refused the job: no such nodes; nodes with broken"
     )
 
 
