@@ -237,7 +237,8 @@ def about_method(chosen: Candidate, sweep: SweepSpec) -> list[str]:
             )
         return [
             f"the batch is {times:,.3g} times training.base_batch ({sweep.training.base_batch:,}), "
-            "which may cost accuracy, and the learning rate stays as it is (training.method = "
+            "which may cost accuracy, and nothing is done about it: the learning rate stays as it is "
+            "(training.method = "
             f'"lbt"); {remedy}'
         ]
     if sweep.training.method == "polo":

@@ -98,8 +98,8 @@ def first_page(run: RunContents) -> FirstPage:
             "How sure": list(_how_sure(run, run.plan, is_billed=is_billed)),
             "Why this one": [
                 _reason(run.plan),
-                *_half_the_batch(run.plan),
                 *why_not_better(run.plan),
+                *_half_the_batch(run.plan),
             ],
             "What would change it": list(
                 _what_would_change(run.plan, has_trained=bool(run.trainings))
@@ -322,7 +322,10 @@ def _half_the_batch(plan: Plan) -> Iterator[str]:
     ]
     best = min(half, key=lambda c: (c.expected_time_s, c.cost), default=None)
     if best is not None and best.expected_time_s > plan.chosen.expected_time_s:
-        yield f"Half the batch, at best with {name_of(best)}, would be {against(best, plan.chosen)}."
+        yield (
+            f"Half the batch takes longer for as many epochs: {name_of(best)} is "
+            f"{against(best, plan.chosen)}."
+        )
 
 
 def _what_would_change(plan: Plan, *, has_trained: bool) -> Iterator[str]:
@@ -380,7 +383,5 @@ def _next(run: RunContents) -> list[str]:
         return [f"The training is done; before a longer one see {below} below."]
     found = []
     if below:
-        found.append(
-            f"You can start it now: nothing below is needed for that. Before a long training see {below}."
-        )
+        found.append(f"It can be started now: {below} below are for a long training.")
     return [*found, f"To train it, without measuring again: {GO_ON}. {IS_RUN}"]

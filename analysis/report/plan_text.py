@@ -348,7 +348,7 @@ def progress_sentences(plan: Plan) -> list[str]:
     if factor < NOTABLE_FACTOR:
         return []
     return [
-        f"Training for {plural(plan.epochs, 'epoch')} teaches less at this batch than with "
+        f"By the gradient's noise, {plural(plan.epochs, 'epoch')} at this batch teach less than with "
         f"training.base_batch; to learn as much would take {_epochs_to_progress(plan)}"
         f"{_to_progress(chosen)}."
     ]

@@ -48,13 +48,17 @@ class Unsteady(NamedTuple):
         """Change from the first half of the rounds to the second; 0 where there is none."""
         return self.profile.times.drift
 
+    @property
+    def between(self) -> str:
+        """Range of the step time: "takes between 0.5 s and 1.1 s"."""
+        return f"takes between {format_duration(self.low_s)} and {format_duration(self.high_s)}"
+
     def describe(self) -> str:
         """Describe the measurement."""
         times = self.profile.times
         if not self.drift or times.first_half_s is None or times.second_half_s is None:
-            between = f"{format_duration(self.low_s)} and {format_duration(self.high_s)}"
             step = f"the step of {self.profile.configuration}"
-            return f"{step} takes between {between}: its measurement was too short for its noise"
+            return f"{step} {self.between}: its measurement was too short for its noise"
         halves = (
             f"{format_duration(times.first_half_s)}, then {format_duration(times.second_half_s)}"
         )
@@ -93,7 +97,7 @@ def with_steadiness(
     summary = decision.known(summarize(usable))
     chosen = plan.chosen.configuration
     found: list[tuple[Unsteady, str]] = []
-    instead: dict[Configuration, list[tuple[Configuration, float]]] = {}
+    instead: dict[Configuration, list[tuple[Unsteady, float]]] = {}
     usual: Configuration | None = None
     tried = min(MOST_TRIED, MOST_ROWS // max(1, 2 * len(summary.profiles)))
     for index, one in enumerate(unsteady(summary.profiles)):
@@ -103,7 +107,7 @@ def with_steadiness(
             seconds, other = _effect(one, usual, decision, sweep.search, summary)
             if other:
                 effect = _with_it(seconds, other)
-                instead.setdefault(other, []).append((one.profile.configuration, seconds))
+                instead.setdefault(other, []).append((one, seconds))
         is_chosen = one.profile.configuration == chosen
         if not effect and is_chosen and abs(one.drift) >= NOTABLE_DRIFT:
             effect = _on_training(one)
@@ -123,20 +127,21 @@ def with_steadiness(
     return plan.with_doubts(to_measure([prefixed(name, text)]))
 
 
-def _hanging(steps: Sequence[tuple[Configuration, float]], other: Configuration) -> str:
+def _hanging(steps: Sequence[tuple[Unsteady, float]], other: Configuration) -> str:
     """Say in a sentence with which steps another choice would be made."""
     if len(steps) > 1:
-        which = ", ".join(str(configuration) for configuration, _ in steps)
+        which = ", ".join(str(one.profile.configuration) for one, _ in steps)
         return (
             f"the steps of {which}, which are uncertain: if any of them came out at the end of "
-            f"its range, the fitted model would make {other} the choice"
+            f"its range, the model that is fitted to all steps would choose {other}"
         )
-    ((configuration, seconds),) = steps
-    return f"the step of {configuration}, which is uncertain: {_with_it(seconds, other)}"
+    ((one, seconds),) = steps
+    return f"the step of {one.profile.configuration} {one.between}: {_with_it(seconds, other)}"
 
 
 def _with_it(seconds: float, other: Configuration) -> str:
-    return f"if it takes {format_duration(seconds)}, the fitted model makes {other} the choice"
+    took = format_duration(seconds)
+    return f"at {took} the model that is fitted to all steps would choose {other}"
 
 
 def _effect(

@@ -91,7 +91,7 @@ def test_why_not_half_the_batch_is_said_where_it_is_slower(plan: Plan, tmp_path:
         other = half.model_copy(update={"wall_time_s": ratio * plan.chosen.expected_time_s})
         compared = plan.model_copy(update={"candidates": [plan.chosen, other]})
         reasons = next(s for s in first_page(contents._replace(plan=compared)).sections if s.heading == "Why this one")
-        said = f"Half the batch, at best with {name_of(other)}, would be 50 % slower, "
+        said = f"Half the batch takes longer for as many epochs: {name_of(other)} is 50 % slower, "
         assert any(text.startswith(said) for text in reasons.sentences) == is_said
 
 

@@ -1118,7 +1118,7 @@ def test_a_sweep_until_the_plan_ends_with_time_cost_and_the_next_command(
     inputs = (str(run.sweep_file), "--cluster", str(run.cluster_file), "--run-dir", str(run.root))
     assert (
         following
-        == f"to train it as it is, without measuring again: cd {Path.cwd()} && {command_line('sweep', *inputs)}"
+        == f"to train by this plan, without measuring again: cd {Path.cwd()} && {command_line('sweep', *inputs)}"
     )
 
 

@@ -152,7 +152,7 @@ def _run_stages(sweep: Sweep, last: int) -> int:
         print(
             f"all of the plan: {command_line('plan', root)}; as a page: {command_line('report', root)}"
         )
-        print(f"to train it as it is, without measuring again: {sweep.command()}")
+        print(f"to train by this plan, without measuring again: {sweep.command()}")
         return 0
     is_trained = sweep.run.train().result_file.exists()
     if is_trained:
