@@ -26,7 +26,7 @@ _EPOCH_OF_STEADY = time.time() - time.clock_gettime(_STEADY)
 
 # begins what each run of a requeued job appends to its logs
 RUN_MARK = "--- restart "
-# variable with the sentence of a job's first command of `setup` that failed
+# variable with the sentence of a job's commands of `setup` that failed
 SETUP_FAILED = "TULA_SETUP_FAILED"
 # in that sentence, by which a log's reader finds it
 SETUP_WORDS = "in setup of the cluster file ended with exit code"
@@ -313,7 +313,7 @@ def socket_interface(backend: str) -> str:
 
 
 def failed_setup() -> str:
-    """Return the sentence of the job's first command of `setup` that failed; "" if none did."""
+    """Return the sentence of the job's commands of `setup` that failed; "" if none did."""
     return os.environ.get(SETUP_FAILED, "")
 
 

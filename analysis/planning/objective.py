@@ -151,10 +151,10 @@ def _by_knee(
     reason = f"it is {what} up to {knee_is}{law}"
     if not within.any():
         reason = f"no candidate is below {knee_is}; it is the next above"
-    elif knee.global_batch > batch.max():
+    elif knee.global_batch >= 2 * batch.max():
         most = f"B={batch.max():,.0f} and {plural(int(table.nodes.max()), 'node')}"
-        searched = f"it is {what} of all that was searched, which ended at {most}"
-        reason = f"{searched}. Larger batches would still pay, up to {knee_is}{law}"
+        searched = f"it is {what} that was searched. The search ended at {most}"
+        reason = f"{searched}: larger batches would still pay, up to {knee_is}{law}"
     return Choice(ranking, reason, knee, ())
 
 

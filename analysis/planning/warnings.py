@@ -230,10 +230,9 @@ def about_method(chosen: Candidate, sweep: SweepSpec) -> list[str]:
             "gradients"
         )
         if sweep.workload.is_script and chosen.configuration.world_size == 1:
-            # a script's factors come from the gradients of several workers
             remedy = (
-                'to raise it with the batch, set training.method = "sqrt" and give {lr_scale} to the '
-                "script in workload.arguments"
+                'to raise it with the batch, set training.method = "sqrt" ("ags" needs several '
+                "workers of a script) and give {lr_scale} to the script in workload.arguments"
             )
         return [
             f"the batch is {times:,.3g} times training.base_batch ({sweep.training.base_batch:,}), "

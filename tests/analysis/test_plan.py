@@ -288,11 +288,10 @@ def test_the_knee_is_that_of_the_fitted_curve() -> None:
     assert plan.chosen.global_batch == 1024
     assert "the fastest up to B=1,2" in plan.reason
     short = make_plan(sweep(cluster_sizes=[4], max_batch=512), cluster(), [ok(4, 8), ok(4, 128)])
-    assert (
-        ": it is the fastest of all that was searched, which ended at B=512 and 4 nodes. Larger batches would still "
-        in short.reason
-    )
-    assert " up to B=1,2" in short.reason
+    searched = ": it is the fastest that was searched. The search ended at B=512 and 4 nodes: larger batches "
+    assert f"{searched}would still pay, up to B=1,2" in short.reason
+    near = make_plan(sweep(cluster_sizes=[4], max_batch=1024), cluster(), [ok(4, 8), ok(4, 128)])
+    assert "The search ended" not in near.reason, "the next batch is beyond the knee"
 
 
 def test_a_curve_without_a_knee_is_said_to_have_none() -> None:

@@ -223,6 +223,20 @@ def test_a_run_on_slurm_asks_for_its_cluster_file(sweep_file: Path) -> None:
         check_run(spec, here, run.root)
 
 
+def test_a_run_without_a_cluster_file_is_called_that_where_one_is_given(sweep_file: Path) -> None:
+    from tula_hpc.cli.open_run import check_run, open_run
+    from tula_hpc.config import ClusterSpec
+    from tula_hpc.errors import RunDirectoryError
+
+    spec, here = inputs_of(sweep_file)
+    run = open_run(spec, here, sweep_file.parent / "run").run
+    measure(run)
+    with pytest.raises(RunDirectoryError) as raised:
+        check_run(spec, ClusterSpec(executor="slurm", partition="batch", memory_gb=4.0), run.root)
+    said = "was made without --cluster, on this machine; to measure on Slurm use another --run-dir"
+    assert str(raised.value) == f"{run.cluster_file}: {said}"
+
+
 def test_other_inputs_wait_for_the_jobs_of_the_earlier_ones(sweep_file: Path) -> None:
     from tula_hpc.cli.open_run import check_run, open_run
     from tula_hpc.errors import RunDirectoryError
@@ -489,13 +503,14 @@ def test_a_script_whose_folder_was_moved_is_the_same(sweep_file: Path, capsys: p
         script = {"script": str(path), "arguments": ["{local_batch}"], "samples": 640, "epochs": 3}
         return SweepSpec.model_validate({"name": "x", "workload": script})
 
-    first, moved = sweep_file.parent / "first", sweep_file.parent / "moved"
+    first, copied, moved = (sweep_file.parent / name for name in ("first", "copied", "moved"))
     run = open_run(with_script(first / "train.py"), ClusterSpec(), first / "run").run
     measure(run)
-    with pytest.raises(RunDirectoryError, match=r"workload\.script: .*first/train\.py before, .*moved/train\.py now"):
-        open_run(with_script(moved / "train.py"), ClusterSpec(), run.root)
-    (moved / "train.py").unlink()
-    moved.rmdir()
+    shutil.copytree(first, copied)
+    open_run(with_script(copied / "train.py"), ClusterSpec(), copied / "run")
+    (copied / "train.py").write_text("another = 1\n")
+    with pytest.raises(RunDirectoryError, match=r"workload\.script: .*first/train\.py before, .*copied/train\.py now"):
+        open_run(with_script(copied / "train.py"), ClusterSpec(), run.root)
     first.rename(moved)
     open_run(with_script(moved / "train.py"), ClusterSpec(), moved / "run")
     assert load_frozen_sweep(moved / "run" / "sweep.toml").workload.script == moved / "train.py"

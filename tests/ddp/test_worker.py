@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined] # documented, though not in __all__
 
+from tests.data.spoiled import spoil_item
 from tests.planning_data import memory
 from tula_hpc.config import ClusterSpec, SweepSpec, TrainingSpec, WorkloadSpec
 from tula_hpc.ddp.methods import reference_share
@@ -354,8 +355,16 @@ def test_one_worker_reads_the_power_of_a_node_that_is_the_jobs_alone(
 
 def test_a_model_whose_loss_is_not_finite_is_not_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Worker, "train_step", lambda *_: torch.tensor(math.nan))
-    with pytest.raises(DivergedError, match="not finite before any training"):
+    with pytest.raises(DivergedError, match="not finite before any training, and the samples are"):
         measure(sweep(), ClusterSpec(), CONFIGURATION, ALONE)
+
+
+def test_a_sample_that_is_not_finite_is_named_by_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = sweep()
+    first = int(Worker(spec, ClusterSpec(), CONFIGURATION, ALONE).loader.order.own(0, 0)[0])
+    spoil_item(monkeypatch, first)
+    with pytest.raises(InputError, match=f"^workload.dataset: item {first} of the training set holds inf or nan$"):
+        measure(spec, ClusterSpec(), CONFIGURATION, ALONE)
 
 
 def test_gpus_that_cannot_be_read_leave_the_power_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from submitit.core.utils import UncompletedJobError
 
 from tests.batch_scripts import FewLines
 from tula_hpc.config import ClusterSpec
-from tula_hpc.env import SETUP_WORDS
+from tula_hpc.env import SETUP_FAILED, SETUP_WORDS
 from tula_hpc.errors import PreemptedError
 from tula_hpc.launch.diagnosis import telling_line
 from tula_hpc.launch.job_files import SETUP_FILE, WHAT_TO_DO
@@ -32,6 +32,15 @@ def leave(path: Path) -> Callable[[], None]:
     def job() -> None:
         with path.open("a") as file:
             file.write("ran\n")
+
+    return job
+
+
+def keep(path: Path, variable: str) -> Callable[[], None]:
+    """A job that writes a variable of its environment to a file."""
+
+    def job() -> None:
+        path.write_text(os.environ[variable])
 
     return job
 
@@ -169,17 +178,17 @@ def test_a_setup_command_that_fails_is_named_in_the_log_without_its_arguments(
     harmless = ["[ -e /nowhere ] && echo there", "if false; then echo no; fi", "f() { false; true; }; f"]
     setup = [*harmless, "no-conda activate --token=x", "false"]
     there = FewLines(tmp_path, monkeypatch, setup=setup)
-    there.submit(leave(tmp_path / "ran"))
+    there.submit(keep(tmp_path / "kept", SETUP_FAILED))
     code, said = there.run()
     assert code == 0
     code_127 = "127: no such command in the shell of a job"
     sentence = f"`no-conda …` in setup of the cluster file ended with exit code {code_127}"
     assert [line for line in said.splitlines() if SETUP_WORDS in line] == [sentence]
+    assert (tmp_path / "kept").read_text() == f"{sentence}, `false …` with 1"
     assert (
         telling_line(f"{said}\nTraceback:\n  File\nImportError: no libx")
         == f"ImportError: no libx; before that, {sentence}"
     )
-    assert (tmp_path / "ran").exists()
 
 
 def waits(path: Path) -> Requeueable:

@@ -99,6 +99,18 @@ def test_what_python_warns_of_in_own_code_is_passed_on(here: Path, capsys: pytes
     assert Trial.model_validate_json(capsys.readouterr().out).warnings == ()
 
 
+@pytest.mark.parametrize("width", ["[:, 0]", "[:, :1]"])
+def test_a_loss_in_which_shapes_broadcast_is_a_warning(
+    here: Path, capsys: pytest.CaptureFixture[str], width: str
+) -> None:
+    outputs = f"outputs{width}"
+    loss = f"def loss(outputs, targets):\n    return ({outputs} - targets).pow(2).reshape(len(targets), -1).mean(1)\n"
+    assert tried(here, own=OWN + loss, more='loss = "mine:loss"') == 0
+    words = Trial.model_validate_json(capsys.readouterr().out).warnings
+    assert len(words) == (width == "[:, :1]")
+    assert all(one.startswith("mine:loss gives a sample another loss among others than alone, for") for one in words)
+
+
 RANDOM = "torch.randn(count, 3, 8, 8, generator=random)"
 MISTAKES = {
     "doubles": (

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.spoiled import spoil_item
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.env import WorkerEnvironment
@@ -34,17 +35,13 @@ def test_the_last_step_of_an_epoch_is_at_a_whole_number(
     assert [row.epoch for row in metrics.epochs] == [1, 2]
 
 
-def test_inputs_that_are_not_finite_are_blamed_and_not_the_rate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_item_that_is_not_finite_is_named_and_not_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer_module, "join_job", lambda: ALONE)
     workload = {"model": PERCEPTRON, "dataset": "digits", "loader_workers": 0, "samples": 64, "epochs": 2}
     tables = {"name": "x", "workload": workload, "training": {"method": "lbt", "log_interval_steps": 1}}
     run = RunDirectory(tmp_path / "run").create()
     run.train().root.mkdir()
-    next_batch = trainer_module.Trainer._next_batch
-    spoil = lambda self, batches: (next_batch(self, batches)[0] * float("nan"), next_batch(self, batches)[1])  # noqa: E731
-    monkeypatch.setattr(trainer_module.Trainer, "_next_batch", spoil)
+    spoil_item(monkeypatch, 7)
     job = TrainJob(SweepSpec.model_validate(tables), ClusterSpec(), Configuration(1, 1, 16), run.root)
-    with pytest.raises(DivergedError, match="at step 1: its batch has inputs that are not finite; mend the data"):
+    with pytest.raises(DivergedError, match=r"at step \d: item 7 of the training set holds inf or nan; mend the data"):
         trainer_module.run_training(job, StopRequest())

@@ -97,9 +97,17 @@ def _is_always_free(key: Key) -> bool:
 
 
 def _was_moved(key: Key, was: str, now: str) -> bool:
-    """Tell whether a script has left its place: its content is compared with what was measured."""
-    same_name = key == ("workload", "script") and Path(was).name == Path(now).name
-    return same_name and not Path(was).exists()
+    """Tell whether a script has left its place, or was copied from there with the run."""
+    from tula_hpc.config import MAX_FILE_BYTES
+
+    old, new = Path(was), Path(now)
+    if key != ("workload", "script") or old.name != new.name:
+        return False
+    try:
+        return read_bounded(old, MAX_FILE_BYTES) == read_bounded(new, MAX_FILE_BYTES)
+    except OSError:
+        # what is there is compared with what was measured
+        return not old.exists()
 
 
 def sets_time(changes: Iterable[Key]) -> bool:

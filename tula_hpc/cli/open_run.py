@@ -246,7 +246,8 @@ def _other_inputs(
         is_sweep: It is not a study.
         frees_up: No measurement depends on the keys.
     """
-    if refused.get(("executor",), ("", ""))[1] == "local":
+    was, now = refused.get(("executor",), ("", ""))
+    if now == "local":
         return (
             "was made for Slurm, and is now started on this machine; give its cluster file: "
             f"--cluster {run.cluster_file}"
@@ -257,6 +258,10 @@ def _other_inputs(
         "again:",
         *in_lines(refused),
     ]
+    if was == "local":
+        lines = [
+            "was made without --cluster, on this machine; to measure on Slurm use another --run-dir"
+        ]
     if is_sweep and only_prices(refused):
         again = command_line("plan", str(run.root), "--set", "KEY=VALUE")
         lines.append(f"To plan again over the same measurements: {again}")

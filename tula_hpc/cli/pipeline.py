@@ -124,6 +124,7 @@ def carry_out(sweep: Sweep, until: str) -> int:
 
 
 def _run_stages(sweep: Sweep, last: int) -> int:
+    from tula_hpc.records.events import setup_failures
     from tula_hpc.stages.notify import tell
     from tula_hpc.stages.plan import plan_stage, training_began
     from tula_hpc.stages.rehearsal import try_before_jobs, warn_of_sources
@@ -148,6 +149,8 @@ def _run_stages(sweep: Sweep, last: int) -> int:
         _say_what_it_takes(sweep, plan)
     if ends_here:
         sweep.run.log_event("ended", "plan")
+        for words in setup_failures(sweep.run.job_notes()):
+            print(printable(f"warning: {words}"))
         root = str(sweep.run.root)
         print(
             f"all of the plan: {command_line('plan', root)}; as a page: {command_line('report', root)}"

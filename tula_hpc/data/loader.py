@@ -186,20 +186,24 @@ class ResumableSampler(DistributedSampler[Key]):
         self.offset = samples
 
     def __len__(self) -> int:
-        return self._batches() * self.local_batch
+        return self._batches(self.offset) * self.local_batch
 
     def __iter__(self) -> Iterator[Key]:
-        own = self.order()[self.offset :][: self._batches() * self.global_batch]
-        own = own.reshape(-1, self.num_replicas, self.local_batch)[:, self.rank]
-        return ((self.epoch, index) for index in own.reshape(-1).tolist())
+        own = self.own(self.epoch, self.offset)
+        return ((self.epoch, index) for index in own.tolist())
 
-    def order(self) -> Tensor:
-        """Return the epoch's permutation of all samples, (D,)."""
-        generator = torch.Generator().manual_seed(int(mix(self.seed, self.epoch)[0]))
+    def own(self, epoch: int, offset: int) -> Tensor:
+        """Return the positions of this worker's samples of an epoch, after `offset` global ones."""
+        own = self.order(epoch)[offset:][: self._batches(offset) * self.global_batch]
+        return own.reshape(-1, self.num_replicas, self.local_batch)[:, self.rank].reshape(-1)
+
+    def order(self, epoch: int) -> Tensor:
+        """Return an epoch's permutation of all samples, (D,)."""
+        generator = torch.Generator().manual_seed(int(mix(self.seed, epoch)[0]))
         return torch.randperm(self._size(), generator=generator)
 
-    def _batches(self) -> int:
-        return (self._size() - self.offset) // self.global_batch
+    def _batches(self, offset: int) -> int:
+        return (self._size() - offset) // self.global_batch
 
     def _size(self) -> int:
         return _length(self.dataset)
@@ -243,6 +247,20 @@ class TrainLoader(TellingLoader):
         self.order.set_epoch(epoch)
         self.order.set_offset(offset)
         yield from self
+
+    def not_finite(self, epoch: int, offset: int, batches: int) -> int | None:
+        """Return the position of a sample of this worker that holds inf or nan; None without one.
+
+        Args:
+            epoch: The batches' epoch.
+            offset: Global samples of the epoch before them.
+            batches: So many are looked at, to the epoch's end at most.
+        """
+        for index in self.order.own(epoch, offset)[: batches * self.order.local_batch].tolist():
+            sample = collate([self.dataset[(epoch, index)]])
+            if not all(bool(tensor.isfinite().all()) for tensor in tensors_of(sample)):
+                return int(index)
+        return None
 
 
 def make_train_loader(

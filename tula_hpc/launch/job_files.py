@@ -51,13 +51,15 @@ WHAT_TO_DO = (
     "and submit the job again"
 )
 SETUP_FILE = "setup.sh"
-# Of the command only its first word is shown: others may be secrets. What fails within a file that
+# Of each command only its first word is shown: others may be secrets. What fails within a file that
 # setup sources is that file's affair.
-_WATCH_SETUP = rf"""trap 'tula_code=$?
-if [ -z "${{{SETUP_FAILED}-}}" ] && [ "${{#BASH_SOURCE[@]}}" -le 1 ]; then
+_WATCH_SETUP = rf"""trap 'tula_code=$? tula_said="${{{SETUP_FAILED}-}}"
+if [ ${{#tula_said}} -lt 300 ] && [ "${{#BASH_SOURCE[@]}}" -le 1 ]; then
   if [ $tula_code = 127 ]; then tula_code="127: no such command in the shell of a job"; fi
-  export {SETUP_FAILED}="\`${{BASH_COMMAND%%[ =]*}} …\` {SETUP_WORDS} $tula_code"
-  echo "${SETUP_FAILED}" >&2
+  tula_now="\`${{BASH_COMMAND%%[ =]*}} …\` {SETUP_WORDS} $tula_code"
+  if [ -n "$tula_said" ]; then tula_now="\`${{BASH_COMMAND%%[ =]*}} …\` with $tula_code"; fi
+  export {SETUP_FAILED}="${{tula_said:+$tula_said, }}$tula_now"
+  echo "$tula_now" >&2
 fi' ERR"""
 
 
@@ -75,8 +77,8 @@ def write_setup(folder: Path, cluster: ClusterSpec) -> str:
 def setup_text(cluster: ClusterSpec) -> str:
     """Return the setup lines, after which `$tula_setup` is `done`.
 
-    On this machine a line that fails ends the job; on Slurm the lines themselves decide, and the
-    first failure is kept in `$TULA_SETUP_FAILED`.
+    On this machine a line that fails ends the job; on Slurm the lines themselves decide, and what
+    failed is kept in `$TULA_SETUP_FAILED`.
     """
     exports = [
         f"export {name}={shlex.quote(value)}" for name, value in variables_of(cluster).items()

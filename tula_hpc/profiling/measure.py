@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -18,7 +18,7 @@ from tula_hpc.ddp.methods import pass_interval
 from tula_hpc.ddp.stop_signals import Suspensions
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment, unix_time
-from tula_hpc.errors import DivergedError
+from tula_hpc.errors import DivergedError, InputError
 from tula_hpc.profiling.measured_rounds import MOST_ATTEMPTS, Course
 from tula_hpc.profiling.meters import (
     MemoryMeter,
@@ -196,16 +196,15 @@ class StepProfile(Course):
         """Warm up, then time whole steps (memory and power are metered here), and each part apart.
 
         Raises:
-            DivergedError: The untrained model's loss is not finite already.
+            InputError: Training samples hold inf or nan.
+            DivergedError: The untrained model's loss is not finite otherwise.
         """
         self._whole_step()
         self.note_first_step()
         driven(warm_up(self.worker, self.worker.sweep.search.warmup_steps - 1), self._whole_step)
         (diverged,) = self.worker.agree(0.0 if math.isfinite(float(self.loss)) else 1.0)
         if diverged:
-            raise DivergedError(
-                "the loss is not finite before any training: look at the model and at the data"
-            )
+            self._refuse_loss()
         driven(self.whole_steps(memory, power), self._whole_step)
         inputs, targets = next(self.batches)
         self.batch_bytes = bytes_of(tensors_of(self.worker.as_loaded(inputs, targets)))
@@ -221,6 +220,18 @@ class StepProfile(Course):
         self.time_all_reduce()
         self.noise = probe_noise(self.worker, self.batches, self.worker.sweep.search.noise_steps)
         self.samples["forward"] = time_forward(self.worker, inputs, targets)
+
+    def _refuse_loss(self) -> NoReturn:
+        batches = self.worker.sweep.search.warmup_steps
+        found = self.worker.loader.not_finite(0, 0, batches)
+        (index,) = self.worker.agree(-1.0 if found is None else float(found))
+        if index >= 0:
+            words = f"item {index:.0f} of the training set holds inf or nan"
+            raise InputError(words, key="workload.dataset")
+        raise DivergedError(
+            "the loss is not finite before any training, and the samples are: look at the model "
+            "and at its loss"
+        )
 
     @property
     def turn(self) -> int:

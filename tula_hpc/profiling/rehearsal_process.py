@@ -27,7 +27,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.data import Dataset, default_collate
 
-from tula_hpc.batches import tensors_of
+from tula_hpc.batches import take, tensors_of
 from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec, cluster_sizes, load_together
 from tula_hpc.data.datasets import Data, build_data
 from tula_hpc.data.images import prepared
@@ -39,7 +39,7 @@ from tula_hpc.files import write_out
 from tula_hpc.formatting import printable_output
 from tula_hpc.own_sources import is_own
 from tula_hpc.records import Footprint, Identity, Trial
-from tula_hpc.user_code import TRIED_BEFORE, blamed, is_entry_point, spread, told
+from tula_hpc.user_code import TRIED_BEFORE, blamed, is_entry_point, kind_of, spread, told
 from tula_hpc.workloads.fake_steps import build_without_memory
 from tula_hpc.workloads.footprint import estimate_footprint, host_baseline
 from tula_hpc.workloads.workload import (
@@ -61,6 +61,10 @@ MOST_CHARACTERS = 300
 _SPEAKS_OF_DEVICE = re.compile(
     r"\b(cuda|gpu|nvidia|cudnn|nccl|triton|cpu)\b|not implemented", re.IGNORECASE
 )
+
+
+class MixedSamplesWarning(UserWarning):
+    """The user's loss of a sample depends on the other samples of its batch."""
 
 
 class OneSample(NamedTuple):
@@ -156,8 +160,27 @@ def _take_step(spec: WorkloadSpec, workload: Workload, positions: Sequence[int])
             _refuse_infinite(spec, inputs, positions)
             message = f"{spec.loss or spec.model}: the untrained model's loss is {float(loss)}"
             raise InputError(f"{message}; expected a finite number", key=key)
+        if spec.loss is not None:
+            _warn_of_mixed_samples(spec.loss, workload, outputs, targets)
         with blamed("workload.model", words):
             torch.autograd.backward(loss)
+
+
+def _warn_of_mixed_samples(name: str, workload: Workload, outputs: Any, targets: Any) -> None:
+    """Warn where a sample's loss is another one without the others, as where shapes broadcast."""
+    try:
+        among = workload.criterion.losses(outputs, targets)[:1]
+        alone = workload.criterion.losses(*take((outputs, targets), 0, 1))
+    except Exception:  # noqa: BLE001 # the user's code may raise anything, of outputs that cannot be cut
+        return
+    if not torch.allclose(among, alone, rtol=1e-3, atol=1e-6):
+        warnings.warn(
+            f"{name} gives a sample another loss among others than alone, for outputs of "
+            f"{kind_of(outputs)} and targets of {kind_of(targets)}: unless samples are to be "
+            "compared with each other, give both the same shape",
+            MixedSamplesWarning,
+            stacklevel=1,
+        )
 
 
 def _refuse_infinite(spec: WorkloadSpec, inputs: Any, positions: Sequence[int]) -> None:
@@ -253,11 +276,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _own_warnings(caught: Sequence[warnings.WarningMessage]) -> Iterator[str]:
-    """Yield what Python warned of in the user's own files: "mine.py:19: text"."""
-    found = [one for one in caught if is_own(one.filename)]
+    """Yield what Python warned of in the user's own files, "mine.py:19: text", and this module."""
+    found = [one for one in caught if one.category is MixedSamplesWarning or is_own(one.filename)]
     for one in found[:MOST_WARNINGS]:
-        words = " ".join(str(one.message).split())
-        yield f"{Path(one.filename).name}:{one.lineno}: {words[:MOST_CHARACTERS]}"
+        place = ""
+        if one.category is not MixedSamplesWarning:
+            place = f"{Path(one.filename).name}:{one.lineno}: "
+        yield f"{place}{' '.join(str(one.message).split())[:MOST_CHARACTERS]}"
 
 
 def _worlds(sweep: SweepSpec, cluster: ClusterSpec) -> list[int]:

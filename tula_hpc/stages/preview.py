@@ -80,7 +80,7 @@ def _show(scripts: Sequence[Script]) -> Iterator[str]:
     rows = [["", *columns]]
     for script, found in zip(scripts, options, strict=True):
         rows.append([script.title, *(found.get(name, "-") for name in columns)])
-    yield f"# {len(others)} more like this one, with these options:"
+    yield f"# {len(others)} more like this one; they differ in these options:"
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))

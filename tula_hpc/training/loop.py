@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tula_hpc.batches import Batch, tensors_of
+from tula_hpc.batches import Batch
 from tula_hpc.ddp.agreement import Agreed, Decision, EvaluationStopped
 from tula_hpc.ddp.methods import learning_rate
 from tula_hpc.ddp.process_group import process_group
@@ -138,6 +138,7 @@ class Trainer:
         progress, size = self.training.progress, self.training.global_batch
         self.guard.clock.start()
         self._set_position()
+        began = progress.epoch, progress.offset
         inputs, targets = self._next_batch(batches)
         # dropout follows from (seed, rank, samples seen): a resumed run draws the same numbers as
         # an uninterrupted one
@@ -150,14 +151,14 @@ class Trainer:
         try:
             self.log.add_step(loss)
         except DivergedError:
-            # no rate helps then
-            if all(bool(tensor.isfinite().all()) for tensor in tensors_of(inputs)):
+            index = self.worker.loader.not_finite(*began, batches=1)
+            if index is None:
                 raise
-            words = (
-                f"the loss is not finite at step {progress.step}: its batch has inputs that are "
-                "not finite; mend the data"
-            )
-            raise DivergedError(words) from None
+            # no rate helps then
+            words = f"item {index} of the training set holds inf or nan; mend the data"
+            raise DivergedError(
+                f"the loss is not finite at step {progress.step}: {words}"
+            ) from None
 
     def _set_position(self) -> None:
         start = self.training.epochs_seen
