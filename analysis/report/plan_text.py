@@ -355,15 +355,15 @@ def progress_sentences(plan: Plan) -> list[str]:
 
 
 def _epochs_to_progress(plan: Plan) -> str:
-    """Return "67 epochs, ", as steps and evaluations take more; "" where that is not known."""
+    """Return "67 epochs, ", as steps and evaluations take more; "" where hardly more, or unknown."""
     chosen = plan.chosen
     parts = chosen.wall_parts_s
     once_s = sum(parts.get(name, 0.0) for name in ("starts", "ends"))
     longer_s = (chosen.progress_time_s or 0.0) - once_s
     if not parts or longer_s + once_s >= FOREVER_S:
         return ""
-    epochs = plan.epochs * longer_s / (chosen.expected_time_s - once_s)
-    return f"{round(epochs):,} epochs, "
+    epochs = round(plan.epochs * longer_s / (chosen.expected_time_s - once_s))
+    return f"{epochs:,} epochs, " if epochs > plan.epochs else ""
 
 
 def _table(plan: Plan, width: int) -> Table:
