@@ -200,9 +200,8 @@ def about_range(plan: Plan, search: SearchSpec) -> list[str]:
     if plan.objective != "knee" or knee is None or knee < 2 * largest:
         return []
     return [
-        f"the knee, B={knee:,.0f} on the fitted curve, lies beyond search.max_batch = "
-        f"{search.max_batch:,}: set a larger one to measure there (after a training, with another "
-        "--run-dir)"
+        f"to measure up to the knee, B={knee:,.0f}, set search.max_batch above {search.max_batch:,} "
+        "(after a training, with another --run-dir)"
     ]
 
 
