@@ -131,7 +131,7 @@ def describe(
     if save is not None:
         cost = format_duration(save.seconds)
         return f"a checkpoint costs {cost} of training, as a training of this run measured"
-    cost = format_duration(pricing.checkpoint_write_s)
+    cost = format_duration(pricing.save_s)
     return (
         f"a checkpoint is assumed to cost {cost} of training (pricing.checkpoint_write_s), "
         "until a training of this run has measured it"

@@ -149,7 +149,7 @@ def bill(
         InputError: The basis is energy, and no power is known.
     """
     pricing = cluster.pricing
-    save_s = pricing.checkpoint_write_s if save is None else save.seconds
+    save_s = pricing.save_s if save is None else save.seconds
     if resume is Resume.NOTHING:
         save_s = 0.0
     interval_s = _saved_every_s(cluster, training, usage, save_s, resume)

@@ -31,6 +31,8 @@ from enum import StrEnum
 from statistics import fmean
 from typing import NamedTuple
 
+from tula_hpc.config import ClusterSpec
+
 Ends = tuple[float, float]
 
 # of a normal distribution, 90 % lie within so many standard deviations
@@ -120,6 +122,18 @@ def start_factors(measured_s: Sequence[float]) -> Ends:
     variance = square / (PRIOR_STARTS + count - 1)
     half = Z_90 * math.sqrt(variance * (1.0 + 1.0 / count))
     return math.exp(-half), math.exp(half)
+
+
+def with_save(cluster: ClusterSpec, state_bytes: float) -> ClusterSpec:
+    """Return the cluster with a checkpoint's time by its size in its prices, unless they state one.
+
+    No longer than is assumed of one whose size is not known.
+    """
+    if cluster.pricing.checkpoint_write_s is not None or state_bytes <= 0:
+        return cluster
+    save_s = last_save_s(state_bytes, cluster.pricing.save_s)
+    pricing = cluster.pricing.model_copy(update={"checkpoint_write_s": save_s})
+    return cluster.model_copy(update={"pricing": pricing})
 
 
 def last_save_s(state_bytes: float, save_s: float) -> float:

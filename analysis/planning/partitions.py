@@ -10,7 +10,13 @@ import numpy as np
 from tula_hpc.analysis.costs.evaluation import end_s, evaluation_of, with_start
 from tula_hpc.analysis.costs.interruptions import Resume, SaveCost, measured_cost, resume_of
 from tula_hpc.analysis.costs.pricing import node_power
-from tula_hpc.analysis.costs.spread import MEASURED_SAVES, Spread, last_save_s, start_factors
+from tula_hpc.analysis.costs.spread import (
+    MEASURED_SAVES,
+    Spread,
+    last_save_s,
+    start_factors,
+    with_save,
+)
 from tula_hpc.analysis.models.accumulation import Passes, largest_fitting
 from tula_hpc.analysis.models.critical_batch import CriticalBatch, critical_batch
 from tula_hpc.analysis.models.fitted import Models, fit_models, update_time
@@ -204,13 +210,14 @@ def part_of(
     evaluation = evaluation_of(
         summary.profiles, sweep.workload, summary.dataset_samples, summary.test_samples
     )
-    priced = with_start(cluster, summary.start_s)
+    copy_bytes = checkpoint_copy(summary)
+    priced = with_save(with_start(cluster, summary.start_s), copy_bytes)
     power = node_power(summary.profiles, cluster.pricing)
     ends_s = end_s(summary.start_s, priced.pricing)
     kept = any(profile.kept for profile in summary.profiles)
     resume = resume_of(sweep.workload, kept)
     save = None
-    most_s = cluster.pricing.checkpoint_write_s
+    most_s = priced.pricing.save_s
     if resume is Resume.EPOCH and evaluation.between_s is not None:
         # what the script saves between its epochs is in the time between them
         most_s = 0.0
@@ -218,7 +225,7 @@ def part_of(
     spread = Spread(
         start_factors(summary.starts_s if cluster.pricing.restart_s is None else ()),
         evaluation.factors,
-        last_save_s=last_save_s(checkpoint_copy(summary), most_s),
+        last_save_s=last_save_s(copy_bytes, most_s),
     )
     return Part(
         name,

@@ -305,7 +305,7 @@ def about_checkpoints(chosen: int, fitted: Fitted, sweep: SweepSpec) -> list[str
         return []
     nodes = row.nodes.astype(np.float64)
     per_node = row.workers_per_node.astype(np.float64)
-    save_s = part.save.seconds if part.save else pricing.checkpoint_write_s
+    save_s = part.save.seconds if part.save else pricing.save_s
     best_s = best_interval_s(save_s, between_preemptions_s(pricing, nodes))[0]
     # as the user would set it
     minutes = float(f"{best_s / 60.0:.2g}")

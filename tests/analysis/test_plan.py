@@ -480,7 +480,7 @@ def test_the_knee_has_an_interval_that_holds_it() -> None:
 
 
 def test_on_spot_nodes_the_plan_says_how_often_to_checkpoint() -> None:
-    plan = planned("cost", pricing={"basis": "spot", "preemption_hours": 2.0})
+    plan = planned("cost", pricing={"basis": "spot", "preemption_hours": 2.0, "checkpoint_write_s": 5.0})
     chosen = plan.chosen
     assert chosen.wall_time_s is not None
     assert chosen.checkpoint_minutes is not None

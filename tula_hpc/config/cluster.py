@@ -52,6 +52,7 @@ class PartitionSpec(Spec):
 MOST_WEIGHTS = 2000
 # where nothing was measured
 ASSUMED_START_S = 60.0
+ASSUMED_SAVE_S = 5.0
 
 
 class PricingSpec(Spec):
@@ -99,8 +100,10 @@ class PricingSpec(Spec):
     """Price of a kilowatt-hour, for `basis = "energy"`."""
     pue: float = Field(default=1.2, ge=1)
     """Power that the site draws for each watt of its nodes."""
-    checkpoint_write_s: float = Field(default=5.0, ge=0)
-    """Time that a checkpoint takes, until a training of the run has measured it."""
+    checkpoint_write_s: float | None = Field(default=None, ge=0)
+    """Time that a checkpoint takes, until a training of the run has measured it; without it by its
+    size.
+    """
     restart_s: float | None = Field(default=None, ge=0)
     """Time from the start of a job to its first step; without it as profiled."""
 
@@ -124,6 +127,11 @@ class PricingSpec(Spec):
     def start_s(self) -> float:
         """Seconds from the start of a job to its first step, given or assumed."""
         return ASSUMED_START_S if self.restart_s is None else self.restart_s
+
+    @property
+    def save_s(self) -> float:
+        """Seconds that a checkpoint takes, given or the most that is assumed."""
+        return ASSUMED_SAVE_S if self.checkpoint_write_s is None else self.checkpoint_write_s
 
     @property
     def is_default(self) -> bool:

@@ -16,6 +16,7 @@ from tula_hpc.analysis.costs.interruptions import (
     with_epoch_ends_s,
 )
 from tula_hpc.analysis.costs.pricing import Bill, Usage, bill
+from tula_hpc.analysis.costs.spread import with_save
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.report.plan_text import sentences
 from tula_hpc.checkpoint.interval import FIRST_S, Cadence, Interruptions
@@ -159,10 +160,30 @@ def test_a_plan_tells_of_the_checkpoints_that_are_written(
 
     def said(epochs: int) -> str:
         work = spec.model_copy(update={"epochs": epochs})
-        return " ".join(sentences(make_plan(sweep("time").model_copy(update={"workload": work}), cluster(), rows)))
+        slow = cluster(pricing={"checkpoint_write_s": 5.0})
+        return " ".join(sentences(make_plan(sweep("time").model_copy(update={"workload": work}), slow, rows)))
 
     long = said(1000)
     assert ("with a checkpoint every " in long) == (resume is not Resume.NOTHING)
     assert ("while a checkpoint is written" in long) == (resume is Resume.CHECKPOINT)
     # what a script saves at the end of an epoch it saves at the end of the only one
     assert ("with a checkpoint every " in said(1)) == (resume is Resume.EPOCH)
+
+
+@pytest.mark.parametrize(
+    ("stated", "state_bytes", "expected_s"), [(None, 25e6, 0.5), (None, 4e9, 5.0), (None, 0, 5.0), (2.0, 25e6, 2.0)]
+)
+def test_a_checkpoint_takes_as_long_as_its_size_lets_expect(
+    stated: float | None, state_bytes: float, expected_s: float
+) -> None:
+    pricing = {} if stated is None else {"checkpoint_write_s": stated}
+    assert with_save(cluster(pricing=pricing), state_bytes).pricing.save_s == pytest.approx(expected_s)
+
+
+def test_plans_of_larger_models_expect_longer_checkpoints() -> None:
+    def saving_s(parameter_bytes: int) -> float:
+        use = [row.memory.model_copy(update={"parameter_bytes": parameter_bytes}) for row in CORNERS if row.memory]
+        rows = [row.model_copy(update={"memory": each}) for row, each in zip(CORNERS, use, strict=True)]
+        return make_plan(sweep("time"), cluster(), rows).chosen.wall_parts_s["checkpoints"]
+
+    assert 0 < saving_s(10**6) < saving_s(10**8)

@@ -264,7 +264,7 @@ def test_an_event_that_says_nothing_of_the_cost_changes_nothing(cost_s: object) 
 
 def test_where_nothing_is_preempted_nothing_is_repeated_however_short_the_training() -> None:
     """Work shorter than an interval is not charged for a whole checkpoint."""
-    prices = {"basis": "spot", "usd_per_node_hour": 1.0, "preemption_hours": 1e6}
+    prices = {"basis": "spot", "usd_per_node_hour": 1.0, "preemption_hours": 1e6, "checkpoint_write_s": 5.0}
     spec = sweep("time", workload={"epochs": 1})
     for candidate in make_plan(spec, cluster(pricing=prices), grid()).candidates:
         assert candidate.checkpoint_minutes is not None
