@@ -100,7 +100,8 @@ def _was_moved(key: Key, was: str, now: str) -> bool:
     """Tell whether a script has left its place, or was copied from there with the run."""
     from tula_hpc.config import MAX_FILE_BYTES
 
-    old, new = Path(was), Path(now)
+    old = Path(was)
+    new = Path(now)
     if key != ("workload", "script") or old.name != new.name:
         return False
     try:

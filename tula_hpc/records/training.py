@@ -45,7 +45,7 @@ class TrainResult(Record):
 
     @property
     def is_scored(self) -> bool:
-        """Whether accuracy or loss on the test set are known."""
+        """True if accuracy or loss on the test set are known."""
         return (self.test_accuracy, self.test_loss) != (None, None)
 
 
