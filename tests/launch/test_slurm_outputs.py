@@ -114,11 +114,11 @@ def test_every_end_is_one() -> None:
         ("12|PENDING|(Resources)", "enough nodes have to become free"),
         (
             "12|PENDING|Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions",
-            "nodes that it needs are down, drained or kept for other jobs; `sinfo -R` names those",
+            "its nodes are down or drained (`sinfo -R` says why), or kept for other jobs",
         ),
         (
             "12|PENDING|(ReqNodeNotAvail, UnavailableNodes:n[1-3,7])",
-            "nodes that it needs are down, drained or reserved; `sinfo -R` names them and says why",
+            "its nodes are down or drained (`sinfo -R` says why), or reserved",
         ),
         ("12|PENDING|(launch failed requeued held)", "held; `scontrol release JOB` lets it go"),
         ("12|PENDING|job requeued in held state", "held; `scontrol release JOB` lets it go"),

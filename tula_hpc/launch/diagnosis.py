@@ -327,11 +327,11 @@ _KINDS = (
     ),
     _Kind(
         "ReqNodeNotAvail.*",
-        "nodes that it needs are down, drained or reserved; `sinfo -R` names them and says why",
+        "its nodes are down or drained (`sinfo -R` says why), or reserved",
     ),
     _Kind(
         "Nodes required for job are .*",
-        "nodes that it needs are down, drained or kept for other jobs; `sinfo -R` names those",
+        "its nodes are down or drained (`sinfo -R` says why), or kept for other jobs",
     ),
     _Kind("NodeDown", "a node that it needs is down"),
     _Kind("PartitionTimeLimit", "asks for more time than its partition allows", stuck=True),
