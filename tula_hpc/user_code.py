@@ -12,7 +12,8 @@ The whole protocol:
     test set, number of classes. Both are map-style (``__len__`` and ``__getitem__``); an item is
     ``(image, label)``: a float tensor C×H×W, as the model takes it, and an integer from 0 to
     classes − 1. The function may use anything in the spec (``data_dir``, ``image_size``,
-    ``augment``). ``samples`` is applied afterwards, by the caller.
+    ``augment``). ``samples`` is applied afterwards, by the caller. Every process calls it, with
+    Python's, NumPy's and torch's random numbers seeded alike: all have to get the same split.
 
     Draw augmentation from torch's default random numbers (``torch.rand``,
     ``torchvision.transforms``): they are seeded for each item from (seed, epoch, index), so a
@@ -51,6 +52,7 @@ import contextlib
 import importlib
 import inspect
 import operator
+import random
 import re
 import sys
 import traceback
@@ -60,6 +62,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
@@ -73,6 +76,8 @@ from tula_hpc.process_memory import out_of_memory
 # items of each set that a job tries, and that a command tries before
 TRIED_BY_JOBS = 2
 TRIED_BEFORE = 8
+# of random numbers while a data set function is called
+SEED_OF_DATA = 0
 # torch's words where there is none, or its build is for CPUs
 _NO_GPU = re.compile(r"NVIDIA driver|not compiled with CUDA|No CUDA GPUs")
 _MOVED = (
@@ -241,7 +246,7 @@ def own_data(spec: WorkloadSpec, tried: int = TRIED_BY_JOBS) -> OwnData:
     """
     function = own_function(_DATASET_KEY, spec.dataset, ("spec",))
     words = f"{spec.dataset} failed"
-    with blamed(_DATASET_KEY, words):
+    with blamed(_DATASET_KEY, words), _same_random_numbers():
         try:
             data = function(spec)
         except (TypeError, AttributeError) as error:
@@ -261,6 +266,21 @@ def own_data(spec: WorkloadSpec, tried: int = TRIED_BY_JOBS) -> OwnData:
     _check_set(spec, "train", own.train, own.classes, tried)
     _check_set(spec, "test", own.test, own.classes, tried)
     return own
+
+
+@contextlib.contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """Seed Python's, NumPy's and torch's CPU random numbers alike in all processes; restore them."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        random.seed(SEED_OF_DATA)
+        np.random.seed(SEED_OF_DATA)
+        torch.default_generator.manual_seed(SEED_OF_DATA)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 def spread(samples: int, count: int) -> list[int]:

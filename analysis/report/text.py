@@ -27,7 +27,7 @@ from tula_hpc.formatting import (
 )
 from tula_hpc.records import Doubt, Measurement, RunHistory
 from tula_hpc.records.events import setup_failures
-from tula_hpc.records.training import WITHOUT_SCORES
+from tula_hpc.records.training import NOT_FINITE, WITHOUT_SCORES
 
 SECONDS_PER_HOUR = 3600
 # hosts and the like that are named, the others are counted
@@ -109,6 +109,8 @@ def _about_training(run: RunContents) -> Iterator[str]:
                 found.append(f"{why}; {SMALLER_STEPS}")
             if work.is_script and work.metric and not training.result.is_scored:
                 found.append(WITHOUT_SCORES)
+            if work.loss is not None and not training.result.is_test_finite:
+                found.append(NOT_FINITE)
         yield from (f"Training {training.label}: {words}." for words in found)
 
 

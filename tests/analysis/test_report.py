@@ -670,6 +670,23 @@ def test_a_training_that_blew_up_is_a_warning(
     assert any(text.startswith(words or "Training main") for text in warnings(read_run(run))) == (words is not None)
 
 
+@pytest.mark.parametrize(
+    ("loss", "diverged", "is_said"), [(0.5, False, False), (None, False, True), (None, True, False)]
+)
+def test_a_test_loss_that_is_not_finite_is_a_warning(
+    finished: Written, loss: float | None, diverged: bool, is_said: bool
+) -> None:
+    contents = read_run(finished.run)
+    (training,) = contents.trainings
+    assert training.result is not None
+    assert contents.sweep is not None
+    workload = contents.sweep.workload.model_copy(update={"loss": "mine:loss"})
+    result = training.result.model_copy(update={"test_loss": loss, "diverged": diverged})
+    of_own_loss = contents.sweep.model_copy(update={"workload": workload})
+    said = warnings(contents._replace(sweep=of_own_loss, trainings=[training._replace(result=result)]))
+    assert any("the loss on the test set is inf or nan" in words for words in said) == is_said
+
+
 @pytest.mark.parametrize("accuracy", [0.5, None])
 def test_why_a_script_has_no_score_is_a_warning(finished: Written, accuracy: float | None) -> None:
     contents = read_run(finished.run)

@@ -130,7 +130,7 @@ def test_other_inputs_are_refused_with_the_difference(
     assert "workload.epochs: 10 before, 99 now" in error
     assert "plan again" not in error
     away = f"move {run.root / 'train'} away: it holds what is trained so far."
-    assert f"To train again over the same measurements, {away}" in error
+    assert f"To train from the start over the same measurements, {away}" in error
     assert main([*again, "--set", "workload.seed=99"]) == 2
     assert "anew" not in capsys.readouterr().err
     assert main([*again, "--set", "objective.budget=99"]) == 2
@@ -340,7 +340,7 @@ def test_bounds_of_the_search_may_change_until_something_was_trained(sweep_file:
     assert load_sweep(run.sweep_file).search.max_batch == 1024
     assert run.measurements().records
     (run.train().root / "checkpoints").mkdir(parents=True)
-    with pytest.raises(RunDirectoryError, match="To train again"):
+    with pytest.raises(RunDirectoryError, match="To train from the start"):
         open_run(*inputs_of(sweep_file, "search.max_batch=512"), run.root)
 
 
@@ -374,7 +374,7 @@ def test_what_no_measurement_depends_on_may_change_until_something_was_trained(
     check_run(*other, run.root)
     run.train().root.mkdir()
     run.train().metrics_file.write_text("")
-    with pytest.raises(RunDirectoryError, match="To train again"):
+    with pytest.raises(RunDirectoryError, match="To train from the start"):
         open_run(*other, run.root)
 
 
@@ -485,7 +485,7 @@ def test_what_a_scripts_output_is_searched_for_may_change_after_profiles(sweep_f
     check_run(after, ClusterSpec(), run.root)
     (run.train().root / "checkpoints").mkdir(parents=True)
     with pytest.raises(
-        RunDirectoryError, match=r"metric: acc[^;]*\nTo train again over the same measurements, move .*train"
+        RunDirectoryError, match=r"metric: acc[^;]*\nTo train from the start over the same measurements, move .*train"
     ):
         check_run(after, ClusterSpec(), run.root)
     (run.root / "train").rename(run.root / "earlier-train")

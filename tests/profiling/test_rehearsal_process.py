@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from tula_hpc.config import WorkloadSpec
 from tula_hpc.profiling import rehearsal_process
 from tula_hpc.records import Trial
+from tula_hpc.user_code import own_data
 from tula_hpc.workloads.workload import build_workload
 
 OWN = """
@@ -87,6 +89,31 @@ def test_data_that_differ_from_call_to_call_are_refused(here: Path, capsys: pyte
     assert tried(here, own=counting.replace(it, drawn)) == 2
     said = capsys.readouterr().err
     assert "mine:data returns 40 and 12 training and test samples, and 41 and 12 when it is called again;" in said
+
+
+CUT = "subsets = Subset(whole, order[:40]), Subset(whole, order[40:])"
+SPLITS = {
+    "torch": ("subsets = torch.utils.data.random_split(whole, [40, 12])", True),
+    "numpy": (f"order = numpy.random.permutation(52)\n    {CUT}", True),
+    "a generator of its own": (f"order = numpy.random.default_rng().permutation(52)\n    {CUT}", False),
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_a_split_is_the_same_in_all_processes_or_is_refused(
+    here: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    code, is_same = SPLITS[name]
+    head = "def data(spec):\n"
+    own = OWN.replace(
+        head, f"import numpy\n{head}    whole = TensorDataset(*tensors(52))\n    {code}\n    return *subsets, 4\n"
+    )
+    assert tried(here, own=own) == (0 if is_same else 2)
+    said = "mine:data returns another training item 0 when it is called again; all workers have to get the same"
+    assert (said in capsys.readouterr().err) != is_same
+    if is_same:
+        first, second = (own_data(WorkloadSpec(model="mine:net", dataset="mine:data")) for _ in range(2))
+        assert all(torch.equal(first.test[n][0], second.test[n][0]) for n in range(12))
 
 
 def test_what_python_warns_of_in_own_code_is_passed_on(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -149,7 +149,7 @@ def _begin_anew(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> Non
     """Replace the inputs, and put the files of the earlier ones aside."""
     from tula_hpc.records import write_atomically
 
-    with run.locked():
+    with _locked_for_others(run):
         # the command that was at work has submitted or measured meanwhile
         if not _begins_anew(run, spec, cluster):
             return
@@ -161,6 +161,24 @@ def _begin_anew(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> Non
         f"{run.root}: no measurement was made with the earlier inputs: the new ones replace them"
         f"{moved}\n"
     )
+
+
+@contextlib.contextmanager
+def _locked_for_others(run: RunDirectory) -> Iterator[None]:
+    """Lock a run whose inputs are about to change.
+
+    Raises:
+        RunDirectoryError: Another command has it; the message names the way beside it.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(run.locked())
+        except RunDirectoryError as error:
+            beside = "another name or --run-dir runs beside it"
+            raise RunDirectoryError(
+                f"{error}; your inputs are others than its own: {beside}"
+            ) from None
+        yield
 
 
 def _files(
@@ -215,7 +233,7 @@ def _take_over(run: RunDirectory, path: Path, inputs: SweepSpec | ClusterSpec) -
     changes = changes_of(path, inputs)
     if not changes:
         return
-    with run.locked():
+    with _locked_for_others(run):
         write_atomically(path, freeze(inputs))
         if that_matter(changes) or (sets_time(changes) and not _may_train(run)):
             run.plan_file.unlink(missing_ok=True)
@@ -252,10 +270,12 @@ def _other_inputs(
             "was made for Slurm, and is now started on this machine; give its cluster file: "
             f"--cluster {run.cluster_file}"
         )
+    made = "was made from"
+    if frees_up and run.train().result_file.exists():
+        made = "is of a training that is over and is not made longer, with"
     lines = [
-        f"was made from other inputs than your {kind} file (or --set) has now; set them back in "
-        "yours (or in this copy, if that was edited), or use another --run-dir, which measures "
-        "again:",
+        f"{made} other inputs than your {kind} file (or --set) has now; set them back in yours (or "
+        "in this copy, if that was edited), or use another --run-dir, which measures again:",
         *in_lines(refused),
     ]
     if was == "local":
@@ -285,7 +305,7 @@ def _when_free(run: RunDirectory) -> str:
             steps.append(": ".join(filter(None, ["cancel what is left", _to_cancel(run, left)])))
         what = "the trained model" if run.train().result_file.exists() else "what is trained so far"
         steps.append(f"move {run.root / 'train'} away: it holds {what}")
-        return f"To train again over the same measurements, {', then '.join(steps)}."
+        return f"To train from the start over the same measurements, {', then '.join(steps)}."
     job_id = run.history().unsettled("control")[0].job_id
     return f"The sweep goes on unattended: other values are taken once job {job_id} is over."
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tula_hpc.analysis.report.output import TextColumn
     from tula_hpc.analysis.report.tables import TextTable
     from tula_hpc.analysis.run_contents import Training
-    from tula_hpc.records import Measurement, Metrics, Plan, RunDirectory, TrainResult
+    from tula_hpc.records import Measurement, Plan, RunDirectory, TrainResult
     from tula_hpc.stages.context import Sweep
 
 
@@ -172,7 +172,7 @@ def _run_stages(sweep: Sweep, last: int) -> int:
         return 0
     trained = _trained(sweep, result)
     _say_bill(_bill(sweep, plan, trained))
-    _warn_of_scores(sweep, trained.metrics)
+    _warn_of_scores(sweep, trained)
     print("\n".join([*_steps_off(sweep, plan, trained), *_model_lines(sweep)]))
     return 0
 
@@ -294,7 +294,7 @@ def _say_summary(
         bill=bill,
     )
     _say_bill(bill)
-    _warn_of_scores(sweep, trained.metrics)
+    _warn_of_scores(sweep, trained)
     return bill
 
 
@@ -329,13 +329,19 @@ def _say_bill(bill: TrainingBill | None) -> None:
         print(printable(sentence))
 
 
-def _warn_of_scores(sweep: Sweep, metrics: Metrics) -> None:
+def _warn_of_scores(sweep: Sweep, trained: Training) -> None:
     """Warn of a training without scores, or that blew up but stayed finite: it has a result."""
     from tula_hpc.analysis.run_contents import SMALLER_STEPS, learned_nothing
+    from tula_hpc.records.training import NOT_FINITE
     from tula_hpc.stages.train import unmatched_metric
 
+    metrics = trained.metrics
+    result = trained.result
     if words := unmatched_metric(sweep, metrics):
         print(f"warning: {words}")
+    has_own_loss = sweep.spec.workload.loss is not None
+    if result is not None and has_own_loss and not result.is_test_finite:
+        print(f"warning: {NOT_FINITE}")
     if why := learned_nothing(metrics, sweep.spec.workload):
         print(f"warning: {why}; {SMALLER_STEPS}")
 

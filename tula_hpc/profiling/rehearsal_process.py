@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils.data import Dataset, default_collate
 
@@ -196,15 +197,16 @@ def _refuse_infinite(spec: WorkloadSpec, inputs: Any, positions: Sequence[int]) 
             raise InputError(message, key="workload.dataset")
 
 
-def _refuse_other_sizes(spec: WorkloadSpec, data: Data) -> None:
-    """Refuse data sets whose numbers of samples change from call to call: each worker calls anew.
+def _refuse_other_data(spec: WorkloadSpec, data: Data) -> None:
+    """Refuse data sets whose samples change from call to call: each worker calls anew.
 
     Raises:
         InputError: They do.
     """
+    again = build_data(spec, TRIED_BEFORE)
     found = [
         f"{len(each.train)} and {len(each.test)}"  # type: ignore[arg-type] # checked before
-        for each in (data, build_data(spec, TRIED_BEFORE))
+        for each in (data, again)
     ]
     if found[0] != found[1]:
         message = (
@@ -212,6 +214,35 @@ def _refuse_other_sizes(spec: WorkloadSpec, data: Data) -> None:
             "called again; all workers have to get the same: split with a generator of a fixed seed"
         )
         raise InputError(message, key="workload.dataset")
+
+    for which, first, second in (
+        ("training", data.train, again.train),
+        ("test", data.test, again.test),
+    ):
+        for position in spread(len(first), TRIED_BEFORE):  # type: ignore[arg-type] # likewise
+            reads = [
+                _leaves(each, position, seed) for seed, each in enumerate((first, first, second))
+            ]
+            for one, same, other in zip(*reads, strict=True):
+                # what is drawn anew at each reading, as augmented images are, tells nothing
+                if _is_same(one, same) and not _is_same(one, other):
+                    message = (
+                        f"{spec.dataset} returns another {which} item {position} when it is called "
+                        "again; all workers have to get the same: split with a generator of a fixed seed"
+                    )
+                    raise InputError(message, key="workload.dataset")
+
+
+def _leaves(samples: Dataset[Any], position: int, seed: int) -> list[Tensor]:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return list(tensors_of(default_collate([samples[position]])))
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool(
+        one.eq(other).logical_or(one.ne(one) & other.ne(other)).all()
+    )
 
 
 def _trial_of(sweep: SweepSpec, cluster: ClusterSpec, partitions: Sequence[str]) -> Trial:
@@ -224,7 +255,7 @@ def _trial_of(sweep: SweepSpec, cluster: ClusterSpec, partitions: Sequence[str])
     began = time.perf_counter()
     data = build_data(sweep.workload, TRIED_BEFORE)
     if is_entry_point(sweep.workload.dataset) and time.perf_counter() - began < AGAIN_S:
-        _refuse_other_sizes(sweep.workload, data)
+        _refuse_other_data(sweep.workload, data)
     for_gpus = any(part.device == "cuda" for part in cluster.parts())
     several = max(_worlds(sweep, cluster), default=1) > 1
     single = _one_sample(sweep, cluster)

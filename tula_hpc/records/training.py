@@ -6,6 +6,11 @@ from tula_hpc.records.base import Batch, Configuration, Nodes, Record, WorkersPe
 
 # of a script that has a workload.metric
 WITHOUT_SCORES = "workload.metric has matched no line of the script's output: scores are unknown"
+# of a training with a loss of the user's own
+NOT_FINITE = (
+    "the loss on the test set is inf or nan: look for such values in its samples, and in what the "
+    "model makes of them"
+)
 
 
 class TrainResult(Record):
@@ -42,6 +47,11 @@ class TrainResult(Record):
     evaluation_s: float | None = None
     # for which steps stood still while a checkpoint was copied, or waited for
     saving_s: float | None = None
+
+    @property
+    def is_test_finite(self) -> bool:
+        """True unless the loss on the test set, which is always known then, was inf or nan."""
+        return self.test_loss is not None or self.diverged
 
     @property
     def is_scored(self) -> bool:

@@ -326,7 +326,8 @@ def _record_end(part: Sweep, job: Submission, end: Ended) -> bool:
         if job.submitted_at < part.started_at:
             record = record.model_copy(update={"finished_at": job.submitted_at})
         append_record(output, record)
-        if not (end.failure.is_oom or end.failure in FOR_THE_USER):
+        # cancelled: that is said already
+        if not (end.failure.is_oom or end.failure in (*FOR_THE_USER, Failure.CANCELLED)):
             sys.stderr.write(f"profiling: {_how_it_failed(blamed, end)}\n")
     if blamed is not None and end.failure is Failure.DEVICE_FAILED:
         data = {

@@ -444,7 +444,7 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
         left_s = training_left_s(metrics.steps, last, epochs) if now.running else None
         text = ", ".join(shown)
         # the score of an epoch may come after its end
-        if len(metrics.epochs) > 1 and (words := unmatched_metric(sweep, metrics)):
+        if len(metrics.epochs) > 1 and (words := unmatched_metric(sweep, metrics, running=True)):
             notes.append(words)
         progress.update(done, epochs, text, left_s, notes, state=now.text)
 
@@ -464,7 +464,7 @@ def _restarted(sweep: Sweep, last: Restart | None) -> str:
     return f"job {last.job_id} {last.from_where}" if last.samples_seen == 0 else ""
 
 
-def unmatched_metric(sweep: Sweep, metrics: Metrics) -> str:
+def unmatched_metric(sweep: Sweep, metrics: Metrics, *, running: bool = False) -> str:
     """Say that a script's workload.metric has found no score; "" if it has, or there is none."""
     work = sweep.spec.workload
     if not work.is_script or work.metric is None or any(row.is_scored for row in metrics.epochs):
@@ -474,10 +474,11 @@ def unmatched_metric(sweep: Sweep, metrics: Metrics) -> str:
     # what was printed a moment ago is not in metrics.jsonl yet
     if any(re.search(work.metric, line) for line in printed.splitlines()):
         return ""
+    first = "end this command (Ctrl-C), cancel its job, " if running else ""
     return (
-        f"workload.metric matches no line of the script's output, {output}: scores are unknown; "
-        f"correct it, and move {sweep.run.root / 'train'} away to train again over the same "
-        "measurements"
+        f"workload.metric matches no line of the script's output, {output}: scores are unknown; to "
+        f"train again over the same measurements, {first}correct it, and move "
+        f"{sweep.run.root / 'train'} away"
     )
 
 
