@@ -124,7 +124,7 @@ class Remedy(StrEnum):
     @property
     def heading(self) -> str:
         """Return what such doubts are headed with."""
-        headings = {"measure": "Measure more", "change": "Change the job", "know": "Good to know"}
+        headings = {"measure": "Measure more", "change": "Change a setting", "know": "Good to know"}
         return headings[self]
 
 
