@@ -216,6 +216,12 @@ def test_several_mistakes_are_a_line_each(here: Path) -> None:
     assert [line.split(": ")[1] for line in lines] == ["name", "workload.epochs", "workload.lr", "serach"]
 
 
+def test_a_run_directory_in_place_of_a_file_is_told_its_files(tmp_path: Path) -> None:
+    (tmp_path / "sweep.toml").touch()
+    with pytest.raises(InputError, match=r"is a folder; expected a TOML file, as sweep\.toml and cluster\.toml in it$"):
+        load_sweep(tmp_path)
+
+
 @pytest.mark.parametrize(("path", "said"), [("gone.toml", "no such file"), (".", "is a folder; expected a TOML file")])
 def test_a_file_that_cannot_be_read(here: Path, path: str, said: str) -> None:
     with pytest.raises(InputError, match=said):

@@ -60,7 +60,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise InputError("no such file; check the path", source=path) from None
     except IsADirectoryError:
-        raise InputError("is a folder; expected a TOML file", source=path) from None
+        inside = ", as sweep.toml and cluster.toml in it" if (path / "sweep.toml").exists() else ""
+        raise InputError(f"is a folder; expected a TOML file{inside}", source=path) from None
     except OSError as error:
         if error.errno == errno.EOVERFLOW:
             raise InputError(
