@@ -411,6 +411,20 @@ def test_a_run_goes_on_where_removed_keys_did_nothing(sweep_file: Path, line: st
         open_run(*inputs_of(sweep_file), run.root)
 
 
+@pytest.mark.parametrize(("value", "refused"), [("5.0", False), ("7.0", True)])
+def test_a_run_goes_on_where_a_default_was_written_down(sweep_file: Path, value: str, refused: bool) -> None:
+    from tula_hpc.cli.open_run import open_run
+    from tula_hpc.errors import RunDirectoryError
+
+    run = open_run(*inputs_of(sweep_file), sweep_file.parent / "run").run
+    measure(run)
+    (run.train().root / "checkpoints").mkdir(parents=True)
+    frozen = run.cluster_file.read_text()
+    run.cluster_file.write_text(frozen.replace("[pricing]\n", f"[pricing]\ncheckpoint_write_s = {value}\n"))
+    with pytest.raises(RunDirectoryError, match=r"7\.0 before, not set now") if refused else contextlib.nullcontext():
+        open_run(*inputs_of(sweep_file), run.root)
+
+
 @pytest.mark.parametrize("command", ["status", "report", "plan", "init", "sweep"])
 def test_a_working_directory_that_was_deleted_is_named(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -7,6 +7,7 @@ mistake and the expected value.
 from tula_hpc.config.cluster import ClusterSpec, ContainerSpec, PartitionSpec, PricingSpec
 from tula_hpc.config.gpus import hidden_peers
 from tula_hpc.config.loading import (
+    FORMER_DEFAULTS,
     MAX_FILE_BYTES,
     PUT_BACK,
     REMOVED_KEYS,
@@ -46,6 +47,7 @@ from tula_hpc.config.workload import WorkloadSpec
 
 __all__ = [
     "CHECKPOINT_MINUTES",
+    "FORMER_DEFAULTS",
     "GIB",
     "JOB_NAMES",
     "MAX_FILE_BYTES",

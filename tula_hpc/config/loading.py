@@ -192,6 +192,11 @@ REMOVED_KEYS: dict[tuple[str, ...], object] = {
     ("training", "curvature_epochs"): [],
     ("training", "curvature_samples"): 512,
 }
+# values that earlier versions wrote into a run's files where nothing was set, and today's do not
+FORMER_DEFAULTS: dict[tuple[str, ...], object] = {
+    ("pricing", "checkpoint_write_s"): 5.0,
+    ("search", "max_seconds"): 60.0,
+}
 OPTION = "--set"
 S = TypeVar("S", bound=Spec)
 Loaded = TypeVar("Loaded")
