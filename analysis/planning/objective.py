@@ -141,16 +141,16 @@ def _by_knee(
     first = np.where(as_fast, 0.0, np.where(within, time_s / slowest_s, 1.0 + batch))
     second = np.where(as_fast, table.cost, time_s)
     ranking = ranked(table, feasible, (first, second, time_s, table.cost))
-    knee_is = f"B={knee.global_batch:,.0f}, the knee of the fitted curve"
+    knee_is = f"B={knee.global_batch:,.0f}, the knee of the curve fitted to time over batch"
     law = ", where the time bends most"
     if kind == "knee":
         law = f"; beyond it a doubling of the batch saves less than {100 * SAVED:.0f} % of the time"
     what = "the fastest"
     if time_s[ranking[0]] > least_s:
         what = f"the cheapest within {100 * (AS_FAST - 1):.0f} % of the fastest"
-    reason = f"it is {what} up to {knee_is}{law}"
+    reason = f"it is {what} with a batch up to {knee_is}{law}"
     if not within.any():
-        reason = f"no candidate is below {knee_is}; it is the next above"
+        reason = f"no batch is below {knee_is}; it is the next above"
     elif knee.global_batch >= 2 * batch.max():
         most = f"B={batch.max():,.0f} and {plural(int(table.nodes.max()), 'node')}"
         searched = f"it is {what} that was searched. The search ended at {most}"

@@ -230,14 +230,13 @@ def about_method(chosen: Candidate, sweep: SweepSpec) -> list[str]:
         )
         if sweep.workload.is_script and chosen.configuration.world_size == 1:
             remedy = (
-                'to raise it with the batch, set training.method = "sqrt" ("ags" needs several '
-                "workers of a script) and give {lr_scale} to the script in workload.arguments"
+                'to raise it with the batch, set training.method = "sqrt" and give {lr_scale} to the '
+                'script in workload.arguments ("ags" needs several workers)'
             )
         return [
             f"the batch is {times:,.3g} times training.base_batch ({sweep.training.base_batch:,}), "
-            "which may cost accuracy, and nothing is done about it: the learning rate stays as it is "
-            "(training.method = "
-            f'"lbt"); {remedy}'
+            "which may cost accuracy, and the learning rate is not adjusted for it "
+            f'(training.method = "lbt"); {remedy}'
         ]
     if sweep.training.method == "polo":
         return [

@@ -348,8 +348,8 @@ def progress_sentences(plan: Plan) -> list[str]:
     if factor < NOTABLE_FACTOR:
         return []
     return [
-        f"By the gradient's noise, {plural(plan.epochs, 'epoch')} at this batch teach less than with "
-        f"training.base_batch; to learn as much would take {_epochs_to_progress(plan)}"
+        f"By the gradient's noise, the model learns less in {plural(plan.epochs, 'epoch')} at this "
+        f"batch than with training.base_batch; to learn as much would take {_epochs_to_progress(plan)}"
         f"{_to_progress(chosen)}."
     ]
 

@@ -133,7 +133,7 @@ def _hanging(steps: Sequence[tuple[Unsteady, float]], other: Configuration) -> s
         which = ", ".join(str(one.profile.configuration) for one, _ in steps)
         return (
             f"the steps of {which}, which are uncertain: if any of them came out at the end of "
-            f"its range, the model that is fitted to all steps would choose {other}"
+            f"its range, the plan would choose {other}"
         )
     ((one, seconds),) = steps
     return f"the step of {one.profile.configuration} {one.between}: {_with_it(seconds, other)}"
@@ -141,7 +141,7 @@ def _hanging(steps: Sequence[tuple[Unsteady, float]], other: Configuration) -> s
 
 def _with_it(seconds: float, other: Configuration) -> str:
     took = format_duration(seconds)
-    return f"at {took} the model that is fitted to all steps would choose {other}"
+    return f"at {took} the plan would choose {other}, as its model is fitted to all steps"
 
 
 def _effect(

@@ -286,7 +286,7 @@ def test_the_knee_is_that_of_the_fitted_curve() -> None:
     # 3 α/β of a step that takes 0.1 s and 0.25 ms for each sample of the global batch
     assert plan.knee.global_batch == pytest.approx(1200, rel=0.1)
     assert plan.chosen.global_batch == 1024
-    assert "the fastest up to B=1,2" in plan.reason
+    assert "the fastest with a batch up to B=1,2" in plan.reason
     short = make_plan(sweep(cluster_sizes=[4], max_batch=512), cluster(), [ok(4, 8), ok(4, 128)])
     searched = ": it is the fastest that was searched. The search ended at B=512 and 4 nodes: larger batches "
     assert f"{searched}would still pay, up to B=1,2" in short.reason
@@ -508,7 +508,7 @@ def test_what_a_batch_beyond_the_critical_one_costs_is_said() -> None:
     plan = planned(rows=noisy(100.0))
     assert plan.critical_batch == pytest.approx(100.0)
     assert any(text.startswith("Critical batch: 100 samples") for text in sentences(plan))
-    (costs,) = [text for text in sentences(plan) if f"{plan.epochs} epochs at this batch teach" in text]
+    (costs,) = [text for text in sentences(plan) if f"learns less in {plan.epochs} epochs at this batch" in text]
     assert "; to learn as much would take 25 epochs, about " in costs
     # the job starts once, however much longer it trains
     late = planned(rows=noisy(100.0), pricing={"restart_s": 3600.0})
@@ -525,7 +525,7 @@ def test_what_a_batch_beyond_the_critical_one_costs_is_said() -> None:
     (soonest,) = [text for text in sentences(plan) if text.startswith("Soonest to learn as much")]
     assert ", after " in soonest
     assert not any("Soonest" in text for text in sentences(planned(rows=noisy(1e6))))
-    assert not any("teach less" in text for text in sentences(planned(rows=noisy(1e6))))
+    assert not any("learns less" in text for text in sentences(planned(rows=noisy(1e6))))
     assert planned().critical_batch is None
     assert plan.critical_batch_source == "profile"
     for method, scales in (("ags", True), ("lbt", False)):
@@ -547,7 +547,7 @@ def test_a_critical_batch_from_training_is_not_said_to_be_the_first_weights() ->
     assert plan.critical_batch_source == "training"
     said = " ".join([*sentences(plan), *plan.warnings])
     assert "in the later half of the training so far" in said
-    assert " epochs at this batch teach less than with training.base_batch" in said
+    assert " epochs at this batch than with training.base_batch" in said
     assert "profiled" not in said
     assert "its least" not in said
 

@@ -37,7 +37,8 @@ def test_the_largest_batch_up_to_the_knee_is_chosen() -> None:
     assert ranking[0].global_batch == 256
     assert choice.warnings == ()
     assert choice.reason.endswith(
-        ", the knee of the fitted curve; beyond it a doubling of the batch saves less than 20 % of the time"
+        ", the knee of the curve fitted to time over batch; "
+        "beyond it a doubling of the batch saves less than 20 % of the time"
     )
     assert [row.global_batch for row in ranking] == [256, 128, 64, 32, 512, 1024, 2048, 4096]
 
@@ -69,11 +70,11 @@ def test_up_to_the_knee_the_cheapest_of_those_that_no_measurement_tells_from_the
     dearer = Row(2, at_knee.local_batch // 2, at_knee.time_s / 1.02, 2 * at_knee.cost)
     ranking, choice = ranked("knee", [*feasible, dearer], law)
     assert ranking[:2] == [at_knee, dearer]
-    assert choice.reason.startswith("it is the cheapest within 3 % of the fastest up to B=")
+    assert choice.reason.startswith("it is the cheapest within 3 % of the fastest with a batch up to B=")
     notably = dearer._replace(time_s=at_knee.time_s / 1.04)
     ranking, choice = ranked("knee", [*feasible, notably], law)
     assert ranking[:2] == [notably, at_knee]
-    assert choice.reason.startswith("it is the fastest up to B=")
+    assert choice.reason.startswith("it is the fastest with a batch up to B=")
 
 
 def test_where_constraints_leave_nothing_up_to_the_knee_the_next_above_it_is_taken() -> None:
@@ -81,7 +82,7 @@ def test_where_constraints_leave_nothing_up_to_the_knee_the_next_above_it_is_tak
     rows = [row._replace(why=5 if row.global_batch <= 256 else 0) for row in rows_of(law, 1, POWERS)]
     choice = choose(spec("knee"), table_of(rows), TimeCurves(lines_of(table_of(rows)), law))
     assert rows[choice.ranking[0]].global_batch == 512
-    assert choice.reason.startswith("no candidate is below B=29")
+    assert choice.reason.startswith("no batch is below B=29")
 
 
 @laws

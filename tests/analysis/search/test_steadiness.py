@@ -43,10 +43,10 @@ def test_what_had_not_settled_is_said_where_another_choice_lies_within(where: Co
     assert plan.chosen.configuration == CHOSEN
     (text,) = told(plan, where)
     assert f"the step of {where} takes between " in text
-    assert f" the model that is fitted to all steps would choose {NEXT}. " in text
+    assert f" the plan would choose {NEXT}, as its model is fitted to all steps. " in text
     (told_first,) = plan.hangs_on
     assert told_first.startswith(f"the step of {where} takes between ")
-    assert told_first.endswith(f" the model that is fitted to all steps would choose {NEXT}")
+    assert told_first.endswith(f" the plan would choose {NEXT}, as its model is fitted to all steps")
     assert text.endswith("A new sweep with --set search.max_seconds=240 and another --run-dir measures it for longer")
 
 
@@ -100,7 +100,7 @@ def test_a_drift_that_matters_to_nothing_is_not_said(where: Configuration, halve
 def test_a_drift_within_which_another_choice_lies_is_said_of_any_configuration() -> None:
     (text,) = told(planned(with_step(NEXT, {"first_half": 0.5, "second_half": 1.5})), NEXT)
     assert "became 3 times longer while it was measured (" in text
-    assert f" the model that is fitted to all steps would choose {NEXT}. " in text
+    assert f" the plan would choose {NEXT}, as its model is fitted to all steps. " in text
 
 
 def test_several_that_had_not_settled_are_one_warning() -> None:
@@ -111,4 +111,4 @@ def test_several_that_had_not_settled_are_one_warning() -> None:
     assert ". The steps of N=" in text
     (hanging,) = plan.hangs_on
     assert hanging.startswith("the steps of N=")
-    assert hanging.endswith(f"the model that is fitted to all steps would choose {NEXT}")
+    assert hanging.endswith(f"the plan would choose {NEXT}")
