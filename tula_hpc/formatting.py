@@ -104,7 +104,7 @@ def duration_within(seconds: float, low: float, high: float, beside: float | Non
         return format_duration(seconds)
     if half < 1:
         # never more than three digits, but beside a value just outside
-        most = _power_of_ten(max(half, abs(low) / 300, abs(high) / 300))
+        most = _power_of_ten(max(half / 2, abs(low) / 300, abs(high) / 300))
         steps = [most, most / 10, most / 100]
     else:
         # coarser, an end of the interval would be rounded across what lies well within it

@@ -177,6 +177,8 @@ def test_durations_are_as_exact_as_their_interval_and_no_more(seconds: float, sh
         (152.0, 138.0, 168.0, "2 min 30 s"), (9.1, 6.4, 12.9, "9 s"), (0.217, 0.2, 0.24, "220 ms"),
         (7_990.0, 7_000.0, 9_000.0, "2 h 15 min"), (22.0, 16.0, 32.3, "22 s"), (5.0, 5.0, 5.0, "5.0 s"),
         (1_988_101.0, 1_986_113.0, 1_990_089.0, "23 d"),
+        # rounded to its half width, an end would move by as much
+        (0.328, 0.328, 0.544, "330 ms"),
     ],
 )  # fmt: skip
 def test_durations_with_intervals(value: float, low: float, high: float, text: str) -> None:

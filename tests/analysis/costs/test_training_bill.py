@@ -152,7 +152,7 @@ def test_parts_that_were_off_are_named_once_they_matter() -> None:
     assert "longer than the 90 % interval of the predicted 2 min 10 s (" in said
     assert "by Slurm's accounting" in said
     assert "2.0 USD was predicted (1.8 USD to 2.2 USD)." in said
-    assert "Outside of their intervals: end of the job 14.0 s, 1.5 s were predicted." in said, "a second moves nobody"
+    assert "Outside of their intervals: end of the job 14.0 s, 1.50 s were predicted." in said, "a second moves nobody"
     assert billed(150.0).parts_off() == [TimePart.ENDS]
     assert billed(150.0).parts[TimePart.STARTS].verdict is Verdict.MORE
 
