@@ -145,10 +145,15 @@ def told(error: Exception | SystemExit) -> str:
         (Path(frame.filename), frame.lineno)
         for frame in reversed(traceback.extract_tb(error.__traceback__))
     ]
-    others = (f for f in frames if "site-packages" not in f[0].parts and f[0] not in _CALLERS)
+    others = (f for f in frames if f[0] not in _CALLERS and not _is_foreign(f[0]))
     # a shipped model has no own files
     place = next((f for f in frames if is_own(f[0])), next(others, None))
     return description if place is None else f"{description} ({place[0].name}:{place[1]})"
+
+
+def _is_foreign(path: Path) -> bool:
+    # "<frozen runpy>" is in no file
+    return "site-packages" in path.parts or path.name.startswith("<")
 
 
 def told_with_remedy(error: Exception | SystemExit) -> str:

@@ -121,11 +121,12 @@ def refuse_several(run: RunDirectory, measurements: Iterable[Measurement]) -> No
         return
     where = in_short([str(m.configuration) for m in others])
     found = newest.difference(others[0].identity)
-    message = (
-        f"its measurements are not of one model and data set: since {where} something changed "
-        f"({found})"
-    )
     newer = [m for m in rows if m.identity and m.identity.is_same(newest)]
+    since = in_short([str(m.configuration) for m in newer])
+    message = (
+        f"its measurements are not of one model and data set: measured after a change ({found}) "
+        f"{since}, before it {where}"
+    )
     old, new = (in_short([str(path) for path in run.files_of(each)]) for each in (others, newer))
     remedy = (
         f"Undo the change and delete {new}, or keep it and delete {old}, or measure it with another "
