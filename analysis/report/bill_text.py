@@ -122,7 +122,7 @@ def steps_off(
         cause = f"; of only {plural(steps, 'step')} in all the slow first ones weigh much"
     yield (
         f"The steps of {name} were {in_comparison(took_s / expected.value)} than predicted, "
-        f"outside of the 90 % interval: an epoch {took}, not {low} to {high}"
+        f"outside of the 90 % interval: the median epoch took {took}, not {low} to {high}"
         f"{cause}."
     )
 

@@ -517,7 +517,7 @@ def test_steps_outside_of_their_interval_are_said_first_of_how_sure_it_is(finish
         sections = dict(first_page(contents._replace(trainings=[changed])).sections)
         said = sections["How sure"][0]
         assert said.startswith("The steps of the training were ") == bool(way)
-        assert f"% {way} than predicted, outside of the 90 % interval: an epoch " in said or not way
+        assert f"% {way} than predicted, outside of the 90 % interval: the median epoch took " in said or not way
         # once is enough
         assert ("its median epoch was" in " ".join(sections["What it took"])) == (not way)
 
