@@ -131,6 +131,10 @@ def test_other_inputs_are_refused_with_the_difference(
     assert "plan again" not in error
     away = f"move {run.root / 'train'} away: it holds what is trained so far."
     assert f"To train from the start over the same measurements, {away}" in error
+    run.train().result_file.touch()
+    assert main([*again, "--set", "workload.epochs=99"]) == 2
+    assert "is of a training that is over and is not made longer, with other inputs" in capsys.readouterr().err
+    run.train().result_file.unlink()
     assert main([*again, "--set", "workload.seed=99"]) == 2
     assert "anew" not in capsys.readouterr().err
     assert main([*again, "--set", "objective.budget=99"]) == 2
@@ -189,7 +193,10 @@ def test_inputs_may_be_mended_until_something_was_measured(
     run.log_event("ended", "profile", job_id="1")
     check_run(*inputs(8), run.root)
     assert load_sweep(run.sweep_file).workload.seed == 7
-    with run.locked(), pytest.raises(RunDirectoryError, match="is in use by"):
+    with (
+        run.locked(),
+        pytest.raises(RunDirectoryError, match=r"is in use by .*another name or --run-dir runs beside it$"),
+    ):
         open_run(*inputs(8), run.root)
     open_run(*inputs(8), run.root)
     assert load_sweep(run.sweep_file).workload.seed == 8

@@ -388,6 +388,26 @@ def test_an_adaptive_search_says_how_many_more_there_may_be(
     assert third.startswith("profiling: 2 done, 1 failed, at most 5 more, 1 running, up to about ")
 
 
+class Cancelled(Scheduler):
+    """Somebody cancels every job."""
+
+    def wait(self, jobs: Sequence[Submitted], tick: Callable[[JobsNow], None]) -> list[Ended]:
+        return [Ended(job, Failure.CANCELLED, "CANCELLED AT 12:00", None) for job in jobs]
+
+
+def test_a_cancelled_job_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, sweep = profile(monkeypatch, tmp_path, measures=False)
+    scheduler = Cancelled(sweep.run, measures=False)
+    monkeypatch.setattr(Sweep, "launcher", property(lambda _: scheduler))
+    with pytest.raises(StageError, match="was cancelled, by scancel or an operator"):
+        profile_stage(sweep)
+    said = capsys.readouterr().err
+    assert said.count("was cancelled, by scancel or an operator") == len(scheduler.wanted)
+    assert "failed while it measured" not in said
+
+
 class BrokenSetup(Scheduler):
     """A line of the cluster file's `setup` fails in a job that goes on."""
 
