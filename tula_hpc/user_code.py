@@ -276,7 +276,8 @@ def own_data(spec: WorkloadSpec, tried: int = TRIED_BY_JOBS) -> OwnData:
 @contextlib.contextmanager
 def _same_random_numbers() -> Iterator[None]:
     """Seed Python's, NumPy's and torch's CPU random numbers alike in all processes; restore them."""
-    python, numpy = random.getstate(), np.random.get_state()
+    python = random.getstate()
+    numpy = np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         random.seed(SEED_OF_DATA)
         np.random.seed(SEED_OF_DATA)
