@@ -53,6 +53,11 @@ def tensors_of(batch: Batch) -> Iterator[Tensor]:
     return (leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor))
 
 
+def is_finite(batch: Batch) -> bool:
+    """Tell whether no tensor of a batch holds inf or nan."""
+    return all(bool(tensor.isfinite().all()) for tensor in tensors_of(batch))
+
+
 def samples_in(batch: Batch) -> int:
     """Count the samples of a batch, by its first tensor."""
     return len(next(tensors_of(batch)))

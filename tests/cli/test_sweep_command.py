@@ -402,33 +402,29 @@ def test_a_run_of_an_earlier_version_goes_on_until_a_new_key_is_set(sweep_file: 
 
 
 @pytest.mark.parametrize(
-    ("line", "refused"),
-    [("max_rollbacks = 8\n", False), ("tune_small_batch = []\n", False), ("curvature_epochs = [0]\n", True)],
+    ("file", "table", "line", "refused"),
+    [
+        ("sweep_file", "training", "max_rollbacks = 8", ""),
+        ("sweep_file", "training", "tune_small_batch = []", ""),
+        ("sweep_file", "training", "curvature_epochs = [0]", "not set now"),
+        ("cluster_file", "pricing", "checkpoint_write_s = 5.0", ""),
+        ("cluster_file", "pricing", "checkpoint_write_s = 7.0", r"7\.0 before, not set now"),
+    ],
 )
-def test_a_run_goes_on_where_removed_keys_did_nothing(sweep_file: Path, line: str, refused: bool) -> None:
+def test_a_run_goes_on_where_removed_keys_and_former_defaults_did_nothing(
+    sweep_file: Path, file: str, table: str, line: str, refused: str
+) -> None:
     from tula_hpc.cli.open_run import open_run
     from tula_hpc.errors import RunDirectoryError
 
     run = open_run(*inputs_of(sweep_file), sweep_file.parent / "run").run
     measure(run)
     (run.train().root / "checkpoints").mkdir(parents=True)
-    frozen = run.sweep_file.read_text()
-    run.sweep_file.write_text(frozen.replace("[training]\n", f"[training]\n{line}"))
-    with pytest.raises(RunDirectoryError, match="not set now") if refused else contextlib.nullcontext():
-        open_run(*inputs_of(sweep_file), run.root)
-
-
-@pytest.mark.parametrize(("value", "refused"), [("5.0", False), ("7.0", True)])
-def test_a_run_goes_on_where_a_default_was_written_down(sweep_file: Path, value: str, refused: bool) -> None:
-    from tula_hpc.cli.open_run import open_run
-    from tula_hpc.errors import RunDirectoryError
-
-    run = open_run(*inputs_of(sweep_file), sweep_file.parent / "run").run
-    measure(run)
-    (run.train().root / "checkpoints").mkdir(parents=True)
-    frozen = run.cluster_file.read_text()
-    run.cluster_file.write_text(frozen.replace("[pricing]\n", f"[pricing]\ncheckpoint_write_s = {value}\n"))
-    with pytest.raises(RunDirectoryError, match=r"7\.0 before, not set now") if refused else contextlib.nullcontext():
+    path = getattr(run, file)
+    frozen = path.read_text()
+    path.write_text(frozen.replace(f"[{table}]\n", f"[{table}]\n{line}\n"))
+    assert path.read_text() != frozen
+    with pytest.raises(RunDirectoryError, match=refused) if refused else contextlib.nullcontext():
         open_run(*inputs_of(sweep_file), run.root)
 
 

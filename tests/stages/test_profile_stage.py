@@ -256,10 +256,12 @@ class Scheduler:
         return [Ended(job, Failure.DEVICE_FAILED, "E: an ECC error", None, (f"node{job.job_id}",)) for job in jobs]
 
 
-def profile(monkeypatch: pytest.MonkeyPatch, folder: Path, *, measures: bool) -> tuple[Scheduler, Sweep]:
+def profile(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, *, measures: bool, kind: type[Scheduler] = Scheduler
+) -> tuple[Scheduler, Sweep]:
     run = RunDirectory(folder).create()
     search = {"cluster_sizes": [1], "min_batch": 32, "max_batch": 64, "mode": "full", "estimate": False}
-    scheduler = Scheduler(run, measures)
+    scheduler = kind(run, measures)
     monkeypatch.setattr(Sweep, "launcher", property(lambda _: scheduler))
     return scheduler, Sweep(spec(**search), ClusterSpec(), run, time.time())
 
@@ -307,9 +309,7 @@ class FullDisk(Scheduler):
 
 
 def test_a_full_disk_ends_profiling_after_one_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    _, sweep = profile(monkeypatch, tmp_path, measures=True)
-    full = FullDisk(sweep.run, measures=True)
-    monkeypatch.setattr(Sweep, "launcher", property(lambda _: full))
+    full, sweep = profile(monkeypatch, tmp_path, measures=True, kind=FullDisk)
     with pytest.raises(StageError, match="No space left on device; make space there"):
         profile_stage(sweep)
     assert len(full.wanted) == 1
@@ -340,9 +340,7 @@ class Slow(Scheduler):
 def test_a_time_limit_is_said_at_once_with_its_key_and_ends_in_a_sentence(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, sweep = profile(monkeypatch, tmp_path, measures=False)
-    scheduler = Slow(sweep.run, measures=False)
-    monkeypatch.setattr(Sweep, "launcher", property(lambda _: scheduler))
+    scheduler, sweep = profile(monkeypatch, tmp_path, measures=False, kind=Slow)
     limit = "job 1 reached its time limit (profile_minutes = 20 in the cluster file)"
     with pytest.raises(StageError) as caught:
         profile_stage(sweep)
@@ -376,10 +374,8 @@ class Measuring(Scheduler):
 def test_an_adaptive_search_says_how_many_more_there_may_be(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, sweep = profile(monkeypatch, tmp_path, measures=False)
+    _, sweep = profile(monkeypatch, tmp_path, measures=False, kind=Measuring)
     sweep = sweep._replace(spec=spec(cluster_sizes=[1, 2], min_batch=32, max_batch=512, estimate=False))
-    scheduler = Measuring(sweep.run, measures=False)
-    monkeypatch.setattr(Sweep, "launcher", property(lambda _: scheduler))
     with pytest.raises(KeyboardInterrupt):
         profile_stage(sweep)
     first, second, third = capsys.readouterr().err.splitlines()
@@ -398,9 +394,7 @@ class Cancelled(Scheduler):
 def test_a_cancelled_job_is_told_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, sweep = profile(monkeypatch, tmp_path, measures=False)
-    scheduler = Cancelled(sweep.run, measures=False)
-    monkeypatch.setattr(Sweep, "launcher", property(lambda _: scheduler))
+    scheduler, sweep = profile(monkeypatch, tmp_path, measures=False, kind=Cancelled)
     with pytest.raises(StageError, match="was cancelled, by scancel or an operator"):
         profile_stage(sweep)
     said = capsys.readouterr().err
@@ -427,9 +421,7 @@ class BrokenSetup(Scheduler):
 def test_what_failed_of_setup_is_said_once_while_the_first_job_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, sweep = profile(monkeypatch, tmp_path, measures=False)
-    scheduler = BrokenSetup(sweep.run, measures=False)
-    monkeypatch.setattr(Sweep, "launcher", property(lambda _: scheduler))
+    _, sweep = profile(monkeypatch, tmp_path, measures=False, kind=BrokenSetup)
     with pytest.raises(KeyboardInterrupt):
         profile_stage(sweep)
     waiting, warning, running = capsys.readouterr().err.splitlines()

@@ -273,14 +273,15 @@ def _other_inputs(
     made = "was made from"
     if frees_up and run.train().result_file.exists():
         made = "is of a training that is over and is not made longer, with"
-    lines = [
-        f"{made} other inputs than your {kind} file (or --set) has now; set them back in yours (or "
-        "in this copy, if that was edited), or use another --run-dir, which measures again:",
-        *in_lines(refused),
-    ]
     if was == "local":
         lines = [
             "was made without --cluster, on this machine; to measure on Slurm use another --run-dir"
+        ]
+    else:
+        lines = [
+            f"{made} other inputs than your {kind} file (or --set) has now; set them back in yours "
+            "(or in this copy, if that was edited), or use another --run-dir, which measures again:",
+            *in_lines(refused),
         ]
     if is_sweep and only_prices(refused):
         again = command_line("plan", str(run.root), "--set", "KEY=VALUE")

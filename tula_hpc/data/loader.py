@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
-from tula_hpc.batches import Batch, map_tensors, tensors_of
+from tula_hpc.batches import Batch, is_finite, map_tensors, tensors_of
 from tula_hpc.data.images import ImageDataset, Indices, Keys, Preprocessing, mix
 from tula_hpc.data.named_items import NamedItems, TellingLoader, collated
 from tula_hpc.errors import InputError
@@ -257,8 +257,7 @@ class TrainLoader(TellingLoader):
             batches: So many are looked at, to the epoch's end at most.
         """
         for index in self.order.own(epoch, offset)[: batches * self.order.local_batch].tolist():
-            sample = collate([self.dataset[(epoch, index)]])
-            if not all(bool(tensor.isfinite().all()) for tensor in tensors_of(sample)):
+            if not is_finite(collate([self.dataset[(epoch, index)]])):
                 return int(index)
         return None
 

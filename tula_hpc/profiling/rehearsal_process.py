@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils.data import Dataset, default_collate
 
-from tula_hpc.batches import take, tensors_of
+from tula_hpc.batches import is_finite, take, tensors_of
 from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec, cluster_sizes, load_together
 from tula_hpc.data.datasets import Data, build_data
 from tula_hpc.data.images import prepared
@@ -192,9 +192,8 @@ def _refuse_infinite(spec: WorkloadSpec, inputs: Any, positions: Sequence[int]) 
     Raises:
         InputError: They do.
     """
-    tensors = list(tensors_of(inputs))
     for place, position in enumerate(positions):
-        if not all(tensor[place].isfinite().all() for tensor in tensors):
+        if not is_finite(take(inputs, place, place + 1)):
             message = f"{spec.dataset}: training item {position} holds inf or nan"
             raise InputError(message, key="workload.dataset")
 
@@ -222,17 +221,24 @@ def _refuse_other_data(spec: WorkloadSpec, data: Data) -> None:
         ("test", data.test, again.test),
     ):
         for position in spread(len(first), TRIED_BEFORE):  # type: ignore[arg-type] # likewise
-            reads = [
-                _leaves(each, position, seed) for seed, each in enumerate((first, first, second))
-            ]
-            for one, same, other in zip(*reads, strict=True):
-                # what is drawn anew at each reading, as augmented images are, tells nothing
-                if _is_same(one, same) and not _is_same(one, other):
-                    message = (
-                        f"{spec.dataset} returns another {which} item {position} when it is called "
-                        "again; all workers have to get the same: split with a generator of a fixed seed"
-                    )
-                    raise InputError(message, key="workload.dataset")
+            if _is_another(first, second, position):
+                message = (
+                    f"{spec.dataset} returns another {which} item {position} when it is called "
+                    "again; all workers have to get the same: split with a generator of a fixed seed"
+                )
+                raise InputError(message, key="workload.dataset")
+
+
+def _is_another(first: Dataset[Any], second: Dataset[Any], position: int) -> bool:
+    """Tell whether an item differs between two data sets, but not between readings of the first.
+
+    What is drawn anew at each reading, as augmented images are, tells nothing.
+    """
+    reads = [_leaves(each, position, seed) for seed, each in enumerate((first, first, second))]
+    return any(
+        _is_same(one, same) and not _is_same(one, other)
+        for one, same, other in zip(*reads, strict=True)
+    )
 
 
 def _leaves(samples: Dataset[Any], position: int, seed: int) -> list[Tensor]:
