@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tula_hpc.env import begin_process
-from tula_hpc.errors import InputError, StorageError, TulaError
+from tula_hpc.errors import CancelledJobError, InputError, StorageError, TulaError
 from tula_hpc.files import NO_SPACE, drop_output, full_disk, in_words
 from tula_hpc.python_path import missing_library
 
@@ -106,6 +106,8 @@ def _what_to_do(error: TulaError, options: argparse.Namespace) -> str:
     if isinstance(error, StorageError) and error.is_folder_gone:
         # nothing is kept, and the error says so
         return ""
+    if isinstance(error, CancelledJobError):
+        return "Run the same command again to go on; finished work is kept.\n"
     again = TRY_AGAIN_ON_A_RUN if hasattr(options, "run_dir") else TRY_AGAIN
     return f"{again}\n"
 

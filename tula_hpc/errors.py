@@ -11,6 +11,7 @@
     │   │       └── SubmitLimitError    because of a limit of the site on submitted jobs
     │   ├── MeetingError        the workers of a job did not find each other
     │   ├── PreemptedError      the job had to make room for others
+    │   ├── CancelledJobError   somebody cancelled the job
     │   ├── DeviceError         a device of a node, or its driver, is broken
     │   ├── StorageError        a file cannot be written: no space, no quota, or no right
     │   ├── NotEnoughDataError  too few measurements to fit a model
@@ -154,6 +155,12 @@ class PreemptedError(StageError):
     failure = Failure.PREEMPTED
 
 
+class CancelledJobError(StageError):
+    """The job was cancelled, by scancel or an operator: there is no cause to mend."""
+
+    failure = Failure.CANCELLED
+
+
 class DeviceError(StageError):
     """A device of a node, or its driver, is broken; other nodes can do the work."""
 
@@ -199,7 +206,14 @@ class CheckpointError(TulaError):
 
 _TELLING: dict[Failure | None, type[TulaError]] = {
     each.failure: each
-    for each in (InputError, DivergedError, DeviceError, PreemptedError, StorageError)
+    for each in (
+        InputError,
+        DivergedError,
+        DeviceError,
+        PreemptedError,
+        StorageError,
+        CancelledJobError,
+    )
 }
 
 

@@ -51,7 +51,9 @@ def not_a_run(path: Path) -> str:
     else:
         words = "is not a folder; expected a run directory"
     near = " or ".join(map(str, _runs_near(path)))
-    return f"{words}; did you mean {near}?" if near else words
+    if near:
+        return f"{words}; did you mean {near}?"
+    return words if path.is_absolute() else f"{words} (looked for in {Path.cwd()})"
 
 
 def _runs_near(path: Path) -> list[Path]:

@@ -111,12 +111,12 @@ def describe_slow_loader(profile: Profile, loader_workers: int | None) -> str:
     """Return a sentence on the wait and its remedy, where the loader decides.
 
     Args:
-        profile: Where it decides.
+        profile: A configuration where it decides.
         loader_workers: As profiled; None: a script's own, which it alone knows.
     """
     share = f"{100 * wait_share(profile.times):.0f} %"
     found = (
-        f"the data loader holds steps up: waiting for data takes up to {share} of a step at "
+        f"the data loader holds steps up: waiting for data takes {share} of a step at "
         f"{profile.configuration}"
     )
     if loader_workers is None:

@@ -79,7 +79,8 @@ def plan_candidates(
     doubts = _doubts(plan, sweep, fitted, choice)
     for part in fitted.parts:
         pending = profiling.pending(part.cluster, of_partition(measurements, part.name))
-        doubts += warnings.about_partition(part, sweep, pending, profiling.how)
+        at = plan.chosen.configuration
+        doubts += warnings.about_partition(part, sweep, pending, profiling.how, at)
     if skipped_lines:
         skipped = f"{plural(skipped_lines, 'damaged line')} of the measurements skipped"
         doubts += warnings.to_know([skipped])

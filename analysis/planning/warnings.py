@@ -88,16 +88,21 @@ def about_measurements(summary: Summary, workers_per_node: int) -> list[str]:
     ]
 
 
-def about_loading(profiles: Sequence[Profile], work: WorkloadSpec) -> list[str]:
-    """Say where the data, and not the computation, decides how long a step takes."""
+def about_loading(
+    profiles: Sequence[Profile], work: WorkloadSpec, chosen: Configuration | None = None
+) -> list[str]:
+    """Say where the data, and not the computation, decides how long a step takes.
+
+    At the chosen configuration, if it was measured and is among them, else where it does most.
+    """
     # data of a function of the user's own are in memory, as far as anybody knows
     if work.reads_files and (stored := held_up_by_storage(profiles)):
         return [describe_slow_storage(stored)]
     slow = [profile for profile in profiles if loader_decides(profile.times)]
     if not slow:
         return []
-    worst = max(slow, key=lambda profile: wait_share(profile.times))
-    return [describe_slow_loader(worst, None if work.is_script else work.loader_workers)]
+    told = max(slow, key=lambda p: (p.configuration == chosen, wait_share(p.times)))
+    return [describe_slow_loader(told, None if work.is_script else work.loader_workers)]
 
 
 def about_samples(summary: Summary) -> list[str]:
@@ -158,14 +163,18 @@ def about_model(part: Part) -> list[str]:
 
 
 def about_partition(
-    part: Part, sweep: SweepSpec, pending: Iterable[Configuration], how_to_profile: str
+    part: Part,
+    sweep: SweepSpec,
+    pending: Iterable[Configuration],
+    how_to_profile: str,
+    chosen: Configuration,
 ) -> list[Doubt]:
     """List doubts about the measurements and the model of a partition, and missing measurements."""
     summary = part.summary
     doubts = [
         *to_measure(about_measurements(summary, part.cluster.workers_per_node)),
         *to_change(about_samples(summary)),
-        *to_change(about_loading(summary.profiles, sweep.workload)),
+        *to_change(about_loading(summary.profiles, sweep.workload, chosen)),
         *to_measure(about_model(part)),
         *to_measure(about_missing(summary, sweep.search, pending, how_to_profile)),
     ]

@@ -859,7 +859,7 @@ def test_who_names_another_path_is_told_the_runs_near_it(tmp_path: Path, monkeyp
     assert not_a_run(Path("mine.toml")) == "is not a folder; expected a run directory; did you mean runs/mine?"
     assert not_a_run(Path("runs")).endswith("it has no sweep.toml; did you mean runs/mine or runs/other?")
     assert not_a_run(Path.cwd()).endswith(f"did you mean {Path.cwd()}/runs/mine or {Path.cwd()}/runs/other?")
-    assert not_a_run(Path("yours")) == "no such run directory"
+    assert not_a_run(Path("yours")) == f"no such run directory (looked for in {Path.cwd()})"
     assert not_a_run(Path("runs/mnie")) == "no such run directory; did you mean runs/mine?"
     Path("runs/mine/report").mkdir()
     assert not_a_run(Path("runs/mine/report")).endswith("it has no sweep.toml; did you mean runs/mine?")

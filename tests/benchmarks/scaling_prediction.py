@@ -13,6 +13,8 @@ the larger of both baselines on. For each quantity the relative difference, few 
   "beyond" those that are extrapolated even from it.
 - against_measured: the few profiles' table against the measured steps themselves, without any model of them.
 - inside: share of the full table's values that lie in the intervals of the few.
+- repeatability: the same largest difference between the tables of two full runs, the first two: what no prediction
+  can be held to.
 
 "largest" is the number to hold against the limit of 3 %; "worst" names where it is.
 """
@@ -147,12 +149,18 @@ def compare_all(full_runs: Sequence[Path], adaptive_runs: Sequence[Path]) -> dic
     chosen = make_plan(full.sweep, full.cluster, full.measured).chosen
     runs = {run.name: compare(full, read(run), chosen) for run in adaptive_runs}
     worst = {name: largest(found) for name, found in runs.items()}
+    repeated = None
+    if len(full_runs) > 1:
+        first, second = (scaling(full, read(run).measured, chosen) for run in full_runs[:2])
+        kinds = {kind: compare_curves(getattr(first, kind), getattr(second, kind)) for kind in ("strong", "weak")}
+        repeated = largest(kinds)
     return {
         "chosen": str(chosen.configuration),
         "profiled": len(full.times()),
         "limit": LIMIT,
         "largest": worst,
         "median of largest": median(worst.values()),
+        "repeatability": repeated,
         "within the limit": {name: value <= LIMIT for name, value in worst.items()},
         "runs": runs,
     }

@@ -51,6 +51,7 @@ def test_few_profiles_are_compared_with_all(tmp_path: Path, capsys: pytest.Captu
     main(["--full", str(full), "--adaptive", str(few), str(full), "--output", str(output)])
     found = json.loads(output.read_text())
     assert json.loads(capsys.readouterr().out) == found
+    assert found["repeatability"] is None
     assert len(found["runs"]["few"]["profiled"]) == MOST_PROFILES
     for kind in ("strong", "weak"):
         row = found["runs"]["few"][kind]
@@ -64,7 +65,8 @@ def test_few_profiles_are_compared_with_all(tmp_path: Path, capsys: pytest.Captu
 def test_a_run_differs_from_itself_by_nothing(tmp_path: Path) -> None:
     full = write_run(tmp_path / "full", [*FEW, MORE[0], MORE[1]])
     output = tmp_path / "found.json"
-    main(["--full", str(full), "--adaptive", str(full), "--output", str(output)])
+    main(["--full", str(full), str(full), "--adaptive", str(full), "--output", str(output)])
     found = json.loads(output.read_text())
     assert found["largest"] == {"full": 0.0}
+    assert found["repeatability"] == 0.0
     assert found["runs"]["full"]["strong"]["inside"]["efficiency"] == 1.0

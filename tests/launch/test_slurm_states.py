@@ -32,6 +32,8 @@ REMOTE = SYSTEM.replace(
 )
 ECC = "uncorrectable ECC error encountered"
 LEAKED = "/lib/resource_tracker.py:254: UserWarning: resource_tracker: 22 leaked semaphores\n  warnings.warn('%d'"
+# as a full disk leaves it
+CUT_OFF = "Error in sys.excepthook:\nobject address  : 0x7f0c\nobject type name: OSError\nobject repr     : "
 FRAME = """Traceback (most recent call last):
   File "x.py", line 1, in f
     g()
@@ -117,6 +119,7 @@ def rows(*states: tuple[str, str, str]) -> list[StepState]:
         ([], f"{FRAME}{SYSTEM}\n{FRAME}tula_hpc.errors.InputError: no", Failure.BAD_INPUT),
         ([], f"{FRAME}{REMOTE}\nn1: task 0: Killed", Failure.KILLED),
         ([], f"{FRAME}{REMOTE}\n{FRAME}{REMOTE}", Failure.DEVICE_FAILED),
+        (rows(("7", "FAILED", "1:0")), CUT_OFF, Failure.NO_SPACE),
     ],
 )
 def test_failures_are_told_apart(steps: list[StepState], log: str, failure: Failure) -> None:
@@ -307,6 +310,11 @@ def test_who_finds_no_controller_hears_which_configuration_was_used(
             "Exited with exit code 2",
             "/me/venv/bin/python, the job's Python, is not on its node: it was moved or deleted, or is not on a file "
             "system that all nodes see; run the same command from an environment that is",
+        ),
+        (
+            CUT_OFF,
+            "its log ends where the reason could not be written: the disk of the run directory, or a quota, was full; "
+            "make space there or have the quota raised",
         ),
         (" \n", "no log was written; the run directory has to be on a file system that all nodes see"),
     ],

@@ -5,12 +5,14 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.run_factory import candidate, plan
+from tula_hpc.command_errors import exit_code_of
 from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec
 from tula_hpc.errors import Failure, LaunchError, StageError
 from tula_hpc.launch.executor import Submitted
@@ -89,16 +91,35 @@ def test_an_interrupted_training_is_submitted_as_often_as_it_may_be_requeued(
 
 
 @pytest.mark.parametrize(
-    ("failure", "said"),
-    [(Failure.BUG, "the log"), (Failure.CANCELLED, "job 1 was cancelled, by scancel or an operator")],
+    ("failure", "said", "follows"),
+    [
+        (Failure.BUG, "the log", "Fix the cause and run the same command again; finished work is kept."),
+        (
+            Failure.CANCELLED,
+            "job 1 was cancelled, by scancel or an operator",
+            "Run the same command again to go on; finished work is kept.",
+        ),
+    ],
 )
 def test_a_bug_or_a_cancellation_ends_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failure: Failure, said: str
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    failure: Failure,
+    said: str,
+    follows: str,
 ) -> None:
     scheduler, error = train(monkeypatch, tmp_path, lambda _: failure)
     assert scheduler.jobs == 1
     assert said in error
     assert "from the start" not in error
+    sweep = Sweep(SPEC, ClusterSpec(), RunDirectory(tmp_path / "run"), time.time())
+
+    def train_again(_: Namespace) -> int:
+        return train_stage(sweep, PLAN).epochs
+
+    assert exit_code_of(train_again, Namespace(run_dir=sweep.run.root)) == 1
+    assert capsys.readouterr().err.rstrip().split("\n")[-1].startswith(follows)
 
 
 def test_a_training_whose_files_were_moved_away_is_another_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -583,6 +583,19 @@ def test_nothing_could_be_measured(tmp_path: Path, cluster: FakeSlurm) -> None:
     assert (told.state, told.exit_code) == ("failed", 1)
 
 
+def test_a_search_that_was_narrowed_is_not_said_to_measure_more_than_the_most(
+    tmp_path: Path, cluster: FakeSlurm
+) -> None:
+    run = new_run(tmp_path / "run")
+    submit(run, "1")
+    cluster.jobs = {"1": ("RUNNING", "")}
+    append_record(run.profile / "a.jsonl", measurement(Configuration(1, 1, 32), job_id="1"))
+    assert "1 of at most " in text_of(status.status_of(run.root))
+    for batch in range(1, 20):
+        append_record(run.profile / "a.jsonl", measurement(Configuration(1, 1, batch), job_id="1"))
+    assert ": 20 configurations measured" in text_of(status.status_of(run.root))
+
+
 # ---- detached sweeps
 
 

@@ -264,8 +264,8 @@ def _judge_cores(
     if processes >= wanted and processes > 0 and least == wanted:
         found = f"{plural(processes, 'loader process')} and the training share {wanted}"
         remedy = (
-            "lower workload.loader_workers, or set "
-            f"cpus_per_worker = {processes + 1} where nodes have as many"
+            f"cpus_per_worker = {processes + 1} gives each a core of its own, where nodes have as "
+            "many; the plan says whether steps wait for the loader"
         )
         yield warning(Topic.CORES, found, remedy)
     elif not fewer and not sharing:

@@ -65,6 +65,8 @@ def _raised(failure: Failure) -> str:
     return rf"^(\[rank\d+\]: )?tula_hpc\.errors\.{error_for(failure).__name__}: "
 
 
+# Python's last words where a traceback cannot be written any more
+CUT_OFF = r"^(object repr|object type name|object type|object address) *: ?$|^lost sys\.stderr$"
 # srun's words, with the path
 PYTHON_GONE = r"^\S+ error: execve\(\): (\S+): No such file or directory"
 # In order: what is more specific first. A step that was killed for its memory leaves the *job*
@@ -104,7 +106,9 @@ _SIGNS = (
         rf"DUE TO PREEMPTION|{_raised(Failure.PREEMPTED)}",
     ),
     _Sign(
-        Failure.NO_SPACE, frozenset(), r"No space left on device|Disk quota exceeded|File too large"
+        Failure.NO_SPACE,
+        frozenset(),
+        rf"No space left on device|Disk quota exceeded|File too large|{CUT_OFF}",
     ),
     _Sign(Failure.DIVERGED, frozenset(), _raised(Failure.DIVERGED)),
 )
@@ -212,6 +216,12 @@ def telling_line(log: str) -> str:
         PYTHON_GONE,
         r"\1, the job's Python, is not on its node: it was moved or deleted, or is not on a file "
         "system that all nodes see; run the same command from an environment that is",
+        best,
+    )
+    best = re.sub(
+        CUT_OFF,
+        "its log ends where the reason could not be written: the disk of the run directory, or a "
+        "quota, was full; make space there or have the quota raised",
         best,
     )
     # these are sentences

@@ -167,7 +167,8 @@ def _report(status: RunStatus) -> str:
 
 def _profile(profile: ProfileStatus) -> str:
     most = profile.wanted
-    if profile.stand == "done" or most is None:
+    # more than wanted, where a sweep was narrowed
+    if profile.stand == "done" or most is None or profile.measured > most:
         most = None
         counts = [f"{plural(profile.measured, 'configuration')} measured"]
     else:

@@ -70,7 +70,7 @@ def test_a_worker_that_loads_by_itself_needs_processes_for_what_it_waits() -> No
 )
 def test_the_plan_says_what_would_end_the_wait(wait_s: float, changes: dict[str, object], end: str) -> None:
     share = round(100 * wait_s / (0.04 + wait_s))
-    where = f"waiting for data takes up to {share} % of a step at N=1 b=32 (B=32)"
+    where = f"waiting for data takes {share} % of a step at N=1 b=32 (B=32)"
     (warning,) = warnings_of(measured(wait_s, **changes))
     assert warning == f"the data loader holds steps up: {where}{end}"
 
