@@ -91,13 +91,15 @@ def test_an_interrupted_training_is_submitted_as_often_as_it_may_be_requeued(
 
 
 @pytest.mark.parametrize(
-    ("failure", "said", "follows"),
+    ("failure", "words"),
     [
-        (Failure.BUG, "the log", "Fix the cause and run the same command again; finished work is kept."),
+        (Failure.BUG, ("the log", "Fix the cause and run the same command again; finished work is kept.")),
         (
             Failure.CANCELLED,
-            "job 1 was cancelled, by scancel or an operator",
-            "Run the same command again to go on; finished work is kept.",
+            (
+                "job 1 was cancelled, by scancel or an operator",
+                "Run the same command again to go on; finished work is kept.",
+            ),
         ),
     ],
 )
@@ -106,9 +108,9 @@ def test_a_bug_or_a_cancellation_ends_it(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     failure: Failure,
-    said: str,
-    follows: str,
+    words: tuple[str, str],
 ) -> None:
+    said, follows = words
     scheduler, error = train(monkeypatch, tmp_path, lambda _: failure)
     assert scheduler.jobs == 1
     assert said in error
