@@ -19,10 +19,7 @@ from tula_hpc.python_path import missing_library
 
 # the last line of a command that works on a run, or of its controller job (`cli/detached.py`), and of
 # a command that does not
-TRY_AGAIN_ON_A_RUN = (
-    "Fix the cause and run the same command again; finished work is kept. Where the fix changes what "
-    "is measured, use another --run-dir."
-)
+TRY_AGAIN_ON_A_RUN = "Fix the cause and run the same command again; finished work is kept."
 TRY_AGAIN = "Fix the cause and run the same command again."
 # after `rm -r` and a new clone, or by a cleaned scratch
 FOLDER_DELETED = (

@@ -155,6 +155,12 @@ def _by_knee(
         most = f"B={batch.max():,.0f} and {plural(int(table.nodes.max()), 'node')}"
         searched = f"it is {what} that was searched. The search ended at {most}"
         reason = f"{searched}: larger batches would still pay, up to {knee_is}{law}"
+        # by single measurements, of which the curve thinks otherwise
+        if 2.0 * batch[ranking[0]] <= batch.max():
+            reason = (
+                f"it is {what} that was searched, larger batches among them, though {knee_is}, lies "
+                f"above them all{law}"
+            )
     return Choice(ranking, reason, knee, ())
 
 

@@ -153,12 +153,12 @@ def about_model(part: Part) -> list[str]:
     for row, expected_s in zip(profiles, predicted_s, strict=True):
         ratio = row.times.step_time_s / expected_s
         if abs(math.log(ratio)) > math.log(CONTRADICTS_FROM):
-            found.append(f"{row.configuration} ({format_number(ratio, 2)} times)")
+            found.append(f"{row.configuration} ({format_number(ratio, 2)} times its step)")
     if not found:
         return []
     return [
-        "step times far from the model of all measurements, which count all the same: "
-        f"{', '.join(found)}; a new sweep, with a new --run-dir, shows whether they were disturbed"
+        f"measured far from the model that is fitted to them and the others: {', '.join(found)}; a "
+        "new sweep, with a new --run-dir, shows whether they were disturbed"
     ]
 
 
@@ -208,9 +208,11 @@ def about_range(plan: Plan, search: SearchSpec) -> list[str]:
     largest = max(candidate.global_batch for candidate in plan.candidates)
     if plan.objective != "knee" or knee is None or knee < 2 * largest:
         return []
+    # larger ones that were searched are slower
+    if 2 * plan.chosen.global_batch <= largest:
+        return []
     return [
-        f"to measure up to the knee, B={knee:,.0f}, set search.max_batch above {search.max_batch:,} "
-        "(after a training, with another --run-dir)"
+        f"to measure up to the knee, B={knee:,.0f}, set search.max_batch above {search.max_batch:,}"
     ]
 
 

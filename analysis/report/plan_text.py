@@ -159,7 +159,9 @@ def expectation(plan: Plan) -> str:
         text += f"; its steps alone take {steps}"
     every_s = 60.0 * (chosen.checkpoint_minutes or math.inf)
     if every_s < chosen.expected_time_s:
-        text += f", with a checkpoint every {format_duration(every_s)}"
+        is_epoch = math.isclose(every_s, chosen.epoch_time_s, rel_tol=0.01)
+        often = "after each epoch" if is_epoch else f"every {format_duration(every_s)}"
+        text += f", with a checkpoint {often}"
     if chosen.energy_kwh is not None:
         text += f"; {format_number(chosen.energy_kwh, 3)} kWh"
     return f"{text}."
@@ -258,7 +260,9 @@ def _alternatives(plan: Plan) -> list[str]:
         # the fastest that is also cheaper has a sentence of its own
         if other.is_compared and other.roles in ([NEXT_BEST], [FASTEST]):
             continue
-        roles = " and ".join(other.roles)
+        # which may be worse in all
+        marks = [f"at {role}" if role in (FEWER, MORE) else role for role in other.roles]
+        roles = " and ".join(marks)
         text = "compared above" if other.is_compared else other.against(plan.chosen)
         found.append(f"{roles[:1].upper()}{roles[1:]}: {name_of(other.candidate)}, {text}.")
     return found

@@ -161,7 +161,7 @@ def test_a_measurement_that_all_others_contradict_is_named(factor: float, warned
     """Without it the plan shows a step time as "measured" that is far from the measured one."""
     rows = [slowed(row, factor) if row.configuration == (2, 1, 64) else row for row in grid()]
     plan = make_plan(sweep("time"), cluster(), rows)
-    found = [text for text in plan.warnings if "the model of all measurements" in text]
+    found = [text for text in plan.warnings if "far from the model that is fitted" in text]
     assert [re.findall(r"N=\d+ b=\d+", text) for text in found] == ([["N=2 b=64"]] if warned else [])
 
 

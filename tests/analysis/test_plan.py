@@ -35,7 +35,9 @@ from tula_hpc.analysis.plan import main, make_plan
 from tula_hpc.analysis.planning import feasibility
 from tula_hpc.analysis.planning import planner as writing
 from tula_hpc.analysis.planning.constraints import constrain
-from tula_hpc.analysis.planning.partitions import Fitted
+from tula_hpc.analysis.planning.knee import knee_curves
+from tula_hpc.analysis.planning.objective import choose
+from tula_hpc.analysis.planning.partitions import Fitted, fit_parts
 from tula_hpc.analysis.report.plan_text import not_told_apart, sentences
 from tula_hpc.config import GIB, ObjectiveSpec, SweepSpec, TrainingSpec, load_sweep
 from tula_hpc.errors import InfeasibleError, NotEnoughDataError
@@ -292,6 +294,19 @@ def test_the_knee_is_that_of_the_fitted_curve() -> None:
     assert f"{searched}would still pay, up to B=1,2" in short.reason
     near = make_plan(sweep(cluster_sizes=[4], max_batch=1024), cluster(), [ok(4, 8), ok(4, 128)])
     assert "The search ended" not in near.reason, "the next batch is beyond the knee"
+
+
+def test_larger_batches_are_not_said_to_pay_where_those_that_were_searched_do_not() -> None:
+    spec = sweep(cluster_sizes=[4], max_batch=512)
+    fitted = fit_parts(spec, cluster(), [ok(4, 8), ok(4, 128)])
+    table = constrain(fitted.table, spec.objective)
+    curves = knee_curves(fitted.parts, spec)
+    assert "larger batches would still pay" in choose(spec.objective, table, curves).reason
+    # a measured step that is far below the curve
+    quick = np.where(table.global_batch == 64, 0.1, 1.0) * table.wall_time_s
+    reason = choose(spec.objective, table._replace(wall_time_s=quick), curves).reason
+    assert "it is the fastest that was searched, larger batches among them, though B=1,2" in reason
+    assert "would still pay" not in reason
 
 
 def test_a_curve_without_a_knee_is_said_to_have_none() -> None:
@@ -654,7 +669,7 @@ def test_the_command_says_what_else_there_was(run: RunDirectory, capsys: pytest.
     printed = " ".join(capsys.readouterr().out.split())
     for words in (
         "next best, N=",
-        "Best on fewer nodes: N=",
+        "At best on fewer nodes: N=",
         'objective.kind = "time" takes it',
         "Cheapest: N=",
         "The knee lies at B=",

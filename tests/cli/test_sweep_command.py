@@ -799,6 +799,12 @@ def test_a_foreign_folder_is_not_taken_over(sweep_file: Path, capsys: pytest.Cap
     assert main([str(sweep_file), "--run-dir", str(folder)]) == 2
     assert "not empty and not a run directory" in capsys.readouterr().err
     assert [path.name for path in folder.iterdir()] == ["chapter1.tex"]
+    # as a job leaves it whose run was deleted under it
+    rest = sweep_file.parent / "deleted" / "train" / "main"
+    rest.mkdir(parents=True)
+    (rest / "metrics.jsonl").touch()
+    assert main([str(sweep_file), "--run-dir", str(rest.parents[1])]) == 2
+    assert "holds the rest of a run that was deleted" in capsys.readouterr().err
 
 
 def test_a_run_directory_that_cannot_be_made_is_refused(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,6 +83,25 @@ def test_a_bug_in_own_code_is_a_sentence_with_key_file_and_line(where: str) -> N
     assert re.fullmatch(words, str(raised.value))
 
 
+@pytest.mark.parametrize(("label", "is_told"), [(12, True), (-1, True), (-100, False)])
+def test_a_label_beyond_the_scores_is_told_with_the_loss_that_fails_of_it(label: int, is_told: bool) -> None:
+    spec = spec_of(metric=None)
+    RAISED.clear()
+    worker: Any = Worker(spec, ClusterSpec(), Configuration(1, 1, 8), ALONE)
+    inputs, targets = next(worker.batches())
+    targets[3] = label
+    # what torch leaves out is no mistake
+    RAISED["loss"] = IndexError("Target is out of bounds.")
+    said = r"workload.loss: \S+ failed: IndexError: "
+    with pytest.raises(InputError, match=said) as raised, telling_own_mistakes(spec.workload):
+        worker.train_step(inputs, targets)
+    hint = (
+        f"; a sample has label {label}, and the model gives scores of labels 0 to 9: correct the data set's labels, or "
+        "give the model more classes"
+    )
+    assert str(raised.value).endswith(hint) == is_told
+
+
 def test_the_end_of_such_a_job_is_the_users_and_the_log_says_the_sentence() -> None:
     log = (
         'Traceback (most recent call last):\n  File "x.py", line 3\ntula_hpc.errors.InputError: workload.loss: f: no\n'

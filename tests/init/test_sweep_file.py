@@ -173,13 +173,14 @@ def test_what_the_source_does_not_say_is_unknown_and_asked_for(
     with pytest.raises(InputError, match=r"samples: is required with a script"):
         load_sweep(tmp_path / "train.toml")
     # the same once more: the sweep file is not replaced, and a cluster file that is there is used
+    capsys.readouterr()
     assert main(files) == 2
-    (tmp_path / "train.toml").unlink()
+    said = capsys.readouterr().err
+    assert said.endswith("train.toml: is there already; move it away, or add --force, which replaces it\n")
     (tmp_path / "cluster.toml").write_text('name = "mine"\ncpus_per_worker = 2\n')
     # nodes that this machine stands in for do not outnumber its cores
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
-    capsys.readouterr()
-    assert main(files) == 0
+    assert main([*files, "--force"]) == 0
     assert "is there already, and stays as it is" in capsys.readouterr().out
     assert "cluster_sizes = [1] " in (tmp_path / "train.toml").read_text()
 

@@ -32,6 +32,7 @@ REMOTE = SYSTEM.replace(
 )
 ECC = "uncorrectable ECC error encountered"
 LEAKED = "/lib/resource_tracker.py:254: UserWarning: resource_tracker: 22 leaked semaphores\n  warnings.warn('%d'"
+TORCH_WARNS = "[W1127 13:34:49.480862606 socket.cpp:207] [c10d] The hostname of the client cannot be retrieved. err=-3"
 # as a full disk leaves it
 CUT_OFF = "Error in sys.excepthook:\nobject address  : 0x7f0c\nobject type name: OSError\nobject repr     : "
 FRAME = """Traceback (most recent call last):
@@ -316,6 +317,8 @@ def test_who_finds_no_controller_hears_which_configuration_was_used(
             "its log ends where the reason could not be written: the disk of the run directory, or a quota, was full; "
             "make space there or have the quota raised",
         ),
+        (f"n1: task 0: Exited\n{TORCH_WARNS}", "n1: task 0: Exited"),
+        (f"{TORCH_WARNS}\n[rank1]:{TORCH_WARNS}", "its log does not say why"),
         (" \n", "no log was written; the run directory has to be on a file system that all nodes see"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from tula_hpc.records import (
     Configuration,
     Footprint,
     Identity,
+    JobAccount,
     JobNote,
     Measurement,
     RunDirectory,
@@ -400,6 +402,36 @@ def test_a_cancelled_job_is_told_once(
     said = capsys.readouterr().err
     assert said.count("was cancelled, by scancel or an operator") == len(scheduler.wanted)
     assert "failed while it measured" not in said
+    assert {row.detail for row in sweep.run.measurements().records} == {"by scancel or an operator"}
+
+
+class Requeued(Scheduler):
+    """A node fails under each job, of which accounting hears a moment later; nothing else ends."""
+
+    asked = 0
+
+    def note_accounts(self) -> bool:
+        self.asked += 1
+        if self.asked % 2 == 0:
+            account = JobAccount(job_id="1", stage="profile", state="NODE_FAIL", over=True, nodes=1, elapsed_s=3.0)
+            append_record(self.run.accounting_file, account)
+        return True
+
+    def wait(self, jobs: Sequence[Submitted], tick: Callable[[JobsNow], None]) -> list[Ended]:
+        for waiting in (1, 0, 0, 1, 1, 1, 0):
+            tick(JobsNow(1 - waiting, "as squeue tells it", waiting))
+        return super().wait(jobs, tick)
+
+
+def test_why_a_job_that_ran_waits_again_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scheduler, sweep = profile(monkeypatch, tmp_path, measures=True, kind=Requeued)
+    with contextlib.suppress(StageError):
+        profile_stage(sweep)
+    assert isinstance(scheduler, Requeued)
+    said = capsys.readouterr().err
+    assert said.count("profiling: job 1 waits to run again, as a node failed (NODE_FAIL)\n") == 1
 
 
 class BrokenSetup(Scheduler):

@@ -223,7 +223,7 @@ def _told(result: dict[str, Any]) -> Iterator[str]:
     times, memory, identity = measured.times, measured.memory, measured.identity
     if times is None or memory is None or identity is None:
         return
-    wrapped = "in" if result["wrapped"] else "as a single worker without"
+    wrapped = "in" if result["wrapped"] else "run here as a single worker, without"
     size = (
         f"{identity.parameters:,} parameters, a gradient of {format_bytes(identity.gradient_bytes)}"
     )

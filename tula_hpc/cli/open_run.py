@@ -91,15 +91,24 @@ def check_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> None:
         _refuse_other_inputs(run, spec, cluster)
 
 
+# folders of a run to which its jobs write
+ROOMS = {"profile", "slurm", "train"}
+
+
 def _refuse_other_folder(run: RunDirectory) -> None:
     from tula_hpc.analysis.plan import lost_inputs
 
     if run.root.is_dir() and not run.sweep_file.exists() and not _is_fresh(run.root):
         if words := lost_inputs(run):
             raise RunDirectoryError(words)
-        raise RunDirectoryError(
-            "is not empty and not a run directory; choose another --run-dir", source=run.root
-        )
+        words = "is not empty and not a run directory; choose another --run-dir"
+        if {path.name for path in run.root.iterdir()} <= ROOMS:
+            words = (
+                "holds the rest of a run that was deleted, perhaps written by a job of it that still "
+                "runs (squeue shows it): cancel that job, delete the folder, and run the same "
+                "command again"
+            )
+        raise RunDirectoryError(words, source=run.root)
 
 
 def _refuse_copy(run: RunDirectory) -> None:
@@ -246,8 +255,7 @@ def _take_over(run: RunDirectory, path: Path, inputs: SweepSpec | ClusterSpec) -
 def _is_fresh(root: Path) -> bool:
     """Tell whether a folder is empty, or holds only remains of an interrupted command."""
     return all(
-        path.name.startswith(".sweep.toml.")
-        or (path.name in ("profile", "slurm", "train") and not any(path.iterdir()))
+        path.name.startswith(".sweep.toml.") or (path.name in ROOMS and not any(path.iterdir()))
         for path in root.iterdir()
     )
 

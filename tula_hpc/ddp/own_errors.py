@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Iterator
-from types import CodeType
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from tula_hpc.errors import InputError, TulaError
 from tula_hpc.launch.diagnosis import device_word, lost_a_peer
 from tula_hpc.own_sources import is_own
 from tula_hpc.user_code import is_entry_point, is_mistake, told_with_remedy
-from tula_hpc.workloads.criterion import CALLS
+from tula_hpc.workloads.criterion import CALLS, labels_without_score
 
 _MODEL_KEY = "workload.model"
 # code of torch that runs a module, also one without code of the user's own below it
@@ -57,12 +58,13 @@ def own_mistake(error: Exception, spec: WorkloadSpec) -> InputError | None:
     name = named.get(key)
     if name is None or not is_entry_point(name):
         return None
-    return InputError(f"{name} failed: {told_with_remedy(error)}", key=key)
+    hint = next((labels_without_score(*call) for call in _calls(error)), "")
+    return InputError(f"{name} failed: {told_with_remedy(error)}{hint}", key=key)
 
 
 def _key_of(error: Exception) -> str:
     """Return the key of the function whose code raised; "" if that is not the user's."""
-    codes = list(_codes(error))
+    codes = [frame.f_code for frame in _frames(error)]
     for code in codes:
         if code in CALLS:
             return CALLS[code]
@@ -73,8 +75,15 @@ def _key_of(error: Exception) -> str:
     return ""
 
 
-def _codes(error: Exception) -> Iterator[CodeType]:
+def _calls(error: Exception) -> Iterator[tuple[Any, Any]]:
+    """Yield outputs and targets with which the user's loss or metric was called."""
+    for frame in _frames(error):
+        if frame.f_code in CALLS:
+            yield frame.f_locals["outputs"], frame.f_locals["targets"]
+
+
+def _frames(error: Exception) -> Iterator[FrameType]:
     trace = error.__traceback__
     while trace is not None:
-        yield trace.tb_frame.f_code
+        yield trace.tb_frame
         trace = trace.tb_next

@@ -72,7 +72,11 @@ def _parser() -> argparse.ArgumentParser:
         "and without Slurm's commands it is written for this machine",
     )
     parser.add_argument("--partition", metavar="NAME", help="write it for this partition")
-    parser.add_argument("--force", action="store_true", help="replace files that are there")
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="replace the file that is there: the sweep file with --script, else the cluster file",
+    )
     parser.add_argument(
         "--examples",
         type=Path,
@@ -138,18 +142,19 @@ def _read_script(options: argparse.Namespace) -> Script:
     target = options.file.with_name(f"{path.stem}.toml")
     if target == options.file:
         target = target.with_name(f"{path.stem}-sweep.toml")
-    _refuse_existing(target, force=options.force)
+    _refuse_existing(target, "move it away", force=options.force)
     try:
         return Script(path.absolute(), read_options(path), target)
     except ValueError as error:
         raise InputError(str(error), source=path) from None
 
 
-def _refuse_existing(target: Path, *, force: bool) -> None:
+def _refuse_existing(target: Path, remedy: str, *, force: bool) -> None:
     from tula_hpc.errors import InputError
 
     if target.exists() and not force:
-        raise InputError("is there already; name another file, or add --force", source=target)
+        words = f"is there already; {remedy}, or add --force, which replaces it"
+        raise InputError(words, source=target)
     if not target.parent.is_dir():
         raise InputError("its folder does not exist; make it first", source=target)
 
@@ -163,9 +168,9 @@ def _cluster(options: argparse.Namespace) -> _Cluster:
 
     target: Path = options.file
     has_script = options.script is not None
-    if has_script and target.exists() and not options.force:
+    if has_script and target.exists():
         return _Cluster(load_cluster(target), target, is_kept=True)
-    _refuse_existing(target, force=options.force)
+    _refuse_existing(target, "name another file", force=options.force)
     if has_script and not any(map(shutil.which, SLURM_COMMANDS)):
         write_atomically(target, local_cluster_file())
         return _Cluster(load_cluster(target), target, is_kept=False)
@@ -271,7 +276,7 @@ def _next(cluster: _Cluster, script: Script | None) -> Iterator[str]:
     yield command_line("check", str(cluster.file), *checked)
     if script is None:
         copies = command_line("init", "--examples", "examples")
-        yield f"write a sweep file: {copies} copies some, and what every key means"
+        yield f"{copies}  # sweep files to begin with, and what every key means"
     else:
         where = ("--cluster", str(cluster.file))
         yield command_line("sweep", str(script.target), *where, "--until", "plan")

@@ -265,11 +265,13 @@ def _no_word(log: str) -> str:
 _CHATTER = re.compile(
     r"submitit (INFO|ERROR) \(.*\) - "
     r"(Starting with JobEnvironment|Loading pickle|Submitted job triggered an exception)"
+    # torch's own warnings and notes, as of a name that a host cannot be given
+    r"|(\[rank\d+\]: ?)?\[[WI]\d+ \d\d:\d\d:\d\d\.\d+ [\w.]+:\d+\] "
 )
 
 
 def without_chatter(log: str) -> str:
-    """Remove the lines that submitit writes around every job, and empty ones."""
+    """Remove the lines that submitit writes around every job, torch's warnings, and empty ones."""
     return "\n".join(line for line in log.splitlines() if line.strip() and not _CHATTER.match(line))
 
 

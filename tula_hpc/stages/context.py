@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Protocol
@@ -28,6 +28,13 @@ from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.launcher import Ended, Launcher
 from tula_hpc.records import Configuration, Measurement, RunDirectory, Submission
 
+# by Slurm's word for the end of a job's earlier run
+INTERRUPTED_BY = {
+    "NODE_FAIL": "as a node failed (NODE_FAIL)",
+    "PREEMPTED": "as another job took its nodes (PREEMPTED)",
+}
+# accounting hears of the end of a run some seconds after the queue
+TIMES_ASKED = 5
 # in a log an unchanged state is repeated this often, as a sign of life
 LOG_EVERY_S = 60.0
 
@@ -260,7 +267,7 @@ def failed_measurement(
     return Measurement(
         status="oom" if end.failure.is_oom else "failed",
         failure=end.failure,
-        detail=telling_line(end.log_tail),
+        detail=why_ended(end),
         nodes=configuration.nodes,
         workers_per_node=configuration.workers_per_node,
         local_batch=configuration.local_batch,
@@ -269,6 +276,46 @@ def failed_measurement(
         finished_at=unix_time(),
         partition=partition,
     )
+
+
+def why_ended(end: Ended) -> str:
+    """Return why a job ended without a result; its log says nothing of a cancellation."""
+    return BY_HAND if end.failure is Failure.CANCELLED else telling_line(end.log_tail)
+
+
+def why_interrupted(sweep: Sweep) -> dict[str, str]:
+    """Return why jobs run or wait once more, by job, as far as accounting knows."""
+    sweep.launcher.note_accounts()
+    return {
+        each.job_id: INTERRUPTED_BY[each.state]
+        for each in sweep.run.accounts()
+        if each.state in INTERRUPTED_BY
+    }
+
+
+class Interruptions:
+    """Says why jobs that ran wait again, while a command waits for them."""
+
+    def __init__(self, sweep: Sweep, job_ids: Iterable[str]) -> None:
+        self.sweep = sweep
+        self.job_ids = set(job_ids)
+        self.waiting: int | None = None
+        self.to_ask = 0
+        self.told: set[str] = set()
+
+    def tell(self, waiting: int) -> None:
+        """Take notice of how many jobs wait now; none is submitted meanwhile."""
+        if self.waiting is not None and waiting > self.waiting:
+            self.to_ask = TIMES_ASKED
+        self.waiting = waiting
+        if not self.to_ask:
+            return
+        self.to_ask -= 1
+        found = why_interrupted(self.sweep)
+        for job_id in (found.keys() & self.job_ids) - self.told:
+            self.told.add(job_id)
+            self.to_ask = 0
+            sys.stderr.write(f"profiling: job {job_id} waits to run again, {found[job_id]}\n")
 
 
 def submitted_job(run: RunDirectory, job: Submission) -> Submitted:

@@ -57,6 +57,7 @@ class Preview(NamedTuple):
         sys.stdout.flush()
         if self.scripts:
             _ask_slurm(self.scripts)
+            sys.stdout.write("This was a dry run: nothing was submitted.\n")
 
 
 def _by_kind(scripts: Sequence[Script]) -> list[list[Script]]:
@@ -259,7 +260,8 @@ def _too_large(
     if 0 < cpus < asked:
         workers = plural(part.workers_per_node, "worker")
         words = f"{part.cpus_per_worker}, with {workers} a node, but {where} {plural(cpus, 'CPU')}"
-        return "cpus_per_worker", f"{words}; lower it or workers_per_node"
+        also = " or workers_per_node" if part.workers_per_node > 1 else ""
+        return "cpus_per_worker", f"{words}; lower it{also}"
     if part.memory_gb is not None and 0 < memory_mb < part.memory_gb * MIB_OF_GIB:
         words = f"{part.memory_gb:g} GiB of a node, but {where} {memory_mb / MIB_OF_GIB:.3g} GiB"
         return "memory_gb", f"{words}; lower it"

@@ -47,6 +47,7 @@ from tula_hpc.stages.batches_that_fit import (
     only_out_of_memory,
 )
 from tula_hpc.stages.context import (
+    Interruptions,
     StageProgress,
     Sweep,
     describe_failures,
@@ -266,8 +267,11 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
                 told.add(words)
                 sys.stderr.write(f"warning: {printable(words)}\n")
 
+    interruptions = Interruptions(part, submitted)
+
     def tick(now: JobsNow) -> None:
         warn_of_setup()
+        interruptions.tell(now.waiting)
         statuses = list(_tried(part).values())
         done = len(statuses)
         most = max(done, expected)

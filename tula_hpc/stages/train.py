@@ -18,7 +18,7 @@ from tula_hpc.analysis.drift import describe_drift
 from tula_hpc.env import unix_time
 from tula_hpc.errors import CancelledJobError, Failure, StageError
 from tula_hpc.formatting import format_duration, format_score, plural
-from tula_hpc.launch.diagnosis import BY_HAND, last_bytes, telling_line
+from tula_hpc.launch.diagnosis import last_bytes
 from tula_hpc.launch.job_specs import TrainJob, in_passes
 from tula_hpc.launch.launcher import Ended, JobsNow
 from tula_hpc.records import (
@@ -51,16 +51,13 @@ from tula_hpc.stages.context import (
     failed_measurement,
     stage_progress,
     submitted_job,
+    why_ended,
+    why_interrupted,
 )
 from tula_hpc.stages.notify import tell_news
 
 # NFS clients remember for up to a minute that a file was not there
 RESULT_WAIT_S = 90.0
-# by Slurm's word for the end of a job's earlier run
-INTERRUPTED_BY = {
-    "NODE_FAIL": ", as a node failed (NODE_FAIL)",
-    "PREEMPTED": ", as another job took its nodes (PREEMPTED)",
-}
 # accounting hears of the end of a job a moment after the queue
 ACCOUNTING_WAIT_S = 10.0
 
@@ -241,11 +238,7 @@ def report_deletion(run: RunDirectory, files: TrainDirectory) -> str:
 
 def _failure_of(events: JobEvents, end: Ended) -> JobFailure:
     own = events.own_failure
-    detail = telling_line(end.log_tail)
-    if own:
-        detail = own.detail
-    elif end.failure is Failure.CANCELLED:
-        detail = BY_HAND
+    detail = own.detail if own else why_ended(end)
     stop = own.stop if own else None
     if events.memory_failure:
         kind = events.memory_failure
@@ -457,11 +450,8 @@ def _restarted(sweep: Sweep, last: Restart | None) -> str:
     """Say why a job of the training runs again, by accounting, or that one begins anew; else ""."""
     if last is None:
         return ""
-    sweep.launcher.note_accounts()
-    states = [each.state for each in sweep.run.accounts() if each.job_id == last.job_id]
-    why = next((INTERRUPTED_BY[each] for each in reversed(states) if each in INTERRUPTED_BY), "")
-    if why:
-        return f"job {last.job_id} runs again{why}: {last.from_where}"
+    if why := why_interrupted(sweep).get(last.job_id):
+        return f"job {last.job_id} runs again, {why}: {last.from_where}"
     # from where others go on is in the notes on progress
     return f"job {last.job_id} {last.from_where}" if last.samples_seen == 0 else ""
 

@@ -18,6 +18,8 @@ from tula_hpc.user_code import own_function
 OfSamples = Callable[[Any, Any], Tensor]
 # labels
 BEST = 5
+# label that torch's losses leave out unless they are told another
+IGNORED = -100
 
 
 class Criterion(NamedTuple):
@@ -74,6 +76,28 @@ def _are_scores(outputs: Any, targets: Any) -> bool:
         return False
     integers = not targets.is_floating_point() and not targets.is_complex()
     return outputs.dim() == 2 and targets.shape == outputs.shape[:1] and integers
+
+
+def labels_without_score(outputs: Any, targets: Any) -> str:
+    """Say that labels are beyond a model's scores, for the message of a loss or metric that failed.
+
+    Args:
+        outputs: Of the model.
+        targets: Of the data set.
+
+    Returns:
+        "" where all labels have a score, or these are no scores and labels.
+    """
+    if not _are_scores(outputs, targets):
+        return ""
+    classes = outputs.shape[1]
+    outside = (targets >= classes) | ((targets < 0) & (targets != IGNORED))
+    if not outside.any():
+        return ""
+    return (
+        f"; a sample has label {int(targets[outside][0])}, and the model gives scores of labels 0 to "
+        f"{classes - 1}: correct the data set's labels, or give the model more classes"
+    )
 
 
 def _mean_of(function: OfSamples, outputs: Any, targets: Any) -> Tensor:

@@ -27,7 +27,12 @@ from tula_hpc.own_sources import digests_of
 from tula_hpc.records import Identity, in_short
 from tula_hpc.user_code import TRIED_BY_JOBS, blamed, is_entry_point, kind_of, spread
 from tula_hpc.workloads.activation_checkpointing import checkpoint_activations
-from tula_hpc.workloads.criterion import Criterion, OfSamples, build_criterion
+from tula_hpc.workloads.criterion import (
+    Criterion,
+    OfSamples,
+    build_criterion,
+    labels_without_score,
+)
 from tula_hpc.workloads.torchvision_models import build_model
 
 CPU_DTYPES = {
@@ -262,7 +267,8 @@ def _check_scores(spec: WorkloadSpec, scores: Any, expected: tuple[int, int]) ->
 
 
 def _of_samples(key: str, name: str, function: OfSamples, outputs: Any, targets: Any) -> Tensor:
-    with blamed(key, f"{name} cannot take ({kind_of(outputs)}, {kind_of(targets)})"):
+    words = f"{name} cannot take ({kind_of(outputs)}, {kind_of(targets)})"
+    with blamed(key, words, labels_without_score(outputs, targets)):
         numbers = function(outputs, targets)
     count = samples_in(targets)
     if not isinstance(numbers, Tensor) or numbers.shape != (count,):
