@@ -206,6 +206,12 @@ class Alternative(NamedTuple):
         """Return the kind of objective that takes it, the first of several; empty if none does."""
         return next((OBJECTIVES[role] for role in self.roles if role in OBJECTIVES), "")
 
+    @property
+    def role(self) -> str:
+        """Return all that it is, in words; on other nodes the best may be worse in all."""
+        marks = [f"at {role}" if role in (FEWER, MORE) else role for role in self.roles]
+        return " and ".join(marks)
+
     def against(self, chosen: Candidate) -> str:
         """Compare with the chosen one, by the time to the same progress where that is its role."""
         text = against(self.candidate, chosen)
@@ -260,11 +266,10 @@ def _alternatives(plan: Plan) -> list[str]:
         # the fastest that is also cheaper has a sentence of its own
         if other.is_compared and other.roles in ([NEXT_BEST], [FASTEST]):
             continue
-        # which may be worse in all
-        marks = [f"at {role}" if role in (FEWER, MORE) else role for role in other.roles]
-        roles = " and ".join(marks)
         text = "compared above" if other.is_compared else other.against(plan.chosen)
-        found.append(f"{roles[:1].upper()}{roles[1:]}: {name_of(other.candidate)}, {text}.")
+        found.append(
+            f"{other.role[:1].upper()}{other.role[1:]}: {name_of(other.candidate)}, {text}."
+        )
     return found
 
 

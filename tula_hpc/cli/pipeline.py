@@ -430,7 +430,7 @@ def _say_what_it_takes(sweep: Sweep, plan: Plan) -> None:
             take = f"; {command_line('plan', str(sweep.run.root), *words)} chooses it"
         if take or not other.is_compared:
             compared = f"{name_of(other.candidate)}, {other.against(chosen)}"
-            print(f"{' and '.join(other.roles)}: {compared}{take}")
+            print(f"{other.role}: {compared}{take}")
 
 
 def _run_study(sweep: Sweep, *, report: bool) -> int:
