@@ -311,7 +311,9 @@ def lost_inputs(run: RunDirectory) -> str:
         if run.cluster_file.exists():
             load_cluster(run.cluster_file)
     except InputError as error:
-        return f"{str(error).splitlines()[0]}; {PUT_BACK}" if run.has_results() else ""
+        # what it would take to write it anew is of no use
+        mistake = str(error).splitlines()[0].partition(";")[0]
+        return f"{mistake}; {PUT_BACK}" if run.has_results() else ""
     return ""
 
 

@@ -281,7 +281,7 @@ class HeldFolder:
         """
         if not self.is_lost:
             return ""
-        return f"{self.folder}: was deleted while this job {doing}; another run may be there now"
+        return f"{self.folder}: was deleted or moved while this job {doing}; another run may be there now"
 
     @property
     def is_lost(self) -> bool:

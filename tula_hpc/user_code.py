@@ -95,13 +95,13 @@ _CALLERS = (
 
 
 @contextlib.contextmanager
-def blamed(key: str, words: str, hint: str = "") -> Iterator[None]:
+def blamed(key: str, words: str, hint: str | Callable[[BaseException], str] = "") -> Iterator[None]:
     """Turn any exception of the block into one line for the user.
 
     Args:
         key: Key of the sweep file.
         words: Text before the exception's message.
-        hint: Text after it.
+        hint: Text after it, or what makes it of the exception.
 
     Raises:
         InputError: For any exception that may be a mistake, see `is_mistake`.
@@ -113,7 +113,8 @@ def blamed(key: str, words: str, hint: str = "") -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if not is_mistake(error):
             raise
-        raise InputError(f"{words}: {told_with_remedy(error)}{hint}", key=key) from error
+        end = hint if isinstance(hint, str) else hint(error)
+        raise InputError(f"{words}: {told_with_remedy(error)}{end}", key=key) from error
 
 
 def is_mistake(error: Exception | SystemExit) -> bool:

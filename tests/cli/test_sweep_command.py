@@ -297,7 +297,8 @@ def test_a_copy_of_a_run_at_work_does_not_wait_for_jobs_that_write_elsewhere(swe
     open_run(*inputs, copied)
     shutil.rmtree(copied)
     run.root.rename(copied)
-    assert read_facts(RunDirectory(copied)).doubts == [], "moved"
+    renamed = f"this run was called {run.root.name}: to go on with it add --run-dir {copied}"
+    assert read_facts(RunDirectory(copied)).doubts == [renamed]
 
 
 def test_inputs_that_another_command_replaced_are_not_worked_with(

@@ -86,7 +86,9 @@ def jobs(folder: Path, stage: str) -> int:
 
 def test_a_bug_that_a_few_items_show_is_refused_before_any_job_and_by_a_dry_run(tmp_path: Path) -> None:
     broken = OWN.replace("self.body(images", "self.boddy(images")
-    said = "mine:net cannot take the test set's inputs of 3×8×8: AttributeError: 'Net' object has no attribute 'boddy'"
+    said = (
+        "mine:net cannot take inputs of 3×8×8 from the test set: AttributeError: 'Net' object has no attribute 'boddy'"
+    )
     dry = sweep(tmp_path, broken, "--dry-run")
     assert (dry.returncode, dry.stdout) == (2, "")
     assert said in dry.stderr

@@ -142,7 +142,7 @@ RANDOM = "torch.randn(count, 3, 8, 8, generator=random)"
 MISTAKES = {
     "doubles": (
         (RANDOM, f"{RANDOM}.double()"),
-        "workload.dataset: mine:net cannot take the test set's inputs of 3×8×8: .*; the data set gives float64: return",
+        "mine:net cannot take inputs of 3×8×8 from the test set: .*; the data set gives float64: return",
     ),
     "an item that is not finite": (
         (f"return {RANDOM}", f"images = {RANDOM}\n    images[0, 0] = -torch.inf\n    return images"),
@@ -166,11 +166,11 @@ MISTAKES = {
     ),
     "a forward pass that raises": (
         ("self.head(", "self.haed("),
-        "cannot take the test set's inputs of 3×8×8: AttributeError: .* (mine.py:",
+        "cannot take inputs of 3×8×8 from the test set: AttributeError: .* (mine.py:",
     ),
     "a debugger that was left in": (
         ("        return self.head", "        import bdb\n        raise bdb.BdbQuit\n        return self.head"),
-        "cannot take the test set's inputs of 3×8×8: a breakpoint() or pdb stops it; take that out (mine.py:",
+        "cannot take inputs of 3×8×8 from the test set: a breakpoint() or pdb stops it; take that out (mine.py:",
     ),
     "one that raises in training": (
         ("        return self.head", "        assert not self.training, 'oh'\n        return self.head"),

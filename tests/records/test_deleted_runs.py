@@ -92,7 +92,7 @@ def test_a_training_whose_folder_was_deleted_ends_and_writes_nothing_into_the_ne
     run = RunDirectory(tmp_path / "run").create()
     folder = run.make_train().root
     stop = SwapAtALook(folder)
-    with pytest.raises(CheckpointError, match=f"{folder}: was deleted while this job trained"):
+    with pytest.raises(CheckpointError, match=f"{folder}: was deleted or moved while this job trained"):
         run_training(TrainJob(SWEEP, ClusterSpec(), CONFIGURATION, run.root), stop)
     assert stop.looks == 3
     assert list(folder.iterdir()) == []
@@ -112,7 +112,7 @@ class SwapWhenAsked:
 def test_a_profile_whose_folder_was_deleted_records_nothing_in_the_next_one(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run").create()
     job = ProfileJob(SWEEP, ClusterSpec(), (CONFIGURATION,), run.profile / "n1-0.jsonl", nodes=1)
-    with pytest.raises(StorageError, match=f"{run.profile}: was deleted while this job measured"):
+    with pytest.raises(StorageError, match=f"{run.profile}: was deleted or moved while this job measured"):
         run_profile(job, ALONE, SwapWhenAsked(run.profile))  # type: ignore[arg-type]
     assert list(run.profile.iterdir()) == []
 

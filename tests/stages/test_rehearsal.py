@@ -172,8 +172,8 @@ def test_changed_code_of_the_same_model_is_a_warning(trials: Rehearsals, capsys:
     assert "warning: net.py changed since the measurements; model and data are the same\n" in capsys.readouterr().err
     trials.command(estimate=False)
     assert (
-        "net.py changed since the measurements; if the model did, too, the training's job refuses it\n"
-        in capsys.readouterr().err
+        "net.py changed since the measurements; if the model did, too, the training's job refuses it: undo that, or "
+        "measure it with another --run-dir\n" in capsys.readouterr().err
     )
 
 

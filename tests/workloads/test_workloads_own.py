@@ -99,10 +99,14 @@ def write_module(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> No
             "mine cannot be imported: .*No module named 'not_there' .mine.py:.*; correct the name, or install",
         ),
         ("f = (", "mine cannot be imported"),
+        (
+            "f = lambda c, s: nn.Sequential(nn.Flatten(), nn.Sequential(nn.ReLU(), nn.Linear(99, c)))",
+            r"mat1 and mat2.*; in its layer 1\.1, Linear\(in_features=99, out_features=10, bias=True\)",
+        ),
         ("f = lambda c, s: nn.Sequential(nn.Flatten(), nn.Linear(s * s * 3, 99))", r"\(2, 99\).*expected.*\(2, 10\)"),
         (
             "f = lambda c, s: nn.Linear(99, c)",
-            r"cannot take the test set's inputs of 3×8×8: RuntimeError: .*mat1 and mat2",
+            r"cannot take inputs of 3×8×8 from the test set: RuntimeError: .*mat1 and mat2",
         ),
     ],
 )
@@ -141,7 +145,7 @@ def test_a_model_is_tried_on_the_device_that_it_is_trained_on(tmp_path: Path, mo
     spec = WorkloadSpec(dataset="digits").model_copy(update={"model": "mine:f"})
     build_workload(spec, torch.device("meta"))
     with pytest.raises(
-        InputError, match=r"mine:f cannot take the test set's inputs of 3×8×8: AssertionError: cpu"
+        InputError, match=r"mine:f cannot take inputs of 3×8×8 from the test set: AssertionError: cpu"
     ) as raised:
         build_workload(spec)
     assert raised.value.key == "workload.model"
@@ -154,7 +158,7 @@ def test_a_worker_tries_a_model_on_its_own_device(tmp_path: Path, monkeypatch: p
     workload = WorkloadSpec(dataset="digits", loader_workers=0).model_copy(update={"model": "mine:f"})
     alone = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
     with pytest.raises(
-        InputError, match="mine:f cannot take the test set's inputs of 3×8×8: AssertionError: meta"
+        InputError, match="mine:f cannot take inputs of 3×8×8 from the test set: AssertionError: meta"
     ) as raised:
         Worker(SweepSpec(name="x", workload=workload), ClusterSpec(), Configuration(1, 1, 8), alone)
     assert raised.value.key == "workload.model"

@@ -263,7 +263,11 @@ def _table(
     table: dict[str, Any] = {key: options.script, "arguments": arguments}
     asked: dict[str, tuple[Any, str]] = {}
     if not any("batch}" in argument for argument in arguments):
-        words = "put {local_batch} into the argument above that carries the batch, or add it"
+        got = result["forward_batch"]
+        words = (
+            f"no argument is {got}, the batch that the model got: put {{local_batch}} into the one "
+            "that carries it, and look whether the script's loader takes it"
+        )
         asked["arguments"] = (["--batch-size", "{local_batch}"], words)
     if result["samples"]:
         table["samples"] = result["samples"]

@@ -219,6 +219,9 @@ def refuse_impossible(
         raise
     if found is not None:
         key, words = found
+        given = {each.partition("=")[0].strip() for each in options.set}
+        if f"cluster.{key}" in given:
+            raise InputError(words, source="--set", key=f"cluster.{key}")
         raise InputError(words, source=options.cluster or "cluster", key=key)
 
 

@@ -323,7 +323,11 @@ _KINDS = (
         "held; `scontrol release JOB` lets it go",
         stuck=True,
     ),
-    _Kind("JobHeldAdmin", "held by an administrator", stuck=True),
+    _Kind(
+        "JobHeldAdmin",
+        "held by an administrator: ask them, or try `scontrol release JOB`",
+        stuck=True,
+    ),
     _Kind(
         "JobHoldMaxRequeue",
         "held after too many requeues; `scontrol release JOB` lets it go",

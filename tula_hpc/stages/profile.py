@@ -293,7 +293,7 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
         if end.failure is Failure.CANCELLED:
             sys.stderr.write(
                 f"profiling: job {end.job.job_id} was cancelled, {BY_HAND}; another measures what "
-                "is left of it\n"
+                "is left of it; to stop for good end this command first, then scancel its job\n"
             )
     dead = [end for end in ended if _record_end(part, submitted[end.job.job_id], end)]
     mended = {j.job_id for j in submitted.values() if j.submitted_at < part.started_at}
@@ -350,7 +350,8 @@ def _record_end(part: Sweep, job: Submission, end: Ended) -> bool:
 
 
 def _how_it_failed(blamed: Configuration, end: Ended) -> str:
-    kind = end.failure.value.replace("_", " ")
+    # of our own sentences, and of others' exceptions, "bug" says nothing more
+    kind = "" if end.failure is Failure.BUG else end.failure.value.replace("_", " ")
     why = ": ".join(filter(None, [kind, telling_line(end.log_tail)]))
     log = f"; log: {end.log_file}" if end.log_file else ""
     return (

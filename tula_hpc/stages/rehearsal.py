@@ -152,7 +152,8 @@ def try_before_jobs(sweep: Sweep) -> bool:
     if slurm_job_id() is not None:
         return True
     if not is_tried(sweep.spec, sweep.cluster):
-        warn_of_sources(sweep, "if the model did, too, the training's job refuses it")
+        refused = "if the model did, too, the training's job refuses it"
+        warn_of_sources(sweep, f"{refused}: undo that, or measure it with another --run-dir")
         return True
     before = sweep.run.trial()
     if before is not None and before.key == key_of(sweep.spec):

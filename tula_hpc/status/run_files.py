@@ -178,6 +178,7 @@ def _read(run: RunDirectory) -> Facts:
         doubts=[
             *doubts,
             *([f"{run.plan_file}: {MADE_AGAIN}"] if is_plan_lost(run) and not is_study else []),
+            *_renamed(run, history),
             *setup_failures(notes),
             *_without_scores(spec, trainings.get(MAIN_LABEL)),
             *(
@@ -189,6 +190,15 @@ def _read(run: RunDirectory) -> Facts:
         is_full=has_no_room(run.root),
         is_stopped=_is_stopped(holder),
     )
+
+
+def _renamed(run: RunDirectory, history: RunHistory) -> list[str]:
+    """Say that the plain command would begin another run, where this one has got another name."""
+    jobs = history.submissions()
+    named = Path(jobs[-1].run).name if jobs and jobs[-1].run else run.root.name
+    if named == run.root.name:
+        return []
+    return [f"this run was called {named}: to go on with it add --run-dir {run.root}"]
 
 
 def _is_stopped(holder: Holder) -> bool:

@@ -94,9 +94,11 @@ def labels_without_score(outputs: Any, targets: Any) -> str:
     outside = (targets >= classes) | ((targets < 0) & (targets != IGNORED))
     if not outside.any():
         return ""
+    label = int(targets[outside][0])
+    more = ", or give the model more classes" if label >= classes else ""
     return (
-        f"; a sample has label {int(targets[outside][0])}, and the model gives scores of labels 0 to "
-        f"{classes - 1}: correct the data set's labels, or give the model more classes"
+        f"; a sample has label {label}, and the model gives scores of labels 0 to {classes - 1}: "
+        f"correct the data set's labels{more}"
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -255,8 +256,21 @@ def _outputs(spec: WorkloadSpec, model: nn.Module, inputs: Any) -> Any:
     if any(tensor.dtype == torch.float64 for tensor in tensors_of(inputs)):
         key = "workload.dataset"
         hint = "; the data set gives float64: return tensor.float()"
-    with blamed(key, f"{spec.model} cannot take the test set's inputs of {found}", hint):
+    words = f"{spec.model} cannot take inputs of {found} from the test set"
+    with blamed(key, words, lambda error: f"{layer_of(error, model)}{hint}"):
         return model(inputs)
+
+
+def layer_of(error: BaseException, model: nn.Module) -> str:
+    """Name the layer of a model that raised, for a message; "" where it was the model itself."""
+    names = {module: name for name, module in model.named_modules()}
+    found = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and names.get(module):
+            kind = f"{type(module).__name__}({module.extra_repr()})"
+            found = f"; in its layer {names[module]}, {kind}"
+    return found
 
 
 def _check_scores(spec: WorkloadSpec, scores: Any, expected: tuple[int, int]) -> None:
@@ -277,7 +291,8 @@ def _of_samples(key: str, name: str, function: OfSamples, outputs: Any, targets:
         message = f"{name} returns {kind_of(numbers)} for {count} sample(s), of {took}"
         message = f"{message}; expected {expected}"
         if isinstance(numbers, Tensor) and numbers.dim() == 0:
-            message += ', as a loss of torch returns with reduction="none"'
+            is_loss = key == "workload.loss"
+            message += ', as a loss of torch returns with reduction="none"' if is_loss else ""
         raise InputError(message, key=key)
     return numbers
 

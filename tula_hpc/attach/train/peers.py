@@ -78,6 +78,12 @@ class Peers:
             torch.cuda.synchronize(self.device)
 
 
+def synchronize() -> None:
+    """Wait for the script's device, if it has one, before its process has met others."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's
+        torch.cuda.synchronize()
+
+
 _CPU = torch.device("cpu")
 
 

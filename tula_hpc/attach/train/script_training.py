@@ -19,13 +19,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NoReturn
 
-import torch
 from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc.attach.reporting import ChildSpec, Mode, Said, leave
 from tula_hpc.attach.step_hooks import Apart, samples_given_out
-from tula_hpc.attach.train.peers import Peers
+from tula_hpc.attach.train.peers import Peers, synchronize
 from tula_hpc.attach.train.scores import as_share
 from tula_hpc.attach.train.script_drift import DriftSettings, ScriptDrift
 from tula_hpc.attach.train.script_scaling import refuse_nan, scaling_of
@@ -276,6 +275,12 @@ class ScriptTraining(Mode):
             # a script that loads in its own way
             self._loading_s = gap_s
 
+    def not_trained(self, passes: int, samples: int) -> None:
+        """See `Listener`."""
+        self._samples -= samples
+        if self.scaling is not None:
+            self.scaling.passes -= passes
+
     def gradients_ready(self) -> None:
         """See `Listener`."""
         if self.scaling is None:
@@ -303,7 +308,7 @@ class ScriptTraining(Mode):
         is_last = self.progress.epoch_ends(*self._epoch)
         is_logged = is_last or self.progress.step % self.settings.log_interval_steps == 0
         if is_logged:
-            _synchronize()
+            synchronize()
         self._count_time(time.perf_counter())
         self.is_open = False
         if is_logged:
@@ -491,8 +496,3 @@ class ScriptTraining(Mode):
         """Add an event of this training to the run's events."""
         job_id = self.settings.job_id
         self.run.log_event(event, "train", detail=detail, job_id=job_id, data=data or {})
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's
-        torch.cuda.synchronize()
