@@ -412,7 +412,7 @@ class Requeued(Scheduler):
 
     def note_accounts(self) -> bool:
         self.asked += 1
-        if self.asked % 2 == 0:
+        if self.asked == 2:
             account = JobAccount(job_id="1", stage="profile", state="NODE_FAIL", over=True, nodes=1, elapsed_s=3.0)
             append_record(self.run.accounting_file, account)
         return True

@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Protocol
@@ -283,39 +283,45 @@ def why_ended(end: Ended) -> str:
     return BY_HAND if end.failure is Failure.CANCELLED else telling_line(end.log_tail)
 
 
-def why_interrupted(sweep: Sweep) -> dict[str, str]:
-    """Return why jobs run or wait once more, by job, as far as accounting knows."""
-    sweep.launcher.note_accounts()
-    return {
-        each.job_id: INTERRUPTED_BY[each.state]
-        for each in sweep.run.accounts()
-        if each.state in INTERRUPTED_BY
-    }
+def why_interrupted(sweep: Sweep) -> dict[str, list[str]]:
+    """Return why earlier runs of jobs ended, by job and in order, as far as accounting told it."""
+    found: dict[str, list[str]] = {}
+    for each in sweep.run.accounts():
+        if each.state in INTERRUPTED_BY:
+            found.setdefault(each.job_id, []).append(INTERRUPTED_BY[each.state])
+    return found
 
 
 class Interruptions:
-    """Says why jobs that ran wait again, while a command waits for them."""
+    """Says why jobs that ran wait again, while a command waits for them.
 
-    def __init__(self, sweep: Sweep, job_ids: Iterable[str]) -> None:
-        self.sweep = sweep
-        self.job_ids = set(job_ids)
+    Args:
+        sweep: Of the jobs.
+        stage: In words, as "training".
+    """
+
+    def __init__(self, sweep: Sweep, stage: str) -> None:
+        self.sweep, self.stage = sweep, stage
         self.waiting: int | None = None
         self.to_ask = 0
-        self.told: set[str] = set()
+        self.told = why_interrupted(sweep)
 
     def tell(self, waiting: int) -> None:
-        """Take notice of how many jobs wait now; none is submitted meanwhile."""
+        """Take notice of how many jobs wait now."""
         if self.waiting is not None and waiting > self.waiting:
             self.to_ask = TIMES_ASKED
         self.waiting = waiting
         if not self.to_ask:
             return
         self.to_ask -= 1
-        found = why_interrupted(self.sweep)
-        for job_id in (found.keys() & self.job_ids) - self.told:
-            self.told.add(job_id)
-            self.to_ask = 0
-            sys.stderr.write(f"profiling: job {job_id} waits to run again, {found[job_id]}\n")
+        self.sweep.launcher.note_accounts()
+        before = self.told
+        self.told = why_interrupted(self.sweep)
+        for job_id, words in self.told.items():
+            if words != before.get(job_id):
+                self.to_ask = 0
+                line = f"{self.stage}: job {job_id} waits to run again, {words[-1]}\n"
+                sys.stderr.write(line)
 
 
 def submitted_job(run: RunDirectory, job: Submission) -> Submitted:

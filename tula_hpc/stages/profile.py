@@ -267,7 +267,7 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
                 told.add(words)
                 sys.stderr.write(f"warning: {printable(words)}\n")
 
-    interruptions = Interruptions(part, submitted)
+    interruptions = Interruptions(part, "profiling")
 
     def tick(now: JobsNow) -> None:
         warn_of_setup()

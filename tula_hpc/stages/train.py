@@ -45,6 +45,7 @@ from tula_hpc.records.broken_hosts import first_line, why_given_up
 from tula_hpc.records.events import JobEvents, JobFailure, Restart
 from tula_hpc.retry_policy import RetryPolicy, Verdict, plan_policy
 from tula_hpc.stages.context import (
+    Interruptions,
     StageProgress,
     Sweep,
     describe_failures,
@@ -407,9 +408,11 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
     # the last step of a training that begins anew, until it has
     old: list[StepMetrics] = []
     restarts = [sweep.run.history().restarts(MAIN_LABEL)]
+    interruptions = Interruptions(sweep, "training")
 
     def tick(now: JobsNow) -> None:
         tell_news(sweep, now.running)
+        interruptions.tell(now.waiting)
         history = sweep.run.history()
         if (count := history.restarts(MAIN_LABEL)) > restarts[0]:
             restarts[0] = count
@@ -450,8 +453,9 @@ def _restarted(sweep: Sweep, last: Restart | None) -> str:
     """Say why a job of the training runs again, by accounting, or that one begins anew; else ""."""
     if last is None:
         return ""
+    sweep.launcher.note_accounts()
     if why := why_interrupted(sweep).get(last.job_id):
-        return f"job {last.job_id} runs again, {why}: {last.from_where}"
+        return f"job {last.job_id} runs again, {why[-1]}: {last.from_where}"
     # from where others go on is in the notes on progress
     return f"job {last.job_id} {last.from_where}" if last.samples_seen == 0 else ""
 
