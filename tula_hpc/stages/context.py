@@ -317,11 +317,17 @@ class Interruptions:
         self.sweep.launcher.note_accounts()
         before = self.told
         self.told = why_interrupted(self.sweep)
-        for job_id, words in self.told.items():
-            if words != before.get(job_id):
-                self.to_ask = 0
-                line = f"{self.stage}: job {job_id} waits to run again, {words[-1]}\n"
-                sys.stderr.write(line)
+        news = {
+            job_id: causes[-1]
+            for job_id, causes in self.told.items()
+            if causes != before.get(job_id)
+        }
+        if not news:
+            return
+        self.to_ask = 0
+        for job in self.sweep.run.history().unsettled("profile", "train"):
+            if words := news.get(job.job_id):
+                sys.stderr.write(f"{self.stage}: job {job.job_id} waits to run again, {words}\n")
 
 
 def submitted_job(run: RunDirectory, job: Submission) -> Submitted:
