@@ -62,12 +62,15 @@ class Told:
         self.training = ScriptTraining(spec)
         self.training.hooks.inner_model = torch.nn.Linear(2, 2)
 
-    def step(self, samples: int = 8, parts: int = 1, *, evaluated_s: float = 0.0) -> None:
-        """One step, after a wait and perhaps an evaluation."""
+    def step(self, samples: int = 8, parts: int = 1, *, evaluated_s: float = 0.0, idle: int = 0) -> None:
+        """One step, after a wait and perhaps an evaluation, or a pass of so many samples that nobody differentiates."""
         if evaluated_s:
             self.training.evaluating()
             self.clock.now += evaluated_s
         self.clock.now += WAIT_S
+        if idle:
+            self.training.forward_begins(idle)
+            self.training.not_trained(1, idle)
         for _ in range(parts):
             self.training.forward_begins(samples // parts)
             self.clock.now += STEP_S / parts
@@ -85,6 +88,13 @@ def test_epochs_end_with_their_last_whole_batch(tmp_path: Path, clock: Clock) ->
     rows = told.metrics()
     assert [(row.epoch, row.step, row.steps) for row in rows.epochs] == [(1, 3, 3), (2, 6, 3)]
     assert [row.epoch for row in rows.steps] == [1.0, 2.0]
+
+
+def test_samples_of_a_pass_that_nobody_differentiates_are_none_of_an_epoch(tmp_path: Path, clock: Clock) -> None:
+    told = Told(tmp_path, clock, samples=29)
+    for step in range(2 * 3):
+        told.step(idle=500 if step in {1, 3} else 0)
+    assert [(row.epoch, row.step, row.samples_seen) for row in told.metrics().epochs] == [(1, 3, 24), (2, 6, 48)]
 
 
 def test_a_shorter_batch_is_the_last_of_its_epoch(tmp_path: Path, clock: Clock) -> None:
