@@ -37,6 +37,11 @@ MEASUREMENTS_GONE = (
 def in_words(error: OSError) -> str:
     """Return the operating system's message, with a remedy where space is lacking."""
     message = error.strerror or str(error) or type(error).__name__
+    if error.errno == errno.EFBIG:
+        return (
+            f"{message}: raise the limit on the size of a file (ulimit -f), which jobs take over from "
+            "the shell that submits them"
+        )
     if error.errno in NO_SPACE:
         return f"{message}; make space there or have the quota raised"
     return message

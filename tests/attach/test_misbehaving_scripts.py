@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +14,8 @@ import pytest
 
 from tests.attach.script_runs import BATCH, SCRIPTS, measurement_of, profiled
 from tests.forked_jobs import forking_scripts
-from tula_hpc.attach.processes import Outcome, error_of, worst
+from tula_hpc.attach.processes import Outcome, error_of, unexplained, worst
+from tula_hpc.attach.script import Script
 from tula_hpc.errors import Failure, InputError
 from tula_hpc.process_memory import descendants
 
@@ -138,6 +140,18 @@ def test_workers_meet_where_they_can_whatever_a_script_says(tmp_path: Path) -> N
     outcome = misbehave("meets elsewhere", tmp_path, world=2)
     assert outcome.is_done
     assert "not 192.0.2.1 as misbehaving.py has it" in Path(outcome.log).read_text()
+
+
+def test_workers_that_take_part_in_different_collectives_are_told_so() -> None:
+    """As gloo prints where one calls all_reduce within `if rank == 0`, while the others are at their gradients."""
+    words = (
+        "[enforce fail at tcp/pair.cc:456] op.preamble.length <= op.nbytes. 9476 vs 4. Received data size doesn't match"
+    )
+    script = Script(MISBEHAVING, None, ())
+    said = unexplained(script, None, -signal.SIGABRT, f"terminate called\n  what(): {words} expected size. Is there a")
+    assert said.failure is Failure.BAD_INPUT
+    assert "workers of misbehaving.py took part in different collectives (one sent 9476 bytes where 4" in said.detail
+    assert unexplained(script, None, -signal.SIGABRT, "Aborted").failure is Failure.KILLED
 
 
 def test_the_worker_that_failed_first_explains_the_others(tmp_path: Path) -> None:

@@ -119,7 +119,8 @@ def test_half_a_line_is_taken_back(tmp_path: Path, room: int) -> None:
     whole = path.read_bytes()
     with no_file_above(len(whole) + room), pytest.raises(StorageError) as raised:
         append_record(path, event("x" * 200))
-    assert str(raised.value) == f"{path}: cannot be written: File too large; make space there or have the quota raised"
+    said = "File too large: raise the limit on the size of a file (ulimit -f), which jobs take over from the shell that"
+    assert str(raised.value) == f"{path}: cannot be written: {said} submits them"
     assert path.read_bytes() == whole
     append_record(path, event("after"))
     assert details(path) == ["before", "after"]
@@ -158,7 +159,10 @@ def test_a_short_write_that_goes_on_is_a_whole_line(tmp_path: Path, monkeypatch:
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, content: str | bytes) -> None:
     path = tmp_path / "plan.json"
     write_atomically(path, "old")
-    with no_file_above(4096), pytest.raises(StorageError, match=r"plan\.json: cannot be written: File too large; make"):
+    with (
+        no_file_above(4096),
+        pytest.raises(StorageError, match=r"plan\.json: cannot be written: File too large: raise"),
+    ):
         write_atomically(path, content)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
@@ -170,7 +174,7 @@ def test_a_checkpoint_is_saved_whole_or_not_at_all(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
     kept = store.save({"x": torch.ones(10)}, samples_seen=1)
     large = {"x": torch.ones(100_000)}
-    with no_file_above(50_000), pytest.raises(CheckpointError, match="cannot be saved: File too large; make space"):
+    with no_file_above(50_000), pytest.raises(CheckpointError, match="cannot be saved: File too large: raise"):
         store.save(large, samples_seen=2)
     assert list(store.folder.iterdir()) == [kept]
     assert store.load_latest() is not None

@@ -1095,7 +1095,7 @@ def test_a_sweep_says_which_objective_it_trains_by_where_that_is_not_its_own(
     doubtful = made.model_copy(update={"warnings": ["one", "two"]})
     _say_plan(sweep, doubtful, is_new=False)
     continued = capsys.readouterr().out
-    assert f"plan: {doubtful.chosen.configuration}, as before, with 2 warnings: " in continued
+    assert f"plan: {doubtful.chosen.configuration}, as before, with 2 remarks: " in continued
     assert "warning: one" not in continued
     run.log_event("submitted", "train", job_id="18")
     assert said(objective="cost").endswith(str(run.sweep_file)), "the training follows that plan"

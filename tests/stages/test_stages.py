@@ -176,6 +176,8 @@ def test_a_log_has_no_line_more_often_than_an_epoch_and_a_minute_and_keeps_the_l
     assert told(2, 10.0) == [], "an epoch within a minute"
     (line,) = told(3, 60.0)
     assert "3 of 10 epochs done, 1 running, 64.5 % test accuracy" in line
+    (line,) = told(11.5, 60.0)
+    assert line.endswith("; the script goes on after workload.epochs of workload.samples: one of the two is too small")
     assert len(told(3.1, 1.0, running=0)) == 1, "a change of the jobs is told at once"
 
 

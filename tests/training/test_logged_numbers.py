@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp.stop_signals import StopRequest
+from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.optim import CriticalBatch, NoiseReading
@@ -61,6 +64,31 @@ def test_a_training_logs_the_scales_it_used_and_is_not_changed_by_it(
     assert [sum(row.scale_histogram or []) for row in metrics.steps] == [2 * elements] * len(metrics.steps)
     assert {row.scale_histogram for row in plain.steps} == {None}
     assert all(torch.equal(weights[name], same[name]) for name in weights)
+
+
+def test_the_first_batch_is_of_the_start_and_no_step_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loader processes, which import torch, start with it; so a profile's start has them, too."""
+    slow_s = 1.5
+    batches = Worker.batches
+
+    def late(worker: Worker, epoch: int = 0, offset: int = 0) -> Iterator[Any]:
+        time.sleep(slow_s)
+        yield from batches(worker, epoch, offset)
+
+    begun = time.time()
+    monkeypatch.setattr(trainer_module, "job_started_at", lambda: begun)
+    monkeypatch.setattr(Worker, "batches", late)
+    metrics, _ = train(tmp_path, sweep(), monkeypatch)
+    first = metrics.steps[0]
+    assert 2 * (first.data_time_s or 0.0) < slow_s
+    assert 2 * first.step_time_s < slow_s
+    result = RunDirectory(tmp_path).train().read_result()
+    assert result is not None
+    assert result.starts_s is not None
+    assert result.starts_s > slow_s
+    assert result.train_time_s < slow_s
 
 
 @pytest.mark.parametrize("gate", ["none", "smooth"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import select
 import signal
@@ -169,7 +170,7 @@ class Child:
         """Return how it ended, once it has."""
         said = self.said()
         if said is None or said.state == "stepping":
-            said = unexplained(self.spec.program, said, code)
+            said = unexplained(self.spec.program, said, code, end_of(self.log))
         if said.exit_code and (printed := end_of(self.log).strip().splitlines()):
             detail = f"{said.detail}; the last it printed: {printed[-1].strip()[:300]}"
             said = said.model_copy(update={"detail": detail})
@@ -192,9 +193,27 @@ def _kill(process: int) -> None:
         os.waitpid(process, 0)
 
 
-def unexplained(script: Script, said: Said | None, code: int) -> Said:
-    """Return the failure of a process that ended without a report, by its exit code."""
+# gloo's, by which it aborts the process
+_MISMATCH = re.compile(r"(\d+) vs (\d+)\. Received data size doesn't match expected size")
+
+
+def unexplained(script: Script, said: Said | None, code: int, printed: str = "") -> Said:
+    """Return the failure of a process that ended without a report, by its exit code.
+
+    Args:
+        script: Which ran.
+        said: The last that it said.
+        code: Exit code, or less than 0 the signal.
+        printed: End of its output.
+    """
     steps = said.steps if said is not None else 0
+    if code == -signal.SIGABRT and (found := _MISMATCH.search(printed)):
+        detail = (
+            f"the workers of {script.name} took part in different collectives (one sent "
+            f"{found[1]} bytes where {found[2]} were expected): call each on every worker, none "
+            "of them within `if rank == 0`"
+        )
+        return Said(state="failed", failure=Failure.BAD_INPUT, detail=detail, steps=steps)
     if code < 0:
         name = signal.Signals(-code).name
         detail = f"{script.name} was ended by {name}"

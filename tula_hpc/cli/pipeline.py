@@ -378,7 +378,7 @@ def _say_plan(sweep: Sweep, plan: Plan, *, is_new: bool = True) -> None:
             f"in {sweep.run.sweep_file}{undone}"
         )
     if not is_new:
-        count = f", with {plural(len(plan.warnings), 'warning')}" if plan.warnings else ""
+        count = f", with {plural(len(plan.warnings), 'remark')}" if plan.warnings else ""
         again = command_line("plan", str(sweep.run.root))
         print(f"plan: {name_of(plan.chosen)}, as before{count}: {again}")
         return

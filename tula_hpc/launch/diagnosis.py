@@ -230,6 +230,12 @@ def telling_line(log: str) -> str:
     return f"{best}; before that, {before}" if before and before != best else best
 
 
+def is_own_sentence(log: str) -> bool:
+    """Tell whether the line that tells most is an error of this package, which says it all."""
+    best = next(itertools.chain(*_lines_by_weight(log)), "")
+    return best.startswith("tula_hpc.errors.")
+
+
 def setup_failure(log: str) -> str:
     """Return the line of a log about a command of `setup` that failed; "" if there is none."""
     return next((line for line in log.splitlines() if SETUP_WORDS in line), "")

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
+from tula_hpc.errors import Failure
 from tula_hpc.formatting import format_bytes
 from tula_hpc.python_path import start_of_python
 from tula_hpc.records import Footprint, RunDirectory, is_usable
@@ -149,12 +150,17 @@ def only_out_of_memory(sweep: Sweep) -> str:
     if not rows or not all(map(is_out_of_memory, rows)):
         return ""
     smallest = min(rows, key=lambda row: (row.local_batch, row.nodes))
-    limit = sweep.cluster.part(smallest.partition).memory_limit_bytes
+    cluster = sweep.cluster.part(smallest.partition)
+    limit = cluster.memory_limit_bytes
     allowed = f" of {format_bytes(limit)} for a worker" if limit else ""
+    advice = MORE_MEMORY
+    if smallest.failure is Failure.HOST_OOM and cluster.memory_gb is not None:
+        allowed += f" (memory_gb = {cluster.memory_gb:g} of the cluster file)"
+        advice = f"raise memory_gb if nodes have more; else {MORE_MEMORY}"
     where = f" on {smallest.partition}" if smallest.partition else ""
     return (
         f"no batch fits into memory: {smallest.configuration}{where}, the smallest that was tried, "
-        f"ran out of its limit{allowed}; {MORE_MEMORY}"
+        f"ran out of its limit{allowed}; {advice}"
     )
 
 

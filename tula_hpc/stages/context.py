@@ -23,7 +23,12 @@ from tula_hpc.formatting import (
     printable_output,
     with_own_escapes,
 )
-from tula_hpc.launch.diagnosis import BY_HAND, telling_line, without_chatter
+from tula_hpc.launch.diagnosis import (
+    BY_HAND,
+    is_own_sentence,
+    telling_line,
+    without_chatter,
+)
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.launcher import Ended, Launcher
 from tula_hpc.records import Configuration, Measurement, RunDirectory, Submission
@@ -371,6 +376,8 @@ def describe_failures(failures: Sequence[Ended]) -> str:
     # these lines are sentences, with what to do
     if first.failure.is_the_users or first.failure is Failure.NO_SPACE:
         return f"{line}{log}"
+    if is_own_sentence(first.log_tail):
+        return f"job {first.job.job_id}: {line}{log}"
     if first.failure is Failure.CANCELLED:
         return f"job {first.job.job_id} was cancelled, {BY_HAND}{log}"
     name = first.failure.value.replace("_", " ")

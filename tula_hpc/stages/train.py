@@ -59,6 +59,8 @@ from tula_hpc.stages.notify import tell_news
 
 # NFS clients remember for up to a minute that a file was not there
 RESULT_WAIT_S = 90.0
+# over those that were planned; the rest of an epoch that fills no batch may be drawn twice
+MANY_EPOCHS = 1.1
 # accounting hears of the end of a job a moment after the queue
 ACCOUNTING_WAIT_S = 10.0
 
@@ -441,12 +443,22 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
                 break
         left_s = training_left_s(metrics.steps, last, epochs) if now.running else None
         text = ", ".join(shown)
+        notes += _too_long(done, epochs)
         # the score of an epoch may come after its end
         if len(metrics.epochs) > 1 and (words := unmatched_metric(sweep, metrics, running=True)):
             notes.append(words)
         progress.update(done, epochs, text, left_s, notes, state=now.text)
 
     return tick
+
+
+def _too_long(done: float, epochs: int) -> list[str]:
+    """Say that a script trains on after all samples that were planned."""
+    if done <= MANY_EPOCHS * epochs:
+        return []
+    return [
+        "the script goes on after workload.epochs of workload.samples: one of the two is too small"
+    ]
 
 
 def _restarted(sweep: Sweep, last: Restart | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -75,10 +76,10 @@ class Trainer:
         # after a stop at an epoch's last step the next save comes before any step
         self.worker.set_position(self.training.epochs_seen, self.training.epochs_seen)
         self.evaluator = Evaluator(self.training, stop)
+        self.has_started = False
 
     def run(self) -> str:
         """Train all epochs, or until asked to stop."""
-        self.training.progress.starts_s += max(0.0, unix_time() - job_started_at())
         try:
             with self.suspensions.blamed():
                 return self._train_or_leave()
@@ -103,14 +104,16 @@ class Trainer:
         evaluation: Evaluation | None = None
         batches: Iterator[tuple[Batch, Batch]] | None = None
         while progress.epoch < self.training.epochs:
-            batches = batches or self.worker.batches(progress.epoch, progress.offset)
+            batches = batches or self._begin()
             if not self._train_epoch(batches):
                 return leave(self.training, self.stop)
             evaluation = NO_EVALUATION
             if self.hooks.is_evaluated(progress.epoch + 1):
+                self._count_start()
                 evaluation = self.evaluator.test()
                 progress.evaluation_s += evaluation.seconds
             self._end_epoch(evaluation)
+        self._count_start()
         return self._finish(evaluation or self.evaluator.test())
 
     def _train_epoch(self, batches: Iterator[tuple[Batch, Batch]]) -> bool:
@@ -176,6 +179,37 @@ class Trainer:
         self.guard.clock.waited(waited_s)
         self.log.window.waited_s += waited_s
         return batch
+
+    def _begin(self) -> Iterator[tuple[Batch, Batch]]:
+        """Return the batches from here on, once the first is there.
+
+        Loader processes start with it, which is of the job's start and none of a step, as in a
+        profile.
+        """
+        progress = self.training.progress
+        batches = self.worker.batches(progress.epoch, progress.offset)
+        if self.training.epoch_ends:
+            return batches
+        first = deque([next(batches)])
+        self._count_start()
+
+        def following() -> Iterator[tuple[Batch, Batch]]:
+            # not kept while it is used
+            yield first.popleft()
+            yield from batches
+
+        return following()
+
+    def _count_start(self) -> None:
+        """Count the time of this job up to its first work, unless it is counted."""
+        progress = self.training.progress
+        if self.has_started:
+            return
+        self.has_started = True
+        now = unix_time()
+        progress.starts_s += max(0.0, now - job_started_at())
+        if progress.samples_seen == 0:
+            progress.started_at = now
 
     def _end_epoch(self, evaluation: Evaluation) -> None:
         progress = self.training.progress

@@ -178,6 +178,8 @@ class ScriptJob:
                 start.epoch = saved[-1].epoch
                 start.step = saved[-1].step
         else:
+            if not read_metrics(self.files.metrics_file).steps:
+                how = "begins: nothing was trained before"
             put_aside(self.files.metrics_file)
         samples = start.epoch * (self.job.sweep.workload.samples or 0)
         data = {"step": start.step, "samples_seen": samples, "epoch": start.epoch}
