@@ -63,14 +63,13 @@ class Told:
         self.training.hooks.inner_model = torch.nn.Linear(2, 2)
 
     def step(self, samples: int = 8, parts: int = 1, *, evaluated_s: float = 0.0, idle: int = 0) -> None:
-        """One step, after a wait and perhaps an evaluation, or a pass of so many samples that nobody differentiates."""
+        """One step, after a wait and perhaps an evaluation, or one that takes gradients, of so many samples."""
         if evaluated_s:
             self.training.evaluating()
             self.clock.now += evaluated_s
         self.clock.now += WAIT_S
         if idle:
             self.training.forward_begins(idle)
-            self.training.not_trained(1, idle)
         for _ in range(parts):
             self.training.forward_begins(samples // parts)
             self.clock.now += STEP_S / parts
@@ -90,7 +89,7 @@ def test_epochs_end_with_their_last_whole_batch(tmp_path: Path, clock: Clock) ->
     assert [row.epoch for row in rows.steps] == [1.0, 2.0]
 
 
-def test_samples_of_a_pass_that_nobody_differentiates_are_none_of_an_epoch(tmp_path: Path, clock: Clock) -> None:
+def test_samples_of_an_evaluation_that_takes_gradients_are_none_of_an_epoch(tmp_path: Path, clock: Clock) -> None:
     told = Told(tmp_path, clock, samples=29)
     for step in range(2 * 3):
         told.step(idle=500 if step in {1, 3} else 0)

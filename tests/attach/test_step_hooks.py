@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,9 +36,6 @@ class Told(Listener):
 
     def forward_begins(self, samples: int) -> None:
         self.told.append(f"forward {samples}")
-
-    def not_trained(self, passes: int, samples: int) -> None:
-        self.told.append(f"not {passes} {samples}")
 
     def gradients_ready(self) -> None:
         self.told.append("ready")
@@ -152,34 +148,6 @@ def with_batches_in_parts() -> None:
             optimizer.step()
 
 
-class Answering(nn.Linear):
-    """A model with an output in which no tensor is looked for, or in a dict."""
-
-    def forward(self, inputs: torch.Tensor) -> Any:
-        scores = super().forward(inputs)
-        return {"scores": scores} if len(inputs) != 2 else SimpleNamespace(scores=scores)
-
-
-def with_a_score_by_training_passes() -> None:
-    """Who forgets eval() and no_grad() takes passes of training of which nothing is learnt."""
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for _ in range(2):
-        backward(model, 3)
-        optimizer.step()
-        model(torch.randn(7, 4)).argmax(1)
-    backward(model, 3)
-    optimizer.step()
-    answering = Answering(4, 30)
-    optimizer = torch.optim.SGD(answering.parameters(), 0.1)
-    for batch in (3, 3, 2, 2):
-        answering(torch.randn(7, 4)) if batch == 3 else None
-        outputs = answering(torch.randn(batch, 4))
-        scores = outputs["scores"] if batch == 3 else outputs.scores
-        torch.autograd.backward(scores.sum())
-        optimizer.step()
-
-
 def with_batches_ahead() -> None:
     """As Hugging Face's Trainer takes all of a step, and as accelerate takes the next one before it gives one out."""
     model = nn.Linear(4, 2)
@@ -231,11 +199,6 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
         with_batches_in_parts,
         "begin batch ready step, batch forward 2 forward 2 ready step, "
         "begin batch forward 2 batch forward 2 ready step",
-    ),
-    "with a score by training passes": (
-        with_a_score_by_training_passes,
-        "ready step, forward 7 forward 3 not 1 7 ready step, forward 7 forward 3 not 1 7 ready step, "
-        "anew ready step, forward 7 forward 3 not 1 7 ready step, forward 2 ready step, forward 2 ready step",
     ),
     "with batches ahead": (
         with_batches_ahead,

@@ -59,9 +59,6 @@ class Listener:
     def forward_begins(self, samples: int) -> None:
         """Note that a forward pass in training begins, with so many samples; 0: unknown."""
 
-    def not_trained(self, passes: int, samples: int) -> None:
-        """Note that so many of the passes since the last step had no backward pass."""
-
     def gradients_ready(self) -> None:
         """Note that the optimizer will now change the parameters by their gradients."""
 
@@ -105,24 +102,6 @@ class Apart:
         return 2 * self._steps < max(steps, FEW_STEPS)
 
 
-class _Pass:
-    """A forward pass in training, which may turn out to be none: one that nobody differentiates."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-        self.has_gradients = False
-
-    def watch(self, output: object) -> None:
-        """Wait for gradients of what it gave; an output of unknown kind is taken to have some."""
-        tensors = [tensor for tensor in _tensors(output) if tensor.requires_grad]
-        self.has_gradients = not tensors
-        for tensor in tensors:
-            tensor.register_hook(self._differentiated)  # type: ignore[no-untyped-call] # torch's
-
-    def _differentiated(self, _: Tensor) -> None:
-        self.has_gradients = True
-
-
 class Hooks:
     """Tells a listener where the steps of this process's training begin and end.
 
@@ -143,10 +122,7 @@ class Hooks:
         self.inner_model: nn.Module | None = None
         self.optimizer: Optimizer | None = None
         self.others: list[Optimizer] = []
-        self._forward_hooks: list[Any] = []
-        # since the last step, and the one under way
-        self._passes: list[_Pass] = []
-        self._pass: _Pass | None = None
+        self._forward_hook: Any = None
         # samples of the batch that a loader of torch has last given out; 0: not known
         self._batch = 0
         # batches that it has given out, and the model has not had; some are taken in advance
@@ -175,15 +151,12 @@ class Hooks:
         return self.counted is None or type(model).__name__ == self.counted
 
     def _watch(self, model: nn.Module) -> None:
-        for hook in self._forward_hooks:
-            hook.remove()
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
         self.model = model
         # kept, as it is asked for several times at every step
         self.inner_model = model.module if isinstance(model, DistributedDataParallel) else model
-        self._forward_hooks = [
-            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            model.register_forward_hook(self._after_forward),
-        ]
+        self._forward_hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
         # evaluation takes no gradients; Lightning switches the mode of the inner model alone
@@ -196,25 +169,10 @@ class Hooks:
                     # the same batch once more, as for a GAN's other optimizer: no further part of a step
                     return
                 self._unused -= 1
-            self._pass = _Pass(samples)
-            self._passes.append(self._pass)
             self.listener.forward_begins(samples)
         else:
             self._unused = max(0, self._unused - 1)
             self.listener.evaluating()
-
-    def _after_forward(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._pass is not None:
-            self._pass.watch(output)
-            self._pass = None
-
-    def _gradients_ready(self) -> None:
-        idle = [each.samples for each in self._passes if not each.has_gradients]
-        # where none has any they cannot be seen
-        if 0 < len(idle) < len(self._passes):
-            self.listener.not_trained(len(idle), sum(idle))
-        self._passes.clear()
-        self.listener.gradients_ready()
 
     def next_batch(self, batch: object) -> None:
         """Note what a loader gives out."""
@@ -230,13 +188,13 @@ class Hooks:
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            self._gradients_ready()
+            self.listener.gradients_ready()
             return None
 
         @wraps(closure)
         def told() -> Any:
             loss = closure()
-            self._gradients_ready()
+            self.listener.gradients_ready()
             return loss
 
         if "closure" in kwargs:

@@ -60,8 +60,7 @@ class ScriptScaling:
         self.scaling: TulaOptimizer | None = None
         self._loaded: Mapping[str, Any] | None = None
         self._is_attached = False
-        # since the last step
-        self.passes = 0
+        self._passes = 0
 
     def forward_begins(self, model: nn.Module | None) -> None:
         """Register the communication hook before the first backward pass; count passes.
@@ -69,7 +68,7 @@ class ScriptScaling:
         Raises:
             InputError: The script has a hook of its own.
         """
-        self.passes += 1
+        self._passes += 1
         if self._is_attached:
             return
         self._is_attached = True
@@ -100,8 +99,9 @@ class ScriptScaling:
         """
         if self.scaling is None:
             self.scaling = self._around(optimizer, model)
-        passes = self.passes
-        self.passes = 0
+        # an evaluation that takes gradients looks like more of them
+        passes = min(self._passes, self.sweep.workload.accumulation)
+        self._passes = 0
         if self.norms is not None:
             self._observe(self.norms, self.scaling, passes, epochs_seen)
         self.scaling.before_step()

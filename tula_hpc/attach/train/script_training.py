@@ -39,6 +39,8 @@ from tula_hpc.records.base import Record
 from tula_hpc.records.events import EventName
 from tula_hpc.training.metrics_writer import MetricsWriter, Readings, StepWindow
 
+# times a step's batch; batches that are drawn anew vary by less
+MUCH_MORE = 1.5
 SCORES = ("test_accuracy", "test_top5_accuracy", "test_loss", "train_loss")
 
 
@@ -275,12 +277,6 @@ class ScriptTraining(Mode):
             # a script that loads in its own way
             self._loading_s = gap_s
 
-    def not_trained(self, passes: int, samples: int) -> None:
-        """See `Listener`."""
-        self._samples -= samples
-        if self.scaling is not None:
-            self.scaling.passes -= passes
-
     def gradients_ready(self) -> None:
         """See `Listener`."""
         if self.scaling is None:
@@ -351,6 +347,9 @@ class ScriptTraining(Mode):
     def _count_progress(self) -> None:
         progress, whole = self.progress, self.settings.global_batch
         samples = self._samples * self.spec.world_size or whole
+        if samples > MUCH_MORE * whole:
+            # an evaluation that takes gradients looks like passes of training
+            samples = whole
         self._samples = 0
         _, least = self._epoch
         if not self.is_kept and progress.offset == 0 and samples < least:
