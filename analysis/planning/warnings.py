@@ -153,12 +153,12 @@ def about_model(part: Part) -> list[str]:
     for row, expected_s in zip(profiles, predicted_s, strict=True):
         ratio = row.times.step_time_s / expected_s
         if abs(math.log(ratio)) > math.log(CONTRADICTS_FROM):
-            found.append(f"{row.configuration} ({format_number(ratio, 2)} times its step)")
+            found.append(f"{row.configuration} ({format_number(ratio, 2)} times the model's)")
     if not found:
         return []
     return [
-        f"measured far from the model that is fitted to them and the others: {', '.join(found)}; a "
-        "new sweep, with a new --run-dir, shows whether they were disturbed"
+        f"steps measured far from the model that is fitted to all of them: {', '.join(found)}; a new "
+        "sweep, with a new --run-dir, shows whether they were disturbed"
     ]
 
 

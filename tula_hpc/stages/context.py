@@ -306,7 +306,8 @@ class Interruptions:
     """
 
     def __init__(self, sweep: Sweep, stage: str) -> None:
-        self.sweep, self.stage = sweep, stage
+        self.sweep = sweep
+        self.stage = stage
         self.waiting: int | None = None
         self.to_ask = 0
         self.told = why_interrupted(sweep)
