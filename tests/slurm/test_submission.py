@@ -236,7 +236,7 @@ def test_a_dry_run_asks_what_slurm_would_do_and_submits_nothing(
     sweep.write_text(f"{sweep.read_text()}{study}")
     for real in (command, command[:-1]):
         assert main([*real, "--set", "cluster.max_nodes=64"]) == 2
-        assert f"{TEMPLATE}: max_nodes: 64, but partition " in capsys.readouterr().err
+        assert "--set: cluster.max_nodes: 64, but partition " in capsys.readouterr().err
         assert main([*real, "--set", "cluster.max_nodes=64", "--set", "cluster.partition=nowhere"]) == 2
         assert f"{TEMPLATE}: partition: Slurm has no partition 'nowhere'" in capsys.readouterr().err
     assert slurm.own_jobs() == before

@@ -94,10 +94,13 @@ def kill_controllers(command: Command) -> None:
     cluster.wait_for(lambda: cluster.task_pids(command.control()[0]), 300, "the controller job")
     cluster.kill_task(command.control()[0], 0)
     cluster.wait_for(lambda: len(command.control()) > 1, 300, "the next controller")
+    second = command.control()[1]
     # so that it is killed before it does anything, on a machine that is busy, too
+    cluster.run("scontrol", "hold", second)
     with held(command.run, cluster):
-        cluster.wait_for(lambda: cluster.task_pids(command.control()[1]), 300, "its start")
-        cluster.kill_job(command.control()[1])
+        cluster.run("scontrol", "release", second)
+        cluster.wait_for(lambda: cluster.task_pids(second), 300, "its start")
+        cluster.kill_job(second)
 
 
 @contextmanager
