@@ -77,9 +77,9 @@ def plan_candidates(
     choice = choose(sweep.objective, fitted.table, curves)
     plan = _without_warnings(sweep, fitted, choice)
     doubts = _doubts(plan, sweep, fitted, choice)
+    at = plan.chosen.configuration
     for part in fitted.parts:
         pending = profiling.pending(part.cluster, of_partition(measurements, part.name))
-        at = plan.chosen.configuration
         doubts += warnings.about_partition(part, sweep, pending, profiling.how, at)
     if skipped_lines:
         skipped = f"{plural(skipped_lines, 'damaged line')} of the measurements skipped"

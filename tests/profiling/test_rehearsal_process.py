@@ -142,7 +142,8 @@ RANDOM = "torch.randn(count, 3, 8, 8, generator=random)"
 MISTAKES = {
     "doubles": (
         (RANDOM, f"{RANDOM}.double()"),
-        "mine:net cannot take inputs of 3×8×8 from the test set: .*; the data set gives float64: return",
+        "workload.dataset: mine:net cannot take inputs of 3×8×8 from the test set: .*; the data set gives float64: "
+        "return",
     ),
     "an item that is not finite": (
         (f"return {RANDOM}", f"images = {RANDOM}\n    images[0, 0] = -torch.inf\n    return images"),

@@ -291,6 +291,9 @@ def test_a_loss_or_metric_that_is_none(
         build_workload(spec)
     assert raised.value.key == f"workload.{key}"
     assert "\n" not in str(raised.value)
+    # of torch's losses alone
+    is_mean_of_losses = key == "loss" and "outputs.mean()" in body
+    assert ('reduction="none"' in str(raised.value)) == is_mean_of_losses
 
 
 LOSS = "\ndef loss(outputs, targets): return outputs.mean(1)\n"

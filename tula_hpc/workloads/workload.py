@@ -282,7 +282,7 @@ def _check_scores(spec: WorkloadSpec, scores: Any, expected: tuple[int, int]) ->
 
 def _of_samples(key: str, name: str, function: OfSamples, outputs: Any, targets: Any) -> Tensor:
     words = f"{name} cannot take ({kind_of(outputs)}, {kind_of(targets)})"
-    with blamed(key, words, labels_without_score(outputs, targets)):
+    with blamed(key, words, lambda _: labels_without_score(outputs, targets)):
         numbers = function(outputs, targets)
     count = samples_in(targets)
     if not isinstance(numbers, Tensor) or numbers.shape != (count,):
