@@ -118,7 +118,9 @@ def steps_off(
     drift = RunHistory(events).last_drift(training.label)
     cause = CAUSES.get(drift.part, "") if drift else ""
     steps = training.result.steps if training.result else FEW_STEPS
-    if not cause and took_s > expected.high and steps < FEW_STEPS:
+    # a median of more is not theirs
+    is_first = len(training.metrics.epochs) <= 2
+    if not cause and took_s > expected.high and steps < FEW_STEPS and is_first:
         cause = f"; of only {plural(steps, 'step')} in all the slow first ones weigh much"
     yield (
         f"The steps of {name} were {in_comparison(took_s / expected.value)} than predicted, "

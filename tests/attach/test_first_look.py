@@ -101,6 +101,11 @@ def test_a_script_that_fails_is_told_in_one_line(tmp_path: Path) -> None:
     assert "ModuleNotFoundError: No module named 'no_such_module' (misbehaving.py:" in done.stderr.splitlines()[-1]
 
 
+def test_what_is_refused_is_said_once(tmp_path: Path) -> None:
+    done = look(tmp_path, str(SCRIPTS / "misbehaving.py"), "spawns", "4")
+    assert (done.returncode, done.stderr.count("starts workers of its own")) == (1, 1)
+
+
 def test_a_script_that_is_not_there(tmp_path: Path) -> None:
     done = look(tmp_path, "gone.py")
     assert (done.returncode, done.stdout) == (2, "")

@@ -46,11 +46,14 @@ def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, scri
         ("leaves", Failure.BAD_INPUT, "misbehaving.py ended its process by itself, with exit code 0"),
         ("takes no batch", Failure.BAD_INPUT, "workload.arguments: asked for 4 samples a forward, the model got 6"),
         ("accumulates", Failure.BAD_INPUT, "takes 2 forward passes for an optimizer step, not 1; set workload.accum"),
+        ("takes many passes", Failure.BAD_INPUT, "takes 32 forward passes for an optimizer step, not 1; set workload."),
+        ("takes five passes", Failure.BAD_INPUT, "5 forward passes for an optimizer step, not 1; only powers of 2 can"),
         (
             "calls its closure",
             Failure.BAD_INPUT,
-            "5 forward passes for an optimizer step, not 1; only powers of 2 can be",
+            "misbehaving.py: LBFGS calls its closure several times in a step; exp",
         ),
+        ("changes by hand", Failure.BAD_INPUT, "misbehaving.py changes its parameters by hand, or by an optimizer of"),
         ("spawns", Failure.BAD_INPUT, "misbehaving.py starts workers of its own (torch.multiprocessing.spawn); here"),
         ("asks", Failure.BAD_INPUT, "asks for input, which a job has none of"),
         ("kills its group", Failure.KILLED, "misbehaving.py was ended by SIGKILL"),
@@ -77,7 +80,7 @@ def test_a_script_that_takes_no_step_is_given_up(how: str, tmp_path: Path) -> No
 def test_what_a_script_may_do_is_no_hindrance(how: str, tmp_path: Path) -> None:
     outcome = misbehave(how, tmp_path)
     assert measurement_of(outcome).parameters == 36
-    assert outcome.said.result["others"] == (["Adam"] if how == "has two optimizers" else [])
+    assert outcome.said.result["others"] == (["Adam of Linear"] if how == "has two optimizers" else [])
 
 
 def test_a_process_that_a_script_leaves_goes_with_it(tmp_path: Path) -> None:
@@ -123,6 +126,17 @@ def test_several_workers_have_to_train_together(tmp_path: Path) -> None:
     outcome = misbehave("trains apart", tmp_path, world=2)
     assert outcome.said.failure is Failure.BAD_INPUT
     assert "wraps no model in DistributedDataParallel, so that its 2 workers train apart" in outcome.said.detail
+
+
+def test_a_script_that_divides_its_passes_among_its_workers_is_told_what_to_do(tmp_path: Path) -> None:
+    alone, both = (
+        worst(profiled(MISBEHAVING, ("divides its passes", str(BATCH)), tmp_path / str(world), world, accumulation=4))
+        for world in (1, 2)
+    )
+    assert alone.is_done
+    assert both.said.failure is Failure.BAD_INPUT
+    assert "takes 2 forward passes for an optimizer step, not 4; it seems to divide" in both.said.detail
+    assert "among its 2 workers: give {workers} to the argument that sets them" in both.said.detail
 
 
 def test_workers_that_all_go_through_all_samples_are_told_from_those_that_share_them(tmp_path: Path) -> None:

@@ -141,13 +141,27 @@ def test_stopped_it_goes_on_by_its_own_arguments(tmp_path: Path, handler: bool) 
         workload["arguments"] = [*OWN["arguments"], "--handler"]
     run, ended = train(tmp_path / "run", workload, at_step(6, signal.SIGUSR2))
     result = result_of(run, ended)
-    assert (result.epochs, result.restarts, result.test_accuracy) == (3, 1, 0.7)
+    assert (result.epochs, result.steps, result.restarts, result.test_accuracy) == (3, 12, 1, 0.7)
+    # the first epoch's steps and the first job's start were not in vain
+    assert result.train_time_s == pytest.approx(
+        sum(row.epoch_time_s for row in read_metrics(run.train().metrics_file).epochs)
+    )
+    assert result.train_time_s > 3 * 3 * 0.1
     assert all("; the script ended at step " in detail for detail in details(run, "preempted"))
     assert details(run, "resumed") == ["goes on by itself, with --resume checkpoints/last.pt"]
     output = "".join(path.read_text() for path in (run.train().root / "script").glob("*.log"))
     assert output.count("resumed at epoch") == 2
     # the other one may have lost its peer before
     assert ("handled" in output) == handler
+
+
+def test_killed_right_after_it_has_saved_it_goes_on_with_the_next_epoch(tmp_path: Path) -> None:
+    workload = {**OWN, "resume_arguments": ["--resume", "checkpoints/last.pt"]}
+    run, ended = train(tmp_path / "run", workload, at_step(4, signal.SIGKILL, of_script=True, worker=0))
+    assert ended.failure is Failure.KILLED, ended.log_tail
+    assert read_metrics(run.train().metrics_file).steps[-1].step == 4
+    result = result_of(*train(run.root, workload))
+    assert (result.epochs, result.steps, result.samples_seen) == (3, 12, 192)
 
 
 def test_stopped_without_arguments_to_go_on_it_begins_anew(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from tests.forked import start_workers
-from tula_hpc.attach.step_hooks import Hooks, Listener, samples_given_out, samples_of
+from tula_hpc.attach.step_hooks import Hooks, Listener, model_of, name_of, samples_given_out, samples_of
 
 
 class Told(Listener):
@@ -231,6 +231,33 @@ def test_steps_are_told_in_order(name: str, tmp_path: Path) -> None:
     start_workers(1, Case(name), tmp_path)
     told = json.loads((tmp_path / "told.json").read_text())
     assert " ".join(told) == CASES[name][1].replace(",", "")
+
+
+class Around(nn.Module):
+    """As most scripts define a model: its layers are in a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 2), nn.ReLU())
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return self.layers(inputs)
+
+
+def count_around(rank: int, folder: Path) -> None:
+    hooks = Hooks(Told(), "Around").install()
+    model, other = Around(), nn.Linear(4, 9)
+    for each in (other, model):
+        optimizer = torch.optim.SGD(each.parameters(), 0.1)
+        backward(each, 3)
+        optimizer.step()
+    told = [hooks.optimizer is optimizer, name_of(hooks.model or other), [model_of(each) for each in hooks.others]]
+    (folder / "told.json").write_text(json.dumps(told))
+
+
+def test_a_model_counts_by_the_name_that_the_script_has_for_it(tmp_path: Path) -> None:
+    start_workers(1, count_around, tmp_path)
+    assert json.loads((tmp_path / "told.json").read_text()) == [True, "Around", ["Linear"]]
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_a_log_has_a_line_for_each_change_and_says_what_is_waited_for(
     assert len(paused) == 6, "one look without work may fall between two jobs"
     first, second, third, *_ = (line[9:] for line in capsys.readouterr().out.splitlines())
     assert first == f"waiting: {waits.words}, 0 configurations measured, 2 jobs waiting (other jobs go first)"
-    assert second.endswith("1 job waiting (held; `scontrol release JOB` lets it go; this does not go away by itself)")
+    assert second.endswith("1 job waiting (held; `scontrol release 7` lets it go; this does not go away by itself)")
     assert third == f"over: {gone.words}, 0 configurations measured"
 
 

@@ -212,7 +212,7 @@ def _look(
         child = start(spec, variables_of(place, 1, meeting), work, log, output)
         outcome = watch(child, Peers(None, meeting.run_id), PATIENCE_S)
     if not outcome.is_done:
-        sys.stderr.write(f"{end_of(log)}\n")
+        sys.stderr.write(end_of(log))
         return error_of(outcome, "")
     return {**outcome.said.result, "device": device}
 
@@ -249,6 +249,8 @@ def _told(result: dict[str, Any]) -> Iterator[str]:
     noise = "not measured"
     if measured.noise_scale:
         noise = f"{format_number(measured.noise_scale, 3)} samples, at the initial weights"
+    elif measured.noise_samples:
+        noise = f"larger than can be told from {measured.noise_samples:,} samples"
     yield f"noise scale {noise}"
 
 

@@ -428,7 +428,7 @@ def end_as(
             record_oom(failure)
         raise SystemExit(f"out of memory ({failure}) at {configuration}: recorded")
     if is_mine:
-        sys.stderr.write(f"{end_of(Path(found.log))}\n")
+        sys.stderr.write(end_of(Path(found.log)))
     sys.stderr.flush()
     error = error_of(found, key)
     if failure is Failure.KILLED and is_mine and found.said.detail.endswith("SIGKILL"):
@@ -450,4 +450,4 @@ def end_of(log: Path) -> str:
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    return "\n".join(text.splitlines()[-SHOWN_LINES:])
+    return "".join(f"{line}\n" for line in text.splitlines()[-SHOWN_LINES:])

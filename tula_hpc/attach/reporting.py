@@ -198,6 +198,25 @@ class Mode(Listener):
             )
         )
 
+    def changes_by_hand(self) -> None:
+        """Refuse a script whose steps no hook sees."""
+        self.fail(
+            InputError(
+                f"{self.spec.program.name} changes its parameters by hand, or by an optimizer of "
+                "another library, as fastai's; expected optimizer.step() of one of torch.optim"
+            )
+        )
+
+    def repeats_closure(self, optimizer: object) -> None:
+        """Refuse an optimizer of which a step is any number of passes over its batch."""
+        self.fail(
+            InputError(
+                f"{self.spec.program.name}: {type(optimizer).__name__} calls its closure several "
+                "times in a step; expected an optimizer that takes a step from one pass over a "
+                "batch, as SGD or AdamW do"
+            )
+        )
+
     def meets(self) -> None:
         """Let the workers meet where they can, whatever place the script has set."""
         for name, own in set_back(self._meeting).items():
@@ -206,7 +225,9 @@ class Mode(Listener):
 
     def fail(self, error: BaseException) -> NoReturn:
         """Say why this process fails, and end it."""
-        traceback.print_exception(error)
+        # what was never raised is told by its sentence alone
+        if error.__traceback__ is not None:
+            traceback.print_exception(error)
         said = failed_by(error)
         detail = f"{said.detail}{self._looked_for(error)}{self.circumstances()}"
         self.say(said.model_copy(update={"steps": self.steps, "detail": detail}))

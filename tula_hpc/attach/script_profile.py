@@ -34,7 +34,7 @@ from tula_hpc.attach import was_kept
 from tula_hpc.attach.measured_steps import MeasuredSteps, between_epochs_s, captured
 from tula_hpc.attach.reporting import ChildSpec, Said, leave
 from tula_hpc.attach.script import NEAR
-from tula_hpc.attach.step_hooks import samples_given_out
+from tula_hpc.attach.step_hooks import model_of, name_of, samples_given_out
 from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.ddp.stop_signals import Suspensions
 from tula_hpc.env import WorkerEnvironment, unix_time
@@ -132,8 +132,8 @@ class ScriptProfile(MeasuredSteps):
             why = f"no optimizer of the model that counts took a step, only {kinds}"
         elif steps == 0 and code == 0:
             why = (
-                "no torch optimizer took a step; expected optimizer.step() after each batch, and no "
-                "file of an earlier training that is over"
+                "no torch optimizer took a step; expected optimizer.step() of one of torch.optim after "
+                "each batch, and no file of an earlier training that is over"
             )
         else:
             why = f"after {steps} optimizer steps, before it was measured"
@@ -192,11 +192,15 @@ class ScriptProfile(MeasuredSteps):
             raise InputError(f"{name}: expected forward passes in training mode in a step, {found}")
         if parts is not None and passes != parts:
             remedy = f"set workload.accumulation = {passes}"
-            if passes & (passes - 1):
+            world = self.env.world_size
+            if world > 1 and passes == max(1, parts // world):
                 remedy = (
-                    "only powers of 2 can be planned, and no optimizer that calls its closure "
-                    "several times, as LBFGS does"
+                    f"it seems to divide its passes among its {world} workers: give {{workers}} to "
+                    "the argument that sets them, so that each takes one, and set "
+                    "workload.accumulation = 1; other arguments need another --run-dir"
                 )
+            elif passes & (passes - 1):
+                remedy = "only powers of 2 can be planned"
             raise InputError(
                 f"{name} takes {passes} forward passes for an optimizer step, not {parts}; {remedy}",
                 key="workload.accumulation",
@@ -234,7 +238,7 @@ class ScriptProfile(MeasuredSteps):
             )
 
     def _model_name(self) -> str:
-        return type(self.hooks.inner_model).__name__
+        return name_of(self.found[0])
 
     # what was found
 
@@ -304,7 +308,10 @@ class ScriptProfile(MeasuredSteps):
             "model": self._model_name(),
             "wrapped": isinstance(model, DistributedDataParallel),
             "optimizer": type(optimizer).__name__,
-            "others": [type(other).__name__ for other in self.hooks.others],
+            "others": [
+                " of ".join(filter(None, [type(other).__name__, model_of(other)]))
+                for other in self.hooks.others
+            ],
             "forward_batch": typical_batch(self.forward_samples, None),
             "accumulation": passes,
             "loader_workers": self.loader_workers,

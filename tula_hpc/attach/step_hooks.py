@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,8 +34,12 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import dataloader
 
+T = TypeVar("T")
+
 # passes apart may come with all of the first steps, by chance
 FEW_STEPS = 8
+# elements of a parameter that tell whether it changes
+SUMMED = 64
 
 
 class Listener:
@@ -64,6 +68,12 @@ class Listener:
 
     def step_ends(self) -> None:
         """Note that it has."""
+
+    def changes_by_hand(self) -> None:
+        """Note that parameters change, and no optimizer of torch has taken a step."""
+
+    def repeats_closure(self, optimizer: object) -> None:
+        """Note that an optimizer asks for the loss several times in a step."""
 
     def begins_anew(self) -> None:
         """Note that the steps so far were of a smaller model than the one that counts from now."""
@@ -123,6 +133,7 @@ class Hooks:
         self.optimizer: Optimizer | None = None
         self.others: list[Optimizer] = []
         self._forward_hook: Any = None
+        self._by_hand = _ByHand(listener)
         # samples of the batch that a loader of torch has last given out; 0: not known
         self._batch = 0
         # batches that it has given out, and the model has not had; some are taken in advance
@@ -135,6 +146,7 @@ class Hooks:
         for name in ("__init__", "_reset"):
             _after(dataloader._BaseDataLoaderIter, name, self._begin_loading)
         _around_next(self)
+        self._by_hand.install()
         _before_spawn(self.listener)
         _before_meeting(self.listener)
         register_optimizer_step_pre_hook(self._before_step)
@@ -143,12 +155,9 @@ class Hooks:
 
     def _note_wrapped(self, model: DistributedDataParallel) -> None:
         larger = self.model is None or _size(model) > _size(self.model)
-        if larger and self._may_count(model.module):
+        if larger and self.counted in (None, type(model.module).__name__):
             self._watch(model)
         self.listener.model_wrapped(model)
-
-    def _may_count(self, model: nn.Module) -> bool:
-        return self.counted is None or type(model).__name__ == self.counted
 
     def _watch(self, model: nn.Module) -> None:
         if self._forward_hook is not None:
@@ -184,6 +193,7 @@ class Hooks:
         self.listener.loading_begins(loader)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> Any:
+        self._by_hand.remove()
         if not self._counts(optimizer):
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -191,11 +201,15 @@ class Hooks:
             self.listener.gradients_ready()
             return None
 
+        losses: list[Any] = []
+
         @wraps(closure)
         def told() -> Any:
-            loss = closure()
+            if losses:
+                self.listener.repeats_closure(optimizer)
+            losses.append(closure())
             self.listener.gradients_ready()
-            return loss
+            return losses[0]
 
         if "closure" in kwargs:
             return args, {**kwargs, "closure": told}
@@ -217,10 +231,10 @@ class Hooks:
 
     def _look_at(self, optimizer: Optimizer) -> None:
         """Take an optimizer if it has the model's parameters, or those of a larger one."""
-        owned = {p for group in optimizer.param_groups for p in group["params"]}
+        owned = _parameters_of(optimizer)
         if not isinstance(self.model, DistributedDataParallel):
-            found = _module_of(owned)
-            if found is None or not self._may_count(found):
+            found = _module_of(owned, self.counted)
+            if found is None:
                 return
             if self.model is not None and _size(found) <= _size(self.model):
                 self._await_whole(owned)
@@ -243,8 +257,8 @@ class Hooks:
         owned = set(others)
         if self.model is not None:
             owned.update(self.model.parameters())
-        whole = _module_of(owned)
-        if whole is None or not self._may_count(whole):
+        whole = _module_of(owned, self.counted)
+        if whole is None:
             return
 
         def begin(*_: Any) -> None:
@@ -322,20 +336,112 @@ def _size(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _module_of(owned: set[Tensor]) -> nn.Module | None:
-    """Return the smallest module that has all of these parameters; None without one."""
-    found: list[nn.Module] = []
-    for thing in gc.get_objects():
-        # not isinstance, which asks lazy objects of libraries for a class and so wakes them
-        if issubclass(type(thing), nn.Module) and owned <= set(thing.parameters()):
-            found.append(thing)
-    # a wrapper has as many parameters, and more modules
-    best = min(found, key=lambda module: (_size(module), len(list(module.modules()))), default=None)
-    if best is None:
+def _module_of(owned: set[Tensor], counted: str | None = None) -> nn.Module | None:
+    """Return the innermost module that has all of these parameters.
+
+    Args:
+        owned: The parameters.
+        counted: Name of its class, or of a module's around it that has no more of them.
+
+    Returns:
+        None if there is none, or only of other names.
+    """
+    found = _modules_with(owned)
+    if not found:
+        return None
+    best = found[0]
+    if counted is not None and counted not in map(_class_of, found):
         return None
     # of a compiled module the wrapper is what a script calls
     compiled = (module for module in found if getattr(module, "_orig_mod", None) is best)
     return next(compiled, best)
+
+
+def _modules_with(owned: set[Tensor]) -> list[nn.Module]:
+    """Return the modules that have all of these parameters and the fewest others, inner ones first.
+
+    A module around another one has as many parameters, and more modules.
+    """
+    found = []
+    for thing in _objects_of(nn.Module):
+        if owned <= set(thing.parameters()):
+            found.append((_size(thing), len(list(thing.modules())), thing))
+    found.sort(key=lambda each: each[:2])
+    return [module for size, _, module in found if size == found[0][0]]
+
+
+def _objects_of(kind: type[T]) -> Iterator[T]:
+    for thing in gc.get_objects():
+        # not isinstance, which asks lazy objects of libraries for a class and so wakes them
+        if issubclass(type(thing), kind):
+            yield thing
+
+
+def _class_of(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def name_of(model: nn.Module) -> str:
+    """Return the name of the class by which a script makes a model, be it called or one within."""
+    if isinstance(model, DistributedDataParallel):
+        return _class_of(model.module)
+    around = _modules_with(set(model.parameters()))
+    names = [_class_of(module) for module in around if not hasattr(module, "_orig_mod")]
+    return names[-1] if names else _class_of(model)
+
+
+def model_of(optimizer: Optimizer) -> str:
+    """Return the name of the model that an optimizer changes; "" where no module has all of it."""
+    model = _module_of(_parameters_of(optimizer))
+    return "" if model is None else name_of(model)
+
+
+def _parameters_of(optimizer: Optimizer) -> set[Tensor]:
+    return {p for group in optimizer.param_groups for p in group["params"]}
+
+
+class _ByHand:
+    """Finds out that parameters change, though no optimizer of torch takes a step.
+
+    Counts backward passes until one does. Passes alone say nothing: a step may have many.
+
+    Args:
+        listener: Is told.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        self.listener = listener
+        self._passes = 0
+        self._sums: list[tuple[Tensor, float]] = []
+        self._backward = torch.autograd.backward
+
+    def install(self) -> None:
+        """Watch from now on."""
+
+        @wraps(self._backward)
+        def backward(*args: Any, **kwargs: Any) -> None:
+            self._backward(*args, **kwargs)
+            self._count()
+
+        vars(torch.autograd)["backward"] = backward
+
+    def remove(self) -> None:
+        """Watch no more."""
+        vars(torch.autograd)["backward"] = self._backward
+        self._sums = []
+
+    def _count(self) -> None:
+        self._passes += 1
+        if self._passes == FEW_STEPS:
+            trained = [p for p in _objects_of(nn.Parameter) if p.grad is not None]
+            self._sums = [(p, _sum_of(p)) for p in trained]
+        elif self._passes == 2 * FEW_STEPS and any(_sum_of(p) != was for p, was in self._sums):
+            self.listener.changes_by_hand()
+
+
+def _sum_of(parameter: Tensor) -> float:
+    # of a few: a copy of all would take memory
+    return float(parameter.detach().flatten()[:SUMMED].double().sum())
 
 
 def samples_given_out(loader: object) -> int | None:

@@ -304,6 +304,10 @@ class Wait(NamedTuple):
     # whether it will not go away by itself
     stuck: bool
 
+    def words_for(self, job_id: str) -> str:
+        """Return the words with a job's id in the command that helps."""
+        return self.words.replace("JOB", job_id)
+
 
 class _Kind(NamedTuple):
     # of the whole word

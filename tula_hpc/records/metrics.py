@@ -134,6 +134,8 @@ class EpochMetrics(Record):
     evaluation_time_s: float | None = None
     # over all nodes
     workers: int | None = None
+    # Unix time of this line's first writing: files of a script that are newer have the epoch
+    ended_at: float | None = None
 
     @property
     def is_scored(self) -> bool:

@@ -293,7 +293,8 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
         if end.failure is Failure.CANCELLED:
             sys.stderr.write(
                 f"profiling: job {end.job.job_id} was cancelled, {BY_HAND}; another measures what "
-                "is left of it; to stop for good end this command first, then scancel its job\n"
+                "is left of it; to stop for good end this command (Ctrl-C), which says how to "
+                "cancel it\n"
             )
     dead = [end for end in ended if _record_end(part, submitted[end.job.job_id], end)]
     mended = {j.job_id for j in submitted.values() if j.submitted_at < part.started_at}

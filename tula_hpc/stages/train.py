@@ -128,7 +128,7 @@ def _going_on(sweep: Sweep, outcome: Outcome) -> str:
         how = "from the start, as its script keeps nothing"
     return (
         f"job {outcome.end.job.job_id} ended without a result ({first_line(ended)}); another one "
-        f"trains on, {how}; to stop for good end this command first, then scancel its job"
+        f"trains on, {how}; to stop for good end this command (Ctrl-C), which says how to cancel it"
     )
 
 
@@ -482,10 +482,11 @@ def unmatched_metric(sweep: Sweep, metrics: Metrics, *, running: bool = False) -
     # what was printed a moment ago is not in metrics.jsonl yet
     if any(re.search(work.metric, line) for line in printed.splitlines()):
         return ""
+    unless = " unless it prints them at its end" if running else ""
     first = "end this command (Ctrl-C), cancel its job, " if running else ""
     return (
-        f"workload.metric matches no line of the script's output, {output}: scores are unknown; to "
-        f"train again over the same measurements, {first}correct it, and move "
+        f"workload.metric matches no line of the script's output, {output}: scores are "
+        f"unknown{unless}; to train again over the same measurements, {first}correct it, and move "
         f"{sweep.run.root / 'train'} away"
     )
 

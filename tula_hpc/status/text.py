@@ -329,8 +329,7 @@ def _stand(job: JobStatus, status: RunStatus) -> str:
     # Slurm's word for no reason
     why = "" if job.reason == "None" else job.reason
     if job.waits_for:
-        words = job.waits_for.replace("JOB", job.job_id)
-        why = f"{why}: {words}".removeprefix(": ")
+        why = f"{why}: {job.waits_for}".removeprefix(": ")
     if not why:
         return "waiting"
     if job.stuck:

@@ -26,6 +26,7 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 
 from tula_hpc.checkpoint.safe_points import Progress
+from tula_hpc.env import unix_time
 from tula_hpc.optim import CriticalBatch, NoiseReading
 from tula_hpc.records import MAX_LINE_BYTES, EpochMetrics, StepMetrics, append_record
 from tula_hpc.records.metrics import parse_metrics
@@ -138,8 +139,10 @@ class MetricsWriter:
             return
         if self._last is not None and self._last.epoch == epoch:
             critical_batch = self._last.critical_batch
+            ended_at = self._last.ended_at
         else:
             critical_batch = self.critical_batch.take()
+            ended_at = unix_time()
         self._last = EpochMetrics(
             epoch=epoch,
             step=progress.step,
@@ -151,6 +154,7 @@ class MetricsWriter:
             critical_batch=finite_or_none(critical_batch),
             evaluation_time_s=evaluation_time_s,
             workers=self.workers,
+            ended_at=ended_at,
             **scores,
         )
         append_record(self.file, self._last)

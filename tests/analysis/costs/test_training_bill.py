@@ -210,6 +210,10 @@ def test_steps_off_the_plan_are_told_with_their_likely_cause(epoch_s: float, dri
         short = training._replace(result=result(train_time_s=10 * epoch_s, steps=20))
         (words,) = steps_off(plan([chosen, chosen]), events, short)
         assert words.endswith("s; of only 20 steps in all the slow first ones weigh much.")
+        # a median of three epochs is not the first one's
+        rows = [metrics.epochs[0].model_copy(update={"epoch": epoch}) for epoch in (1, 2, 3)]
+        (words,) = steps_off(plan([chosen, chosen]), events, short._replace(metrics=Metrics([], rows, 0)))
+        assert "first" not in words
     planned = EPOCHS * DATASET_SAMPLES
     twice = training._replace(result=result(samples_seen=2 * planned))
     (words,) = steps_off(plan([chosen, chosen]), events, twice)

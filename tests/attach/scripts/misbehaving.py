@@ -56,6 +56,32 @@ def catches() -> None:
             print("caught")
 
 
+def changes_by_hand() -> None:
+    """As scripts without an optimizer do, and libraries with one of their own."""
+    model, _ = build()
+    while True:
+        model.zero_grad()
+        model(torch.randn(BATCH, 8)).square().mean().backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.data.add_(parameter.grad, alpha=-0.1)
+
+
+def calls_its_closure() -> None:
+    model, _ = build()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1)
+    inputs = torch.randn(BATCH, 8)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(inputs).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call] # torch's
+        return loss
+
+    while True:
+        optimizer.step(closure)  # type: ignore[no-untyped-call] # torch's
+
+
 def has_two_optimizers() -> None:
     """As a GAN: a small model with an optimizer of its own beside the large one."""
     model, optimizer = build()
@@ -124,7 +150,11 @@ WAYS: dict[str, Callable[[], object]] = {
     "trains apart": lambda: train(wrapped=False),
     "takes no batch": lambda: train(batch=6),
     "accumulates": lambda: train(passes=2),
-    "calls its closure": lambda: train(passes=5),
+    "takes five passes": lambda: train(passes=5),
+    "takes many passes": lambda: train(passes=32),
+    "divides its passes": lambda: train(passes=4 // WORLD),
+    "calls its closure": calls_its_closure,
+    "changes by hand": changes_by_hand,
     "has two optimizers": has_two_optimizers,
     "catches": catches,
     "handles TERM": handles_term,

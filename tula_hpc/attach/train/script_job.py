@@ -24,6 +24,7 @@ from tula_hpc.errors import Failure, StageError
 from tula_hpc.formatting import format_score
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import (
+    EpochMetrics,
     RunDirectory,
     TrainResult,
     put_aside,
@@ -44,6 +45,8 @@ SCORES = ("test_accuracy", "test_top5_accuracy", "test_loss", "train_loss")
 PATIENCE = timedelta(minutes=10)
 # by which Slurm may send a signal before its time
 EARLY_S = 60.0
+# by which the time of a file may be behind the clock
+FILE_CLOCK_S = 0.02
 
 
 def run(job: TrainJob) -> str:
@@ -80,6 +83,9 @@ class Start:
     # where the script begins, unless it is kept
     epoch: int = 0
     step: int = 0
+    # seconds of the work that it goes on from: of its steps, and of the starts of its jobs
+    train_time_s: float = 0.0
+    starts_s: float = 0.0
 
 
 class ScriptJob:
@@ -134,6 +140,9 @@ class ScriptJob:
         restarts = max(start.restarts, told[0].restarts)
         self.progress = told[0].model_copy(update={"restarts": restarts})
         if any(each.end == "stopped" for each in told):
+            if self.is_main:
+                start.starts_s = self.progress.starts_s
+                write_atomically(self._start_file, json.dumps(asdict(start)))
             return self._leave()
         self._write_result(start)
         return "finished"
@@ -156,49 +165,59 @@ class ScriptJob:
     def _start(self) -> dict[str, Any]:
         """Return the `Start`, make the script's folder, and put on record that a job begins."""
         own_folder(self._work, Path.cwd())
-        record = self.folder / "start.json"
+        record = self._start_file
         start = Start(started_at=unix_time())
         if record.exists():
             before = Start(**json.loads(record.read_text()))
-            start = Start(before.restarts + 1, before.started_at)
+            start = Start(before.restarts + 1, before.started_at, starts_s=before.starts_s)
             if not any(self.files.checkpoints.glob("*.tula")):
                 self._begin_where_the_script_does(start)
         write_atomically(record, json.dumps(asdict(start)))
         return asdict(start)
 
+    @property
+    def _start_file(self) -> Path:
+        return self.folder / "start.json"
+
     def _begin_where_the_script_does(self, start: Start) -> None:
-        """Take a script that has its own checkpoints to go on at the last whole epoch."""
-        start.resumes, how = self._can_resume()
+        """Take a script that has its own checkpoints to go on at the last epoch that it saved."""
+        start.resumes, how, saved_at = self._can_resume()
+        metrics = read_metrics(self.files.metrics_file)
         if start.resumes:
-            metrics = read_metrics(self.files.metrics_file)
             last = metrics.steps[-1].step if metrics.steps else 0
-            # what it saves it saves before its next step
-            saved = [row for row in metrics.epochs if row.step < last]
+            saved = [row for row in metrics.epochs if _was_saved(row, saved_at, last)]
             if saved:
                 start.epoch = saved[-1].epoch
                 start.step = saved[-1].step
+            start.train_time_s = sum(row.epoch_time_s for row in saved)
         else:
-            if not read_metrics(self.files.metrics_file).steps:
+            start.starts_s = 0.0
+            if not metrics.steps:
                 how = "begins: nothing was trained before"
             put_aside(self.files.metrics_file)
         samples = start.epoch * (self.job.sweep.workload.samples or 0)
         data = {"step": start.step, "samples_seen": samples, "epoch": start.epoch}
         self.log_event("resumed", how, data)
 
-    def _can_resume(self) -> tuple[bool, str]:
+    def _can_resume(self) -> tuple[bool, str, float | None]:
+        """Return whether the script goes on, how in words, and the Unix time of what it saved."""
         given = self.job.sweep.workload.resume_arguments
         if not given:
             why = "there are no workload.resume_arguments, and nothing is kept"
             if self.run_directory.history().has_left_files(self.job.label):
                 why = f"what was saved in {self.files.checkpoints} is gone"
-            return False, f"begins anew: {why}"
+            return False, f"begins anew: {why}", None
         script = script_of(self.job.sweep, self.job.configuration, self._work, resumes=True)
+        saved_at: float | None = None
         for argument in script.arguments[-len(given) :]:
             named = argument.rpartition("=")[2]
+            file = self._work / named
+            if file.exists():
+                saved_at = max(saved_at or 0.0, file.stat().st_mtime)
             # an option or a word is no file
-            if "/" in named and not (self._work / named).exists():
-                return False, f"begins anew: the script has not written {named} yet"
-        return True, f"goes on by itself, with {' '.join(given)}"
+            elif "/" in named:
+                return False, f"begins anew: the script has not written {named} yet", None
+        return True, f"goes on by itself, with {' '.join(given)}", saved_at
 
     @property
     def _work(self) -> Path:
@@ -280,6 +299,8 @@ class ScriptJob:
             restarts=start.restarts,
             epoch=start.epoch,
             step=start.step,
+            train_time_s=start.train_time_s,
+            starts_s=start.starts_s,
             job_began_at=job_started_at(),
             between_s=prior.prior_s,
             between_is_known=prior.is_known,
@@ -421,6 +442,20 @@ class ScriptJob:
         )
         write_atomically(self.files.result_file, result.model_dump_json(indent=1))
         self.log_event("finished", format_score(result.test_accuracy, result.test_loss))
+
+
+def _was_saved(row: EpochMetrics, saved_at: float | None, last_step: int) -> bool:
+    """Tell whether a script that saves at the ends of its epochs has saved this one.
+
+    Args:
+        row: Of the epoch.
+        saved_at: Unix time of its newest file; None: not known.
+        last_step: The last one that is logged.
+    """
+    if saved_at is None or row.ended_at is None:
+        # what it saves it saves before its next step
+        return row.step < last_step
+    return row.ended_at <= saved_at + FILE_CLOCK_S
 
 
 def _last_scores(metrics_file: Path) -> dict[str, float]:

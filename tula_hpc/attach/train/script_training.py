@@ -63,6 +63,9 @@ class TrainSettings(Record):
     restarts: int = 0
     epoch: int = 0
     step: int = 0
+    # seconds of the steps before that, and of the starts of its jobs
+    train_time_s: float = 0.0
+    starts_s: float = 0.0
     # Unix times of the training's first step, 0 before it, and of this job's beginning
     started_at: float = 0.0
     job_began_at: float = Field(default_factory=unix_time)
@@ -146,6 +149,8 @@ class ScriptTraining(Mode):
             epoch=self.settings.epoch,
             step=self.settings.step,
             samples_seen=self.settings.epoch * self.settings.samples,
+            train_time_s=self.settings.train_time_s,
+            starts_s=self.settings.starts_s,
             started_at=self.settings.started_at,
             restarts=self.settings.restarts,
         )
@@ -428,9 +433,7 @@ class ScriptTraining(Mode):
         window, self.window = self.window, StepWindow()
         if window.steps:
             optimizer = self.hooks.optimizer
-            lr = 0.0
-            if optimizer is not None:
-                lr = float(optimizer.param_groups[0]["lr"])
+            lr = float(optimizer.param_groups[0]["lr"]) if optimizer is not None else 0.0
             self.metrics.write_steps(self.progress, window, self._readings, lr=lr)
 
     @property
