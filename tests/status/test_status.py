@@ -989,6 +989,20 @@ def test_after_a_fallback_the_pace_is_that_of_the_smaller_batch(tmp_path: Path) 
     assert training.global_batch == 50
 
 
+@pytest.mark.parametrize(("seen", "batch"), [(1180, 100), (1090, 45)])
+def test_an_epochs_shorter_last_batch_is_no_smaller_batch(tmp_path: Path, seen: int, batch: int) -> None:
+    run = make_run(tmp_path / "run", epochs_done=1)
+    last = read_metrics(run.train().metrics_file)
+    row = last.epochs[-1].model_copy(update={"global_batch": 100})
+    append_record(run.train().metrics_file, row)
+    for step, samples in ((10, 1000), (12, seen)):
+        line = last.steps[-1].model_copy(update={"step": step, "samples_seen": samples})
+        append_record(run.train().metrics_file, line)
+    training = describe(read_facts(run), Answer({})).training
+    assert training is not None
+    assert training.global_batch == batch
+
+
 def test_a_training_under_way_is_told_with_all_its_marks(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = make_run(tmp_path / "run", epochs_done=5)
     submit(run, "30", "train")

@@ -151,6 +151,9 @@ def _under_way(files: TrainingFacts, epochs: int | None) -> dict[str, object]:
     }
     if batch:
         known["global_batch"] = round(batch)
+    # a mean with the epoch's last batch, which may be shorter; a fallback takes half or less
+    if files.tail.epoch is not None and 0.5 < batch / files.tail.epoch.global_batch < 1.0:
+        known["global_batch"] = files.tail.epoch.global_batch
     if epochs:
         known["share"] = min(1.0, last.epoch / epochs)
         known["left_s"] = steps_left_s(files.tail.steps, epochs)
