@@ -148,6 +148,38 @@ def with_batches_in_parts() -> None:
             optimizer.step()
 
 
+def with_two_views() -> None:
+    """Of each item, in one pass as SimCLR takes them; and batches that the script stacks of single items."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    backward(model, 1)
+    optimizer.step()
+    pairs: Any = [((torch.randn(4), torch.randn(4)), 0)] * 5
+    for views, _ in DataLoader(pairs, 3):
+        torch.autograd.backward(model(torch.cat(views)).sum())
+        optimizer.step()
+    items = iter(DataLoader(TensorDataset(torch.randn(6, 4)), 1))
+    torch.autograd.backward(model(torch.cat([next(items)[0] for _ in range(6)])).sum())
+    optimizer.step()
+
+
+class Detector(nn.Linear):
+    def forward(self, images: Any, targets: Any = None) -> Any:
+        return torch.stack([super(Detector, self).forward(image).sum() for image in images]).sum()
+
+
+def with_lists_of_items() -> None:
+    """As detectors take images of different sizes."""
+    model = Detector(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    torch.autograd.backward(model([torch.randn(3, 4)]))
+    optimizer.step()
+    data: Any = [(torch.randn(3, size, 4), {"boxes": torch.randn(size, 4)}) for size in (5, 6, 7, 8, 9)]
+    for images, targets in DataLoader(data, 2, collate_fn=lambda batch: tuple(zip(*batch, strict=True))):
+        torch.autograd.backward(model([image.clone() for image in images], targets))
+        optimizer.step()
+
+
 def with_batches_ahead() -> None:
     """As Hugging Face's Trainer takes all of a step, and as accelerate takes the next one before it gives one out."""
     model = nn.Linear(4, 2)
@@ -199,6 +231,15 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
         with_batches_in_parts,
         "begin batch ready step, batch forward 2 forward 2 ready step, "
         "begin batch forward 2 batch forward 2 ready step",
+    ),
+    "with two views": (
+        with_two_views,
+        "ready step, begin batch forward 3 ready step, batch forward 2 ready step, "
+        "begin batch batch batch batch batch batch forward 6 ready step",
+    ),
+    "with lists of items": (
+        with_lists_of_items,
+        "ready step, begin batch forward 2 ready step, batch forward 2 ready step, batch forward 1 ready step",
     ),
     "with batches ahead": (
         with_batches_ahead,

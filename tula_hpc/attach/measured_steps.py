@@ -23,12 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from tula_hpc.attach.reporting import ChildSpec, Mode
-from tula_hpc.attach.step_hooks import Apart, bytes_in
+from tula_hpc.attach.step_hooks import Apart
 from tula_hpc.attach.train.peers import Peers
+from tula_hpc.batches import tensors_of
 from tula_hpc.ddp.process_group import PROFILE_COLLECTIVE_TIMEOUT
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import InputError
-from tula_hpc.profiling.meters import ProcessorSeconds, processor_seconds
+from tula_hpc.profiling.meters import ProcessorSeconds, bytes_of, processor_seconds
 from tula_hpc.profiling.timing import LoaderWaits
 
 
@@ -96,7 +97,7 @@ class MeasuredSteps(Mode):
         self.waits.arrived(waited_s)
         self._loaded, self.loader = True, loader
         if not self.batch_bytes:
-            self.batch_bytes = bytes_in(batch)
+            self.batch_bytes = bytes_of(tensors_of(batch))
 
     def forward_begins(self, samples: int) -> None:
         """Note a training pass; the first of a step ends the pause before it."""

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.utils.data import dataloader
+
+from tula_hpc.batches import tensors_of
 
 T = TypeVar("T")
 
@@ -138,6 +141,8 @@ class Hooks:
         self._batch = 0
         # batches that it has given out, and the model has not had; some are taken in advance
         self._unused = 0
+        # loaders whose batches are lists of items
+        self._in_lists: WeakSet[Any] = WeakSet()
 
     def install(self) -> Hooks:
         """Watch from now on, and return the hooks; to be called before the script runs."""
@@ -171,8 +176,7 @@ class Hooks:
         # evaluation takes no gradients; Lightning switches the mode of the inner model alone
         inner = self.inner_model or module
         if inner.training and torch.is_grad_enabled():
-            first = args[0] if args else kwargs
-            samples = samples_of(first) or samples_of((args, kwargs))
+            samples = self._samples_in(args, kwargs)
             if samples and samples == self._batch:
                 if not self._unused:
                     # the same batch once more, as for a GAN's other optimizer: no further part of a step
@@ -183,9 +187,29 @@ class Hooks:
             self._unused = max(0, self._unused - 1)
             self.listener.evaluating()
 
-    def next_batch(self, batch: object) -> None:
-        """Note what a loader gives out."""
+    def _samples_in(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+        """Return the samples of a forward pass by its arguments; 0 where these do not tell."""
+        first = args[0] if args else kwargs
+        given = self._batch
+        if isinstance(first, list | tuple) and len(first) == given:
+            return given
+        samples = samples_of(first) or samples_of((args, kwargs))
+        is_multiple = given > 0 and samples % given == 0
+        # more than were given out: several views of each item, as SimCLR takes them
+        if is_multiple and samples > self._unused * given > 0:
+            return given
+        return samples
+
+    def next_batch(self, loader: object, batch: object) -> None:
+        """Note what a loader gives out: a batch, or the items of one in a list, as detectors take."""
         self._batch = samples_of(batch)
+        size = getattr(getattr(loader, "_index_sampler", None), "batch_size", None)
+        lists = _lists_in(batch)
+        is_first = getattr(loader, "_num_yielded", 0) == 1
+        if is_first and self._batch != size and any(len(each) == size for each in lists):
+            self._in_lists.add(loader)
+        if loader in self._in_lists and lists:
+            self._batch = len(lists[0])
         self._unused += 1
 
     def _begin_loading(self, loader: object) -> None:
@@ -295,7 +319,7 @@ def _around_next(hooks: Hooks) -> None:
         listener.batch_wanted()
         started = time.perf_counter()
         batch = original(self)
-        hooks.next_batch(batch)
+        hooks.next_batch(self, batch)
         listener.batch_loaded(self, batch, time.perf_counter() - started)
         return batch
 
@@ -465,20 +489,12 @@ def samples_of(value: Any) -> int:
     # without a search through what holds it: at every step of most models
     if isinstance(value, Tensor) and value.dim() > 0:
         return len(value)
-    return next((len(tensor) for tensor in _tensors(value) if tensor.dim() > 0), 0)
+    return next((len(tensor) for tensor in tensors_of(value) if tensor.dim() > 0), 0)
 
 
-def bytes_in(value: Any) -> int:
-    """Return the bytes of all tensors in a batch."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(value))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        for item in value:
-            yield from _tensors(item)
+def _lists_in(batch: object) -> list[Sequence[Any]]:
+    """Return what may hold a batch's items one by one: its first part, then the batch itself."""
+    parts = [batch]
+    if isinstance(batch, list | tuple) and batch:
+        parts.insert(0, batch[0])
+    return [part for part in parts if isinstance(part, list | tuple)]
