@@ -53,6 +53,11 @@ def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, scri
             Failure.BAD_INPUT,
             "misbehaving.py: LBFGS calls its closure several times in a step; exp",
         ),
+        (
+            "calls a method",
+            Failure.BAD_INPUT,
+            "expected forward passes of Linear in training mode in a step, found no",
+        ),
         ("changes by hand", Failure.BAD_INPUT, "misbehaving.py changes its parameters by hand, or by an optimizer of"),
         ("spawns", Failure.BAD_INPUT, "misbehaving.py starts workers of its own (torch.multiprocessing.spawn); here"),
         ("asks", Failure.BAD_INPUT, "asks for input, which a job has none of"),
@@ -76,7 +81,10 @@ def test_a_script_that_takes_no_step_is_given_up(how: str, tmp_path: Path) -> No
     assert "misbehaving.py took more than 5 s (search.first_step_minutes)" in outcome.said.detail
 
 
-@pytest.mark.parametrize("how", ["catches", "handles TERM", "has a thread", "prints", "has two optimizers"])
+PECULIAR = ["catches", "handles TERM", "has a thread", "prints", "has two optimizers", "has sparse gradients"]
+
+
+@pytest.mark.parametrize("how", PECULIAR)
 def test_what_a_script_may_do_is_no_hindrance(how: str, tmp_path: Path) -> None:
     outcome = misbehave(how, tmp_path)
     assert measurement_of(outcome).parameters == 36
@@ -137,6 +145,8 @@ def test_a_script_that_divides_its_passes_among_its_workers_is_told_what_to_do(t
     assert both.said.failure is Failure.BAD_INPUT
     assert "takes 2 forward passes for an optimizer step, not 4; it seems to divide" in both.said.detail
     assert "among its 2 workers: give {workers} to the argument that sets them" in both.said.detail
+    batch = misbehave("divides its batch", tmp_path / "batch", world=2).said
+    assert "asked for 4 samples a forward, the model got 2: it divides its batch among its workers" in batch.detail
 
 
 def test_workers_that_all_go_through_all_samples_are_told_from_those_that_share_them(tmp_path: Path) -> None:

@@ -180,6 +180,22 @@ def with_lists_of_items() -> None:
         optimizer.step()
 
 
+def with_other_dimensions() -> None:
+    """Graphs that are joined have their nodes first, and sequences may have their steps."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    backward(model, 1)
+    optimizer.step()
+    data: Any = [torch.randn(size, 4) for size in (7, 8, 9, 7, 8)]
+    for nodes in DataLoader(data, 4, collate_fn=torch.cat):
+        torch.autograd.backward(model(nodes).sum())
+        optimizer.step()
+    data = torch.randn(7, 5, 4)
+    for sequences in DataLoader(data, 7):
+        torch.autograd.backward(model(sequences.transpose(0, 1)).sum())
+        optimizer.step()
+
+
 def with_batches_ahead() -> None:
     """As Hugging Face's Trainer takes all of a step, and as accelerate takes the next one before it gives one out."""
     model = nn.Linear(4, 2)
@@ -240,6 +256,10 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
     "with lists of items": (
         with_lists_of_items,
         "ready step, begin batch forward 2 ready step, batch forward 2 ready step, batch forward 1 ready step",
+    ),
+    "with other dimensions": (
+        with_other_dimensions,
+        "ready step, begin batch forward 4 ready step, batch forward 1 ready step, begin batch forward 7 ready step",
     ),
     "with batches ahead": (
         with_batches_ahead,

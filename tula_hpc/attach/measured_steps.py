@@ -148,7 +148,8 @@ class MeasuredSteps(Mode):
         try:
             self.after_step()
         except BaseException as error:  # noqa: BLE001 # the script must not catch it
-            self.fail(error)
+            # of what is refused the sentence is enough
+            self.fail(error.with_traceback(None) if isinstance(error, InputError) else error)
         self._ended_at = time.perf_counter()
 
     def begins_anew(self) -> None:
@@ -317,7 +318,11 @@ def captured(parameters: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
 
     def note(index: int, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            found[index] = parameter.grad.detach().float().clone()
+            gradient = parameter.grad.detach()
+            # of an embedding, perhaps
+            if gradient.is_sparse:
+                gradient = gradient.to_dense()
+            found[index] = gradient.float().clone()
 
     for index, parameter in enumerate(parameters):
         hook = partial(note, index)

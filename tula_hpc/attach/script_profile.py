@@ -188,8 +188,11 @@ class ScriptProfile(MeasuredSteps):
         parts = self.settings.accumulation
         batch = typical_batch(self.forward_samples, asked)
         if passes == 0:
-            found = f"found none of {self._model_name()}"
-            raise InputError(f"{name}: expected forward passes in training mode in a step, {found}")
+            model = self._model_name()
+            raise InputError(
+                f"{name}: expected forward passes of {model} in training mode in a step, found none; "
+                "call the model itself, as DistributedDataParallel asks too, and none of its methods"
+            )
         if parts is not None and passes != parts:
             remedy = f"set workload.accumulation = {passes}"
             world = self.env.world_size
@@ -207,10 +210,14 @@ class ScriptProfile(MeasuredSteps):
             )
         # 0: no tensor tells
         if asked is not None and batch not in (0, asked):
+            remedy = (
+                f"look at how {name} takes its batch, and at {{local_batch}} and {{global_batch}}"
+            )
+            if batch * self.env.world_size == asked:
+                remedy = "it divides its batch among its workers: give it {global_batch}"
             raise InputError(
-                f"asked for {asked} samples a forward, the model got {batch}: look at how {name} "
-                "takes its batch, and at {local_batch} and {global_batch}; other arguments need "
-                "another --run-dir once something is measured",
+                f"asked for {asked} samples a forward, the model got {batch}: {remedy}; other "
+                "arguments need another --run-dir once something is measured",
                 key="workload.arguments",
             )
         if asked is None:

@@ -19,10 +19,9 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -141,8 +140,6 @@ class Hooks:
         self._batch = 0
         # batches that it has given out, and the model has not had; some are taken in advance
         self._unused = 0
-        # loaders whose batches are lists of items
-        self._in_lists: WeakSet[Any] = WeakSet()
 
     def install(self) -> Hooks:
         """Watch from now on, and return the hooks; to be called before the script runs."""
@@ -194,22 +191,14 @@ class Hooks:
         if isinstance(first, list | tuple) and len(first) == given:
             return given
         samples = samples_of(first) or samples_of((args, kwargs))
-        is_multiple = given > 0 and samples % given == 0
-        # more than were given out: several views of each item, as SimCLR takes them
-        if is_multiple and samples > self._unused * given > 0:
+        # other dimensions: views of each item, nodes of graphs, steps of sequences
+        if samples > self._unused * given > 0 or (0 < samples < given and given % samples):
             return given
         return samples
 
     def next_batch(self, loader: object, batch: object) -> None:
-        """Note what a loader gives out: a batch, or the items of one in a list, as detectors take."""
-        self._batch = samples_of(batch)
-        size = getattr(getattr(loader, "_index_sampler", None), "batch_size", None)
-        lists = _lists_in(batch)
-        is_first = getattr(loader, "_num_yielded", 0) == 1
-        if is_first and self._batch != size and any(len(each) == size for each in lists):
-            self._in_lists.add(loader)
-        if loader in self._in_lists and lists:
-            self._batch = len(lists[0])
+        """Note what a loader gives out."""
+        self._batch = _items_given_out(loader) or samples_of(batch)
         self._unused += 1
 
     def _begin_loading(self, loader: object) -> None:
@@ -492,9 +481,20 @@ def samples_of(value: Any) -> int:
     return next((len(tensor) for tensor in tensors_of(value) if tensor.dim() > 0), 0)
 
 
-def _lists_in(batch: object) -> list[Sequence[Any]]:
-    """Return what may hold a batch's items one by one: its first part, then the batch itself."""
-    parts = [batch]
-    if isinstance(batch, list | tuple) and batch:
-        parts.insert(0, batch[0])
-    return [part for part in parts if isinstance(part, list | tuple)]
+def _items_given_out(loader: object) -> int:
+    """Return the items in the batch that an iterator of torch's loader has just given out.
+
+    Their tensors need not tell: detectors take lists of images, and graphs are joined.
+
+    Returns:
+        0 where it does not know them.
+    """
+    batches: Any = getattr(loader, "_index_sampler", None)
+    size = getattr(batches, "batch_size", None)
+    given = getattr(loader, "_num_yielded", 0)
+    if not getattr(loader, "_auto_collation", False) or not isinstance(size, int):
+        return 0
+    try:
+        return max(0, min(size, len(batches.sampler) - (given - 1) * size))
+    except (TypeError, AttributeError, NotImplementedError):
+        return 0

@@ -82,6 +82,24 @@ def calls_its_closure() -> None:
         optimizer.step(closure)  # type: ignore[no-untyped-call] # torch's
 
 
+def has_sparse_gradients() -> None:
+    model = nn.Embedding(12, 3, sparse=True)
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    while True:
+        optimizer.zero_grad()
+        model(torch.randint(12, (BATCH, 2))).square().mean().backward()
+        optimizer.step()  # type: ignore[no-untyped-call] # torch's
+
+
+def calls_a_method() -> None:
+    """As scripts of reinforcement learning do; its forward is never called."""
+    model, optimizer = build()
+    while True:
+        loss = nn.functional.linear(torch.randn(BATCH, 8), *model.parameters()).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call] # torch's
+        optimizer.step()
+
+
 def has_two_optimizers() -> None:
     """As a GAN: a small model with an optimizer of its own beside the large one."""
     model, optimizer = build()
@@ -155,6 +173,9 @@ WAYS: dict[str, Callable[[], object]] = {
     "divides its passes": lambda: train(passes=4 // WORLD),
     "calls its closure": calls_its_closure,
     "changes by hand": changes_by_hand,
+    "has sparse gradients": has_sparse_gradients,
+    "calls a method": calls_a_method,
+    "divides its batch": lambda: train(batch=BATCH // WORLD),
     "has two optimizers": has_two_optimizers,
     "catches": catches,
     "handles TERM": handles_term,
