@@ -1,4 +1,4 @@
-"""Batches as `torch.utils.data.default_collate` makes them.
+"""Batches as `torch.utils.data.default_collate` makes them, and what torch's loaders tell of theirs.
 
 A batch is a tensor, samples first, or a tuple, list or dict of batches.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -73,3 +74,46 @@ def split(batch: Batch, count: int) -> list[Batch]:
     size, larger = divmod(samples_in(batch), count)
     ends = [size * index + min(index, larger) for index in range(count + 1)]
     return [take(batch, start, stop) for start, stop in itertools.pairwise(ends)]
+
+
+def samples_given_out(loader: object) -> int | None:
+    """Return the samples that an iterator of torch's loader gives out, those that fill no batch too.
+
+    None where it leaves those out, or where that is not known; `sys.maxsize` where it does not know
+    how many there are.
+    """
+    batches: Any = getattr(loader, "_index_sampler", None)
+    # without collation these are no batches
+    if not getattr(loader, "_auto_collation", False) or getattr(batches, "drop_last", True):
+        return None
+    try:
+        return len(batches.sampler)
+    except (TypeError, AttributeError, NotImplementedError):
+        return sys.maxsize
+
+
+def samples_of(value: Any) -> int:
+    """Return the first dimension of the first tensor in the arguments of a forward pass; 0: none."""
+    # without a search through what holds it: at every step of most models
+    if isinstance(value, Tensor) and value.dim() > 0:
+        return len(value)
+    return next((len(tensor) for tensor in tensors_of(value) if tensor.dim() > 0), 0)
+
+
+def items_given_out(loader: object) -> int:
+    """Return the items in the batch that an iterator of torch's loader has just given out.
+
+    Their tensors need not tell: detectors take lists of images, and graphs are joined.
+
+    Returns:
+        0 where it does not know them.
+    """
+    batches: Any = getattr(loader, "_index_sampler", None)
+    size = getattr(batches, "batch_size", None)
+    given = getattr(loader, "_num_yielded", 0)
+    if not getattr(loader, "_auto_collation", False) or not isinstance(size, int):
+        return 0
+    try:
+        return max(0, min(size, len(batches.sampler) - (given - 1) * size))
+    except (TypeError, AttributeError, NotImplementedError):
+        return 0

@@ -172,7 +172,8 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-# what a script could take for a place of its own, beside those of torchrun
+# what a script could take for a place of its own, beside that which it is given; a job's id would let
+# it requeue the job by itself
 HIDDEN_FROM_SCRIPTS = ("SLURM_", "SUBMITIT_", "PMI_", "PMIX_", "OMPI_", "PALS_")
 
 
@@ -180,7 +181,12 @@ def environment_of_script(place: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment for a script that finds its place in these variables."""
     # PYTHONSAFEPATH is of the job: a script's own programs are to find their modules
     hidden = (*HIDDEN_FROM_SCRIPTS, CONTROLLER, "PYTHONSAFEPATH")
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
+    shown = ("SLURM_CONF", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE", "SLURM_GPUS_ON_NODE")
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key in shown or not key.startswith(hidden)
+    }
     return {**kept, **place}
 
 

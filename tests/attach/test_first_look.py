@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.attach.script_runs import SCRIPTS
-from tula_hpc.attach.__main__ import main, with_placeholders
+from tula_hpc.attach.__main__ import main
+from tula_hpc.attach.script import ParsedOptions, with_placeholders
 from tula_hpc.config import ClusterSpec, check_together, load_sweep, load_together
 from tula_hpc.errors import InputError
 from tula_hpc.init.__main__ import main as init
@@ -64,7 +65,8 @@ def test_a_file_of_init_gets_what_it_lacks(
     assert done.stdout.splitlines()[-1] == "train.toml: filled in arguments with --samples 640; it is complete."
     sweep, _ = load_together(tmp_path / "train.toml", tmp_path / "cluster.toml")
     assert sweep.workload.arguments[:2] == ("--samples", "640")
-    seen: dict[str, object] = {"forward_batch": 64, "accumulation": 1, "samples": None, "others": [], "measurement": {}}
+    seen: dict[str, object] = {"forward_batch": 64, "accumulation": 1, "samples": None, "others": []}
+    seen |= {"measurement": {}, "options": {"names": {}, "values": {}}}
     monkeypatch.setattr("tula_hpc.attach.__main__._look", lambda *_: seen)
     for argument in (["--batch-size=32"], ["--batch-size", "32"]):
         assert main(["--into", "train.toml", "train.py", *argument]) == 1
@@ -85,6 +87,7 @@ def test_a_program_gets_the_same_as_one_object(
         "samples": None,
         "others": ["Critic"],
         "measurement": {},
+        "options": {"names": {}, "values": {}},
     }
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tula_hpc.attach.__main__._look", lambda *_: seen)
@@ -126,9 +129,26 @@ def test_a_script_that_is_not_there(tmp_path: Path) -> None:
         (["--batch_size=8", "--max_iters=100"], 8, 1, ["--batch_size={local_batch}", "--max_iters={steps}"]),
         (["--bs=8", "--epochs=2", "--max-steps=9"], 8, 1, ["--bs={local_batch}", "--epochs={epochs}", "--max-steps=9"]),
         (["--lr", "0.1"], 64, 1, ["--lr", "0.1"]),
+        # which of the two it is nobody knows
+        (["--size", "64", "-n", "64"], 64, 1, ["--size", "64", "-n", "64"]),
     ],
 )
 def test_the_argument_that_carries_the_batch_is_found(
     arguments: list[str], batch: int, passes: int, expected: list[str]
 ) -> None:
     assert with_placeholders(arguments, batch, passes) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--size 3 32 32 -b 32 --num-epochs 9", "--size 3 32 32 -b {local_batch} --num-epochs {epochs}"),
+        ("--num-epochs=9", "--num-epochs={epochs} --train_batch_size {local_batch}"),
+        ("-b 32", "-b {local_batch} --num-epochs {epochs}"),
+    ],
+)
+def test_a_scripts_parser_tells_which_options_carry_batch_and_epochs(arguments: str, expected: str) -> None:
+    names = {"-b": "--train_batch_size", "--train_batch_size": "--train_batch_size"}
+    values = {"--train_batch_size": 32, "--width": 32, "--num-epochs": 9, "--warmup-epochs": 9}
+    told = with_placeholders(arguments.split(), 32, 1, ParsedOptions(names, values))
+    assert " ".join(told) == expected

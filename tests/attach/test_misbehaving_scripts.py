@@ -58,6 +58,8 @@ def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, scri
             Failure.BAD_INPUT,
             "expected forward passes of Linear in training mode in a step, found no",
         ),
+        ("shards its model", Failure.BAD_INPUT, "misbehaving.py shards its model (FSDP), which is not measured or"),
+        ("reads SLURM_JOB_ID", Failure.BAD_INPUT, "; of Slurm's variables a script has those of its place, such as SL"),
         ("changes by hand", Failure.BAD_INPUT, "misbehaving.py changes its parameters by hand, or by an optimizer of"),
         ("spawns", Failure.BAD_INPUT, "misbehaving.py starts workers of its own (torch.multiprocessing.spawn); here"),
         ("asks", Failure.BAD_INPUT, "asks for input, which a job has none of"),
@@ -81,7 +83,8 @@ def test_a_script_that_takes_no_step_is_given_up(how: str, tmp_path: Path) -> No
     assert "misbehaving.py took more than 5 s (search.first_step_minutes)" in outcome.said.detail
 
 
-PECULIAR = ["catches", "handles TERM", "has a thread", "prints", "has two optimizers", "has sparse gradients"]
+PECULIAR = ["catches", "handles TERM", "has a thread", "prints", "has two optimizers"]
+PECULIAR += ["has sparse gradients", "calls layers"]
 
 
 @pytest.mark.parametrize("how", PECULIAR)
@@ -145,6 +148,8 @@ def test_a_script_that_divides_its_passes_among_its_workers_is_told_what_to_do(t
     assert both.said.failure is Failure.BAD_INPUT
     assert "takes 2 forward passes for an optimizer step, not 4; it seems to divide" in both.said.detail
     assert "among its 2 workers: give {workers} to the argument that sets them" in both.said.detail
+    (cut,) = profiled(MISBEHAVING, ("cuts its batch", str(BATCH)), tmp_path / "cut", accumulation=2)
+    assert "not 2; it cuts 8 samples by itself into passes of 2; keep to batches that it takes in" in cut.said.detail
     batch = misbehave("divides its batch", tmp_path / "batch", world=2).said
     assert "asked for 4 samples a forward, the model got 2: it divides its batch among its workers" in batch.detail
 

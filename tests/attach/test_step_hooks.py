@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from tests.forked import start_workers
-from tula_hpc.attach.step_hooks import Hooks, Listener, model_of, name_of, samples_given_out, samples_of
+from tula_hpc.attach.step_hooks import Hooks, Listener, model_of, name_of
+from tula_hpc.batches import samples_given_out, samples_of
 
 
 class Told(Listener):

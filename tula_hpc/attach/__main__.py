@@ -19,6 +19,7 @@ Values that were not observed are in lines that end with `unknown`, as in the fi
     accumulation         forward passes of a step
     samples              of an epoch
     loader_workers       loader processes
+    options              of its argparse parser: longest name by any, and whole numbers by that
     device               "cpu" or "cuda"
     measurement          as a line of a run's measurements: times, memory, identity, noise_scale
     workload             the table, as far as it is known
@@ -38,7 +39,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tula_hpc.attach.script import NEAR
+from tula_hpc.attach.script import ParsedOptions, with_placeholders
 from tula_hpc.command_errors import CommandParser, exit_code_of
 from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.env import WorkerEnvironment
@@ -259,18 +260,17 @@ def _table(
 ) -> tuple[dict[str, Any], dict[str, Line]]:
     """Return the table `[workload]` that would profile the script, and lines for missing keys."""
     key = "module" if options.is_module else "script"
-    arguments = with_placeholders(
-        options.arguments, result["forward_batch"], result["accumulation"]
-    )
+    known = ParsedOptions(**result["options"])
+    got, passes = result["forward_batch"], result["accumulation"]
+    arguments = with_placeholders(options.arguments, got, passes, known)
     table: dict[str, Any] = {key: options.script, "arguments": arguments}
     asked: dict[str, tuple[Any, str]] = {}
     if not any("batch}" in argument for argument in arguments):
-        got = result["forward_batch"]
         words = (
             f"no argument is {got}, the batch that the model got: put {{local_batch}} into the one "
             "that carries it, and look whether the script's loader takes it"
         )
-        asked["arguments"] = (["--batch-size", "{local_batch}"], words)
+        asked["arguments"] = ([*arguments, "--batch-size", "{local_batch}"], words)
     if result["samples"]:
         table["samples"] = result["samples"]
     else:
@@ -299,7 +299,9 @@ def _sweep_file(
     yield from ("", "[workload]")
     # numbers, texts and lists of texts are the same in TOML
     yield from (
-        f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in table.items()
+        f"{name} = {json.dumps(value, ensure_ascii=False)}"
+        for name, value in table.items()
+        if name not in unknown
     )
     yield from (line.text() for line in (*unknown.values(), METRIC))
     yield ""
@@ -326,65 +328,6 @@ def _complete(path: Path, table: dict[str, Any]) -> str:
     if seen != int(passes[1] if passes else 1):
         ready = f"a step took {plural(seen, 'forward pass')} here: correct accumulation; {ready}"
     return f"{path}: {done}; {ready}."
-
-
-# in the names of options that set the steps of the whole training
-OF_STEPS = tuple(
-    f"{most}{mark}{unit}"
-    for most in ("max", "total", "num", "train")
-    for mark in ("_", "-")
-    for unit in ("step", "iter")
-)
-
-
-def with_placeholders(arguments: Sequence[str], batch: int, passes: int) -> list[str]:
-    """Return arguments with the batch and the epochs, or all steps, in braces.
-
-    Args:
-        arguments: Of one worker that got this batch.
-        batch: Samples of a forward pass.
-        passes: Forward passes of a step.
-    """
-    found = list(arguments)
-    flags = [_flag_before(arguments, index) for index in range(len(arguments))]
-    values = [re.fullmatch(r"(.*=)?(\d+)", argument) for argument in arguments]
-    numbers = {index: int(match[2]) for index, match in enumerate(values) if match}
-
-    def valued(names: Sequence[str]) -> Iterator[int]:
-        return (n for i, n in numbers.items() if _is_of(flags[i], names))
-
-    epochs = next(valued(("epoch",)), None)
-    steps = next(valued(OF_STEPS), None) if epochs is None else None
-    of_batch = ("batch", "bs")
-    # batches that are drawn anew lie about it
-    near = next((n for n in valued(of_batch) if abs(n - batch) <= NEAR * n), None)
-    for names, value, placeholder in (
-        (of_batch, batch, "{local_batch}"),
-        (of_batch, batch * passes, "{global_batch}"),
-        (("epoch",), epochs, "{epochs}"),
-        (OF_STEPS, steps, "{steps}"),
-        (of_batch, near, "{local_batch}"),
-        (("",), batch, "{local_batch}"),
-    ):
-        fits = [i for i, n in numbers.items() if n == value and _is_of(flags[i], names)]
-        kind = placeholder.rpartition("_")[2]
-        if fits and not any(kind in argument for argument in found):
-            found[fits[0]] = re.sub(r"\d+$", placeholder, found[fits[0]])
-    return found
-
-
-def _is_of(flag: str, names: Sequence[str]) -> bool:
-    return any(name in flag for name in names)
-
-
-def _flag_before(arguments: Sequence[str], index: int) -> str:
-    """Return the name that a value belongs to, as in `--name 5`, `--name=5` or `name=5`."""
-    name, equals, _ = arguments[index].rpartition("=")
-    if equals:
-        return name.lower()
-    if index == 0:
-        return ""
-    return arguments[index - 1].lower()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from tula_hpc.attach.reporting import ChildSpec, Mode
-from tula_hpc.attach.step_hooks import Apart
+from tula_hpc.attach.step_hooks import Apart, is_sharded
 from tula_hpc.attach.train.peers import Peers
 from tula_hpc.batches import tensors_of
 from tula_hpc.ddp.process_group import PROFILE_COLLECTIVE_TIMEOUT
@@ -53,6 +53,8 @@ class MeasuredSteps(Mode):
         self.step_forwards = Counter[int]()
         # iterator that gave out the last batch of training, and the bytes of such a batch
         self.loader: Any = None
+        # the same of any last batch, an evaluation's too
+        self._given_by: Any = None
         self.batch_bytes = 0
         # gradients are not reduced in the steps to come
         self.unsynchronized = False
@@ -95,7 +97,7 @@ class MeasuredSteps(Mode):
     def batch_loaded(self, loader: object, batch: object, waited_s: float) -> None:
         """Note the wait for a batch."""
         self.waits.arrived(waited_s)
-        self._loaded, self.loader = True, loader
+        self._loaded, self._given_by = True, loader
         if not self.batch_bytes:
             self.batch_bytes = bytes_of(tensors_of(batch))
 
@@ -104,6 +106,7 @@ class MeasuredSteps(Mode):
         if self._forwards == 0 and self.steps:
             self._end_of_pause()
         self._forwards += 1
+        self.loader = self._given_by
         self.forward_samples[samples] += 1
         if self.unsynchronized and isinstance(self.hooks.model, DistributedDataParallel):
             self.hooks.model.require_backward_grad_sync = False
@@ -208,6 +211,11 @@ class MeasuredSteps(Mode):
         if not self.parameters:
             raise InputError(
                 f"{name}: no parameter of the model has requires_grad, so that nothing is trained"
+            )
+        if is_sharded(model):
+            raise InputError(
+                f"{name} shards its model (FSDP), which is not measured or planned here; expected "
+                "DistributedDataParallel"
             )
         self.device = self.parameters[0].device
         self.waits.device = self.device

@@ -113,11 +113,18 @@ def failed_by(error: BaseException) -> Said:
         full = "torch.save could not write all of it; make space on the disk that it saves to"
     if full:
         return _failed(Failure.NO_SPACE, f"{detail}; {full}")
+    return _failed(Failure.BAD_INPUT, f"{detail}{_hint(error)}")
+
+
+def _hint(error: Exception) -> str:
+    """Return what a script lacks here, after a semicolon."""
     if lacks_gpu(error):
-        detail += "; this worker has no GPU: see device and gres in the cluster file"
+        return "; this worker has no GPU: see device and gres in the cluster file"
     if isinstance(error, EOFError):
-        detail += "; it asks for input, which a job has none of"
-    return _failed(Failure.BAD_INPUT, detail)
+        return "; it asks for input, which a job has none of"
+    if isinstance(error, KeyError) and str(error.args[:1]).startswith("('SLURM_"):
+        return "; of Slurm's variables a script has those of its place, such as SLURM_PROCID"
+    return ""
 
 
 def _failed(failure: Failure, detail: str) -> Said:

@@ -7,12 +7,15 @@ with those of another configuration.
 
 from __future__ import annotations
 
+import argparse
 import math
+import re
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tula_hpc.config import SweepSpec
 from tula_hpc.config.workload import PLACEHOLDER
@@ -117,7 +120,7 @@ def filled(arguments: Sequence[str], values: Mapping[str, str]) -> tuple[str, ..
 def torchrun_variables(
     env: WorkerEnvironment, local_world_size: int, master: tuple[str, int], run_id: str
 ) -> dict[str, str]:
-    """Return the variables by which a worker finds its place, as torchrun sets them.
+    """Return the variables by which a worker finds its place, as torchrun and as srun set them.
 
     Args:
         env: Rank of the worker among those that run the script, node by node.
@@ -126,6 +129,8 @@ def torchrun_variables(
         run_id: The same for all workers, another one for each start.
     """
     node, local_rank = divmod(env.rank, local_world_size)
+    nodes = -(-env.world_size // local_world_size)
+    hosts = ",".join(env.hosts[:nodes])
     return {
         "RANK": str(env.rank),
         "LOCAL_RANK": str(local_rank),
@@ -133,7 +138,7 @@ def torchrun_variables(
         "LOCAL_WORLD_SIZE": str(local_world_size),
         "NODE_RANK": str(node),
         "GROUP_RANK": str(node),
-        "GROUP_WORLD_SIZE": str(-(-env.world_size // local_world_size)),
+        "GROUP_WORLD_SIZE": str(nodes),
         "ROLE_RANK": str(env.rank),
         "ROLE_WORLD_SIZE": str(env.world_size),
         "ROLE_NAME": "default",
@@ -142,4 +147,136 @@ def torchrun_variables(
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
+        # scripts of Slurm sites look for these instead
+        "SLURM_PROCID": str(env.rank),
+        "SLURM_LOCALID": str(local_rank),
+        "SLURM_NODEID": str(node),
+        "SLURM_NTASKS": str(env.world_size),
+        "SLURM_NPROCS": str(env.world_size),
+        "SLURM_NTASKS_PER_NODE": str(local_world_size),
+        "SLURM_NNODES": str(nodes),
+        "SLURM_JOB_NUM_NODES": str(nodes),
+        "SLURM_NODELIST": hosts,
+        "SLURM_JOB_NODELIST": hosts,
     }
+
+
+class ParsedOptions(NamedTuple):
+    """Options of the parsers by which a script reads its arguments."""
+
+    # of each option by any of its names: the longest
+    names: dict[str, str]
+    # whole numbers above 0, by the longest name
+    values: dict[str, int]
+
+
+NO_OPTIONS = ParsedOptions({}, {})
+
+
+def watch_parsers() -> ParsedOptions:
+    """Note the options of every argparse parser from now on, in what is returned."""
+    found = ParsedOptions({}, {})
+    original = argparse.ArgumentParser.parse_known_args
+
+    @wraps(original)
+    def parse_known_args(self: Any, *args: Any, **kwargs: Any) -> Any:
+        parsed = original(self, *args, **kwargs)
+        for action in self._actions:
+            value = getattr(parsed[0], action.dest, None)
+            if not action.option_strings:
+                continue
+            name = max(action.option_strings, key=len)
+            found.names.update(dict.fromkeys(action.option_strings, name))
+            if isinstance(value, int | float) and value > 0 and float(value).is_integer():
+                found.values[name] = int(value)
+        return parsed
+
+    argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[method-assign] # to be told
+    return found
+
+
+# in the names of options
+OF_BATCH = ("batch", "bs")
+OF_EPOCHS = re.compile(r"--((n|num|max|total|train|num_train|num-train)[_-])?epochs")
+# those that set the steps of the whole training
+OF_STEPS = tuple(
+    f"{most}{mark}{unit}"
+    for most in ("max", "total", "num", "train")
+    for mark in ("_", "-")
+    for unit in ("step", "iter")
+)
+
+
+def with_placeholders(
+    arguments: Sequence[str], batch: int, passes: int, options: ParsedOptions = NO_OPTIONS
+) -> list[str]:
+    """Return arguments with the batch and the epochs, or all steps, in braces.
+
+    Those that the script's parser had by default are added.
+
+    Args:
+        arguments: Of one worker that got this batch.
+        batch: Samples of a forward pass.
+        passes: Forward passes of a step.
+        options: Of the script's parser.
+    """
+    found = list(arguments)
+    flags = [
+        options.names.get(flag, flag).lower()
+        for flag in (_flag_before(arguments, index) for index in range(len(arguments)))
+    ]
+    values = [re.fullmatch(r"(.*=)?(\d+)", argument) for argument in arguments]
+    numbers = {index: int(match[2]) for index, match in enumerate(values) if match}
+
+    def valued(names: Sequence[str]) -> Iterator[int]:
+        return (n for i, n in numbers.items() if _is_of(flags[i], names))
+
+    epochs = next(valued(("epoch",)), None)
+    steps = next(valued(OF_STEPS), None) if epochs is None else None
+    # batches that are drawn anew lie about it
+    near = next((n for n in valued(OF_BATCH) if abs(n - batch) <= NEAR * n), None)
+    for names, value, placeholder in (
+        (OF_BATCH, batch, "{local_batch}"),
+        (OF_BATCH, batch * passes, "{global_batch}"),
+        (("epoch",), epochs, "{epochs}"),
+        (OF_STEPS, steps, "{steps}"),
+        (OF_BATCH, near, "{local_batch}"),
+        (("",), batch, "{local_batch}"),
+    ):
+        fits = [i for i, n in numbers.items() if n == value and _is_of(flags[i], names)]
+        kind = placeholder.rpartition("_")[2]
+        # a number by itself must be the only one
+        is_told = names != ("",) or len(fits) == 1
+        if fits and is_told and not any(kind in argument for argument in found):
+            found[fits[0]] = re.sub(r"\d+$", placeholder, found[fits[0]])
+    return [*found, *_defaults(found, batch, options)]
+
+
+def _defaults(arguments: Sequence[str], batch: int, options: ParsedOptions) -> list[str]:
+    """Return the options that carry batch and epochs and were left at their defaults."""
+    given = " ".join(arguments)
+    wanted = {}
+    if "batch}" not in given:
+        sizes = [name for name, value in options.values.items() if value == batch]
+        wanted["{local_batch}"] = [name for name in sizes if _is_of(name.lower(), OF_BATCH)]
+    if "{epochs}" not in given and "{steps}" not in given:
+        wanted["{epochs}"] = [name for name in options.values if OF_EPOCHS.fullmatch(name)]
+    found: list[str] = []
+    for placeholder, names in wanted.items():
+        if len(names) == 1:
+            found += [names[0], placeholder]
+    return found
+
+
+def _is_of(flag: str, names: Sequence[str]) -> bool:
+    return any(name in flag for name in names)
+
+
+def _flag_before(arguments: Sequence[str], index: int) -> str:
+    """Return the name that a value belongs to, as in `--name 5`, `--name=5` or `name=5`."""
+    name, equals, _ = arguments[index].rpartition("=")
+    if equals:
+        return name
+    if index == 0:
+        return ""
+    return arguments[index - 1]

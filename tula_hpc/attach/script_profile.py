@@ -33,8 +33,9 @@ from torch.nn.parallel import DistributedDataParallel
 from tula_hpc.attach import was_kept
 from tula_hpc.attach.measured_steps import MeasuredSteps, between_epochs_s, captured
 from tula_hpc.attach.reporting import ChildSpec, Said, leave
-from tula_hpc.attach.script import NEAR
-from tula_hpc.attach.step_hooks import model_of, name_of, samples_given_out
+from tula_hpc.attach.script import NEAR, NO_OPTIONS, watch_parsers
+from tula_hpc.attach.step_hooks import model_of, name_of
+from tula_hpc.batches import samples_given_out
 from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.ddp.stop_signals import Suspensions
 from tula_hpc.env import WorkerEnvironment, unix_time
@@ -102,10 +103,13 @@ class ScriptProfile(MeasuredSteps):
         self.course = ScriptCourse(self)
         self.power: NodePower
         self._going = self._steps()
+        self.options = NO_OPTIONS
 
     def begin(self) -> None:
         """Watch from now on; memory that is in use by now is not the script's."""
         super().begin()
+        if self.spec.mode == "look":
+            self.options = watch_parsers()
         self.suspensions.install()
         self.memory = MemoryMeter(self.settings.cluster)
 
@@ -149,8 +153,13 @@ class ScriptProfile(MeasuredSteps):
 
     def _remedy(self) -> str:
         """Return advice on how to get more steps from a script; its options may have any name."""
+        search = self.settings.search
+        most = search.warmup_steps + 2 * search.max_steps
         if self.spec.mode == "look":
-            return "; give it more epochs or samples by its own arguments"
+            return (
+                f"; give it more epochs or samples by its own arguments, for at most {most} steps, and "
+                "switch off what ends it when its score stays as it is"
+            )
         loaded = self.loaded_samples
         samples = self.settings.samples
         if loaded and samples > loaded:
@@ -158,7 +167,10 @@ class ScriptProfile(MeasuredSteps):
                 f"; the data set of its loader has {loaded:,} samples, not {samples:,} as "
                 "workload.samples; correct that: epochs of a profile are reckoned from it"
             )
-        return "; give it more epochs or samples: {epochs} in workload.arguments is raised for a profile"
+        return (
+            "; give it more epochs or samples ({epochs} in workload.arguments is raised for a profile), "
+            f"for at most {most} steps, and switch off what ends it when its score stays as it is"
+        )
 
     def _told(self) -> Said:
         measured = self._measurement()
@@ -194,16 +206,7 @@ class ScriptProfile(MeasuredSteps):
                 "call the model itself, as DistributedDataParallel asks too, and none of its methods"
             )
         if parts is not None and passes != parts:
-            remedy = f"set workload.accumulation = {passes}"
-            world = self.env.world_size
-            if world > 1 and passes == max(1, parts // world):
-                remedy = (
-                    f"it seems to divide its passes among its {world} workers: give {{workers}} to "
-                    "the argument that sets them, so that each takes one, and set "
-                    "workload.accumulation = 1; other arguments need another --run-dir"
-                )
-            elif passes & (passes - 1):
-                remedy = "only powers of 2 can be planned"
+            remedy = self._remedy_of_passes(passes, parts, batch)
             raise InputError(
                 f"{name} takes {passes} forward passes for an optimizer step, not {parts}; {remedy}",
                 key="workload.accumulation",
@@ -222,6 +225,25 @@ class ScriptProfile(MeasuredSteps):
             )
         if asked is None:
             self.configuration = self.configuration._replace(local_batch=max(1, batch) * passes)
+
+    def _remedy_of_passes(self, passes: int, parts: int, batch: int) -> str:
+        """Return advice for a script that takes other passes than were asked for."""
+        world = self.env.world_size
+        asked = self.settings.forward_batch
+        if asked is not None and batch != asked and batch * passes == asked * parts:
+            return (
+                f"it cuts {batch * passes} samples by itself into passes of {batch}; keep to batches "
+                "that it takes in one pass, by {local_batch} and search.max_batch"
+            )
+        if world > 1 and passes == max(1, parts // world):
+            return (
+                f"it seems to divide its passes among its {world} workers: give {{workers}} to the "
+                "argument that sets them, so that each takes one, and set workload.accumulation = 1; "
+                "other arguments need another --run-dir"
+            )
+        if passes & (passes - 1):
+            return "only powers of 2 can be planned"
+        return f"set workload.accumulation = {passes}"
 
     def _check_share(self) -> None:
         """Refuse workers that each go through all samples in an epoch.
@@ -323,6 +345,7 @@ class ScriptProfile(MeasuredSteps):
             "accumulation": passes,
             "loader_workers": self.loader_workers,
             "samples": self.loaded_samples,
+            "options": self.options._asdict(),
         }
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -34,7 +34,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import dataloader
 
-from tula_hpc.batches import tensors_of
+from tula_hpc.batches import items_given_out, samples_of
 
 T = TypeVar("T")
 
@@ -169,6 +169,26 @@ class Hooks:
         self.inner_model = model.module if isinstance(model, DistributedDataParallel) else model
         self._forward_hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
+    def _modules_of(self, owned: set[Tensor]) -> list[nn.Module]:
+        """Return the modules that may be the model of these parameters, inner ones first."""
+        found = _modules_with(owned)
+        return found if self.counted is None or self.counted in map(_class_of, found) else []
+
+    def _watch_one_of(self, modules: Sequence[nn.Module]) -> None:
+        """Watch the module that the script calls, of several around each other.
+
+        A class of the script may call its layers one by one, or be called by none itself.
+        """
+        self._watch(modules[0])
+
+        def begin(model: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
+            # unless another model counts by now
+            if self.model is modules[0] and model is not modules[0]:
+                self._watch(model)
+                self._before_forward(model, args, kwargs)
+
+        _at_first_call(modules, begin)
+
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
         # evaluation takes no gradients; Lightning switches the mode of the inner model alone
         inner = self.inner_model or module
@@ -198,7 +218,7 @@ class Hooks:
 
     def next_batch(self, loader: object, batch: object) -> None:
         """Note what a loader gives out."""
-        self._batch = _items_given_out(loader) or samples_of(batch)
+        self._batch = items_given_out(loader) or samples_of(batch)
         self._unused += 1
 
     def _begin_loading(self, loader: object) -> None:
@@ -246,13 +266,13 @@ class Hooks:
         """Take an optimizer if it has the model's parameters, or those of a larger one."""
         owned = _parameters_of(optimizer)
         if not isinstance(self.model, DistributedDataParallel):
-            found = _module_of(owned, self.counted)
-            if found is None:
+            found = self._modules_of(owned)
+            if not found:
                 return
-            if self.model is not None and _size(found) <= _size(self.model):
+            if self.model is not None and _size(found[0]) <= _size(self.model):
                 self._await_whole(owned)
                 return
-            self._watch(found)
+            self._watch_one_of(found)
             # of the passes before this step nobody was told
             self._unused = 0
         elif owned.isdisjoint(self.model.parameters()):
@@ -270,19 +290,16 @@ class Hooks:
         owned = set(others)
         if self.model is not None:
             owned.update(self.model.parameters())
-        whole = _module_of(owned, self.counted)
-        if whole is None:
-            return
+        whole = self._modules_of(owned)
 
-        def begin(*_: Any) -> None:
-            handle.remove()
-            if torch.is_grad_enabled() and self.model is not whole:
-                self._watch(whole)
+        def begin(model: nn.Module, *_: Any) -> None:
+            if torch.is_grad_enabled() and self.model is not model:
+                self._watch(model)
                 # of this pass nobody is told
                 self._unused = max(0, self._unused - 1)
                 self.listener.begins_anew()
 
-        handle = whole.register_forward_pre_hook(begin)
+        _at_first_call(whole, begin)
 
 
 def _after(kind: type, name: str, then: Callable[[Any], None]) -> None:
@@ -349,25 +366,16 @@ def _size(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _module_of(owned: set[Tensor], counted: str | None = None) -> nn.Module | None:
-    """Return the innermost module that has all of these parameters.
+def _at_first_call(modules: Iterable[nn.Module], then: Callable[..., None]) -> None:
+    """Call a function before the first forward pass of any of these modules, with its arguments."""
+    handles: list[Any] = []
 
-    Args:
-        owned: The parameters.
-        counted: Name of its class, or of a module's around it that has no more of them.
+    def begin(*call: Any) -> None:
+        for handle in handles:
+            handle.remove()
+        then(*call)
 
-    Returns:
-        None if there is none, or only of other names.
-    """
-    found = _modules_with(owned)
-    if not found:
-        return None
-    best = found[0]
-    if counted is not None and counted not in map(_class_of, found):
-        return None
-    # of a compiled module the wrapper is what a script calls
-    compiled = (module for module in found if getattr(module, "_orig_mod", None) is best)
-    return next(compiled, best)
+    handles += [module.register_forward_pre_hook(begin, with_kwargs=True) for module in modules]
 
 
 def _modules_with(owned: set[Tensor]) -> list[nn.Module]:
@@ -403,10 +411,17 @@ def name_of(model: nn.Module) -> str:
     return names[-1] if names else _class_of(model)
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Tell whether FSDP shards a model, from within or around it."""
+    modules = (*_modules_with(set(model.parameters())), *model.modules())
+    names = {each.__name__ for module in modules for each in type(module).__mro__}
+    return not names.isdisjoint({"FullyShardedDataParallel", "FSDPModule"})
+
+
 def model_of(optimizer: Optimizer) -> str:
     """Return the name of the model that an optimizer changes; "" where no module has all of it."""
-    model = _module_of(_parameters_of(optimizer))
-    return "" if model is None else name_of(model)
+    found = _modules_with(_parameters_of(optimizer))
+    return name_of(found[0]) if found else ""
 
 
 def _parameters_of(optimizer: Optimizer) -> set[Tensor]:
@@ -455,46 +470,3 @@ class _ByHand:
 def _sum_of(parameter: Tensor) -> float:
     # of a few: a copy of all would take memory
     return float(parameter.detach().flatten()[:SUMMED].double().sum())
-
-
-def samples_given_out(loader: object) -> int | None:
-    """Return the samples that an iterator of torch's loader gives out, those that fill no batch too.
-
-    None where it leaves those out, or where that is not known; `sys.maxsize` where it does not know
-    how many there are.
-    """
-    batches: Any = getattr(loader, "_index_sampler", None)
-    # without collation these are no batches
-    if not getattr(loader, "_auto_collation", False) or getattr(batches, "drop_last", True):
-        return None
-    try:
-        return len(batches.sampler)
-    except (TypeError, AttributeError, NotImplementedError):
-        return sys.maxsize
-
-
-def samples_of(value: Any) -> int:
-    """Return the first dimension of the first tensor in the arguments of a forward pass; 0: none."""
-    # without a search through what holds it: at every step of most models
-    if isinstance(value, Tensor) and value.dim() > 0:
-        return len(value)
-    return next((len(tensor) for tensor in tensors_of(value) if tensor.dim() > 0), 0)
-
-
-def _items_given_out(loader: object) -> int:
-    """Return the items in the batch that an iterator of torch's loader has just given out.
-
-    Their tensors need not tell: detectors take lists of images, and graphs are joined.
-
-    Returns:
-        0 where it does not know them.
-    """
-    batches: Any = getattr(loader, "_index_sampler", None)
-    size = getattr(batches, "batch_size", None)
-    given = getattr(loader, "_num_yielded", 0)
-    if not getattr(loader, "_auto_collation", False) or not isinstance(size, int):
-        return 0
-    try:
-        return max(0, min(size, len(batches.sampler) - (given - 1) * size))
-    except (TypeError, AttributeError, NotImplementedError):
-        return 0

@@ -250,6 +250,8 @@ def _decision(plan: Plan, result: TrainResult, bill: TrainingBill | None) -> str
         text = f"{text}; {result.global_batch:,} were trained, which fit into memory"
     score = format_score(result.test_accuracy, result.test_loss)
     epochs = plural(result.epochs, "epoch")
+    if result.epochs < plan.epochs:
+        epochs = f"{result.epochs} of {plural(plan.epochs, 'epoch')}, after which it ended itself,"
     return f"{text}; trained {epochs} in {format_duration(took_s)}: {score}"
 
 

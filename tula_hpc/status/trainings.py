@@ -86,7 +86,7 @@ def _status(facts: Facts, label: str, jobs: Sequence[JobStatus]) -> TrainingStat
         if files.checkpoint_at is not None:
             known["checkpoint_age_s"] = max(0.0, facts.now - files.checkpoint_at)
         known["starts_over"] = files.checkpoint_at is None and not _resumes_itself(facts)
-        known |= _ended(files) if files.result else _under_way(files, epochs)
+        known |= _ended(files, epochs) if files.result else _under_way(files, epochs)
         if known["starts_over"] and known["stand"] in ("waiting", "failed", "over"):
             # all of it is left
             known["left_s"] = None
@@ -114,13 +114,14 @@ def _stand(files: TrainingFacts | None, jobs: Sequence[JobStatus]) -> Stand:
     return stands.get(jobs[-1].phase, "over")
 
 
-def _ended(files: TrainingFacts) -> dict[str, object]:
+def _ended(files: TrainingFacts, epochs: int | None) -> dict[str, object]:
     result = files.result
     if result is None:
         return {}
     return {
         "epoch": float(result.epochs),
-        "share": 1.0,
+        # a script may stop early
+        "share": min(1.0, result.epochs / epochs) if epochs else 1.0,
         "step": result.steps,
         "samples_seen": result.samples_seen,
         "global_batch": result.global_batch,

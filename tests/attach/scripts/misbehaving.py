@@ -91,6 +91,33 @@ def has_sparse_gradients() -> None:
         optimizer.step()  # type: ignore[no-untyped-call] # torch's
 
 
+class Sharded(nn.Linear):
+    """A class of that name, as torch.distributed.fsdp's needs an accelerator."""
+
+
+Sharded.__name__ = "FullyShardedDataParallel"
+
+
+def trains(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    while True:
+        model(torch.randn(BATCH, 8)).square().mean().backward()
+        optimizer.step()
+
+
+class LayerByLayer(nn.Module):
+    """Its layers are in a module that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 4), nn.ReLU())
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            inputs = layer(inputs)
+        return inputs
+
+
 def calls_a_method() -> None:
     """As scripts of reinforcement learning do; its forward is never called."""
     model, optimizer = build()
@@ -175,6 +202,10 @@ WAYS: dict[str, Callable[[], object]] = {
     "changes by hand": changes_by_hand,
     "has sparse gradients": has_sparse_gradients,
     "calls a method": calls_a_method,
+    "calls layers": lambda: trains(LayerByLayer()),
+    "shards its model": lambda: trains(Sharded(8, 4)),
+    "reads SLURM_JOB_ID": lambda: os.environ["SLURM_JOB_ID"],
+    "cuts its batch": lambda: train(passes=4, batch=BATCH // 2),
     "divides its batch": lambda: train(batch=BATCH // WORLD),
     "has two optimizers": has_two_optimizers,
     "catches": catches,

@@ -83,6 +83,7 @@ class Start:
     # where the script begins, unless it is kept
     epoch: int = 0
     step: int = 0
+    samples_seen: int = 0
     # seconds of the work that it goes on from: of its steps, and of the starts of its jobs
     train_time_s: float = 0.0
     starts_s: float = 0.0
@@ -189,14 +190,14 @@ class ScriptJob:
             if saved:
                 start.epoch = saved[-1].epoch
                 start.step = saved[-1].step
+                start.samples_seen = saved[-1].samples_seen
             start.train_time_s = sum(row.epoch_time_s for row in saved)
         else:
             start.starts_s = 0.0
             if not metrics.steps:
                 how = "begins: nothing was trained before"
             put_aside(self.files.metrics_file)
-        samples = start.epoch * (self.job.sweep.workload.samples or 0)
-        data = {"step": start.step, "samples_seen": samples, "epoch": start.epoch}
+        data = {"step": start.step, "samples_seen": start.samples_seen, "epoch": start.epoch}
         self.log_event("resumed", how, data)
 
     def _can_resume(self) -> tuple[bool, str, float | None]:
@@ -299,6 +300,7 @@ class ScriptJob:
             restarts=start.restarts,
             epoch=start.epoch,
             step=start.step,
+            samples_seen=start.samples_seen,
             train_time_s=start.train_time_s,
             starts_s=start.starts_s,
             job_began_at=job_started_at(),

@@ -23,11 +23,12 @@ from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc.attach.reporting import ChildSpec, Mode, Said, leave
-from tula_hpc.attach.step_hooks import Apart, samples_given_out
+from tula_hpc.attach.step_hooks import Apart
 from tula_hpc.attach.train.peers import Peers, synchronize
 from tula_hpc.attach.train.scores import as_share
 from tula_hpc.attach.train.script_drift import DriftSettings, ScriptDrift
 from tula_hpc.attach.train.script_scaling import refuse_nan, scaling_of
+from tula_hpc.batches import samples_given_out
 from tula_hpc.checkpoint.safe_points import Progress
 from tula_hpc.ddp.agreement import CHECK_EVERY_S, Agreed, Wish
 from tula_hpc.ddp.stop_signals import StopRequest, Suspensions
@@ -63,6 +64,7 @@ class TrainSettings(Record):
     restarts: int = 0
     epoch: int = 0
     step: int = 0
+    samples_seen: int = 0
     # seconds of the steps before that, and of the starts of its jobs
     train_time_s: float = 0.0
     starts_s: float = 0.0
@@ -148,7 +150,7 @@ class ScriptTraining(Mode):
         self.progress = ScriptProgress(
             epoch=self.settings.epoch,
             step=self.settings.step,
-            samples_seen=self.settings.epoch * self.settings.samples,
+            samples_seen=self.settings.samples_seen,
             train_time_s=self.settings.train_time_s,
             starts_s=self.settings.starts_s,
             started_at=self.settings.started_at,
@@ -158,8 +160,7 @@ class ScriptTraining(Mode):
         self.scaling = scaling_of(self.settings.sweep, self.settings.configuration)
         self.drift: ScriptDrift | None = None
         if (told := self.settings.drift) is not None:
-            settings = self.settings
-            self.drift = ScriptDrift(told, self.run, settings.label, settings.job_id)
+            self.drift = ScriptDrift(told, self.run, self.settings.label, self.settings.job_id)
         # a keeper knows where epochs end, and obeys the stop
         self.is_kept = False
         # a forward pass has begun since the last step
@@ -413,9 +414,7 @@ class ScriptTraining(Mode):
 
     def readings(self, peers: Peers) -> tuple[float, ...]:
         """Return this worker's readings for the drift watch at an agreement; () without a watch."""
-        if self.drift is None:
-            return ()
-        return self.drift.readings(peers)
+        return () if self.drift is None else self.drift.readings(peers)
 
     def look(self, shared: tuple[float, ...], peers: Peers) -> None:
         """Compare the workers' step times with the plan's. Collective."""
