@@ -172,8 +172,7 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-# what a script could take for a place of its own, beside that which it is given; a job's id would let
-# it requeue the job by itself
+# what a script could take for a place of its own, beside that which it is given
 HIDDEN_FROM_SCRIPTS = ("SLURM_", "SUBMITIT_", "PMI_", "PMIX_", "OMPI_", "PALS_")
 
 

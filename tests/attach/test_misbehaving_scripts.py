@@ -59,7 +59,11 @@ def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, scri
             "expected forward passes of Linear in training mode in a step, found no",
         ),
         ("shards its model", Failure.BAD_INPUT, "misbehaving.py shards its model (FSDP), which is not measured or"),
-        ("reads SLURM_JOB_ID", Failure.BAD_INPUT, "; of Slurm's variables a script has those of its place, such as SL"),
+        (
+            "reads SLURM_STEP_ID",
+            Failure.BAD_INPUT,
+            "; of Slurm's variables a script has those of its place, such as SL",
+        ),
         ("changes by hand", Failure.BAD_INPUT, "misbehaving.py changes its parameters by hand, or by an optimizer of"),
         ("spawns", Failure.BAD_INPUT, "misbehaving.py starts workers of its own (torch.multiprocessing.spawn); here"),
         ("asks", Failure.BAD_INPUT, "asks for input, which a job has none of"),
@@ -169,6 +173,7 @@ def test_workers_meet_where_they_can_whatever_a_script_says(tmp_path: Path) -> N
     outcome = misbehave("meets elsewhere", tmp_path, world=2)
     assert outcome.is_done
     assert "not 192.0.2.1 as misbehaving.py has it" in Path(outcome.log).read_text()
+    assert misbehave("is placed by Slurm", tmp_path / "slurm", world=2).is_done
 
 
 def test_workers_that_take_part_in_different_collectives_are_told_so() -> None:

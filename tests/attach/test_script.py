@@ -58,6 +58,9 @@ def test_a_worker_finds_its_place_as_under_torchrun() -> None:
         "RANK": "3", "LOCAL_RANK": "1", "GROUP_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2",
     }  # fmt: skip
     assert (found["MASTER_ADDR"], found["MASTER_PORT"], found["GROUP_WORLD_SIZE"]) == ("node1", "12345", "2")
+    # and under srun
+    names = ("PROCID", "LOCALID", "NODEID", "NTASKS", "NTASKS_PER_NODE", "NNODES", "JOB_NODELIST", "JOB_ID")
+    assert [found[f"SLURM_{name}"] for name in names] == ["3", "1", "1", "4", "2", "2", "node1,node2", "7"]
 
 
 def test_a_worker_with_a_gpu_of_its_own_has_the_first_that_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def lines(run: RunDirectory) -> list[dict[str, Any]]:
     """Of metrics.jsonl, without times."""
     path = run.train().metrics_file
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [{key: value for key, value in row.items() if not key.endswith("time_s")} for row in rows]
+    return [{key: value for key, value in row.items() if not key.endswith(("time_s", "_at"))} for row in rows]
 
 
 def end(run: RunDirectory) -> tuple[TrainResult, dict[str, Any]]:

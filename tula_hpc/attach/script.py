@@ -131,6 +131,8 @@ def torchrun_variables(
     node, local_rank = divmod(env.rank, local_world_size)
     nodes = -(-env.world_size // local_world_size)
     hosts = ",".join(env.hosts[:nodes])
+    # of an array's task, without its index
+    job_id = env.job_id.partition("_")[0] or "0"
     return {
         "RANK": str(env.rank),
         "LOCAL_RANK": str(local_rank),
@@ -148,6 +150,8 @@ def torchrun_variables(
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         # scripts of Slurm sites look for these instead
+        "SLURM_JOB_ID": job_id,
+        "SLURM_JOBID": job_id,
         "SLURM_PROCID": str(env.rank),
         "SLURM_LOCALID": str(local_rank),
         "SLURM_NODEID": str(node),

@@ -154,6 +154,17 @@ def meets_elsewhere() -> None:
     train()
 
 
+def is_placed_by_slurm() -> None:
+    """As the documentation of many sites has it, with a port by the job's id."""
+    rank, world = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        del os.environ[name]
+    os.environ["MASTER_ADDR"] = os.environ["SLURM_JOB_NODELIST"].partition(",")[0]
+    os.environ["MASTER_PORT"] = str(12345 + int(os.environ["SLURM_JOBID"]) % 1000)
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    trains(DistributedDataParallel(nn.Linear(8, 4)))
+
+
 def handles_term(then: Callable[[int], object] = id) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, lambda *_: None)
@@ -204,7 +215,7 @@ WAYS: dict[str, Callable[[], object]] = {
     "calls a method": calls_a_method,
     "calls layers": lambda: trains(LayerByLayer()),
     "shards its model": lambda: trains(Sharded(8, 4)),
-    "reads SLURM_JOB_ID": lambda: os.environ["SLURM_JOB_ID"],
+    "reads SLURM_STEP_ID": lambda: os.environ["SLURM_STEP_ID"],
     "cuts its batch": lambda: train(passes=4, batch=BATCH // 2),
     "divides its batch": lambda: train(batch=BATCH // WORLD),
     "has two optimizers": has_two_optimizers,
@@ -222,6 +233,7 @@ WAYS: dict[str, Callable[[], object]] = {
     "has no host memory": lambda: raises(MemoryError()),
     "trains": train,
     "meets elsewhere": meets_elsewhere,
+    "is placed by Slurm": is_placed_by_slurm,
     "shares its data": lambda: loads(shares=True),
     "shares no data": lambda: loads(shares=False),
 }
