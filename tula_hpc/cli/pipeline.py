@@ -251,7 +251,7 @@ def _decision(plan: Plan, result: TrainResult, bill: TrainingBill | None) -> str
     score = format_score(result.test_accuracy, result.test_loss)
     epochs = plural(result.epochs, "epoch")
     if result.epochs < plan.epochs:
-        epochs = f"{result.epochs} of {plural(plan.epochs, 'epoch')}, after which it ended itself,"
+        epochs = f"{result.epochs} of {plural(plan.epochs, 'epoch')}, after which the script ended,"
     return f"{text}; trained {epochs} in {format_duration(took_s)}: {score}"
 
 
