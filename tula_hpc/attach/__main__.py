@@ -261,8 +261,8 @@ def _table(
     """Return the table `[workload]` that would profile the script, and lines for missing keys."""
     key = "module" if options.is_module else "script"
     known = ParsedOptions(**result["options"])
-    got, passes = result["forward_batch"], result["accumulation"]
-    arguments = with_placeholders(options.arguments, got, passes, known)
+    got = result["forward_batch"]
+    arguments = with_placeholders(options.arguments, got, result["accumulation"], known)
     table: dict[str, Any] = {key: options.script, "arguments": arguments}
     asked: dict[str, tuple[Any, str]] = {}
     if not any("batch}" in argument for argument in arguments):

@@ -97,7 +97,8 @@ class MeasuredSteps(Mode):
     def batch_loaded(self, loader: object, batch: object, waited_s: float) -> None:
         """Note the wait for a batch."""
         self.waits.arrived(waited_s)
-        self._loaded, self._given_by = True, loader
+        self._loaded = True
+        self._given_by = loader
         if not self.batch_bytes:
             self.batch_bytes = bytes_of(tensors_of(batch))
 

@@ -226,7 +226,6 @@ class Hooks:
         self.listener.loading_begins(loader)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> Any:
-        self._by_hand.remove()
         if not self._counts(optimizer):
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -256,6 +255,7 @@ class Hooks:
         if optimizer is self.optimizer or any(optimizer is other for other in self.others):
             return optimizer is self.optimizer
         # its first step
+        self._by_hand.remove()
         if self.optimizer is None or not isinstance(self.model, DistributedDataParallel):
             self._look_at(optimizer)
         if optimizer is not self.optimizer:
