@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -197,6 +198,35 @@ def with_other_dimensions() -> None:
         optimizer.step()
 
 
+def with_models_that_nothing_holds() -> None:
+    """As the generators of a CycleGAN, which share an optimizer."""
+    models = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    optimizer = torch.optim.Adam(itertools.chain(*(model.parameters() for model in models)))
+    for (inputs,) in DataLoader(TensorDataset(torch.randn(9, 4)), 3):
+        torch.autograd.backward(models[1](models[0](inputs)).sum())
+        optimizer.step()
+
+
+class Box:
+    """Of no kind that is looked into, as a detector's images with their mask."""
+
+    def __init__(self, tensors: torch.Tensor) -> None:
+        self.tensors = tensors
+
+
+def with_objects_of_its_own() -> None:
+    class Model(nn.Linear):
+        def forward(self, box: Any) -> Any:
+            return super().forward(box.tensors)
+
+    model = Model(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    data: Any = torch.randn(5, 4)
+    for box in DataLoader(data, 3, collate_fn=lambda items: Box(torch.stack(items))):
+        torch.autograd.backward(model(box).sum())
+        optimizer.step()
+
+
 def with_batches_ahead() -> None:
     """As Hugging Face's Trainer takes all of a step, and as accelerate takes the next one before it gives one out."""
     model = nn.Linear(4, 2)
@@ -262,6 +292,11 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
         with_other_dimensions,
         "ready step, begin batch forward 4 ready step, batch forward 1 ready step, begin batch forward 7 ready step",
     ),
+    "with models that nothing holds": (
+        with_models_that_nothing_holds,
+        "begin batch ready step, batch forward 3 ready step, batch forward 3 ready step",
+    ),
+    "with objects of its own": (with_objects_of_its_own, "begin batch ready step, batch forward 2 ready step"),
     "with batches ahead": (
         with_batches_ahead,
         "ready step, begin batch batch forward 2 forward 2 ready step, batch batch forward 2 forward 2 ready step, "

@@ -132,8 +132,8 @@ class ScriptProfile(MeasuredSteps):
         name, steps = self.spec.program.name, self.steps
         how = "ended" if code == 0 else f"exited with code {code}"
         if steps == 0 and self.hooks.others:
-            kinds = ", ".join(type(each).__name__ for each in self.hooks.others)
-            why = f"no optimizer of the model that counts took a step, only {kinds}"
+            only = ", ".join(self._others())
+            why = f"no optimizer of the model that counts took a step, only {only}"
         elif steps == 0 and code == 0:
             why = (
                 "no torch optimizer took a step; expected optimizer.step() of one of torch.optim after "
@@ -141,6 +141,8 @@ class ScriptProfile(MeasuredSteps):
             )
         else:
             why = f"after {steps} optimizer steps, before it was measured"
+            if self.hooks.others:
+                why += f"; steps of others were not counted: {', '.join(self._others())}"
             if code == 0:
                 why += self._remedy()
         return Said(
@@ -329,6 +331,11 @@ class ScriptProfile(MeasuredSteps):
             sources=self.settings.sources,
         )
 
+    def _others(self) -> list[str]:
+        """Return the optimizers that do not count, with their models as far as these are known."""
+        names = ((type(each).__name__, model_of(each)) for each in self.hooks.others)
+        return [" of ".join(filter(None, each)) for each in names]
+
     def _seen(self) -> dict[str, Any]:
         """Return observations of the script's training, for people."""
         model, optimizer = self.hooks.model, self.hooks.optimizer
@@ -337,10 +344,7 @@ class ScriptProfile(MeasuredSteps):
             "model": self._model_name(),
             "wrapped": isinstance(model, DistributedDataParallel),
             "optimizer": type(optimizer).__name__,
-            "others": [
-                " of ".join(filter(None, [type(other).__name__, model_of(other)]))
-                for other in self.hooks.others
-            ],
+            "others": self._others(),
             "forward_batch": typical_batch(self.forward_samples, None),
             "accumulation": passes,
             "loader_workers": self.loader_workers,

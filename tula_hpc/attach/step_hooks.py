@@ -171,7 +171,7 @@ class Hooks:
 
     def _modules_of(self, owned: set[Tensor]) -> list[nn.Module]:
         """Return the modules that may be the model of these parameters, inner ones first."""
-        found = _modules_with(owned)
+        found = _modules_with(owned) or _parts_with(owned)
         return found if self.counted is None or self.counted in map(_class_of, found) else []
 
     def _watch_one_of(self, modules: Sequence[nn.Module]) -> None:
@@ -211,8 +211,8 @@ class Hooks:
         if isinstance(first, list | tuple) and len(first) == given:
             return given
         samples = samples_of(first) or samples_of((args, kwargs))
-        # other dimensions: views of each item, nodes of graphs, steps of sequences
-        if samples > self._unused * given > 0 or (0 < samples < given and given % samples):
+        # in an object of its own, or other dimensions: views of items, nodes of graphs, sequences
+        if not samples or samples > self._unused * given > 0 or given % samples not in (0, given):
             return given
         return samples
 
@@ -389,6 +389,18 @@ def _modules_with(owned: set[Tensor]) -> list[nn.Module]:
             found.append((_size(thing), len(list(thing.modules())), thing))
     found.sort(key=lambda each: each[:2])
     return [module for size, _, module in found if size == found[0][0]]
+
+
+def _parts_with(owned: set[Tensor]) -> list[nn.Module]:
+    """Return the largest modules that have only these parameters, inner ones first.
+
+    An optimizer may change several models that nothing holds together, as a CycleGAN's does.
+    """
+    parts = [thing for thing in _objects_of(nn.Module) if owned.issuperset(thing.parameters())]
+    largest = max(parts, key=_size, default=None)
+    if largest is None or not _size(largest):
+        return []
+    return _modules_with(set(largest.parameters()))
 
 
 def _objects_of(kind: type[T]) -> Iterator[T]:

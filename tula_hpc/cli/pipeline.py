@@ -251,7 +251,10 @@ def _decision(plan: Plan, result: TrainResult, bill: TrainingBill | None) -> str
     score = format_score(result.test_accuracy, result.test_loss)
     epochs = plural(result.epochs, "epoch")
     if result.epochs < plan.epochs:
-        epochs = f"{result.epochs} of {plural(plan.epochs, 'epoch')}, after which the script ended,"
+        why = "after which the script ended"
+        if result.restarts:
+            why = "unless the script went on by itself from what it had saved"
+        epochs = f"{result.epochs} of {plural(plan.epochs, 'epoch')}, {why},"
     return f"{text}; trained {epochs} in {format_duration(took_s)}: {score}"
 
 
