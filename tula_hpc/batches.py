@@ -100,8 +100,8 @@ def samples_of(value: Any) -> int:
     return next((len(tensor) for tensor in tensors_of(value) if tensor.dim() > 0), 0)
 
 
-def items_given_out(loader: object) -> int:
-    """Return the items in the batch that an iterator of torch's loader has just given out.
+def items_given_out(loader: object, batch: object) -> int:
+    """Return the items in this batch, which an iterator of torch's loader has just given out.
 
     Their tensors need not tell: detectors take lists of images, and graphs are joined.
 
@@ -112,6 +112,9 @@ def items_given_out(loader: object) -> int:
     size = getattr(batches, "batch_size", None)
     given = getattr(loader, "_num_yielded", 0)
     if not getattr(loader, "_auto_collation", False) or not isinstance(size, int):
+        return 0
+    if size == 1 and not (isinstance(batch, list | tuple) and isinstance(batch[0], list | tuple)):
+        # perhaps a data set that makes whole batches
         return 0
     try:
         return max(0, min(size, len(batches.sampler) - (given - 1) * size))

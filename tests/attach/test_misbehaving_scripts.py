@@ -88,7 +88,7 @@ def test_a_script_that_takes_no_step_is_given_up(how: str, tmp_path: Path) -> No
 
 
 PECULIAR = ["catches", "handles TERM", "has a thread", "prints", "has two optimizers"]
-PECULIAR += ["has sparse gradients", "calls layers"]
+PECULIAR += ["has sparse gradients", "calls layers", "has a loss of two passes"]
 
 
 @pytest.mark.parametrize("how", PECULIAR)

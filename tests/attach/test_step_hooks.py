@@ -198,6 +198,25 @@ def with_other_dimensions() -> None:
         optimizer.step()
 
 
+def with_whole_batches_as_items() -> None:
+    """As of a recommender, whose data set makes them; and a detector's single images."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    backward(model, 1)
+    optimizer.step()
+    data: Any = [torch.randn(6, 4)] * 2
+    for batch in DataLoader(data, 1, collate_fn=lambda items: items[0]):
+        torch.autograd.backward(model(batch).sum())
+        optimizer.step()
+    data = [(torch.randn(3, 4), {"boxes": torch.randn(2, 4)})]
+    detector = Detector(4, 9)
+    second = torch.optim.SGD(detector.parameters(), 0.1)
+    for _ in range(2):
+        for images, targets in DataLoader(data, 1, collate_fn=lambda batch: tuple(zip(*batch, strict=True))):
+            torch.autograd.backward(detector(list(images), targets))
+            second.step()
+
+
 def with_models_that_nothing_holds() -> None:
     """As the generators of a CycleGAN, which share an optimizer."""
     models = [nn.Linear(4, 4), nn.Linear(4, 4)]
@@ -291,6 +310,11 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
     "with other dimensions": (
         with_other_dimensions,
         "ready step, begin batch forward 4 ready step, batch forward 1 ready step, begin batch forward 7 ready step",
+    ),
+    "with whole batches as items": (
+        with_whole_batches_as_items,
+        "ready step, begin batch forward 6 ready step, batch forward 6 ready step, "
+        "begin batch anew ready step, begin batch forward 1 ready step",
     ),
     "with models that nothing holds": (
         with_models_that_nothing_holds,

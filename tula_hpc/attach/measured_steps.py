@@ -65,6 +65,8 @@ class MeasuredSteps(Mode):
         self._left_out = ProcessorSeconds(0.0, 0.0)
         self._peers: Peers
         self._forwards = 0
+        # backward passes before this step
+        self._backward_before = 0
         # while they are 0: a closure may be called several times in a step
         self._rates: list[Any] | None = None
         self._updating_since = 0.0
@@ -140,8 +142,9 @@ class MeasuredSteps(Mode):
             self.hooks.model.require_backward_grad_sync = True
         # before the first step a model without a wrapper is not known
         if self.steps:
-            self.step_forwards[self._forwards] += 1
+            self.step_forwards[self._passes()] += 1
         self._forwards = 0
+        self._backward_before = self.hooks.backward.count
         self._loaded = False
         self._apart.step_ends()
         self._used_before = None
@@ -155,6 +158,12 @@ class MeasuredSteps(Mode):
             # of what is refused the sentence is enough
             self.fail(error.with_traceback(None) if isinstance(error, InputError) else error)
         self._ended_at = time.perf_counter()
+
+    def _passes(self) -> int:
+        """Return the parts of this step; a loss of several forward passes is one."""
+        backward = self.hooks.backward.count - self._backward_before
+        # or by functions of autograd's own
+        return min(self._forwards, backward) if backward else self._forwards
 
     def begins_anew(self) -> None:
         """Forget the steps of a smaller model."""

@@ -40,6 +40,7 @@ from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.ddp.stop_signals import Suspensions
 from tula_hpc.env import WorkerEnvironment, unix_time
 from tula_hpc.errors import Failure, InputError
+from tula_hpc.formatting import plural
 from tula_hpc.profiling.measured_rounds import Course, without
 from tula_hpc.profiling.meters import (
     MemoryMeter,
@@ -62,6 +63,8 @@ LEAST_OPTIMIZER_STEPS = 3
 # and gradients looked at
 NOISE_SECONDS = 10.0
 LEAST_PASSES = 2
+# times the samples of an epoch: so many a sampler only has for a training that never ends
+ENDLESS = 1000
 
 
 class Settings(Record):
@@ -210,7 +213,8 @@ class ScriptProfile(MeasuredSteps):
         if parts is not None and passes != parts:
             remedy = self._remedy_of_passes(passes, parts, batch)
             raise InputError(
-                f"{name} takes {passes} forward passes for an optimizer step, not {parts}; {remedy}",
+                f"{name} takes {plural(passes, 'forward pass')} for an optimizer step, not {parts}; "
+                f"{remedy}",
                 key="workload.accumulation",
             )
         # 0: no tensor tells
@@ -289,7 +293,7 @@ class ScriptProfile(MeasuredSteps):
             # a script that takes a step in several passes may leave out the last ones
             short_batch=settings.accumulation == 1 and samples_given_out(self.loader) is not None,
             parameters=identity.parameters,
-            epoch_samples=self.loader_samples * self.env.world_size,
+            epoch_samples=self._epoch_samples(),
             between_epochs_s=self._between_epochs_s(),
             kept=was_kept(),
             identity=identity,
@@ -297,6 +301,11 @@ class ScriptProfile(MeasuredSteps):
             finished_at=unix_time(),
             **facts,
         )
+
+    def _epoch_samples(self) -> int:
+        """Return the samples of an epoch by the loader; 0 where it does not tell or has no end."""
+        found = self.loader_samples * self.env.world_size
+        return found if found < ENDLESS * self.settings.samples else 0
 
     def _between_epochs_s(self) -> float | None:
         """Return the longest time of any worker between two epochs. Collective."""

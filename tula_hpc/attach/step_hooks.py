@@ -122,6 +122,7 @@ class Hooks:
         inner_model: The same without the wrapper, as the script defines it.
         optimizer: The optimizer whose steps count, None before its first step.
         others: Optimizers whose steps do not count.
+        backward: Backward passes so far.
 
     Args:
         listener: Is told.
@@ -135,7 +136,7 @@ class Hooks:
         self.optimizer: Optimizer | None = None
         self.others: list[Optimizer] = []
         self._forward_hook: Any = None
-        self._by_hand = _ByHand(listener)
+        self.backward = _BackwardPasses(listener)
         # samples of the batch that a loader of torch has last given out; 0: not known
         self._batch = 0
         # batches that it has given out, and the model has not had; some are taken in advance
@@ -148,7 +149,7 @@ class Hooks:
         for name in ("__init__", "_reset"):
             _after(dataloader._BaseDataLoaderIter, name, self._begin_loading)
         _around_next(self)
-        self._by_hand.install()
+        self.backward.install()
         _before_spawn(self.listener)
         _before_meeting(self.listener)
         register_optimizer_step_pre_hook(self._before_step)
@@ -218,7 +219,7 @@ class Hooks:
 
     def next_batch(self, loader: object, batch: object) -> None:
         """Note what a loader gives out."""
-        self._batch = items_given_out(loader) or samples_of(batch)
+        self._batch = items_given_out(loader, batch) or samples_of(batch)
         self._unused += 1
 
     def _begin_loading(self, loader: object) -> None:
@@ -255,7 +256,7 @@ class Hooks:
         if optimizer is self.optimizer or any(optimizer is other for other in self.others):
             return optimizer is self.optimizer
         # its first step
-        self._by_hand.remove()
+        self.backward.is_stepped = True
         if self.optimizer is None or not isinstance(self.model, DistributedDataParallel):
             self._look_at(optimizer)
         if optimizer is not self.optimizer:
@@ -440,42 +441,42 @@ def _parameters_of(optimizer: Optimizer) -> set[Tensor]:
     return {p for group in optimizer.param_groups for p in group["params"]}
 
 
-class _ByHand:
-    """Finds out that parameters change, though no optimizer of torch takes a step.
+class _BackwardPasses:
+    """Counts backward passes, and finds out that parameters change though no optimizer has stepped.
 
-    Counts backward passes until one does. Passes alone say nothing: a step may have many.
+    Attributes:
+        count: Passes so far.
+        is_stepped: An optimizer of torch has taken a step.
 
     Args:
-        listener: Is told.
+        listener: Is told of such a change.
     """
 
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
-        self._passes = 0
+        self.count = 0
+        self.is_stepped = False
         self._sums: list[tuple[Tensor, float]] = []
-        self._backward = torch.autograd.backward
 
     def install(self) -> None:
         """Watch from now on."""
+        original = torch.autograd.backward
 
-        @wraps(self._backward)
+        @wraps(original)
         def backward(*args: Any, **kwargs: Any) -> None:
-            self._backward(*args, **kwargs)
-            self._count()
+            original(*args, **kwargs)
+            self.count += 1
+            if not self.is_stepped:
+                self._look()
 
         vars(torch.autograd)["backward"] = backward
 
-    def remove(self) -> None:
-        """Watch no more."""
-        vars(torch.autograd)["backward"] = self._backward
-        self._sums = []
-
-    def _count(self) -> None:
-        self._passes += 1
-        if self._passes == FEW_STEPS:
+    def _look(self) -> None:
+        # passes alone say nothing: a step may have many
+        if self.count == FEW_STEPS:
             trained = [p for p in _objects_of(nn.Parameter) if p.grad is not None]
             self._sums = [(p, _sum_of(p)) for p in trained]
-        elif self._passes == 2 * FEW_STEPS and any(_sum_of(p) != was for p, was in self._sums):
+        elif self.count == 2 * FEW_STEPS and any(_sum_of(p) != was for p, was in self._sums):
             self.listener.changes_by_hand()
 
 

@@ -105,6 +105,17 @@ def trains(model: nn.Module) -> None:
         optimizer.step()
 
 
+def has_a_loss_of_two_passes() -> None:
+    """As of points within and on a boundary, or of pairs."""
+    model, optimizer = build()
+    while True:
+        optimizer.zero_grad()
+        inner, outer = (model(torch.randn(samples, 8)) for samples in (BATCH, 2))
+        loss = inner.square().mean() + outer.square().mean()
+        loss.backward()
+        optimizer.step()
+
+
 class LayerByLayer(nn.Module):
     """Its layers are in a module that is never called."""
 
@@ -213,6 +224,7 @@ WAYS: dict[str, Callable[[], object]] = {
     "changes by hand": changes_by_hand,
     "has sparse gradients": has_sparse_gradients,
     "calls a method": calls_a_method,
+    "has a loss of two passes": has_a_loss_of_two_passes,
     "calls layers": lambda: trains(LayerByLayer()),
     "shards its model": lambda: trains(Sharded(8, 4)),
     "reads SLURM_STEP_ID": lambda: os.environ["SLURM_STEP_ID"],
