@@ -83,8 +83,10 @@ def samples_given_out(loader: object) -> int | None:
     how many there are.
     """
     batches: Any = getattr(loader, "_index_sampler", None)
-    # without collation these are no batches
-    if not getattr(loader, "_auto_collation", False) or getattr(batches, "drop_last", True):
+    # without collation these are no batches; of single items none is shorter, and they may be batches
+    is_single = getattr(batches, "batch_size", None) == 1
+    has_batches = getattr(loader, "_auto_collation", False) and not is_single
+    if not has_batches or getattr(batches, "drop_last", True):
         return None
     try:
         return len(batches.sampler)
@@ -113,7 +115,8 @@ def items_given_out(loader: object, batch: object) -> int:
     given = getattr(loader, "_num_yielded", 0)
     if not getattr(loader, "_auto_collation", False) or not isinstance(size, int):
         return 0
-    if size == 1 and not (isinstance(batch, list | tuple) and isinstance(batch[0], list | tuple)):
+    first = batch[0] if isinstance(batch, list | tuple) and batch else batch
+    if size == 1 and not isinstance(first, list | tuple):
         # perhaps a data set that makes whole batches
         return 0
     try:

@@ -98,6 +98,12 @@ def test_what_a_script_may_do_is_no_hindrance(how: str, tmp_path: Path) -> None:
     assert outcome.said.result["others"] == (["Adam of Linear"] if how == "has two optimizers" else [])
 
 
+def test_of_a_data_set_that_makes_batches_the_samples_are_not_known(tmp_path: Path) -> None:
+    outcome = misbehave("gives batches", tmp_path)
+    assert measurement_of(outcome).local_batch == BATCH
+    assert outcome.said.result["samples"] == 0
+
+
 def test_a_process_that_a_script_leaves_goes_with_it(tmp_path: Path) -> None:
     assert misbehave("leaves a process", tmp_path).is_done
     process = int((tmp_path / "work" / "left.pid").read_text())

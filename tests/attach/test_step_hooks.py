@@ -57,7 +57,12 @@ def backward(model: nn.Module, batch: int, width: int = 4) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("options", "samples"),
-    [({"batch_size": 4}, 6), ({"batch_size": 4, "drop_last": True}, None), ({"batch_size": None}, None)],
+    [
+        ({"batch_size": 4}, 6),
+        ({"batch_size": 4, "drop_last": True}, None),
+        ({"batch_size": 1}, None),
+        ({"batch_size": None}, None),
+    ],
 )
 def test_a_loader_tells_what_it_gives_out_where_its_last_batch_may_be_shorter(
     options: dict[str, Any], samples: int | None

@@ -273,6 +273,8 @@ class MeasuredSteps(Mode):
     @property
     def loaded_samples(self) -> int:
         """Samples of the training's data set; 0 where it does not say."""
+        if self._gives_batches:
+            return 0
         return _length(getattr(self.loader, "_dataset", None))
 
     @property
@@ -283,8 +285,21 @@ class MeasuredSteps(Mode):
     @property
     def loader_samples(self) -> int:
         """Samples of those batches, the last one taken as full; 0 where it does not say."""
+        if self._gives_batches:
+            return 0
+        return self.loader_batches * self._loader_batch
+
+    @property
+    def _loader_batch(self) -> int:
+        """Items of a batch of the loader; 0 where it does not say."""
         batches = getattr(self.loader, "_index_sampler", None)
-        return self.loader_batches * int(getattr(batches, "batch_size", 0) or 0)
+        return int(getattr(batches, "batch_size", 0) or 0)
+
+    @property
+    def _gives_batches(self) -> bool:
+        """Tell whether each item of the loader is a batch, which the data set has made."""
+        usual = self.forward_samples.most_common(1)
+        return self._loader_batch == 1 and bool(usual) and usual[0][0] > 1
 
     def use_up_batches(self) -> None:
         """Take the batches that the loader has ready, as many on each worker. Collective."""

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -103,6 +104,17 @@ def trains(model: nn.Module) -> None:
     while True:
         model(torch.randn(BATCH, 8)).square().mean().backward()
         optimizer.step()
+
+
+def gives_batches() -> None:
+    """Of a data set that makes whole batches."""
+    model, optimizer = build()
+    data: Any = [torch.randn(BATCH, 8)] * 1000
+    while True:
+        for batch in DataLoader(data, 1, collate_fn=lambda items: items[0]):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
 
 
 def has_a_loss_of_two_passes() -> None:
@@ -224,6 +236,7 @@ WAYS: dict[str, Callable[[], object]] = {
     "changes by hand": changes_by_hand,
     "has sparse gradients": has_sparse_gradients,
     "calls a method": calls_a_method,
+    "gives batches": gives_batches,
     "has a loss of two passes": has_a_loss_of_two_passes,
     "calls layers": lambda: trains(LayerByLayer()),
     "shards its model": lambda: trains(Sharded(8, 4)),
