@@ -76,6 +76,12 @@ def split(batch: Batch, count: int) -> list[Batch]:
     return [take(batch, start, stop) for start, stop in itertools.pairwise(ends)]
 
 
+def batch_size_of(loader: object) -> int:
+    """Return the items in a whole batch of an iterator of torch's loader; 0 where it has no size."""
+    size = getattr(getattr(loader, "_index_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) else 0
+
+
 def samples_given_out(loader: object) -> int | None:
     """Return the samples that an iterator of torch's loader gives out, those that fill no batch too.
 
@@ -84,8 +90,7 @@ def samples_given_out(loader: object) -> int | None:
     """
     batches: Any = getattr(loader, "_index_sampler", None)
     # without collation these are no batches; of single items none is shorter, and they may be batches
-    is_single = getattr(batches, "batch_size", None) == 1
-    has_batches = getattr(loader, "_auto_collation", False) and not is_single
+    has_batches = getattr(loader, "_auto_collation", False) and batch_size_of(loader) != 1
     if not has_batches or getattr(batches, "drop_last", True):
         return None
     try:
@@ -111,9 +116,9 @@ def items_given_out(loader: object, batch: object) -> int:
         0 where it does not know them.
     """
     batches: Any = getattr(loader, "_index_sampler", None)
-    size = getattr(batches, "batch_size", None)
+    size = batch_size_of(loader)
     given = getattr(loader, "_num_yielded", 0)
-    if not getattr(loader, "_auto_collation", False) or not isinstance(size, int):
+    if not getattr(loader, "_auto_collation", False) or not size:
         return 0
     first = batch[0] if isinstance(batch, list | tuple) and batch else batch
     if size == 1 and not isinstance(first, list | tuple):

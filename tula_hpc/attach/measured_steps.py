@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from tula_hpc.attach.reporting import ChildSpec, Mode
 from tula_hpc.attach.step_hooks import Apart, is_sharded
 from tula_hpc.attach.train.peers import Peers
-from tula_hpc.batches import tensors_of
+from tula_hpc.batches import batch_size_of, tensors_of
 from tula_hpc.ddp.process_group import PROFILE_COLLECTIVE_TIMEOUT
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import InputError
@@ -67,7 +67,7 @@ class MeasuredSteps(Mode):
         self._forwards = 0
         # backward passes before this step
         self._backward_before = 0
-        # while they are 0: a closure may be called several times in a step
+        # while they are 0
         self._rates: list[Any] | None = None
         self._updating_since = 0.0
         self._ended_at = 0.0
@@ -120,6 +120,7 @@ class MeasuredSteps(Mode):
             self.synchronize_device()
             self._updating_since = time.perf_counter()
         groups = self._groups()
+        # of a step that failed before it was over
         if self._rates is not None:
             return
         self._rates = [group.get("lr") for group in groups]
@@ -287,19 +288,13 @@ class MeasuredSteps(Mode):
         """Samples of those batches, the last one taken as full; 0 where it does not say."""
         if self._gives_batches:
             return 0
-        return self.loader_batches * self._loader_batch
-
-    @property
-    def _loader_batch(self) -> int:
-        """Items of a batch of the loader; 0 where it does not say."""
-        batches = getattr(self.loader, "_index_sampler", None)
-        return int(getattr(batches, "batch_size", 0) or 0)
+        return self.loader_batches * batch_size_of(self.loader)
 
     @property
     def _gives_batches(self) -> bool:
         """Tell whether each item of the loader is a batch, which the data set has made."""
         usual = self.forward_samples.most_common(1)
-        return self._loader_batch == 1 and bool(usual) and usual[0][0] > 1
+        return batch_size_of(self.loader) == 1 and bool(usual) and usual[0][0] > 1
 
     def use_up_batches(self) -> None:
         """Take the batches that the loader has ready, as many on each worker. Collective."""
