@@ -24,7 +24,6 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64, help="of one process")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--lr", type=float, default=0.05)
-    parser.add_argument("--lr-scale", type=float, default=1.0)
     parser.add_argument("--resume", type=Path, help="checkpoint to go on from, if it is there")
     options = parser.parse_args()
 
@@ -52,7 +51,7 @@ def main() -> None:
     ).to(device)  # fmt: skip
     if world > 1:
         model = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), options.lr * options.lr_scale, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), options.lr, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
 
     first = 0

@@ -60,8 +60,11 @@ def is_finite(batch: Batch) -> bool:
 
 
 def samples_in(batch: Batch) -> int:
-    """Count the samples of a batch, by its first tensor."""
-    return len(next(tensors_of(batch)))
+    """Count the samples of a batch, or of a call's arguments, by the first tensor; 0: none."""
+    # without a search through what holds it: at every step of most models
+    if isinstance(batch, Tensor) and batch.dim() > 0:
+        return len(batch)
+    return next((len(tensor) for tensor in tensors_of(batch) if tensor.dim() > 0), 0)
 
 
 def take(batch: Batch, start: int, stop: int) -> Batch:
@@ -76,7 +79,7 @@ def split(batch: Batch, count: int) -> list[Batch]:
     return [take(batch, start, stop) for start, stop in itertools.pairwise(ends)]
 
 
-def batch_size_of(loader: object) -> int:
+def items_in_whole_batch(loader: object) -> int:
     """Return the items in a whole batch of an iterator of torch's loader; 0 where it has no size."""
     size = getattr(getattr(loader, "_index_sampler", None), "batch_size", None)
     return size if isinstance(size, int) else 0
@@ -90,21 +93,13 @@ def samples_given_out(loader: object) -> int | None:
     """
     batches: Any = getattr(loader, "_index_sampler", None)
     # without collation these are no batches; of single items none is shorter, and they may be batches
-    has_batches = getattr(loader, "_auto_collation", False) and batch_size_of(loader) != 1
+    has_batches = getattr(loader, "_auto_collation", False) and items_in_whole_batch(loader) != 1
     if not has_batches or getattr(batches, "drop_last", True):
         return None
     try:
         return len(batches.sampler)
     except (TypeError, AttributeError, NotImplementedError):
         return sys.maxsize
-
-
-def samples_of(value: Any) -> int:
-    """Return the first dimension of the first tensor in the arguments of a forward pass; 0: none."""
-    # without a search through what holds it: at every step of most models
-    if isinstance(value, Tensor) and value.dim() > 0:
-        return len(value)
-    return next((len(tensor) for tensor in tensors_of(value) if tensor.dim() > 0), 0)
 
 
 def items_given_out(loader: object, batch: object) -> int:
@@ -116,7 +111,7 @@ def items_given_out(loader: object, batch: object) -> int:
         0 where it does not know them.
     """
     batches: Any = getattr(loader, "_index_sampler", None)
-    size = batch_size_of(loader)
+    size = items_in_whole_batch(loader)
     given = getattr(loader, "_num_yielded", 0)
     if not getattr(loader, "_auto_collation", False) or not size:
         return 0

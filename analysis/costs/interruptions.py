@@ -97,7 +97,7 @@ def resume_of(work: WorkloadSpec, kept: bool) -> Resume:
     """
     if kept or not work.is_script:
         return Resume.CHECKPOINT
-    return Resume.EPOCH if work.resume_arguments else Resume.NOTHING
+    return Resume.EPOCH if work.goes_on else Resume.NOTHING
 
 
 class SaveCost(NamedTuple):
@@ -125,7 +125,7 @@ def describe(
         if save is None:
             saving = "saving costs pricing.checkpoint_write_s each"
         return (
-            "after an interruption the script goes on by workload.resume_arguments, as far as is "
+            "after an interruption the script goes on by its own checkpoint, as far as is "
             f"known from the end of an epoch; {saving}"
         )
     if save is not None:

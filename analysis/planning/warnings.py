@@ -299,8 +299,8 @@ def about_beginning_anew(chosen: int, fitted: Fitted) -> list[str]:
     price = f"{format_duration(lost_s)} and {format_money(lost, part.cluster.pricing.currency)}"
     return [
         "after an interruption the job is requeued and the training begins anew, at a loss of "
-        f"{price} on average: set workload.resume_arguments in the sweep file, or let the script "
-        "keep its state by tula.keep (sweeps/README.md)"
+        f"{price} on average: set workload.resume_arguments in the sweep file ([] if the script "
+        "goes on by itself), or let it keep its state by tula.keep (sweeps/README.md)"
     ]
 
 

@@ -44,6 +44,12 @@ def test_arguments_of_resuming_come_last() -> None:
     assert resumed.arguments == ("8", "--resume", "/r/last.pt")
 
 
+def test_a_factor_multiplies_without_rounding_or_exponent() -> None:
+    values = {"batch": "4096", "scale": "1.414213562", "small": "1"}
+    arguments = ["--tokens={batch*1048576}", "{scale*0.1}", "{small*3e-4}", "{other*2}"]
+    assert filled(arguments, values) == ("--tokens=4294967296", "0.1414213562", "0.0003", "{other*2}")
+
+
 def test_other_braces_stay() -> None:
     assert filled(["{a}-{a}", "${a}", '{"b": {a}}', "{}"], {"a": "1"}) == ("1-1", "${a}", '{"b": 1}', "{}")
 

@@ -134,11 +134,11 @@ def test_memory_that_a_step_frees_is_kept_for_the_next_as_in_its_profile(tmp_pat
     assert faults < 100
 
 
-@pytest.mark.parametrize("handler", [False, True])
-def test_stopped_it_goes_on_by_its_own_arguments(tmp_path: Path, handler: bool) -> None:
-    workload = {**OWN, "resume_arguments": ["--resume", "checkpoints/last.pt"]}
-    if handler:
-        workload["arguments"] = [*OWN["arguments"], "--handler"]
+@pytest.mark.parametrize(
+    ("option", "resuming"), [("--handler", ["--resume", "checkpoints/last.pt"]), ("--auto-resume", [])]
+)
+def test_stopped_it_goes_on_by_its_own_checkpoint(tmp_path: Path, option: str, resuming: list[str]) -> None:
+    workload = {**OWN, "arguments": [*OWN["arguments"], option], "resume_arguments": resuming}
     run, ended = train(tmp_path / "run", workload, at_step(6, signal.SIGUSR2))
     result = result_of(run, ended)
     assert (result.epochs, result.steps, result.restarts, result.test_accuracy) == (3, 12, 1, 0.7)
@@ -148,11 +148,11 @@ def test_stopped_it_goes_on_by_its_own_arguments(tmp_path: Path, handler: bool) 
     )
     assert result.train_time_s > 3 * 3 * 0.1
     assert all("; the script ended at step " in detail for detail in details(run, "preempted"))
-    assert details(run, "resumed") == ["goes on by itself, with --resume checkpoints/last.pt"]
+    assert details(run, "resumed") == [f"goes on by itself, with {' '.join(resuming) or 'the same arguments'}"]
     output = "".join(path.read_text() for path in (run.train().root / "script").glob("*.log"))
     assert output.count("resumed at epoch") == 2
     # the other one may have lost its peer before
-    assert ("handled" in output) == handler
+    assert ("handled" in output) == (option == "--handler")
 
 
 def test_killed_right_after_it_has_saved_it_goes_on_with_the_next_epoch(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_a_script_that_fails_ends_the_job_with_one_line(tmp_path: Path) -> None:
 
 def test_weights_that_are_nan_end_the_training_after_its_epoch(tmp_path: Path) -> None:
     arguments = ["--batch-size", "{local_batch}", "--epochs", "{epochs}", "--samples", "64", "--lr", "nan"]
-    workload = {**OWN, "script": SCRIPTS / "plain.py", "arguments": arguments, "resume_arguments": []}
+    workload = {**OWN, "script": SCRIPTS / "plain.py", "arguments": arguments}
     run, ended = train(tmp_path / "run", workload)
     assert ended.failure is Failure.DIVERGED
     assert "weights of the model are nan after 4 steps; lower the learning rate" in ended.log_tail

@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from tests.forked import start_workers
 from tula_hpc.attach.step_hooks import Hooks, Listener, model_of, name_of
-from tula_hpc.batches import samples_given_out, samples_of
+from tula_hpc.batches import samples_given_out, samples_in
 
 
 class Told(Listener):
@@ -396,4 +396,4 @@ def test_a_model_counts_by_the_name_that_the_script_has_for_it(tmp_path: Path) -
     ],
 )
 def test_samples_are_the_first_dimension_of_the_first_tensor(value: Any, samples: int) -> None:
-    assert samples_of(value) == samples
+    assert samples_in(value) == samples

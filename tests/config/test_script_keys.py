@@ -90,6 +90,7 @@ def test_a_module_is_found_and_not_imported() -> None:
             "{local_bach}",
             rf"workload\.arguments: {{local_bach}} is unknown \(did you mean 'local_batch'\?\); .* {re.escape(LIST)}",
         ),
+        ('{local_batch}"', '{local_batch}", "{run_dir*2}"', r"workload\.arguments: {run_dir} is a folder; expected it"),
         ("epochs = 3", "epochs = 3\naccumulation = 3", r"workload\.accumulation: expected a power of two"),
         ("epochs = 3", 'epochs = 3\nmetric = "(?P<accuracy>"', r"workload\.metric: .* is no regular expression"),
         ("epochs = 3", 'epochs = 3\nmetric = "(?P<accuracy>.*)"', r"workload\.metric: .*group named test_accuracy or"),

@@ -32,7 +32,7 @@ SWEEPS = sorted((ROOT / "sweeps").glob("*.toml"))
 CLUSTERS = sorted((ROOT / "slurm_templates").glob("*.toml"))
 COMPLETE = [(ROOT / "sweeps" / "example.toml", SweepSpec), (ROOT / "slurm_templates" / "generic.toml", ClusterSpec)]
 ASSIGNMENT = re.compile(r"^(# )?([\w.]+) = ")  # a key, or one that has no default behind a #
-SCRIPTS = re.compile(r"# (script|module|counted_model) = ")  # each excludes the keys above it
+SCRIPTS = re.compile(r"# (script|module|resume_arguments|counted_model) = ")  # each excludes the keys above it
 TABLE = re.compile(r"^(# )?\[([\w.-]+)\]")  # likewise
 
 

@@ -13,6 +13,7 @@ import re
 import runpy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
 from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,7 +72,7 @@ def script_of(
     work = sweep.workload
     arguments = work.arguments
     if resumes:
-        arguments += work.resume_arguments
+        arguments += work.resume_arguments or ()
     return Script(
         work.script, work.module, filled(arguments, values_of(sweep, configuration, run_dir))
     )
@@ -111,10 +112,16 @@ def lr_scale(sweep: SweepSpec, global_batch: int) -> float:
 
 
 def filled(arguments: Sequence[str], values: Mapping[str, str]) -> tuple[str, ...]:
-    """Return arguments with each known `{name}` replaced; other braces stay as they are."""
-    return tuple(
-        PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), text) for text in arguments
-    )
+    """Return arguments with each known `{name}` and `{name*factor}` replaced; others stay."""
+
+    def value(found: re.Match[str]) -> str:
+        name, factor = found.groups()
+        if name not in values or factor is None:
+            return values.get(name, found[0])
+        # exact, and without an exponent, which a script's int() would refuse
+        return f"{(Decimal(values[name]) * Decimal(factor)).normalize():f}"
+
+    return tuple(PLACEHOLDER.sub(value, text) for text in arguments)
 
 
 def torchrun_variables(

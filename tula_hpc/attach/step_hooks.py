@@ -34,7 +34,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import dataloader
 
-from tula_hpc.batches import items_given_out, samples_of
+from tula_hpc.batches import items_given_out, samples_in
 
 T = TypeVar("T")
 
@@ -211,7 +211,7 @@ class Hooks:
         given = self._batch
         if isinstance(first, list | tuple) and len(first) == given:
             return given
-        samples = samples_of(first) or samples_of((args, kwargs))
+        samples = samples_in(first) or samples_in((args, kwargs))
         # in an object of its own, or other dimensions: views of items, nodes of graphs, sequences
         if not samples or samples > self._unused * given > 0 or given % samples not in (0, given):
             return given
@@ -219,7 +219,7 @@ class Hooks:
 
     def next_batch(self, loader: object, batch: object) -> None:
         """Note what a loader gives out."""
-        self._batch = items_given_out(loader, batch) or samples_of(batch)
+        self._batch = items_given_out(loader, batch) or samples_in(batch)
         self._unused += 1
 
     def _begin_loading(self, loader: object) -> None:

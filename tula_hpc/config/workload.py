@@ -100,8 +100,8 @@ PLACEHOLDERS = {
 OPTION_WITH_VALUE = re.compile(r"--?[\w-]+\s+\{")
 # one of these has to be in the arguments
 CARRY_THE_BATCH = ("local_batch", "global_batch")
-# not ${...}, which is the script's own
-PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
+# with a factor or without; not ${...}, which is the script's own
+PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)(?:\*(\d+(?:\.\d+)?(?:[eE]-?\d+)?))?\}")
 # what a script's output may tell
 METRIC_GROUPS = ("test_accuracy", "test_loss")
 Argument = Annotated[str, Field(max_length=10_000)]
@@ -124,8 +124,8 @@ class WorkloadSpec(Spec):
     """The same as a module, which is run as with `python -m`."""
     arguments: tuple[Argument, ...] = Field(default=(), max_length=1000)
     """Arguments of the script, with names in braces for values that the sweep chooses."""
-    resume_arguments: tuple[Argument, ...] = Field(default=(), max_length=1000)
-    """Appended when the script goes on after an interruption; without them it begins anew."""
+    resume_arguments: tuple[Argument, ...] | None = Field(default=None, max_length=1000)
+    """Appended when the script goes on after an interruption; [] where it needs none; without any it begins anew."""
     accumulation: int = Field(default=1, ge=1, le=2**20)
     """Forward passes of a step of the script, a power of two; with {accumulation} the least number."""
     counted_model: str | None = Field(default=None, max_length=200)
@@ -251,7 +251,7 @@ class WorkloadSpec(Spec):
                     f"{key}: is required with a script, which does not tell it; add it, as "
                     "`tula attach` prints it"
                 )
-        _check_placeholders(self.arguments, self.resume_arguments)
+        _check_placeholders(self.arguments, self.resume_arguments or ())
         if self.accumulation & (self.accumulation - 1):
             raise ValueError(
                 f"accumulation: expected a power of two, as batches are, got {self.accumulation}"
@@ -294,6 +294,11 @@ class WorkloadSpec(Spec):
         return self.script is not None or self.module is not None
 
     @property
+    def goes_on(self) -> bool:
+        """True if a script goes on after an interruption by a checkpoint of its own."""
+        return self.resume_arguments is not None
+
+    @property
     def script_name(self) -> str:
         """Name of the script for messages."""
         return self.script.name if self.script is not None else str(self.module)
@@ -309,7 +314,7 @@ class WorkloadSpec(Spec):
     @property
     def placeholders(self) -> frozenset[str]:
         """Names in braces that the script's arguments hold."""
-        return frozenset(_placeholders_in(self.arguments + self.resume_arguments))
+        return frozenset(_placeholders_in((*self.arguments, *(self.resume_arguments or ()))))
 
     @property
     def accumulates(self) -> bool:
@@ -395,7 +400,7 @@ def _expression(text: str) -> str:
 
 
 def _placeholders_in(arguments: Iterable[str]) -> list[str]:
-    return [name for text in arguments for name in PLACEHOLDER.findall(text)]
+    return [name for text in arguments for name, _ in PLACEHOLDER.findall(text)]
 
 
 def _check_placeholders(arguments: Sequence[str], resuming: Sequence[str]) -> None:
@@ -410,7 +415,9 @@ def _check_placeholders(arguments: Sequence[str], resuming: Sequence[str]) -> No
             if OPTION_WITH_VALUE.match(text):
                 words = ", ".join(f'"{word}"' for word in text.split())
                 raise ValueError(f'{key}: "{text}" is one word with a space; expected {words}')
-        for name in _placeholders_in(texts):
+        for name, factor in (found for text in texts for found in PLACEHOLDER.findall(text)):
+            if name == "run_dir" and factor:
+                raise ValueError(f"{key}: {{run_dir}} is a folder; expected it without a factor")
             if name not in PLACEHOLDERS:
                 raise ValueError(
                     f"{key}: {{{name}}} is unknown{nearest(name, PLACEHOLDERS)}; known are {known}"

@@ -153,7 +153,7 @@ def _gone(sweep: Sweep) -> str:
 def _starts_over(sweep: Sweep) -> bool:
     """Tell whether the plan's training, stopped now, would have nothing to go on from."""
     work = sweep.spec.workload
-    can_resume = not work.is_script or bool(work.resume_arguments)
+    can_resume = not work.is_script or work.goes_on
     return not can_resume and not sweep.run.train().newest_checkpoint
 
 

@@ -96,8 +96,8 @@ def _status(facts: Facts, label: str, jobs: Sequence[JobStatus]) -> TrainingStat
 
 
 def _resumes_itself(facts: Facts) -> bool:
-    """Tell whether a script may have saved something that its resume_arguments find."""
-    return facts.spec is not None and bool(facts.spec.workload.resume_arguments)
+    """Tell whether a script may have saved something that it goes on from."""
+    return facts.spec is not None and facts.spec.workload.goes_on
 
 
 def _stand(files: TrainingFacts | None, jobs: Sequence[JobStatus]) -> Stand:

@@ -131,6 +131,7 @@ RESUMES = [
     ({"epochs": 3}, False, Resume.CHECKPOINT),
     (SCRIPT, False, Resume.NOTHING),
     (SCRIPT | {"resume_arguments": ["--resume", "last.pt"]}, False, Resume.EPOCH),
+    (SCRIPT | {"resume_arguments": []}, False, Resume.EPOCH),
     (SCRIPT, True, Resume.CHECKPOINT),
 ]
 

@@ -1,6 +1,6 @@
 """A loop with checkpoints of its own, at the ends of epochs, as many scripts have them.
 
-own_checkpoints.py --batch-size 8 --epochs 2 [--resume checkpoints/last.pt] [--handler] [--fails how]
+own_checkpoints.py --batch-size 8 --epochs 2 [--resume checkpoints/last.pt | --auto-resume] [--handler] [--fails how]
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ def options_given() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--resume", type=Path)
+    parser.add_argument("--auto-resume", action="store_true")
     parser.add_argument("--handler", action="store_true")
     parser.add_argument("--fails", default="")
     return parser.parse_args()
@@ -60,6 +61,8 @@ def main() -> None:
             saved.parent.mkdir(exist_ok=True)
             torch.save({"model": model.state_dict(), "epoch": epoch}, saved)
 
+    if options.auto_resume and saved.exists():
+        options.resume = saved
     if options.resume:
         state = torch.load(options.resume, weights_only=True)
         model.load_state_dict(state["model"])

@@ -45,6 +45,8 @@ SCORES = ("test_accuracy", "test_top5_accuracy", "test_loss", "train_loss")
 PATIENCE = timedelta(minutes=10)
 # by which Slurm may send a signal before its time
 EARLY_S = 60.0
+# endings of files that scripts save their state in
+OF_WEIGHTS = (".pt", ".pth", ".ckpt", ".tar", ".bin", ".safetensors", ".pkl")
 # by which the time of a file may be behind the clock
 FILE_CLOCK_S = 0.02
 
@@ -203,14 +205,14 @@ class ScriptJob:
     def _can_resume(self) -> tuple[bool, str, float | None]:
         """Return whether the script goes on, how in words, and the Unix time of what it saved."""
         given = self.job.sweep.workload.resume_arguments
-        if not given:
+        if given is None:
             why = "there are no workload.resume_arguments, and nothing is kept"
             if self.run_directory.history().has_left_files(self.job.label):
                 why = f"what was saved in {self.files.checkpoints} is gone"
             return False, f"begins anew: {why}", None
         script = script_of(self.job.sweep, self.job.configuration, self._work, resumes=True)
         saved_at: float | None = None
-        for argument in script.arguments[-len(given) :]:
+        for argument in script.arguments[len(script.arguments) - len(given) :]:
             named = argument.rpartition("=")[2]
             file = self._work / named
             if file.exists():
@@ -218,7 +220,8 @@ class ScriptJob:
             # an option or a word is no file
             elif "/" in named:
                 return False, f"begins anew: the script has not written {named} yet", None
-        return True, f"goes on by itself, with {' '.join(given)}", saved_at
+        how = f"goes on by itself, with {' '.join(given) or 'the same arguments'}"
+        return True, how, saved_at or _last_saved(self._work)
 
     @property
     def _work(self) -> Path:
@@ -387,7 +390,7 @@ class ScriptJob:
         """
         from tula_hpc.training.ending import leave
 
-        begins_anew = not (self.progress.is_kept or self.job.sweep.workload.resume_arguments)
+        begins_anew = not (self.progress.is_kept or self.job.sweep.workload.goes_on)
         if self.any(begins_anew and self._is_at_its_limit()):
             detail = (
                 f"the time limit ended the script at step {self.progress.step:,}, and another job "
@@ -458,6 +461,14 @@ def _was_saved(row: EpochMetrics, saved_at: float | None, last_step: int) -> boo
         # what it saves it saves before its next step
         return row.step < last_step
     return row.ended_at <= saved_at + FILE_CLOCK_S
+
+
+def _last_saved(folder: Path) -> float | None:
+    """Return the Unix time of the newest file of weights that a script wrote; None: it has none."""
+    files = (path for path in folder.rglob("*") if path.suffix in OF_WEIGHTS)
+    # a link leads to a file that was there before
+    times = [path.stat().st_mtime for path in files if path.is_file() and not path.is_symlink()]
+    return max(times, default=None)
 
 
 def _last_scores(metrics_file: Path) -> dict[str, float]:
