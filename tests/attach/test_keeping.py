@@ -24,7 +24,12 @@ from tula_hpc.records import RunDirectory, read_metrics
 SCRIPT = Path(__file__).parent / "scripts" / "three_lines.py"
 SAMPLES = 128
 STOPPED, EXITED, KILLED = "stopped", "exited", -signal.SIGKILL
-PLACE = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_RUN_ID": "1"}
+PLACE = {
+    "MASTER_ADDR": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TORCHELASTIC_RUN_ID": "1",
+    "ACCELERATE_USE_CPU": "true",
+}
 Arguments = Sequence[str]
 
 

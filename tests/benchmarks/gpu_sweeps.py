@@ -86,13 +86,13 @@ CASES = {
     ),
     "mixed_precision.py": _script("mixed_precision.py", samples=8192, epochs=6, batches=(64, 1024), method="ags"),
     "on_trainer.py": _script(
-        "on_trainer.py", "--gpu", "--width", "128", samples=4096, epochs=3, batches=(64, 128), method="lbt"
+        "on_trainer.py", "--width", "128", samples=4096, epochs=3, batches=(64, 128), method="lbt"
     ),
     "on_lightning.py": _script(
-        "on_lightning.py", "--gpu", "--width", "512", samples=8192, epochs=3, batches=(64, 128), method="ags"
+        "on_lightning.py", "--width", "512", samples=8192, epochs=3, batches=(64, 128), method="ags"
     ),
     "on_accelerate.py": _script(
-        "on_accelerate.py", "--gpu", "--width", "512", samples=8192, epochs=3, batches=(64, 128), method="ags"
+        "on_accelerate.py", "--width", "512", samples=8192, epochs=3, batches=(64, 128), method="ags"
     ),
 }
 
@@ -115,8 +115,6 @@ def swept(name: str, work: Path, device: str) -> dict[str, Any]:
     workload = case.workload
     if device == "cpu":
         largest = smallest
-        if "--gpu" in workload.get("arguments", ()):
-            workload = {**workload, "arguments": [word for word in workload["arguments"] if word != "--gpu"]}
         workload = {**workload, "epochs": 1}
     tables = {
         "name": stem,

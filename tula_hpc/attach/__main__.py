@@ -210,7 +210,7 @@ def _look(
             settings=settings.model_dump(mode="json"),
         )
         log = folder / "rank-0.log"
-        child = start(spec, variables_of(place, 1, meeting), work, log, output)
+        child = start(spec, variables_of(place, 1, meeting, device), work, log, output)
         outcome = watch(child, Peers(None, meeting.run_id), PATIENCE_S)
     if not outcome.is_done:
         sys.stderr.write(end_of(log))

@@ -376,13 +376,18 @@ def own_output(folder: Path, rank: int, home: Path) -> Iterator[tuple[Path, IO[b
         yield folder / "work", output
 
 
-def variables_of(env: WorkerEnvironment, workers_per_node: int, meeting: Meeting) -> dict[str, str]:
+def variables_of(
+    env: WorkerEnvironment, workers_per_node: int, meeting: Meeting, device: str = "cpu"
+) -> dict[str, str]:
     """Return the variables by which a script's process finds its place among the others."""
     found = torchrun_variables(env, workers_per_node, (meeting.host, meeting.port), meeting.run_id)
     gpus = granted_gpus()
     if 0 < gpus < workers_per_node:
         # Slurm binds each task to GPUs of its own, and a script takes its device by its local rank
         found["LOCAL_RANK"] = str(int(found["LOCAL_RANK"]) % gpus)
+    if device == "cpu":
+        # as `accelerate launch --cpu`, without which it and Trainer take workers without GPUs for one
+        found["ACCELERATE_USE_CPU"] = "true"
     return found
 
 

@@ -153,7 +153,9 @@ class Session:
                 counted_model=work.counted_model,
                 settings=self._settings(configuration, place),
             )
-            variables = variables_of(place, configuration.workers_per_node, meeting)
+            variables = variables_of(
+                place, configuration.workers_per_node, meeting, self.job.cluster.device
+            )
             child = start(spec, variables, own, Path(output.name), output)
             return watch(child, peers, 60.0 * self.job.sweep.search.first_step_minutes)
 

@@ -1,7 +1,6 @@
 """accelerate in a plain loop; kept by three lines where tula_hpc is around it.
 
-on_accelerate.py --batch-size 8 --epochs 2 [--samples 128] [--accumulate 2] [--seedable] [--width 32] [--gpu]
-                 [--log FOLDER]
+on_accelerate.py --batch-size 8 --epochs 2 [--samples 128] [--accumulate 2] [--seedable] [--width 32] [--log FOLDER]
 """
 
 from __future__ import annotations
@@ -26,14 +25,11 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--seedable", action="store_true")
     parser.add_argument("--width", type=int, default=32)
-    parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--log", type=Path, default=Path("log"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     loading = DataLoaderConfiguration(use_seedable_sampler=options.seedable)
-    accelerator = Accelerator(
-        cpu=not options.gpu, gradient_accumulation_steps=options.accumulate, dataloader_config=loading
-    )
+    accelerator = Accelerator(gradient_accumulation_steps=options.accumulate, dataloader_config=loading)
     set_seed(0)
     data = TensorDataset(torch.randn(options.samples, 16), torch.randint(0, 4, (options.samples,)))
     width = options.width

@@ -1,7 +1,7 @@
 """Lightning, whose optimizer steps by a closure or by hand; kept by one line where tula_hpc is around it.
 
 on_lightning.py --batch-size 8 --epochs 2 [--samples 128] [--by-hand] [--accumulate 2] [--max-steps 14] [--width 32]
-                [--gpu] [--log FOLDER] [--pause 0.1]
+                [--log FOLDER] [--pause 0.1]
 """
 
 from __future__ import annotations
@@ -77,7 +77,6 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--max-steps", type=int, default=-1)
     parser.add_argument("--by-hand", action="store_true")
-    parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--log", type=Path, default=Path("log"))
     parser.add_argument("--pause", type=float, default=0.0)
     options = parser.parse_args()
@@ -89,7 +88,6 @@ def main() -> None:
     trainer = lightning.Trainer(
         max_epochs=options.epochs if options.max_steps < 0 else None,
         max_steps=options.max_steps,
-        accelerator="gpu" if options.gpu else "cpu",
         devices=max(1, here),
         num_nodes=max(1, world) // max(1, here),
         strategy="ddp" if world > 1 else "auto",

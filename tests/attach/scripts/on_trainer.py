@@ -1,6 +1,6 @@
 """Hugging Face's Trainer on a small GPT-2 with made texts; kept by one line where tula_hpc is around it.
 
-on_trainer.py --batch-size 8 --epochs 2 [--samples 128] [--accumulate 2] [--width 32] [--gpu] [--log FOLDER]
+on_trainer.py --batch-size 8 --epochs 2 [--samples 128] [--accumulate 2] [--width 32] [--log FOLDER]
               [--pause 0.1]
 """
 
@@ -61,7 +61,6 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--width", type=int, default=32)
-    parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--log", type=Path, default=Path("log"))
     parser.add_argument("--pause", type=float, default=0.0)
     options = parser.parse_args()
@@ -71,7 +70,6 @@ def main() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, n_positions=LENGTH, n_embd=options.width, n_layer=2, n_head=2))
     arguments = TrainingArguments(
         output_dir=str(options.log / "out"),
-        use_cpu=not options.gpu,
         per_device_train_batch_size=options.batch_size,
         gradient_accumulation_steps=options.accumulate,
         num_train_epochs=options.epochs,
