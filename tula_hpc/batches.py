@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
+from torch.utils.data.dataloader import _DatasetKind
 
 # recursive, and built by users' data sets
 Batch = Any
@@ -122,4 +123,7 @@ def items_given_out(loader: object, batch: object) -> int:
     try:
         return max(0, min(size, len(batches.sampler) - (given - 1) * size))
     except (TypeError, AttributeError, NotImplementedError):
-        return 0
+        # a sampler without an end fills each batch; an iterable data set may not, but for lists of items
+        is_whole = getattr(loader, "_dataset_kind", None) == _DatasetKind.Map
+        is_listed = isinstance(batch, list) and len(batch) == size
+        return size if is_whole or is_listed else 0

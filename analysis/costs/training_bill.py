@@ -161,7 +161,9 @@ def _used(result: TrainResult, events: Iterable[Event], accounts: Sequence[JobAc
     if work_s <= 0.0:
         # events were lost; without restarts nothing but work lies between
         work_s = result.wall_time_s
-    seconds = work_s + (1.0 + END_SHARE) * result.starts_s
+    seconds = work_s + END_SHARE * result.starts_s
+    if not use.has_starts:
+        seconds += result.starts_s
     return _Used(seconds, seconds * result.nodes, Source.NOTES, use.runs, use.unknown_runs)
 
 

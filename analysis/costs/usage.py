@@ -126,14 +126,16 @@ class Use(NamedTuple):
     runs: int
     # killed without an event: not in node_seconds
     unknown_runs: int
+    # of the jobs' runs, from when they were given nodes; else from the first event of each
+    has_starts: bool = False
 
 
 def actual_use(events: Iterable[Event], result: TrainResult) -> Use:
     """Add up the node-seconds of a finished training over all its runs, without queueing.
 
     A run lasts from its first event ("started", "resumed"; for the first run the beginning in the
-    result) to its last ("preempted", "requeued", "finished", …). The start of Python, before the
-    first event, is not included.
+    result) to its last ("preempted", "requeued", "finished", …), which tells when the job began;
+    events of former versions do not, and the start of Python is then not included.
     """
     signs = RunHistory(events).signs()
     end = max((sign.time for sign in signs if sign.kind == "finished"), default=None)
@@ -141,6 +143,7 @@ def actual_use(events: Iterable[Event], result: TrainResult) -> Use:
     seconds = 0.0
     runs = 1
     unknown_runs = 0
+    has_starts = True
     for sign in signs:
         begins = sign.kind == "resumed" or (sign.kind == "started" and runs > 1)
         if begins and sign.time > (begin or 0.0):
@@ -148,6 +151,7 @@ def actual_use(events: Iterable[Event], result: TrainResult) -> Use:
             unknown_runs += begin is not None
             begin = sign.time
         elif sign.kind in ("stopped", "finished") and begin is not None:
-            seconds = seconds + sign.time - begin
+            seconds += sign.time - (sign.began_at or begin)
+            has_starts = has_starts and sign.began_at is not None
             begin = None
-    return Use(seconds * result.nodes, runs, unknown_runs)
+    return Use(seconds * result.nodes, runs, unknown_runs, has_starts and seconds > 0.0)

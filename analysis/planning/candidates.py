@@ -248,7 +248,10 @@ def priced(index: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) ->
         part=np.full(grid.nodes.shape, index, dtype=np.int64),
         **grid._asdict(),
         global_batch=grid.global_batch,
-        accumulation=part.summary.passes.of(grid.local_batch).astype(np.int64),
+        # a script that is not told their number always takes as many
+        accumulation=np.maximum(
+            part.summary.passes.of(grid.local_batch), sweep.workload.accumulation
+        ).astype(np.int64),
         step_time_s=step,
         epoch_time_s=epoch,
         train_time_s=train,

@@ -95,8 +95,10 @@ def about_loading(
 
     At the chosen configuration, if it was measured and is among them, else where it does most.
     """
-    # data of a function of the user's own are in memory, as far as anybody knows
-    if work.reads_files and (stored := held_up_by_storage(profiles)):
+    # data of a function of the user's own are in memory, as far as anybody knows; and nodes that are
+    # one machine share its cores, too
+    reads_apart = work.reads_files and not any(profile.emulated for profile in profiles)
+    if reads_apart and (stored := held_up_by_storage(profiles)):
         return [describe_slow_storage(stored)]
     slow = [profile for profile in profiles if loader_decides(profile.times)]
     if not slow:

@@ -128,6 +128,7 @@ def test_a_script_that_is_not_there(tmp_path: Path) -> None:
         (["--batch-size", "64", "--width", "65"], 65, 1, ["--batch-size", "{local_batch}", "--width", "65"]),
         (["--batch_size=8", "--max_iters=100"], 8, 1, ["--batch_size={local_batch}", "--max_iters={steps}"]),
         (["--bs=8", "--epochs=2", "--max-steps=9"], 8, 1, ["--bs={local_batch}", "--epochs={epochs}", "--max-steps=9"]),
+        (["-B", "8", "--total_batch=4096"], 8, 4, ["-B", "{local_batch}", "--total_batch={global_batch*128}"]),
         (["--lr", "0.1"], 64, 1, ["--lr", "0.1"]),
         # which of the two it is nobody knows
         (["--size", "64", "-n", "64"], 64, 1, ["--size", "64", "-n", "64"]),

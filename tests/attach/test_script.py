@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tula_hpc.attach.processes import Meeting, variables_of
-from tula_hpc.attach.script import filled, script_of, values_of
+from tula_hpc.attach.script import filled, values_of
 from tula_hpc.config import SweepSpec
 from tula_hpc.config.workload import PLACEHOLDERS
 from tula_hpc.env import WorkerEnvironment
@@ -35,13 +35,6 @@ def test_each_placeholder_has_a_value() -> None:
 @pytest.mark.parametrize(("method", "scale"), [("lbt", "1"), ("lrs", "4"), ("sqrt", "2")])
 def test_the_factor_of_the_rate_goes_from_the_base_batch_to_the_batch(method: str, scale: str) -> None:
     assert values_of(spec(method), Configuration(2, 1, 128), Path())["lr_scale"] == scale
-
-
-def test_arguments_of_resuming_come_last() -> None:
-    sweep = spec(resume_arguments=["--resume", "{run_dir}/last.pt"])
-    assert script_of(sweep, Configuration(1, 1, 8), Path("/r")).arguments == ("8",)
-    resumed = script_of(sweep, Configuration(1, 1, 8), Path("/r"), resumes=True)
-    assert resumed.arguments == ("8", "--resume", "/r/last.pt")
 
 
 def test_a_factor_multiplies_without_rounding_or_exponent() -> None:

@@ -18,6 +18,7 @@ import torch
 
 from tests.forked_jobs import forking_jobs
 from tests.run_factory import candidate, measurement, plan, write_plan
+from tula_hpc.analysis.costs.usage import actual_use
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.errors import Failure
 from tula_hpc.launch.job_specs import TrainJob
@@ -135,9 +136,14 @@ def test_memory_that_a_step_frees_is_kept_for_the_next_as_in_its_profile(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("option", "resuming"), [("--handler", ["--resume", "checkpoints/last.pt"]), ("--auto-resume", [])]
+    ("option", "resuming", "said"),
+    [
+        ("--handler", ["--resume=checkpoints/*.pt"], "--resume=checkpoints/last.pt"),
+        ("--auto-resume", [], "the same arguments"),
+    ],
 )
-def test_stopped_it_goes_on_by_its_own_checkpoint(tmp_path: Path, option: str, resuming: list[str]) -> None:
+def test_stopped_it_goes_on_by_its_own_checkpoint(tmp_path: Path, option: str, resuming: list[str], said: str) -> None:
+    began = time.time()
     workload = {**OWN, "arguments": [*OWN["arguments"], option], "resume_arguments": resuming}
     run, ended = train(tmp_path / "run", workload, at_step(6, signal.SIGUSR2))
     result = result_of(run, ended)
@@ -147,12 +153,23 @@ def test_stopped_it_goes_on_by_its_own_checkpoint(tmp_path: Path, option: str, r
         sum(row.epoch_time_s for row in read_metrics(run.train().metrics_file).epochs)
     )
     assert result.train_time_s > 3 * 3 * 0.1
+    # the starts of both jobs are in it once
+    use = actual_use(run.events(), result)
+    assert use.has_starts
+    assert result.wall_time_s < use.node_seconds < time.time() - began
     assert all("; the script ended at step " in detail for detail in details(run, "preempted"))
-    assert details(run, "resumed") == [f"goes on by itself, with {' '.join(resuming) or 'the same arguments'}"]
+    assert details(run, "resumed") == [f"goes on by itself, with {said}"]
     output = "".join(path.read_text() for path in (run.train().root / "script").glob("*.log"))
     assert output.count("resumed at epoch") == 2
     # the other one may have lost its peer before
     assert ("handled" in output) == (option == "--handler")
+
+
+def test_an_epoch_that_it_goes_through_again_counts_once(tmp_path: Path) -> None:
+    workload = {**OWN, "arguments": [*OWN["arguments"], "--repeats"], "resume_arguments": ["--resume=checkpoints/*.pt"]}
+    run, ended = train(tmp_path / "run", workload, at_step(6, signal.SIGUSR2))
+    result = result_of(run, ended)
+    assert (result.epochs, result.steps, result.samples_seen) == (3, 12, 192)
 
 
 def test_killed_right_after_it_has_saved_it_goes_on_with_the_next_epoch(tmp_path: Path) -> None:

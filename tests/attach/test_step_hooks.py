@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from tests.forked import start_workers
 from tula_hpc.attach.step_hooks import Hooks, Listener, model_of, name_of
-from tula_hpc.batches import samples_given_out, samples_in
+from tula_hpc.batches import items_given_out, samples_given_out, samples_in
 
 
 class Told(Listener):
@@ -70,6 +70,37 @@ def test_a_loader_tells_what_it_gives_out_where_its_last_batch_may_be_shorter(
     data = TensorDataset(torch.zeros(6))
     sampler: Sampler[int] = DistributedSampler(data, 1, 0)
     assert samples_given_out(iter(DataLoader(data, sampler=sampler, **options))) == samples
+
+
+class Endless(Sampler[int]):
+    """As those of detectron2 and other trainings that count iterations."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
+IMAGE = {"image": torch.zeros(3, 2, 2)}
+
+
+class ByIndex(Dataset[Any]):
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return IMAGE
+
+
+class OneAfterAnother(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return itertools.repeat(IMAGE)
+
+
+@pytest.mark.parametrize("collate", [None, list])
+@pytest.mark.parametrize("is_indexed", [True, False])
+def test_items_without_an_end_are_counted_however_they_come(collate: Any, is_indexed: bool) -> None:
+    if is_indexed:
+        loader = iter(DataLoader(ByIndex(), 16, sampler=Endless(), collate_fn=collate))
+    else:
+        loader = iter(DataLoader(OneAfterAnother(), 16, collate_fn=collate))
+    batch = next(loader)
+    assert (items_given_out(loader, batch) or samples_in(batch)) == 16
 
 
 class Lazy:

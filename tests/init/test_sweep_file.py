@@ -14,6 +14,7 @@ from tula_hpc.errors import InputError
 from tula_hpc.init.__main__ import main
 from tula_hpc.init.script_options import read_options
 from tula_hpc.init.sweep_file import required_arguments, search_and_training, with_arguments
+from tula_hpc.launch.slurm_command import NOT_CONFIGURED
 
 __all__ = ["commands"]
 ROOT = Path(__file__).resolve().parents[2]
@@ -185,15 +186,19 @@ def test_what_the_source_does_not_say_is_unknown_and_asked_for(
     assert "cluster_sizes = [1] " in (tmp_path / "train.toml").read_text()
 
 
+@pytest.mark.parametrize("is_installed", [False, True])
 def test_without_slurm_both_files_are_for_this_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_installed: bool
 ) -> None:
+    if is_installed:
+        put_site(tmp_path, [])
+        (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho '{NOT_CONFIGURED}' >&2\nexit 1\n")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
     (tmp_path / "train.py").write_text(NOTHING)
     assert main([str(tmp_path / "cluster.toml"), "--script", str(tmp_path / "train.py")]) == 0
     out = capsys.readouterr().out
-    assert "this machine with its 3 cores, since there is no Slurm here" in out
+    assert "this machine with its 3 cores, since no Slurm is set up here" in out
     assert "no option for its batch" in out
     assert "train.py does not seem to save its model, which would be lost at its end." in out
     assert "DistributedDataParallel" in out

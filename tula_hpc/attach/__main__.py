@@ -270,6 +270,11 @@ def _table(
             f"no argument is {got}, the batch that the model got: put {{local_batch}} into the one "
             "that carries it, and look whether the script's loader takes it"
         )
+        if not options.arguments and not known.names:
+            words = (
+                f"the script was given no arguments and parses none: its batch, {got}, is set in its "
+                "source or environment; give it an option for that"
+            )
         asked["arguments"] = ([*arguments, "--batch-size", "{local_batch}"], words)
     if result["samples"]:
         table["samples"] = result["samples"]

@@ -235,7 +235,14 @@ class MeasuredSteps(Mode):
                 f"{name} trains on {self.device.type}, which is not the device to be measured, "
                 f"{self.expected_device} (device of the cluster file)"
             )
-        if world > 1 and not isinstance(model, DistributedDataParallel):
+        is_apart = world > 1 and not isinstance(model, DistributedDataParallel)
+        if is_apart and dist.is_initialized() and dist.get_world_size() == world:
+            raise InputError(
+                f"{name} wraps no model in DistributedDataParallel; workers that exchange gradients "
+                "in another way are not measured: wrap the model, or keep to one worker by "
+                "search.cluster_sizes = [1]"
+            )
+        if is_apart:
             raise InputError(
                 f"{name} wraps no model in DistributedDataParallel, so that its {world} workers "
                 "train apart; expected torch.distributed.init_process_group, then "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import importlib
 import itertools
 import os
@@ -22,6 +23,8 @@ from typing import Any
 MOST_ENTRIES = 1000
 # a larger file is changed itself: nobody waits for its copy
 MOST_BYTES = 2**30
+# endings of files that scripts save their state in
+OF_WEIGHTS = (".pt", ".pth", ".ckpt", ".tar", ".bin", ".safetensors", ".pkl")
 # functions of other libraries that open a file without Python, which is their second argument
 WRITERS = (("torch", "save"), ("safetensors.torch", "save_file"))
 
@@ -36,6 +39,20 @@ def own_folder(path: Path, home: Path) -> Path:
         path.mkdir(mode=0o700, parents=True)
     _show(path, home.resolve(), path.resolve(), MOST_ENTRIES)
     return path
+
+
+def newest_in(folder: Path, pattern: str) -> str:
+    """Return the newest file or folder that matches a pattern; the pattern where there is none."""
+    found = glob.glob(pattern, root_dir=folder)  # noqa: PTH207 # Path.glob takes no absolute pattern
+    return max(found, key=lambda name: ((folder / name).stat().st_mtime, name), default=pattern)
+
+
+def last_saved_in(folder: Path) -> float | None:
+    """Return the Unix time of the newest file of weights that a script wrote; None: it has none."""
+    files = (path for path in folder.rglob("*") if path.suffix in OF_WEIGHTS)
+    # a link leads to a file that was there before
+    times = [path.stat().st_mtime for path in files if path.is_file() and not path.is_symlink()]
+    return max(times, default=None)
 
 
 def _show(path: Path, home: Path, own: Path, room: int) -> None:

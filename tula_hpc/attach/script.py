@@ -58,24 +58,17 @@ class Script(NamedTuple):
         runpy.run_module(str(self.module), run_name="__main__", alter_sys=True)
 
 
-def script_of(
-    sweep: SweepSpec, configuration: Configuration, run_dir: Path, *, resumes: bool = False
-) -> Script:
+def script_of(sweep: SweepSpec, configuration: Configuration, run_dir: Path) -> Script:
     """Return the script of a sweep as it is started for a configuration.
 
     Args:
         sweep: Names it, with its arguments.
         configuration: Nodes and batch to train with.
         run_dir: Folder of this profile or training.
-        resumes: Append the arguments with which it goes on.
     """
     work = sweep.workload
-    arguments = work.arguments
-    if resumes:
-        arguments += work.resume_arguments or ()
-    return Script(
-        work.script, work.module, filled(arguments, values_of(sweep, configuration, run_dir))
-    )
+    values = values_of(sweep, configuration, run_dir)
+    return Script(work.script, work.module, filled(work.arguments, values))
 
 
 def values_of(sweep: SweepSpec, configuration: Configuration, run_dir: Path) -> dict[str, str]:
@@ -218,6 +211,10 @@ OF_STEPS = tuple(
 )
 
 
+# that of a step over all workers, which may be counted in tokens
+OF_TOTAL = re.compile(r"(total|global|effective)\w*batch|batch\w*(total|global|effective|tokens)")
+
+
 def with_placeholders(
     arguments: Sequence[str], batch: int, passes: int, options: ParsedOptions = NO_OPTIONS
 ) -> list[str]:
@@ -260,13 +257,28 @@ def with_placeholders(
         is_told = names != ("",) or len(fits) == 1
         if fits and is_told and not any(kind in argument for argument in found):
             found[fits[0]] = re.sub(r"\d+$", placeholder, found[fits[0]])
-    return [*found, *_defaults(found, batch, options)]
+    for index, number in numbers.items():
+        if tokens := _of_a_sample(flags[index], number, batch * passes):
+            found[index] = re.sub(r"\d+$", f"{{global_batch*{tokens}}}", found[index])
+    return [*found, *_defaults(found, batch, passes, options)]
 
 
-def _defaults(arguments: Sequence[str], batch: int, options: ParsedOptions) -> list[str]:
+def _of_a_sample(flag: str, total: int, samples: int) -> int:
+    """Return the tokens of a sample by an option that tells those of a step; 0: it does not."""
+    is_told = OF_TOTAL.search(flag) and total > samples and total % samples == 0
+    return total // samples if is_told else 0
+
+
+def _defaults(
+    arguments: Sequence[str], batch: int, passes: int, options: ParsedOptions
+) -> list[str]:
     """Return the options that carry batch and epochs and were left at their defaults."""
     given = " ".join(arguments)
     wanted = {}
+    for name, value in options.values.items():
+        tokens = _of_a_sample(name.lower(), value, batch * passes)
+        if tokens and name not in given:
+            wanted[f"{{global_batch*{tokens}}}"] = [name]
     if "batch}" not in given:
         sizes = [name for name, value in options.values.items() if value == batch]
         wanted["{local_batch}"] = [name for name in sizes if _is_of(name.lower(), OF_BATCH)]

@@ -249,7 +249,11 @@ class ScriptProfile(MeasuredSteps):
             )
         if passes & (passes - 1):
             return "only powers of 2 can be planned"
-        return f"set workload.accumulation = {passes}"
+        return (
+            f"set workload.accumulation = {passes} if it always takes so many; if one of its "
+            "arguments sets all samples of a step, give it {global_batch}, for tokens as in "
+            "{global_batch*1024}"
+        )
 
     def _check_share(self) -> None:
         """Refuse workers that each go through all samples in an epoch.

@@ -139,7 +139,9 @@ class Hooks:
         self.backward = _BackwardPasses(listener)
         # samples of the batch that a loader of torch has last given out; 0: not known
         self._batch = 0
-        # batches that it has given out, and the model has not had; some are taken in advance
+        # items in the last batch of each loader since the last step
+        self._given: dict[int, int] = {}
+        # batches that they have given out, and the model has not had; some are taken in advance
         self._unused = 0
 
     def install(self) -> Hooks:
@@ -212,6 +214,9 @@ class Hooks:
         if isinstance(first, list | tuple) and len(first) == given:
             return given
         samples = samples_in(first) or samples_in((args, kwargs))
+        if len(self._given) > 1 and samples not in self._given.values():
+            # of several loaders together, as labelled and many more unlabelled items
+            return min(self._given.values())
         # in an object of its own, or other dimensions: views of items, nodes of graphs, sequences
         if not samples or samples > self._unused * given > 0 or given % samples not in (0, given):
             return given
@@ -220,6 +225,7 @@ class Hooks:
     def next_batch(self, loader: object, batch: object) -> None:
         """Note what a loader gives out."""
         self._batch = items_given_out(loader, batch) or samples_in(batch)
+        self._given[id(loader)] = self._batch
         self._unused += 1
 
     def _begin_loading(self, loader: object) -> None:
@@ -250,6 +256,7 @@ class Hooks:
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer is self.optimizer:
+            self._given.clear()
             self.listener.step_ends()
 
     def _counts(self, optimizer: Optimizer) -> bool:

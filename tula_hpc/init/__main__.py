@@ -1,8 +1,8 @@
 """Command `tula init`: write the files of a first sweep.
 
 Slurm is asked for its partitions, nodes and limits, and for this user's accounts and QOS; nothing
-is submitted. With `--script` the options of a training script are read from its source. Where the
-machine has none of Slurm's commands, `--script` writes a cluster file for this machine.
+is submitted. With `--script` the options of a training script are read from its source. Where
+Slurm is not set up on the machine, `--script` writes a cluster file for the machine itself.
 
 `--json` prints one object. Its keys (None where there is none):
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 # links to the folders sweeps/ and slurm_templates/, which are copied where this is installed
 EXAMPLES = Path(__file__).parent.parent / "examples"
-# a machine that has none of them is no part of a cluster
+# a machine that has none of them, or no configuration for them, is no part of a cluster
 SLURM_COMMANDS = ("scontrol", "sinfo", "sbatch")
 
 
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="SCRIPT.py",
         help="write a sweep file for this script beside it; a cluster file that is there stays, "
-        "and without Slurm's commands it is written for this machine",
+        "and where Slurm is not set up it is written for this machine",
     )
     parser.add_argument("--partition", metavar="NAME", help="write it for this partition")
     parser.add_argument(
@@ -162,6 +162,7 @@ def _refuse_existing(target: Path, remedy: str, *, force: bool) -> None:
 def _cluster(options: argparse.Namespace) -> _Cluster:
     """Return the cluster, whose file is written unless it is there beside a script."""
     from tula_hpc.config import load_cluster
+    from tula_hpc.errors import NotConfiguredError
     from tula_hpc.init.cluster_file import cluster_file, local_cluster_file
     from tula_hpc.init.survey import survey_cluster
     from tula_hpc.records import write_atomically
@@ -171,10 +172,16 @@ def _cluster(options: argparse.Namespace) -> _Cluster:
     if has_script and target.exists():
         return _Cluster(load_cluster(target), target, is_kept=True)
     _refuse_existing(target, "name another file", force=options.force)
-    if has_script and not any(map(shutil.which, SLURM_COMMANDS)):
+    survey: Survey | None = None
+    if not has_script or any(map(shutil.which, SLURM_COMMANDS)):
+        try:
+            survey = survey_cluster()
+        except NotConfiguredError:
+            if not has_script:
+                raise
+    if survey is None:
         write_atomically(target, local_cluster_file())
         return _Cluster(load_cluster(target), target, is_kept=False)
-    survey = survey_cluster()
     place = _chosen(survey, options.partition)
     write_atomically(target, cluster_file(survey, place))
     # what was written is what the other commands will read
@@ -291,7 +298,7 @@ def _words(cluster: _Cluster, script: Script | None) -> Iterator[str]:
         yield f"{cluster.file}: is there already, and stays as it is."
     else:
         cores = plural(cluster.spec.max_nodes, "core")
-        yield f"{cluster.file}: this machine with its {cores}, since there is no Slurm here."
+        yield f"{cluster.file}: this machine with its {cores}, since no Slurm is set up here."
     if script is not None:
         keys = " and ".join(required_keys(script.target.read_text()))
         needs = f" It still needs {keys}; tula attach fills in what it sees." if keys else ""

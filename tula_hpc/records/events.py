@@ -199,6 +199,8 @@ class ProgressData(EventData):
     epochs_seen: float | None = None
     # newer checkpoints that could not be used, and why
     passed_over: str = ""
+    # Unix time of the start of the job, or of its run after a requeue
+    began_at: float | None = None
 
 
 class CheckpointData(EventData):
@@ -435,6 +437,8 @@ class Sign(NamedTuple):
     job_id: str = ""
     # of the training
     label: str = MAIN_LABEL
+    # Unix time of the start of the job's run, where its end tells it
+    began_at: float | None = None
 
 
 class News(NamedTuple):
@@ -669,7 +673,8 @@ class RunHistory:
             for event in events:
                 if event.event in _SIGNS:
                     kind = _SIGNS[event.event]
-                    found.append(Sign(event.time, kind, event.title, event.job_id, label))
+                    began_at = ProgressData.of(event).began_at
+                    found.append(Sign(event.time, kind, event.title, event.job_id, label, began_at))
         return sorted(found, key=lambda sign: sign.time)
 
     def news(self, since: int) -> list[News]:

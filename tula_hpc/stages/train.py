@@ -153,8 +153,7 @@ def _gone(sweep: Sweep) -> str:
 def _starts_over(sweep: Sweep) -> bool:
     """Tell whether the plan's training, stopped now, would have nothing to go on from."""
     work = sweep.spec.workload
-    can_resume = not work.is_script or work.goes_on
-    return not can_resume and not sweep.run.train().newest_checkpoint
+    return work.is_script and not work.goes_on and not sweep.run.train().newest_checkpoint
 
 
 def _completed(job: Submission, plan: Plan) -> Submission:
@@ -346,15 +345,14 @@ def next_candidate(plan: Plan, run: RunDirectory, max_fallbacks: int) -> Candida
 
 
 def _below_failed(candidate: Candidate, failed: Sequence[Measurement]) -> Candidate | None:
-    """Return a candidate with a batch below those that ran out of memory, in more passes if needed.
-
-    None where that is not possible.
-    """
+    """Return a candidate below those that ran out of memory, in more passes if needed; None: none."""
     least = min((m.local_batch // (m.accumulation or 1) for m in failed), default=sys.maxsize)
+    if any(m.accumulation is None for m in failed):
+        # it always takes as many passes
+        return candidate if candidate.local_batch < least else None
     passes = candidate.accumulation
-    if all(m.accumulation is not None for m in failed):
-        while passes < candidate.local_batch and candidate.local_batch // passes >= least:
-            passes *= 2
+    while passes < candidate.local_batch and candidate.local_batch // passes >= least:
+        passes *= 2
     if candidate.local_batch // passes >= least:
         return None
     return candidate.model_copy(update={"accumulation": passes})

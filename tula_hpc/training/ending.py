@@ -9,7 +9,7 @@ import sys
 from typing import Any, Protocol
 
 from tula_hpc.ddp.stop_signals import StopRequest
-from tula_hpc.env import WorkerEnvironment, slurm_job_id, unix_time
+from tula_hpc.env import WorkerEnvironment, job_started_at, slurm_job_id, unix_time
 from tula_hpc.errors import Failure, StageError
 from tula_hpc.launch import slurm
 from tula_hpc.launch.diagnosis import BY_HAND
@@ -40,7 +40,14 @@ def record_oom(job: TrainJob, env: WorkerEnvironment, failure: Failure) -> None:
         identity=job.measured,
         accumulation=work.accumulation if work.accumulates else None,
     )
-    run.log_event("oom", "train", failure=failure, job_id=env.job_id, detail=str(job.configuration))
+    run.log_event(
+        "oom",
+        "train",
+        failure=failure,
+        job_id=env.job_id,
+        detail=str(job.configuration),
+        data={"began_at": job_started_at()},
+    )
 
 
 class SoFar(Protocol):
@@ -96,11 +103,12 @@ def leave(training: Leaving, stop: StopRequest, saved: str = "saved at step") ->
         StageError: The training was restarted as often as it may be.
     """
     progress = training.progress
+    began = {"began_at": job_started_at()}
     data = {"step": progress.step, "samples_seen": progress.samples_seen}
     if training.is_main:
         name = "TERM" if stop.received is None else stop.received.name
         detail = f"stop requested ({name}); {saved} {progress.step}"
-        training.log_event("preempted", detail, data)
+        training.log_event("preempted", detail, data | began)
     if progress.restarts >= training.job.sweep.training.max_requeues:
         used_up = f"restarted {progress.restarts} times, as often as training.max_requeues allows"
         if training.is_main:
@@ -181,4 +189,5 @@ def write_result(
         saving_s=progress.saving_s,
     )
     write_atomically(training.files.result_file, result.model_dump_json(indent=1))
-    training.log_event("finished", diverged or test.text)
+    began = {"began_at": job_started_at()}
+    training.log_event("finished", diverged or test.text, began)

@@ -166,10 +166,10 @@ def test_a_plan_tells_of_the_checkpoints_that_are_written(
 
     long = said(1000)
     assert ("with a checkpoint every " in long) == (resume is Resume.CHECKPOINT)
-    assert ("with a checkpoint after each epoch" in long) == (resume is Resume.EPOCH)
+    assert ("if a checkpoint is saved after each epoch" in long) == (resume is Resume.EPOCH)
     assert ("while a checkpoint is written" in long) == (resume is Resume.CHECKPOINT)
     # what a script saves at the end of an epoch it saves at the end of the only one
-    assert ("with a checkpoint after each epoch" in said(1)) == (resume is Resume.EPOCH)
+    assert ("if a checkpoint is saved after each epoch" in said(1)) == (resume is Resume.EPOCH)
 
 
 @pytest.mark.parametrize(

@@ -47,21 +47,27 @@ def result(wall_time_s: float, nodes: int = 2) -> TrainResult:
     return TrainResult.model_validate(known | numbers | shares)
 
 
-def event(name: str, time: float) -> Event:
-    return Event.model_validate({"event": name, "time": time, "stage": "train"})
+def event(name: str, time: float, **data: float) -> Event:
+    return Event.model_validate({"event": name, "time": time, "stage": "train", "data": data})
 
 
 def test_use_is_node_seconds_of_all_runs_without_the_queue_between_them() -> None:
     events = [event("submitted", 50), event("preempted", 200), event("requeued", 201), event("resumed", 500)]
     events.append(event("finished", 700))
     use = actual_use(events, result(wall_time_s=600))
-    assert use == (2 * ((200 - 100) + (700 - 500)), 2, 0)
+    assert use == (2 * ((200 - 100) + (700 - 500)), 2, 0, False)
+
+
+def test_use_holds_the_starts_where_the_ends_tell_when_their_jobs_began() -> None:
+    events = [event("preempted", 200, began_at=60), event("resumed", 500), event("finished", 700, began_at=490)]
+    use = actual_use(events, result(wall_time_s=600))
+    assert use == (2 * ((200 - 60) + (700 - 490)), 2, 0, True)
 
 
 def test_a_run_that_was_killed_without_a_word_is_counted_as_unknown() -> None:
     events = [event("resumed", 300), event("finished", 400)]
-    assert actual_use(events, result(wall_time_s=300)) == (2 * 100, 2, 1)
+    assert actual_use(events, result(wall_time_s=300)) == (2 * 100, 2, 1, False)
 
 
 def test_an_uninterrupted_training_used_its_wall_time() -> None:
-    assert actual_use([event("finished", 1000)], result(wall_time_s=400)) == (800, 1, 0)
+    assert actual_use([event("finished", 1000)], result(wall_time_s=400)) == (800, 1, 0, False)

@@ -1,6 +1,7 @@
 """A loop with checkpoints of its own, at the ends of epochs, as many scripts have them.
 
-own_checkpoints.py --batch-size 8 --epochs 2 [--resume checkpoints/last.pt | --auto-resume] [--handler] [--fails how]
+own_checkpoints.py --batch-size 8 --epochs 2 [--resume checkpoints/last.pt | --auto-resume] [--repeats] [--handler]
+                   [--fails how]
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def options_given() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--auto-resume", action="store_true")
+    parser.add_argument("--repeats", action="store_true")
     parser.add_argument("--handler", action="store_true")
     parser.add_argument("--fails", default="")
     return parser.parse_args()
@@ -66,7 +68,7 @@ def main() -> None:
     if options.resume:
         state = torch.load(options.resume, weights_only=True)
         model.load_state_dict(state["model"])
-        begin = state["epoch"]
+        begin = state["epoch"] - options.repeats
         print(f"resumed at epoch {begin}", flush=True)
     if options.handler:
         signal.signal(signal.SIGTERM, leave)

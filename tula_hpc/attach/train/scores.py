@@ -13,11 +13,13 @@ import subprocess
 import threading
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO
 
-from tula_hpc.records import EpochMetrics, TrainDirectory
+from tula_hpc.records import EpochMetrics, TrainDirectory, read_metrics
 from tula_hpc.training.metrics_writer import write_scores
 
+NAMES = ("test_accuracy", "test_top5_accuracy", "test_loss", "train_loss")
 # of one line; what is longer is no line with a score
 MOST_LINE_BYTES = 65_536
 CHUNK_BYTES = 65_536
@@ -119,3 +121,12 @@ class Scores:
         found = [self._found.popleft() for _ in range(len(self._found))]
         if found:
             write_scores(self.files.metrics_file, found)
+
+
+def last_scores(metrics_file: Path) -> dict[str, float]:
+    """Return the last of each score that is known."""
+    found: dict[str, float] = {}
+    for row in read_metrics(metrics_file).epochs:
+        values = {name: getattr(row, name) for name in NAMES}
+        found |= {name: value for name, value in values.items() if value is not None}
+    return found

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tula_hpc.attach.own_folder import own_folder
-from tula_hpc.attach.script import script_of
+from tula_hpc.attach.own_folder import last_saved_in, newest_in, own_folder
+from tula_hpc.attach.script import filled, script_of, values_of
 from tula_hpc.ddp.exit_at_once import leaving_at_once
 from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.env import job_started_at, join_job, loading_libraries, unix_time
@@ -40,13 +41,10 @@ if TYPE_CHECKING:
     from tula_hpc.ddp.process_group import Allocation
 
 KEY = "workload.script"
-SCORES = ("test_accuracy", "test_top5_accuracy", "test_loss", "train_loss")
 # of waiting for the other workers, before the script's first step and after its last
 PATIENCE = timedelta(minutes=10)
 # by which Slurm may send a signal before its time
 EARLY_S = 60.0
-# endings of files that scripts save their state in
-OF_WEIGHTS = (".pt", ".pth", ".ckpt", ".tar", ".bin", ".safetensors", ".pkl")
 # by which the time of a file may be behind the clock
 FILE_CLOCK_S = 0.02
 
@@ -80,8 +78,9 @@ class Start:
     restarts: int = 0
     # Unix time of the first
     started_at: float = 0.0
-    # the script is given its resume_arguments
+    # the script goes on from what it has saved, with these arguments appended
     resumes: bool = False
+    resuming: Sequence[str] = ()
     # where the script begins, unless it is kept
     epoch: int = 0
     step: int = 0
@@ -184,7 +183,7 @@ class ScriptJob:
 
     def _begin_where_the_script_does(self, start: Start) -> None:
         """Take a script that has its own checkpoints to go on at the last epoch that it saved."""
-        start.resumes, how, saved_at = self._can_resume()
+        how, saved_at = self._look_for_saved(start)
         metrics = read_metrics(self.files.metrics_file)
         if start.resumes:
             last = metrics.steps[-1].step if metrics.steps else 0
@@ -202,26 +201,31 @@ class ScriptJob:
         data = {"step": start.step, "samples_seen": start.samples_seen, "epoch": start.epoch}
         self.log_event("resumed", how, data)
 
-    def _can_resume(self) -> tuple[bool, str, float | None]:
-        """Return whether the script goes on, how in words, and the Unix time of what it saved."""
+    def _look_for_saved(self, start: Start) -> tuple[str, float | None]:
+        """Tell a script to go on if it can; return how in words, and the time of what it saved."""
         given = self.job.sweep.workload.resume_arguments
         if given is None:
             why = "there are no workload.resume_arguments, and nothing is kept"
             if self.run_directory.history().has_left_files(self.job.label):
                 why = f"what was saved in {self.files.checkpoints} is gone"
-            return False, f"begins anew: {why}", None
-        script = script_of(self.job.sweep, self.job.configuration, self._work, resumes=True)
+            return f"begins anew: {why}", None
         saved_at: float | None = None
-        for argument in script.arguments[len(script.arguments) - len(given) :]:
-            named = argument.rpartition("=")[2]
+        resuming = []
+        values = values_of(self.job.sweep, self.job.configuration, self._work)
+        for argument in filled(given, values):
+            option, equals, name = argument.rpartition("=")
+            named = newest_in(self._work, name) if "*" in name else name
             file = self._work / named
             if file.exists():
                 saved_at = max(saved_at or 0.0, file.stat().st_mtime)
             # an option or a word is no file
-            elif "/" in named:
-                return False, f"begins anew: the script has not written {named} yet", None
-        how = f"goes on by itself, with {' '.join(given) or 'the same arguments'}"
-        return True, how, saved_at or _last_saved(self._work)
+            elif "/" in named or "*" in named:
+                return f"begins anew: the script has not written {named} yet", None
+            resuming.append(f"{option}{equals}{named}")
+        start.resumes = True
+        start.resuming = resuming
+        how = f"goes on by itself, with {' '.join(resuming) or 'the same arguments'}"
+        return how, saved_at or last_saved_in(self._work)
 
     @property
     def _work(self) -> Path:
@@ -258,12 +262,12 @@ class ScriptJob:
     def _spec(self, start: Start, own: Path) -> ChildSpec:
         from tula_hpc.attach.reporting import ChildSpec
 
-        script = script_of(self.job.sweep, self.job.configuration, own, resumes=start.resumes)
+        script = script_of(self.job.sweep, self.job.configuration, own)
         return ChildSpec(
             mode="train",
             script=script.path,
             module=script.module,
-            arguments=script.arguments,
+            arguments=(*script.arguments, *start.resuming),
             home=Path.cwd(),
             said=self.folder / f"rank-{self.place.rank}.said",
             parent=os.getpid(),
@@ -415,12 +419,16 @@ class ScriptJob:
         )
 
     def _write_result(self, start: Start) -> None:
+        from tula_hpc.attach.train.scores import last_scores
+
         if not self.is_main:
             return
         job = self.job
         told = self.progress
         epochs = job.sweep.workload.epochs
-        scores = _last_scores(self.files.metrics_file)
+        scores = last_scores(self.files.metrics_file)
+        if start.resumes and told.epoch > epochs:
+            told = _without_repeated(told, epochs, read_metrics(self.files.metrics_file).epochs)
         # where a script went on by itself is known to an epoch only
         started_at = told.started_at or start.started_at
         is_whole = told.epoch >= epochs - int(start.resumes)
@@ -445,7 +453,27 @@ class ScriptJob:
             saving_s=told.saving_s,
         )
         write_atomically(self.files.result_file, result.model_dump_json(indent=1))
-        self.log_event("finished", format_score(result.test_accuracy, result.test_loss))
+        score = format_score(result.test_accuracy, result.test_loss)
+        self.log_event("finished", score, {"began_at": job_started_at()})
+
+
+def _without_repeated(
+    told: TrainedSoFar, epochs: int, rows: Sequence[EpochMetrics]
+) -> TrainedSoFar:
+    """Return the progress without epochs that a script went through again as it went on.
+
+    Some save an epoch's number before its end. Which epochs were repeated is not known; they are
+    taken to be as long as the last ones.
+    """
+    repeated = rows[epochs - told.epoch :]
+    return told.model_copy(
+        update={
+            "epoch": epochs,
+            "step": told.step - sum(row.steps or 0 for row in repeated),
+            "samples_seen": told.samples_seen * epochs // told.epoch,
+            "train_time_s": told.train_time_s - sum(row.epoch_time_s for row in repeated),
+        }
+    )
 
 
 def _was_saved(row: EpochMetrics, saved_at: float | None, last_step: int) -> bool:
@@ -460,20 +488,3 @@ def _was_saved(row: EpochMetrics, saved_at: float | None, last_step: int) -> boo
         # what it saves it saves before its next step
         return row.step < last_step
     return row.ended_at <= saved_at + FILE_CLOCK_S
-
-
-def _last_saved(folder: Path) -> float | None:
-    """Return the Unix time of the newest file of weights that a script wrote; None: it has none."""
-    files = (path for path in folder.rglob("*") if path.suffix in OF_WEIGHTS)
-    # a link leads to a file that was there before
-    times = [path.stat().st_mtime for path in files if path.is_file() and not path.is_symlink()]
-    return max(times, default=None)
-
-
-def _last_scores(metrics_file: Path) -> dict[str, float]:
-    """Return the last of each score that is known."""
-    found: dict[str, float] = {}
-    for row in read_metrics(metrics_file).epochs:
-        values = {name: getattr(row, name) for name in SCORES}
-        found |= {name: value for name, value in values.items() if value is not None}
-    return found
