@@ -41,7 +41,11 @@ def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, scri
         ("finds no data", Failure.BAD_INPUT, "; looked for from /"),
         ("saves to a full disk", Failure.NO_SPACE, "torch.save could not write all of it; make space on the disk"),
         ("ends at once", Failure.BAD_INPUT, "misbehaving.py ended: no torch optimizer took a step"),
-        ("ends", Failure.BAD_INPUT, "after 2 optimizer steps, before it was measured; give it more epochs or samples"),
+        (
+            "ends",
+            Failure.BAD_INPUT,
+            "after 2 optimizer steps, before it was measured; give it more epochs, steps or samples",
+        ),
         ("exits with words", Failure.BAD_INPUT, "before it was measured; the last it printed: no data here"),
         ("leaves", Failure.BAD_INPUT, "misbehaving.py ended its process by itself, with exit code 0"),
         ("takes no batch", Failure.BAD_INPUT, "workload.arguments: asked for 4 samples a forward, the model got 6"),

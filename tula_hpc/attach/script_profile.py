@@ -162,8 +162,8 @@ class ScriptProfile(MeasuredSteps):
         most = search.warmup_steps + 2 * search.max_steps
         if self.spec.mode == "look":
             return (
-                f"; give it more epochs or samples by its own arguments, for at most {most} steps, and "
-                "switch off what ends it when its score stays as it is"
+                f"; give it more epochs, steps or samples by its own arguments, for at most {most} "
+                "steps, and switch off what ends it when its score stays as it is"
             )
         loaded = self.loaded_samples
         samples = self.settings.samples
@@ -173,8 +173,8 @@ class ScriptProfile(MeasuredSteps):
                 "workload.samples; correct that: epochs of a profile are reckoned from it"
             )
         return (
-            "; give it more epochs or samples ({epochs} in workload.arguments is raised for a profile), "
-            f"for at most {most} steps, and switch off what ends it when its score stays as it is"
+            "; give it more epochs, steps or samples ({epochs} in workload.arguments is raised for a "
+            f"profile), for at most {most} steps, and switch off what ends it when its score stays as it is"
         )
 
     def _told(self) -> Said:
