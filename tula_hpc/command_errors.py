@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tula_hpc.env import begin_process
-from tula_hpc.errors import CancelledJobError, InputError, StorageError, TulaError
+from tula_hpc.errors import (
+    CancelledJobError,
+    DivergedError,
+    InputError,
+    StorageError,
+    TulaError,
+)
 from tula_hpc.files import NO_SPACE, drop_output, full_disk, in_words
 from tula_hpc.python_path import missing_library
 
@@ -102,6 +108,9 @@ def exit_code_of(
 def _what_to_do(error: TulaError, options: argparse.Namespace) -> str:
     if isinstance(error, StorageError) and error.is_folder_gone:
         # nothing is kept, and the error says so
+        return ""
+    if isinstance(error, DivergedError):
+        # it says what to do before
         return ""
     if isinstance(error, CancelledJobError):
         return "Run the same command again to go on; finished work is kept.\n"

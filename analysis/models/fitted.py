@@ -19,6 +19,8 @@ Array = NDArray[np.float64]
 # one cannot tell fixed costs from costs per sample
 MIN_LOCAL_BATCHES = 2
 REMEDY = "run the sweep again to profile what is missing"
+# where the model itself, or interpreter and libraries, do not fit
+LARGER_MACHINE = "raise the limit if nodes have more, or use a machine with more memory"
 MORE_MEMORY = "lower search.min_batch, allow more nodes, or use a machine with more memory"
 
 

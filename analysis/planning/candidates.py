@@ -421,7 +421,7 @@ def _record(
         model_step_time_s=model_s,
         currency=part.cluster.pricing.currency,
         energy_kwh=None if np.isnan(row.energy_kwh) else float(row.energy_kwh),
-        checkpoint_minutes=None if part.resume is Resume.NOTHING else every_s / 60.0,
+        checkpoint_minutes=every_s / 60.0 if part.resume is Resume.CHECKPOINT else None,
         progress_time_s=progress_s,
         peak_memory_bytes=int(row.peak_bytes),
         wall_parts_s=parts_s,

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from tula_hpc.analysis.costs.interruptions import Resume
 from tula_hpc.analysis.costs.pricing import enough_minutes
-from tula_hpc.analysis.models.fitted import MORE_MEMORY, REMEDY
+from tula_hpc.analysis.models.fitted import LARGER_MACHINE, MORE_MEMORY, REMEDY
 from tula_hpc.analysis.planning.candidates import FEASIBLE, CandidateTable, Why, as_records
 from tula_hpc.analysis.planning.constraints import (
     CONSTRAINED,
@@ -21,6 +21,7 @@ from tula_hpc.analysis.planning.constraints import (
     unconstrained,
 )
 from tula_hpc.analysis.planning.knee import TimeCurves
+from tula_hpc.analysis.planning.memory_limit import allowed_bytes
 from tula_hpc.analysis.planning.objective import choose
 from tula_hpc.analysis.planning.partitions import Fitted, name_of
 from tula_hpc.config import ObjectiveSpec
@@ -63,12 +64,23 @@ def require_feasible(fitted: Fitted, objective: ObjectiveSpec, max_requeues: int
     row = int(np.lexsort((table.global_batch, table.local_batch))[0])
     why_not = Why(int(table.why[row]))
     advice = ADVICE.get(why_not, MORE_MEMORY)
+    if why_not is Why.MEMORY and _no_batch_fits(fitted, row):
+        advice = f"even one sample would need more than that; {LARGER_MACHINE}"
     if why_not is Why.FOREVER:
         row = _least_time(fitted, max_requeues)
         advice = _more_time(fitted, row, max_requeues)
     named = _record(fitted, row)
     why = f"{name_of(named)}: {named.why}"
     raise InfeasibleError(f"plan: none of {table.rows:,} candidates is feasible; {why}; {advice}")
+
+
+def _no_batch_fits(fitted: Fitted, row: int) -> bool:
+    """Tell whether a worker of this candidate's cluster would lack memory for a single sample."""
+    table = fitted.table
+    part = fitted.parts[table.part[row]]
+    workers = table.nodes[[row]] * table.workers_per_node[[row]]
+    least = part.models.memory.predict(np.ones(1), workers)
+    return bool(least > allowed_bytes(part.memory_limit_bytes, part.cluster.memory_margin))
 
 
 def _least_time(fitted: Fitted, max_requeues: int) -> int:

@@ -159,10 +159,9 @@ def expectation(plan: Plan) -> str:
         text += f"; its steps alone take {steps}"
     every_s = 60.0 * (chosen.checkpoint_minutes or math.inf)
     if every_s < chosen.expected_time_s:
-        if math.isclose(every_s, chosen.epoch_time_s, rel_tol=0.01):
-            text += ", if a checkpoint is saved after each epoch"
-        else:
-            text += f", with a checkpoint every {format_duration(every_s)}"
+        is_epoch = math.isclose(every_s, chosen.epoch_time_s, rel_tol=0.01)
+        often = "after each epoch" if is_epoch else f"every {format_duration(every_s)}"
+        text += f", with a checkpoint {often}"
     if chosen.energy_kwh is not None:
         text += f"; {format_number(chosen.energy_kwh, 3)} kWh"
     return f"{text}."

@@ -111,7 +111,8 @@ def _run(options: argparse.Namespace) -> int:
     elif find_module(module) is None:
         raise InputError(f"no module {module!r} here or installed", source="SCRIPT")
     if options.into is not None and not options.into.is_file():
-        raise InputError("no such file; tula init --script writes it", source=options.into)
+        message = "no such file; tula init --script writes it; without --into one is printed here"
+        raise InputError(message, source=options.into)
     folder = Path(tempfile.mkdtemp(prefix="tula-attach-"))
     sys.stderr.write(
         f"running {options.script} until it is measured, with learning rates of 0; its output: "

@@ -19,6 +19,7 @@ from tula_hpc.cli.pipeline import carry_out
 from tula_hpc.command_errors import TRY_AGAIN_ON_A_RUN
 from tula_hpc.env import slurm_job_id
 from tula_hpc.errors import (
+    CancelledJobError,
     Failure,
     LaunchError,
     RunDirectoryError,
@@ -28,6 +29,7 @@ from tula_hpc.errors import (
 )
 from tula_hpc.formatting import plural
 from tula_hpc.launch import slurm
+from tula_hpc.launch.diagnosis import BY_HAND
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.job_specs import ControlJob
 from tula_hpc.launch.launcher import JobsNow, StillRunningError
@@ -93,7 +95,19 @@ def _step(sweep: Sweep, until: str) -> int:
     return code
 
 
+def _refuse_if_cancelled() -> None:
+    """Have a cancelled controller submit nothing in the half minute that Slurm leaves it.
+
+    Raises:
+        CancelledJobError: It is one.
+    """
+    own = slurm_job_id()
+    if own and slurm.leaving(own) is slurm.Leaving.CANCELLED:
+        raise CancelledJobError(f"controller job {own} was cancelled, {BY_HAND}")
+
+
 def _hand_over(sweep: Sweep, jobs: Sequence[Submitted], until: str) -> None:
+    _refuse_if_cancelled()
     # where a controller was requeued by Slurm after it had left another
     there, _ = _on_duty(sweep)
     controller = there[0] if there else _submit_controller(sweep, jobs, until)
@@ -199,6 +213,7 @@ def _in_turn(run: RunDirectory) -> Iterator[None]:
 
 def _try_step(sweep: Sweep, until: str) -> str:
     try:
+        _refuse_if_cancelled()
         _step(sweep, until)
     except (TulaError, OSError) as error:
         return str(error) or type(error).__name__

@@ -163,6 +163,7 @@ def _load_without_paths(
         InputError: It is not, or there are other mistakes.
     """
     from tula_hpc.config import load_together
+    from tula_hpc.own_sources import find_source
     from tula_hpc.stages.rehearsal import with_remedy
 
     try:
@@ -176,9 +177,13 @@ def _load_without_paths(
     # jobs on this machine find no more than this command
     if not spec.workload.names_data or cluster.executor == "local":
         raise mistake from None
-    if spec.search.estimate:
-        raise InputError(with_remedy(str(mistake), cluster)) from None
-    return spec, cluster
+    if not spec.search.estimate:
+        return spec, cluster
+    own = spec.workload.entry_points
+    is_here = all(Path(name).exists() or find_source(name.partition(":")[0]) for name in own)
+    if is_here and not _lacks_only_data(options):
+        raise mistake from None
+    raise InputError(with_remedy(str(mistake), cluster)) from None
 
 
 def _lacks_only_data(options: argparse.Namespace) -> bool:

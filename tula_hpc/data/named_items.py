@@ -1,7 +1,7 @@
 """Items by name: a mistake in a data set is told with the item that shows it.
 
-A mistake travels from a loader process as an `InputError` in the batch's place, and is raised where
-the batch is asked for: a traceback of this package says nothing about it.
+A mistake travels from a loader process as an error in the batch's place, and is raised where the
+batch is asked for: a traceback of this package says nothing about it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from tula_hpc.batches import Batch
 from tula_hpc.data.images import ImageDataset
-from tula_hpc.errors import InputError
+from tula_hpc.errors import InputError, StageError
+from tula_hpc.files import NO_SPACE
 from tula_hpc.user_code import collate, is_mistake, told
 
 
@@ -42,7 +43,7 @@ class NamedItems(Dataset[Any]):
         """Return the items of a batch, or the mistake alone."""
         try:
             return _Items(self.items(indices), self, indices)
-        except InputError as error:
+        except (InputError, StageError) as error:
             return [error]
 
     def items(self, indices: list[Any]) -> list[Any]:
@@ -50,13 +51,14 @@ class NamedItems(Dataset[Any]):
 
         Raises:
             InputError: One of them cannot be loaded, or has no label of a class.
+            StageError: One of them cannot be read, as a file system fails.
         """
         several = getattr(self.dataset, "__getitems__", None)
         if several is None or isinstance(self.dataset, Subset):
             return [self.item(index) for index in indices]
         try:
             return [self._checked(*pair) for pair in zip(indices, several(indices), strict=True)]
-        except InputError:
+        except (InputError, StageError):
             raise
         except Exception:  # noqa: BLE001 # which item it was shows below
             return [self.item(index) for index in indices]
@@ -68,10 +70,13 @@ class NamedItems(Dataset[Any]):
         except InputError:
             raise
         except Exception as error:
-            if not is_mistake(error):
-                error.add_note(f"(item {self._own(index)} of the {self.what} set)")
-                raise
-            raise self._mistake(index, f"cannot be loaded: {told(error)}") from error
+            if is_mistake(error):
+                raise self._mistake(index, f"cannot be loaded: {told(error)}") from error
+            if isinstance(error, OSError) and error.errno not in NO_SPACE:
+                # a file system that fails may work the next time
+                raise StageError(f"{self._place(index)} cannot be read: {told(error)}") from error
+            error.add_note(f"({self._place(index)})")
+            raise
 
     def _checked(self, index: int, item: Any) -> Any:
         if item is None:
@@ -83,8 +88,10 @@ class NamedItems(Dataset[Any]):
         return item
 
     def _mistake(self, index: int, words: str) -> InputError:
-        place = f"item {self._own(index)} of the {self.what} set"
-        return InputError(f"{place} {words}", key="workload.dataset")
+        return InputError(f"{self._place(index)} {words}", key="workload.dataset")
+
+    def _place(self, index: int) -> str:
+        return f"item {self._own(index)} of the {self.what} set"
 
     def pair(self, first: int, second: int) -> str:
         """Name two items for a message."""
@@ -126,14 +133,16 @@ class TellingLoader(DataLoader[Any]):
 
 
 def _raise_mistake(batch: Any) -> Any:
-    if isinstance(batch, InputError):
+    if isinstance(batch, InputError | StageError):
         raise batch
     return batch
 
 
-def collated(make: Callable[[list[Any]], Batch], items: list[Any]) -> Batch | InputError:
+def collated(
+    make: Callable[[list[Any]], Batch], items: list[Any]
+) -> Batch | InputError | StageError:
     """Put items together into a batch; return the mistake if that cannot be done."""
-    if isinstance(items[0], InputError):
+    if isinstance(items[0], InputError | StageError):
         return items[0]
     try:
         return make(items)

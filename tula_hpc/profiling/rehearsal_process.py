@@ -283,7 +283,7 @@ def _may_be_only_here(error: InputError, cluster: ClusterSpec | None) -> bool:
     """Tell whether this machine may lack something that the nodes have."""
     cause = error.__cause__
     if isinstance(cause, ImportError | OSError) or error.key == "workload.data_dir":
-        return True
+        return not isinstance(cause, IsADirectoryError)
     if cluster is None or _SPEAKS_OF_DEVICE.search(str(cause)) is None:
         return False
     return any(part.device == "cuda" for part in cluster.parts())

@@ -400,6 +400,8 @@ class RunDirectory:
             return read_plan(self.plan_file, self.has_trained)
         except FileNotFoundError:
             message = "no plan yet; the sweep makes it when its profiling is over"
+            if self.has_trained():
+                message = "is missing; the sweep, run again, makes it from the measurements"
             raise RunDirectoryError(message, source=self.plan_file) from None
 
     def read_rates(self) -> TunedRates | None:

@@ -353,7 +353,7 @@ def _record_end(part: Sweep, job: Submission, end: Ended) -> bool:
 def _how_it_failed(blamed: Configuration, end: Ended) -> str:
     # of our own sentences, and of others' exceptions, "bug" says nothing more
     kind = "" if end.failure is Failure.BUG else end.failure.value.replace("_", " ")
-    why = ": ".join(filter(None, [kind, telling_line(end.log_tail)]))
+    why = ": ".join(filter(None, [kind, telling_line(end.log_tail).rstrip(".")]))
     log = f"; log: {end.log_file}" if end.log_file else ""
     return (
         f"job {end.job.job_id} failed while it measured {blamed} ({why}); the search goes on{log}"

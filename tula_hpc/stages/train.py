@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from tula_hpc.analysis.drift import describe_drift
 from tula_hpc.env import unix_time
-from tula_hpc.errors import CancelledJobError, Failure, StageError
+from tula_hpc.errors import CancelledJobError, DivergedError, Failure, StageError
 from tula_hpc.formatting import format_duration, format_score, plural
 from tula_hpc.launch.diagnosis import last_bytes
 from tula_hpc.launch.job_specs import TrainJob, in_passes
@@ -111,8 +111,11 @@ def _see_to(
     outcome = settle(there, job, end, policy)
     tell_news(sweep)
     if outcome.verdict is Verdict.GIVE_UP:
-        cancelled = outcome.failure.kind is Failure.CANCELLED
-        error = CancelledJobError if cancelled else StageError
+        error: type[StageError] = StageError
+        if outcome.failure.kind is Failure.CANCELLED:
+            error = CancelledJobError
+        elif outcome.failure.kind is Failure.DIVERGED:
+            error = DivergedError
         raise error("\n".join([f"train: {_why_given_up(there, outcome)}", *_lost(sweep)]))
     if outcome.verdict is not Verdict.DONE:
         sys.stderr.write(f"training: {_going_on(sweep, outcome)}\n")

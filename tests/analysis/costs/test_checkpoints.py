@@ -159,17 +159,12 @@ def test_a_plan_tells_of_the_checkpoints_that_are_written(
     spec = WorkloadSpec.model_validate(workload, context={"check_paths": False})
     rows = [row.model_copy(update={"kept": kept}) for row in CORNERS]
 
-    def said(epochs: int) -> str:
-        work = spec.model_copy(update={"epochs": epochs})
-        slow = cluster(pricing={"checkpoint_write_s": 5.0})
-        return " ".join(sentences(make_plan(sweep("time").model_copy(update={"workload": work}), slow, rows)))
-
-    long = said(1000)
+    long_sweep = sweep("time").model_copy(update={"workload": spec.model_copy(update={"epochs": 1000})})
+    long = " ".join(sentences(make_plan(long_sweep, cluster(pricing={"checkpoint_write_s": 5.0}), rows)))
     assert ("with a checkpoint every " in long) == (resume is Resume.CHECKPOINT)
-    assert ("if a checkpoint is saved after each epoch" in long) == (resume is Resume.EPOCH)
+    # it is not known how often a script saves
+    assert ("as far as is known from the end of an epoch" in long) == (resume is Resume.EPOCH)
     assert ("while a checkpoint is written" in long) == (resume is Resume.CHECKPOINT)
-    # what a script saves at the end of an epoch it saves at the end of the only one
-    assert ("if a checkpoint is saved after each epoch" in said(1)) == (resume is Resume.EPOCH)
 
 
 @pytest.mark.parametrize(

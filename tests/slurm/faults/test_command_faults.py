@@ -15,6 +15,7 @@ import pytest
 
 from tests.slurm.testcluster import MiniCluster
 from tula_hpc.errors import RunDirectoryError
+from tula_hpc.launch.diagnosis import BY_HAND
 from tula_hpc.records import RunDirectory, read_metrics
 
 pytestmark = pytest.mark.usefixtures("quick_nodes")
@@ -129,6 +130,20 @@ def test_a_plain_command_on_a_detached_sweep_waits_and_cancels_nothing(
     assert "interrupted; the sweep goes on unattended, by controller job " in said
     assert "--take-over" in said.splitlines()[-2]
     assert "is cancelled" not in said
+
+
+def test_cancelled_with_all_its_jobs_a_detached_sweep_is_over(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
+    command = Command(tmp_path, slurm_cluster)
+    assert command.start("--detach").wait(120) == 0, command.log.read_text()
+    (controller,) = command.control()
+    with held(command.run, slurm_cluster):
+        slurm_cluster.wait_for(lambda: slurm_cluster.task_pids(controller), 300, "the controller job")
+        before = command.submissions()
+        slurm_cluster.run("scancel", controller, *command.control("guard"))
+    slurm_cluster.wait_for(lambda: command.has("ended", "control"), 60, "the controller's end")
+    assert command.submissions() == before
+    (end,) = (event for event in command.run.events() if (event.event, event.stage) == ("ended", "control"))
+    assert end.detail == f"controller job {controller} was cancelled, {BY_HAND}"
 
 
 def test_a_command_that_is_killed_at_any_moment_goes_on_and_does_nothing_twice(
