@@ -76,6 +76,10 @@ class Command:
         submitted = [e for e in self.run.events() if (e.event, e.stage) == ("submitted", "control")]
         return [event.job_id for event in submitted if event.data.get("role") == role]
 
+    def logs_of_controllers(self, words: str) -> list[Path]:
+        """Those that hold these words."""
+        return [log for log in self.run.root.glob("slurm/control-*/*_log.*") if words in log.read_text()]
+
     def submissions(self) -> Counter[str]:
         return Counter(event.stage for event in self.run.events() if event.event == "submitted")
 
@@ -137,7 +141,8 @@ def test_cancelled_with_all_its_jobs_a_detached_sweep_is_over(slurm_cluster: Min
     assert command.start("--detach").wait(120) == 0, command.log.read_text()
     (controller,) = command.control()
     with held(command.run, slurm_cluster):
-        slurm_cluster.wait_for(lambda: slurm_cluster.task_pids(controller), 300, "the controller job")
+        # before that TERM would end its Python
+        slurm_cluster.wait_for(lambda: command.logs_of_controllers("Loading pickle"), 300, "the controller's start")
         before = command.submissions()
         slurm_cluster.run("scancel", controller, *command.control("guard"))
     slurm_cluster.wait_for(lambda: command.has("ended", "control"), 60, "the controller's end")
