@@ -246,9 +246,10 @@ def about_method(chosen: Candidate, sweep: SweepSpec) -> list[str]:
                 'to raise it with the batch, set training.method = "sqrt" and give {lr_scale} to the '
                 'script in workload.arguments ("ags" needs several workers)'
             )
+        unless = ", unless the script does so" if sweep.workload.is_script else ""
         return [
             f"the batch is {times:,.3g} times training.base_batch ({sweep.training.base_batch:,}), "
-            "which may cost accuracy, and the learning rate is not adjusted for it "
+            f"which may cost accuracy, and the learning rate is not adjusted for it{unless} "
             f'(training.method = "lbt"); {remedy}'
         ]
     if sweep.training.method == "polo":

@@ -153,6 +153,13 @@ def test_several_workers_have_to_train_together(tmp_path: Path) -> None:
     assert "wraps no model in DistributedDataParallel, so that its 2 workers train apart" in outcome.said.detail
 
 
+def test_a_method_that_needs_the_communication_hook_is_refused_by_a_profile_where_the_script_has_its_own(
+    tmp_path: Path,
+) -> None:
+    outcome = worst(profiled(MISBEHAVING, ("has a hook", str(BATCH)), tmp_path, 2, hooked_by="ags"))
+    assert outcome.said.detail.startswith('training.method: "ags" needs the communication hook')
+
+
 def test_a_script_that_divides_its_passes_among_its_workers_is_told_what_to_do(tmp_path: Path) -> None:
     alone, both = (
         worst(profiled(MISBEHAVING, ("divides its passes", str(BATCH)), tmp_path / str(world), world, accumulation=4))

@@ -631,6 +631,9 @@ def test_the_weights_are_had_by_the_run_or_by_a_file_of_it(tmp_path: Path) -> No
         other = torch.nn.Linear(2, 3)
         other.load_state_dict(load_model(place))
         assert torch.equal(other.weight, model.weight)
-    store.save({"kept": {}}, samples_seen=16)
+    newest = store.save({"kept": {}}, samples_seen=16)
     with pytest.raises(CheckpointError, match="a script loads what it keeps"):
+        load_model(tmp_path)
+    newest.write_bytes(newest.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=rf"{newest}: .*; the one before it is {path}"):
         load_model(tmp_path)

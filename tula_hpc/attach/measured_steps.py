@@ -235,18 +235,12 @@ class MeasuredSteps(Mode):
                 f"{name} trains on {self.device.type}, which is not the device to be measured, "
                 f"{self.expected_device} (device of the cluster file)"
             )
-        is_apart = world > 1 and not isinstance(model, DistributedDataParallel)
-        if is_apart and dist.is_initialized() and dist.get_world_size() == world:
-            raise InputError(
-                f"{name} wraps no model in DistributedDataParallel; workers that exchange gradients "
-                "in another way are not measured: wrap the model, or keep to one worker by "
-                "search.cluster_sizes = [1]"
-            )
-        if is_apart:
+        if world > 1 and not isinstance(model, DistributedDataParallel):
             raise InputError(
                 f"{name} wraps no model in DistributedDataParallel, so that its {world} workers "
-                "train apart; expected torch.distributed.init_process_group, then "
-                "DistributedDataParallel(model), wherever WORLD_SIZE is above 1"
+                "train apart, or exchange gradients in a way that is not measured; expected "
+                "torch.distributed.init_process_group, then DistributedDataParallel(model), "
+                "wherever WORLD_SIZE is above 1, or a single worker"
             )
         if world > 1 and dist.get_world_size() != world:
             raise InputError(

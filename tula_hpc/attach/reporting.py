@@ -252,3 +252,12 @@ class Mode(Listener):
     def circumstances(self) -> str:
         """Return what may explain a failure of the script at this moment, after a semicolon."""
         return ""
+
+
+def own_hook(method: str) -> InputError:
+    """Return the refusal of a method, as a script exchanges gradients by a hook of its own."""
+    message = (
+        f'"{method}" needs the communication hook of DistributedDataParallel, and the script has '
+        'registered its own; expected "lbt", or "lrs" or "sqrt" with {lr_scale}'
+    )
+    return InputError(message, key="training.method")

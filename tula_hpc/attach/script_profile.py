@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc.attach import was_kept
 from tula_hpc.attach.measured_steps import MeasuredSteps, between_epochs_s, captured
-from tula_hpc.attach.reporting import ChildSpec, Said, leave
+from tula_hpc.attach.reporting import ChildSpec, Said, leave, own_hook
 from tula_hpc.attach.script import NEAR, NO_OPTIONS, watch_parsers
 from tula_hpc.attach.step_hooks import model_of, name_of
 from tula_hpc.batches import samples_given_out
@@ -83,6 +83,8 @@ class Settings(Record):
     counts_epochs: bool = False
     # optimizer steps of the training that is planned; 0: unknown
     training_steps: float = 0.0
+    # the method that needs DistributedDataParallel's communication hook; "": none
+    hooked_by: str = ""
     # digests of its own files
     sources: dict[str, str] = Field(default={})
     # of as many workers, as it was measured before
@@ -185,6 +187,8 @@ class ScriptProfile(MeasuredSteps):
     def _steps(self) -> Iterator[None]:
         # the first step has just ended
         self.meet()
+        if self.settings.hooked_by and getattr(self.hooks.model, "_comm_hooks", None):
+            raise own_hook(self.settings.hooked_by)
         self.course.note_first_step()
         yield from warm_up(self, self.settings.search.warmup_steps, self.course.left_out_s)
         self._check_passes()
@@ -224,6 +228,12 @@ class ScriptProfile(MeasuredSteps):
             )
             if batch * self.env.world_size == asked:
                 remedy = "it divides its batch among its workers: give it {global_batch}"
+            # whole ones and the last of an epoch are two
+            if len(self.forward_samples) > 2:
+                remedy = (
+                    f"its batches have {min(self.forward_samples)} to {max(self.forward_samples)} "
+                    "samples, and only such whose mean is what was asked for can be planned"
+                )
             raise InputError(
                 f"asked for {asked} samples a forward, the model got {batch}: {remedy}; other "
                 "arguments need another --run-dir once something is measured",

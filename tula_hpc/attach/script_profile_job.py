@@ -194,6 +194,7 @@ class Session:
             samples=job.sweep.workload.samples or 0,
             counts_epochs=any("{epochs}" in text for text in job.sweep.workload.arguments),
             training_steps=self._training_steps(configuration),
+            hooked_by=job.sweep.training.method if job.sweep.training.adapts else "",
             sources=self.sources,
             allreduce_s=self.allreduce_s.get(configuration.world_size),
             job_began_at=job_started_at() if self.measured == 0 else None,

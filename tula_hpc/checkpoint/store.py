@@ -255,12 +255,17 @@ def load_model(place: str | Path) -> dict[str, Any]:
         state = CheckpointStore.load(folder)
     else:
         folder = folder / "train" / "main" / "checkpoints"
-        loaded = CheckpointStore(folder).load_latest()
-        if loaded is None:
+        paths = CheckpointStore(folder).paths()
+        if not paths:
             if not Path(place).exists():
                 raise CheckpointError(f"{place}: no such run directory or checkpoint")
             raise CheckpointError(f"{folder}: has no checkpoint; the run has trained no model yet")
-        state = loaded.state
+        try:
+            state = CheckpointStore.load(paths[-1])
+        except CheckpointError as error:
+            # an older one is another model: never without a word
+            older = f"; the one before it is {paths[-2]}" if len(paths) > 1 else ""
+            raise CheckpointError(f"{error}{older}") from None
     if not isinstance(model := state.get("model"), dict):
         raise CheckpointError(f"{folder}: holds no model; a script loads what it keeps by itself")
     return model

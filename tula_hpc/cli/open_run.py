@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 # so long who interrupts a command, or mends its inputs, waits for Slurm's word on its jobs
 LAST_ANSWER_S = 5.0
+# of folders that are there
+READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def open_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Sweep:
@@ -55,10 +58,12 @@ def open_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Sweep:
     try:
         run.create()
     except OSError as error:
-        message = f"cannot be made: {in_words(error)}"
+        is_locked = root.is_dir() and error.errno in READ_ONLY
+        message = f"cannot be {'written' if is_locked else 'made'}: {in_words(error)}"
         if error.errno in NO_SPACE:
             raise StorageError(f"{error.filename or run.root}: {message}") from None
-        message += "; use another --run-dir"
+        message += "; make it writable, or" if is_locked else ";"
+        message += " use another --run-dir"
         raise RunDirectoryError(message, source=error.filename or run.root) from None
     # a mistake in the inputs was mended
     if _begins_anew(run, spec, cluster):

@@ -355,9 +355,7 @@ def _how_it_failed(blamed: Configuration, end: Ended) -> str:
     kind = "" if end.failure is Failure.BUG else end.failure.value.replace("_", " ")
     why = ": ".join(filter(None, [kind, telling_line(end.log_tail).rstrip(".")]))
     log = f"; log: {end.log_file}" if end.log_file else ""
-    return (
-        f"job {end.job.job_id} failed while it measured {blamed} ({why}); the search goes on{log}"
-    )
+    return f"job {end.job.job_id} failed while it measured {blamed} ({why}){log}"
 
 
 def _is_an_attempt(part: Sweep, blamed: Configuration, end: Ended) -> bool:

@@ -39,7 +39,7 @@ from tula_hpc.stages.batches_that_fit import TIMEOUT_S, Estimate, last_line, run
 from tula_hpc.stages.context import Sweep, stage_progress
 from tula_hpc.stages.profile import NOTHING, parts_of, wants_estimate
 
-TRYING = "the workload on this machine (search.estimate)"
+TRYING = f"the workload on this machine (search.estimate), at most {TIMEOUT_S / 60:.0f} min"
 ELSEWHERE = (
     "If only this machine lacks something, set search.estimate = false: then nothing is tried here."
 )
@@ -112,7 +112,7 @@ def _refuse_large_batches(spec: SweepSpec, cluster: ClusterSpec, found: Identity
     largest = max(_batches(spec, cluster), default=0)
     if largest > found.train_samples:
         message = f"a batch of {largest} is above the {found.train_samples} training samples"
-        raise InputError(f"{message}; lower it", key=key)
+        raise InputError(f"{message}; lower it\n{NOTHING}", key=key)
 
 
 def _batches(spec: SweepSpec, cluster: ClusterSpec) -> Iterator[int]:

@@ -7,6 +7,7 @@ from statistics import median
 from typing import Literal
 
 from tula_hpc.analysis.drift import describe_drift
+from tula_hpc.errors import Failure
 from tula_hpc.records import Record, samples_a_step, steps_left_s
 from tula_hpc.status.jobs import JobPhase, JobStatus
 from tula_hpc.status.run_files import Facts, TrainingFacts
@@ -87,7 +88,8 @@ def _status(facts: Facts, label: str, jobs: Sequence[JobStatus]) -> TrainingStat
             known["checkpoint_age_s"] = max(0.0, facts.now - files.checkpoint_at)
         known["starts_over"] = files.checkpoint_at is None and not _resumes_itself(facts)
         known |= _ended(files, epochs) if files.result else _under_way(files, epochs)
-        if known["starts_over"] and known["stand"] in ("waiting", "failed", "over"):
+        is_in_vain = bool(jobs) and jobs[-1].failure is Failure.DIVERGED
+        if is_in_vain or (known["starts_over"] and known["stand"] in ("waiting", "failed", "over")):
             # all of it is left
             known["left_s"] = None
             if known["stand"] == "waiting":

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -171,6 +172,15 @@ def loads(*, shares: bool) -> None:
             optimizer.step()
 
 
+def has_a_hook() -> None:
+    model, optimizer = build()
+    if isinstance(model, DistributedDataParallel):
+        model.register_comm_hook(None, fp16_compress_hook)
+    while True:
+        model(torch.randn(BATCH, 8)).square().mean().backward()
+        optimizer.step()
+
+
 def meets_elsewhere() -> None:
     """As many examples of DDP have it, for a machine by itself."""
     os.environ |= {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "12355"}
@@ -257,6 +267,7 @@ WAYS: dict[str, Callable[[], object]] = {
     "has no memory": lambda: raises(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")),
     "has no host memory": lambda: raises(MemoryError()),
     "trains": train,
+    "has a hook": has_a_hook,
     "meets elsewhere": meets_elsewhere,
     "is placed by Slurm": is_placed_by_slurm,
     "shares its data": lambda: loads(shares=True),

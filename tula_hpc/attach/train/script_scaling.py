@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
+from tula_hpc.attach.reporting import own_hook
 from tula_hpc.config import SweepSpec
 from tula_hpc.ddp.methods import ReferenceBatch, scaling_options
-from tula_hpc.errors import DivergedError, InputError
+from tula_hpc.errors import DivergedError
 from tula_hpc.optim import LocalNorms, NoObserver, TulaOptimizer
 from tula_hpc.records import Configuration
 from tula_hpc.training.metrics_writer import Readings
@@ -82,12 +83,7 @@ class ScriptScaling:
         try:
             self.norms.attach(model)
         except RuntimeError:
-            message = (
-                f'"{self.sweep.training.method}" needs the communication hook of '
-                "DistributedDataParallel, and the script has registered its own; "
-                'expected "lbt", or "lrs" or "sqrt" with {lr_scale}'
-            )
-            raise InputError(message, key="training.method") from None
+            raise own_hook(self.sweep.training.method) from None
 
     def gradients_ready(self, optimizer: Optimizer, model: nn.Module, epochs_seen: float) -> None:
         """Observe the gradients, then do the part of the scaling that comes before the step.
