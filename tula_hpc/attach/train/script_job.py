@@ -244,8 +244,10 @@ class ScriptJob:
         hangs = HangWatch(peers, rank, world, 60.0 * work.hang_minutes)
         with processes.own_output(self.folder, rank, Path.cwd()) as (own, output):
             spec = self._spec(start, own)
-            workers, device = self.job.configuration.workers_per_node, self.job.cluster.device
-            place = processes.variables_of(self.place, workers, meeting, device)
+            job = self.job
+            place = processes.variables_of(
+                self.place, job.configuration.workers_per_node, meeting, job.cluster.device
+            )
             log = Path(output.name)
             first_step_s = 60.0 * self.job.sweep.search.first_step_minutes
             with Scores.of(work.metric if self.is_main else None, self.files, output) as scores:
