@@ -86,6 +86,15 @@ def items_in_whole_batch(loader: object) -> int:
     return size if isinstance(size, int) else 0
 
 
+def samples_drawn(loader: object) -> int:
+    """Return the samples that an iterator's sampler draws in an epoch; 0: unknown, or without an end."""
+    batches: Any = getattr(loader, "_index_sampler", None)
+    try:
+        return len(batches.sampler)
+    except (TypeError, AttributeError, NotImplementedError):
+        return 0
+
+
 def samples_given_out(loader: object) -> int | None:
     """Return the samples that an iterator of torch's loader gives out, those that fill no batch too.
 
@@ -97,10 +106,7 @@ def samples_given_out(loader: object) -> int | None:
     has_batches = getattr(loader, "_auto_collation", False) and items_in_whole_batch(loader) != 1
     if not has_batches or getattr(batches, "drop_last", True):
         return None
-    try:
-        return len(batches.sampler)
-    except (TypeError, AttributeError, NotImplementedError):
-        return sys.maxsize
+    return samples_drawn(loader) or sys.maxsize
 
 
 def items_given_out(loader: object, batch: object) -> int:
@@ -111,7 +117,6 @@ def items_given_out(loader: object, batch: object) -> int:
     Returns:
         0 where it does not know them.
     """
-    batches: Any = getattr(loader, "_index_sampler", None)
     size = items_in_whole_batch(loader)
     given = getattr(loader, "_num_yielded", 0)
     if not getattr(loader, "_auto_collation", False) or not size:
@@ -120,10 +125,9 @@ def items_given_out(loader: object, batch: object) -> int:
     if size == 1 and not isinstance(first, list | tuple):
         # perhaps a data set that makes whole batches
         return 0
-    try:
-        return max(0, min(size, len(batches.sampler) - (given - 1) * size))
-    except (TypeError, AttributeError, NotImplementedError):
-        # a sampler without an end fills each batch; an iterable data set may not, but for lists of items
-        is_whole = getattr(loader, "_dataset_kind", None) == _DatasetKind.Map
-        is_listed = isinstance(batch, list) and len(batch) == size
-        return size if is_whole or is_listed else 0
+    if drawn := samples_drawn(loader):
+        return max(0, min(size, drawn - (given - 1) * size))
+    # a sampler without an end fills each batch; an iterable data set may not, but for lists of items
+    is_whole = getattr(loader, "_dataset_kind", None) == _DatasetKind.Map
+    is_listed = isinstance(batch, list) and len(batch) == size
+    return size if is_whole or is_listed else 0

@@ -301,6 +301,21 @@ def with_batches_ahead() -> None:
         optimizer.step()
 
 
+def with_several_loaders() -> None:
+    """A batch of each in a pass of its own, or both in one, as labelled and unlabelled items."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    backward(model, 1)
+    optimizer.step()
+    tensors: list[Any] = [torch.randn(size, 4) for size in (8, 4, 4, 28)]
+    for first, second in zip(DataLoader(tensors[0], 4), DataLoader(tensors[1], 2), strict=True):
+        torch.autograd.backward(model(first).sum() + model(second).sum())
+        optimizer.step()
+    for few, many in zip(DataLoader(tensors[2], 2), DataLoader(tensors[3], 14), strict=True):
+        torch.autograd.backward(model(torch.cat([few, many, many])).sum())
+        optimizer.step()
+
+
 def wrapped() -> None:
     """What is wrapped is known before its first pass, and frozen layers may be evaluated in training."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
@@ -361,6 +376,12 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
         with_batches_ahead,
         "ready step, begin batch batch forward 2 forward 2 ready step, batch batch forward 2 forward 2 ready step, "
         "begin batch batch forward 2 ready step, forward 2 ready step",
+    ),
+    "with several loaders": (
+        with_several_loaders,
+        "ready step, begin begin batch batch forward 4 forward 2 ready step, "
+        "batch batch forward 4 forward 2 ready step, begin begin batch batch forward 2 ready step, "
+        "batch batch forward 2 ready step",
     ),
     "wrapped": (wrapped, "forward 3 ready step, forward 3 ready step"),
 }

@@ -106,10 +106,11 @@ class MeasuredSteps(Mode):
 
     def forward_begins(self, samples: int) -> None:
         """Note a training pass; the first of a step ends the pause before it."""
-        if self._forwards == 0 and self.steps:
-            self._end_of_pause()
+        if self._forwards == 0:
+            self.loader = self.hooks.source_of(samples) or self._given_by
+            if self.steps:
+                self._end_of_pause()
         self._forwards += 1
-        self.loader = self._given_by
         self.forward_samples[samples] += 1
         if self.unsynchronized and isinstance(self.hooks.model, DistributedDataParallel):
             self.hooks.model.require_backward_grad_sync = False

@@ -35,7 +35,7 @@ from tula_hpc.attach.measured_steps import MeasuredSteps, between_epochs_s, capt
 from tula_hpc.attach.reporting import ChildSpec, Said, leave, own_hook
 from tula_hpc.attach.script import NEAR, NO_OPTIONS, watch_parsers
 from tula_hpc.attach.step_hooks import model_of, name_of
-from tula_hpc.batches import samples_given_out
+from tula_hpc.batches import samples_drawn, samples_given_out
 from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.ddp.stop_signals import Suspensions
 from tula_hpc.env import WorkerEnvironment, unix_time
@@ -371,7 +371,8 @@ class ScriptProfile(MeasuredSteps):
             "forward_batch": typical_batch(self.forward_samples, None),
             "accumulation": passes,
             "loader_workers": self.loader_workers,
-            "samples": self.loaded_samples,
+            # a sampler may draw other numbers than there are
+            "samples": self.loaded_samples and (samples_drawn(self.loader) or self.loaded_samples),
             "options": self.options._asdict(),
         }
 

@@ -139,8 +139,8 @@ class Hooks:
         self.backward = _BackwardPasses(listener)
         # samples of the batch that a loader of torch has last given out; 0: not known
         self._batch = 0
-        # items in the last batch of each loader since the last step
-        self._given: dict[int, int] = {}
+        # of each loader since the last step, with the items in its last batch
+        self._given: dict[int, tuple[object, int]] = {}
         # batches that they have given out, and the model has not had; some are taken in advance
         self._unused = 0
 
@@ -214,18 +214,25 @@ class Hooks:
         if isinstance(first, list | tuple) and len(first) == given:
             return given
         samples = samples_in(first) or samples_in((args, kwargs))
-        if len(self._given) > 1 and samples not in self._given.values():
+        items = [count for _, count in self._given.values()]
+        if samples in items:
+            return samples
+        if len(items) > 1:
             # of several loaders together, as labelled and many more unlabelled items
-            return min(self._given.values())
+            return min(items)
         # in an object of its own, or other dimensions: views of items, nodes of graphs, sequences
         if not samples or samples > self._unused * given > 0 or given % samples not in (0, given):
             return given
         return samples
 
+    def source_of(self, samples: int) -> object | None:
+        """Return the first loader that has given out so many items since the last step."""
+        return next((loader for loader, count in self._given.values() if count == samples), None)
+
     def next_batch(self, loader: object, batch: object) -> None:
         """Note what a loader gives out."""
         self._batch = items_given_out(loader, batch) or samples_in(batch)
-        self._given[id(loader)] = self._batch
+        self._given[id(loader)] = (loader, self._batch)
         self._unused += 1
 
     def _begin_loading(self, loader: object) -> None:

@@ -85,8 +85,11 @@ def rehearse(
         raise InputError(f"{words}\n{NOTHING}")
     if done.returncode != 0:
         return said or f"it ended with exit code {done.returncode}"
+    answer = last_line(done.stdout)
+    if not answer:
+        return "it ended without an answer, as by os._exit"
     try:
-        trial = parse_record(Trial, last_line(done.stdout).encode())
+        trial = parse_record(Trial, answer.encode())
     except ValueError as error:
         return f"its answer is damaged: {error}"
     _refuse_large_batches(spec, cluster, trial.identity)

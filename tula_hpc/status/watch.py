@@ -120,7 +120,9 @@ class LogDisplay:
         self.last = line
         self.printed_at = time.monotonic()
         clock = time.strftime("%H:%M:%S", time.localtime(status.asked_at))
-        write_out(f"{clock} {', '.join([line, *left_of(status)])}\n")
+        # where nobody reads any more, as behind `head`, this raises, and the command ends
+        sys.stdout.write(f"{clock} {', '.join([line, *left_of(status)])}\n")
+        sys.stdout.flush()
 
 
 def left_of(status: RunStatus) -> list[str]:
