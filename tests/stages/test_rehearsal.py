@@ -62,7 +62,7 @@ def test_what_is_wrong_is_refused_with_the_way_out_where_there_may_be_one(answer
         ("kill -9 $$", 60.0, "it ended with exit code -9"),
         ("exec sleep 60", 0.2, "it took more than 0 s"),
         ("echo '{}'", 60.0, "its answer is damaged"),
-        ("echo", 60.0, "its answer is damaged"),
+        ("echo", 60.0, "it ended without an answer"),
     ],
 )
 def test_where_it_cannot_be_tried_nothing_is_refused(
