@@ -19,6 +19,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any, TypeVar
@@ -139,8 +140,8 @@ class Hooks:
         self.backward = _BackwardPasses(listener)
         # samples of the batch that a loader of torch has last given out; 0: not known
         self._batch = 0
-        # of each loader since the last step, with the items in its last batch
-        self._given: dict[int, tuple[object, int]] = {}
+        # of each loader since the last step, which is not kept alive, with the items in its last batch
+        self._given: dict[int, tuple[weakref.ref[object], int]] = {}
         # batches that they have given out, and the model has not had; some are taken in advance
         self._unused = 0
 
@@ -227,12 +228,12 @@ class Hooks:
 
     def source_of(self, samples: int) -> object | None:
         """Return the first loader that has given out so many items since the last step."""
-        return next((loader for loader, count in self._given.values() if count == samples), None)
+        return next((loader() for loader, count in self._given.values() if count == samples), None)
 
     def next_batch(self, loader: object, batch: object) -> None:
         """Note what a loader gives out."""
         self._batch = items_given_out(loader, batch) or samples_in(batch)
-        self._given[id(loader)] = (loader, self._batch)
+        self._given[id(loader)] = (weakref.ref(loader), self._batch)
         self._unused += 1
 
     def _begin_loading(self, loader: object) -> None:

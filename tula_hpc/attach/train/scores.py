@@ -19,7 +19,7 @@ from typing import IO
 from tula_hpc.records import EpochMetrics, TrainDirectory, read_metrics
 from tula_hpc.training.metrics_writer import write_scores
 
-NAMES = ("test_accuracy", "test_top5_accuracy", "test_loss", "train_loss")
+SCORES = ("test_accuracy", "test_top5_accuracy", "test_loss", "train_loss")
 # of one line; what is longer is no line with a score
 MOST_LINE_BYTES = 65_536
 CHUNK_BYTES = 65_536
@@ -127,6 +127,6 @@ def last_scores(metrics_file: Path) -> dict[str, float]:
     """Return the last of each score that is known."""
     found: dict[str, float] = {}
     for row in read_metrics(metrics_file).epochs:
-        values = {name: getattr(row, name) for name in NAMES}
+        values = {name: getattr(row, name) for name in SCORES}
         found |= {name: value for name, value in values.items() if value is not None}
     return found

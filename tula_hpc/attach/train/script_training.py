@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tula_hpc.attach.reporting import ChildSpec, Mode, Said, leave
 from tula_hpc.attach.step_hooks import Apart
 from tula_hpc.attach.train.peers import Peers, synchronize
-from tula_hpc.attach.train.scores import as_share
+from tula_hpc.attach.train.scores import SCORES, as_share
 from tula_hpc.attach.train.script_drift import DriftSettings, ScriptDrift
 from tula_hpc.attach.train.script_scaling import refuse_nan, scaling_of
 from tula_hpc.batches import samples_given_out
@@ -42,7 +42,6 @@ from tula_hpc.training.metrics_writer import MetricsWriter, Readings, StepWindow
 
 # times a step's batch; batches that are drawn anew vary by less
 MUCH_MORE = 1.5
-SCORES = ("test_accuracy", "test_top5_accuracy", "test_loss", "train_loss")
 
 
 class TrainSettings(Record):
@@ -265,6 +264,8 @@ class ScriptTraining(Mode):
         if self.is_open:
             return
         self.is_open = True
+        if source := self.hooks.source_of(samples):
+            self._epoch = self._epoch_of(source)
         if self._apart.is_pause(self.steps):
             self._ended = None
         elif self._loading_before_s:
