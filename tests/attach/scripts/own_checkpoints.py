@@ -61,7 +61,10 @@ def main() -> None:
     def save(epoch: int) -> None:
         if dist.get_rank() == 0:
             saved.parent.mkdir(exist_ok=True)
-            torch.save({"model": model.state_dict(), "epoch": epoch}, saved)
+            # a kill may come at any moment
+            part = saved.with_suffix(".part")
+            torch.save({"model": model.state_dict(), "epoch": epoch}, part)
+            part.replace(saved)
 
     if options.auto_resume and saved.exists():
         options.resume = saved
