@@ -301,6 +301,16 @@ def with_batches_ahead() -> None:
         optimizer.step()
 
 
+def with_a_second_training() -> None:
+    """As of folds, or of repetitions: the first one counts."""
+    for _ in range(2):
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(2):
+            backward(model, 3)
+            optimizer.step()
+
+
 def with_several_loaders() -> None:
     """A batch of each in a pass of its own, or both in one, as labelled and unlabelled items."""
     model = nn.Linear(4, 2)
@@ -377,6 +387,7 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
         "ready step, begin batch batch forward 2 forward 2 ready step, batch batch forward 2 forward 2 ready step, "
         "begin batch batch forward 2 ready step, forward 2 ready step",
     ),
+    "with a second training": (with_a_second_training, "ready step, forward 3 ready step"),
     "with several loaders": (
         with_several_loaders,
         "ready step, begin begin batch batch forward 4 forward 2 ready step, "

@@ -173,9 +173,9 @@ class Hooks:
         self.inner_model = model.module if isinstance(model, DistributedDataParallel) else model
         self._forward_hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
-    def _modules_of(self, owned: set[Tensor]) -> list[nn.Module]:
+    def _modules_of(self, owned: set[Tensor], *, parts: bool = True) -> list[nn.Module]:
         """Return the modules that may be the model of these parameters, inner ones first."""
-        found = _modules_with(owned) or _parts_with(owned)
+        found = _modules_with(owned) or (_parts_with(owned) if parts else [])
         return found if self.counted is None or self.counted in map(_class_of, found) else []
 
     def _watch_one_of(self, modules: Sequence[nn.Module]) -> None:
@@ -306,7 +306,7 @@ class Hooks:
         owned = set(others)
         if self.model is not None:
             owned.update(self.model.parameters())
-        whole = self._modules_of(owned)
+        whole = self._modules_of(owned, parts=False)
 
         def begin(model: nn.Module, *_: Any) -> None:
             if torch.is_grad_enabled() and self.model is not model:
