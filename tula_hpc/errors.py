@@ -10,6 +10,7 @@
     │   │   └── RefusedError            the scheduler refused
     │   │       └── SubmitLimitError    because of a limit of the site on submitted jobs
     │   ├── MeetingError        the workers of a job did not find each other
+    │   ├── DataError           data could not be had this time
     │   ├── PreemptedError      the job had to make room for others
     │   ├── CancelledJobError   somebody cancelled the job
     │   ├── DeviceError         a device of a node, or its driver, is broken
@@ -149,6 +150,12 @@ class MeetingError(StageError):
     failure = Failure.KILLED
 
 
+class DataError(StageError):
+    """Data could not be had this time: a file system failed, or a loader process was killed."""
+
+    failure = Failure.KILLED
+
+
 class PreemptedError(StageError):
     """The job had to make room for others and is not requeued, or was suspended for too long."""
 
@@ -210,6 +217,7 @@ _TELLING: dict[Failure | None, type[TulaError]] = {
         InputError,
         DivergedError,
         DeviceError,
+        DataError,
         PreemptedError,
         StorageError,
         CancelledJobError,

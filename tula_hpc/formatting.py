@@ -324,11 +324,11 @@ class _PrintableStream:
     """Stream for people: its text is cleaned, and shown in whatever encoding the stream has.
 
     Args:
-        stream: Where the text goes.
+        stream: Where the text goes; None: nowhere.
         most: Characters of a line that are shown; None: all.
     """
 
-    def __init__(self, stream: TextIO, most: int | None) -> None:
+    def __init__(self, stream: TextIO | None, most: int | None) -> None:
         self.stream = stream
         self.most = most
 
@@ -337,6 +337,9 @@ class _PrintableStream:
         shown = printable(text)
         if self.most is not None:
             shown = in_short_lines(shown, self.most)
+        if self.stream is None:
+            # closed by the shell, as by >&-
+            return len(text)
         encoding = getattr(self.stream, "encoding", None) or "utf-8"
         self.stream.write(shown.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
@@ -345,6 +348,11 @@ class _PrintableStream:
         """Write texts one after another."""
         for line in lines:
             self.write(line)
+
+    def flush(self) -> None:
+        """Hand on what was written."""
+        if self.stream is not None:
+            self.stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -364,7 +372,7 @@ def printable_output() -> Iterator[None]:
 
 def with_own_escapes(stream: TextIO) -> TextIO:
     """Return the raw stream, for clean output that has terminal escapes of its own."""
-    while isinstance(stream, _PrintableStream):
+    while isinstance(stream, _PrintableStream) and stream.stream is not None:
         stream = stream.stream
     return stream
 

@@ -133,7 +133,10 @@ def test_other_inputs_are_refused_with_the_difference(
     assert f"To train from the start over the same measurements, {away}" in error
     run.train().result_file.touch()
     assert main([*again, "--set", "workload.epochs=99"]) == 2
-    assert "is of a training that is over and is not made longer, with other inputs" in capsys.readouterr().err
+    assert (
+        "is of a training that is over, which is not changed or made longer, with other inputs"
+        in capsys.readouterr().err
+    )
     run.train().result_file.unlink()
     assert main([*again, "--set", "workload.seed=99"]) == 2
     assert "anew" not in capsys.readouterr().err

@@ -18,7 +18,7 @@ from tula_hpc.data.datasets import build_data
 from tula_hpc.data.images import prepared
 from tula_hpc.data.loader import ResumableSampler, TrainLoader, make_test_loader, make_train_loader
 from tula_hpc.data.named_items import NamedItems
-from tula_hpc.errors import InputError, StageError
+from tula_hpc.errors import DataError, InputError
 
 laws = settings(max_examples=50)
 Batch = tuple[Tensor, Tensor]
@@ -292,5 +292,5 @@ class _Absent(Noise):
 @pytest.mark.parametrize("loader_workers", [0, 1])
 def test_a_file_system_that_fails_is_no_mistake(loader_workers: int) -> None:
     """Another attempt may go well, so nobody is told to mend anything."""
-    with pytest.raises(StageError, match=r"^item \d+ of the training set cannot be read: OSError: .*Stale"):
+    with pytest.raises(DataError, match=r"^item \d+ of the training set cannot be read: OSError: .*Stale"):
         take(loader(_Absent(12), loader_workers=loader_workers), 1)

@@ -142,7 +142,7 @@ class ScriptProfile(MeasuredSteps):
         elif steps == 0 and code == 0:
             why = (
                 "no torch optimizer took a step; expected optimizer.step() of one of torch.optim after "
-                "each batch, and no file of an earlier training that is over"
+                "each batch; if it goes on from a file of an earlier training, take that file away"
             )
         else:
             why = f"after {steps} optimizer steps, before it was measured"

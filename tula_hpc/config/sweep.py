@@ -268,8 +268,8 @@ def _check_bounds(search: SearchSpec, part: ClusterSpec, sweep_file: Path | str)
         if not local_batches(search, nodes, part.workers_per_node):
             message = (
                 f"no batch between {search.min_batch} and {search.max_batch} gives each of "
-                f"{nodes * part.workers_per_node} workers a power of two; widen the bounds or "
-                f"drop {nodes} nodes"
+                f"{nodes * part.workers_per_node} workers a power of two; widen the bounds, or "
+                f"take {nodes} out of search.cluster_sizes"
             )
             raise InputError(message, source=sweep_file, key="search.min_batch")
 

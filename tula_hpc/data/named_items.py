@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from tula_hpc.batches import Batch
 from tula_hpc.data.images import ImageDataset
-from tula_hpc.errors import InputError, StageError
+from tula_hpc.errors import DataError, InputError
 from tula_hpc.files import NO_SPACE
 from tula_hpc.user_code import collate, is_mistake, told
 
@@ -43,7 +43,7 @@ class NamedItems(Dataset[Any]):
         """Return the items of a batch, or the mistake alone."""
         try:
             return _Items(self.items(indices), self, indices)
-        except (InputError, StageError) as error:
+        except (InputError, DataError) as error:
             return [error]
 
     def items(self, indices: list[Any]) -> list[Any]:
@@ -51,14 +51,14 @@ class NamedItems(Dataset[Any]):
 
         Raises:
             InputError: One of them cannot be loaded, or has no label of a class.
-            StageError: One of them cannot be read, as a file system fails.
+            DataError: One of them cannot be read, as a file system fails.
         """
         several = getattr(self.dataset, "__getitems__", None)
         if several is None or isinstance(self.dataset, Subset):
             return [self.item(index) for index in indices]
         try:
             return [self._checked(*pair) for pair in zip(indices, several(indices), strict=True)]
-        except (InputError, StageError):
+        except (InputError, DataError):
             raise
         except Exception:  # noqa: BLE001 # which item it was shows below
             return [self.item(index) for index in indices]
@@ -74,7 +74,7 @@ class NamedItems(Dataset[Any]):
                 raise self._mistake(index, f"cannot be loaded: {told(error)}") from error
             if isinstance(error, OSError) and error.errno not in NO_SPACE:
                 # a file system that fails may work the next time
-                raise StageError(f"{self._place(index)} cannot be read: {told(error)}") from error
+                raise DataError(f"{self._place(index)} cannot be read: {told(error)}") from error
             error.add_note(f"({self._place(index)})")
             raise
 
@@ -129,20 +129,40 @@ class TellingLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override] # nothing else is asked of it
         # no generator function, which would hold a batch while it is used
-        return map(_raise_mistake, super().__iter__())
+        return map(_raise_mistake, _Watched(super().__iter__()))
+
+
+class _Watched(Iterator[Any]):
+    """Batches of loader processes; one that was killed is told.
+
+    Args:
+        batches: Of torch's loader.
+    """
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self.batches = batches
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.batches)
+        except ConnectionError as error:
+            # its batches come through sockets of its own
+            raise DataError(
+                f"a loader process was killed, as for lack of memory ({told(error)})"
+            ) from None
 
 
 def _raise_mistake(batch: Any) -> Any:
-    if isinstance(batch, InputError | StageError):
+    if isinstance(batch, InputError | DataError):
         raise batch
     return batch
 
 
 def collated(
     make: Callable[[list[Any]], Batch], items: list[Any]
-) -> Batch | InputError | StageError:
+) -> Batch | InputError | DataError:
     """Put items together into a batch; return the mistake if that cannot be done."""
-    if isinstance(items[0], InputError | StageError):
+    if isinstance(items[0], InputError | DataError):
         return items[0]
     try:
         return make(items)

@@ -111,6 +111,7 @@ _SIGNS = (
         rf"No space left on device|Disk quota exceeded|File too large|{CUT_OFF}",
     ),
     _Sign(Failure.DIVERGED, frozenset(), _raised(Failure.DIVERGED)),
+    _Sign(Failure.KILLED, frozenset(), _raised(Failure.KILLED)),
 )
 
 
