@@ -89,6 +89,15 @@ def test_epochs_end_with_their_last_whole_batch(tmp_path: Path, clock: Clock) ->
     assert [row.epoch for row in rows.steps] == [1.0, 2.0]
 
 
+def test_workers_agree_at_the_same_steps_wherever_each_sees_an_epoch_end(tmp_path: Path, clock: Clock) -> None:
+    """One that has counted fewer samples comes to the end of an epoch a step later."""
+    told = Told(tmp_path, clock, samples=29)
+    for _ in range(2 * 3):
+        told.step()
+    assert told.training._agreed is not None
+    assert told.training._agreed.steps == 2 * 3
+
+
 def test_samples_of_an_evaluation_that_takes_gradients_are_none_of_an_epoch(tmp_path: Path, clock: Clock) -> None:
     told = Told(tmp_path, clock, samples=29)
     for step in range(2 * 3):

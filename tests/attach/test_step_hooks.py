@@ -228,6 +228,10 @@ def with_other_dimensions() -> None:
     for nodes in DataLoader(data, 4, collate_fn=torch.cat):
         torch.autograd.backward(model(nodes).sum())
         optimizer.step()
+    # an evaluation's batches are none of the next step
+    for (inputs,) in DataLoader(TensorDataset(torch.randn(2, 4)), 1):
+        with torch.no_grad():
+            model(inputs)
     data = torch.randn(7, 5, 4)
     for sequences in DataLoader(data, 7):
         torch.autograd.backward(model(sequences.transpose(0, 1)).sum())
@@ -370,7 +374,8 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
     ),
     "with other dimensions": (
         with_other_dimensions,
-        "ready step, begin batch forward 4 ready step, batch forward 1 ready step, begin batch forward 7 ready step",
+        "ready step, begin batch forward 4 ready step, batch forward 1 ready step, "
+        "begin batch evaluation batch evaluation begin batch forward 7 ready step",
     ),
     "with whole batches as items": (
         with_whole_batches_as_items,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -282,6 +284,17 @@ def test_items_that_make_no_batch_are_named(loader_workers: int) -> None:
     said = r"^workload\.dataset: has items (5 and \d+|\d+ and 5) in the training set that cannot be put into one batch"
     with pytest.raises(InputError, match=said):
         take(loader(_Uneven(12), loader_workers=loader_workers), 3)
+
+
+class _Killed(Noise):
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return torch.zeros(3), index
+
+
+def test_a_loader_process_that_was_killed_is_told() -> None:
+    with pytest.raises(DataError, match="a loader process was killed, as for lack of memory"):
+        take(loader(_Killed(12), loader_workers=1), 1)
 
 
 class _Absent(Noise):

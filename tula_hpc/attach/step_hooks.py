@@ -140,8 +140,9 @@ class Hooks:
         self.backward = _BackwardPasses(listener)
         # samples of the batch that a loader of torch has last given out; 0: not known
         self._batch = 0
-        # of each loader since the last step, which is not kept alive, with the items in its last batch
+        # of each loader since the last step: itself, not kept alive, and the items in its last batch
         self._given: dict[int, tuple[weakref.ref[object], int]] = {}
+        self._giving = 0
         # batches that they have given out, and the model has not had; some are taken in advance
         self._unused = 0
 
@@ -176,7 +177,8 @@ class Hooks:
     def _modules_of(self, owned: set[Tensor], *, parts: bool = True) -> list[nn.Module]:
         """Return the modules that may be the model of these parameters, inner ones first."""
         found = _modules_with(owned) or (_parts_with(owned) if parts else [])
-        return found if self.counted is None or self.counted in map(_class_of, found) else []
+        is_named = self.counted in {None, *(type(module).__name__ for module in found)}
+        return found if is_named else []
 
     def _watch_one_of(self, modules: Sequence[nn.Module]) -> None:
         """Watch the module that the script calls, of several around each other.
@@ -206,6 +208,7 @@ class Hooks:
             self.listener.forward_begins(samples)
         else:
             self._unused = max(0, self._unused - 1)
+            self._given.pop(self._giving, None)
             self.listener.evaluating()
 
     def _samples_in(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
@@ -233,7 +236,8 @@ class Hooks:
     def next_batch(self, loader: object, batch: object) -> None:
         """Note what a loader gives out."""
         self._batch = items_given_out(loader, batch) or samples_in(batch)
-        self._given[id(loader)] = (weakref.ref(loader), self._batch)
+        self._giving = id(loader)
+        self._given[self._giving] = (weakref.ref(loader), self._batch)
         self._unused += 1
 
     def _begin_loading(self, loader: object) -> None:
@@ -426,17 +430,13 @@ def _objects_of(kind: type[T]) -> Iterator[T]:
             yield thing
 
 
-def _class_of(module: nn.Module) -> str:
-    return type(module).__name__
-
-
 def name_of(model: nn.Module) -> str:
     """Return the name of the class by which a script makes a model, be it called or one within."""
     if isinstance(model, DistributedDataParallel):
-        return _class_of(model.module)
+        return type(model.module).__name__
     around = _modules_with(set(model.parameters()))
-    names = [_class_of(module) for module in around if not hasattr(module, "_orig_mod")]
-    return names[-1] if names else _class_of(model)
+    names = [type(module).__name__ for module in around if not hasattr(module, "_orig_mod")]
+    return names[-1] if names else type(model).__name__
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -6,6 +6,7 @@ batch is asked for: a traceback of this package says nothing about it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,9 @@ from tula_hpc.data.images import ImageDataset
 from tula_hpc.errors import DataError, InputError
 from tula_hpc.files import NO_SPACE
 from tula_hpc.user_code import collate, is_mistake, told
+
+# torch's words
+KILLED_WORKER = re.compile(r"DataLoader worker \(pid")
 
 
 class NamedItems(Dataset[Any]):
@@ -145,8 +149,10 @@ class _Watched(Iterator[Any]):
     def __next__(self) -> Any:
         try:
             return next(self.batches)
-        except ConnectionError as error:
-            # its batches come through sockets of its own
+        except (ConnectionError, RuntimeError) as error:
+            # its batches come through sockets of its own, which may fail first
+            if isinstance(error, RuntimeError) and not KILLED_WORKER.search(str(error)):
+                raise
             raise DataError(
                 f"a loader process was killed, as for lack of memory ({told(error)})"
             ) from None

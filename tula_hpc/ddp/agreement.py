@@ -69,18 +69,22 @@ class Agreed:
         self.steps = 0
         self.started = time.monotonic()
 
-    def decide(self, values: Callable[[], tuple[float, ...]] = tuple) -> Decision:
+    def decide(
+        self, values: Callable[[], tuple[float, ...]] = tuple, *, asks: bool = True
+    ) -> Decision:
         """Decide after a step. Collective.
 
         Args:
             values: Called at an agreement for further numbers, as many on every worker.
+            asks: This worker's stop request counts, as it does not where something is saved next.
         """
         self.steps += 1
         if self.steps % self.interval_steps:
             return Decision(stop=False, save=False)
         now = time.monotonic()
         step_s = (now - self.started) / self.steps
-        mine = (float(self.stop.received is not None), float(self.wish()), step_s, *values())
+        is_asked = asks and self.stop.received is not None
+        mine = (float(is_asked), float(self.wish()), step_s, *values())
         stop, wish, slowest_s, *shared = self.worker.agree(*mine)
         if self.steps >= FIRST_CHECKS:
             self.interval_steps = max(1, int(self.every_s / max(slowest_s, 1e-6)))

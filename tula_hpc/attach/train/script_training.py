@@ -3,7 +3,7 @@
 Without `tula.epochs` an epoch is over when no further batch is left of the samples that the sweep
 names, or that torch's loader gives out. Where a loader does not tell whether its last batch may be
 shorter, an epoch is over with the last whole one, and a shorter batch right after that still counts
-to it. The end at a stop is `_stop_if_asked`; `ddp/stop_signals.py` describes the way of a stop, with
+to it. The end at a stop is `_stop_if`; `ddp/stop_signals.py` describes the way of a stop, with
 and without `keeping.py`.
 """
 
@@ -319,9 +319,8 @@ class ScriptTraining(Mode):
         if not self.is_kept:
             if is_last:
                 self.end_epoch()
-            # what a script saves it saves after an epoch
-            if not is_last or self.settings.samples < 2 * self.settings.global_batch:
-                self._stop_if_asked()
+            # what a script saves it saves after an epoch; workers may count its end a step apart
+            self._stop_if(not is_last or self.settings.samples < 2 * self.settings.global_batch)
 
     def _epoch_of(self, loader: object) -> tuple[int, int]:
         """Return them as the loader says that gave out the last batch; it is not kept alive."""
@@ -398,12 +397,12 @@ class ScriptTraining(Mode):
             self.metrics.amend({"evaluation_time_s": paused_s})
         self._is_between = False
 
-    def _stop_if_asked(self) -> None:
+    def _stop_if(self, asks: bool) -> None:
         if self._agreed is None:
             peers = Peers(self.spec.world_size)
             self._agreed = Agreed(peers, self.stop, lambda: Wish.NOTHING, self.look_every_s)
             self._peers = peers
-        decision = self._agreed.decide(lambda: self.readings(self._peers))
+        decision = self._agreed.decide(lambda: self.readings(self._peers), asks=asks)
         if decision.stop:
             self.leave_stopped()
         self.look(decision.shared, self._peers)
