@@ -142,7 +142,8 @@ class Hooks:
         self._batch = 0
         # of each loader since the last step: itself, not kept alive, and the items in its last batch
         self._given: dict[int, tuple[weakref.ref[object], int]] = {}
-        self._giving = 0
+        # those that gave to the step before: an evaluation's do not
+        self._gave: set[int] = set()
         # batches that they have given out, and the model has not had; some are taken in advance
         self._unused = 0
 
@@ -208,7 +209,6 @@ class Hooks:
             self.listener.forward_begins(samples)
         else:
             self._unused = max(0, self._unused - 1)
-            self._given.pop(self._giving, None)
             self.listener.evaluating()
 
     def _samples_in(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
@@ -218,12 +218,12 @@ class Hooks:
         if isinstance(first, list | tuple) and len(first) == given:
             return given
         samples = samples_in(first) or samples_in((args, kwargs))
-        items = [count for _, count in self._given.values()]
-        if samples in items:
+        if any(samples == count for _, count in self._given.values()):
             return samples
-        if len(items) > 1:
+        both = [count for key, (_, count) in self._given.items() if key in self._gave]
+        if len(both) > 1:
             # of several loaders together, as labelled and many more unlabelled items
-            return min(items)
+            return min(both)
         # in an object of its own, or other dimensions: views of items, nodes of graphs, sequences
         if not samples or samples > self._unused * given > 0 or given % samples not in (0, given):
             return given
@@ -236,8 +236,7 @@ class Hooks:
     def next_batch(self, loader: object, batch: object) -> None:
         """Note what a loader gives out."""
         self._batch = items_given_out(loader, batch) or samples_in(batch)
-        self._giving = id(loader)
-        self._given[self._giving] = (weakref.ref(loader), self._batch)
+        self._given[id(loader)] = (weakref.ref(loader), self._batch)
         self._unused += 1
 
     def _begin_loading(self, loader: object) -> None:
@@ -268,6 +267,7 @@ class Hooks:
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer is self.optimizer:
+            self._gave = set(self._given)
             self._given.clear()
             self.listener.step_ends()
 
