@@ -92,6 +92,17 @@ class OneAfterAnother(IterableDataset[Any]):
         return itertools.repeat(IMAGE)
 
 
+def test_of_several_loaders_the_last_one_with_as_many_items_has_given_the_batch() -> None:
+    """An evaluation's may have as many."""
+    hooks = Hooks(Listener())
+    training, other, evaluation = (iter(DataLoader(TensorDataset(torch.zeros(8)), size)) for size in (4, 2, 4))
+    for loader in (training, evaluation, training, other):
+        hooks.next_batch(loader, next(loader))
+    assert hooks.source_of(4) is training
+    assert hooks.source_of(2) is other
+    assert hooks.source_of(3) is None
+
+
 @pytest.mark.parametrize("collate", [None, list])
 @pytest.mark.parametrize("is_indexed", [True, False])
 def test_items_without_an_end_are_counted_however_they_come(collate: Any, is_indexed: bool) -> None:

@@ -140,7 +140,7 @@ class Hooks:
         self.backward = _BackwardPasses(listener)
         # samples of the batch that a loader of torch has last given out; 0: not known
         self._batch = 0
-        # of each loader since the last step: itself, not kept alive, and the items in its last batch
+        # of each loader since the last step, the last one last: itself, not kept alive, and its items
         self._given: dict[int, tuple[weakref.ref[object], int]] = {}
         # those that gave to the step before: an evaluation's do not
         self._gave: set[int] = set()
@@ -178,8 +178,7 @@ class Hooks:
     def _modules_of(self, owned: set[Tensor], *, parts: bool = True) -> list[nn.Module]:
         """Return the modules that may be the model of these parameters, inner ones first."""
         found = _modules_with(owned) or (_parts_with(owned) if parts else [])
-        is_named = self.counted in {None, *(type(module).__name__ for module in found)}
-        return found if is_named else []
+        return found if self.counted in {None, *(type(m).__name__ for m in found)} else []
 
     def _watch_one_of(self, modules: Sequence[nn.Module]) -> None:
         """Watch the module that the script calls, of several around each other.
@@ -230,12 +229,14 @@ class Hooks:
         return samples
 
     def source_of(self, samples: int) -> object | None:
-        """Return the first loader that has given out so many items since the last step."""
-        return next((loader() for loader, count in self._given.values() if count == samples), None)
+        """Return the last loader that has given out so many items since the last step."""
+        last_first = reversed(self._given.values())
+        return next((loader() for loader, count in last_first if count == samples), None)
 
     def next_batch(self, loader: object, batch: object) -> None:
         """Note what a loader gives out."""
         self._batch = items_given_out(loader, batch) or samples_in(batch)
+        self._given.pop(id(loader), None)
         self._given[id(loader)] = (weakref.ref(loader), self._batch)
         self._unused += 1
 
@@ -250,7 +251,6 @@ class Hooks:
         if closure is None:
             self.listener.gradients_ready()
             return None
-
         losses: list[Any] = []
 
         @wraps(closure)
