@@ -317,8 +317,7 @@ def with_batches_ahead() -> None:
 
 def with_a_second_training() -> None:
     """As of folds, or of repetitions: the first one counts."""
-    for _ in range(2):
-        model = nn.Linear(4, 2)
+    for model in reversed([nn.Linear(4, 2), nn.Linear(4, 2)]):
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for _ in range(2):
             backward(model, 3)
