@@ -325,7 +325,7 @@ def with_a_second_training() -> None:
 
 
 def with_several_loaders() -> None:
-    """A batch of each in a pass of its own, or both in one, as labelled and unlabelled items: known by the second."""
+    """A batch of each in a pass of its own, or both in one: known by the second step, the first loader's count."""
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     backward(model, 1)
@@ -405,7 +405,7 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
     "with several loaders": (
         with_several_loaders,
         "ready step, begin begin batch batch forward 4 forward 2 ready step, "
-        "batch batch forward 4 forward 2 ready step, begin begin "
+        "batch batch forward 4 ready step, begin begin "
         "batch batch forward 14 ready step, batch batch forward 2 ready step, batch batch forward 2 ready step",
     ),
     "wrapped": (wrapped, "forward 3 ready step, forward 3 ready step"),

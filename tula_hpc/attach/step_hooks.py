@@ -146,6 +146,8 @@ class Hooks:
         self._gave: set[int] = set()
         # batches that they have given out, and the model has not had; some are taken in advance
         self._unused = 0
+        # the loader whose batches are this step's, by its id; 0: not known
+        self._source = 0
 
     def install(self) -> Hooks:
         """Watch from now on, and return the hooks; to be called before the script runs."""
@@ -155,8 +157,11 @@ class Hooks:
             _after(dataloader._BaseDataLoaderIter, name, self._begin_loading)
         _around_next(self)
         self.backward.install()
-        _before_spawn(self.listener)
-        _before_meeting(self.listener)
+        # of all that starts workers; the second module is no attribute, as its function has its name
+        starters = ("torch.multiprocessing", "torch.multiprocessing.spawn")
+        starting = [sys.modules[name] for name in starters]
+        _before(starting, "start_processes", self.listener.spawns_workers)
+        _before((dist, dist.distributed_c10d), "init_process_group", self.listener.meets)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         return self
@@ -200,6 +205,11 @@ class Hooks:
         inner = self.inner_model or module
         if inner.training and torch.is_grad_enabled():
             samples = self._samples_in(args, kwargs)
+            source = id(self.source_of(samples))
+            if source != self._source and self._gave.issuperset((source, self._source)):
+                # of another loader, in each step with that one's batches
+                return
+            self._source = self._source or source
             if samples and samples == self._batch:
                 if not self._unused:
                     # the same batch once more, as for a GAN's other optimizer: no further part of a step
@@ -269,6 +279,7 @@ class Hooks:
         if optimizer is self.optimizer:
             self._gave = set(self._given)
             self._given.clear()
+            self._source = 0
             self.listener.step_ends()
 
     def _counts(self, optimizer: Optimizer) -> bool:
@@ -352,34 +363,17 @@ def _around_next(hooks: Hooks) -> None:
     kind.__next__ = following  # type: ignore[method-assign] # to be told of each
 
 
-def _before_spawn(listener: Listener) -> None:
-    """Tell a listener of `torch.multiprocessing.spawn`, and of all that starts workers through it."""
-    # the second is no attribute, as its function has its name
-    modules = [
-        sys.modules[name] for name in ("torch.multiprocessing", "torch.multiprocessing.spawn")
-    ]
-    original = modules[0].start_processes
+def _before(modules: Sequence[Any], name: str, then: Callable[[], None]) -> None:
+    """Call a function before one that these modules share."""
+    original = getattr(modules[0], name)
 
     @wraps(original)
-    def start_processes(*args: Any, **kwargs: Any) -> Any:
-        listener.spawns_workers()
+    def told(*args: Any, **kwargs: Any) -> Any:
+        then()
         return original(*args, **kwargs)
 
     for module in modules:
-        vars(module)["start_processes"] = start_processes
-
-
-def _before_meeting(listener: Listener) -> None:
-    """Tell a listener of `torch.distributed.init_process_group`."""
-    original = dist.init_process_group
-
-    @wraps(original)
-    def init_process_group(*args: Any, **kwargs: Any) -> None:
-        listener.meets()
-        original(*args, **kwargs)
-
-    for module in (dist, dist.distributed_c10d):
-        vars(module)["init_process_group"] = init_process_group
+        vars(module)[name] = told
 
 
 def _size(model: nn.Module) -> int:
