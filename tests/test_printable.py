@@ -149,6 +149,15 @@ def test_a_bar_takes_no_markup_and_what_is_said_meanwhile_is_cleaned(
     assert "[link=file:///]" in said
 
 
+def test_streams_that_the_shell_has_closed_take_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    with printable_output():
+        for stream in (sys.stdout, sys.stderr):
+            stream.write("x")
+            stream.flush()
+
+
 def test_an_error_sends_nothing_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     def fail(_: object) -> int:
         raise LaunchError(f"{HOSTILE}\n{'x' * 10**6}")

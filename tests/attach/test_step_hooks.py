@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from tests.forked import start_workers
 from tula_hpc.attach.step_hooks import Hooks, Listener, model_of, name_of
-from tula_hpc.batches import items_given_out, samples_given_out, samples_in
+from tula_hpc.batches import items_given_out, samples_drawn, samples_given_out, samples_in
 
 
 class Told(Listener):
@@ -77,6 +77,22 @@ class Endless(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return itertools.count()
+
+
+class Repeated(Sampler[int]):
+    """As DeiT's, which draws other numbers than there are."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([0, 0, 1])
+
+    def __len__(self) -> int:
+        return 3
+
+
+def test_an_epoch_is_what_the_sampler_draws() -> None:
+    data = TensorDataset(torch.zeros(8))
+    assert samples_drawn(iter(DataLoader(data, 2, sampler=Repeated()))) == 3
+    assert samples_drawn(iter(DataLoader(data, 2, sampler=Endless()))) == 0
 
 
 IMAGE = {"image": torch.zeros(3, 2, 2)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -95,6 +97,19 @@ def test_a_screen_is_drawn_in_place_and_its_last_state_stays(
     last = drawn.rpartition("\x1b[2K")[2]
     assert "waiting for Resources: enough nodes have to become free" in last
     assert "Priority" not in last
+
+
+def test_it_ends_with_its_reader(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of `tula status RUN --watch | head -1`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as nobody:
+        monkeypatch.setattr(sys, "stdout", nobody)
+        with pytest.raises(BrokenPipeError):
+            watch(looks(told(run, j7=("PENDING", "Priority"))), lambda _: None)
+        monkeypatch.undo()
+        # or its end would write what is left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), nobody.fileno())
 
 
 def test_ctrl_c_leaves_quietly(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

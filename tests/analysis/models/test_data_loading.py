@@ -119,6 +119,10 @@ def test_waiting_that_comes_with_the_nodes_is_for_the_file_system() -> None:
     assert [w for w in plan.warnings if "the file system that all nodes share holds steps up: at N=4" in w]
     assert not [w for w in plan.warnings if "the data loader holds steps up" in w]
     assert plan.models["step_time"]["parameters"]["storage_s"] == pytest.approx(0.002, rel=0.05)
+    # nodes that are one machine share its cores, too
+    emulated = [each.model_copy(update={"emulated": True}) for each in rows]
+    plan = make_plan(sweep(workload={"epochs": 5, "data_dir": "/data"}), cluster(), emulated)
+    assert not [w for w in plan.warnings if "the file system" in w]
 
 
 def test_one_configuration_that_was_disturbed_is_not_for_the_file_system() -> None:
