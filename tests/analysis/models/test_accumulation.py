@@ -65,6 +65,15 @@ AT_ONCE = [taken_in(nodes, batch, 1) for nodes in (1, 4) for batch in (8, 16, 32
 PLACEHOLDER = ("--steps", "{accumulation}")
 
 
+def test_parts_that_a_script_takes_always_are_told_and_change_no_time() -> None:
+    spec = sweep()
+    always = spec.model_copy(update={"workload": spec.workload.model_copy(update={"accumulation": 4})})
+    rows = [row.model_copy(update={"accumulation": None}) for row in AT_ONCE]
+    plans = [make_plan(each, cluster(), rows) for each in (spec, always)]
+    assert [plan.chosen.in_parts for plan in plans] == ["", " in 4 parts"]
+    assert plans[0].chosen.step_time_s == plans[1].chosen.step_time_s
+
+
 @pytest.mark.parametrize(("batch", "passes"), [(1, 1), (64, 1), (65, 2), (128, 2), (1024, 16)])
 def test_a_batch_takes_the_fewest_passes_that_fit(batch: int, passes: int) -> None:
     assert Passes(64).of(batch) == passes
