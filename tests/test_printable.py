@@ -7,6 +7,7 @@ import io
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -156,6 +157,17 @@ def test_streams_that_the_shell_has_closed_take_nothing(monkeypatch: pytest.Monk
         for stream in (sys.stdout, sys.stderr):
             stream.write("x")
             stream.flush()
+            assert not stream.isatty()
+
+
+def test_a_full_output_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    # closing it would write what is left
+    with suppress(OSError), Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with printable_output():
+            sys.stdout.write("x")
+            with pytest.raises(OSError, match=r"No space left on device: 'the output'"):
+                sys.stdout.flush()
 
 
 def test_an_error_sends_nothing_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

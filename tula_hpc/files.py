@@ -150,9 +150,6 @@ def write_out(text: str, stream: TextIO | None = None) -> None:
         stream.flush()
     except BrokenPipeError:
         drop_output()
-    except OSError as error:
-        error.filename = error.filename or "the output"
-        raise
 
 
 def make_private(folder: Path) -> None:

@@ -320,15 +320,25 @@ def in_short_lines(text: str, most: int = MOST_LOG_LINE) -> str:
     return "\n".join(lines)
 
 
+@contextlib.contextmanager
+def _named_output() -> Iterator[None]:
+    """Name the output in an error that does not say which file it is of, as of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or "the output"
+        raise
+
+
 class _PrintableStream:
     """Stream for people: its text is cleaned, and shown in whatever encoding the stream has.
 
     Args:
-        stream: Where the text goes; None: nowhere.
+        stream: Where the text goes.
         most: Characters of a line that are shown; None: all.
     """
 
-    def __init__(self, stream: TextIO | None, most: int | None) -> None:
+    def __init__(self, stream: TextIO, most: int | None) -> None:
         self.stream = stream
         self.most = most
 
@@ -337,11 +347,9 @@ class _PrintableStream:
         shown = printable(text)
         if self.most is not None:
             shown = in_short_lines(shown, self.most)
-        if self.stream is None:
-            # closed by the shell, as by >&-
-            return len(text)
         encoding = getattr(self.stream, "encoding", None) or "utf-8"
-        self.stream.write(shown.encode(encoding, "backslashreplace").decode(encoding))
+        with _named_output():
+            self.stream.write(shown.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -351,7 +359,7 @@ class _PrintableStream:
 
     def flush(self) -> None:
         """Hand on what was written."""
-        if self.stream is not None:
+        with _named_output():
             self.stream.flush()
 
     def __getattr__(self, name: str) -> Any:
@@ -362,17 +370,19 @@ class _PrintableStream:
 def printable_output() -> Iterator[None]:
     """Clean all output of a command, on standard output and error; also a decorator."""
     before = sys.stdout, sys.stderr
-    sys.stdout = cast(TextIO, _PrintableStream(sys.stdout, None))
-    sys.stderr = cast(TextIO, _PrintableStream(sys.stderr, MOST_ERROR_LINE))
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = before
+    # for those that the shell has closed, as by >&-
+    with Path(os.devnull).open("w") as nowhere:
+        sys.stdout = cast(TextIO, _PrintableStream(sys.stdout or nowhere, None))
+        sys.stderr = cast(TextIO, _PrintableStream(sys.stderr or nowhere, MOST_ERROR_LINE))
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = before
 
 
 def with_own_escapes(stream: TextIO) -> TextIO:
     """Return the raw stream, for clean output that has terminal escapes of its own."""
-    while isinstance(stream, _PrintableStream) and stream.stream is not None:
+    while isinstance(stream, _PrintableStream):
         stream = stream.stream
     return stream
 

@@ -55,6 +55,15 @@ def backward(model: nn.Module, batch: int, width: int = 4) -> torch.Tensor:
     return loss
 
 
+def known() -> tuple[nn.Linear, torch.optim.SGD]:
+    """A model that nothing wraps, and its optimizer, after the first step, by which it is known."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    backward(model, 1)
+    optimizer.step()
+    return model, optimizer
+
+
 @pytest.mark.parametrize(
     ("options", "samples"),
     [
@@ -215,10 +224,7 @@ def with_batches_in_parts() -> None:
 
 def with_two_views() -> None:
     """Of each item, in one pass as SimCLR takes them; and batches that the script stacks of single items."""
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    backward(model, 1)
-    optimizer.step()
+    model, optimizer = known()
     pairs: Any = [((torch.randn(4), torch.randn(4)), 0)] * 5
     for views, _ in DataLoader(pairs, 3):
         torch.autograd.backward(model(torch.cat(views)).sum())
@@ -247,10 +253,7 @@ def with_lists_of_items() -> None:
 
 def with_other_dimensions() -> None:
     """Graphs that are joined have their nodes first, and sequences may have their steps."""
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    backward(model, 1)
-    optimizer.step()
+    model, optimizer = known()
     data: Any = [torch.randn(size, 4) for size in (7, 8, 9, 7, 8)]
     for nodes in DataLoader(data, 4, collate_fn=torch.cat):
         torch.autograd.backward(model(nodes).sum())
@@ -266,10 +269,7 @@ def with_other_dimensions() -> None:
 
 def with_whole_batches_as_items() -> None:
     """As of a recommender, whose data set makes them; and a detector's single images."""
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    backward(model, 1)
-    optimizer.step()
+    model, optimizer = known()
     data: Any = [torch.randn(6, 4)] * 2
     for batch in DataLoader(data, 1, collate_fn=lambda items: items[0]):
         torch.autograd.backward(model(batch).sum())
@@ -314,10 +314,7 @@ def with_objects_of_its_own() -> None:
 
 def with_batches_ahead() -> None:
     """As Hugging Face's Trainer takes all of a step, and as accelerate takes the next one before it gives one out."""
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    backward(model, 1)
-    optimizer.step()
+    model, optimizer = known()
     batches = iter(DataLoader(TensorDataset(torch.randn(8, 4)), 2))
     for _ in range(2):
         for (inputs,) in [next(batches), next(batches)]:
@@ -342,10 +339,7 @@ def with_a_second_training() -> None:
 
 def with_several_loaders() -> None:
     """A batch of each in a pass of its own, or both in one: known by the second step, the first loader's count."""
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    backward(model, 1)
-    optimizer.step()
+    model, optimizer = known()
     tensors: list[Any] = [torch.randn(size, 4) for size in (8, 4, 6, 42)]
     for first, second in zip(DataLoader(tensors[0], 4), DataLoader(tensors[1], 2), strict=True):
         torch.autograd.backward(model(first).sum() + model(second).sum())

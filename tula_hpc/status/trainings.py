@@ -88,9 +88,10 @@ def _status(facts: Facts, label: str, jobs: Sequence[JobStatus]) -> TrainingStat
             known["checkpoint_age_s"] = max(0.0, facts.now - files.checkpoint_at)
         known["starts_over"] = files.checkpoint_at is None and not _resumes_itself(facts)
         known |= _ended(files, epochs) if files.result else _under_way(files, epochs)
-        is_in_vain = bool(jobs) and jobs[-1].failure is Failure.DIVERGED
-        if is_in_vain or (known["starts_over"] and known["stand"] in ("waiting", "failed", "over")):
-            # all of it is left
+        # one that has diverged does not go on; of one that starts over all is left
+        has_diverged = bool(jobs) and jobs[-1].failure is Failure.DIVERGED
+        starts_over = known["starts_over"] and known["stand"] in ("waiting", "failed", "over")
+        if has_diverged or starts_over:
             known["left_s"] = None
             if known["stand"] == "waiting":
                 known |= {"epoch": 0.0, "share": 0.0, "step": 0, "samples_seen": 0}
