@@ -371,7 +371,7 @@ def printable_output() -> Iterator[None]:
     """Clean all output of a command, on standard output and error; also a decorator."""
     before = sys.stdout, sys.stderr
     # for those that the shell has closed, as by >&-
-    with Path(os.devnull).open("w") as nowhere:
+    with os.fdopen(os.open(os.devnull, os.O_WRONLY), "w") as nowhere:
         sys.stdout = cast(TextIO, _PrintableStream(sys.stdout or nowhere, None))
         sys.stderr = cast(TextIO, _PrintableStream(sys.stderr or nowhere, MOST_ERROR_LINE))
         try:
