@@ -123,7 +123,7 @@ def test_a_loader_that_gives_out_a_shorter_batch_ends_the_epoch_with_it(
     loader = iter(DataLoader(TensorDataset(torch.zeros(29)), batch_size=8))
     for _ in range(2):
         for samples in (8, 8, 8, 5):
-            told.training.batch_loaded(loader, None, 0.0)
+            told.training.hooks.next_batch(loader, torch.zeros(samples))
             told.step(samples)
         clock.now += 10.0
     told.training.ended(0)

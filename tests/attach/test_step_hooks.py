@@ -117,15 +117,16 @@ class OneAfterAnother(IterableDataset[Any]):
         return itertools.repeat(IMAGE)
 
 
-def test_of_several_loaders_the_last_one_with_as_many_items_has_given_the_batch() -> None:
-    """An evaluation's may have as many."""
+@pytest.mark.parametrize(("samples", "expected"), [(4, "training"), (2, "other"), (3, "other")])
+def test_of_several_loaders_the_last_one_with_as_many_items_has_given_the_batch(samples: int, expected: str) -> None:
+    """An evaluation's may have as many; of a batch that none has given, the last one that gave any."""
     hooks = Hooks(Listener())
-    training, other, evaluation = (iter(DataLoader(TensorDataset(torch.zeros(8)), size)) for size in (4, 2, 4))
-    for loader in (training, evaluation, training, other):
-        hooks.next_batch(loader, next(loader))
-    assert hooks.source_of(4) is training
-    assert hooks.source_of(2) is other
-    assert hooks.source_of(3) is None
+    sizes = {"training": 4, "other": 2, "evaluation": 4}
+    loaders = {name: iter(DataLoader(TensorDataset(torch.zeros(8)), size)) for name, size in sizes.items()}
+    for name in ("training", "evaluation", "training", "other"):
+        hooks.next_batch(loaders[name], next(loaders[name]))
+    hooks._before_forward(nn.Identity(), (torch.zeros(samples),), {})
+    assert hooks.loader is loaders[expected]
 
 
 @pytest.mark.parametrize("collate", [None, list])

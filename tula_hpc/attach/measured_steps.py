@@ -53,8 +53,6 @@ class MeasuredSteps(Mode):
         self.step_forwards = Counter[int]()
         # iterator that gave out the last batch of training, and the bytes of such a batch
         self.loader: Any = None
-        # the same of any last batch, an evaluation's too
-        self._given_by: Any = None
         self.batch_bytes = 0
         # gradients are not reduced in the steps to come
         self.unsynchronized = False
@@ -100,14 +98,13 @@ class MeasuredSteps(Mode):
         """Note the wait for a batch."""
         self.waits.arrived(waited_s)
         self._loaded = True
-        self._given_by = loader
         if not self.batch_bytes:
             self.batch_bytes = bytes_of(tensors_of(batch))
 
     def forward_begins(self, samples: int) -> None:
         """Note a training pass; the first of a step ends the pause before it."""
         if self._forwards == 0:
-            self.loader = self.hooks.source_of(samples) or self._given_by
+            self.loader = self.hooks.loader or self.loader
             if self.steps:
                 self._end_of_pause()
         self._forwards += 1

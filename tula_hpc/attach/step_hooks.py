@@ -38,6 +38,8 @@ from torch.utils.data import dataloader
 from tula_hpc.batches import items_given_out, samples_in
 
 T = TypeVar("T")
+# a loader, which is not kept alive, and the items that it has given out
+Given = tuple[Callable[[], object | None], int]
 
 # passes apart may come with all of the first steps, by chance
 FEW_STEPS = 8
@@ -141,13 +143,15 @@ class Hooks:
         # samples of the batch that a loader of torch has last given out; 0: not known
         self._batch = 0
         # of each loader since the last step, the last one last: itself, not kept alive, and its items
-        self._given: dict[int, tuple[weakref.ref[object], int]] = {}
+        self._given: dict[int, Given] = {}
+        self._last: Given = (lambda: None, 0)
         # those that gave to the step before: an evaluation's do not
         self._gave: set[int] = set()
         # batches that they have given out, and the model has not had; some are taken in advance
         self._unused = 0
-        # the loader whose batches are this step's, by its id; 0: not known
+        # the loader whose batches are this step's, by its id, 0: not known; and itself
         self._source = 0
+        self._loader: Given | None = None
 
     def install(self) -> Hooks:
         """Watch from now on, and return the hooks; to be called before the script runs."""
@@ -205,11 +209,14 @@ class Hooks:
         inner = self.inner_model or module
         if inner.training and torch.is_grad_enabled():
             samples = self._samples_in(args, kwargs)
-            source = id(self.source_of(samples))
+            alike = (key for key in reversed(self._given) if self._given[key][1] == samples)
+            source = next(alike, 0)
             if source != self._source and self._gave.issuperset((source, self._source)):
                 # of another loader, in each step with that one's batches
                 return
-            self._source = self._source or source
+            if not self._source:
+                self._source = source
+                self._loader = self._given.get(source, self._last)
             if samples and samples == self._batch:
                 if not self._unused:
                     # the same batch once more, as for a GAN's other optimizer: no further part of a step
@@ -238,16 +245,16 @@ class Hooks:
             return given
         return samples
 
-    def source_of(self, samples: int) -> object | None:
-        """Return the last loader that has given out so many items since the last step."""
-        last_first = reversed(self._given.values())
-        return next((loader() for loader, count in last_first if count == samples), None)
+    @property
+    def loader(self) -> object | None:
+        """The loader of torch that gave this step's batch, or else the last one that gave any."""
+        return (self._loader or self._last)[0]()
 
     def next_batch(self, loader: object, batch: object) -> None:
         """Note what a loader gives out."""
         self._batch = items_given_out(loader, batch) or samples_in(batch)
         self._given.pop(id(loader), None)
-        self._given[id(loader)] = (weakref.ref(loader), self._batch)
+        self._last = self._given[id(loader)] = (weakref.ref(loader), self._batch)
         self._unused += 1
 
     def _begin_loading(self, loader: object) -> None:
@@ -490,5 +497,4 @@ class _BackwardPasses:
 
 
 def _sum_of(parameter: Tensor) -> float:
-    # of a few: a copy of all would take memory
     return float(parameter.detach().flatten()[:SUMMED].double().sum())

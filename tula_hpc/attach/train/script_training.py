@@ -254,7 +254,6 @@ class ScriptTraining(Mode):
         """See `Listener`."""
         self.give_sign()
         self._loading_s = (self._loading_s or 0.0) + waited_s
-        self._epoch = self._epoch_of(loader)
 
     def forward_begins(self, samples: int) -> None:
         """See `Listener`."""
@@ -264,8 +263,6 @@ class ScriptTraining(Mode):
         if self.is_open:
             return
         self.is_open = True
-        if source := self.hooks.source_of(samples):
-            self._epoch = self._epoch_of(source)
         if self._apart.is_pause(self.steps):
             self._ended = None
         elif self._loading_before_s:
@@ -307,6 +304,8 @@ class ScriptTraining(Mode):
         if self._stepped_at is None:
             self._count_start()
         self.count_step()
+        if loader := self.hooks.loader:
+            self._epoch = self._epoch_of(loader)
         self._count_progress()
         is_last = self.progress.epoch_ends(*self._epoch)
         is_logged = is_last or self.progress.step % self.settings.log_interval_steps == 0
@@ -323,7 +322,7 @@ class ScriptTraining(Mode):
             self._stop_if(not is_last or self.settings.samples < 2 * self.settings.global_batch)
 
     def _epoch_of(self, loader: object) -> tuple[int, int]:
-        """Return them as the loader says that gave out the last batch; it is not kept alive."""
+        """Return them as the loader of this step's batch says."""
         own = samples_given_out(loader)
         if own is None:
             return self.settings.samples, self.settings.global_batch
