@@ -114,6 +114,16 @@ def test_a_shorter_batch_is_the_last_of_its_epoch(tmp_path: Path, clock: Clock) 
     assert [(row.epoch, row.step, row.samples_seen) for row in rows] == [(1, 3, 24), (2, 7, 29 + 24)]
 
 
+def test_a_script_that_halves_its_batch_goes_on_with_its_epochs(tmp_path: Path, clock: Clock) -> None:
+    """As one that trains on larger images later."""
+    told = Told(tmp_path, clock, samples=32)
+    for samples in (8, *[4] * 2):
+        for _ in range(32 // samples):
+            told.step(samples)
+    told.training.ended(0)
+    assert [row.samples_seen for row in told.metrics().epochs] == [32, 64, 96]
+
+
 @pytest.mark.parametrize("said", [29, 35])
 def test_a_loader_that_gives_out_a_shorter_batch_ends_the_epoch_with_it(
     tmp_path: Path, clock: Clock, said: int

@@ -357,7 +357,8 @@ class ScriptTraining(Mode):
             samples = whole
         self._samples = 0
         _, least = self._epoch
-        if not self.is_kept and progress.offset == 0 and samples < least:
+        is_first = progress.offset == 0 and progress.epoch_steps == 0
+        if not self.is_kept and is_first and samples < least:
             # the last, shorter batch of the epoch before
             progress.offset = -samples
         progress.count_step(samples)
