@@ -197,13 +197,15 @@ def test_a_mistake_in_a_cluster_is_one_line(here: Path, text: str, said: str) ->
         (b"a = 1\n\xff\xfe", "line 2 has a byte that is not UTF-8; save the file as UTF-8"),
         (b"name = ", r"is not valid TOML: expected a number, true, false, a list or a text in quotes \(at "),
         (b'name = "a"\nname = "b"', "is not valid TOML: a key is given twice"),
+        (b"a = 1, 2", r"is not valid TOML: expected nothing more on this line; a list is written \[1, 2\], a text in "),
+        (b'a = "C:\\data"', "is not valid TOML: a . in a text is written twice, or the text in single quotes .at line 1"),
         (b"#" * (MAX_FILE_BYTES + 1), "expected a TOML file under 1,000,000 bytes"),
         (b"a = " + b"[" * 5000 + b"]" * 5000, "is not valid TOML: maximum recursion depth"),
         (b".".join([b"a"] * 3000) + b" = 1", "is not valid TOML: a key of more than 100 parts"),
         (NAME.encode() + b"[workload]\nepochs = " + b"9" * 5000, "is not valid TOML: Exceeds the limit"),
         (NAME.encode() + b"[workload]\nepochs = 0x" + b"f" * 5000, "holds a value out of all bounds: Exceeds"),
     ],
-    ids=range(10),
+    ids=range(12),
 )  # fmt: skip
 def test_a_file_that_is_no_sweep(here: Path, content: bytes, said: str) -> None:
     line = complaint(load_sweep, content)

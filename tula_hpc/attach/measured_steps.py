@@ -104,7 +104,8 @@ class MeasuredSteps(Mode):
     def forward_begins(self, samples: int) -> None:
         """Note a training pass; the first of a step ends the pause before it."""
         if self._forwards == 0:
-            self.loader = self.hooks.loader or self.loader
+            if (loader := self.hooks.loader) is not None:
+                self.loader = loader
             if self.steps:
                 self._end_of_pause()
         self._forwards += 1

@@ -44,6 +44,14 @@ DAMAGED = "# not shown: it is damaged, and may hold passwords\n"
 TOMLLIB_WORDS = {
     "Cannot overwrite a value": "a key is given twice",
     "Invalid value": "expected a number, true, false, a list or a text in quotes",
+    "Expected newline or end of document after a statement": (
+        "expected nothing more on this line; a list is written [1, 2], a text in quotes"
+    ),
+    "Expected '=' after a key in a key/value pair": "expected = after a key",
+    "Invalid statement": "expected a key, as in epochs = 10, or a [table]",
+    "Unterminated string": "a text lacks its last quote",
+    "Unescaped '\\' in a string": r"a \ in a text is written twice, or the text in single quotes",
+    "Unclosed array": "a list lacks a comma, or its last ]",
 }
 # tomllib's time grows with the square of a dotted key's parts
 MOST_KEY_PARTS = 100

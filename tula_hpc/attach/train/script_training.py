@@ -304,7 +304,7 @@ class ScriptTraining(Mode):
         if self._stepped_at is None:
             self._count_start()
         self.count_step()
-        if loader := self.hooks.loader:
+        if (loader := self.hooks.loader) is not None:
             self._epoch = self._epoch_of(loader)
         self._count_progress()
         is_last = self.progress.epoch_ends(*self._epoch)
