@@ -121,6 +121,14 @@ def test_loader_processes_are_seen(tmp_path: Path) -> None:
     assert measured.memory.batch_bytes == 2 * 2 * (4 * 64 * 4 + 4 * 8)
 
 
+def test_batches_without_a_number_of_them_are_taken_as_they_come(tmp_path: Path) -> None:
+    arguments = ("--batch-size", "4", "--samples", "16", "--epochs", "1000", "--streamed")
+    (outcome,) = profiled(SCRIPTS / "plain.py", arguments, tmp_path)
+    measured = measurement_of(outcome)
+    assert measured.epoch_samples == 0
+    assert measured.times is not None
+
+
 @pytest.mark.parametrize(
     ("sizes", "asked", "batch"),
     [

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.attach.scripts.plain import Streamed
 from tests.run_factory import candidate, measurement, plan, write_plan
 from tula_hpc.attach.reporting import ChildSpec
 from tula_hpc.attach.train import script_drift, script_training
@@ -112,6 +113,15 @@ def test_a_shorter_batch_is_the_last_of_its_epoch(tmp_path: Path, clock: Clock) 
             told.step(samples)
     rows = told.metrics().epochs
     assert [(row.epoch, row.step, row.samples_seen) for row in rows] == [(1, 3, 24), (2, 7, 29 + 24)]
+
+
+def test_of_a_stream_the_sweep_says_how_long_an_epoch_is(tmp_path: Path, clock: Clock) -> None:
+    told = Told(tmp_path, clock, samples=16)
+    stream = iter(DataLoader(Streamed(TensorDataset(torch.zeros(64))), batch_size=8))
+    for _ in range(4):
+        told.training.hooks.next_batch(stream, torch.zeros(8))
+        told.step()
+    assert [row.samples_seen for row in told.metrics().epochs] == [16, 32]
 
 
 def test_a_script_that_halves_its_batch_goes_on_with_its_epochs(tmp_path: Path, clock: Clock) -> None:

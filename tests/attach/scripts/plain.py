@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+
+class Streamed(IterableDataset[tuple[Tensor, ...]]):
+    """Samples without a number of them, as they come from archives."""
+
+    def __init__(self, samples: TensorDataset) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        return map(self.samples.__getitem__, range(len(self.samples)))
 
 
 def main() -> None:
@@ -20,6 +31,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--loaders", type=int, default=0)
     parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--streamed", action="store_true")
     options = parser.parse_args()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
@@ -30,9 +42,11 @@ def main() -> None:
     sampler: DistributedSampler[object] | None = None
     if world > 1:
         sampler = DistributedSampler(train, world, dist.get_rank())
-    loader = DataLoader(
+    loader: DataLoader[tuple[Tensor, ...]] = DataLoader(
         train, options.batch_size, shuffle=sampler is None, sampler=sampler, num_workers=options.loaders, drop_last=True
     )
+    if options.streamed:
+        loader = DataLoader(Streamed(train), options.batch_size)
     model: nn.Module = nn.Sequential(nn.Linear(64, options.width), nn.ReLU(), nn.Linear(options.width, 10))
     if world > 1:
         model = DistributedDataParallel(model)
