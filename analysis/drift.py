@@ -329,4 +329,5 @@ def describe_drift(events: Iterable[Event]) -> str:
     drift = RunHistory(events).drift()
     if drift is None:
         return ""
-    return f"step time {drift.ratio:.2f} × the prediction ({drift.part})"
+    part = "no part of it alone" if drift.part == "unknown" else drift.part
+    return f"step time {drift.ratio:.2f} × the prediction ({part})"

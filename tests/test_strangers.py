@@ -192,11 +192,11 @@ def test_all_folders_that_others_may_write_to_are_refused_at_once(
 ) -> None:
     run = RunDirectory(here / "shared" / "run").create()
     run.sweep_file.touch()
-    (run.slurm / "task").touch()
-    for folder in (run.slurm, run.root, here / "shared"):
+    # an empty one, too
+    for folder in (run.profile, run.root, here / "shared"):
         folder.chmod(0o777)
     said = refusal(capsys, "--run-dir", str(run.root))
-    command = f"chmod go-w {run.root} {run.slurm} && chmod o-w {here / 'shared'}"
+    command = f"chmod go-w {run.root} {run.profile} && chmod o-w {here / 'shared'}"
     assert f"if you trust it: {command}; or use another --run-dir" in said
     for words in command.split(" && "):
         subprocess.run(words.split(), check=True)
@@ -265,7 +265,7 @@ FORBIDDEN = re.compile(
     r"(cloud)?pickle\.loads?|marshal\.|shelve\.|eval$|exec$|os\.system|os\.popen|.*_object(_list|s)?$"
 )
 # a job's pickle, once it is found to be the one that was submitted
-ALLOWED = {"job_files.py": {"pickle.loads"}, "step_hooks.py": {"gc.get_objects"}}
+ALLOWED = {"job_files.py": {"pickle.loads"}, "find_model.py": {"gc.get_objects"}}
 ONLY_WITH = {"torch.load": "weights_only=True", "np.load": "allow_pickle=False", "numpy.load": "allow_pickle=False"}
 
 

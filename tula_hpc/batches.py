@@ -88,9 +88,12 @@ def items_in_whole_batch(loader: object) -> int:
 
 def samples_drawn(loader: object) -> int:
     """Return the samples that an iterator's sampler draws in an epoch; 0: unknown, or without an end."""
-    batches: Any = getattr(loader, "_index_sampler", None)
+    sampler: Any = getattr(loader, "_index_sampler", None)
     try:
-        return len(batches.sampler)
+        # some wrap one of batches, to repeat it without an end
+        while hasattr(sampler.sampler, "batch_size"):
+            sampler = sampler.sampler
+        return len(sampler.sampler)
     except (TypeError, AttributeError, NotImplementedError):
         return 0
 

@@ -76,7 +76,9 @@ def _runs_near(path: Path) -> list[Path]:
 def _similar(path: Path) -> list[Path]:
     folder = path.parent
     names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
-    return [folder / name for name in difflib.get_close_matches(path.name, names)]
+    longer = sorted(name for name in names if name.startswith(path.name))
+    close = difflib.get_close_matches(path.name, names)
+    return [folder / name for name in dict.fromkeys([*longer, *close])]
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -226,7 +228,9 @@ def refusal_of_open(root: Path, rooms: Iterable[Path]) -> str:
         rooms: Folders in it.
     """
     above = open_to_all(root)
-    inside = list(filter(_is_open, (root, *rooms)))
+    # a folder that others made holds nothing yet
+    is_used = root.is_dir() and any(root.iterdir())
+    inside = list(filter(_is_open, (root, *rooms))) if is_used else []
     if len(above) == 1 and not inside:
         return (
             f"everybody may put another folder in its place; chmod o-w {above[0]}, or chmod +t it, "
@@ -246,12 +250,12 @@ def refusal_of_open(root: Path, rooms: Iterable[Path]) -> str:
 
 
 def _is_open(folder: Path) -> bool:
-    """Tell whether others may write to a folder that holds something; False if it is missing."""
+    """Tell whether others may write to a folder; False if it is missing."""
     try:
         mode = folder.lstat().st_mode
-        return bool(mode & (stat.S_IWGRP | stat.S_IWOTH)) and any(folder.iterdir())
     except OSError:
         return False
+    return stat.S_ISDIR(mode) and bool(mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 def _is_open_to_all(folder: Path) -> bool:

@@ -139,7 +139,10 @@ def _runs(signs: Iterable[Sign]) -> list[list[Sign]]:
 
 
 def _begin(signs: Sequence[Sign], elapsed_s: float | None, reached: float | None) -> float:
-    """Return when a run began: by its first sign, its length, or else when the last one ended."""
+    """Return when a run began: as its end tells, by its first sign or length, or after the last one."""
+    for sign in signs:
+        if sign.began_at is not None:
+            return sign.began_at if reached is None else max(reached, sign.began_at)
     known = []
     if signs[0].kind in BEGINNINGS:
         known.append(signs[0].time)

@@ -48,9 +48,11 @@ CAUSES = {
     "loader": "; by its drift events they waited for data",
     "compute": "; by its drift events it was the computation, as other load on a node makes it",
     "network": "; by its drift events it was the network",
-    "unknown": "; by its drift events it was no one part, as with other load on a node",
+    "unknown": "; by its drift events no part of a step alone was slower, as with other load on a node",
 }
 
+# times the steps that count; those of a GAN's other optimizer come in between
+MANY_FURTHER = 0.5
 # a training of fewer steps is slower for its first ones
 FEW_STEPS = 200
 # of the planned ones; full batches leave some out, at most half
@@ -130,9 +132,15 @@ def steps_off(
 
 
 def _samples_off(plan: Plan, result: TrainResult | None) -> str:
-    """Tell of another number of samples than was planned, as where workload.samples is wrong."""
+    """Tell of other samples than were planned, as where workload.samples is wrong."""
     if result is None:
         return ""
+    if result.further_steps > MANY_FURTHER * result.steps:
+        return (
+            f"was followed by {result.further_steps:,} steps of other optimizers, as of further "
+            "folds or repetitions: the plan is of the first training alone, and the score may be "
+            "another one's."
+        )
     planned, seen = result.epochs * plan.dataset_samples, result.samples_seen
     if FEW_SAMPLES * planned <= seen <= MANY_SAMPLES * planned:
         return ""
@@ -144,11 +152,11 @@ def _samples_off(plan: Plan, result: TrainResult | None) -> str:
 
 
 def _parts_off(bill: TrainingBill) -> Iterator[str]:
-    if off := [_off(part, bill.parts[part]) for part in bill.parts_off()]:
+    if off := [_off(bill, part) for part in bill.parts_off()]:
         yield f"Outside of their intervals: {'; '.join(off)}."
     most = bill.most_of_it()
     if most is not None and most not in bill.parts_off():
-        yield f"Most of the difference: {_off(most, bill.parts[most])}."
+        yield f"Most of the difference: {_off(bill, most)}."
 
 
 def _promised_times(compared: Compared) -> list[str]:
@@ -182,8 +190,11 @@ def _predicted(promised: Sequence[str]) -> str:
     return f"{text} ({' to '.join(ends)})" if ends else text
 
 
-def _off(part: TimePart, seconds: Compared) -> str:
+def _off(bill: TrainingBill, part: TimePart) -> str:
+    seconds = bill.parts[part]
     took = f"{PART_NAMES.get(part, str(part))} {format_duration(seconds.actual)}"
+    if part is TimePart.STARTS and bill.runs > 1:
+        took += f" in {bill.runs} starts, as the job was interrupted"
     if seconds.expected == 0.0:
         return f"{took}, none were predicted"
     return f"{took}, {_promised_times(seconds)[0]} were predicted"

@@ -179,6 +179,11 @@ def profiling_cost(run: RunContents) -> str:
     return text
 
 
+def profiling_node_seconds(run: RunContents) -> float:
+    """Return node-seconds of all profile jobs, accounting's where it has all of them."""
+    return sum((_accounted(run, "profile") or _used_by_profiling(run)).values())
+
+
 def _accounted(run: RunContents, stage: str) -> dict[str, float]:
     """Return accounting's node-seconds by partition; none unless it has the end of every job."""
     jobs = {job.job_id: job for job in RunHistory(run.events).submissions(stage)}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 import sqlite3
@@ -13,6 +14,7 @@ import torch
 from tests.forked import start_workers
 from tula_hpc.attach import own_folder as folders
 from tula_hpc.attach.own_folder import own_folder, spare_files
+from tula_hpc.records import RunDirectory
 
 WRITTEN = (
     "log.txt",
@@ -65,6 +67,22 @@ def test_a_folder_below_the_working_directory_does_not_hold_itself(tmp_path: Pat
     assert {"runs/weights.pt", "runs/board", f"{above}/first", f"{above}/third"} <= found
     assert f"{above}/third/work" not in found
     assert not (tmp_path / "runs" / "board").exists()
+
+
+def test_run_directories_are_not_shown(tmp_path: Path) -> None:
+    """A script may go on from the newest checkpoint that it finds anywhere below."""
+    for name in ("mine", "other"):
+        run = RunDirectory(tmp_path / "runs" / name).create()
+        run.sweep_file.touch()
+        run.log_event("submitted", "profile", job_id="1")
+        (run.profile / "last.pt").touch()
+    (tmp_path / "runs" / "train").mkdir()
+    (tmp_path / "runs" / "train" / "last.pt").touch()
+    own = own_folder(tmp_path / "runs" / "mine" / "train" / "work", tmp_path)
+    apart = own_folder(tmp_path / "apart", tmp_path / "runs")
+    for folder, place in ((own, "runs/train/last.pt"), (apart, "train/last.pt")):
+        # through links, as scripts look
+        assert glob.glob("**/last.pt", root_dir=folder, recursive=True) == [place]  # noqa: PTH207
 
 
 def write_over(_: int, own: Path) -> None:

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from tests.forked import start_workers
-from tula_hpc.attach.step_hooks import Hooks, Listener, model_of, name_of
+from tula_hpc.attach.hooks.find_model import model_of, name_of
+from tula_hpc.attach.hooks.step_hooks import Hooks, Listener
 from tula_hpc.batches import items_given_out, samples_drawn, samples_given_out, samples_in
 
 
@@ -98,10 +99,22 @@ class Repeated(Sampler[int]):
         return 3
 
 
+class Again:
+    """As YOLOv5's and timm's, whose loader is begun but once."""
+
+    def __init__(self, sampler: BatchSampler) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            yield from self.sampler
+
+
 def test_an_epoch_is_what_the_sampler_draws() -> None:
     data = TensorDataset(torch.zeros(8))
     assert samples_drawn(iter(DataLoader(data, 2, sampler=Repeated()))) == 3
     assert samples_drawn(iter(DataLoader(data, 2, sampler=Endless()))) == 0
+    assert samples_drawn(iter(DataLoader(data, batch_sampler=Again(BatchSampler(range(8), 2, False))))) == 8
 
 
 IMAGE = {"image": torch.zeros(3, 2, 2)}
@@ -350,6 +363,38 @@ def with_several_loaders() -> None:
         optimizer.step()
 
 
+class Frozen(nn.Module):
+    """As a large model whose adapters alone are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.head = nn.Linear(4, 2).requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        for adapter in self.adapters:
+            inputs = adapter(inputs)
+        return self.head(inputs)
+
+
+def with_frozen_parts() -> None:
+    model = Frozen()
+    optimizer = torch.optim.SGD(model.adapters.parameters(), 0.1)
+    for _ in range(2):
+        backward(model, 3)
+        optimizer.step()
+
+
+def wrapped_again() -> None:
+    """As by a trainer that begins again with a smaller batch."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    model = nn.Linear(4, 2)
+    for wrapper in [DistributedDataParallel(model), DistributedDataParallel(model)][1:] * 2:
+        optimizer = torch.optim.SGD(wrapper.parameters(), 0.1)
+        backward(wrapper, 3)
+        optimizer.step()
+
+
 def wrapped() -> None:
     """What is wrapped is known before its first pass, and frozen layers may be evaluated in training."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
@@ -419,6 +464,8 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
         "batch batch forward 4 ready step, begin begin "
         "batch batch forward 14 ready step, batch batch forward 2 ready step, batch batch forward 2 ready step",
     ),
+    "with frozen parts": (with_frozen_parts, "ready step, forward 3 ready step"),
+    "wrapped again": (wrapped_again, "forward 3 ready step, forward 3"),
     "wrapped": (wrapped, "forward 3 ready step, forward 3 ready step"),
 }
 
@@ -445,6 +492,17 @@ def test_steps_are_told_in_order(name: str, tmp_path: Path) -> None:
     start_workers(1, Case(name), tmp_path)
     told = json.loads((tmp_path / "told.json").read_text())
     assert " ".join(told) == CASES[name][1].replace(",", "")
+
+
+def count_further(rank: int, folder: Path) -> None:
+    hooks = Hooks(Listener()).install()
+    with_a_second_training()
+    (folder / "told.json").write_text(str(hooks.further_steps))
+
+
+def test_steps_of_further_trainings_are_counted_apart(tmp_path: Path) -> None:
+    start_workers(1, count_further, tmp_path)
+    assert (tmp_path / "told.json").read_text() == "2"
 
 
 class Around(nn.Module):

@@ -134,7 +134,7 @@ def test_other_inputs_are_refused_with_the_difference(
     run.train().result_file.touch()
     assert main([*again, "--set", "workload.epochs=99"]) == 2
     assert (
-        "is of a training that is over, which is not changed or made longer, with other inputs"
+        "is of a training that is over, and is not changed or made longer; it has other inputs"
         in capsys.readouterr().err
     )
     run.train().result_file.unlink()

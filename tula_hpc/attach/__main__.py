@@ -208,6 +208,7 @@ def _look(
             said=folder / "said",
             parent=os.getpid(),
             device=device,
+            counted_model=None if options.into is None else _counted(options.into),
             settings=settings.model_dump(mode="json"),
         )
         log = folder / "rank-0.log"
@@ -217,6 +218,15 @@ def _look(
         sys.stderr.write(end_of(log))
         return error_of(outcome, "")
     return {**outcome.said.result, "device": device}
+
+
+def _counted(file: Path) -> str | None:
+    """Return `workload.counted_model` of a sweep file, which may lack what it needs yet."""
+    from tula_hpc.config.loading import read_toml
+
+    workload = read_toml(file).get("workload")
+    counted = workload.get("counted_model") if isinstance(workload, dict) else None
+    return counted if isinstance(counted, str) else None
 
 
 def _told(result: dict[str, Any]) -> Iterator[str]:

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from tula_hpc.attach.hooks.find_model import is_sharded
+from tula_hpc.attach.hooks.step_hooks import Apart
 from tula_hpc.attach.reporting import ChildSpec, Mode
-from tula_hpc.attach.step_hooks import Apart, is_sharded
 from tula_hpc.attach.train.peers import Peers
 from tula_hpc.batches import items_in_whole_batch, tensors_of
 from tula_hpc.ddp.process_group import PROFILE_COLLECTIVE_TIMEOUT

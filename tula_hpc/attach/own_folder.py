@@ -2,7 +2,8 @@
 
 Small folders are made anew, with links to their files; one with many entries, which holds data, is
 a link itself. Before the script writes to one of the user's files, a copy takes the place of its
-link: a profile of some steps must not replace what a training of days has saved.
+link: a profile of some steps must not replace what a training of days has saved. Run directories
+are not shown: a script that looks for its newest checkpoint would find a profile's there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from tula_hpc.records import RunDirectory
 
 # in all folders that are made anew; the others hold data
 MOST_ENTRIES = 1000
@@ -56,7 +59,7 @@ def last_saved_in(folder: Path) -> float | None:
 
 
 def _show(path: Path, home: Path, own: Path, room: int) -> None:
-    for entry in sorted(home.iterdir()):
+    for entry in _shown_of(home):
         if entry == own:
             continue
         shown = path / entry.name
@@ -72,6 +75,14 @@ def _show(path: Path, home: Path, own: Path, room: int) -> None:
             else:
                 room -= count
                 _make_anew(shown, entry)
+
+
+def _shown_of(folder: Path) -> list[Path]:
+    return [entry for entry in sorted(folder.iterdir()) if not _is_run(RunDirectory(entry))]
+
+
+def _is_run(run: RunDirectory) -> bool:
+    return run.events_file.is_file() and run.sweep_file.is_file()
 
 
 def _entries_of(entry: Path, own: Path, most: int) -> int:
@@ -96,7 +107,7 @@ def _walk(folder: str | Path) -> Iterator[os.DirEntry[str]]:
 
 def _make_anew(path: Path, folder: Path) -> None:
     path.mkdir(mode=0o700, exist_ok=True)
-    for entry in folder.iterdir():
+    for entry in _shown_of(folder):
         with contextlib.suppress(FileExistsError):
             if entry.is_dir() and not entry.is_symlink():
                 _make_anew(path / entry.name, entry)

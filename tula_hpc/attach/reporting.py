@@ -16,9 +16,9 @@ from typing import Any, Literal, NoReturn
 
 from pydantic import Field
 
+from tula_hpc.attach.hooks.step_hooks import Hooks, Listener
 from tula_hpc.attach.own_folder import spare_files
 from tula_hpc.attach.script import Script
-from tula_hpc.attach.step_hooks import Hooks, Listener
 from tula_hpc.ddp.device_errors import broken_device
 from tula_hpc.env import meeting_variables, set_back
 from tula_hpc.errors import DeviceError, Failure, InputError, MeetingError, TulaError

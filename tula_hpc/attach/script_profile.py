@@ -5,7 +5,7 @@ How a user's script is profiled, from the job on:
 1. `script_profile_job.py`: each worker of the job starts the script's process of its rank for a
    configuration, watches it (`processes.py`), and rank 0 records its result.
 2. `child.py` is that process: it puts the hooks in place and runs the script as the main program.
-3. `step_hooks.py` notices torch's optimizer steps, backward passes and batches, whatever framework
+3. `hooks/step_hooks.py` notices torch's optimizer steps, backward passes and batches, whatever framework
    takes them, and finds the model that counts.
 4. `measured_steps.py` makes the script's steps fit to be timed: learning rates of 0, and times that
    are of no step left out.
@@ -31,10 +31,10 @@ from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc.attach import was_kept
+from tula_hpc.attach.hooks.find_model import model_of, name_of
 from tula_hpc.attach.measured_steps import MeasuredSteps, between_epochs_s, captured
 from tula_hpc.attach.reporting import ChildSpec, Said, leave, own_hook
 from tula_hpc.attach.script import NEAR, NO_OPTIONS, watch_parsers
-from tula_hpc.attach.step_hooks import model_of, name_of
 from tula_hpc.batches import samples_drawn, samples_given_out
 from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.ddp.stop_signals import Suspensions
@@ -164,8 +164,8 @@ class ScriptProfile(MeasuredSteps):
         most = search.warmup_steps + 2 * search.max_steps
         if self.spec.mode == "look":
             return (
-                f"; give it more epochs, steps or samples by its own arguments, for at most {most} "
-                "steps, and switch off what ends it when its score stays as it is"
+                f"; give it more epochs, steps or samples by its own arguments: {most} steps are "
+                "always enough; switch off what ends it when its score stays as it is"
             )
         loaded = self.loaded_samples
         samples = self.settings.samples
@@ -176,7 +176,7 @@ class ScriptProfile(MeasuredSteps):
             )
         return (
             "; give it more epochs, steps or samples ({epochs} in workload.arguments is raised for a "
-            f"profile), for at most {most} steps, and switch off what ends it when its score stays as it is"
+            f"profile): {most} steps are always enough; switch off what ends it when its score stays as it is"
         )
 
     def _told(self) -> Said:
@@ -212,7 +212,8 @@ class ScriptProfile(MeasuredSteps):
             model = self._model_name()
             raise InputError(
                 f"{name}: expected forward passes of {model} in training mode in a step, found none; "
-                "call the model itself, as DistributedDataParallel asks too, and none of its methods"
+                "call the model itself, as DistributedDataParallel asks too, and none of its methods, "
+                "or set workload.counted_model to the class of the one that it calls"
             )
         if parts is not None and passes != parts:
             remedy = self._remedy_of_passes(passes, parts, batch)
@@ -235,8 +236,9 @@ class ScriptProfile(MeasuredSteps):
                     "samples, and only such whose mean is what was asked for can be planned"
                 )
             raise InputError(
-                f"asked for {asked} samples a forward, the model got {batch}: {remedy}; other "
-                "arguments need another --run-dir once something is measured",
+                f"asked for {asked} samples a forward, the model got {batch}: {remedy}; after a "
+                "change of the script run the same command again, other arguments need another "
+                "--run-dir once something is measured",
                 key="workload.arguments",
             )
         if asked is None:

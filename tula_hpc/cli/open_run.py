@@ -285,7 +285,7 @@ def _other_inputs(
         )
     made = "was made from"
     if frees_up and run.train().result_file.exists():
-        made = "is of a training that is over, which is not changed or made longer, with"
+        made = "is of a training that is over, and is not changed or made longer; it has"
     if was == "local":
         lines = [
             "was made without --cluster, on this machine; to measure on Slurm use another --run-dir"

@@ -260,12 +260,13 @@ def _decision(plan: Plan, result: TrainResult, bill: TrainingBill | None) -> str
 
 def _cost(sweep: Sweep, plan: Plan, bill: TrainingBill | None) -> str:
     """Describe the cost of training and profiling, at the plan's price of a node and second."""
-    from tula_hpc.analysis.search.profiling_cost import profiling_cost
+    from tula_hpc.analysis.report.text import profiling_node_seconds
+    from tula_hpc.analysis.run_contents import read_run
 
     chosen = plan.chosen
     node_seconds = chosen.nodes * chosen.expected_time_s
     price = chosen.cost / node_seconds if node_seconds else 0.0
-    spent = profiling_cost(sweep.run.measurements().records, sweep.run.job_notes()).node_seconds
+    spent = profiling_node_seconds(read_run(sweep.run))
     profiling = f"profiling about {format_money(spent * price, chosen.currency)}"
     by = ""
     parts = dict(zip(sweep.cluster.part_names(), sweep.cluster.parts(), strict=True))

@@ -47,6 +47,8 @@ class TrainResult(Record):
     evaluation_s: float | None = None
     # for which steps stood still while a checkpoint was copied, or waited for
     saving_s: float | None = None
+    # of a script's other optimizers after the last step, as in further trainings
+    further_steps: int = 0
 
     @property
     def is_test_finite(self) -> bool:

@@ -115,7 +115,10 @@ def _refuse_large_batches(spec: SweepSpec, cluster: ClusterSpec, found: Identity
     largest = max(_batches(spec, cluster), default=0)
     if largest > found.train_samples:
         message = f"a batch of {largest} is above the {found.train_samples} training samples"
-        raise InputError(f"{message}; lower it\n{NOTHING}", key=key)
+        also = ""
+        if spec.study is None and spec.search.min_batch > found.train_samples:
+            also = f", and search.min_batch = {spec.search.min_batch}"
+        raise InputError(f"{message}; lower it{also}\n{NOTHING}", key=key)
 
 
 def _batches(spec: SweepSpec, cluster: ClusterSpec) -> Iterator[int]:

@@ -487,7 +487,7 @@ def unmatched_metric(sweep: Sweep, metrics: Metrics, *, running: bool = False) -
     first = "end this command (Ctrl-C), cancel its job, " if running else ""
     return (
         f"workload.metric matches no line of the script's output, {output}: scores are "
-        f"unknown{unless}; to train again over the same measurements, {first}correct it, and move "
+        f"unknown{unless}; to train again over the same measurements, {first}correct the key, and move "
         f"{sweep.run.root / 'train'} away"
     )
 

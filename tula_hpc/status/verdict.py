@@ -168,6 +168,9 @@ def _going_on(parts: Parts) -> StateAndText | None:
 
 def _no_command(parts: Parts, what: str) -> str:
     holder = parts.facts.holder
+    controls = [job for job in parts.jobs if job.stage == "control"]
+    if controls and all(job.phase is JobPhase.OVER for job in controls):
+        return f"its controller jobs are over, and no command waits for {what}: {AGAIN}"
     if holder.alive is None:
         return f"{holder}, which is not seen from here, may wait for {what}; if not, {AGAIN}"
     return f"no command waits for {what}: {AGAIN}, now or later"
@@ -175,7 +178,7 @@ def _no_command(parts: Parts, what: str) -> str:
 
 def _command_words(parts: Parts) -> str:
     if parts.has(JobPhase.WAITING):
-        return "a command waits for jobs that wait"
+        return "a command waits for jobs in the queue"
     if parts.has(JobPhase.UNKNOWN):
         return "a command is at work; what its jobs do is not known here"
     return "a command is at work, and no job: it plans, submits or writes the report"

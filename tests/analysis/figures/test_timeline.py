@@ -59,6 +59,17 @@ def test_without_accounting_a_run_begins_at_its_first_sign(base: RunContents) ->
     assert [(one.begin, one.end) for one in found] == [(50.0, 130.0), (170.0, 250.0)]
 
 
+def test_a_run_began_when_its_end_says(base: RunContents) -> None:
+    """What the command notes of a job that was cancelled comes some seconds after it."""
+    events = [
+        event(50.0, "submitted", label="main"),
+        event(66.0, "preempted", began_at=60.0),
+        event(73.0, "ended", label="main"),
+    ]
+    (waited, trained) = stretches(base._replace(events=events, accounts=[account("2", 7.0)]))
+    assert (waited.begin, waited.end, trained.begin, trained.end) == (50.0, 60.0, 60.0, 66.0)
+
+
 def test_notes_of_profile_jobs_go_before_their_events(base: RunContents) -> None:
     notes = [
         JobNote.model_validate({"note": note, "time": at, "job_id": "1", "submitted_at": 5.0, "began_at": 25.0})

@@ -183,8 +183,12 @@ class ScriptJob:
 
     def _begin_where_the_script_does(self, start: Start) -> None:
         """Take a script that has its own checkpoints to go on at the last epoch that it saved."""
-        how, saved_at = self._look_for_saved(start)
         metrics = read_metrics(self.files.metrics_file)
+        how = "begins: nothing was trained before"
+        saved_at: float | None = None
+        # or it might take another training's checkpoint for its own
+        if metrics.steps:
+            how, saved_at = self._look_for_saved(start)
         if start.resumes:
             last = metrics.steps[-1].step if metrics.steps else 0
             saved = [row for row in metrics.epochs if _was_saved(row, saved_at, last)]
@@ -195,8 +199,6 @@ class ScriptJob:
             start.train_time_s = sum(row.epoch_time_s for row in saved)
         else:
             start.starts_s = 0.0
-            if not metrics.steps:
-                how = "begins: nothing was trained before"
             put_aside(self.files.metrics_file)
         data = {"step": start.step, "samples_seen": start.samples_seen, "epoch": start.epoch}
         self.log_event("resumed", how, data)
@@ -429,7 +431,7 @@ class ScriptJob:
         told = self.progress
         epochs = job.sweep.workload.epochs
         scores = last_scores(self.files.metrics_file)
-        if start.resumes and told.epoch > epochs:
+        if epochs < told.epoch <= epochs + told.restarts * start.resumes:
             told = _without_repeated(told, epochs, read_metrics(self.files.metrics_file).epochs)
         # where a script went on by itself is known to an epoch only
         started_at = told.started_at or start.started_at
@@ -453,6 +455,7 @@ class ScriptJob:
             restarts=told.restarts,
             starts_s=told.starts_s,
             saving_s=told.saving_s,
+            further_steps=told.further_steps,
         )
         write_atomically(self.files.result_file, result.model_dump_json(indent=1))
         score = format_score(result.test_accuracy, result.test_loss)

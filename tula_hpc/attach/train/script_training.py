@@ -22,8 +22,8 @@ from typing import Any, Literal, NoReturn
 from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
 
+from tula_hpc.attach.hooks.step_hooks import Apart, Gaps
 from tula_hpc.attach.reporting import ChildSpec, Mode, Said, leave
-from tula_hpc.attach.step_hooks import Apart
 from tula_hpc.attach.train.peers import Peers, synchronize
 from tula_hpc.attach.train.scores import SCORES, as_share
 from tula_hpc.attach.train.script_drift import DriftSettings, ScriptDrift
@@ -100,6 +100,7 @@ class TrainedSoFar(Record):
     # 0: it took no step
     started_at: float = 0.0
     restarts: int = 0
+    further_steps: int = 0
 
 
 @dataclass
@@ -118,18 +119,6 @@ class ScriptProgress(Progress):
         super().begin_epoch()
         self.calls = 0
         self.batches = 0
-
-
-class Gaps:
-    """Times from the end of a step to the next forward pass."""
-
-    def __init__(self) -> None:
-        self.count, self.mean_s = 0, 0.0
-
-    def add(self, seconds: float) -> None:
-        """Count one."""
-        self.count += 1
-        self.mean_s += (seconds - self.mean_s) / self.count
 
 
 class ScriptTraining(Mode):
@@ -230,6 +219,7 @@ class ScriptTraining(Mode):
             saving_s=self.progress.saving_s,
             started_at=self.progress.started_at,
             restarts=self.progress.restarts,
+            further_steps=self.hooks.further_steps,
         )
         return Said(state="done", steps=self.steps, result=so_far.model_dump())
 

@@ -16,13 +16,12 @@ in another way waits between a step's end and the next forward pass.
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,9 +34,15 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import dataloader
 
+from tula_hpc.attach.hooks.find_model import (
+    modules_with,
+    objects_of,
+    parameters_of,
+    parts_with,
+    size_of,
+)
 from tula_hpc.batches import items_given_out, samples_in
 
-T = TypeVar("T")
 # a loader, which is not kept alive, and the items that it has given out
 Given = tuple[Callable[[], object | None], int]
 
@@ -117,6 +122,18 @@ class Apart:
         return 2 * self._steps < max(steps, FEW_STEPS)
 
 
+class Gaps:
+    """Times from the end of a step to the next forward pass."""
+
+    def __init__(self) -> None:
+        self.count, self.mean_s = 0, 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one."""
+        self.count += 1
+        self.mean_s += (seconds - self.mean_s) / self.count
+
+
 class Hooks:
     """Tells a listener where the steps of this process's training begin and end.
 
@@ -126,6 +143,7 @@ class Hooks:
         optimizer: The optimizer whose steps count, None before its first step.
         others: Optimizers whose steps do not count.
         backward: Backward passes so far.
+        further_steps: Steps of those others since the last one that counts, as of another training.
 
     Args:
         listener: Is told.
@@ -138,6 +156,7 @@ class Hooks:
         self.inner_model: nn.Module | None = None
         self.optimizer: Optimizer | None = None
         self.others: list[Optimizer] = []
+        self.further_steps = 0
         self._forward_hook: Any = None
         self.backward = _BackwardPasses(listener)
         # samples of the batch that a loader of torch has last given out; 0: not known
@@ -171,7 +190,9 @@ class Hooks:
         return self
 
     def _note_wrapped(self, model: DistributedDataParallel) -> None:
-        larger = self.model is None or _size(model) > _size(self.model)
+        # or the same one once more, as by a script that begins again with a smaller batch
+        again = model.module is self.inner_model
+        larger = self.model is None or again or size_of(model) > size_of(self.model)
         if larger and self.counted in (None, type(model.module).__name__):
             self._watch(model)
         self.listener.model_wrapped(model)
@@ -186,7 +207,7 @@ class Hooks:
 
     def _modules_of(self, owned: set[Tensor], *, parts: bool = True) -> list[nn.Module]:
         """Return the modules that may be the model of these parameters, inner ones first."""
-        found = _modules_with(owned) or (_parts_with(owned) if parts else [])
+        found = modules_with(owned) or (parts_with(owned) if parts else [])
         return found if self.counted in {None, *(type(m).__name__ for m in found)} else []
 
     def _watch_one_of(self, modules: Sequence[nn.Module]) -> None:
@@ -263,6 +284,7 @@ class Hooks:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> Any:
         if not self._counts(optimizer):
+            self.further_steps += 1
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -287,6 +309,7 @@ class Hooks:
             self._gave = set(self._given)
             self._given.clear()
             self._source = 0
+            self.further_steps = 0
             self.listener.step_ends()
 
     def _counts(self, optimizer: Optimizer) -> bool:
@@ -302,12 +325,12 @@ class Hooks:
 
     def _look_at(self, optimizer: Optimizer) -> None:
         """Take an optimizer if it has the model's parameters, or those of a larger one."""
-        owned = _parameters_of(optimizer)
+        owned = parameters_of(optimizer)
         if not isinstance(self.model, DistributedDataParallel):
             found = self._modules_of(owned)
             if not found:
                 return
-            if self.model is not None and _size(found[0]) <= _size(self.model):
+            if self.model is not None and size_of(found[0]) <= size_of(self.model):
                 self._await_whole(owned)
                 return
             self._watch_one_of(found)
@@ -383,10 +406,6 @@ def _before(modules: Sequence[Any], name: str, then: Callable[[], None]) -> None
         vars(module)[name] = told
 
 
-def _size(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def _at_first_call(modules: Iterable[nn.Module], then: Callable[..., None]) -> None:
     """Call a function before the first forward pass of any of these modules, with its arguments."""
     handles: list[Any] = []
@@ -397,64 +416,6 @@ def _at_first_call(modules: Iterable[nn.Module], then: Callable[..., None]) -> N
         then(*call)
 
     handles += [module.register_forward_pre_hook(begin, with_kwargs=True) for module in modules]
-
-
-def _modules_with(owned: set[Tensor]) -> list[nn.Module]:
-    """Return the modules that have all of these parameters and the fewest others, inner ones first.
-
-    A module around another one has as many parameters, and more modules.
-    """
-    found = []
-    for thing in _objects_of(nn.Module):
-        if owned <= set(thing.parameters()):
-            found.append((_size(thing), len(list(thing.modules())), thing))
-    found.sort(key=lambda each: each[:2])
-    return [module for size, _, module in found if size == found[0][0]]
-
-
-def _parts_with(owned: set[Tensor]) -> list[nn.Module]:
-    """Return the largest modules that have only these parameters, inner ones first.
-
-    An optimizer may change several models that nothing holds together, as a CycleGAN's does.
-    """
-    parts = [thing for thing in _objects_of(nn.Module) if owned.issuperset(thing.parameters())]
-    largest = max(parts, key=_size, default=None)
-    if largest is None or not _size(largest):
-        return []
-    return _modules_with(set(largest.parameters()))
-
-
-def _objects_of(kind: type[T]) -> Iterator[T]:
-    for thing in gc.get_objects():
-        # not isinstance, which asks lazy objects of libraries for a class and so wakes them
-        if issubclass(type(thing), kind):
-            yield thing
-
-
-def name_of(model: nn.Module) -> str:
-    """Return the name of the class by which a script makes a model, be it called or one within."""
-    if isinstance(model, DistributedDataParallel):
-        return type(model.module).__name__
-    around = _modules_with(set(model.parameters()))
-    names = [type(module).__name__ for module in around if not hasattr(module, "_orig_mod")]
-    return names[-1] if names else type(model).__name__
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Tell whether FSDP shards a model, from within or around it."""
-    modules = (*_modules_with(set(model.parameters())), *model.modules())
-    names = {each.__name__ for module in modules for each in type(module).__mro__}
-    return not names.isdisjoint({"FullyShardedDataParallel", "FSDPModule"})
-
-
-def model_of(optimizer: Optimizer) -> str:
-    """Return the name of the model that an optimizer changes; "" where no module has all of it."""
-    found = _modules_with(_parameters_of(optimizer))
-    return name_of(found[0]) if found else ""
-
-
-def _parameters_of(optimizer: Optimizer) -> set[Tensor]:
-    return {p for group in optimizer.param_groups for p in group["params"]}
 
 
 class _BackwardPasses:
@@ -490,7 +451,7 @@ class _BackwardPasses:
     def _look(self) -> None:
         # passes alone say nothing: a step may have many
         if self.count == FEW_STEPS:
-            trained = [p for p in _objects_of(nn.Parameter) if p.grad is not None]
+            trained = [p for p in objects_of(nn.Parameter) if p.grad is not None]
             self._sums = [(p, _sum_of(p)) for p in trained]
         elif self.count == 2 * FEW_STEPS and any(_sum_of(p) != was for p, was in self._sums):
             self.listener.changes_by_hand()

@@ -1,0 +1,80 @@
+"""Models of a script that are known by their parameters alone, as an optimizer has them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import TypeVar
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+T = TypeVar("T")
+
+
+def size_of(model: nn.Module) -> int:
+    """Return the elements of all parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def modules_with(owned: set[Tensor]) -> list[nn.Module]:
+    """Return the modules that have all of these parameters and the fewest others, inner ones first.
+
+    A module around another one has as many parameters, and more modules.
+    """
+    found = []
+    for thing in objects_of(nn.Module):
+        # lists of modules cannot be called
+        is_called = type(thing).forward is not nn.Module.forward
+        if is_called and owned <= set(thing.parameters()):
+            found.append((size_of(thing), len(list(thing.modules())), thing))
+    found.sort(key=lambda each: each[:2])
+    return [module for size, _, module in found if size == found[0][0]]
+
+
+def parts_with(owned: set[Tensor]) -> list[nn.Module]:
+    """Return the largest modules that have only these parameters, inner ones first.
+
+    An optimizer may change several models that nothing holds together, as a CycleGAN's does.
+    """
+    parts = [thing for thing in objects_of(nn.Module) if owned.issuperset(thing.parameters())]
+    largest = max(parts, key=size_of, default=None)
+    if largest is None or not size_of(largest):
+        return []
+    return modules_with(set(largest.parameters()))
+
+
+def objects_of(kind: type[T]) -> Iterator[T]:
+    """Yield all objects of a class that there are."""
+    for thing in gc.get_objects():
+        # not isinstance, which asks lazy objects of libraries for a class and so wakes them
+        if issubclass(type(thing), kind):
+            yield thing
+
+
+def name_of(model: nn.Module) -> str:
+    """Return the name of the class by which a script makes a model, be it called or one within."""
+    if isinstance(model, DistributedDataParallel):
+        return type(model.module).__name__
+    around = modules_with(set(model.parameters()))
+    names = [type(module).__name__ for module in around if not hasattr(module, "_orig_mod")]
+    return names[-1] if names else type(model).__name__
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Tell whether FSDP shards a model, from within or around it."""
+    modules = (*modules_with(set(model.parameters())), *model.modules())
+    names = {each.__name__ for module in modules for each in type(module).__mro__}
+    return not names.isdisjoint({"FullyShardedDataParallel", "FSDPModule"})
+
+
+def model_of(optimizer: Optimizer) -> str:
+    """Return the name of the model that an optimizer changes; "" where no module has all of it."""
+    found = modules_with(parameters_of(optimizer))
+    return name_of(found[0]) if found else ""
+
+
+def parameters_of(optimizer: Optimizer) -> set[Tensor]:
+    """Return what an optimizer changes."""
+    return {p for group in optimizer.param_groups for p in group["params"]}
