@@ -194,7 +194,7 @@ def _off(bill: TrainingBill, part: TimePart) -> str:
     seconds = bill.parts[part]
     took = f"{PART_NAMES.get(part, str(part))} {format_duration(seconds.actual)}"
     if part is TimePart.STARTS and bill.runs > 1:
-        took += f" in {bill.runs} starts, as the job was interrupted"
+        took += f" in {bill.runs} starts"
     if seconds.expected == 0.0:
         return f"{took}, none were predicted"
     return f"{took}, {_promised_times(seconds)[0]} were predicted"

@@ -124,6 +124,8 @@ def test_a_script_that_is_not_there(tmp_path: Path) -> None:
         (["--batch-size=64", "--width=64"], 64, 1, ["--batch-size={local_batch}", "--width=64"]),
         (["--width", "64", "-b", "64", "--bs", "64"], 64, 1, ["--width", "64", "-b", "64", "--bs", "{local_batch}"]),
         (["train.batch=64", "epochs=3"], 32, 2, ["train.batch={global_batch}", "epochs={epochs}"]),
+        (["--batch", "64", "--micro_batch=32"], 32, 2, ["--batch", "{global_batch}", "--micro_batch={local_batch}"]),
+        (["--batch", "32", "--eval_batch=64"], 32, 2, ["--batch", "{local_batch}", "--eval_batch=64"]),
         (["64"], 64, 1, ["{local_batch}"]),
         (["--batch-size", "64", "--width", "65"], 65, 1, ["--batch-size", "{local_batch}", "--width", "65"]),
         (["--batch_size=8", "--max_iters=100"], 8, 1, ["--batch_size={local_batch}", "--max_iters={steps}"]),

@@ -617,6 +617,18 @@ def test_a_controller_will_act_on_what_is_over(tmp_path: Path, cluster: FakeSlur
     assert status.status_of(run.root).detached is not None
 
 
+def test_where_the_controllers_are_over_the_jobs_that_run_need_the_command(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = new_run(tmp_path / "run")
+    cluster.accounted = None
+    run.log_event("detached", "control", data={"until": "report"})
+    submit(run, "7")
+    submit(run, "8", "control", nodes=1)
+    cluster.jobs = {"7": ("RUNNING", "")}
+    told = status.status_of(run.root)
+    assert told.state == "running"
+    assert "its controller jobs are over, and no command waits for its end: run the same command" in told.words
+
+
 def test_a_controller_that_failed_says_why(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = new_run(tmp_path / "run")
     run.log_event("detached", "control", data={"until": "report"})

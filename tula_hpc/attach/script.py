@@ -201,6 +201,7 @@ def watch_parsers() -> ParsedOptions:
 
 # in the names of options
 OF_BATCH = ("batch", "bs")
+OF_EVALUATION = ("eval", "val", "test")
 OF_EPOCHS = re.compile(r"--((n|num|max|total|train|num_train|num-train)[_-])?epochs")
 # those that set the steps of the whole training
 OF_STEPS = tuple(
@@ -258,6 +259,10 @@ def with_placeholders(
         if fits and is_told and not any(kind in argument for argument in found):
             found[fits[0]] = re.sub(r"\d+$", placeholder, found[fits[0]])
     for index, number in numbers.items():
+        # beside the batch of a pass
+        is_whole = passes > 1 and number == batch * passes and _is_of(flags[index], OF_BATCH)
+        if is_whole and not _is_of(flags[index], OF_EVALUATION):
+            found[index] = re.sub(r"\d+$", "{global_batch}", found[index])
         if tokens := _of_a_sample(flags[index], number, batch * passes):
             found[index] = re.sub(r"\d+$", f"{{global_batch*{tokens}}}", found[index])
     return [*found, *_defaults(found, batch, passes, options)]

@@ -89,6 +89,9 @@ def test_after_interruptions_what_nobody_timed_was_repeated() -> None:
     assert bill.parts[TimePart.ENDS].actual is None
     assert bill.parts[TimePart.REPEATED].actual == pytest.approx(200.0 - 136.0 - 9.0 * END_SHARE)
     assert bill.parts_off()[0] is TimePart.REPEATED
+    late = training_bill(promised(), result(restarts=1, starts_s=60.0), [], accounted(60.0, 140.0))
+    assert late is not None
+    assert "start-up 1 min in 2 starts, " in " ".join(bill_sentences(late))
 
 
 def test_a_job_that_failed_before_is_no_end_of_the_one_that_finished() -> None:
@@ -218,6 +221,9 @@ def test_steps_off_the_plan_are_told_with_their_likely_cause(epoch_s: float, dri
     twice = training._replace(result=result(samples_seen=2 * planned))
     (words,) = steps_off(plan([chosen, chosen]), events, twice)
     assert words.startswith(f"The training went through {2 * planned:,} samples, and was planned for {planned:,}, ")
+    folds = training._replace(result=result(further_steps=999))
+    (words,) = steps_off(plan([chosen, chosen]), events, folds)
+    assert words.startswith("The training was followed by 999 steps of other optimizers, as of further folds ")
     hardly_felt = training._replace(result=result(train_time_s=103.0))
     assert not list(steps_off(plan([chosen, chosen]), events, hardly_felt))
 
