@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 T = TypeVar("T")
+NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 
 
 def size_of(model: nn.Module) -> int:
@@ -25,8 +26,7 @@ def modules_with(owned: set[Tensor]) -> list[nn.Module]:
     """
     found = []
     for thing in objects_of(nn.Module):
-        # lists of modules cannot be called
-        is_called = type(thing).forward is not nn.Module.forward
+        is_called = not issubclass(type(thing), NEVER_CALLED)
         if is_called and owned <= set(thing.parameters()):
             found.append((size_of(thing), len(list(thing.modules())), thing))
     found.sort(key=lambda each: each[:2])
