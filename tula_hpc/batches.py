@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
+from torch.utils.data import BatchSampler
 from torch.utils.data.dataloader import _DatasetKind
 
 # recursive, and built by users' data sets
@@ -91,7 +92,7 @@ def samples_drawn(loader: object) -> int:
     sampler: Any = getattr(loader, "_index_sampler", None)
     try:
         # some wrap one of batches, to repeat it without an end
-        while hasattr(sampler.sampler, "batch_size"):
+        while isinstance(sampler.sampler, BatchSampler):
             sampler = sampler.sampler
         return len(sampler.sampler)
     except (TypeError, AttributeError, NotImplementedError):

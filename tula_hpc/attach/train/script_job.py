@@ -190,7 +190,7 @@ class ScriptJob:
         if metrics.steps:
             how, saved_at = self._look_for_saved(start)
         if start.resumes:
-            last = metrics.steps[-1].step if metrics.steps else 0
+            last = metrics.steps[-1].step
             saved = [row for row in metrics.epochs if _was_saved(row, saved_at, last)]
             if saved:
                 start.epoch = saved[-1].epoch
