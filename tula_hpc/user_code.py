@@ -79,7 +79,7 @@ TRIED_BEFORE = 8
 # of random numbers while a data set function is called
 SEED_OF_DATA = 0
 # torch's words where there is none, or its build is for CPUs
-_NO_GPU = re.compile(r"NVIDIA driver|not compiled with CUDA|No CUDA GPUs")
+_NO_GPU = re.compile(r"NVIDIA driver|not compiled with CUDA|No CUDA GPUs|no GPUs found")
 _MOVED = (
     "leave out .cuda() and .to(...): model and batches are moved to the `device` of the cluster "
     "file, and are built and tried on CPUs"
@@ -428,6 +428,8 @@ def kind_of(value: Any) -> str:
         return f"{type(value).__name__} of length {len(value)}"
     if value is None:
         return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__} itself, and no object of it"
     return f"an object of type {type(value).__name__}"
 
 

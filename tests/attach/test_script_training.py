@@ -189,6 +189,23 @@ def test_stopped_without_arguments_to_go_on_it_begins_anew(tmp_path: Path) -> No
     assert [row.epoch for row in read_metrics(run.train().metrics_file).epochs] == [1, 2, 3]
 
 
+def test_where_it_cannot_go_on_it_begins_anew_the_next_time(tmp_path: Path) -> None:
+    """As with an option that wants a checkpoint, before the script has saved one."""
+    arguments = ["--batch-size", "{local_batch}", "--epochs", "{epochs}", "--samples", "256"]
+    own: dict[str, Any] = {"script": SCRIPTS / "plain.py", "arguments": arguments, "samples": 256, "epochs": 100}
+    workload = {**OWN, **own, "resume_arguments": ["--no-such-option"]}
+    run, ended = train(tmp_path / "run", workload, at_step(6, signal.SIGUSR2))
+    assert ended.failure is not None
+    # as the command does
+    run.log_event("failed", "train", job_id=ended.job.job_id, failure=ended.failure, data={"label": "main"})
+    run, ended = train(run.root, workload)
+    assert result_of(run, ended).epochs == 100
+    assert [words.partition(":")[0] for words in details(run, "resumed")] == [
+        "goes on by itself, with --no-such-option",
+        "begins anew",
+    ]
+
+
 def test_at_its_time_limit_it_does_not_begin_anew_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a limit of a minute, of which Slurm warns half a minute before or earlier."""
     limit = {"train_minutes": 1, "signal_delay_s": 30}

@@ -334,7 +334,7 @@ def with_batches_ahead() -> None:
         for (inputs,) in [next(batches), next(batches)]:
             torch.autograd.backward(model(inputs).sum())
         optimizer.step()
-    batches = iter(DataLoader(TensorDataset(torch.randn(4, 4)), 2))
+    batches = iter(DataLoader(TensorDataset(torch.randn(7, 4)), 3))
     ahead = next(batches)
     while ahead is not None:
         (inputs,), ahead = ahead, next(batches, None)
@@ -455,7 +455,7 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
     "with batches ahead": (
         with_batches_ahead,
         "ready step, begin batch batch forward 2 forward 2 ready step, batch batch forward 2 forward 2 ready step, "
-        "begin batch batch forward 2 ready step, forward 2 ready step",
+        "begin batch batch forward 3 ready step, batch forward 3 ready step, forward 1 ready step",
     ),
     "with a second training": (with_a_second_training, "ready step, forward 3 ready step"),
     "with several loaders": (

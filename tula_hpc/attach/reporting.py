@@ -120,6 +120,8 @@ def _hint(error: Exception) -> str:
     """Return what a script lacks here, after a semicolon."""
     if lacks_gpu(error):
         return "; this worker has no GPU: see device and gres in the cluster file"
+    if str(error).startswith("Parent directory"):
+        return "; the script has to make it (os.makedirs), as it runs in a folder of its own"
     if isinstance(error, EOFError):
         return "; it asks for input, which a job has none of"
     if isinstance(error, KeyError) and str(error.args[:1]).startswith("('SLURM_"):
@@ -247,6 +249,8 @@ class Mode(Listener):
             or Path(str(error.filename or "/")).is_absolute()
         ):
             return ""
+        if (self.spec.home / str(error.filename)).exists():
+            return "; the script runs in a folder of its own, where it is not: give its full path"
         return f"; looked for from {self.spec.home}, where the command was started"
 
     def circumstances(self) -> str:

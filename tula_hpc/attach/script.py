@@ -260,8 +260,7 @@ def with_placeholders(
             found[fits[0]] = re.sub(r"\d+$", placeholder, found[fits[0]])
     for index, number in numbers.items():
         # beside the batch of a pass
-        is_whole = passes > 1 and number == batch * passes and _is_of(flags[index], OF_BATCH)
-        if is_whole and not _is_of(flags[index], OF_EVALUATION):
+        if passes > 1 and number == batch * passes and _is_whole_batch(flags[index]):
             found[index] = re.sub(r"\d+$", "{global_batch}", found[index])
         if tokens := _of_a_sample(flags[index], number, batch * passes):
             found[index] = re.sub(r"\d+$", f"{{global_batch*{tokens}}}", found[index])
@@ -284,6 +283,9 @@ def _defaults(
         tokens = _of_a_sample(name.lower(), value, batch * passes)
         if tokens and name not in given:
             wanted[f"{{global_batch*{tokens}}}"] = [name]
+    if passes > 1 and "{global_batch" not in given:
+        whole = [name for name, value in options.values.items() if value == batch * passes]
+        wanted["{global_batch}"] = [name for name in whole if _is_whole_batch(name.lower())]
     if "batch}" not in given:
         sizes = [name for name, value in options.values.items() if value == batch]
         wanted["{local_batch}"] = [name for name in sizes if _is_of(name.lower(), OF_BATCH)]
@@ -294,6 +296,10 @@ def _defaults(
         if len(names) == 1:
             found += [names[0], placeholder]
     return found
+
+
+def _is_whole_batch(flag: str) -> bool:
+    return _is_of(flag, OF_BATCH) and not _is_of(flag, OF_EVALUATION)
 
 
 def _is_of(flag: str, names: Sequence[str]) -> bool:

@@ -176,7 +176,8 @@ class ScriptProfile(MeasuredSteps):
             )
         return (
             "; give it more epochs, steps or samples ({epochs} in workload.arguments is raised for a "
-            f"profile): {most} steps are always enough; switch off what ends it when its score stays as it is"
+            f"profile, if the script uses it): {most} steps are always enough; switch off what ends "
+            "it when its score stays as it is"
         )
 
     def _told(self) -> Said:
@@ -236,9 +237,7 @@ class ScriptProfile(MeasuredSteps):
                     "samples, and only such whose mean is what was asked for can be planned"
                 )
             raise InputError(
-                f"asked for {asked} samples a forward, the model got {batch}: {remedy}; after a "
-                "change of the script run the same command again, other arguments need another "
-                "--run-dir once something is measured",
+                f"asked for {asked} samples a forward, the model got {batch}: {remedy}",
                 key="workload.arguments",
             )
         if asked is None:

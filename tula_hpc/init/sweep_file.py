@@ -243,8 +243,10 @@ _EXAMPLES = {"samples": 2**30, "epochs": 10, "arguments": ["{local_batch}"]}
 
 
 def required_keys(text: str) -> list[str]:
-    """Return the unknown keys of a sweep file that have to be filled in."""
+    """Return the keys of a sweep file that have to be filled in."""
     asked = [key for key in unknown_keys(text) if key in _EXAMPLES]
+    # of a file that `tula init` did not write
+    asked += [key for key in ("samples", "arguments") if key not in asked]
     # what else the script requires is a line with the key of those that are known
     return [key for key in asked if not re.search(rf"^{key} = ", text, re.MULTILINE)]
 
@@ -253,8 +255,12 @@ def fill_in(text: str, known: Mapping[str, Any]) -> tuple[str, list[str]]:
     """Return a sweep file's text with those of its required keys that are known, and these keys."""
     keys = [key for key in required_keys(text) if key in known]
     for key in keys:
-        unknown = re.findall(rf"^# {key} = .*$", text, re.MULTILINE)[0]
-        text = text.replace(unknown, Line(key, known[key], "as tula attach saw it").text(), 1)
+        line = Line(key, known[key], "as tula attach saw it").text()
+        unknown = re.search(rf"^# {key} = .*$", text, re.MULTILINE)
+        if unknown is not None:
+            text = text.replace(unknown[0], line, 1)
+        else:
+            text = text.replace("[workload]\n", f"[workload]\n{line}\n", 1)
     return text, keys
 
 

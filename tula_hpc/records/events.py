@@ -559,6 +559,12 @@ class RunHistory:
         """Tell whether a training has written a checkpoint or its result."""
         return any(e.event in ("checkpoint", "finished") for e in self.of_training(label))
 
+    def failed_as_it_went_on(self, label: str, since: float) -> bool:
+        """Tell whether a training last went on from what it had saved after `since`, and failed."""
+        events = self.of_training(label)
+        resumed = max((e.time for e in events if e.event == "resumed"), default=0.0)
+        return resumed > since and any(e.event == "failed" and e.time > resumed for e in events)
+
     @cached_property
     def _by_label(self) -> dict[str, list[Event]]:
         # a job may write before its submission is on record

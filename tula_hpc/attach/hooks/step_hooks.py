@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any
@@ -48,6 +49,8 @@ Given = tuple[Callable[[], object | None], int]
 
 # passes apart may come with all of the first steps, by chance
 FEW_STEPS = 8
+# batches that are taken in advance; of more the first ones are forgotten
+MOST_AHEAD = 1024
 # elements of a parameter that tell whether it changes
 SUMMED = 64
 
@@ -166,8 +169,8 @@ class Hooks:
         self._last: Given = (lambda: None, 0)
         # those that gave to the step before: an evaluation's do not
         self._gave: set[int] = set()
-        # batches that they have given out, and the model has not had; some are taken in advance
-        self._unused = 0
+        # of batches that they have given out and the model has not had, as some are taken in advance
+        self._unused: deque[int] = deque(maxlen=MOST_AHEAD)
         # the loader whose batches are this step's, by its id, 0: not known; and itself
         self._source = 0
         self._loader: Given | None = None
@@ -238,14 +241,14 @@ class Hooks:
             if not self._source:
                 self._source = source
                 self._loader = self._given.get(source, self._last)
-            if samples and samples == self._batch:
-                if not self._unused:
-                    # the same batch once more, as for a GAN's other optimizer: no further part of a step
-                    return
-                self._unused -= 1
+            if samples in self._unused:
+                self._unused.remove(samples)
+            elif samples and samples == self._batch:
+                # the same batch once more, as for a GAN's other optimizer: no further part of a step
+                return
             self.listener.forward_begins(samples)
         else:
-            self._unused = max(0, self._unused - 1)
+            self._use_next()
             self.listener.evaluating()
 
     def _samples_in(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
@@ -255,14 +258,15 @@ class Hooks:
         if isinstance(first, list | tuple) and len(first) == given:
             return given
         samples = samples_in(first) or samples_in((args, kwargs))
-        if any(samples == count for _, count in self._given.values()):
+        if samples in self._unused or any(samples == n for _, n in self._given.values()):
             return samples
         both = [count for key, (_, count) in self._given.items() if key in self._gave]
         if len(both) > 1:
             # of several loaders together, as labelled and many more unlabelled items
             return min(both)
         # in an object of its own, or other dimensions: views of items, nodes of graphs, sequences
-        if not samples or samples > self._unused * given > 0 or given % samples not in (0, given):
+        is_more = 0 < sum(self._unused) < samples
+        if not samples or is_more or given % samples not in (0, given):
             return given
         return samples
 
@@ -276,10 +280,14 @@ class Hooks:
         self._batch = items_given_out(loader, batch) or samples_in(batch)
         self._given.pop(id(loader), None)
         self._last = self._given[id(loader)] = (weakref.ref(loader), self._batch)
-        self._unused += 1
+        self._unused.append(self._batch)
+
+    def _use_next(self) -> None:
+        if self._unused:
+            self._unused.popleft()
 
     def _begin_loading(self, loader: object) -> None:
-        self._unused = 0
+        self._unused.clear()
         self.listener.loading_begins(loader)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -335,7 +343,7 @@ class Hooks:
                 return
             self._watch_one_of(found)
             # of the passes before this step nobody was told
-            self._unused = 0
+            self._unused.clear()
         elif owned.isdisjoint(self.model.parameters()):
             return
         if self.optimizer is not None:
@@ -357,7 +365,7 @@ class Hooks:
             if torch.is_grad_enabled() and self.model is not model:
                 self._watch(model)
                 # of this pass nobody is told
-                self._unused = max(0, self._unused - 1)
+                self._use_next()
                 self.listener.begins_anew()
 
         _at_first_call(whole, begin)

@@ -224,10 +224,15 @@ class ScriptJob:
             elif "/" in named or "*" in named:
                 return f"begins anew: the script has not written {named} yet", None
             resuming.append(f"{option}{equals}{named}")
+        saved_at = saved_at or last_saved_in(self._work)
+        logged_at = self.files.metrics_file.stat().st_mtime
+        history = self.run_directory.history()
+        if saved_at is None and history.failed_as_it_went_on(self.job.label, logged_at):
+            return f"begins anew: with {' '.join(resuming)} it has taken no step", None
         start.resumes = True
         start.resuming = resuming
         how = f"goes on by itself, with {' '.join(resuming) or 'the same arguments'}"
-        return how, saved_at or last_saved_in(self._work)
+        return how, saved_at
 
     @property
     def _work(self) -> Path:
