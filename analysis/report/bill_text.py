@@ -144,10 +144,12 @@ def _samples_off(plan: Plan, result: TrainResult | None) -> str:
     planned, seen = result.epochs * plan.dataset_samples, result.samples_seen
     if FEW_SAMPLES * planned <= seen <= MANY_SAMPLES * planned:
         return ""
+    remedy = "correct that, and measure with another --run-dir."
+    if result.restarts:
+        remedy = "that is wrong, or the script went on from another training's checkpoint."
     return (
         f"went through {seen:,} samples, and was planned for {planned:,}, "
-        f"{plural(result.epochs, 'epoch')} of workload.samples: correct that, and measure with "
-        "another --run-dir."
+        f"{plural(result.epochs, 'epoch')} of workload.samples: {remedy}"
     )
 
 

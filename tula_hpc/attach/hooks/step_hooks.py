@@ -129,7 +129,8 @@ class Gaps:
     """Times from the end of a step to the next forward pass."""
 
     def __init__(self) -> None:
-        self.count, self.mean_s = 0, 0.0
+        self.count = 0
+        self.mean_s = 0.0
 
     def add(self, seconds: float) -> None:
         """Count one."""
