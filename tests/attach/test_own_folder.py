@@ -13,7 +13,7 @@ import torch
 
 from tests.forked import start_workers
 from tula_hpc.attach import own_folder as folders
-from tula_hpc.attach.own_folder import own_folder, spare_files
+from tula_hpc.attach.own_folder import last_saved_in, own_folder, spare_files
 from tula_hpc.records import RunDirectory
 
 WRITTEN = (
@@ -103,6 +103,20 @@ def write_over(_: int, own: Path) -> None:
     Path("latest").symlink_to("out/new")
     with Path("latest").open("a") as file:
         file.write(", twice")
+
+
+def save_elsewhere(_: int, own: Path) -> None:
+    os.chdir(own)
+    spare_files(own)
+    torch.save({}, own.parent.with_name("of-any-name"))
+
+
+def test_it_is_noted_that_a_script_saved_wherever_it_did(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    own = own_folder(tmp_path / "own" / "work", tmp_path / "home")
+    assert last_saved_in(own) is None
+    start_workers(1, save_elsewhere, own)
+    assert last_saved_in(own) == pytest.approx((tmp_path / "of-any-name").stat().st_mtime, abs=5.0)
 
 
 def test_what_a_script_writes_over_stays_in_its_folder(home: Path, tmp_path: Path) -> None:

@@ -189,6 +189,16 @@ def test_stopped_without_arguments_to_go_on_it_begins_anew(tmp_path: Path) -> No
     assert [row.epoch for row in read_metrics(run.train().metrics_file).epochs] == [1, 2, 3]
 
 
+def test_stopped_before_it_has_saved_anything_it_begins_anew(tmp_path: Path) -> None:
+    """With an option that takes the newest checkpoint, which may be another training's."""
+    arguments = ["--batch-size", "{local_batch}", "--epochs", "{epochs}", "--samples", "65536"]
+    own: dict[str, Any] = {"script": SCRIPTS / "plain.py", "arguments": arguments, "samples": 65536, "epochs": 1}
+    workload = {**OWN, **own, "resume_arguments": ["--no-such-option"]}
+    run, ended = train(tmp_path / "run", workload, at_step(6, signal.SIGUSR2))
+    assert result_of(run, ended).restarts == 1
+    assert details(run, "resumed") == ["begins anew: the script has saved nothing yet"]
+
+
 def test_where_it_cannot_go_on_it_begins_anew_the_next_time(tmp_path: Path) -> None:
     """As with an option that wants a checkpoint, before the script has saved one."""
     arguments = ["--batch-size", "{local_batch}", "--epochs", "{epochs}", "--samples", "256"]

@@ -27,7 +27,9 @@ MOST_ENTRIES = 1000
 # a larger file is changed itself: nobody waits for its copy
 MOST_BYTES = 2**30
 # endings of files that scripts save their state in
-OF_WEIGHTS = (".pt", ".pth", ".ckpt", ".tar", ".bin", ".safetensors", ".pkl")
+OF_WEIGHTS = (".pt", ".pth", ".ckpt", ".tar", ".bin", ".safetensors", ".pkl", ".distcp")
+# beside a script's folder: is touched whenever the script saves, wherever it does
+SAVED = "saved"
 # functions of other libraries that open a file without Python, which is their second argument
 WRITERS = (("torch", "save"), ("safetensors.torch", "save_file"))
 
@@ -51,11 +53,14 @@ def newest_in(folder: Path, pattern: str) -> str:
 
 
 def last_saved_in(folder: Path) -> float | None:
-    """Return the Unix time of the newest file of weights that a script wrote; None: it has none."""
+    """Return the Unix time at which a script in this folder last saved; None: it has not."""
     files = (path for path in folder.rglob("*") if path.suffix in OF_WEIGHTS)
     # a link leads to a file that was there before
-    times = [path.stat().st_mtime for path in files if path.is_file() and not path.is_symlink()]
-    return max(times, default=None)
+    own = [path for path in files if path.is_file() and not path.is_symlink()]
+    # elsewhere it may have saved, too
+    noted = folder.with_name(SAVED)
+    own += [noted] if noted.exists() else []
+    return max((path.stat().st_mtime for path in own), default=None)
 
 
 def _show(path: Path, home: Path, own: Path, room: int) -> None:
@@ -134,12 +139,15 @@ class _Sparing:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.resolve()
+        self._saved = folder.with_name(SAVED)
 
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":
             path, _, flags = arguments
             if isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR):
                 self.spare(path, is_read=not flags & os.O_TRUNC)
+                if isinstance(path, str | os.PathLike) and os.fspath(path).endswith(OF_WEIGHTS):
+                    self._note_saved()
         elif event in ("os.truncate", "sqlite3.connect"):
             self.spare(arguments[0], is_read=True)
 
@@ -147,9 +155,14 @@ class _Sparing:
         @functools.wraps(write)
         def spared(content: Any, file: Any, *rest: Any, **named: Any) -> Any:
             self.spare(file, is_read=False)
+            self._note_saved()
             return write(content, file, *rest, **named)
 
         return spared
+
+    def _note_saved(self) -> None:
+        with contextlib.suppress(OSError):
+            self._saved.touch()
 
     def spare(self, file: Any, *, is_read: bool) -> None:
         """Put a file of the script's own in the place of a link to one of the user's.

@@ -225,14 +225,14 @@ class ScriptJob:
                 return f"begins anew: the script has not written {named} yet", None
             resuming.append(f"{option}{equals}{named}")
         saved_at = saved_at or last_saved_in(self._work)
-        logged_at = self.files.metrics_file.stat().st_mtime
+        log = self.files.metrics_file
         history = self.run_directory.history()
-        if saved_at is None and history.failed_as_it_went_on(self.job.label, logged_at):
-            return f"begins anew: with {' '.join(resuming)} it has taken no step", None
+        has_failed = history.failed_as_it_went_on(self.job.label, log.stat().st_mtime)
+        if saved_at is None and (has_failed or not read_metrics(log).epochs):
+            return "begins anew: the script has saved nothing yet", None
         start.resumes = True
         start.resuming = resuming
-        how = f"goes on by itself, with {' '.join(resuming) or 'the same arguments'}"
-        return how, saved_at
+        return f"goes on by itself, with {' '.join(resuming) or 'the same arguments'}", saved_at
 
     @property
     def _work(self) -> Path:
