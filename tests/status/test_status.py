@@ -599,13 +599,19 @@ def test_a_search_that_was_narrowed_is_not_said_to_measure_more_than_the_most(
 # ---- detached sweeps
 
 
-def test_a_controller_will_act_on_what_is_over(tmp_path: Path, cluster: FakeSlurm) -> None:
-    run = new_run(tmp_path / "run")
+def detached(root: Path, cluster: FakeSlurm, alive: dict[str, tuple[str, str]]) -> RunDirectory:
+    """A detached sweep with the profile job 7 and the controller 8."""
+    run = new_run(root)
     cluster.accounted = None
     run.log_event("detached", "control", data={"until": "report"})
     submit(run, "7")
     submit(run, "8", "control", nodes=1)
-    cluster.jobs = {"8": ("PENDING", "Dependency")}
+    cluster.jobs = dict(alive)
+    return run
+
+
+def test_a_controller_will_act_on_what_is_over(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = detached(tmp_path / "run", cluster, {"8": ("PENDING", "Dependency")})
     told = status.status_of(run.root)
     assert (told.state, told.exit_code) == ("waiting", 0)
     assert "over, not yet acted on: controller job 8 will" in text_of(told)
@@ -618,12 +624,7 @@ def test_a_controller_will_act_on_what_is_over(tmp_path: Path, cluster: FakeSlur
 
 
 def test_where_the_controllers_are_over_the_jobs_that_run_need_the_command(tmp_path: Path, cluster: FakeSlurm) -> None:
-    run = new_run(tmp_path / "run")
-    cluster.accounted = None
-    run.log_event("detached", "control", data={"until": "report"})
-    submit(run, "7")
-    submit(run, "8", "control", nodes=1)
-    cluster.jobs = {"7": ("RUNNING", "")}
+    run = detached(tmp_path / "run", cluster, {"7": ("RUNNING", "")})
     told = status.status_of(run.root)
     assert told.state == "running"
     assert "its controller jobs are over, and no command waits for its end: run the same command" in told.words

@@ -188,7 +188,7 @@ class ScriptJob:
         saved_at: float | None = None
         # or it might take another training's checkpoint for its own
         if metrics.steps:
-            how, saved_at = self._look_for_saved(start)
+            how, saved_at = self._look_for_saved(start, is_first=not metrics.epochs)
         if start.resumes:
             last = metrics.steps[-1].step
             saved = [row for row in metrics.epochs if _was_saved(row, saved_at, last)]
@@ -203,8 +203,8 @@ class ScriptJob:
         data = {"step": start.step, "samples_seen": start.samples_seen, "epoch": start.epoch}
         self.log_event("resumed", how, data)
 
-    def _look_for_saved(self, start: Start) -> tuple[str, float | None]:
-        """Tell a script to go on if it can; return how in words, and the time of what it saved."""
+    def _look_for_saved(self, start: Start, *, is_first: bool) -> tuple[str, float | None]:
+        """Tell a script to go on, in its first epoch or later; return how, and when it saved."""
         given = self.job.sweep.workload.resume_arguments
         if given is None:
             why = "there are no workload.resume_arguments, and nothing is kept"
@@ -225,10 +225,10 @@ class ScriptJob:
                 return f"begins anew: the script has not written {named} yet", None
             resuming.append(f"{option}{equals}{named}")
         saved_at = saved_at or last_saved_in(self._work)
-        log = self.files.metrics_file
+        logged_at = self.files.metrics_file.stat().st_mtime
         history = self.run_directory.history()
-        has_failed = history.failed_as_it_went_on(self.job.label, log.stat().st_mtime)
-        if saved_at is None and (has_failed or not read_metrics(log).epochs):
+        has_failed = history.failed_as_it_went_on(self.job.label, logged_at)
+        if saved_at is None and (has_failed or is_first):
             return "begins anew: the script has saved nothing yet", None
         start.resumes = True
         start.resuming = resuming
