@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tula_hpc.ddp.agreement import Agreed, Decision, Wish
+from tula_hpc.ddp.agreement import Agreed, Decision, Stop, Wish
 from tula_hpc.ddp.stop_signals import StopRequest
 
 
@@ -46,17 +46,28 @@ def test_both_signals_are_remembered_until_the_step_ends(stop: StopRequest, numb
 
 
 def test_a_stop_of_any_worker_stops_all() -> None:
-    assert Agreed(Peers((1.0, 0.0, 0.0)), StopRequest(), wishing(Wish.NOTHING)).decide().stop
+    assert Agreed(Peers((Stop.NOW, 0.0, 0.0)), StopRequest(), wishing(Wish.NOTHING)).decide().stop
 
 
 def test_what_one_worker_wishes_all_do() -> None:
-    def decided(mine: Wish, peers: Wish, *, stop: float = 0.0) -> Decision:
-        return Agreed(Peers((stop, float(peers), 0.0)), StopRequest(), wishing(mine)).decide()
+    def decided(mine: Wish, peers: Wish, *, stop: Stop = Stop.NONE) -> Decision:
+        return Agreed(Peers((stop, peers, 0.0)), StopRequest(), wishing(mine)).decide()
 
     for mine, peers in ((Wish.SAVE, Wish.NOTHING), (Wish.NOTHING, Wish.SAVE)):
         assert decided(mine, peers) == Decision(stop=False, save=True)
     assert decided(Wish.FAIL, Wish.SAVE) == Decision(stop=False, save=False, failed=True)
-    assert decided(Wish.NOTHING, Wish.FAIL, stop=1.0) == Decision(stop=True, save=True, failed=True)
+    assert decided(Wish.NOTHING, Wish.FAIL, stop=Stop.NOW) == Decision(stop=True, save=True, failed=True)
+
+
+def test_a_stop_where_something_is_saved_next_is_obeyed_one_step_later(stop: StopRequest) -> None:
+    """Also where every agreement falls on the end of an epoch: epochs of 5 steps, agreements each 10."""
+    agreed = Agreed(Peers((Stop.NONE, 0.0, 0.1)), stop, wishing(Wish.NOTHING))
+    for _ in range(15):
+        assert not agreed.decide().stop
+    assert agreed.interval_steps == 10
+    os.kill(os.getpid(), signal.SIGTERM)
+    stops = [agreed.decide(asks=step % 5 != 0).stop for step in range(16, 22)]
+    assert stops == [False] * 5 + [True]
 
 
 def test_quick_steps_are_not_slowed_by_a_look_at_each() -> None:

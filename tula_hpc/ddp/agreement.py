@@ -36,6 +36,15 @@ class Wish(IntEnum):
     FAIL = 2
 
 
+class Stop(IntEnum):
+    """Stop request of one worker at an agreement; the largest over all workers counts."""
+
+    NONE = 0
+    # after this step something is saved, so look again after the next one
+    NEXT = 1
+    NOW = 2
+
+
 class Decision(NamedTuple):
     """Action of all workers after this step."""
 
@@ -76,21 +85,25 @@ class Agreed:
 
         Args:
             values: Called at an agreement for further numbers, as many on every worker.
-            asks: This worker's stop request counts, as it does not where something is saved next.
+            asks: A stop request counts after this step. Without, where something is saved next, it
+                is looked at again after the next step.
         """
         self.steps += 1
         if self.steps % self.interval_steps:
             return Decision(stop=False, save=False)
         now = time.monotonic()
         step_s = (now - self.started) / self.steps
-        is_asked = asks and self.stop.received is not None
-        mine = (float(is_asked), float(self.wish()), step_s, *values())
-        stop, wish, slowest_s, *shared = self.worker.agree(*mine)
-        if self.steps >= FIRST_CHECKS:
+        asked = Stop.NONE
+        if self.stop.received is not None:
+            asked = Stop.NOW if asks else Stop.NEXT
+        mine = (float(asked), float(self.wish()), step_s, *values())
+        agreed, wish, slowest_s, *shared = self.worker.agree(*mine)
+        if agreed == Stop.NEXT:
+            self.interval_steps = 1
+        elif self.steps >= FIRST_CHECKS:
             self.interval_steps = max(1, int(self.every_s / max(slowest_s, 1e-6)))
-        return Decision(
-            bool(stop), bool(stop) or wish == Wish.SAVE, tuple(shared), failed=wish == Wish.FAIL
-        )
+        stop = agreed == Stop.NOW
+        return Decision(stop, stop or wish == Wish.SAVE, tuple(shared), failed=wish == Wish.FAIL)
 
 
 class EvaluationStopped(Exception):  # noqa: N818 # no error: the training has been asked to stop
