@@ -65,7 +65,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from tula_hpc.batches import Batch, leaves_of
 from tula_hpc.config import WorkloadSpec
@@ -159,7 +159,7 @@ def _is_foreign(path: Path) -> bool:
 
 def told_with_remedy(error: Exception | SystemExit) -> str:
     """Describe an error of a function that the sweep file names, and say how to mend it."""
-    return f"{told(error)}; {_MOVED}" if lacks_gpu(error) else told(error)
+    return f"{_MOVED}; torch said: {told(error)}" if lacks_gpu(error) else told(error)
 
 
 def lacks_gpu(error: Exception | SystemExit) -> bool:
@@ -300,7 +300,10 @@ def spread(samples: int, count: int) -> list[int]:
 def _check_set(spec: WorkloadSpec, which: str, data: Any, classes: int, tried: int) -> None:
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         message = f"returned {kind_of(data)} as the {which} set"
-        raise _data_error(spec, f"{message}; expected one with __len__ and __getitem__")
+        expected = "expected one with __len__ and __getitem__"
+        if isinstance(data, DataLoader):
+            expected = "return its data set: batches are made of that"
+        raise _data_error(spec, f"{message}; {expected}")
     if len(data) == 0:
         raise _data_error(spec, f"returned an empty {which} set; expected at least one item")
     items = {}
@@ -456,7 +459,10 @@ def _load(key: str, name: str) -> Callable[..., Any]:
             raise
         words = f"{name}: {module_name} cannot be imported: {told(error)}"
         if isinstance(error, SystemExit):
-            words += '; put what only a script does below `if __name__ == "__main__":`'
+            words += (
+                ": it ends itself, as at a command line that it cannot read; put what only a "
+                'script does below `if __name__ == "__main__":`'
+            )
         raise InputError(words, key=key) from error
     function = getattr(module, function_name, None)
     if function is None:

@@ -613,6 +613,15 @@ def test_data_of_the_compute_nodes_alone_need_a_word(sweep_file: Path, capsys: p
     # on this machine jobs find no more
     assert main(given) == 2
     assert ELSEWHERE not in capsys.readouterr().err
+    # in another folder than the one that the command was started in
+    folder = sweep_file.parent / "project"
+    folder.mkdir()
+    (folder / "net_of_mine.py").write_text("def build(classes, image_size): ...")
+    elsewhere = shutil.copy(sweep_file, folder)
+    assert main([str(elsewhere), "--set", "workload.model=net_of_mine:build", *on_slurm[-2:], *TRIED]) == 2
+    refused = capsys.readouterr().err
+    assert "it lies beside the sweep file: start the command in " in refused
+    assert ELSEWHERE not in refused
     assert not (sweep_file.parent / "runs").exists()
 
 

@@ -103,9 +103,9 @@ def complaint(load: Load, content: str | bytes, overrides: Sequence[str] = ()) -
         ('[workload]\ndataset = "cifar"', r"workload\.dataset: 'cifar' is not a data set.* one of: digits, synthetic"),
         ('[workload]\nmodel = "a b:c"', "workload.model: 'a b:c': expected \"package.module:function\""),
         ('[workload]\nmodel = ":"', "workload.model: ':': expected \"package.module:function\""),
-        ('[workload]\nmodel = "no.such:f"', r"workload\.model: 'no\.such:f': no module 'no\.such' in the working"),
+        ('[workload]\nmodel = "no.such:f"', r"workload\.model: no module 'no\.such' in the working"),
         ('[workload]\nmodel = "json:nothing"', r"workload\.model: .*json/__init__\.py defines no 'nothing'"),
-        ('[workload]\nmodel = "__main__:f"', "workload.model: '__main__:f': no module '__main__'"),
+        ('[workload]\nmodel = "__main__:f"', "workload.model: no module '__main__'"),
         # data folders
         ('[workload]\ndataset = "imagenet"', "workload.data_dir: dataset = 'imagenet' needs the folder that holds it"),
         ('[workload]\ndataset = "cifar10"\ndata_dir = "gone"', r'workload\.data_dir: no such folder: ".*/gone"'),
@@ -128,12 +128,14 @@ def test_a_module_that_only_lies_beside_the_sweep_file_is_said_to_lie_there(here
     folder.mkdir()
     (folder / "net.py").write_text("def build(classes, image_size): ...")
     tables = {
-        "model": '[workload]\nmodel = "net:build"\n',
+        "model": '[workload]\nmodel = "net:build"\ndataset = "net:data"\n',
         "module": '[workload]\nmodule = "net"\nsamples = 100\nepochs = 1\narguments = ["{local_batch}"]\n',
     }
     (folder / "own.toml").write_text(NAME + tables[key])
     with pytest.raises(InputError) as told:
         load_sweep(folder / "own.toml")
+    # once, though two keys name the module
+    assert len(str(told.value).splitlines()) == 1
     looked = f'in the working directory, "{here}", or the installed packages; it lies beside the sweep file'
     assert str(told.value).endswith(f'{looked}: start the command in "{folder}"')
     (folder / "net.py").unlink()

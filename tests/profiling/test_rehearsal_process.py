@@ -142,8 +142,7 @@ RANDOM = "torch.randn(count, 3, 8, 8, generator=random)"
 MISTAKES = {
     "doubles": (
         (RANDOM, f"{RANDOM}.double()"),
-        "workload.dataset: mine:net cannot take inputs of 3×8×8 from the test set: .*; the data set gives float64: "
-        "return",
+        "workload.dataset: mine:net cannot take inputs of 3×8×8: .*; the data set gives float64: return",
     ),
     "an item that is not finite": (
         (f"return {RANDOM}", f"images = {RANDOM}\n    images[0, 0] = -torch.inf\n    return images"),
@@ -159,7 +158,7 @@ MISTAKES = {
     ),
     "a command line that is parsed while importing": (
         ("import torch\n", "import torch, argparse\nargparse.ArgumentParser().parse_args(['--lr'])\n"),
-        'mine cannot be imported: SystemExit: 2 (mine.py:3); put what only a script does below `if __name__ == "__ma',
+        "mine cannot be imported: SystemExit: 2 (mine.py:3): it ends itself, as at a command line that it cannot read",
     ),
     "a data set that ends the process": (
         ("def data(spec):", "def data(spec):\n    raise SystemExit('no data here')"),

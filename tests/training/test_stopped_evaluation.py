@@ -15,7 +15,7 @@ import torch
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp import agreement as stopping
-from tula_hpc.ddp.agreement import Agreed, EvaluationStopped, Wish, until_stopped
+from tula_hpc.ddp.agreement import Agreed, EvaluationStopped, Stop, Wish, until_stopped
 from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
@@ -132,7 +132,7 @@ class Peer:
 
     def agree(self, *values: float) -> list[float]:
         self.looks += 1
-        return [float(self.looks == self.stops_at), *values[1:]]
+        return [Stop.NOW if self.looks == self.stops_at else Stop.NONE, *values[1:]]
 
     def synchronize_device(self) -> None:
         pass

@@ -383,7 +383,7 @@ def test_a_model_that_asks_for_a_gpu_by_itself_is_told_to_leave_that_out(
 ) -> None:
     write_module(tmp_path, monkeypatch, "import torch\ndef f(classes, image_size): return torch.nn.Linear(2, 2).cuda()")
     spec = WorkloadSpec(model="mine:f", dataset="digits")
-    with pytest.raises(InputError, match=r"RuntimeError: .* \(mine.py:\d+\); leave out .cuda\(\)"):
+    with pytest.raises(InputError, match=r"mine:f failed: leave out .cuda\(\) .*RuntimeError: .* \(mine.py:\d+\)"):
         build_workload(spec)
 
 

@@ -171,6 +171,10 @@ def test_a_worker_tries_a_model_on_its_own_device(tmp_path: Path, monkeypatch: p
         ("def f(spec): return good, good", "returned tuple of length 2"),
         ("def f(spec): return good, good, '2'", "'2' for classes"),
         ("def f(spec): return good, iter(good), 2", "as the test set; expected one with __len__ and __getitem__"),
+        (
+            "def f(spec): return torch.utils.data.DataLoader(good), good, 2",
+            "DataLoader as the train set; return its data set",
+        ),
         ("def f(spec): return Data(), good, 2", "empty train set"),
         ("def f(spec): return good, good, 1", "label 1 as item 0 of the train set; expected 0 to 0"),
         ("def f(spec): return [(1, 2)], good, 2", r"has \(int 1, int 2\) as item 0 of the train set"),

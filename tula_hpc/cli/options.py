@@ -163,7 +163,7 @@ def _load_without_paths(
         InputError: It is not, or there are other mistakes.
     """
     from tula_hpc.config import load_together
-    from tula_hpc.own_sources import find_source
+    from tula_hpc.own_sources import find_source, module_files
     from tula_hpc.stages.rehearsal import with_remedy
 
     try:
@@ -179,9 +179,13 @@ def _load_without_paths(
         raise mistake from None
     if not spec.search.estimate:
         return spec, cluster
-    own = spec.workload.entry_points
-    is_here = all(Path(name).exists() or find_source(name.partition(":")[0]) for name in own)
-    if is_here and not _lacks_only_data(options):
+    own = [name for name in spec.workload.entry_points if not Path(name).exists()]
+    modules = [name.partition(":")[0] for name in own]
+    lacking = [module for module in modules if not find_source(module)]
+    # the mistake says where these lie
+    if any(module_files(options.sweep.parent, module) for module in lacking):
+        raise mistake from None
+    if not lacking and not _lacks_only_data(options):
         raise mistake from None
     raise InputError(with_remedy(str(mistake), cluster)) from None
 

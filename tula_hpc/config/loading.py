@@ -401,15 +401,19 @@ def _parse(
             outer |= {item["loc"][:depth] for depth in range(len(item["loc"]))}
         own = [item for item in problems if item["loc"] not in outer]
         keys = [text.partition("=")[0].strip() for text in overrides]
-        lines = []
+        lines: dict[object, str] = {}
         for item in own[:MOST_MISTAKES]:
             key = ".".join(map(str, item["loc"]))
             is_set = any(f"{key}.".startswith(f"{given}.") for given in keys)
-            lines.append(explain(kind, OPTION if is_set else path, item))
+            line = explain(kind, OPTION if is_set else path, item)
+            # a union has one problem for each of its members, and functions may share a module
+            is_own = item["type"] == "value_error"
+            cause = (item["loc"][:-1], item["msg"]) if is_own else line
+            lines.setdefault(cause, line)
+        told = list(lines.values())
         if len(own) > MOST_MISTAKES:
-            lines.append(f"{path}: and {len(own) - MOST_MISTAKES} more mistakes")
-        # a union has one problem for each of its members
-        raise InputError("\n".join(dict.fromkeys(lines))) from None
+            told.append(f"{path}: and {len(own) - MOST_MISTAKES} more mistakes")
+        raise InputError("\n".join(told)) from None
 
 
 def _as_json(path: Path | str, tables: dict[str, Any]) -> str:

@@ -295,7 +295,7 @@ def _check_entry_point(value: str, called_with: Sequence[str], beside: Path | No
         meant = f"{module.removesuffix('.py')}:{function}"
         raise ValueError(f"{value!r}: a module has no ending; did you mean {meant!r}?")
     if source is None:
-        raise ValueError(f"{value!r}: no module {module!r} {where_looked(module, beside)}")
+        raise ValueError(f"no module {module!r} {where_looked(module, beside)}")
     if function not in source.names and "*" not in source.names:
         meant = nearest(function, source.names) + _hidden(module, source.path)
         raise ValueError(f"{value!r}: {source.path} defines no {function!r}{meant}")
