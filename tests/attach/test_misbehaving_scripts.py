@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -44,9 +45,13 @@ def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, scri
         (
             "ends",
             Failure.BAD_INPUT,
-            "after 2 optimizer steps, before it was measured; give it more epochs, steps or samples",
+            "after 2 optimizer steps, before it was measured; a profile raises {epochs} until there",
         ),
-        ("exits with words", Failure.BAD_INPUT, "before it was measured; the last it printed: no data here"),
+        (
+            "exits with words",
+            Failure.BAD_INPUT,
+            "code 1 before its first optimizer step; the last it printed: no data here",
+        ),
         ("leaves", Failure.BAD_INPUT, "misbehaving.py ended its process by itself, with exit code 0"),
         ("takes no batch", Failure.BAD_INPUT, "workload.arguments: asked for 4 samples a forward, the model got 6"),
         ("accumulates", Failure.BAD_INPUT, "takes 2 forward passes for an optimizer step, not 1; set workload.accum"),
@@ -89,6 +94,20 @@ def test_a_script_that_takes_no_step_is_given_up(how: str, tmp_path: Path) -> No
     outcome = misbehave(how, tmp_path, step_s=5.0)
     assert outcome.said.failure is Failure.BAD_INPUT
     assert "misbehaving.py took more than 5 s (search.first_step_minutes)" in outcome.said.detail
+    assert re.search(r": its worker is at misbehaving.py:\d+, `.*time.sleep", outcome.said.detail)
+
+
+@pytest.mark.parametrize(
+    ("how", "began"),
+    [("waits apart", "misbehaving.py took more than 5 s "), ("waits apart, and gives up", "the workers wait for each")],
+)
+def test_workers_that_wait_for_each_other_are_told_where(how: str, began: str, tmp_path: Path) -> None:
+    said = misbehave(how, tmp_path, 2, step_s=5.0 if how == "waits apart" else 60.0).said
+    assert said.failure is Failure.BAD_INPUT
+    assert said.detail.startswith(began)
+    places = r"rank 0 is at misbehaving.py:\d+, `dist.barrier\(\)`; rank 1 is at misbehaving.py:\d+, `model\(.*backward"
+    assert re.search(places, said.detail), said.detail
+    assert "; call each collective on every worker" in said.detail
 
 
 PECULIAR = ["catches", "handles TERM", "has a thread", "prints", "has two optimizers"]

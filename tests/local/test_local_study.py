@@ -177,7 +177,7 @@ def test_a_cell_that_fails_does_not_stop_the_others_and_the_command_says_so(tmp_
     code = process.wait()
     said = (tmp_path / "said").read_text()
     assert code == 1, said
-    assert "study: 1 training without a result:\n  study/wild-b128-s0: bad input: " in said
+    assert "study: 1 training without a result:\n  study/wild-b128-s0: " in said
     assert sum(event.data.get("label") == deleted for event in run.events() if event.event == "submitted") == 1
     assert run.train("study/lbt-b128-s0").result_file.exists()
     assert (run.report / "study.html").exists()

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tula_hpc.attach.reporting import ChildSpec, Mode, leave
+from tula_hpc.attach.waiting_places import answer_where
 from tula_hpc.env import be_child_of, loading_libraries
 from tula_hpc.launch.job_specs import resolve
 from tula_hpc.records import parse_record
@@ -32,6 +33,8 @@ def main(arguments: Sequence[str]) -> int:
     (path,) = arguments
     spec = parse_record(ChildSpec, Path(path).read_bytes())
     be_child_of(spec.parent)
+    if spec.answers is not None:
+        answer_where(spec.answers)
     # the worker's, which decides what it means
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     with loading_libraries():

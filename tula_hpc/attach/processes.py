@@ -27,6 +27,7 @@ from torch.distributed import Store  # type: ignore[attr-defined] # documented, 
 from tula_hpc.attach.own_folder import own_folder
 from tula_hpc.attach.reporting import ChildSpec, Said, read_said
 from tula_hpc.attach.script import Script, torchrun_variables
+from tula_hpc.attach.waiting_places import are_in_different_collectives, ask_where, told
 from tula_hpc.ddp.rendezvous import LOOPBACK
 from tula_hpc.env import (
     WorkerEnvironment,
@@ -108,11 +109,18 @@ class Child:
     """
 
     def __init__(
-        self, spec: ChildSpec, process: subprocess.Popen[bytes], log: Path, others: set[int]
+        self,
+        spec: ChildSpec,
+        process: subprocess.Popen[bytes],
+        log: Path,
+        others: set[int],
+        answers: int,
     ) -> None:
         self.spec, self.process, self.log = spec, process, log
         # descendants of this process that were there before
         self._others = others
+        # pipe on which it tells where it is
+        self._answers = answers
         # readable once it has ended
         self._end = os.pidfd_open(process.pid)
         self._told_at = self._printed_at = time.monotonic()
@@ -158,13 +166,20 @@ class Child:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.wait()
-        with contextlib.suppress(OSError):
-            os.close(self._end)
+        for descriptor in (self._end, self._answers):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
         _LIVING.discard(self.process.pid)
         # orphans are this process's children now, see `adopt_orphans`; some may start others
         while left := set(descendants("self")) - self._others - _of_living():
             for process in left:
                 _kill(process)
+
+    def stopped(self, failure: Failure, detail: str, *, follows: bool = False) -> Outcome:
+        """Return its outcome where it lives and is to be ended, with the place where it is."""
+        at = ask_where(self.process.pid, self._answers)
+        said = Said(state="failed", failure=failure, detail=detail, follows=follows, at=at)
+        return Outcome(self.spec.rank, said, str(self.log))
 
     def outcome(self, code: int) -> Outcome:
         """Return how it ended, once it has."""
@@ -193,6 +208,7 @@ def _kill(process: int) -> None:
         os.waitpid(process, 0)
 
 
+_EVERY_WORKER = "call each collective on every worker, none of them within `if rank == 0`"
 # gloo's, by which it aborts the process
 _MISMATCH = re.compile(r"(\d+) vs (\d+)\. Received data size doesn't match expected size")
 
@@ -210,8 +226,7 @@ def unexplained(script: Script, said: Said | None, code: int, printed: str = "")
     if code == -signal.SIGABRT and (found := _MISMATCH.search(printed)):
         detail = (
             f"the workers of {script.name} took part in different collectives (one sent "
-            f"{found[1]} bytes where {found[2]} were expected): call each on every worker, none "
-            "of them within `if rank == 0`"
+            f"{found[1]} bytes where {found[2]} were expected); {_EVERY_WORKER}"
         )
         return Said(state="failed", failure=Failure.BAD_INPUT, detail=detail, steps=steps)
     if code < 0:
@@ -237,19 +252,22 @@ def start(
     adopt_orphans()
     others = set(descendants("self"))
     spec.said.unlink(missing_ok=True)
-    told = spec.said.with_suffix(".spec")
-    write_atomically(told, spec.model_dump_json())
+    file = spec.said.with_suffix(".spec")
+    answers, told_on = os.pipe()
+    write_atomically(file, spec.model_copy(update={"answers": told_on}).model_dump_json())
     process = subprocess.Popen(
-        [*start_of_python(), "-m", "tula_hpc.attach.child", str(told)],
+        [*start_of_python(), "-m", "tula_hpc.attach.child", str(file)],
         cwd=folder,
         env=environment_of_script({"PYTHONUNBUFFERED": "1", **variables}),
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
         start_new_session=True,
+        pass_fds=(told_on,),
     )
+    os.close(told_on)
     _LIVING.add(process.pid)
-    return Child(spec, process, log, others)
+    return Child(spec, process, log, others, answers)
 
 
 class Peers:
@@ -328,16 +346,16 @@ def watch(
         while (code := child.wait(POLL_S)) is None:
             if look is not None and (reason := look(child)):
                 name = child.spec.program.name
-                return _stopped(child, Failure.BUG, f"{name} {reason}")
+                return child.stopped(Failure.BUG, f"{name} {reason}")
             said = child.said()
             if said is not None and said.state != "stepping":
                 code = child.wait(TRAINED_GRACE_S if in_training else GRACE_S)
                 break
             if peers.have_failed():
-                return _stopped(child, Failure.KILLED, "ended with the others", follows=True)
+                return child.stopped(Failure.KILLED, "ended with the others", follows=True)
             is_waited_for = said is None or not in_training
             if is_waited_for and child.quiet_s() > step_s:
-                return _stopped(child, Failure.BAD_INPUT, _without_step(child, step_s))
+                return child.stopped(Failure.BAD_INPUT, _without_step(child, step_s))
         if code is not None and code < 0:
             # of the job, perhaps: then this process does not come back from here
             time.sleep(SIGNAL_GRACE_S)
@@ -355,14 +373,23 @@ def _without_step(child: Child, step_s: float) -> str:
     return f"{child.spec.program.name} took more than {limit} {since}"
 
 
-def _stopped(child: Child, failure: Failure, detail: str, *, follows: bool = False) -> Outcome:
-    said = Said(state="failed", failure=failure, detail=detail, follows=follows)
-    return Outcome(child.spec.rank, said, str(child.log))
-
-
 def worst(outcomes: list[Outcome]) -> Outcome:
-    """Return the outcome that explains the others: a failure of its own before one that follows."""
-    return min(outcomes, key=lambda each: (each.is_done, each.said.follows, each.rank))
+    """Return the outcome that explains the others: a failure of its own before one that follows.
+
+    Where workers hang, or wait in vain for one another, it says where each of them is.
+    """
+    found = min(outcomes, key=lambda each: (each.is_done, each.said.follows, each.rank))
+    places = {each.rank: each.said.at for each in outcomes if each.said.at is not None}
+    if found.is_done or found.said.at is None:
+        return found
+    detail, failure = f"{found.said.detail}: {told(places)}", found.said.failure
+    if len(places) == len(outcomes) and are_in_different_collectives(places.values()):
+        if found.said.follows:
+            # nobody was lost, as all of them tell where they are
+            detail, failure = f"the workers wait for each other: {told(places)}", Failure.BAD_INPUT
+        detail = f"{detail}; {_EVERY_WORKER}"
+    said = found.said.model_copy(update={"detail": detail, "failure": failure})
+    return found._replace(said=said)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from pydantic import Field
 from tula_hpc.attach.hooks.step_hooks import Hooks, Listener
 from tula_hpc.attach.own_folder import spare_files
 from tula_hpc.attach.script import Script
+from tula_hpc.attach.waiting_places import Place, place_of
 from tula_hpc.ddp.device_errors import broken_device
 from tula_hpc.env import meeting_variables, set_back
 from tula_hpc.errors import DeviceError, Failure, InputError, MeetingError, TulaError
@@ -47,6 +48,8 @@ class ChildSpec(Record):
     said: Path
     # process that started it
     parent: int
+    # descriptor on which it answers where it is, see `waiting_places`
+    answers: int | None = None
     rank: int = 0
     world_size: int = 1
     # of the cluster
@@ -75,6 +78,8 @@ class Said(Record):
     steps: int = 0
     # of a script that ended by itself too early
     exit_code: int = 0
+    # where it was when it waited for other workers
+    at: Place | None = None
     # of the mode
     result: dict[str, Any] = Field(default={})
 
@@ -97,7 +102,7 @@ def failed_by(error: BaseException) -> Said:
         return _failed(own, str(error))
     if isinstance(error, MeetingError) or lost_a_peer(error):
         lost = _failed(Failure.KILLED, f"lost a peer: {_first_line(error)}")
-        return lost.model_copy(update={"follows": True})
+        return lost.model_copy(update={"follows": True, "at": place_of(error)})
     device = broken_device(error)
     failure = out_of_memory(error) or (Failure.DEVICE_FAILED if device else None)
     if failure is None and isinstance(error, OSError) and error.errno in _FULL:

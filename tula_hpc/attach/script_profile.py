@@ -138,14 +138,16 @@ class ScriptProfile(MeasuredSteps):
         how = "ended" if code == 0 else f"exited with code {code}"
         if steps == 0 and self.hooks.others:
             only = ", ".join(self._others())
-            why = f"no optimizer of the model that counts took a step, only {only}"
+            why = f": no optimizer of the model that counts took a step, only {only}"
         elif steps == 0 and code == 0:
             why = (
-                "no torch optimizer took a step; expected optimizer.step() of one of torch.optim after "
+                ": no torch optimizer took a step; expected optimizer.step() of one of torch.optim after "
                 "each batch; if it goes on from a file of an earlier training, take that file away"
             )
+        elif steps == 0:
+            why = " before its first optimizer step"
         else:
-            why = f"after {steps} optimizer steps, before it was measured"
+            why = f" after {plural(steps, 'optimizer step')}, before it was measured"
             if self.hooks.others:
                 why += f"; steps of others were not counted: {', '.join(self._others())}"
             if code == 0:
@@ -153,7 +155,7 @@ class ScriptProfile(MeasuredSteps):
         return Said(
             state="failed",
             failure=Failure.BAD_INPUT,
-            detail=f"{name} {how}: {why}",
+            detail=f"{name} {how}{why}",
             steps=steps,
             exit_code=code,
         )
@@ -165,19 +167,22 @@ class ScriptProfile(MeasuredSteps):
         if self.spec.mode == "look":
             return (
                 f"; give it more epochs, steps or samples by its own arguments: {most} steps are "
-                "always enough; switch off what ends it when its score stays as it is"
+                "always enough; switch off what ends it early, as early stopping"
             )
-        loaded = self.loaded_samples
         samples = self.settings.samples
-        if loaded and samples > loaded:
+        if (loaded := self.loaded_samples) and samples > loaded:
             return (
                 f"; the data set of its loader has {loaded:,} samples, not {samples:,} as "
                 "workload.samples; correct that: epochs of a profile are reckoned from it"
             )
+        if self.settings.counts_epochs:
+            return (
+                "; by {epochs} it was asked for more: have it obey that argument, and switch off "
+                "what ends it early, as a limit of steps or early stopping"
+            )
         return (
-            "; give it more epochs, steps or samples ({epochs} in workload.arguments is raised for a "
-            f"profile, if the script uses it): {most} steps are always enough; switch off what ends "
-            "it when its score stays as it is"
+            "; a profile raises {epochs} until there are steps enough: pass that in "
+            f"workload.arguments, or have it take {most} steps, which are always enough"
         )
 
     def _told(self) -> Said:

@@ -63,7 +63,7 @@ def status_text(status: RunStatus, width: int = 110) -> str:
         *_head(status),
         *_stages(status),
         *_job_lines(status),
-        *_failure_lines(status.failures),
+        *_failure_lines(status.failures, status.words),
     ]
     lines += [*_avoided_lines(status)]
     lines += [*_cost_lines(status.cost), *_notes(status)]
@@ -375,11 +375,14 @@ def _array(parent: str, tasks: Sequence[int]) -> str:
     return f"{parent}_[{','.join(shown)}]"
 
 
-def _failure_lines(failures: Sequence[JobStatus]) -> Iterator[Line]:
+def _failure_lines(failures: Sequence[JobStatus], state: str) -> Iterator[Line]:
     label = "failed"
     for job in failures[-MOST_FAILURES:]:
         named = " ".join(filter(None, [job.job_id, job.stage, job.label or job.what]))
-        yield label, f"{named}: {failure_words(job, 'ended without a result')}"
+        why = failure_words(job, "ended without a result")
+        # a long sentence, with what to do
+        is_said = job.failure is not None and job.failure.is_the_users and why in state
+        yield label, f"{named}: as said above" if is_said else f"{named}: {why}"
         label = ""
         if job.log_file:
             yield "", f"log: {job.log_file}"

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,19 @@ def fails_on_one(step: int) -> None:
         raise ValueError("the second worker has no more data")
 
 
+def waits_apart(patience_s: float) -> None:
+    """On rank 0 alone, as before a file is written that the others read."""
+    if WORLD > 1:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=patience_s))
+    model = DistributedDataParallel(nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(10**6):
+        if step == 3 and RANK == 0:
+            dist.barrier()
+        model(torch.randn(BATCH, 8)).square().mean().backward()
+        optimizer.step()
+
+
 def raises(error: BaseException) -> None:
     raise error
 
@@ -270,6 +284,8 @@ WAYS: dict[str, Callable[[], object]] = {
     "has a hook": has_a_hook,
     "meets elsewhere": meets_elsewhere,
     "is placed by Slurm": is_placed_by_slurm,
+    "waits apart": lambda: waits_apart(1800.0),
+    "waits apart, and gives up": lambda: waits_apart(4.0),
     "shares its data": lambda: loads(shares=True),
     "shares no data": lambda: loads(shares=False),
 }
