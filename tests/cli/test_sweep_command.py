@@ -40,6 +40,10 @@ max_batch = 64
 estimate = false
 """
 # where the workload is tried, or memory is estimated: in a process that imports torch
+SET_BACK = (
+    "Set them back in yours (or in this copy, if that was edited); or, for a sweep of its own, "
+    "which measures again, use another name in it, or another --run-dir."
+)
 TRIED = ("--set", "search.estimate=true")
 
 
@@ -134,7 +138,7 @@ def test_other_inputs_are_refused_with_the_difference(
     run.train().result_file.touch()
     assert main([*again, "--set", "workload.epochs=99"]) == 2
     assert (
-        "is of a training that is over, and is not changed or made longer; it has other inputs"
+        "is of a training that is over, made from other inputs than your sweep file (or --set) has now:"
         in capsys.readouterr().err
     )
     run.train().result_file.unlink()
@@ -152,6 +156,7 @@ def test_other_inputs_are_refused_with_the_difference(
     assert main([*again, "--set", "workload.epochs=99"]) == 2
     assert capsys.readouterr().err.splitlines()[1:] == [
         "  workload.epochs: 10 before, 99 now",
+        SET_BACK,
         "The sweep goes on unattended: other values are taken once job 9 is over.",
     ]
 
@@ -165,10 +170,12 @@ def test_a_refusal_lists_only_what_may_not_change(sweep_file: Path, capsys: pyte
     given = [data, "workload.data_dir=/tmp", "workload.lr=0.2", "objective.kind=cost", "workload.seed=3"]
     command = [str(sweep_file), "--run-dir", str(run.root), *(word for key in given for word in ("--set", key))]
     assert main(command) == 2
-    assert capsys.readouterr().err.splitlines()[1:] == ["  workload.seed: 0 before, 3 now"]
+    assert capsys.readouterr().err.splitlines()[1:] == ["  workload.seed: 0 before, 3 now", SET_BACK]
     (run.train().root / "checkpoints").mkdir(parents=True)
     assert main(command) == 2
-    refused = [line.split(":")[0].strip() for line in capsys.readouterr().err.splitlines()[1:]]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == SET_BACK
+    refused = [line.split(":")[0].strip() for line in lines[1:-1]]
     assert refused == ["objective.kind", "workload.lr", "workload.seed"]
 
 
@@ -506,7 +513,7 @@ def test_what_a_scripts_output_is_searched_for_may_change_after_profiles(sweep_f
     check_run(after, ClusterSpec(), run.root)
     (run.train().root / "checkpoints").mkdir(parents=True)
     with pytest.raises(
-        RunDirectoryError, match=r"metric: acc[^;]*\nTo train from the start over the same measurements, move .*train"
+        RunDirectoryError, match=r"metric: acc[^;]*\nSet .*\nTo train from the start over the same measurements, move .*train"
     ):
         check_run(after, ClusterSpec(), run.root)
     (run.root / "train").rename(run.root / "earlier-train")
@@ -565,8 +572,8 @@ def test_keys_of_a_partition_are_free_as_those_of_the_cluster(
     assert "cluster.toml: partitions.dear.pricing.usd_per_node_hour: not set before, 5 from now on" in error
     assert "cluster.toml: partitions.v1.pricing.x.account: spent before, rich from now on" in error
     for keys, said in {
-        "v1.pricing.x.max_nodes=1": r"  partitions\.v1\.pricing\.x\.max_nodes: not set before, 1 now$",
-        "dear.workers_per_node=2": r"  partitions\.dear\.workers_per_node: not set before, 2 now$",
+        "v1.pricing.x.max_nodes=1": r"  partitions\.v1\.pricing\.x\.max_nodes: not set before, 1 now\n",
+        "dear.workers_per_node=2": r"  partitions\.dear\.workers_per_node: not set before, 2 now\n",
     }.items():
         with pytest.raises(RunDirectoryError, match=said):
             check_run(*inputs("dear.pricing.usd_per_node_hour=5", "v1.pricing.x.account=rich", keys), run.root)

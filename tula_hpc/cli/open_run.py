@@ -285,16 +285,20 @@ def _other_inputs(
         )
     made = "was made from"
     if frees_up and run.train().result_file.exists():
-        made = "is of a training that is over, and is not changed or made longer; it has"
+        made = "is of a training that is over, made from"
     if was == "local":
         lines = [
             "was made without --cluster, on this machine; to measure on Slurm use another --run-dir"
         ]
     else:
+        another = (
+            "another name in it, or another --run-dir" if kind == "sweep" else "another --run-dir"
+        )
         lines = [
-            f"{made} other inputs than your {kind} file (or --set) has now; set them back in yours "
-            "(or in this copy, if that was edited), or use another --run-dir, which measures again:",
+            f"{made} other inputs than your {kind} file (or --set) has now:",
             *in_lines(refused),
+            "Set them back in yours (or in this copy, if that was edited); or, for a sweep of its own, "
+            f"which measures again, use {another}.",
         ]
     if is_sweep and only_prices(refused):
         again = command_line("plan", str(run.root), "--set", "KEY=VALUE")
