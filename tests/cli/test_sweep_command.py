@@ -513,7 +513,8 @@ def test_what_a_scripts_output_is_searched_for_may_change_after_profiles(sweep_f
     check_run(after, ClusterSpec(), run.root)
     (run.train().root / "checkpoints").mkdir(parents=True)
     with pytest.raises(
-        RunDirectoryError, match=r"metric: acc[^;]*\nSet .*\nTo train from the start over the same measurements, move .*train"
+        RunDirectoryError,
+        match=r"metric: acc[^;]*\nSet .*\nTo train from the start over the same measurements, move .*tr",
     ):
         check_run(after, ClusterSpec(), run.root)
     (run.root / "train").rename(run.root / "earlier-train")

@@ -1428,6 +1428,11 @@ def test_measurements_that_are_gone_are_told(tmp_path: Path, cluster: FakeSlurm)
     finished = make_run(tmp_path / "finished")
     for path in finished.profile.glob("*.jsonl"):
         path.unlink()
-    assert status.status_of(finished.root).doubts == [MEASUREMENTS_GONE]
+    told = status.status_of(finished.root)
+    assert told.doubts == [MEASUREMENTS_GONE]
+    assert "done: no measurements are left; " in text_of(told)
+    finished.plan_file.write_text("{")
+    told = status.status_of(finished.root)
+    assert (told.state, told.words.partition(f"{finished.plan_file}: ")[0]) == ("finished", "everything is trained; ")
     finished.plan_file.unlink()
     assert MEASUREMENTS_GONE in status.status_of(finished.root).doubts

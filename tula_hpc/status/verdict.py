@@ -97,13 +97,21 @@ def _obstructed(parts: Parts) -> StateAndText | None:
     """Report a file that the next command will refuse; one at work has read it before."""
     if not parts.facts.obstacle or parts.at_work:
         return None
+    if _is_trained(parts):
+        return "finished", f"everything is trained; {parts.facts.obstacle}"
     return "failed", parts.facts.obstacle
 
 
-def _finished(parts: Parts) -> StateAndText | None:
+def _is_trained(parts: Parts) -> bool:
     study, training = parts.study, parts.training
-    ended = study is not None and study.finished + study.diverged == study.cells
-    if not ended and not (training is not None and training.stand in ("finished", "diverged")):
+    if study is not None and study.finished + study.diverged == study.cells:
+        return True
+    return training is not None and training.stand in ("finished", "diverged")
+
+
+def _finished(parts: Parts) -> StateAndText | None:
+    training = parts.training
+    if not _is_trained(parts):
         return _finished_early(parts)
     if parts.at_work:
         return "running", "everything is trained; the report is being written"
