@@ -128,7 +128,7 @@ def _imported(module: _Module) -> Iterator[str]:
 def _base(module: _Module, node: ast.ImportFrom) -> str:
     if not node.level:
         return node.module or ""
-    package = module.package.split(".")
+    package = module.package.split(".") if module.package else []
     above = package[: len(package) - node.level + 1]
     return ".".join([*above, *filter(None, [node.module])])
 

@@ -172,3 +172,13 @@ def test_comments_and_formatting_are_no_change_and_other_code_is_named(tmp_path:
     other = digests(LAYERS.replace("192, width", "192, width, bias=True"))
     assert {name for name in plain if plain[name] != other[name]} == {"helper/layers.py"}
     assert digests_of(["tula_hpc.workloads.small_cnns:compact_cnn", "json:dumps", "torch:nn"]) == {}
+
+
+def test_a_script_that_imports_as_if_it_were_in_a_package_has_its_files(tmp_path: Path) -> None:
+    """Its own error is then the one that is told."""
+    from tula_hpc.own_sources import own_sources
+
+    write_own(tmp_path)
+    script = tmp_path / "train.py"
+    script.write_text("from .helper import layers\nfrom . import other\nfrom .. import above\n")
+    assert [*own_sources([str(script)])] == ["helper/__init__.py", "helper/layers.py", "train.py"]

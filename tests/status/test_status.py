@@ -475,7 +475,7 @@ def test_a_failure_is_told_with_its_kind_its_last_line_and_its_log(tmp_path: Pat
     assert (told.state, told.exit_code) == ("failed", 1)
     (failure,) = told.failures
     assert (failure.failure, failure.detail, failure.log_file) == (Failure.BUG, "KeyError: 'the bug'", str(log))
-    assert "bug: KeyError: 'the bug'" in text_of(told)
+    assert "KeyError: 'the bug'" in text_of(told)
     assert str(log) in status_text(told)
 
 

@@ -82,8 +82,8 @@ def failure_words(job: JobStatus, unknown: str = "ended") -> str:
         kind = job.failure.value.replace("_", " ")
     if not job.detail:
         return kind
-    # a sentence that says what is wrong
-    if job.failure and job.failure.is_the_users:
+    # a sentence that says what is wrong, or an exception
+    if job.failure and (job.failure.is_the_users or job.failure is Failure.BUG):
         return job.detail
     return f"{kind}: {job.detail}"
 
