@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined] # documented, though not in __all__
 
+from tula_hpc.attach import hangs
+from tula_hpc.attach.hangs import HangWatch
 from tula_hpc.attach.processes import Peers
-from tula_hpc.attach.train import hangs
-from tula_hpc.attach.train.hangs import HangWatch
 
 LEAST_S = 60.0
 

@@ -4,6 +4,7 @@ import glob
 import os
 import shutil
 import sqlite3
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 
 from tests.forked import start_workers
 from tula_hpc.attach import own_folder as folders
-from tula_hpc.attach.own_folder import last_saved_in, own_folder, spare_files
+from tula_hpc.attach.own_folder import Saved, last_saved_in, own_folder, places_saved_in, spare_files
 from tula_hpc.records import RunDirectory
 
 WRITTEN = (
@@ -85,10 +86,14 @@ def test_run_directories_are_not_shown(tmp_path: Path) -> None:
         assert glob.glob("**/last.pt", root_dir=folder, recursive=True) == [place]  # noqa: PTH207
 
 
+def nowhere() -> None:
+    """As in a profile."""
+
+
 def write_over(_: int, own: Path) -> None:
     """Do with files that are there whatever scripts do."""
     os.chdir(own)
-    spare_files(own)
+    spare_files(own, nowhere)
     for name, mode, text in (("log.txt", "a", "more\n"), ("notes/run.csv", "w", "new")):
         with Path(name).open(mode) as file:
             file.write(text)
@@ -107,8 +112,10 @@ def write_over(_: int, own: Path) -> None:
 
 def save_elsewhere(_: int, own: Path) -> None:
     os.chdir(own)
-    spare_files(own)
-    torch.save({}, own.parent.with_name("of-any-name"))
+    steps = iter((3, 3, 5))
+    spare_files(own, lambda: Saved(at=time.time(), step=next(steps), samples_seen=0, epoch=0, offset=0))
+    for name in ("of-any-name", "another", "of-any-name"):
+        torch.save({}, own.parent.with_name(name))
 
 
 def test_it_is_noted_that_a_script_saved_wherever_it_did(tmp_path: Path) -> None:
@@ -117,6 +124,7 @@ def test_it_is_noted_that_a_script_saved_wherever_it_did(tmp_path: Path) -> None
     assert last_saved_in(own) is None
     start_workers(1, save_elsewhere, own)
     assert last_saved_in(own) == pytest.approx((tmp_path / "of-any-name").stat().st_mtime, abs=5.0)
+    assert [place.step for place in places_saved_in(own)] == [3, 5]
 
 
 def test_what_a_script_writes_over_stays_in_its_folder(home: Path, tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ OWN: dict[str, Any] = {
     "epochs": 3,
     "metric": r"Acc@1 (?P<test_accuracy>[\d.]+) loss (?P<test_loss>[\d.]+)",
 }
+# enough for the workers' next agreement to stop, on a machine that is busy, too
+LONG = {"epochs": 14}
 KEPT: dict[str, Any] = {
     "script": SCRIPTS / "three_lines.py",
     "arguments": ["--batch-size", "{local_batch}", "--epochs", "{epochs}", "--log", "{run_dir}/log", "--pause", "0.1"],
@@ -145,8 +147,7 @@ def test_memory_that_a_step_frees_is_kept_for_the_next_as_in_its_profile(tmp_pat
 def test_stopped_it_goes_on_by_its_own_checkpoint(tmp_path: Path, option: str, resuming: list[str], said: str) -> None:
     began = time.time()
     workload = {**OWN, "arguments": [*OWN["arguments"], option], "resume_arguments": resuming}
-    # long enough for the workers' next agreement, on a machine that is busy, too
-    run, ended = train(tmp_path / "run", workload | {"epochs": 14}, at_step(6, signal.SIGUSR2))
+    run, ended = train(tmp_path / "run", workload | LONG, at_step(6, signal.SIGUSR2))
     result = result_of(run, ended)
     assert (result.epochs, result.steps, result.restarts, result.test_accuracy) == (14, 56, 1, 1.8)
     # the first epoch's steps and the first job's start were not in vain
@@ -167,10 +168,27 @@ def test_stopped_it_goes_on_by_its_own_checkpoint(tmp_path: Path, option: str, r
 
 
 def test_an_epoch_that_it_goes_through_again_counts_once(tmp_path: Path) -> None:
-    workload = {**OWN, "arguments": [*OWN["arguments"], "--repeats"], "resume_arguments": ["--resume=checkpoints/*.pt"]}
+    going_on = {"arguments": [*OWN["arguments"], "--repeats"], "resume_arguments": ["--resume=checkpoints/*.pt"]}
+    workload = {**OWN, **LONG, **going_on}
     run, ended = train(tmp_path / "run", workload, at_step(6, signal.SIGUSR2))
     result = result_of(run, ended)
-    assert (result.epochs, result.steps, result.samples_seen) == (3, 12, 192)
+    assert (result.epochs, result.steps, result.samples_seen) == (14, 56, 896)
+
+
+@pytest.mark.parametrize("how", [[], ["--epoch-anew"]])
+def test_saved_in_mid_epoch_it_goes_on_there_or_begins_that_epoch_anew(tmp_path: Path, how: list[str]) -> None:
+    """It saves after 3, 6, 9 steps of epochs that have 4; no step counts twice."""
+    arguments = [*OWN["arguments"], "--save-steps", "3", *how]
+    workload = {**OWN, **LONG, "arguments": arguments, "resume_arguments": ["--resume=checkpoints/last.pt"]}
+    run, ended = train(tmp_path / "run", workload, at_step(6, signal.SIGUSR2))
+    (resumed,) = (event for event in run.events() if event.event == "resumed")
+    # as late as the agreement to stop came
+    step = resumed.data["step"]
+    assert step % 3 == 0
+    assert resumed.data == {"step": step, "samples_seen": 16 * step, "epoch": step // 4}
+    result = result_of(run, ended)
+    assert (result.epochs, result.steps, result.samples_seen, result.restarts) == (14, 56, 896, 1)
+    assert result.train_time_s > 50 * 0.1
 
 
 def test_killed_right_after_it_has_saved_it_goes_on_with_the_next_epoch(tmp_path: Path) -> None:
@@ -183,10 +201,10 @@ def test_killed_right_after_it_has_saved_it_goes_on_with_the_next_epoch(tmp_path
 
 
 def test_stopped_without_arguments_to_go_on_it_begins_anew(tmp_path: Path) -> None:
-    run, ended = train(tmp_path / "run", OWN, at_step(6, signal.SIGTERM))
-    assert result_of(run, ended).steps == 12
+    run, ended = train(tmp_path / "run", OWN | LONG, at_step(6, signal.SIGTERM))
+    assert result_of(run, ended).steps == 56
     assert details(run, "resumed") == ["begins anew: there are no workload.resume_arguments, and nothing is kept"]
-    assert [row.epoch for row in read_metrics(run.train().metrics_file).epochs] == [1, 2, 3]
+    assert [row.epoch for row in read_metrics(run.train().metrics_file).epochs] == [*range(1, 15)]
 
 
 def test_stopped_before_it_has_saved_anything_it_begins_anew(tmp_path: Path) -> None:
@@ -220,7 +238,7 @@ def test_at_its_time_limit_it_does_not_begin_anew_in_vain(tmp_path: Path, monkey
     """With a limit of a minute, of which Slurm warns half a minute before or earlier."""
     limit = {"train_minutes": 1, "signal_delay_s": 30}
     monkeypatch.setattr(sys.modules[__name__], "CLUSTER", CLUSTER.model_copy(update=limit))
-    run, ended = train(tmp_path / "run", OWN, at_step(6, signal.SIGUSR2, worker=0))
+    run, ended = train(tmp_path / "run", OWN | LONG, at_step(6, signal.SIGUSR2, worker=0))
     assert not run.train().result_file.exists()
     (why,) = details(run, "failed")
     assert re.fullmatch(r"the time limit ended the script at step \d+, and another job would begin anew", why)

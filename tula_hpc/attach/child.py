@@ -14,8 +14,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from tula_hpc.attach.hangs import answer_where
 from tula_hpc.attach.reporting import ChildSpec, Mode, leave
-from tula_hpc.attach.waiting_places import answer_where
 from tula_hpc.env import be_child_of, loading_libraries
 from tula_hpc.launch.job_specs import resolve
 from tula_hpc.records import parse_record

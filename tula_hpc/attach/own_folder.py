@@ -16,11 +16,14 @@ import itertools
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tula_hpc.records import RunDirectory
+from tula_hpc.errors import StorageError
+from tula_hpc.records import RunDirectory, append_record, parse_record
+from tula_hpc.records.base import Record
+from tula_hpc.records.storage import lines_of
 
 # in all folders that are made anew; the others hold data
 MOST_ENTRIES = 1000
@@ -28,10 +31,22 @@ MOST_ENTRIES = 1000
 MOST_BYTES = 2**30
 # endings of files that scripts save their state in
 OF_WEIGHTS = (".pt", ".pth", ".ckpt", ".tar", ".bin", ".safetensors", ".pkl", ".distcp")
-# beside a script's folder: is touched whenever the script saves, wherever it does
-SAVED = "saved"
+# beside a script's folder: has a line for each time that the script saves, wherever it does
+SAVED = "saved.jsonl"
 # functions of other libraries that open a file without Python, which is their second argument
 WRITERS = (("torch", "save"), ("safetensors.torch", "save_file"))
+
+
+class Saved(Record):
+    """Place of a training at which its script has saved."""
+
+    # Unix time
+    at: float
+    step: int
+    samples_seen: int
+    # epochs completed, and samples seen of the current one
+    epoch: int
+    offset: int
 
 
 def own_folder(path: Path, home: Path) -> Path:
@@ -61,6 +76,15 @@ def last_saved_in(folder: Path) -> float | None:
     noted = folder.with_name(SAVED)
     own += [noted] if noted.exists() else []
     return max((path.stat().st_mtime for path in own), default=None)
+
+
+def places_saved_in(folder: Path) -> list[Saved]:
+    """Return where a training in this folder has saved, as far as that was seen."""
+    found = []
+    for line in lines_of(folder.with_name(SAVED)):
+        with contextlib.suppress(ValueError):
+            found.append(parse_record(Saved, line))
+    return found
 
 
 def _show(path: Path, home: Path, own: Path, room: int) -> None:
@@ -120,13 +144,14 @@ def _make_anew(path: Path, folder: Path) -> None:
                 (path / entry.name).symlink_to(entry)
 
 
-def spare_files(folder: Path) -> None:
+def spare_files(folder: Path, place: Callable[[], Saved | None]) -> None:
     """Keep this process, until it ends, from writing to the user's files through links.
 
     Args:
         folder: The script's own, which has the links.
+        place: Called where the script saves, for the place of its training; None: it has none.
     """
-    sparing = _Sparing(folder)
+    sparing = _Sparing(folder, place)
     sys.addaudithook(sparing)
     for module, name in WRITERS:
         with contextlib.suppress(ImportError):
@@ -137,9 +162,11 @@ def spare_files(folder: Path) -> None:
 class _Sparing:
     """An audit hook (PEP 578), and a wrapper of what opens files in other ways."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, place: Callable[[], Saved | None]) -> None:
         self._folder = folder.resolve()
         self._saved = folder.with_name(SAVED)
+        self._place = place
+        self._noted: int | None = None
 
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":
@@ -161,8 +188,13 @@ class _Sparing:
         return spared
 
     def _note_saved(self) -> None:
-        with contextlib.suppress(OSError):
-            self._saved.touch()
+        place = self._place()
+        with contextlib.suppress(OSError, StorageError):
+            if place is None or place.step == self._noted:
+                self._saved.touch()
+                return
+            append_record(self._saved, place, durable=False)
+            self._noted = place.step
 
     def spare(self, file: Any, *, is_read: bool) -> None:
         """Put a file of the script's own in the place of a link to one of the user's.

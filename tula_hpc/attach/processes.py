@@ -24,10 +24,10 @@ from typing import IO, NamedTuple, NoReturn
 
 from torch.distributed import Store  # type: ignore[attr-defined] # documented, though not in __all__
 
+from tula_hpc.attach.hangs import are_in_different_collectives, ask_where, told
 from tula_hpc.attach.own_folder import own_folder
 from tula_hpc.attach.reporting import ChildSpec, Said, read_said
 from tula_hpc.attach.script import Script, torchrun_variables
-from tula_hpc.attach.waiting_places import are_in_different_collectives, ask_where, told
 from tula_hpc.ddp.rendezvous import LOOPBACK
 from tula_hpc.env import (
     WorkerEnvironment,

@@ -16,10 +16,10 @@ from typing import Any, Literal, NoReturn
 
 from pydantic import Field
 
+from tula_hpc.attach.hangs import Place, place_of
 from tula_hpc.attach.hooks.step_hooks import Hooks, Listener
-from tula_hpc.attach.own_folder import spare_files
+from tula_hpc.attach.own_folder import Saved, spare_files
 from tula_hpc.attach.script import Script
-from tula_hpc.attach.waiting_places import Place, place_of
 from tula_hpc.ddp.device_errors import broken_device
 from tula_hpc.env import meeting_variables, set_back
 from tula_hpc.errors import DeviceError, Failure, InputError, MeetingError, TulaError
@@ -48,7 +48,7 @@ class ChildSpec(Record):
     said: Path
     # process that started it
     parent: int
-    # descriptor on which it answers where it is, see `waiting_places`
+    # descriptor on which it answers where it is, see `hangs`
     answers: int | None = None
     rank: int = 0
     world_size: int = 1
@@ -169,8 +169,12 @@ class Mode(Listener):
         """Watch from now on; called before the script runs, in the main thread."""
         if self.spec.device == "cpu":
             keep_freed()
-        spare_files(Path.cwd())
+        spare_files(Path.cwd(), self.place)
         self.hooks.install()
+
+    def place(self) -> Saved | None:
+        """Return the place of a training, which can go on there once the script has saved."""
+        return None
 
     def ended(self, code: int) -> Said:
         """Return the last message, once the script has ended by itself with this exit code."""

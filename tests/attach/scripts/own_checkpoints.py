@@ -1,7 +1,7 @@
-"""A loop with checkpoints of its own, at the ends of epochs, as many scripts have them.
+"""A loop with checkpoints of its own, at the ends of epochs, as many scripts have them, or after some steps.
 
 own_checkpoints.py --batch-size 8 --epochs 2 [--resume checkpoints/last.pt | --auto-resume] [--repeats] [--handler]
-                   [--fails how]
+                   [--save-steps 3 [--epoch-anew]] [--fails how]
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 SAMPLES = 64
+SAVED = Path("checkpoints/last.pt")
 
 
 def options_given() -> argparse.Namespace:
@@ -30,6 +31,8 @@ def options_given() -> argparse.Namespace:
     parser.add_argument("--auto-resume", action="store_true")
     parser.add_argument("--repeats", action="store_true")
     parser.add_argument("--handler", action="store_true")
+    parser.add_argument("--save-steps", type=int, default=0)
+    parser.add_argument("--epoch-anew", action="store_true")
     parser.add_argument("--fails", default="")
     return parser.parse_args()
 
@@ -46,6 +49,28 @@ def fail(options: argparse.Namespace) -> None:
         time.sleep(600)
 
 
+def save(model: nn.Module, epoch: int, step: int) -> None:
+    if dist.get_rank() == 0:
+        SAVED.parent.mkdir(exist_ok=True)
+        # a kill may come at any moment
+        part = SAVED.with_suffix(".part")
+        torch.save({"model": model.state_dict(), "epoch": epoch, "step": step}, part)
+        part.replace(SAVED)
+
+
+def resumed(options: argparse.Namespace, model: nn.Module) -> tuple[int, int]:
+    """The epoch and the step to go on from."""
+    if options.auto_resume and SAVED.exists():
+        options.resume = SAVED
+    if not options.resume:
+        return 0, 0
+    state = torch.load(options.resume, weights_only=True)
+    model.load_state_dict(state["model"])
+    begin = state["epoch"] - options.repeats
+    print(f"resumed at epoch {begin}", flush=True)
+    return begin, state["step"]
+
+
 def main() -> None:
     options = options_given()
     torch.set_num_threads(1)
@@ -56,36 +81,27 @@ def main() -> None:
     sampler: DistributedSampler[object] = DistributedSampler(data)
     loader = DataLoader(data, batch_size=options.batch_size, sampler=sampler)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    begin, saved = 0, Path("checkpoints/last.pt")
-
-    def save(epoch: int) -> None:
-        if dist.get_rank() == 0:
-            saved.parent.mkdir(exist_ok=True)
-            # a kill may come at any moment
-            part = saved.with_suffix(".part")
-            torch.save({"model": model.state_dict(), "epoch": epoch}, part)
-            part.replace(saved)
-
-    if options.auto_resume and saved.exists():
-        options.resume = saved
-    if options.resume:
-        state = torch.load(options.resume, weights_only=True)
-        model.load_state_dict(state["model"])
-        begin = state["epoch"] - options.repeats
-        print(f"resumed at epoch {begin}", flush=True)
+    begin, step = resumed(options, model)
+    passed = 0 if options.epoch_anew else step % len(loader)
     if options.handler:
         signal.signal(signal.SIGTERM, leave)
     for epoch in range(begin, options.epochs):
         sampler.set_epoch(epoch)
         for number, (inputs, targets) in enumerate(loader):
+            if epoch == begin and number < passed:
+                continue
             time.sleep(0.1)
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(inputs), targets)
             loss.backward()  # type: ignore[no-untyped-call] # torch's
             optimizer.step()
+            step += 1
+            if options.save_steps and step % options.save_steps == 0:
+                save(model, epoch, step)
             if (epoch, number) == (1, 1):
                 fail(options)
-        save(epoch + 1)
+        if not options.save_steps:
+            save(model, epoch + 1, step)
         if dist.get_rank() == 0:
             print(f" * Acc@1 {50.0 + 10 * epoch:.3f} loss {1 / (epoch + 1):.4f} of {os.getpid()}", flush=True)
     dist.destroy_process_group()

@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tula_hpc.attach.own_folder import last_saved_in, newest_in, own_folder
-from tula_hpc.attach.script import filled, script_of, values_of
+from tula_hpc.attach.own_folder import own_folder
+from tula_hpc.attach.script import script_of
+from tula_hpc.attach.train.going_on import Start, begin_where_the_script_does, without_repeated
 from tula_hpc.ddp.exit_at_once import leaving_at_once
 from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.env import job_started_at, join_job, loading_libraries, unix_time
@@ -25,10 +25,8 @@ from tula_hpc.errors import Failure, StageError
 from tula_hpc.formatting import format_score
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import (
-    EpochMetrics,
     RunDirectory,
     TrainResult,
-    put_aside,
     read_metrics,
     write_atomically,
 )
@@ -45,8 +43,6 @@ KEY = "workload.script"
 PATIENCE = timedelta(minutes=10)
 # by which Slurm may send a signal before its time
 EARLY_S = 60.0
-# by which the time of a file may be behind the clock
-FILE_CLOCK_S = 0.02
 
 
 def run(job: TrainJob) -> str:
@@ -68,26 +64,6 @@ def run(job: TrainJob) -> str:
     with leaving_at_once(), telling_broken_devices(job.root, "train"):
         allocation = Allocation(job.cluster, env, PATIENCE)
         return ScriptJob(job, allocation, stop).run()
-
-
-@dataclass
-class Start:
-    """State of a training when a job begins with it, from rank 0 for all workers."""
-
-    # jobs, and runs of requeued ones, that began with this training before
-    restarts: int = 0
-    # Unix time of the first
-    started_at: float = 0.0
-    # the script goes on from what it has saved, with these arguments appended
-    resumes: bool = False
-    resuming: Sequence[str] = ()
-    # where the script begins, unless it is kept
-    epoch: int = 0
-    step: int = 0
-    samples_seen: int = 0
-    # seconds of the work that it goes on from: of its steps, and of the starts of its jobs
-    train_time_s: float = 0.0
-    starts_s: float = 0.0
 
 
 class ScriptJob:
@@ -173,66 +149,19 @@ class ScriptJob:
             before = Start(**json.loads(record.read_text()))
             start = Start(before.restarts + 1, before.started_at, starts_s=before.starts_s)
             if not any(self.files.checkpoints.glob("*.tula")):
-                self._begin_where_the_script_does(start)
+                how = begin_where_the_script_does(start, self.job, self._work)
+                place = {
+                    "step": start.step,
+                    "samples_seen": start.samples_seen,
+                    "epoch": start.epoch,
+                }
+                self.log_event("resumed", how, place)
         write_atomically(record, json.dumps(asdict(start)))
         return asdict(start)
 
     @property
     def _start_file(self) -> Path:
         return self.folder / "start.json"
-
-    def _begin_where_the_script_does(self, start: Start) -> None:
-        """Take a script that has its own checkpoints to go on at the last epoch that it saved."""
-        metrics = read_metrics(self.files.metrics_file)
-        how = "begins: nothing was trained before"
-        saved_at: float | None = None
-        # or it might take another training's checkpoint for its own
-        if metrics.steps:
-            how, saved_at = self._look_for_saved(start, is_first=not metrics.epochs)
-        if start.resumes:
-            last = metrics.steps[-1].step
-            saved = [row for row in metrics.epochs if _was_saved(row, saved_at, last)]
-            if saved:
-                start.epoch = saved[-1].epoch
-                start.step = saved[-1].step
-                start.samples_seen = saved[-1].samples_seen
-            start.train_time_s = sum(row.epoch_time_s for row in saved)
-        else:
-            start.starts_s = 0.0
-            put_aside(self.files.metrics_file)
-        data = {"step": start.step, "samples_seen": start.samples_seen, "epoch": start.epoch}
-        self.log_event("resumed", how, data)
-
-    def _look_for_saved(self, start: Start, *, is_first: bool) -> tuple[str, float | None]:
-        """Tell a script to go on, in its first epoch or later; return how, and when it saved."""
-        given = self.job.sweep.workload.resume_arguments
-        if given is None:
-            why = "there are no workload.resume_arguments, and nothing is kept"
-            if self.run_directory.history().has_left_files(self.job.label):
-                why = f"what was saved in {self.files.checkpoints} is gone"
-            return f"begins anew: {why}", None
-        saved_at: float | None = None
-        resuming = []
-        values = values_of(self.job.sweep, self.job.configuration, self._work)
-        for argument in filled(given, values):
-            option, equals, name = argument.rpartition("=")
-            named = newest_in(self._work, name) if "*" in name else name
-            file = self._work / named
-            if file.exists():
-                saved_at = max(saved_at or 0.0, file.stat().st_mtime)
-            # an option or a word is no file
-            elif "/" in named or "*" in named:
-                return f"begins anew: the script has not written {named} yet", None
-            resuming.append(f"{option}{equals}{named}")
-        saved_at = saved_at or last_saved_in(self._work)
-        logged_at = self.files.metrics_file.stat().st_mtime
-        history = self.run_directory.history()
-        has_failed = history.failed_as_it_went_on(self.job.label, logged_at)
-        if saved_at is None and (has_failed or is_first):
-            return "begins anew: the script has saved nothing yet", None
-        start.resumes = True
-        start.resuming = resuming
-        return f"goes on by itself, with {' '.join(resuming) or 'the same arguments'}", saved_at
 
     @property
     def _work(self) -> Path:
@@ -243,7 +172,7 @@ class ScriptJob:
     def _watch(self, start: Start, meeting: Meeting, peers: Any) -> Outcome:
         """Start the script's process of this rank, and wait for its end."""
         from tula_hpc.attach import processes
-        from tula_hpc.attach.train.hangs import HangWatch
+        from tula_hpc.attach.hangs import HangWatch
         from tula_hpc.attach.train.scores import Scores
 
         work = self.job.sweep.workload
@@ -314,6 +243,7 @@ class ScriptJob:
             restart_count=self.env.restart_count,
             restarts=start.restarts,
             epoch=start.epoch,
+            offset=start.offset,
             step=start.step,
             samples_seen=start.samples_seen,
             train_time_s=start.train_time_s,
@@ -436,8 +366,8 @@ class ScriptJob:
         told = self.progress
         epochs = job.sweep.workload.epochs
         scores = last_scores(self.files.metrics_file)
-        if epochs < told.epoch <= epochs + told.restarts * start.resumes:
-            told = _without_repeated(told, epochs, read_metrics(self.files.metrics_file).epochs)
+        rows = read_metrics(self.files.metrics_file).epochs
+        told = without_repeated(told, start, epochs, rows)
         # where a script went on by itself is known to an epoch only
         started_at = told.started_at or start.started_at
         is_whole = told.epoch >= epochs - int(start.resumes)
@@ -465,36 +395,3 @@ class ScriptJob:
         write_atomically(self.files.result_file, result.model_dump_json(indent=1))
         score = format_score(result.test_accuracy, result.test_loss)
         self.log_event("finished", score, {"began_at": job_started_at()})
-
-
-def _without_repeated(
-    told: TrainedSoFar, epochs: int, rows: Sequence[EpochMetrics]
-) -> TrainedSoFar:
-    """Return the progress without epochs that a script went through again as it went on.
-
-    Some save an epoch's number before its end. Which epochs were repeated is not known; they are
-    taken to be as long as the last ones.
-    """
-    repeated = rows[epochs - told.epoch :]
-    return told.model_copy(
-        update={
-            "epoch": epochs,
-            "step": told.step - sum(row.steps or 0 for row in repeated),
-            "samples_seen": told.samples_seen * epochs // told.epoch,
-            "train_time_s": told.train_time_s - sum(row.epoch_time_s for row in repeated),
-        }
-    )
-
-
-def _was_saved(row: EpochMetrics, saved_at: float | None, last_step: int) -> bool:
-    """Tell whether a script that saves at the ends of its epochs has saved this one.
-
-    Args:
-        row: Of the epoch.
-        saved_at: Unix time of its newest file; None: not known.
-        last_step: The last one that is logged.
-    """
-    if saved_at is None or row.ended_at is None:
-        # what it saves it saves before its next step
-        return row.step < last_step
-    return row.ended_at <= saved_at + FILE_CLOCK_S

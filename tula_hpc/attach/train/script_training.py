@@ -23,6 +23,7 @@ from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc.attach.hooks.step_hooks import Apart, Gaps
+from tula_hpc.attach.own_folder import Saved
 from tula_hpc.attach.reporting import ChildSpec, Mode, Said, leave
 from tula_hpc.attach.train.peers import Peers, synchronize
 from tula_hpc.attach.train.scores import SCORES, as_share
@@ -62,6 +63,7 @@ class TrainSettings(Record):
     # earlier starts of this training, and where this one begins unless a checkpoint tells
     restarts: int = 0
     epoch: int = 0
+    offset: int = 0
     step: int = 0
     samples_seen: int = 0
     # seconds of the steps before that, and of the starts of its jobs
@@ -137,6 +139,7 @@ class ScriptTraining(Mode):
         self.files = self.run.train(self.settings.label)
         self.progress = ScriptProgress(
             epoch=self.settings.epoch,
+            offset=self.settings.offset,
             step=self.settings.step,
             samples_seen=self.settings.samples_seen,
             train_time_s=self.settings.train_time_s,
@@ -191,6 +194,12 @@ class ScriptTraining(Mode):
         self._noted = signal.getsignal(signal.SIGTERM)
         signal.signal(signal.SIGUSR2, self._take_user_signal)
         super().begin()
+
+    def place(self) -> Saved:
+        """See `Mode`."""
+        now = self.progress
+        place = {"step": now.step, "samples_seen": now.samples_seen, "epoch": now.epoch}
+        return Saved(at=unix_time(), offset=max(0, now.offset), **place)
 
     def _take_user_signal(self, number: int, frame: FrameType | None) -> None:
         """Stop as at TERM, which is the one that scripts have handlers for."""

@@ -1,0 +1,191 @@
+"""Where a script's training goes on after a stop, by what the script itself has saved.
+
+How it saves is its own matter. That it does is seen as it opens a file for that, and noted with the
+place of the training (`own_folder.Saved`); where no place is noted, it is taken to save at the ends
+of its epochs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tula_hpc.attach.own_folder import Saved, last_saved_in, newest_in, places_saved_in
+from tula_hpc.attach.script import filled, values_of
+from tula_hpc.launch.job_specs import TrainJob
+from tula_hpc.records import (
+    EpochMetrics,
+    Metrics,
+    RunDirectory,
+    put_aside,
+    read_metrics,
+)
+
+if TYPE_CHECKING:
+    from tula_hpc.attach.train.script_training import TrainedSoFar
+
+# by which the time of a file may be behind the clock
+FILE_CLOCK_S = 0.02
+# of an epoch's steps: so well a part of one is recognised again
+SAME = 0.1
+
+
+@dataclass
+class Start:
+    """State of a training when a job begins with it, from rank 0 for all workers."""
+
+    # jobs, and runs of requeued ones, that began with this training before
+    restarts: int = 0
+    # Unix time of the first
+    started_at: float = 0.0
+    # the script goes on from what it has saved, with these arguments appended
+    resumes: bool = False
+    resuming: Sequence[str] = ()
+    # where the script begins, unless it is kept; the offset is of samples in the epoch
+    epoch: int = 0
+    offset: int = 0
+    step: int = 0
+    samples_seen: int = 0
+    # seconds of the work that it goes on from: of its steps, and of the starts of its jobs
+    train_time_s: float = 0.0
+    starts_s: float = 0.0
+
+
+def begin_where_the_script_does(start: Start, job: TrainJob, work: Path) -> str:
+    """Find out where a script with checkpoints of its own goes on, and return it in words.
+
+    Args:
+        start: Of a training that was started before; it is completed.
+        job: The training.
+        work: The script's folder.
+    """
+    run = RunDirectory(job.root)
+    metrics_file = run.train(job.label).metrics_file
+    metrics = read_metrics(metrics_file)
+    how = "begins: nothing was trained before"
+    saved_at: float | None = None
+    # or it might take another training's checkpoint for its own
+    if metrics.steps:
+        how, saved_at = _look_for_saved(start, job, work, is_first=not metrics.epochs)
+    if start.resumes:
+        _go_on_from(start, metrics, _place_of(work, saved_at), saved_at)
+    else:
+        start.starts_s = 0.0
+        put_aside(metrics_file)
+    return how
+
+
+def _look_for_saved(
+    start: Start, job: TrainJob, work: Path, *, is_first: bool
+) -> tuple[str, float | None]:
+    """Tell a script to go on, in its first epoch or later; return how, and when it saved."""
+    run = RunDirectory(job.root)
+    given = job.sweep.workload.resume_arguments
+    if given is None:
+        why = "there are no workload.resume_arguments, and nothing is kept"
+        if run.history().has_left_files(job.label):
+            why = f"what was saved in {run.train(job.label).checkpoints} is gone"
+        return f"begins anew: {why}", None
+    saved_at: float | None = None
+    resuming = []
+    for argument in filled(given, values_of(job.sweep, job.configuration, work)):
+        option, equals, name = argument.rpartition("=")
+        named = newest_in(work, name) if "*" in name else name
+        file = work / named
+        if file.exists():
+            saved_at = max(saved_at or 0.0, file.stat().st_mtime)
+        # an option or a word is no file
+        elif "/" in named or "*" in named:
+            return f"begins anew: the script has not written {named} yet", None
+        resuming.append(f"{option}{equals}{named}")
+    saved_at = saved_at or last_saved_in(work)
+    logged_at = run.train(job.label).metrics_file.stat().st_mtime
+    has_failed = run.history().failed_as_it_went_on(job.label, logged_at)
+    if saved_at is None and (has_failed or is_first):
+        return "begins anew: the script has saved nothing yet", None
+    start.resumes = True
+    start.resuming = resuming
+    return f"goes on by itself, with {' '.join(resuming) or 'the same arguments'}", saved_at
+
+
+def _place_of(work: Path, saved_at: float | None) -> Saved | None:
+    """Return the last place that was saved by then; None: none is noted."""
+    if saved_at is None:
+        return None
+    places = [place for place in places_saved_in(work) if place.at <= saved_at + FILE_CLOCK_S]
+    return places[-1] if places else None
+
+
+def _go_on_from(
+    start: Start, metrics: Metrics, place: Saved | None, saved_at: float | None
+) -> None:
+    last = metrics.steps[-1].step
+    if place is None:
+        rows = [row for row in metrics.epochs if _was_saved(row, saved_at, last)]
+        if rows:
+            start.epoch = rows[-1].epoch
+            start.step = rows[-1].step
+            start.samples_seen = rows[-1].samples_seen
+    else:
+        rows = [row for row in metrics.epochs if row.step <= place.step]
+        start.epoch = place.epoch
+        start.offset = place.offset
+        start.step = place.step
+        start.samples_seen = place.samples_seen
+    start.train_time_s = sum(row.epoch_time_s for row in rows)
+    if start.offset:
+        before = rows[-1].step if rows else 0
+        for row in metrics.steps:
+            if before < row.step <= start.step:
+                start.train_time_s += row.step_time_s * (row.step - before)
+                before = row.step
+
+
+def _was_saved(row: EpochMetrics, saved_at: float | None, last_step: int) -> bool:
+    """Tell whether a script that saves at the ends of its epochs has saved this one.
+
+    Args:
+        row: Of the epoch.
+        saved_at: Unix time of its newest file; None: not known.
+        last_step: The last one that is logged.
+    """
+    if saved_at is None or row.ended_at is None:
+        # what it saves it saves before its next step
+        return row.step < last_step
+    return row.ended_at <= saved_at + FILE_CLOCK_S
+
+
+def without_repeated(
+    told: TrainedSoFar, start: Start, epochs: int, rows: Sequence[EpochMetrics]
+) -> TrainedSoFar:
+    """Return the progress without what a script went through again as it went on.
+
+    Some save an epoch's number before its end. Which epochs were repeated is not known; they are
+    taken to be as long as the last ones. Others save in mid-epoch, and begin that epoch anew: at
+    the end as many steps are left over.
+
+    Args:
+        told: At the end of the training.
+        start: Of its last job.
+        epochs: That were asked for.
+        rows: All epochs' lines.
+    """
+    if not start.resumes or not rows:
+        return told
+    if epochs < told.epoch <= epochs + told.restarts:
+        repeated = rows[epochs - told.epoch :]
+        return told.model_copy(
+            update={
+                "epoch": epochs,
+                "step": told.step - sum(row.steps or 0 for row in repeated),
+                "samples_seen": told.samples_seen * epochs // told.epoch,
+                "train_time_s": told.train_time_s - sum(row.epoch_time_s for row in repeated),
+            }
+        )
+    left = told.samples_seen - rows[-1].samples_seen
+    if told.epoch == epochs and start.offset and abs(left - start.offset) <= SAME * start.offset:
+        update = {"step": rows[-1].step, "samples_seen": rows[-1].samples_seen}
+        return told.model_copy(update=update)
+    return told
