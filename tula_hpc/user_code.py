@@ -80,6 +80,9 @@ TRIED_BEFORE = 8
 SEED_OF_DATA = 0
 # torch's words where there is none, or its build is for CPUs
 _NO_GPU = re.compile(r"NVIDIA driver|not compiled with CUDA|No CUDA GPUs|no GPUs found")
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+# torch.load's, far below a long advice
+_NOT_WEIGHTS = re.compile(r"^Weights only load failed(?s:.*)Unsupported global: GLOBAL (\S+)")
 _MOVED = (
     "leave out .cuda() and .to(...): model and batches are moved to the `device` of the cluster "
     "file, and are built and tried on CPUs"
@@ -135,10 +138,13 @@ def is_mistake(error: Exception | SystemExit) -> bool:
 
 def told(error: Exception | SystemExit) -> str:
     """Describe an error of the user's code in one line: its type, its message, and the place."""
-    message, _, rest = str(error).strip().partition("\n")
+    text = _ESCAPES.sub("", str(error)).strip()
+    message, _, rest = text.partition("\n")
     if message.endswith(":"):
         # the first of those that it announces
         message = f"{message} {rest.strip().partition(chr(10))[0]}".strip()
+    elif (refused := _NOT_WEIGHTS.search(text)) is not None:
+        message = f"torch.load refuses {refused[1]}, unless with weights_only=False"
     description = f"{type(error).__name__}: {message}" if message else type(error).__name__
     if isinstance(error, BdbQuit):
         description = "a breakpoint() or pdb stops it; take that out"

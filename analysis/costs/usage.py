@@ -134,8 +134,8 @@ def actual_use(events: Iterable[Event], result: TrainResult) -> Use:
     """Add up the node-seconds of a finished training over all its runs, without queueing.
 
     A run lasts from its first event ("started", "resumed"; for the first run the beginning in the
-    result) to its last ("preempted", "requeued", "finished", …), which tells when the job began;
-    events of former versions do not, and the start of Python is then not included.
+    result) to its last ("preempted", "requeued", "finished", …). One of them tells when the job
+    began; events of former versions do not, and the start of Python is then not included.
     """
     signs = RunHistory(events).signs()
     end = max((sign.time for sign in signs if sign.kind == "finished"), default=None)
@@ -144,14 +144,18 @@ def actual_use(events: Iterable[Event], result: TrainResult) -> Use:
     runs = 1
     unknown_runs = 0
     has_starts = True
+    # of the job, as the event of its first work has it
+    began_at: float | None = None
     for sign in signs:
         begins = sign.kind == "resumed" or (sign.kind == "started" and runs > 1)
         if begins and sign.time > (begin or 0.0):
             runs += 1
             unknown_runs += begin is not None
-            begin = sign.time
+            begin, began_at = sign.time, sign.began_at
         elif sign.kind in ("stopped", "finished") and begin is not None:
-            seconds += sign.time - (sign.began_at or begin)
-            has_starts = has_starts and sign.began_at is not None
-            begin = None
+            # where a job fails, the command that waits notes its end, and knows no more
+            began_at = sign.began_at or began_at
+            seconds += sign.time - (began_at or begin)
+            has_starts = has_starts and began_at is not None
+            begin = began_at = None
     return Use(seconds * result.nodes, runs, unknown_runs, has_starts and seconds > 0.0)

@@ -15,7 +15,9 @@ import pytest
 
 from tests.attach.script_runs import BATCH, SCRIPTS, measurement_of, profiled
 from tests.forked_jobs import forking_scripts
+from tula_hpc.attach.hangs import Place
 from tula_hpc.attach.processes import Outcome, error_of, unexplained, worst
+from tula_hpc.attach.reporting import Said
 from tula_hpc.attach.script import Script
 from tula_hpc.errors import Failure, InputError
 from tula_hpc.process_memory import descendants
@@ -41,7 +43,13 @@ def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, scri
         ("imports nothing", Failure.BAD_INPUT, "ModuleNotFoundError: No module named 'no_such_module' (misbehaving"),
         ("finds no data", Failure.BAD_INPUT, "; looked for from /"),
         ("saves to a full disk", Failure.NO_SPACE, "torch.save could not write all of it; make space on the disk"),
-        ("ends at once", Failure.BAD_INPUT, "misbehaving.py ended: no torch optimizer took a step"),
+        ("ends at once", Failure.BAD_INPUT, "misbehaving.py ended before its first optimizer step; expected optimi"),
+        (
+            "only prints its error",
+            Failure.BAD_INPUT,
+            "its first optimizer step; the last it printed: Error: no data he",
+        ),
+        ("goes on from numbers", Failure.BAD_INPUT, "torch.load refuses numpy._core.multiarray.scalar, unless with we"),
         (
             "ends",
             Failure.BAD_INPUT,
@@ -169,7 +177,7 @@ def command_of(process: int) -> str:
 def test_several_workers_have_to_train_together(tmp_path: Path) -> None:
     outcome = misbehave("trains apart", tmp_path, world=2)
     assert outcome.said.failure is Failure.BAD_INPUT
-    assert "wraps no model in DistributedDataParallel, so that its 2 workers train apart" in outcome.said.detail
+    assert "does not wrap Linear, the first model that an optimizer trains, in Distrib" in outcome.said.detail
 
 
 def test_a_method_that_needs_the_communication_hook_is_refused_by_a_profile_where_the_script_has_its_own(
@@ -233,6 +241,27 @@ def test_the_worker_that_failed_first_explains_the_others(tmp_path: Path) -> Non
     assert "ValueError: the second worker has no more data" in str(error)
     # nobody waited for a collective's time limit
     assert time.monotonic() - started < 150
+
+
+def test_a_worker_that_ends_early_is_told_with_those_that_wait_for_it(tmp_path: Path) -> None:
+    said = misbehave("lets one end", tmp_path, 2).said
+    assert said.failure is Failure.BAD_INPUT
+    assert said.detail.startswith("misbehaving.py ended before its first optimizer step; expected optimizer.step()")
+    assert re.search(r"; that was rank 1, while rank 0 is at misbehaving.py:\d+, `", said.detail), said.detail
+
+
+def test_of_workers_that_lose_one_that_has_finished_the_number_of_batches_is_told() -> None:
+    """As with shares of different sizes; trying again would end alike."""
+    place = Place(file=MISBEHAVING, line=1, is_collective=True)
+    done = Outcome(0, Said(state="done", steps=33, result={"end": "exited"}), "log")
+    failed = Said(state="failed", failure=Failure.KILLED, detail="lost a peer: Broken pipe", follows=True, at=place)
+    said = worst([done, Outcome(1, failed, "log")]).said
+    assert said.failure is Failure.BAD_INPUT
+    assert said.detail.startswith("rank 0 ended after 33 steps, while rank 1 is at misbehaving.py:1, `")
+    assert said.detail.endswith("give each worker as many batches as the others, as DistributedSampler does")
+    # one that was stopped is no reason
+    stopped = done._replace(said=done.said.model_copy(update={"result": {"end": "stopped"}}))
+    assert worst([stopped, Outcome(1, failed, "log")]).said.failure is Failure.KILLED
 
 
 def test_a_syntax_error_that_only_a_job_sees(tmp_path: Path) -> None:

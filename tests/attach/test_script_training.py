@@ -185,6 +185,8 @@ def test_saved_in_mid_epoch_it_goes_on_there_or_begins_that_epoch_anew(tmp_path:
     # as late as the agreement to stop came
     step = resumed.data["step"]
     assert step % 3 == 0
+    began = resumed.data.pop("began_at")
+    assert resumed.time - 60.0 < began < resumed.time
     assert resumed.data == {"step": step, "samples_seen": 16 * step, "epoch": step // 4}
     result = result_of(run, ended)
     assert (result.epochs, result.steps, result.samples_seen, result.restarts) == (14, 56, 896, 1)

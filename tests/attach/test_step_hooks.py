@@ -142,6 +142,39 @@ def test_of_several_loaders_the_last_one_with_as_many_items_has_given_the_batch(
     assert hooks.loader is loaders[expected]
 
 
+def test_passes_without_gradients_over_the_batches_of_a_step_are_no_evaluation() -> None:
+    """As of contrastive losses over several parts: features first, then each part again with gradients."""
+    told: list[object] = []
+    model = nn.Linear(1, 1)
+
+    class Telling(Listener):
+        def forward_begins(self, samples: int) -> None:
+            told.append(samples)
+
+        def evaluating(self) -> None:
+            told.append("evaluation")
+
+    hooks = Hooks(Telling())
+    training = iter(DataLoader(TensorDataset(torch.zeros(64, 1)), 4))
+    other = iter(DataLoader(TensorDataset(torch.zeros(64, 1)), 4))
+
+    def given(loader: Any) -> Tensor:
+        batch = next(loader)
+        hooks.next_batch(loader, batch)
+        inputs: Tensor = batch[0]
+        return inputs
+
+    for _ in range(2):
+        parts = [given(training), given(training)]
+        for is_again in (False, True):
+            with torch.set_grad_enabled(is_again):
+                for part in parts:
+                    hooks._before_forward(model, (part,), {})
+    with torch.no_grad():
+        hooks._before_forward(model, (given(other),), {})
+    assert told == [4, 4, 4, 4, "evaluation"]
+
+
 @pytest.mark.parametrize("collate", [None, list])
 @pytest.mark.parametrize("is_indexed", [True, False])
 def test_items_without_an_end_are_counted_however_they_come(collate: Any, is_indexed: bool) -> None:

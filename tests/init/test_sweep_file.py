@@ -150,6 +150,10 @@ def test_arguments_of_a_run_that_a_file_lacks_are_added_and_no_more_required(com
     assert (added, required_arguments(whole)) == (["pictures"], [])
     assert 'arguments = ["pictures", "--out", "x", "--batch-size", ' in whole
     assert with_arguments(whole, ["pictures", *used[:-2]]) == (whole, [])
+    # an option by its short name, beside a value that is another one's
+    names = {"-b": "--batch-size", "-o": "--out", "-s": "--seed"}
+    short = ["-b", "{global_batch}", "-o", "y", "-s", "7"]
+    assert with_arguments(whole, short, names) == (whole, [])
 
 
 def test_what_the_source_does_not_say_is_unknown_and_asked_for(

@@ -35,7 +35,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,9 @@ def _run(options: argparse.Namespace) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     table, unknown = _table(options, result)
     if options.into is not None:
-        asked = asked_batch(options.into.read_text(), options.arguments)
+        names = ParsedOptions(**result["options"]).names
+        used = [names.get(argument, argument) for argument in options.arguments]
+        asked = asked_batch(options.into.read_text(), used)
         got = result["forward_batch"]
         # 0: no tensor tells
         if asked is not None and got not in (0, asked):
@@ -134,7 +136,10 @@ def _run(options: argparse.Namespace) -> int:
                 f"{options.script} takes its batch; {options.into} stays as it is\n"
             )
             return 1
-    completed = "" if options.into is None else _complete(options.into, table)
+    completed = ""
+    if options.into is not None:
+        known = {key: value for key, value in table.items() if key not in unknown}
+        completed = _complete(options.into, known, names)
     if options.json:
         told = {"schema_version": 1, **result, "workload": table, "unknown": list(unknown)}
         write_out(json.dumps(told, indent=1) + "\n")
@@ -327,10 +332,16 @@ def _sweep_file(
     yield from search_and_training(cluster, batch, passes, result["samples"])
 
 
-def _complete(path: Path, table: dict[str, Any]) -> str:
-    """Write values that a sweep file lacks; return a sentence on what it has got and still lacks."""
+def _complete(path: Path, table: dict[str, Any], names: Mapping[str, str]) -> str:
+    """Write values that a sweep file lacks; return a sentence on what it has got and still lacks.
+
+    Args:
+        path: The file.
+        table: What is known of the script.
+        names: Of each of its options by any of its names: the longest.
+    """
     text, keys = fill_in(path.read_text(), table)
-    text, added = with_arguments(text, table["arguments"])
+    text, added = with_arguments(text, table.get("arguments", ()), names)
     if keys or added:
         write_atomically(path, text)
     got = [f"{key} = {json.dumps(table[key], ensure_ascii=False)}" for key in keys]

@@ -102,13 +102,13 @@ def _innermost(frames: Sequence[tuple[str, int]]) -> Place | None:
     return None
 
 
-def told(places: dict[int, Place]) -> str:
-    """Return where the workers are; `places` by rank."""
+def told(places: dict[int, Place], workers: int) -> str:
+    """Return where those of so many workers are that tell it; `places` by rank."""
     ranks: dict[Place, list[int]] = {}
     for rank, place in sorted(places.items()):
         ranks.setdefault(place, []).append(rank)
-    if len(ranks) == 1:
-        who = "its worker is" if len(places) == 1 else f"all {len(places)} workers are"
+    if len(ranks) == 1 and len(places) == workers:
+        who = "its worker is" if workers == 1 else f"all {workers} workers are"
         return f"{who} at {next(iter(ranks))}"
     return "; ".join(f"{_named(of)} at {place}" for place, of in ranks.items())
 

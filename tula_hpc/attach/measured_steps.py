@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from tula_hpc.attach.hooks.find_model import is_sharded
+from tula_hpc.attach.hooks.find_model import is_sharded, name_of
 from tula_hpc.attach.hooks.step_hooks import Apart
 from tula_hpc.attach.reporting import ChildSpec, Mode
 from tula_hpc.attach.train.peers import Peers
@@ -237,8 +237,9 @@ class MeasuredSteps(Mode):
             )
         if world > 1 and not isinstance(model, DistributedDataParallel):
             raise InputError(
-                f"{name} wraps no model in DistributedDataParallel, so that its {world} workers "
-                "train apart, or exchange gradients in a way that is not measured; expected "
+                f"{name} does not wrap {name_of(model)}, the first model that an optimizer trains, "
+                f"in DistributedDataParallel, so that its {world} workers train it apart, or "
+                "exchange gradients in a way that is not measured; expected "
                 "torch.distributed.init_process_group, then DistributedDataParallel(model), "
                 "wherever WORLD_SIZE is above 1, or a single worker"
             )

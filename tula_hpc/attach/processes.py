@@ -37,6 +37,8 @@ from tula_hpc.env import (
     unix_time,
 )
 from tula_hpc.errors import Failure, InputError, TulaError, error_for
+from tula_hpc.formatting import plural
+from tula_hpc.launch.diagnosis import without_chatter
 from tula_hpc.process_memory import descendants
 from tula_hpc.python_path import start_of_python
 from tula_hpc.records import Configuration, parse_record, write_atomically
@@ -186,9 +188,10 @@ class Child:
         said = self.said()
         if said is None or said.state == "stepping":
             said = unexplained(self.spec.program, said, code, end_of(self.log))
-        if said.exit_code and (printed := end_of(self.log).strip().splitlines()):
-            detail = f"{said.detail}; the last it printed: {printed[-1].strip()[:300]}"
-            said = said.model_copy(update={"detail": detail})
+        if said.is_early:
+            printed = without_chatter(end_of(self.log)).splitlines()
+            last = f"; the last it printed: {printed[-1].strip()[:300]}" if printed else ""
+            said = said.model_copy(update={"detail": f"{said.detail}{last}{said.remedy}"})
         return Outcome(self.spec.rank, said, str(self.log))
 
 
@@ -380,14 +383,26 @@ def worst(outcomes: list[Outcome]) -> Outcome:
     """
     found = min(outcomes, key=lambda each: (each.is_done, each.said.follows, each.rank))
     places = {each.rank: each.said.at for each in outcomes if each.said.at is not None}
-    if found.is_done or found.said.at is None:
+    if found.is_done or not places:
         return found
-    detail, failure = f"{found.said.detail}: {told(places)}", found.said.failure
-    if len(places) == len(outcomes) and are_in_different_collectives(places.values()):
-        if found.said.follows:
-            # nobody was lost, as all of them tell where they are
-            detail, failure = f"the workers wait for each other: {told(places)}", Failure.BAD_INPUT
-        detail = f"{detail}; {_EVERY_WORKER}"
+    detail, failure, where = found.said.detail, found.said.failure, told(places, len(outcomes))
+    ended = [each for each in outcomes if each.is_done and each.said.result.get("end") == "exited"]
+    if found.said.is_early:
+        detail = f"{detail}; that was rank {found.rank}, while {where}"
+    elif found.said.follows and ended:
+        # nobody was lost
+        failure = Failure.BAD_INPUT
+        detail = (
+            f"rank {ended[0].rank} ended after {plural(ended[0].said.steps, 'step')}, while {where}; "
+            "give each worker as many batches as the others, as DistributedSampler does"
+        )
+    elif found.said.at is not None:
+        detail = f"{detail}: {where}"
+        if len(places) == len(outcomes) and are_in_different_collectives(places.values()):
+            if found.said.follows:
+                # nobody was lost, as all of them tell where they are
+                detail, failure = f"the workers wait for each other: {where}", Failure.BAD_INPUT
+            detail = f"{detail}; {_EVERY_WORKER}"
     said = found.said.model_copy(update={"detail": detail, "failure": failure})
     return found._replace(said=said)
 

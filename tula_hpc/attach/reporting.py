@@ -76,8 +76,10 @@ class Said(Record):
     follows: bool = False
     # optimizer steps so far
     steps: int = 0
-    # of a script that ended by itself too early
-    exit_code: int = 0
+    # the script ended by itself too early, which may be told by what it printed last
+    is_early: bool = False
+    # what helps, after all else
+    remedy: str = ""
     # where it was when it waited for other workers
     at: Place | None = None
     # of the mode

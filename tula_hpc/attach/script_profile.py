@@ -136,28 +136,28 @@ class ScriptProfile(MeasuredSteps):
         """Return that the script ended too early."""
         name, steps = self.spec.program.name, self.steps
         how = "ended" if code == 0 else f"exited with code {code}"
+        remedy = ""
         if steps == 0 and self.hooks.others:
             only = ", ".join(self._others())
-            why = f": no optimizer of the model that counts took a step, only {only}"
-        elif steps == 0 and code == 0:
-            why = (
-                ": no torch optimizer took a step; expected optimizer.step() of one of torch.optim after "
-                "each batch; if it goes on from a file of an earlier training, take that file away"
-            )
+            when = f": no optimizer of the model that counts took a step, only {only}"
         elif steps == 0:
-            why = " before its first optimizer step"
+            when = " before its first optimizer step"
+            remedy = (
+                "; expected optimizer.step() of one of torch.optim after each batch; if it goes on "
+                "from a file of an earlier training, take that file away"
+            )
         else:
-            why = f" after {plural(steps, 'optimizer step')}, before it was measured"
+            when = f" after {plural(steps, 'optimizer step')}, before it was measured"
             if self.hooks.others:
-                why += f"; steps of others were not counted: {', '.join(self._others())}"
-            if code == 0:
-                why += self._remedy()
+                when += f"; steps of others were not counted: {', '.join(self._others())}"
+            remedy = self._remedy()
         return Said(
             state="failed",
             failure=Failure.BAD_INPUT,
-            detail=f"{name} {how}{why}",
+            detail=f"{name} {how}{when}",
             steps=steps,
-            exit_code=code,
+            is_early=True,
+            remedy="" if code else remedy,
         )
 
     def _remedy(self) -> str:
@@ -177,8 +177,8 @@ class ScriptProfile(MeasuredSteps):
             )
         if self.settings.counts_epochs:
             return (
-                "; by {epochs} it was asked for more: have it obey that argument, and switch off "
-                "what ends it early, as a limit of steps or early stopping"
+                "; by {epochs} it was asked for more: have it obey that argument, and switch off what "
+                "ends it early: a limit of steps, or early stopping, as rates are 0 in a profile"
             )
         return (
             "; a profile raises {epochs} until there are steps enough: pass that in "
@@ -323,9 +323,9 @@ class ScriptProfile(MeasuredSteps):
         )
 
     def _epoch_samples(self) -> int:
-        """Return the samples of an epoch by the loader; 0 where it does not tell or has no end."""
-        found = self.loader_samples * self.env.world_size
-        return found if found < ENDLESS * self.settings.samples else 0
+        """Return the samples of an epoch by the loaders; 0 where they do not tell or have no end."""
+        (found,) = self.total(self.loader_samples)
+        return int(found) if found < ENDLESS * self.settings.samples else 0
 
     def _between_epochs_s(self) -> float | None:
         """Return the longest time of any worker between two epochs. Collective."""

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import itertools
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import Dataset, Subset, default_collate
 
 from tula_hpc.batches import tensors_of
@@ -39,7 +42,7 @@ from tula_hpc.data.images import (
     mix,
 )
 from tula_hpc.errors import InputError
-from tula_hpc.user_code import TRIED_BY_JOBS, is_entry_point, own_data
+from tula_hpc.user_code import TRIED_BY_JOBS, is_entry_point, own_data, told
 
 _TEST_SHARE = 0.2
 # one split for every sweep: results with different seeds are results on the same test images
@@ -220,10 +223,57 @@ def _length(data: Dataset[Any]) -> int:
 
 def _own(spec: WorkloadSpec, tried: int) -> Data:
     train, test, classes = own_data(spec, tried)
+    if spec.loader_workers:
+        _refuse_unsendable(spec, "train", train)
+        _refuse_unsendable(spec, "test", test)
     inputs, _ = default_collate([test[0]])
     # of one sample: (1, …)
     first = next(tensors_of(inputs))
     return Data(train, test, classes, spec.image_size or first.shape[-1])
+
+
+class _Sending(pickle.Pickler):
+    """Pickles an object into nothing; its numbers, which may be many, can always be sent."""
+
+    def __init__(self) -> None:
+        super().__init__(_Nowhere())
+
+    def reducer_override(self, thing: Any) -> Any:
+        """See `pickle.Pickler`."""
+        return (int, ()) if isinstance(thing, Tensor | np.ndarray) else NotImplemented
+
+
+class _Nowhere:
+    def write(self, piece: Any) -> int:
+        return len(piece)
+
+
+def _refuse_unsendable(spec: WorkloadSpec, which: str, dataset: Dataset[Any]) -> None:
+    """Refuse a set that loader processes cannot be given, which start without a fork.
+
+    Raises:
+        InputError: It cannot be pickled; the message names the attribute.
+    """
+    error = _why_unsendable(dataset)
+    if error is None:
+        return
+    found = (name for name, value in vars(dataset).items() if _why_unsendable(value) is not None)
+    where = "".join(f"its attribute {name}, " for name in itertools.islice(found, 1))
+    message = (
+        f"{spec.dataset} returned a {which} set that loader processes cannot be given: {where}"
+        f"{told(error)}; make that in __getitem__, or at the top of the module, or set "
+        "workload.loader_workers = 0"
+    )
+    raise InputError(message, key="workload.dataset")
+
+
+def _why_unsendable(thing: Any) -> Exception | None:
+    try:
+        _Sending().dump(thing)
+    # of any kind: what a class raises as it is pickled is its own matter
+    except Exception as error:  # noqa: BLE001
+        return error
+    return None
 
 
 def _digits(spec: WorkloadSpec, image_size: int) -> Data:

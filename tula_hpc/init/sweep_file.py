@@ -238,6 +238,7 @@ def unknown_keys(text: str) -> list[str]:
     return list(dict.fromkeys(line.split()[1] for line in lines if line.endswith(UNKNOWN)))
 
 
+NO_NAMES: Mapping[str, str] = {}
 # keys without which a sweep of a script does not begin
 _EXAMPLES = {"samples": 2**30, "epochs": 10, "arguments": ["{local_batch}"]}
 
@@ -264,21 +265,34 @@ def fill_in(text: str, known: Mapping[str, Any]) -> tuple[str, list[str]]:
     return text, keys
 
 
-def with_arguments(text: str, used: Sequence[str]) -> tuple[str, list[str]]:
+def with_arguments(
+    text: str, used: Sequence[str], names: Mapping[str, str] = NO_NAMES
+) -> tuple[str, list[str]]:
     """Return a sweep file's text with those of a run's arguments that it lacks, and these.
 
     What its arguments name counts as known, whatever its value.
+
+    Args:
+        text: Of the file.
+        used: Arguments of the run.
+        names: Of each option of the script by any of its names: the longest.
     """
     line, known = _arguments_in(text)
     if line is None:
         return text, []
-    names = {argument.partition("=")[0] for argument in known}
+
+    def name_of(argument: str) -> str:
+        name = argument.partition("=")[0]
+        return names.get(name, name)
+
+    # values in braces may be those of other options
+    named = {name_of(argument) for argument in known if "{" not in name_of(argument)}
     added: list[str] = []
     # those that follow no option
     unnamed = 0
     for before, argument in zip(["", *used], used, strict=False):
         is_option = argument.startswith("-")
-        if argument.partition("=")[0] in names or (before in names and not is_option):
+        if name_of(argument) in named or (name_of(before) in named and not is_option):
             continue
         added.append(argument)
         unnamed += not is_option and not before.startswith("-")

@@ -273,7 +273,7 @@ _CHATTER = re.compile(
     r"submitit (INFO|ERROR) \(.*\) - "
     r"(Starting with JobEnvironment|Loading pickle|Submitted job triggered an exception)"
     # torch's own warnings and notes, as of a name that a host cannot be given
-    r"|(\[rank\d+\]: ?)?\[[WI]\d+ \d\d:\d\d:\d\d\.\d+ [\w.]+:\d+\] "
+    r"|(\[rank\d+\]: ?)?\[[WI]\d+ \d\d:\d\d:\d\d\.\d+ [\w.]+:\d+\] |\[Gloo\] Rank \d+ is connected"
 )
 
 

@@ -13,7 +13,7 @@ from tula_hpc.checkpoint.safe_points import Progress, SafePoints
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.ddp.stop_signals import Suspensions
 from tula_hpc.ddp.worker import Worker
-from tula_hpc.env import unix_time
+from tula_hpc.env import job_started_at, unix_time
 from tula_hpc.records.events import EventName
 from tula_hpc.training.progress import Training
 from tula_hpc.training.training_log import TrainingLog
@@ -133,7 +133,8 @@ class Checkpoints(SafePoints):
         self.go_on_from(loaded)
         self.log.resume(loaded.state)
         note = self.local_states.note(loaded)
-        self.log_resume(loaded, note, epochs_seen=training.epochs_seen)
+        began_at = job_started_at()
+        self.log_resume(loaded, note, epochs_seen=training.epochs_seen, began_at=began_at)
 
     def _throw_away_one_pass(self) -> None:
         worker = self.worker

@@ -64,6 +64,12 @@ def test_use_holds_the_starts_where_the_ends_tell_when_their_jobs_began() -> Non
     assert use == (2 * ((200 - 60) + (700 - 490)), 2, 0, True)
 
 
+def test_a_job_whose_end_the_command_notes_tells_its_beginning_when_it_resumes() -> None:
+    events = [event("preempted", 200, began_at=60), event("resumed", 500, began_at=480), event("failed", 510)]
+    events += [event("resumed", 900, began_at=890), event("finished", 1000, began_at=890)]
+    assert actual_use(events, result(wall_time_s=900)) == (2 * (140 + 30 + 110), 3, 0, True)
+
+
 def test_a_run_that_was_killed_without_a_word_is_counted_as_unknown() -> None:
     events = [event("resumed", 300), event("finished", 400)]
     assert actual_use(events, result(wall_time_s=300)) == (2 * 100, 2, 1, False)

@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -235,6 +236,26 @@ def waits_apart(patience_s: float) -> None:
         optimizer.step()
 
 
+def only_prints_its_error() -> None:
+    """As many main functions do, whose exit code is then 0."""
+    try:
+        raise ValueError("no data here")
+    except ValueError as error:
+        print("Error:", error)
+
+
+def goes_on_from_numbers() -> None:
+    """Of numpy, which torch.load has not taken by default since 2.6."""
+    torch.save({"best": np.float64(0.5)}, "last.pt")
+    torch.load("last.pt")  # the script's own file
+
+
+def lets_one_end() -> None:
+    dist.init_process_group("gloo")
+    if RANK == 0:
+        trains(DistributedDataParallel(nn.Linear(8, 4)))
+
+
 def raises(error: BaseException) -> None:
     raise error
 
@@ -284,6 +305,9 @@ WAYS: dict[str, Callable[[], object]] = {
     "has a hook": has_a_hook,
     "meets elsewhere": meets_elsewhere,
     "is placed by Slurm": is_placed_by_slurm,
+    "only prints its error": only_prints_its_error,
+    "goes on from numbers": goes_on_from_numbers,
+    "lets one end": lets_one_end,
     "waits apart": lambda: waits_apart(1800.0),
     "waits apart, and gives up": lambda: waits_apart(4.0),
     "shares its data": lambda: loads(shares=True),

@@ -248,6 +248,9 @@ class Hooks:
                 # the same batch once more, as for a GAN's other optimizer: no further part of a step
                 return
             self.listener.forward_begins(samples)
+        elif inner.training and self._is_of_steps():
+            # features of a batch that is passed again with gradients, as in parts of a large batch
+            return
         else:
             self._use_next()
             self.listener.evaluating()
@@ -270,6 +273,11 @@ class Hooks:
         if not samples or is_more or given % samples not in (0, given):
             return given
         return samples
+
+    def _is_of_steps(self) -> bool:
+        """Tell whether the last batch came from the loader that training takes its batches from."""
+        last = self._last[0]()
+        return last is not None and (self._loader is None or self._loader[0]() is last)
 
     @property
     def loader(self) -> object | None:

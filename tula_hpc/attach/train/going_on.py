@@ -64,7 +64,7 @@ def begin_where_the_script_does(start: Start, job: TrainJob, work: Path) -> str:
     run = RunDirectory(job.root)
     metrics_file = run.train(job.label).metrics_file
     metrics = read_metrics(metrics_file)
-    how = "begins: nothing was trained before"
+    how = "begins from the start"
     saved_at: float | None = None
     # or it might take another training's checkpoint for its own
     if metrics.steps:

@@ -124,7 +124,8 @@ class Keeper(SafePoints):
             return loaded
         if self.spec.rank == 0:
             detail = f"begins anew: the framework saved at a global batch of {before}, now {now}"
-            data = {"step": 0, "samples_seen": 0, "epoch": 0}
+            began_at = self.settings.job_began_at
+            data = {"step": 0, "samples_seen": 0, "epoch": 0, "began_at": began_at}
             self.steps.log_event("resumed", detail, data)
         return None
 
@@ -380,7 +381,7 @@ class Keeper(SafePoints):
         if self.loaded is not None:
             for model in self.steps.models:
                 self.rehearse(model)
-            self.log_resume(self.loaded)
+            self.log_resume(self.loaded, began_at=settings.job_began_at)
         # its tensors are in what is kept by now
         self.loaded = None
         self.has_begun = True

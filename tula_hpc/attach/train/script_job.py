@@ -154,6 +154,7 @@ class ScriptJob:
                     "step": start.step,
                     "samples_seen": start.samples_seen,
                     "epoch": start.epoch,
+                    "began_at": job_started_at(),
                 }
                 self.log_event("resumed", how, place)
         write_atomically(record, json.dumps(asdict(start)))
