@@ -151,7 +151,8 @@ def actual_use(events: Iterable[Event], result: TrainResult) -> Use:
         if begins and sign.time > (begin or 0.0):
             runs += 1
             unknown_runs += begin is not None
-            begin, began_at = sign.time, sign.began_at
+            begin = sign.time
+            began_at = sign.began_at
         elif sign.kind in ("stopped", "finished") and begin is not None:
             # where a job fails, the command that waits notes its end, and knows no more
             began_at = sign.began_at or began_at

@@ -16,8 +16,8 @@ import pytest
 from tests.attach.script_runs import BATCH, SCRIPTS, measurement_of, profiled
 from tests.forked_jobs import forking_scripts
 from tula_hpc.attach.hangs import Place
-from tula_hpc.attach.processes import Outcome, error_of, unexplained, worst
-from tula_hpc.attach.reporting import Said
+from tula_hpc.attach.processes import Outcome, error_of, worst
+from tula_hpc.attach.reporting import Said, unexplained
 from tula_hpc.attach.script import Script
 from tula_hpc.errors import Failure, InputError
 from tula_hpc.process_memory import descendants

@@ -80,7 +80,8 @@ def ask_where(process: int, answers: int) -> Place | None:
         piece = os.read(answers, MOST_BYTES)
         if not piece:
             break
-        text, patience_s = text + piece, 0.1
+        text += piece
+        patience_s = 0.1
     frames = [(name, int(line)) for name, line in _FRAME.findall(text.decode(errors="replace"))]
     return _innermost(frames)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import secrets
 import select
 import signal
@@ -26,8 +25,8 @@ from torch.distributed import Store  # type: ignore[attr-defined] # documented, 
 
 from tula_hpc.attach.hangs import are_in_different_collectives, ask_where, told
 from tula_hpc.attach.own_folder import own_folder
-from tula_hpc.attach.reporting import ChildSpec, Said, read_said
-from tula_hpc.attach.script import Script, torchrun_variables
+from tula_hpc.attach.reporting import EVERY_WORKER, ChildSpec, Said, read_said, unexplained
+from tula_hpc.attach.script import torchrun_variables
 from tula_hpc.ddp.rendezvous import LOOPBACK
 from tula_hpc.env import (
     WorkerEnvironment,
@@ -211,35 +210,6 @@ def _kill(process: int) -> None:
         os.waitpid(process, 0)
 
 
-_EVERY_WORKER = "call each collective on every worker, none of them within `if rank == 0`"
-# gloo's, by which it aborts the process
-_MISMATCH = re.compile(r"(\d+) vs (\d+)\. Received data size doesn't match expected size")
-
-
-def unexplained(script: Script, said: Said | None, code: int, printed: str = "") -> Said:
-    """Return the failure of a process that ended without a report, by its exit code.
-
-    Args:
-        script: Which ran.
-        said: The last that it said.
-        code: Exit code, or less than 0 the signal.
-        printed: End of its output.
-    """
-    steps = said.steps if said is not None else 0
-    if code == -signal.SIGABRT and (found := _MISMATCH.search(printed)):
-        detail = (
-            f"the workers of {script.name} took part in different collectives (one sent "
-            f"{found[1]} bytes where {found[2]} were expected); {_EVERY_WORKER}"
-        )
-        return Said(state="failed", failure=Failure.BAD_INPUT, detail=detail, steps=steps)
-    if code < 0:
-        name = signal.Signals(-code).name
-        detail = f"{script.name} was ended by {name}"
-        return Said(state="failed", failure=Failure.KILLED, detail=detail, steps=steps)
-    detail = f"{script.name} ended its process by itself, with exit code {code}"
-    return Said(state="failed", failure=Failure.BAD_INPUT, detail=detail, steps=steps)
-
-
 def start(
     spec: ChildSpec, variables: dict[str, str], folder: Path, log: Path, output: int | IO[bytes]
 ) -> Child:
@@ -385,7 +355,9 @@ def worst(outcomes: list[Outcome]) -> Outcome:
     places = {each.rank: each.said.at for each in outcomes if each.said.at is not None}
     if found.is_done or not places:
         return found
-    detail, failure, where = found.said.detail, found.said.failure, told(places, len(outcomes))
+    detail = found.said.detail
+    failure = found.said.failure
+    where = told(places, len(outcomes))
     ended = [each for each in outcomes if each.is_done and each.said.result.get("end") == "exited"]
     if found.said.is_early:
         detail = f"{detail}; that was rank {found.rank}, while {where}"
@@ -401,8 +373,9 @@ def worst(outcomes: list[Outcome]) -> Outcome:
         if len(places) == len(outcomes) and are_in_different_collectives(places.values()):
             if found.said.follows:
                 # nobody was lost, as all of them tell where they are
-                detail, failure = f"the workers wait for each other: {where}", Failure.BAD_INPUT
-            detail = f"{detail}; {_EVERY_WORKER}"
+                detail = f"the workers wait for each other: {where}"
+                failure = Failure.BAD_INPUT
+            detail = f"{detail}; {EVERY_WORKER}"
     said = found.said.model_copy(update={"detail": detail, "failure": failure})
     return found._replace(said=said)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
+import signal
 import sys
 import time
 import traceback
@@ -30,6 +32,9 @@ from tula_hpc.records import parse_record, write_atomically
 from tula_hpc.records.base import Record
 from tula_hpc.user_code import lacks_gpu, told
 
+EVERY_WORKER = "call each collective on every worker, none of them within `if rank == 0`"
+# gloo's, by which it aborts the process
+_MISMATCH = re.compile(r"(\d+) vs (\d+)\. Received data size doesn't match expected size")
 # between two signs of life
 BEAT_S = 1.0
 MOST_WORDS = 500
@@ -121,6 +126,30 @@ def failed_by(error: BaseException) -> Said:
     if full:
         return _failed(Failure.NO_SPACE, f"{detail}; {full}")
     return _failed(Failure.BAD_INPUT, f"{detail}{_hint(error)}")
+
+
+def unexplained(script: Script, said: Said | None, code: int, printed: str = "") -> Said:
+    """Return the failure of a process that ended without a report, by its exit code.
+
+    Args:
+        script: Which ran.
+        said: The last that it said.
+        code: Exit code, or less than 0 the signal.
+        printed: End of its output.
+    """
+    steps = said.steps if said is not None else 0
+    if code == -signal.SIGABRT and (found := _MISMATCH.search(printed)):
+        detail = (
+            f"the workers of {script.name} took part in different collectives (one sent "
+            f"{found[1]} bytes where {found[2]} were expected); {EVERY_WORKER}"
+        )
+        return Said(state="failed", failure=Failure.BAD_INPUT, detail=detail, steps=steps)
+    if code < 0:
+        name = signal.Signals(-code).name
+        detail = f"{script.name} was ended by {name}"
+        return Said(state="failed", failure=Failure.KILLED, detail=detail, steps=steps)
+    detail = f"{script.name} ended its process by itself, with exit code {code}"
+    return Said(state="failed", failure=Failure.BAD_INPUT, detail=detail, steps=steps)
 
 
 def _hint(error: Exception) -> str:

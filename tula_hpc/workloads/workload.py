@@ -250,12 +250,14 @@ def _outputs(spec: WorkloadSpec, model: nn.Module, inputs: Any) -> Any:
     shapes = ["×".join(map(str, tensor.shape[1:])) for tensor in tensors_of(inputs)]
     found = ", ".join(shape or "one number" for shape in shapes)
     key = "workload.model"
-    hint, origin = "", " from the test set"
+    hint = ""
+    origin = " from the test set"
     if isinstance(inputs, Mapping):
         hint = "; it is called as model(inputs), here with a dict"
     if any(tensor.dtype == torch.float64 for tensor in tensors_of(inputs)):
         key = "workload.dataset"
-        hint, origin = "; the data set gives float64: return tensor.float()", ""
+        hint = "; the data set gives float64: return tensor.float()"
+        origin = ""
     words = f"{spec.model} cannot take inputs of {found}{origin}"
     with blamed(key, words, lambda error: f"{layer_of(error, model)}{hint}"):
         return model(inputs)

@@ -309,7 +309,7 @@ WAYS: dict[str, Callable[[], object]] = {
     "goes on from numbers": goes_on_from_numbers,
     "lets one end": lets_one_end,
     "waits apart": lambda: waits_apart(1800.0),
-    "waits apart, and gives up": lambda: waits_apart(4.0),
+    "waits apart, and gives up": lambda: waits_apart(8.0),
     "shares its data": lambda: loads(shares=True),
     "shares no data": lambda: loads(shares=False),
 }

@@ -1,4 +1,4 @@
-"""Where a script's training goes on after a stop, by what the script itself has saved.
+"""Find where a script's training goes on after a stop, by what the script itself has saved.
 
 How it saves is its own matter. That it does is seen as it opens a file for that, and noted with the
 place of the training (`own_folder.Saved`); where no place is noted, it is taken to save at the ends
