@@ -261,7 +261,7 @@ def test_a_metric_of_a_script_that_matches_nothing_is_named(tmp_path: Path, monk
         append_record(files.metrics_file, row.model_copy(update={"epoch": epoch, "test_accuracy": accuracy}))
         tick(JobsNow(1, "1 running"))
     assert [len(notes) for notes in told] == [0, 1, 0]
-    assert told[1][0].startswith("workload.metric matches no line of the script's output, ")
+    assert told[1][0].startswith("no line of the script's output matches workload.metric so far (")
 
 
 def test_a_score_that_is_printed_and_not_yet_written_is_no_missing_one(tmp_path: Path) -> None:

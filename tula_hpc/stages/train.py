@@ -483,11 +483,11 @@ def unmatched_metric(sweep: Sweep, metrics: Metrics, *, running: bool = False) -
     # what was printed a moment ago is not in metrics.jsonl yet
     if any(re.search(work.metric, line) for line in printed.splitlines()):
         return ""
-    unless = " unless it prints them at its end" if running else ""
-    first = "end this command (Ctrl-C), cancel its job, " if running else ""
+    if running:
+        return f"no line of the script's output matches workload.metric so far ({output})"
     return (
-        f"workload.metric matches no line of the script's output, {output}: scores are "
-        f"unknown{unless}; to train again over the same measurements, {first}correct the key, and move "
+        f"workload.metric matches no line of the script's output, {output}: scores are unknown; to "
+        "train again over the same measurements, correct the key, and move "
         f"{sweep.run.root / 'train'} away"
     )
 
