@@ -145,8 +145,14 @@ def _samples_off(plan: Plan, result: TrainResult | None) -> str:
     if FEW_SAMPLES * planned <= seen <= MANY_SAMPLES * planned:
         return ""
     remedy = "correct that, and measure with another --run-dir."
-    if result.restarts:
+    if result.restarts and seen < planned:
         remedy = "that is wrong, or the script went on from another training's checkpoint."
+    elif result.restarts:
+        more = plural(max(1, round((seen - planned) / plan.dataset_samples)), "epoch")
+        remedy = (
+            f"about {more} more, trained twice after a restart, as where the script's checkpoint "
+            "holds no epoch; else that is wrong."
+        )
     return (
         f"went through {seen:,} samples, and was planned for {planned:,}, "
         f"{plural(result.epochs, 'epoch')} of workload.samples: {remedy}"

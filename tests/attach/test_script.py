@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tula_hpc.attach.processes import Meeting, variables_of
-from tula_hpc.attach.script import filled, values_of
+from tula_hpc.attach.script import filled, remedy_of_batch, values_of
 from tula_hpc.config import SweepSpec
 from tula_hpc.config.workload import PLACEHOLDERS
 from tula_hpc.env import WorkerEnvironment
@@ -68,3 +68,22 @@ def test_a_worker_with_a_gpu_of_its_own_has_the_first_that_it_sees(monkeypatch: 
     assert variables_of(environment(3), 2, MEETING)["LOCAL_RANK"] == "0"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert variables_of(environment(3), 2, MEETING)["LOCAL_RANK"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("shape", "got", "said"),
+    [
+        ((1, 1), 48, "look at how train.py takes its batch"),
+        ((2, 1), 16, "it divides its batch among its workers: give it {global_batch}"),
+        ((2, 1), 64, "it takes the batch of a node: give it {local_batch}"),
+        ((1, 2), 16, "give it {local_batch*2} if among those of a node, {global_batch} if among all"),
+        ((2, 2), 8, "it divides its batch among its workers: give it {global_batch}"),
+        ((2, 2), 16, "it takes the batch of a node: give it {local_batch*2}"),
+        ((2, 2), 64, "it takes the batch of a node: give it {local_batch*2}"),
+    ],
+)
+def test_another_batch_than_was_asked_for_is_told_with_the_placeholder_that_helps(
+    shape: tuple[int, int], got: int, said: str
+) -> None:
+    """Of 32 samples a worker."""
+    assert said in remedy_of_batch("train.py", 32, got, Configuration(*shape, 32))

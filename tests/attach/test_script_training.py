@@ -192,6 +192,9 @@ def test_saved_in_mid_epoch_it_goes_on_there_or_begins_that_epoch_anew(tmp_path:
     result = result_of(run, ended)
     assert (result.epochs, result.steps, result.samples_seen, result.restarts) == (14, 56, 896, 1)
     assert result.train_time_s > 50 * 0.1
+    # the epoch that was cut has the time of both its parts
+    if not how:
+        assert all(row.epoch_time_s > 3 * 0.1 for row in read_metrics(run.train().metrics_file).epochs)
 
 
 def test_killed_right_after_it_has_saved_it_goes_on_with_the_next_epoch(tmp_path: Path) -> None:

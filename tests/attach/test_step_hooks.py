@@ -155,7 +155,7 @@ def test_passes_without_gradients_over_the_batches_of_a_step_are_no_evaluation()
             told.append("evaluation")
 
     hooks = Hooks(Telling())
-    training = iter(DataLoader(TensorDataset(torch.zeros(64, 1)), 4))
+    loader = DataLoader(TensorDataset(torch.zeros(16, 1)), 4)
     other = iter(DataLoader(TensorDataset(torch.zeros(64, 1)), 4))
 
     def given(loader: Any) -> Tensor:
@@ -165,14 +165,17 @@ def test_passes_without_gradients_over_the_batches_of_a_step_are_no_evaluation()
         return inputs
 
     for _ in range(2):
-        parts = [given(training), given(training)]
-        for is_again in (False, True):
-            with torch.set_grad_enabled(is_again):
-                for part in parts:
-                    hooks._before_forward(model, (part,), {})
-    with torch.no_grad():
-        hooks._before_forward(model, (given(other),), {})
-    assert told == [4, 4, 4, 4, "evaluation"]
+        training = iter(loader)
+        for _ in range(2):
+            parts = [given(training), given(training)]
+            for is_again in (False, True):
+                with torch.set_grad_enabled(is_again):
+                    for part in parts:
+                        hooks._before_forward(model, (part,), {})
+        del training
+        with torch.no_grad():
+            hooks._before_forward(model, (given(other),), {})
+    assert told == [4, 4, 4, 4, "evaluation"] * 2
 
 
 @pytest.mark.parametrize("collate", [None, list])

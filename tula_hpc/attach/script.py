@@ -93,6 +93,32 @@ def forward_batch(sweep: SweepSpec, configuration: Configuration) -> int:
     return configuration.local_batch // sweep.workload.accumulation
 
 
+def remedy_of_batch(script: str, asked: int, got: int, configuration: Configuration) -> str:
+    """Return advice where a script's model gets another batch than was asked for.
+
+    Args:
+        script: Its name.
+        asked: Samples of a forward pass that a worker shall take.
+        got: What it takes.
+        configuration: With the workers that may share a batch.
+    """
+    nodes = configuration.nodes
+    of_node = "{local_batch}"
+    if configuration.workers_per_node > 1:
+        of_node = f"{{local_batch*{configuration.workers_per_node}}}"
+    if got * configuration.world_size == asked:
+        if nodes == 1 < configuration.workers_per_node:
+            return (
+                f"it divides its batch among its workers: give it {of_node} if among those of a "
+                "node, {global_batch} if among all"
+            )
+        return "it divides its batch among its workers: give it {global_batch}"
+    of_each_node = (asked // configuration.workers_per_node, asked * nodes)
+    if nodes > 1 and got in of_each_node:
+        return f"it takes the batch of a node: give it {of_node}"
+    return f"look at how {script} takes its batch, and at {{local_batch}} and {{global_batch}}"
+
+
 def lr_scale(sweep: SweepSpec, global_batch: int) -> float:
     """Return the factor of the learning rate from training.base_batch to a batch.
 

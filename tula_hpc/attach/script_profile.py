@@ -34,7 +34,7 @@ from tula_hpc.attach import was_kept
 from tula_hpc.attach.hooks.find_model import model_of, name_of
 from tula_hpc.attach.measured_steps import MeasuredSteps, between_epochs_s, captured
 from tula_hpc.attach.reporting import ChildSpec, Said, leave, own_hook
-from tula_hpc.attach.script import NEAR, NO_OPTIONS, watch_parsers
+from tula_hpc.attach.script import NEAR, NO_OPTIONS, remedy_of_batch, watch_parsers
 from tula_hpc.batches import samples_drawn, samples_given_out
 from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.ddp.stop_signals import Suspensions
@@ -230,11 +230,7 @@ class ScriptProfile(MeasuredSteps):
             )
         # 0: no tensor tells
         if asked is not None and batch not in (0, asked):
-            remedy = (
-                f"look at how {name} takes its batch, and at {{local_batch}} and {{global_batch}}"
-            )
-            if batch * self.env.world_size == asked:
-                remedy = "it divides its batch among its workers: give it {global_batch}"
+            remedy = remedy_of_batch(name, asked, batch, self.configuration)
             # whole ones and the last of an epoch are two
             if len(self.forward_samples) > 2:
                 remedy = (

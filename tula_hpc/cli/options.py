@@ -182,8 +182,9 @@ def _load_without_paths(
     own = [name for name in spec.workload.entry_points if not Path(name).exists()]
     modules = [name.partition(":")[0] for name in own]
     lacking = [module for module in modules if not find_source(module)]
-    # the mistake says where these lie
-    if any(module_files(options.sweep.parent, module) for module in lacking):
+    # the mistake says where these lie, or how they are written
+    beside = (module_files(options.sweep.parent, module) for module in lacking)
+    if any(beside) or any(find_source(module.removesuffix(".py")) for module in lacking):
         raise mistake from None
     if not lacking and not _lacks_only_data(options):
         raise mistake from None

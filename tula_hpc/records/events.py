@@ -661,7 +661,7 @@ class RunHistory:
         """Return the drift of a training's last job, or of any; None while steps are as predicted."""
         events = self.events if label is None else self.of_training(label)
         for event in reversed(events):
-            if event.event in ("recovered", "started", "resumed"):
+            if event.event in ("recovered", "started", "resumed", "submitted"):
                 return None
             if event.event == "drifted":
                 return _drift_of(event)

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 from tula_hpc.analysis.drift import describe_drift
@@ -127,8 +126,8 @@ def _going_on(sweep: Sweep, outcome: Outcome) -> str:
     how = "from its last checkpoint"
     if outcome.verdict is Verdict.SMALLER_BATCH:
         how = "with a smaller batch"
-    elif _starts_over(sweep):
-        how = "from the start, as its script keeps nothing"
+    elif not (sweep.spec.workload.goes_on or sweep.run.train().newest_checkpoint):
+        how = "from the start"
     return (
         f"job {outcome.end.job.job_id} ended without a result ({first_line(ended)}); another one "
         f"trains on, {how}; to stop for good end this command (Ctrl-C), which says how to cancel it"
@@ -186,12 +185,14 @@ def settle(sweep: Sweep, job: Submission, end: Ended, policy: RetryPolicy) -> Ou
         policy: Of the training.
     """
     run, files, job_id = sweep.run, sweep.run.train(job.label), end.job.job_id
-    _await_result(run, files.result_file, job_id)
+    finished = run.history().job(job_id).has_finished
+    if finished:
+        _await_result(files)
     if files.result_file.exists():
         run.log_event("ended", "train", job_id=job_id, data={"label": job.label})
         return Outcome(Verdict.DONE, end, JobFailure(None))
-    if not files.root.exists():
-        # it was made before the job: the log does not tell the reason
+    if not files.root.exists() or (finished and not _is_there(files)):
+        # the log does not tell the reason
         end = end._replace(failure=Failure.KILLED, log_tail=report_deletion(run, files))
     events = run.history().job(job_id)
     failure = _failure_of(events, end)
@@ -214,18 +215,17 @@ def settle(sweep: Sweep, job: Submission, end: Ended, policy: RetryPolicy) -> Ou
     return Outcome(verdict, end, failure)
 
 
-def _await_result(run: RunDirectory, result_file: Path, job_id: str) -> None:
+def _await_result(files: TrainDirectory) -> None:
     """Wait for the result of a finished job: a network file system may show it late."""
-    finished = run.history().job(job_id).has_finished
     deadline = time.monotonic() + RESULT_WAIT_S
-    while finished and not result_file.exists() and time.monotonic() < deadline:
-        try:
-            # makes the client look again
-            list(result_file.parent.iterdir())
-        except FileNotFoundError:
-            # the whole folder is gone
-            return
+    # looking makes the client look again
+    while _is_there(files) and not files.result_file.exists() and time.monotonic() < deadline:
         time.sleep(1.0)
+
+
+def _is_there(files: TrainDirectory) -> bool:
+    """Tell whether a training's folder holds anything: after a deletion a command makes another."""
+    return files.root.is_dir() and any(files.root.iterdir())
 
 
 def report_deletion(run: RunDirectory, files: TrainDirectory) -> str:

@@ -221,6 +221,10 @@ def test_steps_off_the_plan_are_told_with_their_likely_cause(epoch_s: float, dri
     twice = training._replace(result=result(samples_seen=2 * planned))
     (words,) = steps_off(plan([chosen, chosen]), events, twice)
     assert words.startswith(f"The training went through {2 * planned:,} samples, and was planned for {planned:,}, ")
+    assert words.endswith("epochs of workload.samples: correct that, and measure with another --run-dir.")
+    restarted = training._replace(result=result(samples_seen=2 * planned, restarts=1))
+    (words,) = steps_off(plan([chosen, chosen]), events, restarted)
+    assert f": about {EPOCHS} epochs more, trained twice after a restart, as where the script's check" in words
     folds = training._replace(result=result(further_steps=999))
     (words,) = steps_off(plan([chosen, chosen]), events, folds)
     assert words.startswith("The training was followed by 999 steps of other optimizers, as of further folds ")

@@ -175,6 +175,8 @@ class Hooks:
         # the loader whose batches are this step's, by its id, 0: not known; and itself
         self._source = 0
         self._loader: Given | None = None
+        # data set of those batches, by its id, 0: not known; an epoch may have a loader of its own
+        self._data = 0
 
     def install(self) -> Hooks:
         """Watch from now on, and return the hooks; to be called before the script runs."""
@@ -242,6 +244,7 @@ class Hooks:
             if not self._source:
                 self._source = source
                 self._loader = self._given.get(source, self._last)
+                self._data = _data_of(self.loader)
             if samples in self._unused:
                 self._unused.remove(samples)
             elif samples and samples == self._batch:
@@ -275,9 +278,9 @@ class Hooks:
         return samples
 
     def _is_of_steps(self) -> bool:
-        """Tell whether the last batch came from the loader that training takes its batches from."""
+        """Tell whether the last batch is of the data set that training takes its batches from."""
         last = self._last[0]()
-        return last is not None and (self._loader is None or self._loader[0]() is last)
+        return last is not None and self._data in (0, _data_of(last))
 
     @property
     def loader(self) -> object | None:
@@ -421,6 +424,11 @@ def _before(modules: Sequence[Any], name: str, then: Callable[[], None]) -> None
 
     for module in modules:
         vars(module)[name] = told
+
+
+def _data_of(loader: object) -> int:
+    """Return the id of the data set of an iterator of torch's loader, which all its iterators share."""
+    return id(getattr(loader, "_dataset", loader))
 
 
 def _at_first_call(modules: Iterable[nn.Module], then: Callable[..., None]) -> None:

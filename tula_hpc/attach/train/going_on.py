@@ -8,7 +8,7 @@ of its epochs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,14 +43,23 @@ class Start:
     # the script goes on from what it has saved, with these arguments appended
     resumes: bool = False
     resuming: Sequence[str] = ()
-    # where the script begins, unless it is kept; the offset is of samples in the epoch
+    # where the script begins, unless it is kept: see `Progress`
     epoch: int = 0
     offset: int = 0
     step: int = 0
     samples_seen: int = 0
-    # seconds of the work that it goes on from: of its steps, and of the starts of its jobs
+    epoch_steps: int = 0
+    epoch_time_s: float = 0.0
     train_time_s: float = 0.0
+    # of the jobs whose work it goes on from
     starts_s: float = 0.0
+
+    def progress(self) -> dict[str, int | float]:
+        """Return what is done already, as fields of a `Progress`."""
+        others = ("resumes", "resuming")
+        known = {name: value for name, value in asdict(self).items() if name not in others}
+        # a first start takes its first step for the beginning
+        return known if self.restarts else {**known, "started_at": 0.0}
 
 
 def begin_where_the_script_does(start: Start, job: TrainJob, work: Path) -> str:
@@ -137,9 +146,10 @@ def _go_on_from(
     start.train_time_s = sum(row.epoch_time_s for row in rows)
     if start.offset:
         before = rows[-1].step if rows else 0
+        start.epoch_steps = start.step - before
         for row in metrics.steps:
             if before < row.step <= start.step:
-                start.train_time_s += row.step_time_s * (row.step - before)
+                start.epoch_time_s += row.step_time_s * (row.step - before)
                 before = row.step
 
 

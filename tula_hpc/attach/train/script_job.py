@@ -227,9 +227,6 @@ class ScriptJob:
         more: dict[str, Any] = {}
         if job.measured is not None:
             more["parameters"] = job.measured.parameters
-        if start.restarts:
-            # a first start takes its first step for the beginning
-            more["started_at"] = start.started_at
         if options.checkpoint_minutes is not None:
             more["fixed_s"] = options.checkpoint_s
         if options.scales:
@@ -242,13 +239,7 @@ class ScriptJob:
             global_batch=job.configuration.global_batch,
             log_interval_steps=options.log_interval_steps,
             restart_count=self.env.restart_count,
-            restarts=start.restarts,
-            epoch=start.epoch,
-            offset=start.offset,
-            step=start.step,
-            samples_seen=start.samples_seen,
-            train_time_s=start.train_time_s,
-            starts_s=start.starts_s,
+            progress=start.progress(),
             job_began_at=job_started_at(),
             between_s=prior.prior_s,
             between_is_known=prior.is_known,

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, cast
 
 from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
@@ -60,17 +60,9 @@ class TrainSettings(Record):
     parameters: int | None = None
     # Slurm's, of the job
     restart_count: int = 0
-    # earlier starts of this training, and where this one begins unless a checkpoint tells
-    restarts: int = 0
-    epoch: int = 0
-    offset: int = 0
-    step: int = 0
-    samples_seen: int = 0
-    # seconds of the steps before that, and of the starts of its jobs
-    train_time_s: float = 0.0
-    starts_s: float = 0.0
-    # Unix times of the training's first step, 0 before it, and of this job's beginning
-    started_at: float = 0.0
+    # where this start begins, unless a checkpoint tells: fields of `ScriptProgress`
+    progress: dict[str, int | float] = Field(default={})
+    # Unix time of this job's beginning
     job_began_at: float = Field(default_factory=unix_time)
     # of a method that scales gradients; empty: nothing is done to the script's steps
     sweep: dict[str, Any] = Field(default={})
@@ -137,16 +129,7 @@ class ScriptTraining(Mode):
         self.suspensions = Suspensions()
         self.run = RunDirectory(self.settings.root)
         self.files = self.run.train(self.settings.label)
-        self.progress = ScriptProgress(
-            epoch=self.settings.epoch,
-            offset=self.settings.offset,
-            step=self.settings.step,
-            samples_seen=self.settings.samples_seen,
-            train_time_s=self.settings.train_time_s,
-            starts_s=self.settings.starts_s,
-            started_at=self.settings.started_at,
-            restarts=self.settings.restarts,
-        )
+        self.progress = ScriptProgress(**cast("dict[str, Any]", self.settings.progress))
         self.models: list[DistributedDataParallel] = []
         self.scaling = scaling_of(self.settings.sweep, self.settings.configuration)
         self.drift: ScriptDrift | None = None
