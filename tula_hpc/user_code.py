@@ -80,6 +80,7 @@ TRIED_BEFORE = 8
 SEED_OF_DATA = 0
 # torch's words where there is none, or its build is for CPUs
 _NO_GPU = re.compile(r"NVIDIA driver|not compiled with CUDA|No CUDA GPUs|no GPUs found")
+MOST_OF_LINE = 200
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 # torch.load's, far below a long advice
 _NOT_WEIGHTS = re.compile(r"^Weights only load failed(?s:.*)Unsupported global: GLOBAL (\S+)")
@@ -141,8 +142,9 @@ def told(error: Exception | SystemExit) -> str:
     text = _ESCAPES.sub("", str(error)).strip()
     message, _, rest = text.partition("\n")
     if message.endswith(":"):
-        # the first of those that it announces
-        message = f"{message} {rest.strip().partition(chr(10))[0]}".strip()
+        # the first two of those that it announces, as missing and unexpected keys
+        announced = [line.strip()[:MOST_OF_LINE] for line in rest.strip().splitlines()[:2]]
+        message = " ".join([message, *announced])
     elif (refused := _NOT_WEIGHTS.search(text)) is not None:
         message = f"torch.load refuses {refused[1]}, unless with weights_only=False"
     description = f"{type(error).__name__}: {message}" if message else type(error).__name__

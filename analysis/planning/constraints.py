@@ -105,7 +105,7 @@ def breaks(constraint: Constraint, candidate: Candidate) -> str:
         beyond = constraint.describe(amount - constraint.limit, candidate)
         # a share of a tiny limit tells nothing
         over = f"{beyond} ({over})" if amount < 3 * constraint.limit else beyond
-    return f"{constraint.describe(amount, candidate)}, {over} over {constraint.key} = {limit}"
+    return f"{constraint.describe(amount, candidate)}, {over} over {constraint.key}, {limit}"
 
 
 def nearest_outside(table: CandidateTable, objective: ObjectiveSpec) -> int | None:

@@ -58,8 +58,8 @@ def require_feasible(fitted: Fitted, objective: ObjectiveSpec, max_requeues: int
         broken = _broken(candidate, constraints_of(objective))
         where = f"the nearest is {name_of(candidate)}: {broken}"
         raise ConstraintsError(
-            f"plan: none of {table.rows:,} candidates keeps the constraints; {where}; raise or "
-            "drop what is broken"
+            f"plan: none of {table.rows:,} candidates keeps the constraints; {where}; raise the "
+            "limits that it breaks, or leave them out"
         )
     row = int(np.lexsort((table.global_batch, table.local_batch))[0])
     why_not = Why(int(table.why[row]))

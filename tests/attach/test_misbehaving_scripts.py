@@ -47,7 +47,7 @@ def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, scri
         (
             "only prints its error",
             Failure.BAD_INPUT,
-            "its first optimizer step; the last it printed: Error: no data he",
+            "last it printed: Error: no data here; if that is not why: expected op",
         ),
         ("goes on from numbers", Failure.BAD_INPUT, "torch.load refuses numpy._core.multiarray.scalar, unless with we"),
         (

@@ -189,8 +189,12 @@ class Child:
             said = unexplained(self.spec.program, said, code, end_of(self.log))
         if said.is_early:
             printed = without_chatter(end_of(self.log)).splitlines()
-            last = f"; the last it printed: {printed[-1].strip()[:300]}" if printed else ""
-            said = said.model_copy(update={"detail": f"{said.detail}{last}{said.remedy}"})
+            parts = [said.detail]
+            if printed:
+                parts.append(f"the last it printed: {printed[-1].strip()[:300]}")
+            if said.remedy:
+                parts.append(f"if that is not why: {said.remedy}" if printed else said.remedy)
+            said = said.model_copy(update={"detail": "; ".join(parts)})
         return Outcome(self.spec.rank, said, str(self.log))
 
 

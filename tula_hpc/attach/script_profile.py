@@ -143,8 +143,8 @@ class ScriptProfile(MeasuredSteps):
         elif steps == 0:
             when = " before its first optimizer step"
             remedy = (
-                "; expected optimizer.step() of one of torch.optim after each batch; if it goes on "
-                "from a file of an earlier training, take that file away"
+                "expected optimizer.step() of one of torch.optim after each batch, and no file of an "
+                "earlier training from which it goes on"
             )
         else:
             when = f" after {plural(steps, 'optimizer step')}, before it was measured"
@@ -166,22 +166,22 @@ class ScriptProfile(MeasuredSteps):
         most = search.warmup_steps + 2 * search.max_steps
         if self.spec.mode == "look":
             return (
-                f"; give it more epochs, steps or samples by its own arguments: {most} steps are "
+                f"give it more epochs, steps or samples by its own arguments: {most} steps are "
                 "always enough; switch off what ends it early, as early stopping"
             )
         samples = self.settings.samples
         if (loaded := self.loaded_samples) and samples > loaded:
             return (
-                f"; the data set of its loader has {loaded:,} samples, not {samples:,} as "
+                f"the data set of its loader has {loaded:,} samples, not {samples:,} as "
                 "workload.samples; correct that: epochs of a profile are reckoned from it"
             )
         if self.settings.counts_epochs:
             return (
-                "; by {epochs} it was asked for more: have it obey that argument, and switch off what "
+                "by {epochs} it was asked for more: have it obey that argument, and switch off what "
                 "ends it early: a limit of steps, or early stopping, as rates are 0 in a profile"
             )
         return (
-            "; a profile raises {epochs} until there are steps enough: pass that in "
+            "a profile raises {epochs} until there are steps enough: pass that in "
             f"workload.arguments, or have it take {most} steps, which are always enough"
         )
 
