@@ -1,12 +1,14 @@
-"""Which silence of a script's workers is a hang."""
+"""Which silence of a script's workers is a hang, and where they are then."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined] # documented, though not in __all__
 
 from tula_hpc.attach import hangs
-from tula_hpc.attach.hangs import HangWatch
+from tula_hpc.attach.hangs import HangWatch, Place
 from tula_hpc.attach.processes import Peers
 
 LEAST_S = 60.0
@@ -91,3 +93,26 @@ def test_before_the_first_step_after_a_suspension_and_switched_off_nothing_hangs
     script.now += 5000.0
     assert silent_for(50, script, watch) is None
     assert silent_for(500, script, HangWatch(Peers(None, "x"), 0, 1, 0.0)) is None
+
+
+SCRIPT = str(Path(__file__))
+TORCH = "/opt/lib/python3.11/site-packages/torch"
+
+
+@pytest.mark.parametrize(
+    ("called", "is_collective"),
+    [
+        (["distributed/distributed_c10d.py", "distributed/c10d_logger.py"], True),
+        (["autograd/graph.py", "_tensor.py"], True),
+        (["nn/parallel/distributed.py", "nn/modules/module.py"], True),
+        (["nn/modules/linear.py", "nn/parallel/distributed.py"], False),
+        (["utils/data/dataloader.py"], False),
+    ],
+)
+def test_where_a_process_is_and_whether_it_waits_for_others(called: list[str], is_collective: bool) -> None:
+    """Its frames, the innermost first; of the user's own the last one counts."""
+    frames = [(f"{TORCH}/{name}", 9) for name in called]
+    found = hangs._innermost([*frames, (SCRIPT, 1), (SCRIPT, 99)])
+    assert found == Place(file=Path(SCRIPT), line=1, is_collective=is_collective)
+    assert str(found).startswith("test_hangs.py:1, `")
+    assert hangs._innermost(frames) is None

@@ -94,13 +94,13 @@ def place_of(error: BaseException) -> Place | None:
 
 def _innermost(frames: Sequence[tuple[str, int]]) -> Place | None:
     """Return the first frame that is the user's, of those that begin with the innermost."""
-    is_collective = False
-    for name, line in frames:
-        path = Path(name)
-        if is_own(path):
-            return Place(file=path, line=line, is_collective=is_collective)
-        is_collective |= "torch" in path.parts and any(part in _COLLECTIVE for part in path.parts)
-    return None
+    own = next(((Path(name), line) for name, line in frames if is_own(name)), None)
+    if own is None:
+        return None
+    # the last that was called: layers within a wrapped model wait for nobody
+    last = Path(frames[0][0]).parts
+    is_collective = "torch" in last and any(part in _COLLECTIVE for part in last)
+    return Place(file=own[0], line=own[1], is_collective=is_collective)
 
 
 def told(places: dict[int, Place], workers: int) -> str:
