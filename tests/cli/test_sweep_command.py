@@ -142,6 +142,9 @@ def test_other_inputs_are_refused_with_the_difference(
         in capsys.readouterr().err
     )
     run.train().result_file.unlink()
+    # as of a copy of another run
+    assert main([*again, "--set", "name=another"]) == 2
+    assert f"(or in this copy, if that was edited), and add --run-dir {root}; or, " in capsys.readouterr().err
     assert main([*again, "--set", "workload.seed=99"]) == 2
     assert "anew" not in capsys.readouterr().err
     assert main([*again, "--set", "objective.budget=99"]) == 2

@@ -838,8 +838,10 @@ def test_the_command_at_work_is_named_while_it_is_and_nobody_is_ever_refused_for
         assert f"a command is at work: process {process.pid} on {os.uname().nodename}" in text_of(told)
         process.send_signal(signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
+        stopped = status.status_of(run.root)
+        assert stopped.words.startswith("a command has the run, and is stopped, as by Ctrl-Z: nothing goes on")
         assert f"is stopped, as by Ctrl-Z: continue it with fg in its terminal, or with kill -CONT {process.pid}" in (
-            " ".join(text_of(status.status_of(run.root)).split())
+            " ".join(text_of(stopped).split())
         )
         process.send_signal(signal.SIGCONT)
     told = status.status_of(run.root)

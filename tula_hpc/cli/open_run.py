@@ -291,14 +291,13 @@ def _other_inputs(
             "was made without --cluster, on this machine; to measure on Slurm use another --run-dir"
         ]
     else:
-        another = (
-            "another name in it, or another --run-dir" if kind == "sweep" else "another --run-dir"
-        )
+        another = "another name in it, or " if kind == "sweep" and ("name",) not in refused else ""
+        back = f", and add --run-dir {run.root}" if ("name",) in refused else ""
         lines = [
             f"{made} other inputs than your {kind} file (or --set) has now:",
             *in_lines(refused),
-            "Set them back in yours (or in this copy, if that was edited); or, for a sweep of its own, "
-            f"which measures again, use {another}.",
+            f"Set them back in yours (or in this copy, if that was edited){back}; or, for a sweep of "
+            f"its own, which measures again, use {another}another --run-dir.",
         ]
     if is_sweep and only_prices(refused):
         again = command_line("plan", str(run.root), "--set", "KEY=VALUE")

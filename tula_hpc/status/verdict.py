@@ -188,6 +188,8 @@ def _no_command(parts: Parts, what: str) -> str:
 
 
 def _command_words(parts: Parts) -> str:
+    if parts.facts.is_stopped:
+        return "a command has the run, and is stopped, as by Ctrl-Z: nothing goes on until it does"
     if parts.has(JobPhase.WAITING):
         return "a command waits for jobs in the queue"
     if parts.has(JobPhase.UNKNOWN):
