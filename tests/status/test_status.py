@@ -1432,7 +1432,7 @@ def test_measurements_that_are_gone_are_told(tmp_path: Path, cluster: FakeSlurm)
         path.unlink()
     told = status.status_of(finished.root)
     assert told.doubts == [MEASUREMENTS_GONE]
-    assert "done: no measurements are left; " in text_of(told)
+    assert "over, but no measurements are left; " in text_of(told)
     finished.plan_file.write_text("{")
     told = status.status_of(finished.root)
     assert (told.state, told.words.partition(f"{finished.plan_file}: ")[0]) == ("finished", "everything is trained; ")

@@ -168,7 +168,7 @@ def _report(status: RunStatus) -> str:
 def _profile(profile: ProfileStatus) -> str:
     most = profile.wanted
     if profile.stand == "done" and not (profile.measured + profile.out_of_memory + profile.failed):
-        return f"done: no measurements are left; {plural(profile.jobs, 'job')}"
+        return f"over, but no measurements are left; {plural(profile.jobs, 'job')}"
     # more than wanted, where a sweep was narrowed
     if profile.stand == "done" or most is None or profile.measured > most:
         most = None
