@@ -92,7 +92,7 @@ def _doubts(plan: Plan, sweep: SweepSpec, fitted: Fitted, choice: Choice) -> lis
     row = int(choice.ranking[0])
     to_measure = [
         *fitted.warnings,
-        *warnings.about_extrapolation(row, fitted),
+        *warnings.about_extrapolation(row, fitted, sweep.search),
         *warnings.about_range(plan, sweep.search),
         *warnings.about_unseen_memory(fitted),
     ]

@@ -183,11 +183,11 @@ def about_partition(
     return [Doubt(prefixed(part.name, doubt.text), doubt.remedy) for doubt in doubts]
 
 
-def about_extrapolation(chosen: int, fitted: Fitted) -> list[str]:
+def about_extrapolation(chosen: int, fitted: Fitted, search: SearchSpec) -> list[str]:
     """Count the candidates beyond the profiled range, the chosen row perhaps among them."""
     found = []
     for index, part in enumerate(fitted.parts):
-        texts = _extrapolated(chosen, index, fitted.table, part.summary.profiles)
+        texts = _extrapolated(chosen, index, fitted.table, part.summary.profiles, search)
         found += [prefixed(part.name, text) for text in texts]
     return found
 
@@ -349,7 +349,11 @@ def _names(configurations: Iterable[Configuration], shown: int = 6) -> str:
 
 
 def _extrapolated(
-    chosen: int, index: int, table: CandidateTable, profiles: Sequence[Profile]
+    chosen: int,
+    index: int,
+    table: CandidateTable,
+    profiles: Sequence[Profile],
+    search: SearchSpec,
 ) -> list[str]:
     """Count candidates beyond the node counts and local batches that were profiled."""
     nodes = [profile.configuration.nodes for profile in profiles]
@@ -365,7 +369,10 @@ def _extrapolated(
         candidates += ", the chosen one among them,"
     verb = "lies" if beyond == 1 else "lie"
     ranges = f"N {min(nodes)} to {max(nodes)}, b {min(batches)} to {max(batches)}"
-    return [f"{candidates} {verb} beyond the profiled range ({ranges}): extrapolated"]
+    why = ": extrapolated"
+    if search.mode == "adaptive" and len(profiles) >= search.max_profiles:
+        why = f", as search.max_profiles = {search.max_profiles} is used up: raise it to measure there"
+    return [f"{candidates} {verb} beyond the profiled range ({ranges}){why}"]
 
 
 def with_estimates(plan: Plan, fitted: Fitted, footprints: Mapping[str, Footprint]) -> Plan:

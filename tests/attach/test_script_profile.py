@@ -12,7 +12,7 @@ from tests.attach.script_runs import QUICK, SCRIPTS, measurement_of, profiled
 from tests.forked_jobs import forking_scripts
 from tula_hpc.attach.measured_steps import between_epochs_s
 from tula_hpc.attach.processes import Outcome
-from tula_hpc.attach.script_profile import typical_batch
+from tula_hpc.attach.script import typical_batch
 from tula_hpc.profiling.timing import halves_of
 from tula_hpc.records import Configuration, Measurement
 from tula_hpc.records.measurement import is_usable
@@ -139,6 +139,8 @@ def test_batches_without_a_number_of_them_are_taken_as_they_come(tmp_path: Path)
         ([57, 66, 70, 61, 63], 64, 64),
         ([57, 66, 70, 61, 63], None, 63),
         ([27, 36, 40, 31, 33], 64, 33),
+        # cut by their tokens: the mean of few is known but roughly
+        ([17, 130, 52, 98, 41], 80, 80),
     ],
 )
 def test_the_batch_is_the_usual_one_or_the_mean_of_drawn_ones(sizes: list[int], asked: int | None, batch: int) -> None:

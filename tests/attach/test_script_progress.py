@@ -90,6 +90,27 @@ def test_epochs_end_with_their_last_whole_batch(tmp_path: Path, clock: Clock) ->
     assert [row.epoch for row in rows.steps] == [1.0, 2.0]
 
 
+def test_layers_that_are_unfrozen_later_are_no_other_model(tmp_path: Path, clock: Clock) -> None:
+    """Whichever of its stages the profile has ended in; a script has another optimizer for the second."""
+    for place, measured in enumerate((2, 6, 5)):
+        folder = tmp_path / str(place)
+        folder.mkdir()
+        told = Told(folder, clock, samples=29)
+        model = torch.nn.Linear(2, 2)
+        told.training.hooks.inner_model = model
+        told.training.settings = told.training.settings.model_copy(update={"parameters": measured})
+        model.weight.requires_grad = False
+        if measured == 5:
+            with pytest.raises(InputError, match="the model has 2 parameters now, 5 when it was measured"):
+                told.step()
+            continue
+        told.step()
+        model.weight.requires_grad = True
+        told.training.begins_anew()
+        told.step()
+        assert told.training.progress.step == 2
+
+
 def test_workers_agree_at_the_same_steps_wherever_each_sees_an_epoch_end(tmp_path: Path, clock: Clock) -> None:
     """One that has counted fewer samples comes to the end of an epoch a step later."""
     told = Told(tmp_path, clock, samples=29)

@@ -11,7 +11,9 @@ import argparse
 import math
 import re
 import runpy
+import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from functools import wraps
@@ -91,6 +93,25 @@ def values_of(sweep: SweepSpec, configuration: Configuration, run_dir: Path) -> 
 def forward_batch(sweep: SweepSpec, configuration: Configuration) -> int:
     """Return the samples of one forward pass of one worker."""
     return configuration.local_batch // sweep.workload.accumulation
+
+
+def typical_batch(sizes: Counter[int], asked: int | None) -> int:
+    """Return the samples of a forward pass, 0 if there was none.
+
+    Batches that are drawn anew, as by Poisson sampling, or cut by their tokens, differ: of them it
+    is the mean, or the batch that was asked for if the mean is near it, within its own error.
+    """
+    if not sizes:
+        return 0
+    batch, count = sizes.most_common(1)[0]
+    if 2 * count >= sizes.total():
+        return batch
+    seen = list(sizes.elements())
+    mean = statistics.fmean(seen)
+    error = 2.0 * statistics.stdev(seen) / math.sqrt(len(seen))
+    if asked is not None and abs(mean - asked) <= NEAR * asked + error:
+        return asked
+    return round(mean)
 
 
 def remedy_of_batch(script: str, asked: int, got: int, configuration: Configuration) -> str:

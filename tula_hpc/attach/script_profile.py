@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,7 +33,7 @@ from tula_hpc.attach import was_kept
 from tula_hpc.attach.hooks.find_model import model_of, name_of
 from tula_hpc.attach.measured_steps import MeasuredSteps, between_epochs_s, captured
 from tula_hpc.attach.reporting import ChildSpec, Said, leave, own_hook
-from tula_hpc.attach.script import NEAR, NO_OPTIONS, remedy_of_batch, watch_parsers
+from tula_hpc.attach.script import NEAR, NO_OPTIONS, remedy_of_batch, typical_batch, watch_parsers
 from tula_hpc.batches import samples_drawn, samples_given_out
 from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.ddp.stop_signals import Suspensions
@@ -198,13 +197,15 @@ class ScriptProfile(MeasuredSteps):
         self.course.note_first_step()
         yield from warm_up(self, self.settings.search.warmup_steps, self.course.left_out_s)
         self._check_passes()
+        self._check_batch(is_last=False)
         self._check_share()
         self.power = NodePower(self.settings.cluster, self)
         yield from self.course.whole_steps(self.memory, self.power)
         yield from self.course.parts()
+        self._check_batch(is_last=True)
 
     def _check_passes(self) -> None:
-        """Refuse another batch, or another number of passes, than was asked for. Collective.
+        """Refuse another number of passes than was asked for.
 
         Raises:
             InputError: The script does something else.
@@ -215,11 +216,11 @@ class ScriptProfile(MeasuredSteps):
         parts = self.settings.accumulation
         batch = typical_batch(self.forward_samples, asked)
         if passes == 0:
-            model = self._model_name()
+            other = ", or set workload.counted_model to the class of the one that it calls"
             raise InputError(
-                f"{name}: expected forward passes of {model} in training mode in a step, found none; "
-                "call the model itself, as DistributedDataParallel asks too, and none of its methods, "
-                "or set workload.counted_model to the class of the one that it calls"
+                f"{name}: expected forward passes of {self._model_name()} in training mode in a step, "
+                "found none; call the model itself, as DistributedDataParallel asks too, and none of "
+                f"its methods{other if self.hooks.others else ''}"
             )
         if parts is not None and passes != parts:
             remedy = self._remedy_of_passes(passes, parts, batch)
@@ -228,21 +229,33 @@ class ScriptProfile(MeasuredSteps):
                 f"{remedy}",
                 key="workload.accumulation",
             )
-        # 0: no tensor tells
-        if asked is not None and batch not in (0, asked):
-            remedy = remedy_of_batch(name, asked, batch, self.configuration)
-            # whole ones and the last of an epoch are two
-            if len(self.forward_samples) > 2:
-                remedy = (
-                    f"its batches have {min(self.forward_samples)} to {max(self.forward_samples)} "
-                    "samples, and only such whose mean is what was asked for can be planned"
-                )
-            raise InputError(
-                f"asked for {asked} samples a forward, the model got {batch}: {remedy}",
-                key="workload.arguments",
-            )
+
         if asked is None:
             self.configuration = self.configuration._replace(local_batch=max(1, batch) * passes)
+
+    def _check_batch(self, *, is_last: bool) -> None:
+        """Refuse another batch than was asked for; of batches that differ, once all were seen.
+
+        Raises:
+            InputError: The script does something else.
+        """
+        name, sizes = self.spec.program.name, self.forward_samples
+        asked = self.settings.forward_batch
+        batch = typical_batch(sizes, asked)
+        # whole ones and the last of an epoch are two; 0: no tensor tells
+        differs = len(sizes) > 2
+        if asked is None or batch in (0, asked) or (differs and not is_last):
+            return
+        remedy = remedy_of_batch(name, asked, batch, self.configuration)
+        if differs:
+            remedy = (
+                f"{sizes.total()} batches had {min(sizes)} to {max(sizes)} samples, and only such "
+                "whose mean is what was asked for can be planned"
+            )
+        raise InputError(
+            f"asked for {asked} samples a forward, the model got {batch}: {remedy}",
+            key="workload.arguments",
+        )
 
     def _remedy_of_passes(self, passes: int, parts: int, batch: int) -> str:
         """Return advice for a script that takes other passes than were asked for."""
@@ -377,23 +390,6 @@ class ScriptProfile(MeasuredSteps):
             "samples": self.loaded_samples and (samples_drawn(self.loader) or self.loaded_samples),
             "options": self.options._asdict(),
         }
-
-
-def typical_batch(sizes: Counter[int], asked: int | None) -> int:
-    """Return the samples of a forward pass, 0 if there was none.
-
-    Batches that are drawn anew, as by Poisson sampling, differ: of them it is the mean, or the
-    batch that was asked for if the mean is near it.
-    """
-    if not sizes:
-        return 0
-    batch, count = sizes.most_common(1)[0]
-    if 2 * count >= sizes.total():
-        return batch
-    mean = sum(size * times for size, times in sizes.items()) / sizes.total()
-    if asked is not None and abs(mean - asked) <= NEAR * asked:
-        return asked
-    return round(mean)
 
 
 class ScriptCourse(Course):

@@ -259,6 +259,8 @@ def load_model(place: str | Path) -> dict[str, Any]:
         if not paths:
             if not Path(place).exists():
                 raise CheckpointError(f"{place}: no such run directory or checkpoint")
+            if (own := folder.with_name("script") / "work").is_dir():
+                raise CheckpointError(f"{place}: is of a script, which saves by itself; see {own}")
             raise CheckpointError(f"{folder}: has no checkpoint; the run has trained no model yet")
         try:
             state = CheckpointStore.load(paths[-1])

@@ -278,7 +278,8 @@ class ScriptTraining(Mode):
             self.scaling.step_ends()
         # a single worker's model is known from its first step on
         is_first = not self.steps
-        if is_first:
+        # a script may unfreeze layers later, for an optimizer of its own
+        if self._stepped_at is None:
             self._refuse_another()
         if not self.is_open and not is_first:
             # the optimizer has stepped twice
@@ -323,9 +324,9 @@ class ScriptTraining(Mode):
         before = self.settings.parameters
         if model is None or before is None:
             return
-        # as in a profile: frozen ones are none of a step
+        # as in a profile frozen ones do not count, unless it went on until they were trained
         now = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        if now != before:
+        if before not in (now, sum(p.numel() for p in model.parameters())):
             raise InputError(
                 f"the model has {now:,} parameters now, {before:,} when it was measured; undo the "
                 "change, or measure what is there now with another --run-dir"
