@@ -30,7 +30,7 @@ from tula_hpc.records.base import Record
 TIMES = 10.0
 # a worker that has not looked for so long was suspended, and its script with it
 SUSPENDED_S = 10.0
-# to which scripts hardly listen, as they do to USR1
+# a signal that scripts have no use for, as they have for USR1
 ASK = signal.SIGRTMIN + 5
 ANSWER_S = 1.0
 MOST_BYTES = 65536

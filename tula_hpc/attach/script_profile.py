@@ -216,6 +216,7 @@ class ScriptProfile(MeasuredSteps):
         parts = self.settings.accumulation
         batch = typical_batch(self.forward_samples, asked)
         if passes == 0:
+            # where another model has an optimizer
             other = ", or set workload.counted_model to the class of the one that it calls"
             raise InputError(
                 f"{name}: expected forward passes of {self._model_name()} in training mode in a step, "
@@ -229,7 +230,6 @@ class ScriptProfile(MeasuredSteps):
                 f"{remedy}",
                 key="workload.accumulation",
             )
-
         if asked is None:
             self.configuration = self.configuration._replace(local_batch=max(1, batch) * passes)
 
