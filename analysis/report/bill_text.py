@@ -151,7 +151,7 @@ def _samples_off(plan: Plan, result: TrainResult | None) -> str:
         more = plural(max(1, round((seen - planned) / plan.dataset_samples)), "epoch")
         remedy = (
             f"about {more} more, trained twice after a restart, as where the script's checkpoint "
-            "holds no epoch; else that is wrong."
+            "holds no epoch; else workload.samples is wrong."
         )
     return (
         f"went through {seen:,} samples, and was planned for {planned:,}, "

@@ -183,6 +183,10 @@ def test_a_worker_tries_a_model_on_its_own_device(tmp_path: Path, monkeypatch: p
             "class Kept(list): pass\nkept = Kept(good)\nkept.change = lambda x: x\ndef f(spec): return good, kept, 2",
             "a test set that loader processes cannot be given: its attribute change, .*lambda",
         ),
+        (
+            "class Odd(int): __reduce__ = lambda _: 1 / 0\ndef f(spec): return [(good[0][0], Odd(1))], good, 2",
+            "a train set that loader processes cannot be given: ZeroDivisionError",
+        ),
         ("def f(spec): return Data(), good, 2", "empty train set"),
         ("def f(spec): return good, good, 1", "label 1 as item 0 of the train set; expected 0 to 0"),
         ("def f(spec): return [(1, 2)], good, 2", r"has \(int 1, int 2\) as item 0 of the train set"),

@@ -157,7 +157,10 @@ class HangWatch:
     """
 
     def __init__(self, peers: Told, rank: int, world_size: int, least_s: float) -> None:
-        self.peers, self.rank, self.world_size, self.least_s = peers, rank, world_size, least_s
+        self.peers = peers
+        self.rank = rank
+        self.world_size = world_size
+        self.least_s = least_s
         # between two signs of life
         self.longest_s = 0.0
         self._last_s = 0.0

@@ -239,7 +239,8 @@ class ScriptProfile(MeasuredSteps):
         Raises:
             InputError: The script does something else.
         """
-        name, sizes = self.spec.program.name, self.forward_samples
+        name = self.spec.program.name
+        sizes = self.forward_samples
         asked = self.settings.forward_batch
         batch = typical_batch(sizes, asked)
         # whole ones and the last of an epoch are two; 0: no tensor tells

@@ -184,7 +184,8 @@ def _load_without_paths(
     lacking = [module for module in modules if not find_source(module)]
     # the mistake says where these lie, or how they are written
     beside = (module_files(options.sweep.parent, module) for module in lacking)
-    if any(beside) or any(find_source(module.removesuffix(".py")) for module in lacking):
+    files = (module.removesuffix(".py") for module in lacking if module.endswith(".py"))
+    if any(beside) or any(map(find_source, files)):
         raise mistake from None
     if not lacking and not _lacks_only_data(options):
         raise mistake from None

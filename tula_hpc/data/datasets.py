@@ -257,7 +257,9 @@ def _refuse_unsendable(spec: WorkloadSpec, which: str, dataset: Dataset[Any]) ->
     error = _why_unsendable(dataset)
     if error is None:
         return
-    found = (name for name, value in vars(dataset).items() if _why_unsendable(value) is not None)
+    # a list, say, has none
+    attributes = getattr(dataset, "__dict__", {})
+    found = (name for name, value in attributes.items() if _why_unsendable(value) is not None)
     where = "".join(f"its attribute {name}, " for name in itertools.islice(found, 1))
     message = (
         f"{spec.dataset} returned a {which} set that loader processes cannot be given: {where}"

@@ -185,16 +185,15 @@ def settle(sweep: Sweep, job: Submission, end: Ended, policy: RetryPolicy) -> Ou
         policy: Of the training.
     """
     run, files, job_id = sweep.run, sweep.run.train(job.label), end.job.job_id
-    finished = run.history().job(job_id).has_finished
-    if finished:
+    events = run.history().job(job_id)
+    if events.has_finished:
         _await_result(files)
     if files.result_file.exists():
         run.log_event("ended", "train", job_id=job_id, data={"label": job.label})
         return Outcome(Verdict.DONE, end, JobFailure(None))
-    if not files.root.exists() or (finished and not _is_there(files)):
+    if not files.root.exists() or (events.has_finished and not _is_there(files)):
         # the log does not tell the reason
         end = end._replace(failure=Failure.KILLED, log_tail=report_deletion(run, files))
-    events = run.history().job(job_id)
     failure = _failure_of(events, end)
     end = end._replace(failure=failure.kind or end.failure)
     data: dict[str, object] = {"label": job.label}
