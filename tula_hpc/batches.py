@@ -81,57 +81,61 @@ def split(batch: Batch, count: int) -> list[Batch]:
     return [take(batch, start, stop) for start, stop in itertools.pairwise(ends)]
 
 
-def items_in_whole_batch(loader: object) -> int:
-    """Return the items in a whole batch of an iterator of torch's loader; 0 where it has no size."""
-    size = getattr(getattr(loader, "_index_sampler", None), "batch_size", None)
-    return size if isinstance(size, int) else 0
+class LoaderPass:
+    """One pass over the batches of torch's loader, as its iterator tells of it.
+
+    Attributes:
+        size: Items in a whole batch; 0 where it has no size.
+        drawn: Samples that the sampler draws in an epoch; 0: unknown, or without an end.
+        given_out: Samples in batches, those that fill no batch too. None where these are left out,
+            or where that is not known; `sys.maxsize` where it is not known how many there are.
+
+    Args:
+        iterator: Of torch's loader. Of any other nothing is known.
+    """
+
+    def __init__(self, iterator: object) -> None:
+        batches: Any = getattr(iterator, "_index_sampler", None)
+        size = getattr(batches, "batch_size", None)
+        self.size = size if isinstance(size, int) else 0
+        self.drawn = _drawn_by(batches)
+        # without collation these are no batches
+        self._is_collated = bool(getattr(iterator, "_auto_collation", False))
+        self._is_indexed = getattr(iterator, "_dataset_kind", None) == _DatasetKind.Map
+        self.given_out: int | None = None
+        # of single items none is shorter, and they may be batches
+        if self._is_collated and self.size != 1 and not getattr(batches, "drop_last", True):
+            self.given_out = self.drawn or sys.maxsize
+
+    def items_in(self, batch: object, count: int) -> int:
+        """Return the items in a batch, whose tensors need not tell: graphs are joined.
+
+        Args:
+            batch: Has been given out.
+            count: Batches given out so far, with this one.
+
+        Returns:
+            0 where they are not known.
+        """
+        size = self.size
+        if not self._is_collated or not size:
+            return 0
+        first = batch[0] if isinstance(batch, list | tuple) and batch else batch
+        if size == 1 and not isinstance(first, list | tuple):
+            # perhaps a data set that makes whole batches
+            return 0
+        if self.drawn:
+            return max(0, min(size, self.drawn - (count - 1) * size))
+        # a sampler without an end fills each batch; an iterable data set may not, but for lists
+        is_listed = isinstance(batch, list) and len(batch) == size
+        return size if self._is_indexed or is_listed else 0
 
 
-def samples_drawn(loader: object) -> int:
-    """Return the samples that an iterator's sampler draws in an epoch; 0: unknown, or without an end."""
-    sampler: Any = getattr(loader, "_index_sampler", None)
+def _drawn_by(batches: Any) -> int:
     try:
-        # some wrap one of batches, to repeat it without an end
-        while isinstance(sampler.sampler, BatchSampler):
-            sampler = sampler.sampler
-        return len(sampler.sampler)
+        # some wrap a sampler of batches, to repeat it without an end
+        while isinstance(batches.sampler, BatchSampler):
+            batches = batches.sampler
+        return len(batches.sampler)
     except (TypeError, AttributeError, NotImplementedError):
         return 0
-
-
-def samples_given_out(loader: object) -> int | None:
-    """Return the samples that an iterator of torch's loader gives out, those that fill no batch too.
-
-    None where it leaves those out, or where that is not known; `sys.maxsize` where it does not know
-    how many there are.
-    """
-    batches: Any = getattr(loader, "_index_sampler", None)
-    # without collation these are no batches; of single items none is shorter, and they may be batches
-    has_batches = getattr(loader, "_auto_collation", False) and items_in_whole_batch(loader) != 1
-    if not has_batches or getattr(batches, "drop_last", True):
-        return None
-    return samples_drawn(loader) or sys.maxsize
-
-
-def items_given_out(loader: object, batch: object) -> int:
-    """Return the items in this batch, which an iterator of torch's loader has just given out.
-
-    Their tensors need not tell: detectors take lists of images, and graphs are joined.
-
-    Returns:
-        0 where it does not know them.
-    """
-    size = items_in_whole_batch(loader)
-    given = getattr(loader, "_num_yielded", 0)
-    if not getattr(loader, "_auto_collation", False) or not size:
-        return 0
-    first = batch[0] if isinstance(batch, list | tuple) and batch else batch
-    if size == 1 and not isinstance(first, list | tuple):
-        # perhaps a data set that makes whole batches
-        return 0
-    if drawn := samples_drawn(loader):
-        return max(0, min(size, drawn - (given - 1) * size))
-    # a sampler without an end fills each batch; an iterable data set may not, but for lists of items
-    is_whole = getattr(loader, "_dataset_kind", None) == _DatasetKind.Map
-    is_listed = isinstance(batch, list) and len(batch) == size
-    return size if is_whole or is_listed else 0

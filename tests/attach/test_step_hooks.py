@@ -19,7 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 from tests.forked import start_workers
 from tula_hpc.attach.hooks.find_model import model_of, name_of
 from tula_hpc.attach.hooks.step_hooks import Hooks, Listener
-from tula_hpc.batches import items_given_out, samples_drawn, samples_given_out, samples_in
+from tula_hpc.batches import LoaderPass, samples_in
 
 
 class Told(Listener):
@@ -79,7 +79,7 @@ def test_a_loader_tells_what_it_gives_out_where_its_last_batch_may_be_shorter(
 ) -> None:
     data = TensorDataset(torch.zeros(6))
     sampler: Sampler[int] = DistributedSampler(data, 1, 0)
-    assert samples_given_out(iter(DataLoader(data, sampler=sampler, **options))) == samples
+    assert LoaderPass(iter(DataLoader(data, sampler=sampler, **options))).given_out == samples
 
 
 class Endless(Sampler[int]):
@@ -112,9 +112,9 @@ class Again:
 
 def test_an_epoch_is_what_the_sampler_draws() -> None:
     data = TensorDataset(torch.zeros(8))
-    assert samples_drawn(iter(DataLoader(data, 2, sampler=Repeated()))) == 3
-    assert samples_drawn(iter(DataLoader(data, 2, sampler=Endless()))) == 0
-    assert samples_drawn(iter(DataLoader(data, batch_sampler=Again(BatchSampler(range(8), 2, False))))) == 8
+    repeated = DataLoader(data, batch_sampler=Again(BatchSampler(range(8), 2, False)))
+    loaders = DataLoader(data, 2, sampler=Repeated()), DataLoader(data, 2, sampler=Endless()), repeated
+    assert [LoaderPass(iter(loader)).drawn for loader in loaders] == [3, 0, 8]
 
 
 IMAGE = {"image": torch.zeros(3, 2, 2)}
@@ -186,7 +186,7 @@ def test_items_without_an_end_are_counted_however_they_come(collate: Any, is_ind
     else:
         loader = iter(DataLoader(OneAfterAnother(), 16, collate_fn=collate))
     batch = next(loader)
-    assert (items_given_out(loader, batch) or samples_in(batch)) == 16
+    assert (LoaderPass(loader).items_in(batch, 1) or samples_in(batch)) == 16
 
 
 class Lazy:

@@ -26,7 +26,7 @@ from tula_hpc.attach.hooks.find_model import is_sharded, name_of
 from tula_hpc.attach.hooks.step_hooks import Apart
 from tula_hpc.attach.reporting import ChildSpec, Mode
 from tula_hpc.attach.train.peers import Peers
-from tula_hpc.batches import items_in_whole_batch, tensors_of
+from tula_hpc.batches import LoaderPass, tensors_of
 from tula_hpc.ddp.process_group import PROFILE_COLLECTIVE_TIMEOUT
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import InputError
@@ -290,13 +290,13 @@ class MeasuredSteps(Mode):
         """Samples of those batches, the last one taken as full; 0 where it does not say."""
         if self._gives_batches:
             return 0
-        return self.loader_batches * items_in_whole_batch(self.loader)
+        return self.loader_batches * LoaderPass(self.loader).size
 
     @property
     def _gives_batches(self) -> bool:
         """Tell whether each item of the loader is a batch, which the data set has made."""
         usual = self.forward_samples.most_common(1)
-        return items_in_whole_batch(self.loader) == 1 and bool(usual) and usual[0][0] > 1
+        return LoaderPass(self.loader).size == 1 and bool(usual) and usual[0][0] > 1
 
     def use_up_batches(self) -> None:
         """Take the batches that the loader has ready, as many on each worker. Collective."""

@@ -34,7 +34,7 @@ from tula_hpc.attach.hooks.find_model import model_of, name_of
 from tula_hpc.attach.measured_steps import MeasuredSteps, between_epochs_s, captured
 from tula_hpc.attach.reporting import ChildSpec, Said, leave, own_hook
 from tula_hpc.attach.script import NEAR, NO_OPTIONS, remedy_of_batch, typical_batch, watch_parsers
-from tula_hpc.batches import samples_drawn, samples_given_out
+from tula_hpc.batches import LoaderPass
 from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.ddp.stop_signals import Suspensions
 from tula_hpc.env import WorkerEnvironment, unix_time
@@ -321,7 +321,8 @@ class ScriptProfile(MeasuredSteps):
             watts_per_node=self.power.mean(),
             dataset_samples=settings.samples,
             # a script that takes a step in several passes may leave out the last ones
-            short_batch=settings.accumulation == 1 and samples_given_out(self.loader) is not None,
+            short_batch=settings.accumulation == 1
+            and LoaderPass(self.loader).given_out is not None,
             parameters=identity.parameters,
             epoch_samples=self._epoch_samples(),
             between_epochs_s=self._between_epochs_s(),
@@ -388,7 +389,8 @@ class ScriptProfile(MeasuredSteps):
             "accumulation": passes,
             "loader_workers": self.loader_workers,
             # a sampler may draw other numbers than there are
-            "samples": self.loaded_samples and (samples_drawn(self.loader) or self.loaded_samples),
+            "samples": self.loaded_samples
+            and (LoaderPass(self.loader).drawn or self.loaded_samples),
             "options": self.options._asdict(),
         }
 

@@ -56,6 +56,9 @@ class Decision(NamedTuple):
     failed: bool = False
 
 
+GOES_ON = Decision(stop=False, save=False)
+
+
 class Agreed:
     """Agreement, about once a second and at the same step on every worker, to stop or to save.
 
@@ -90,7 +93,7 @@ class Agreed:
         """
         self.steps += 1
         if self.steps % self.interval_steps:
-            return Decision(stop=False, save=False)
+            return GOES_ON
         now = time.monotonic()
         step_s = (now - self.started) / self.steps
         asked = Stop.NONE

@@ -279,11 +279,11 @@ def append_record(path: Path, record: BaseModel | dict[str, Any], *, durable: bo
 
 
 def _append(path: Path, line: bytes, durable: bool) -> None:
-    # a pipe without a reader is an error, not a wait
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
+    # no wait where it is a pipe
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o600)
     try:
-        _write_whole(descriptor, _newline_if_torn(path) + line)
+        _write_whole(descriptor, _newline_if_torn(descriptor) + line)
         if durable:
             os.fsync(descriptor)
     finally:
@@ -304,13 +304,10 @@ def _write_whole(descriptor: int, data: bytes) -> None:
         raise
 
 
-def _newline_if_torn(path: Path) -> bytes:
+def _newline_if_torn(descriptor: int) -> bytes:
     """Return a line end if a killed writer left half a line, so that it spoils only itself."""
-    with path.open("rb") as file:
-        if file.seek(0, os.SEEK_END) == 0:
-            return b""
-        file.seek(-1, os.SEEK_END)
-        return b"" if file.read(1) == b"\n" else b"\n"
+    end = os.lseek(descriptor, 0, os.SEEK_END)
+    return b"" if end == 0 or os.pread(descriptor, 1, end - 1) == b"\n" else b"\n"
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

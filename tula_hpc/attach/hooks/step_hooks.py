@@ -42,7 +42,7 @@ from tula_hpc.attach.hooks.find_model import (
     parts_with,
     size_of,
 )
-from tula_hpc.batches import items_given_out, samples_in
+from tula_hpc.batches import LoaderPass, samples_in
 
 # a loader, which is not kept alive, and the items that it has given out
 Given = tuple[Callable[[], object | None], int]
@@ -168,6 +168,8 @@ class Hooks:
         # of each loader since the last step, the last one last: itself, not kept alive, and its items
         self._given: dict[int, Given] = {}
         self._last: Given = (lambda: None, 0)
+        # what their iterators tell, asked once a pass
+        self._passes: weakref.WeakKeyDictionary[object, LoaderPass] = weakref.WeakKeyDictionary()
         # those that gave to the step before: an evaluation's do not
         self._gave: set[int] = set()
         # of batches that they have given out and the model has not had, as some are taken in advance
@@ -287,9 +289,17 @@ class Hooks:
         """The loader of torch that gave this step's batch, or else the last one that gave any."""
         return (self._loader or self._last)[0]()
 
+    def pass_of(self, iterator: object) -> LoaderPass:
+        """Return what an iterator of torch's loader tells of the pass that it is in."""
+        known = self._passes.get(iterator)
+        if known is None:
+            known = self._passes[iterator] = LoaderPass(iterator)
+        return known
+
     def next_batch(self, loader: object, batch: object) -> None:
         """Note what a loader gives out."""
-        self._batch = items_given_out(loader, batch) or samples_in(batch)
+        count = getattr(loader, "_num_yielded", 0)
+        self._batch = self.pass_of(loader).items_in(batch, count) or samples_in(batch)
         self._given.pop(id(loader), None)
         self._last = self._given[id(loader)] = (weakref.ref(loader), self._batch)
         self._unused.append(self._batch)
@@ -300,6 +310,8 @@ class Hooks:
 
     def _begin_loading(self, loader: object) -> None:
         self._unused.clear()
+        # the next one of an iterator that is reset may be longer
+        self._passes.pop(loader, None)
         self.listener.loading_begins(loader)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> Any:

@@ -29,7 +29,6 @@ from tula_hpc.attach.train.peers import Peers, synchronize
 from tula_hpc.attach.train.scores import SCORES, as_share
 from tula_hpc.attach.train.script_drift import DriftSettings, ScriptDrift
 from tula_hpc.attach.train.script_scaling import refuse_nan, scaling_of
-from tula_hpc.batches import samples_given_out
 from tula_hpc.checkpoint.safe_points import Progress
 from tula_hpc.ddp.agreement import CHECK_EVERY_S, Agreed, Wish
 from tula_hpc.ddp.stop_signals import StopRequest, Suspensions
@@ -151,7 +150,7 @@ class ScriptTraining(Mode):
         self._agreed: Agreed | None = None
         self._peers: Peers
         # samples of an epoch, and how many still make a step at its end
-        self._epoch = self._epoch_of(None)
+        self._epoch = self.settings.samples, self.settings.global_batch
         # of this step, on this worker
         self._samples = 0
         # when the last step ended; None: what came since was no training
@@ -306,7 +305,7 @@ class ScriptTraining(Mode):
 
     def _epoch_of(self, loader: object) -> tuple[int, int]:
         """Return them as the loader of this step's batch says."""
-        own = samples_given_out(loader)
+        own = self.hooks.pass_of(loader).given_out
         if own is None:
             return self.settings.samples, self.settings.global_batch
         return min(self.settings.samples, own * self.spec.world_size), 1
