@@ -18,9 +18,10 @@ The search ends when the draws agree on the decision, the step times of the choi
 candidates are known well enough, and the configuration that the plan would choose was measured
 itself. Where that measurement contradicts its prediction the search goes on: the refitted model
 decides again, and its choice has to be measured again. The last of `max_profiles`
-configurations are kept for that. Not measured is only a choice whose profile would cost too much of
-the training (see `confirmation`), one that cannot be profiled, and one that appears after the last
-profile.
+configurations are kept for that. Then the choice's rival in time or cost is measured, the best
+candidate on another number of nodes: how a step grows with the nodes is what a law knows least. Not
+measured is only a choice or rival whose profile would cost too much of the training (see
+`confirmation`), one that cannot be profiled, and one that appears after the last profile.
 
 Everything is a pure function of the measurements: replayed over recorded ones, the search proposes
 the same again. From candidates to a job `propose.py` tells the whole course.
@@ -69,6 +70,10 @@ MEDIAN_KNOWN = 0.08
 INTERACTION = 0.5
 # weight of a candidate that no draw decides for
 BASELINE = 0.1
+# a choice's rival is predicted to take less than so many times its time or cost; for the last
+# profile, after which no choice could be measured, it must be closer
+RIVAL = 2.0
+CLOSE_RIVAL = 1.3
 # candidates within this share of a draw's best belong to the decision
 NEAR = 0.03
 # with more candidates an even choice of them is evaluated
@@ -142,7 +147,12 @@ class AdaptiveSearch:
             return [unconfirmed]
         # what the last profile taught could move the choice to where nothing was measured
         if left == 1 or (predictions.decided and not self._is_surprised(usable)):
-            return []
+            if self.decision.has_knee:
+                # a rival made no prediction around it better
+                return []
+            near = CLOSE_RIVAL if left == 1 else RIVAL
+            rivals = [each for each in predictions.rivals(near) if each.configuration in open_]
+            return [each.configuration for each in rivals if not is_too_dear(usable, each)]
         gains = predictions.gains(_latest_nodes(usable), steps_per_profile(usable))
         points = predictions.points
         may_run = set(open_) & {points[i] for i in np.flatnonzero(predictions.eligible).tolist()}
@@ -212,6 +222,7 @@ class _Predictions:
         every_s = np.concatenate([self.step_s[None], self.step_s * np.exp(draws)])
         evaluated = decision.evaluate(points, every_s, model, summary)
         self.eligible = evaluated.eligible.any(axis=0)
+        self._value = evaluated.eligible_value[0]
         self.hopeless = evaluated.hopeless
         planned = None
         if choices and choices[0].configuration in points:
@@ -238,6 +249,20 @@ class _Predictions:
         typical = self.spread * np.sqrt(np.median(np.diag(self.covariance)[self.eligible]))
         is_known = known <= KNOWN and typical <= MEDIAN_KNOWN
         return bool(decision.regret <= decision.enough and is_known)
+
+    def rivals(self, near: float) -> list[Chosen]:
+        """Return the best candidate on another number of nodes than the choice's, if it is near.
+
+        Args:
+            near: Times the choice's time or cost, which it must not take.
+        """
+        chosen = self.decision.chosen
+        values = np.where(self.nodes == self.nodes[chosen], np.inf, self._value)
+        best = int(np.argmin(values))
+        if not values[best] < near * self._value[chosen]:
+            return []
+        training_s = self.choices[-1].training_s if self.choices else None
+        return [Chosen(self.points[best], float(self.step_s[best]), training_s)]
 
     def gains(self, latest_nodes: float | None, steps: float) -> Array:
         """Return the gain of each candidate (m,), see the module's equation."""
