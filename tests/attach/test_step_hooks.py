@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -550,6 +551,44 @@ class Around(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> Any:
         return self.layers(inputs)
+
+
+def copied(rank: int, folder: Path) -> None:
+    listener = Told()
+    Hooks(listener).install()
+    model, optimizer = known()
+    copies = [copy.deepcopy(model)]
+    torch.save(model, folder / "model.pt")
+    copies.append(torch.load(folder / "model.pt", weights_only=False))
+    listener.told.clear()
+    for each in (*copies, model):
+        backward(each, 3)
+    optimizer.step()
+    told = [*listener.told, b"tula" in (folder / "model.pt").read_bytes()]
+    (folder / "told.json").write_text(json.dumps(told))
+
+
+def test_a_script_may_copy_and_save_its_model_as_a_whole(tmp_path: Path) -> None:
+    start_workers(1, copied, tmp_path)
+    assert json.loads((tmp_path / "told.json").read_text()) == ["forward 3", "ready", "step", False]
+
+
+@pytest.mark.parametrize(("asked", "samples"), [((8,), [8, 8]), ((5,), [5, 3]), ((), [5, 3])])
+def test_where_time_comes_first_samples_are_as_many_as_were_asked_for(asked: Any, samples: list[int]) -> None:
+    told: list[int] = []
+
+    class Asked(Listener):
+        def asked(self) -> Any:
+            return asked
+
+        def forward_begins(self, samples: int) -> None:
+            told.append(samples)
+
+    hooks = Hooks(Asked())
+    # the last of an epoch is shorter
+    for steps in (5, 3):
+        hooks._before_forward(nn.LSTM(2, 2), (torch.zeros(steps, 8, 2),), {})
+    assert told == samples
 
 
 def count_around(rank: int, folder: Path) -> None:

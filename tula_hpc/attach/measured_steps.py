@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from tula_hpc.attach.hooks.find_model import is_sharded, name_of
-from tula_hpc.attach.hooks.step_hooks import Apart
+from tula_hpc.attach.hooks.passes import Apart
 from tula_hpc.attach.reporting import ChildSpec, Mode
 from tula_hpc.attach.train.peers import Peers
 from tula_hpc.batches import LoaderPass, tensors_of

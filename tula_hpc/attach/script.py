@@ -220,6 +220,10 @@ class ParsedOptions(NamedTuple):
     # whole numbers above 0, by the longest name
     values: dict[str, int]
 
+    def batches(self) -> list[int]:
+        """Return the values of options that are named after a batch."""
+        return [value for name, value in self.values.items() if _is_whole_batch(name.lower())]
+
 
 NO_OPTIONS = ParsedOptions({}, {})
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -122,6 +122,11 @@ class ScriptProfile(MeasuredSteps):
         super().begins_anew()
         self.course = ScriptCourse(self)
         self._going = self._steps()
+
+    def asked(self) -> Collection[int]:
+        """See `Listener`."""
+        asked = self.settings.forward_batch
+        return self.options.batches() if asked is None else [asked]
 
     def after_step(self) -> None:
         """Go on with the profile, and end the process after it."""

@@ -1,17 +1,41 @@
-"""Models of a script that are known by their parameters alone, as an optimizer has them."""
+"""Models of a script: found by their parameters alone, as an optimizer has them, and watched."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 T = TypeVar("T")
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
+
+
+def before_forward(model: nn.Module, then: Callable[..., None]) -> RemovableHandle:
+    """Call a function before each forward pass, with the module, its arguments and keywords.
+
+    Copies of the module, and files that the script saves it to, are without it.
+    """
+    return model.register_forward_pre_hook(_Uncopied(then), with_kwargs=True)
+
+
+class _Uncopied:
+    """Hook of which copies do nothing, and can be loaded where this package is not."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.function = function
+
+    def __call__(self, *call: Any) -> None:
+        self.function(*call)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        # a method of the standard library that takes any three arguments and returns None
+        return getattr, (nullcontext(), "__exit__")
 
 
 def size_of(model: nn.Module) -> int:

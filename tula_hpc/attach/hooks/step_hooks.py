@@ -20,7 +20,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -36,23 +36,20 @@ from torch.optim.optimizer import (
 from torch.utils.data import dataloader
 
 from tula_hpc.attach.hooks.find_model import (
+    before_forward,
     modules_with,
-    objects_of,
     parameters_of,
     parts_with,
     size_of,
 )
-from tula_hpc.batches import LoaderPass, samples_in
+from tula_hpc.attach.hooks.passes import BackwardPasses
+from tula_hpc.batches import LoaderPass, samples_in, tensors_of
 
 # a loader, which is not kept alive, and the items that it has given out
 Given = tuple[Callable[[], object | None], int]
 
-# passes apart may come with all of the first steps, by chance
-FEW_STEPS = 8
 # batches that are taken in advance; of more the first ones are forgotten
 MOST_AHEAD = 1024
-# elements of a parameter that tell whether it changes
-SUMMED = 64
 
 
 class Listener:
@@ -82,6 +79,10 @@ class Listener:
     def step_ends(self) -> None:
         """Note that it has."""
 
+    def asked(self) -> Collection[int]:
+        """Return numbers of samples of which a pass should have one; none: it is not known."""
+        return ()
+
     def changes_by_hand(self) -> None:
         """Note that parameters change, and no optimizer of torch has taken a step."""
 
@@ -96,46 +97,6 @@ class Listener:
 
     def meets(self) -> None:
         """Note that the script's process is about to meet the others."""
-
-
-class Apart:
-    """Passes between two steps that are none of training: a pause, unless they come with most steps.
-
-    Some losses take a pass without gradients at every step, and are a part of it.
-    """
-
-    def __init__(self) -> None:
-        self._is_noted = False
-        self._steps = 0
-
-    def note(self) -> None:
-        """Note such a pass since the last step."""
-        self._is_noted = True
-
-    def step_ends(self) -> None:
-        """Forget passes within the step."""
-        self._is_noted = False
-
-    def is_pause(self, steps: int) -> bool:
-        """Tell whether a pause ends, with the first pass of training after so many steps."""
-        if not self._is_noted:
-            return False
-        self._is_noted = False
-        self._steps += 1
-        return 2 * self._steps < max(steps, FEW_STEPS)
-
-
-class Gaps:
-    """Times from the end of a step to the next forward pass."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.mean_s = 0.0
-
-    def add(self, seconds: float) -> None:
-        """Count one."""
-        self.count += 1
-        self.mean_s += (seconds - self.mean_s) / self.count
 
 
 class Hooks:
@@ -162,7 +123,7 @@ class Hooks:
         self.others: list[Optimizer] = []
         self.further_steps = 0
         self._forward_hook: Any = None
-        self.backward = _BackwardPasses(listener)
+        self.backward = BackwardPasses(listener.changes_by_hand)
         # samples of the batch that a loader of torch has last given out; 0: not known
         self._batch = 0
         # of each loader since the last step, the last one last: itself, not kept alive, and its items
@@ -172,6 +133,8 @@ class Hooks:
         self._passes: weakref.WeakKeyDictionary[object, LoaderPass] = weakref.WeakKeyDictionary()
         # those that gave to the step before: an evaluation's do not
         self._gave: set[int] = set()
+        # where no loader of torch tells: of a model's inputs, as time may come first; None: not known
+        self._dimension: int | None = None
         # of batches that they have given out and the model has not had, as some are taken in advance
         self._unused: deque[int] = deque(maxlen=MOST_AHEAD)
         # the loader whose batches are this step's, by its id, 0: not known; and itself
@@ -211,7 +174,7 @@ class Hooks:
         self.model = model
         # kept, as it is asked for several times at every step
         self.inner_model = model.module if isinstance(model, DistributedDataParallel) else model
-        self._forward_hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self._forward_hook = before_forward(model, self._before_forward)
 
     def _modules_of(self, owned: set[Tensor], *, parts: bool = True) -> list[nn.Module]:
         """Return the modules that may be the model of these parameters, inner ones first."""
@@ -277,7 +240,17 @@ class Hooks:
         is_more = 0 < sum(self._unused) < samples
         if not samples or is_more or given % samples not in (0, given):
             return given
-        return samples
+        return samples if given else self._samples_along(first, samples)
+
+    def _samples_along(self, first: Any, samples: int) -> int:
+        """Return the samples of inputs whose first dimension may be time, as of recurrent models."""
+        if self._dimension == 0:
+            return samples
+        second = next((t.shape[1] for t in tensors_of(first) if t.dim() > 1), 0)
+        if self._dimension is None:
+            asked = self.listener.asked()
+            self._dimension = int(0 < second in asked and samples not in asked)
+        return second if self._dimension else samples
 
     def _is_of_steps(self) -> bool:
         """Tell whether the last batch is of the data set that training takes its batches from."""
@@ -452,47 +425,4 @@ def _at_first_call(modules: Iterable[nn.Module], then: Callable[..., None]) -> N
             handle.remove()
         then(*call)
 
-    handles += [module.register_forward_pre_hook(begin, with_kwargs=True) for module in modules]
-
-
-class _BackwardPasses:
-    """Counts backward passes, and finds out that parameters change though no optimizer has stepped.
-
-    Attributes:
-        count: Passes so far.
-        is_stepped: An optimizer of torch has taken a step.
-
-    Args:
-        listener: Is told of such a change.
-    """
-
-    def __init__(self, listener: Listener) -> None:
-        self.listener = listener
-        self.count = 0
-        self.is_stepped = False
-        self._sums: list[tuple[Tensor, float]] = []
-
-    def install(self) -> None:
-        """Watch from now on."""
-        original = torch.autograd.backward
-
-        @wraps(original)
-        def backward(*args: Any, **kwargs: Any) -> None:
-            original(*args, **kwargs)
-            self.count += 1
-            if not self.is_stepped:
-                self._look()
-
-        vars(torch.autograd)["backward"] = backward
-
-    def _look(self) -> None:
-        # passes alone say nothing: a step may have many
-        if self.count == FEW_STEPS:
-            trained = [p for p in objects_of(nn.Parameter) if p.grad is not None]
-            self._sums = [(p, _sum_of(p)) for p in trained]
-        elif self.count == 2 * FEW_STEPS and any(_sum_of(p) != was for p, was in self._sums):
-            self.listener.changes_by_hand()
-
-
-def _sum_of(parameter: Tensor) -> float:
-    return float(parameter.detach().flatten()[:SUMMED].double().sum())
+    handles += [before_forward(module, begin) for module in modules]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tula_hpc.attach.hooks.find_model import before_forward
 from tula_hpc.attach.train.loaders import random_state, set_random_state
 from tula_hpc.batches import tensors_of
 
@@ -37,7 +38,7 @@ def rehearse_first_pass(
             with around():
                 _rehearse(model, args, kwargs)
 
-    handle = model.register_forward_pre_hook(before, with_kwargs=True)
+    handle = before_forward(model, before)
 
 
 def _rehearse(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tula_hpc.attach.own_folder import own_folder
-from tula_hpc.attach.script import script_of
+from tula_hpc.attach.script import forward_batch, script_of
 from tula_hpc.attach.train.going_on import Start, begin_where_the_script_does, without_repeated
 from tula_hpc.ddp.exit_at_once import leaving_at_once
 from tula_hpc.ddp.stop_signals import StopRequest
@@ -237,6 +237,7 @@ class ScriptJob:
             job_id=self.env.job_id,
             samples=job.sweep.workload.samples or 1,
             global_batch=job.configuration.global_batch,
+            forward_batch=forward_batch(job.sweep, job.configuration),
             log_interval_steps=options.log_interval_steps,
             restart_count=self.env.restart_count,
             progress=start.progress(),

@@ -13,7 +13,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -22,7 +22,7 @@ from typing import Any, Literal, NoReturn, cast
 from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
 
-from tula_hpc.attach.hooks.step_hooks import Apart, Gaps
+from tula_hpc.attach.hooks.passes import Apart, Gaps
 from tula_hpc.attach.own_folder import Saved
 from tula_hpc.attach.reporting import ChildSpec, Mode, Said, leave
 from tula_hpc.attach.train.peers import Peers, synchronize
@@ -54,6 +54,8 @@ class TrainSettings(Record):
     # of an epoch, over all workers
     samples: int
     global_batch: int
+    # samples of one forward pass of one worker; 0: unknown
+    forward_batch: int = 0
     log_interval_steps: int
     # of the model that was measured; None: unknown
     parameters: int | None = None
@@ -219,6 +221,10 @@ class ScriptTraining(Mode):
         self.write_steps()
         self.say(self._told("stopped"))
         leave(0)
+
+    def asked(self) -> Collection[int]:
+        """See `Listener`."""
+        return [self.settings.forward_batch]
 
     def model_wrapped(self, model: DistributedDataParallel) -> None:
         """See `Listener`."""

@@ -1,0 +1,100 @@
+"""Passes of a script's model, and the time between them, where they say more than that there was one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tula_hpc.attach.hooks.find_model import objects_of
+
+# passes apart may come with all of the first steps, by chance
+FEW_STEPS = 8
+# elements of a parameter that tell whether it changes
+SUMMED = 64
+
+
+class Apart:
+    """Passes between two steps that are none of training: a pause, unless they come with most steps.
+
+    Some losses take a pass without gradients at every step, and are a part of it.
+    """
+
+    def __init__(self) -> None:
+        self._is_noted = False
+        self._steps = 0
+
+    def note(self) -> None:
+        """Note such a pass since the last step."""
+        self._is_noted = True
+
+    def step_ends(self) -> None:
+        """Forget passes within the step."""
+        self._is_noted = False
+
+    def is_pause(self, steps: int) -> bool:
+        """Tell whether a pause ends, with the first pass of training after so many steps."""
+        if not self._is_noted:
+            return False
+        self._is_noted = False
+        self._steps += 1
+        return 2 * self._steps < max(steps, FEW_STEPS)
+
+
+class Gaps:
+    """Times from the end of a step to the next forward pass."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one."""
+        self.count += 1
+        self.mean_s += (seconds - self.mean_s) / self.count
+
+
+class BackwardPasses:
+    """Counts backward passes, and finds out that parameters change though no optimizer has stepped.
+
+    Attributes:
+        count: Passes so far.
+        is_stepped: An optimizer of torch has taken a step.
+
+    Args:
+        changes_by_hand: Called at such a change.
+    """
+
+    def __init__(self, changes_by_hand: Callable[[], None]) -> None:
+        self.changes_by_hand = changes_by_hand
+        self.count = 0
+        self.is_stepped = False
+        self._sums: list[tuple[Tensor, float]] = []
+
+    def install(self) -> None:
+        """Watch from now on."""
+        original = torch.autograd.backward
+
+        @wraps(original)
+        def backward(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            self.count += 1
+            if not self.is_stepped:
+                self._look()
+
+        vars(torch.autograd)["backward"] = backward
+
+    def _look(self) -> None:
+        # passes alone say nothing: a step may have many
+        if self.count == FEW_STEPS:
+            trained = [p for p in objects_of(nn.Parameter) if p.grad is not None]
+            self._sums = [(p, _sum_of(p)) for p in trained]
+        elif self.count == 2 * FEW_STEPS and any(_sum_of(p) != was for p, was in self._sums):
+            self.changes_by_hand()
+
+
+def _sum_of(parameter: Tensor) -> float:
+    return float(parameter.detach().flatten()[:SUMMED].double().sum())
