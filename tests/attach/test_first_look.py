@@ -155,3 +155,11 @@ def test_a_scripts_parser_tells_which_options_carry_batch_and_epochs(arguments: 
     values = {"--train_batch_size": 32, "--width": 32, "--num-epochs": 9, "--warmup-epochs": 9}
     told = with_placeholders(arguments.split(), 32, 1, ParsedOptions(names, values))
     assert " ".join(told) == expected
+
+
+@pytest.mark.parametrize(
+    ("default", "expected"), [(1, "-b {local_batch} --num_nodes {nodes}"), (99, "-b {local_batch}")]
+)
+def test_a_number_of_nodes_is_the_clusters_if_it_is_one_by_default(default: int, expected: str) -> None:
+    told = with_placeholders(["-b", "32"], 32, 1, ParsedOptions({}, {"--num_nodes": default}))
+    assert " ".join(told) == expected

@@ -96,6 +96,12 @@ p.add_argument("--epochs", default=90, type=int)
 p.add_argument("-b", default=256, type=int, dest="batch_size", help="total batch of all GPUs on the current node")
 p.add_argument("--seed", default=None, type=int)
 """
+LIGHTNING = """
+import argparse
+p = argparse.ArgumentParser()
+p.add_argument("--batch_size", default=32, type=int)
+p.add_argument("--num_nodes", default=1, type=int)
+"""
 NOTHING = "batch_size = 64\nmodel = build()\n"
 
 
@@ -104,6 +110,9 @@ NOTHING = "batch_size = 64\nmodel = build()\n"
     [
         (ARGPARSE, "--batch-size {global_batch} --epochs {epochs} --seed {seed}", {"epochs": 90, "seed": 3}),
         (OF_A_NODE, "-b {local_batch} --epochs {epochs}", {"epochs": 90}),
+        (LIGHTNING, "--batch_size {local_batch} --num_nodes {nodes}", {}),
+        # of a graph
+        (LIGHTNING.replace("1", "1000"), "--batch_size {local_batch}", {}),
         (STEPS, "--batch_size {local_batch} --max_iters {steps}", {}),
         (CLICK, "--micro-batch {local_batch} --num-epochs {epochs} --grad-accum {accumulation}", {"accumulation": 4}),
         (TYPER, "--bs {local_batch} --n-epochs {epochs}", {"epochs": 12}),
@@ -117,7 +126,10 @@ NOTHING = "batch_size = 64\nmodel = build()\n"
         (HYDRA, "train.batch_size={local_batch} train.epochs={epochs}", {}),
         (DATACLASS, "--batch-size {local_batch} --seed {seed}", {"seed": 5}),
     ],
-    ids=["argparse", "of a node", "steps", "click", "typer", "hugging-face", "absl", "hydra", "dataclass"],
+    ids=[
+        *("argparse", "of a node", "nodes", "nodes of a graph", "steps", "click", "typer", "hugging-face", "absl"),
+        *("hydra", "dataclass"),
+    ],
 )
 def test_a_script_of_any_style_gets_its_batch(
     commands: Path, tmp_path: Path, text: str, arguments: str, values: dict[str, int]

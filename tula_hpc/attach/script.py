@@ -254,6 +254,8 @@ def watch_parsers() -> ParsedOptions:
 OF_BATCH = ("batch", "bs")
 OF_EVALUATION = ("eval", "val", "test")
 OF_EPOCHS = re.compile(r"--((n|num|max|total|train|num_train|num-train)[_-])?epochs")
+# of the cluster where it is 1 by default, else perhaps of a graph
+OF_NODES = re.compile(r"--((n|num)[_-]?)?nodes|--nnodes")
 # those that set the steps of the whole training
 OF_STEPS = tuple(
     f"{most}{mark}{unit}"
@@ -327,7 +329,7 @@ def _of_a_sample(flag: str, total: int, samples: int) -> int:
 def _defaults(
     arguments: Sequence[str], batch: int, passes: int, options: ParsedOptions
 ) -> list[str]:
-    """Return the options that carry batch and epochs and were left at their defaults."""
+    """Return the options that carry batch, epochs and nodes and were left at their defaults."""
     given = " ".join(arguments)
     wanted = {}
     for name, value in options.values.items():
@@ -342,6 +344,8 @@ def _defaults(
         wanted["{local_batch}"] = [name for name in sizes if _is_of(name.lower(), OF_BATCH)]
     if "{epochs}" not in given and "{steps}" not in given:
         wanted["{epochs}"] = [name for name in options.values if OF_EPOCHS.fullmatch(name)]
+    ones = [name for name, value in options.values.items() if value == 1 and name not in given]
+    wanted["{nodes}"] = [name for name in ones if OF_NODES.fullmatch(name)]
     found: list[str] = []
     for placeholder, names in wanted.items():
         if len(names) == 1:

@@ -41,6 +41,7 @@ class ScriptOptions(NamedTuple):
     epochs: Option | None = None
     steps: Option | None = None
     seed: Option | None = None
+    nodes: Option | None = None
     accumulation: Option | None = None
     resume: Option | None = None
     # options without a default beside these
@@ -77,6 +78,7 @@ _ROLES = {
     "epochs": r"(?:(?:num|n|nb|max|train|training|total)_?)*epochs?",
     "steps": r"(?:(?:num|n|max|total|train|training)_)+(?:steps|iters|iterations)",
     "seed": r"(?:(?:random|manual|global|torch|rng)_?)*seed",
+    "nodes": r"(?:(?:num|n)_?)?nodes|nnodes",
     "accumulation": r"(?:(?:gradient|grad)_?)?accum(?:ulat(?:ion|e))?(?:_[a-z_]+)?",
     "resume": r"(?:auto_?)?resume(?:_training)?(?:_from)?(?:_checkpoint)?(?:_path)?"
     r"|load_checkpoint|restore(?:_from)?",
@@ -136,7 +138,10 @@ def _best(role: str, options: Iterable[Option]) -> Option | None:
     found = [each for each in options if any(pattern.fullmatch(name) for name in each.names)]
     if role == "batch":
         found.sort(key=lambda each: not any(_OF_ONE_PASS.search(name) for name in each.names))
-    if role in ("batch", "epochs", "steps", "seed", "accumulation"):
+    if role == "nodes":
+        # others are of a graph
+        found = [each for each in found if each.default == 1]
+    if role in ("batch", "epochs", "steps", "seed", "nodes", "accumulation"):
         found = [each for each in found if each.takes_value]
     if role == "seed":
         # without one by default a seed may choose slower algorithms

@@ -120,6 +120,7 @@ def _arguments(options: ScriptOptions) -> Iterator[Line]:
         (options.epochs, "{epochs}"),
         (None if options.epochs else options.steps, "{steps}"),
         (options.seed, "{seed}"),
+        (options.nodes, "{nodes}"),
         (options.accumulation, "{accumulation}"),
     ):
         words += option.words(value) if option is not None else []
