@@ -11,10 +11,12 @@ from typing import NamedTuple
 import accelerate  # noqa: F401
 import lightning
 import pytest
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments  # noqa: F401
 
 from tests.attach.test_keeping import EXITED, KILLED, SAMPLES, STOPPED, Story, assert_same
 from tula_hpc.attach import lightning_callback, trainer_callback
+from tula_hpc.attach.reporting import failed_by
 from tula_hpc.config import SweepSpec
 from tula_hpc.records import read_metrics
 
@@ -119,3 +121,10 @@ def test_with_another_batch_a_framework_begins_anew_and_says_so(tmp_path: Path) 
 def test_without_tula_around_the_callbacks_are_the_frameworks_own() -> None:
     assert type(trainer_callback()) is TrainerCallback
     assert type(lightning_callback()) is lightning.Callback
+
+
+def test_lightning_on_nodes_that_it_was_not_told_of_is_told_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="product") as caught:
+        TorchElasticEnvironment().validate_settings(num_devices=1, num_nodes=1)
+    assert "give {nodes} to its option for num_nodes" in failed_by(caught.value).detail

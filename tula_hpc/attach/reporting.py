@@ -158,6 +158,9 @@ def _hint(error: Exception) -> str:
         return "; this worker has no GPU: see device and gres in the cluster file"
     if str(error).startswith("Parent directory"):
         return "; the script has to make it (os.makedirs), as it runs in a folder of its own"
+    if "does not match the world size" in str(error):
+        # Lightning's
+        return "; give {nodes} to its option for num_nodes; devices are the workers of a node"
     if isinstance(error, EOFError):
         return "; it asks for input, which a job has none of"
     if isinstance(error, KeyError) and str(error.args[:1]).startswith("('SLURM_"):
