@@ -1,4 +1,4 @@
-"""Passes of a script's model, and the time between them, where they say more than that there was one."""
+"""What passes of a script's model tell: pauses, gaps between steps, parameters changed by hand."""
 
 from __future__ import annotations
 
