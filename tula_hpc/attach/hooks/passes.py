@@ -1,4 +1,4 @@
-"""What passes of a script's model tell: pauses, gaps between steps, parameters changed by hand."""
+"""Notes on the passes of a script's model: pauses, gaps between steps, changes by hand."""
 
 from __future__ import annotations
 
