@@ -95,6 +95,7 @@ _CALLERS = (
     Path(__file__),
     Path(__file__).parent / "workloads" / "workload.py",
     Path(__file__).parent / "profiling" / "rehearsal_process.py",
+    Path(__file__).parent / "attach" / "script.py",
 )
 
 

@@ -524,6 +524,21 @@ def test_what_a_scripts_output_is_searched_for_may_change_after_profiles(sweep_f
     check_run(after, ClusterSpec(), run.root)
 
 
+def test_a_script_that_is_gone_after_it_was_measured_gets_its_name_back(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep_file.write_text(
+        'name = "x"\n[workload]\nscript = "train.py"\narguments = ["{local_batch}"]\nsamples = 2048\nepochs = 3\n'
+    )
+    assert main([str(sweep_file)]) == 2
+    assert capsys.readouterr().err.endswith("; check the path\n")
+    measure(RunDirectory(sweep_file.parent / "runs" / "x").create())
+    assert main([str(sweep_file)]) == 2
+    refused = capsys.readouterr().err
+    assert refused.startswith(f"{sweep_file}: workload.script: {sweep_file.parent / 'train.py'} is gone, which")
+    assert refused.endswith("give the file that name again, or measure another one with another --run-dir\n")
+
+
 def test_a_script_whose_folder_was_moved_is_the_same(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from tula_hpc.cli.open_run import open_run
     from tula_hpc.config import load_frozen_sweep

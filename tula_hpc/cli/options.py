@@ -164,6 +164,7 @@ def _load_without_paths(
     """
     from tula_hpc.config import load_together
     from tula_hpc.own_sources import find_source, module_files
+    from tula_hpc.records import RunDirectory
     from tula_hpc.stages.rehearsal import with_remedy
 
     try:
@@ -174,6 +175,14 @@ def _load_without_paths(
         raise mistake from None
     if getattr(options, "dry_run", False) and _lacks_only_data(options):
         return spec, cluster
+    script = spec.workload.script
+    if script and not script.exists() and RunDirectory(run_root(options, spec)).has_results():
+        raise InputError(
+            f"{script} is gone, which this run has measured: give the file that name again, or "
+            "measure another one with another --run-dir",
+            source=options.sweep,
+            key="workload.script",
+        ) from None
     # jobs on this machine find no more than this command
     if not spec.workload.names_data or cluster.executor == "local":
         raise mistake from None
