@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from tula_hpc.attach.processes import Meeting, variables_of
-from tula_hpc.attach.script import filled, remedy_of_batch, values_of
+from tula_hpc.attach.script import Script, filled, remedy_of_batch, values_of
 from tula_hpc.config import SweepSpec
 from tula_hpc.config.workload import PLACEHOLDERS
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.records import Configuration
+from tula_hpc.user_code import told
 
 MEETING = Meeting("node1", 12345, "abc", 0.0)
 
@@ -21,6 +23,14 @@ def spec(method: str = "lbt", **workload: object) -> SweepSpec:
     keys = {"script": "/train.py", "arguments": arguments, "samples": 1000, "epochs": 3, **workload}
     tables = {"name": "x", "workload": keys, "training": {"method": method, "base_batch": 64}}
     return SweepSpec.model_validate(tables, context={"check_paths": False})
+
+
+def test_a_script_that_is_gone_fails_at_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [])
+    monkeypatch.setattr("sys.path", [*sys.path])
+    with pytest.raises(FileNotFoundError) as caught:
+        Script(tmp_path / "gone.py", None, ()).run(tmp_path)
+    assert told(caught.value).endswith("/gone.py'")
 
 
 def test_each_placeholder_has_a_value() -> None:

@@ -238,10 +238,9 @@ class MeasuredSteps(Mode):
         if world > 1 and not isinstance(model, DistributedDataParallel):
             raise InputError(
                 f"{name} does not wrap {name_of(model)}, the first model that an optimizer trains, "
-                f"in DistributedDataParallel, so that its {world} workers train it apart, or "
-                "exchange gradients in a way that is not measured; expected "
-                "torch.distributed.init_process_group, then DistributedDataParallel(model), "
-                "wherever WORLD_SIZE is above 1, or a single worker"
+                f"in DistributedDataParallel, without which {world} workers train apart: call "
+                "init_process_group, then DistributedDataParallel(model), where WORLD_SIZE is above "
+                "1; other ways to exchange gradients are not measured"
             )
         if world > 1 and dist.get_world_size() != world:
             raise InputError(
