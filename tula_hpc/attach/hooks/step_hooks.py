@@ -285,6 +285,8 @@ class Hooks:
         self._unused.clear()
         # the next one of an iterator that is reset may be longer
         self._passes.pop(loader, None)
+        # the id may have been that of an iterator that is gone
+        self._gave.discard(id(loader))
         self.listener.loading_begins(loader)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> Any:
