@@ -38,18 +38,21 @@ ENDS = {
 }
 
 
-def jobs_until_given_up(policy: RetryPolicy, failure: Failure, step: int = 0) -> int | Verdict:
-    """Count the jobs of a training that always fails like this; each begins `step` samples after the last."""
+def jobs_until_given_up(policy: RetryPolicy, failure: Failure, step: int = 0, interrupted: int = 0) -> int | Verdict:
+    """Count the jobs of a training that always fails like this; each begins `step` samples after the last.
+
+    So many of the first ones are preempted instead.
+    """
     events: list[Event] = []
     for job in range(1, 30):
         common = {"stage": "train", "time": 1.0, "job_id": str(job)}
         for name, fields in (
             ("submitted", {"data": {"label": "a"}}),
             ("resumed", {"data": {"samples_seen": job * step}}),
-            ("ended", {"failure": failure}),
+            ("ended", {"failure": (how := Failure.PREEMPTED if job <= interrupted else failure)}),
         ):
             events.append(Event.model_validate({**common, **fields, "event": name}))
-        verdict = policy.judge(RunHistory(events), "a", JobFailure(failure), since=1.0)
+        verdict = policy.judge(RunHistory(events), "a", JobFailure(how), since=1.0)
         if verdict is not Verdict.AGAIN:
             return job if verdict is Verdict.GIVE_UP else verdict
     return UNBOUNDED
@@ -87,6 +90,12 @@ def test_whatever_gets_further_each_time_is_tried_again_but_for_the_number_of_re
     assert jobs_until_given_up(STUDY_TABLE, Failure.DEVICE_FAILED, step=64) == UNBOUNDED
     assert jobs_until_given_up(PLAN_TABLE, Failure.KILLED, step=64) == 7
     assert jobs_until_given_up(STUDY_TABLE, Failure.KILLED, step=64) == 3
+
+
+def test_a_preempted_job_uses_up_no_attempt_of_another_failure() -> None:
+    assert jobs_until_given_up(STUDY_TABLE, Failure.BUG, interrupted=2) == 2 + 3
+    assert jobs_until_given_up(PLAN_TABLE, Failure.BUG, interrupted=2) == 2 + 1
+    assert jobs_until_given_up(STUDY_TABLE, Failure.TIMED_OUT, interrupted=2) == 7
 
 
 @pytest.mark.parametrize("policy", [PLAN_TABLE, STUDY_TABLE])

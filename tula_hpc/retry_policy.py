@@ -91,7 +91,7 @@ class RetryPolicy:
     A failure that is in no table ends the training: the next job would fail in the same way.
     """
 
-    # jobs in all
+    # jobs in all, but for a failure that is no interruption: those that were not interrupted
     jobs: Mapping[Failure, int]
     # last jobs that all failed like this and had begun at the same sample
     in_vain: Mapping[Failure, int]
@@ -116,6 +116,9 @@ class RetryPolicy:
         # an earlier command's job: the user may have removed the cause
         if attempts == 0:
             return Verdict.AGAIN
+        if kind not in INTERRUPTIONS:
+            # an interrupted job says nothing of the training
+            attempts -= history.ends(label, INTERRUPTIONS, since)
         if failure.stop in FINAL or attempts >= self.jobs.get(kind, 1):
             return Verdict.GIVE_UP
         most = self.in_vain.get(kind)

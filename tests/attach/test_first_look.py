@@ -26,8 +26,9 @@ def look(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_what_is_printed_is_a_sweep_file_but_for_the_epochs(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text((SCRIPTS / "plain.py").read_text())
-    done = look(tmp_path, "train.py", "--batch-size", "16", "--epochs", "500", "--samples", "640")
+    done = look(tmp_path, "train.py", "--batch-size", "16", "--epochs", "2", "--samples", "640")
     assert done.returncode == 0, done.stderr
+    assert "it ended after 80 steps; running it again to measure fewer of them" in done.stderr
     assert "16 samples a forward pass, 1 forward pass a step" in done.stdout
     path = tmp_path / "mine.toml"
     path.write_text(done.stdout)
@@ -65,12 +66,18 @@ def test_a_file_of_init_gets_what_it_lacks(
     assert done.stdout.splitlines()[-1] == "train.toml: filled in arguments with --samples 640; it is complete."
     sweep, _ = load_together(tmp_path / "train.toml", tmp_path / "cluster.toml")
     assert sweep.workload.arguments[:2] == ("--samples", "640")
-    seen: dict[str, object] = {"forward_batch": 64, "accumulation": 1, "samples": None, "others": []}
-    seen |= {"measurement": {}, "options": {"names": {}, "values": {}}}
+    seen: dict[str, object] = {"forward_batch": 64, "accumulation": 2, "samples": None, "others": []}
+    seen["measurement"] = {"status": "oom", "nodes": 1, "workers_per_node": 1, "local_batch": 1, "finished_at": 0.0}
+    seen["options"] = {"names": {}, "values": {}}
     monkeypatch.setattr("tula_hpc.attach.__main__._look", lambda *_: seen)
     for argument in (["--batch-size=32"], ["--batch-size", "32"]):
         assert main(["--into", "train.toml", "train.py", *argument]) == 1
         assert "asked for 32 samples a forward pass, the model got 64: look at" in capsys.readouterr().err
+    assert main(["--into", "train.toml", "train.py", "--batch-size", "64"]) == 0
+    assert "train.toml: filled in accumulation = 2; it is complete." in capsys.readouterr().out
+    base_batch = sweep.training.base_batch
+    sweep, _ = load_together(tmp_path / "train.toml", tmp_path / "cluster.toml")
+    assert (sweep.workload.accumulation, sweep.training.base_batch) == (2, 2 * base_batch)
     with pytest.raises(SystemExit, match="2"):
         main(["--into"])
     assert main(["--into", "gone.toml", "train.py"]) == 2

@@ -106,6 +106,29 @@ def test_a_script_that_exits_ends_the_sweep_in_one_line(tmp_path: Path) -> None:
     assert end.failure is Failure.BAD_INPUT
 
 
+def test_a_script_that_ends_early_is_measured_in_the_steps_that_it_takes(tmp_path: Path) -> None:
+    path = tmp_path / "short.toml"
+    path.write_text(f"""
+name = "short"
+[workload]
+script = "{SCRIPTS / "plain.py"}"
+arguments = ["--batch-size", "{{local_batch}}", "--samples", "1600", "--epochs", "4"]
+samples = 1600
+epochs = 4
+[search]
+cluster_sizes = [1, 2]
+min_batch = 64
+max_batch = 64
+mode = "full"
+""")
+    done = sweep(path, tmp_path)
+    assert done.returncode == 0, done.stderr + done.stdout
+    records = RunDirectory(tmp_path / "run").measurements().records
+    assert sorted(m.nodes for m in records) == [1, 2]
+    # of the 100, with all that is measured beside whole steps
+    assert all(m.status == "ok" and 10 <= m.steps <= 40 for m in records)
+
+
 def test_lack_of_memory_is_a_record(tmp_path: Path) -> None:
     done = sweep(mine(tmp_path, "has no memory"), tmp_path, *QUICK)
     assert done.returncode == 1

@@ -71,6 +71,13 @@ def test_fallbacks_shrink_and_end(run: RunDirectory) -> None:
         next_candidate(PLAN, run, 3)
 
 
+def test_batches_that_ran_out_of_memory_on_another_partition_do_not_count(run: RunDirectory) -> None:
+    for batch in (64, 32, 16, 8):
+        elsewhere = oom(batch).model_copy(update={"partition": "small"})
+        append_record(run.profile / "train-main.jsonl", elsewhere)
+    assert next_candidate(PLAN, run, max_fallbacks=3) == LARGE
+
+
 def test_a_plan_is_kept_once_training_began(run: RunDirectory) -> None:
     sweep = Sweep(SweepSpec(name="x"), ClusterSpec(), run)
     write_atomically(run.plan_file, PLAN.model_dump_json(by_alias=True))

@@ -37,7 +37,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tula_hpc.attach.script import ParsedOptions, with_placeholders
 from tula_hpc.command_errors import CommandParser, exit_code_of
@@ -66,6 +66,10 @@ from tula_hpc.init.sweep_file import (
 )
 from tula_hpc.own_sources import find_module, source_of
 from tula_hpc.records import Configuration, Measurement, write_atomically
+
+if TYPE_CHECKING:
+    from tula_hpc.attach.processes import Outcome
+    from tula_hpc.attach.reporting import ChildSpec
 
 # command that starts a script
 LAUNCHER = re.compile(r"python[\d.]*|torchrun|accelerate|srun")
@@ -180,49 +184,60 @@ def _look(
     """Return the result of the script's process, or the reason why it could not be measured."""
     import torch
 
+    from tula_hpc.attach.processes import end_of, error_of
+    from tula_hpc.attach.reporting import ChildSpec
+
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    spec = ChildSpec(
+        mode="look",
+        script=script,
+        module=module,
+        arguments=tuple(options.arguments),
+        home=Path.cwd(),
+        said=folder / "first.said",
+        parent=os.getpid(),
+        device=device,
+        counted_model=None if options.into is None else _counted(options.into),
+    )
+    outcome = _run_script(spec, SearchSpec(), folder / "first")
+    if shorter := outcome.said.result.get("search"):
+        steps = plural(outcome.said.steps, "step")
+        sys.stderr.write(f"it ended after {steps}; running it again to measure fewer of them ...\n")
+        outcome = _run_script(spec, SearchSpec.model_validate(shorter), folder / "again")
+    if not outcome.is_done:
+        sys.stderr.write(end_of(Path(outcome.log)))
+        return error_of(outcome, "")
+    return {**outcome.said.result, "device": device}
+
+
+def _run_script(spec: ChildSpec, search: SearchSpec, folder: Path) -> Outcome:
+    """Run a script in a folder of its own, until it is measured or ends; return how."""
     from tula_hpc.attach.processes import (
         Peers,
         choose_meeting,
-        end_of,
-        error_of,
         meeting_from,
         own_output,
         start,
         variables_of,
         watch,
     )
-    from tula_hpc.attach.reporting import ChildSpec
     from tula_hpc.attach.script_profile import Settings
 
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     place = WorkerEnvironment(0, 1, 0, 0, "", 0, (os.uname().nodename,), on_slurm=False)
     settings = Settings(
-        search=SearchSpec(),
-        cluster=ClusterSpec(device=device),
+        search=search,
+        cluster=ClusterSpec(device=spec.device),
         configuration=Configuration(1, 1, 1),
         place=place,
     )
+    changes = {"settings": settings.model_dump(mode="json"), "said": folder.with_suffix(".said")}
+    spec = spec.model_copy(update=changes)
     meeting = meeting_from(choose_meeting(place))
+    folder.mkdir()
     with own_output(folder, 0, Path.cwd()) as (work, output):
-        spec = ChildSpec(
-            mode="look",
-            script=script,
-            module=module,
-            arguments=tuple(options.arguments),
-            home=Path.cwd(),
-            said=folder / "said",
-            parent=os.getpid(),
-            device=device,
-            counted_model=None if options.into is None else _counted(options.into),
-            settings=settings.model_dump(mode="json"),
-        )
-        log = folder / "rank-0.log"
-        child = start(spec, variables_of(place, 1, meeting, device), work, log, output)
-        outcome = watch(child, Peers(None, meeting.run_id), PATIENCE_S)
-    if not outcome.is_done:
-        sys.stderr.write(end_of(log))
-        return error_of(outcome, "")
-    return {**outcome.said.result, "device": device}
+        variables = variables_of(place, 1, meeting, spec.device)
+        child = start(spec, variables, work, folder / "rank-0.log", output)
+        return watch(child, Peers(None, meeting.run_id), PATIENCE_S)
 
 
 def _counted(file: Path) -> str | None:

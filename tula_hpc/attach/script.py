@@ -140,6 +140,36 @@ def remedy_of_batch(script: str, asked: int, got: int, configuration: Configurat
     return f"look at how {script} takes its batch, and at {{local_batch}} and {{global_batch}}"
 
 
+def remedy_of_passes(passes: int, parts: int, batch: int, asked: int | None, world: int) -> str:
+    """Return advice for a script that takes other passes in a step than were asked for.
+
+    Args:
+        passes: That it takes.
+        parts: That were asked for.
+        batch: Samples of a pass.
+        asked: Samples of a pass that were asked for; None: as they are found.
+        world: Number of workers.
+    """
+    if asked is not None and batch != asked and batch * passes == asked * parts:
+        return (
+            f"it cuts {batch * passes} samples by itself into passes of {batch}; keep to batches "
+            "that it takes in one pass, by {local_batch} and search.max_batch"
+        )
+    if world > 1 and passes == max(1, parts // world):
+        return (
+            f"it seems to divide its passes among its {world} workers: give {{workers}} to the "
+            "argument that sets them, so that each takes one, and set workload.accumulation = 1; "
+            "other arguments need another --run-dir"
+        )
+    if passes & (passes - 1):
+        return "only powers of 2 can be planned"
+    return (
+        f"set workload.accumulation = {passes} if it always takes so many; if one of its "
+        "arguments sets all samples of a step, give it {global_batch}, for tokens as in "
+        "{global_batch*1024}"
+    )
+
+
 def lr_scale(sweep: SweepSpec, global_batch: int) -> float:
     """Return the factor of the learning rate from training.base_batch to a batch.
 

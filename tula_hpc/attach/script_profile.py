@@ -33,7 +33,14 @@ from tula_hpc.attach import was_kept
 from tula_hpc.attach.hooks.find_model import model_of, name_of
 from tula_hpc.attach.measured_steps import MeasuredSteps, between_epochs_s, captured
 from tula_hpc.attach.reporting import ChildSpec, Said, leave, own_hook
-from tula_hpc.attach.script import NEAR, NO_OPTIONS, remedy_of_batch, typical_batch, watch_parsers
+from tula_hpc.attach.script import (
+    NEAR,
+    NO_OPTIONS,
+    remedy_of_batch,
+    remedy_of_passes,
+    typical_batch,
+    watch_parsers,
+)
 from tula_hpc.batches import LoaderPass
 from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.ddp.stop_signals import Suspensions
@@ -50,12 +57,14 @@ from tula_hpc.profiling.meters import (
 )
 from tula_hpc.profiling.probes import PASSES, estimate_from, flat, shared_norms, squared
 from tula_hpc.profiling.record import describe
-from tula_hpc.profiling.timing import Steps, StoppingRule, warm_up
+from tula_hpc.profiling.timing import LEAST_TIMED, Steps, StoppingRule, warm_up, within
 from tula_hpc.records import Configuration, Identity, Measurement, MemoryUse
 from tula_hpc.records.base import Record
 
 # in which the optimizer's part is timed
 OPTIMIZER_STEPS = 10
+# until a loader has settled, and where a part begins and ends
+FEW_STEPS = 10
 # of long steps as few as in so many seconds, but some
 OPTIMIZER_SECONDS = 5.0
 LEAST_OPTIMIZER_STEPS = 3
@@ -140,6 +149,8 @@ class ScriptProfile(MeasuredSteps):
         """Return that the script ended too early."""
         name, steps = self.spec.program.name, self.steps
         how = "ended" if code == 0 else f"exited with code {code}"
+        # with which it is measured in time, if it is run again
+        shorter = within(self.settings.search, steps - self._apart_steps) if code == 0 else None
         remedy = ""
         if steps == 0 and self.hooks.others:
             only = ", ".join(self._others())
@@ -162,16 +173,22 @@ class ScriptProfile(MeasuredSteps):
             steps=steps,
             is_early=True,
             remedy="" if code else remedy,
+            result={} if shorter is None else {"search": shorter.model_dump(mode="json")},
         )
+
+    @property
+    def _apart_steps(self) -> int:
+        """Steps of a profile, at most, beside its warm-up and those that are timed in rounds."""
+        return self.course.turn + OPTIMIZER_STEPS + 2 * PASSES + FEW_STEPS
 
     def _remedy(self) -> str:
         """Return advice on how to get more steps from a script; its options may have any name."""
         search = self.settings.search
-        most = search.warmup_steps + 2 * search.max_steps
+        least = search.warmup_steps + 2 * LEAST_TIMED + self._apart_steps
         if self.spec.mode == "look":
             return (
-                f"give it more epochs, steps or samples by its own arguments: {most} steps are "
-                "always enough; switch off what ends it early, as early stopping"
+                f"give it more epochs, steps or samples by its own arguments: {least} steps are "
+                "enough; switch off what ends it early, as early stopping"
             )
         samples = self.settings.samples
         if (loaded := self.loaded_samples) and samples > loaded:
@@ -186,7 +203,7 @@ class ScriptProfile(MeasuredSteps):
             )
         return (
             "a profile raises {epochs} until there are steps enough: pass that in "
-            f"workload.arguments, or have it take {most} steps, which are always enough"
+            f"workload.arguments, or have it take {least} steps, which are enough"
         )
 
     def _told(self) -> Said:
@@ -229,7 +246,7 @@ class ScriptProfile(MeasuredSteps):
                 f"its methods{other if self.hooks.others else ''}"
             )
         if parts is not None and passes != parts:
-            remedy = self._remedy_of_passes(passes, parts, batch)
+            remedy = remedy_of_passes(passes, parts, batch, asked, self.env.world_size)
             raise InputError(
                 f"{name} takes {plural(passes, 'forward pass')} for an optimizer step, not {parts}; "
                 f"{remedy}",
@@ -261,29 +278,6 @@ class ScriptProfile(MeasuredSteps):
         raise InputError(
             f"asked for {asked} samples a forward, the model got {batch}: {remedy}",
             key="workload.arguments",
-        )
-
-    def _remedy_of_passes(self, passes: int, parts: int, batch: int) -> str:
-        """Return advice for a script that takes other passes than were asked for."""
-        world = self.env.world_size
-        asked = self.settings.forward_batch
-        if asked is not None and batch != asked and batch * passes == asked * parts:
-            return (
-                f"it cuts {batch * passes} samples by itself into passes of {batch}; keep to batches "
-                "that it takes in one pass, by {local_batch} and search.max_batch"
-            )
-        if world > 1 and passes == max(1, parts // world):
-            return (
-                f"it seems to divide its passes among its {world} workers: give {{workers}} to the "
-                "argument that sets them, so that each takes one, and set workload.accumulation = 1; "
-                "other arguments need another --run-dir"
-            )
-        if passes & (passes - 1):
-            return "only powers of 2 can be planned"
-        return (
-            f"set workload.accumulation = {passes} if it always takes so many; if one of its "
-            "arguments sets all samples of a step, give it {global_batch}, for tokens as in "
-            "{global_batch*1024}"
         )
 
     def _check_share(self) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from tula_hpc.attach.own_folder import own_folder
 from tula_hpc.attach.script import forward_batch, script_of
+from tula_hpc.config import SearchSpec
 from tula_hpc.ddp.exit_at_once import leaving_at_once
 from tula_hpc.env import WorkerEnvironment, job_started_at, join_job, loading_libraries, unix_time
 from tula_hpc.errors import StorageError
@@ -66,6 +67,8 @@ class Session:
         self.env = allocation.env
         # with the number of forward passes of the configuration that is measured
         self.sweep = job.sweep
+        # of this measurement
+        self.search = job.sweep.search
         self.folder = HeldFolder(job.output.parent)
         # of the bare all-reduce, by workers
         self.allreduce_s: dict[int, float] = {}
@@ -93,11 +96,35 @@ class Session:
     def _measure(self, configuration: Configuration) -> None:
         """Measure a configuration on the first nodes; all workers learn how that went. Collective.
 
+        A script that ends early is run once more, for a measurement that has room in its steps.
+
         Raises:
             TulaError: It failed, for another reason than lack of memory.
             SystemExit: Memory ran out, which is recorded.
         """
-        from tula_hpc.attach.processes import Peers, meeting_from, worst
+        from tula_hpc.attach.processes import worst
+
+        self.search = self.job.sweep.search
+        outcomes, meeting = self._run(configuration)
+        if shorter := worst(outcomes).said.result.get("search"):
+            began_at = meeting.began_at
+            self.search = SearchSpec.model_validate(shorter)
+            outcomes, meeting = self._run(configuration)
+            meeting = meeting._replace(began_at=began_at)
+        found = worst(outcomes)
+        if not found.is_done:
+            self._fail(configuration, found)
+        self.measured += self._rank_in(configuration) is not None
+        first = next(each for each in outcomes if each.rank == 0)
+        self._record(configuration, first.said.result, meeting)
+
+    def _run(self, configuration: Configuration) -> tuple[list[Outcome], Meeting]:
+        """Run the script's processes to their end; return how each ended. Collective.
+
+        Raises:
+            StorageError: The folder of the measurements is gone.
+        """
+        from tula_hpc.attach.processes import Peers, meeting_from
         from tula_hpc.ddp.process_group import place_among
 
         meeting = meeting_from(self.allocation.broadcast(lambda: self._prepare(configuration)))
@@ -112,12 +139,7 @@ class Session:
         outcomes = peers.outcomes(configuration.world_size, mine)
         if loss := self.folder.loss("measured"):
             raise StorageError(loss)
-        found = worst(outcomes)
-        if not found.is_done:
-            self._fail(configuration, found)
-        self.measured += place is not None
-        first = next(each for each in outcomes if each.rank == 0)
-        self._record(configuration, first.said.result, meeting)
+        return outcomes, meeting
 
     def _prepare(self, configuration: Configuration) -> str:
         """Make the folder of a start, and return where its processes meet; on rank 0."""
@@ -185,7 +207,7 @@ class Session:
         # values that may be passwords stay here
         cluster = job.cluster.model_copy(update={"environment": {}, "setup": ()})
         settings = Settings(
-            search=job.sweep.search,
+            search=self.search,
             cluster=cluster,
             configuration=configuration,
             place=place,

@@ -254,8 +254,19 @@ def required_keys(text: str) -> list[str]:
 
 
 def fill_in(text: str, known: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Return a sweep file's text with those of its required keys that are known, and these keys."""
+    """Return a sweep file's text with what it lacks and is known, and the keys of that.
+
+    Where a step turned out to have several passes, base_batch becomes that of a step.
+    """
     keys = [key for key in required_keys(text) if key in known]
+    if "accumulation" in known and not re.search(r"^accumulation = ", text, re.MULTILINE):
+        keys.append("accumulation")
+        text = re.sub(
+            r"^base_batch = (\d+)",
+            lambda found: f"base_batch = {int(found[1]) * known['accumulation']}",
+            text,
+            flags=re.MULTILINE,
+        )
     for key in keys:
         line = Line(key, known[key], "as tula attach saw it").text()
         unknown = re.search(rf"^# {key} = .*$", text, re.MULTILINE)

@@ -7,7 +7,7 @@ looks into an event: `RunHistory` answers questions about all events of a run.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -582,6 +582,13 @@ class RunHistory:
         """Count the jobs that were submitted for a training from this Unix time on."""
         return sum(
             job.label == label and job.submitted_at >= since for job in self.submissions("train")
+        )
+
+    def ends(self, label: str, failures: Collection[Failure], since: float = 0.0) -> int:
+        """Count the jobs of a training that ended in one of these ways from this Unix time on."""
+        return sum(
+            event.event == "ended" and event.failure in failures and event.time >= since
+            for event in self.of_training(label)
         )
 
     def last_failures(self, since: float = 0.0) -> dict[str, JobFailure]:

@@ -59,6 +59,10 @@ from tula_hpc.stages.context import (
 )
 
 NOTHING = "Nothing was submitted."
+OTHER_ARGUMENTS = (
+    "If workload.arguments have to change for that, give the sweep another name, or another "
+    "--run-dir: what is measured was measured with these."
+)
 # after which no job ends better until the user has acted
 FOR_THE_USER = (Failure.BAD_INPUT, Failure.NO_SPACE)
 
@@ -112,7 +116,10 @@ def _profile_parts(sweep: Sweep) -> None:
     if not good:
         raise StageError(f"profile: nothing could be measured; {describe_failures(failures)}")
     if wrong := _wrong(failures):
-        raise StageError(f"profile: {describe_failures(wrong)}")
+        also = ""
+        if sweep.spec.workload.is_script and wrong[-1].failure is Failure.BAD_INPUT:
+            also = f"\n{OTHER_ARGUMENTS}"
+        raise StageError(f"profile: {describe_failures(wrong)}{also}")
 
 
 def _at_its_limit(sweep: Sweep, job: Submitted) -> str:

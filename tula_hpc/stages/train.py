@@ -328,19 +328,17 @@ def next_candidate(plan: Plan, run: RunDirectory, max_fallbacks: int) -> Candida
     """
     records = run.measurements().records
     out = [m for m in records if m.status == "oom" and m.stage == "train"]
-    failed = {(m.partition, m.local_batch, m.accumulation) for m in out}
-    if not failed:
-        return plan.chosen
-    if len(failed) > max_fallbacks:
-        raise StageError(
-            f"train: out of memory {len(failed)} times, and training.max_fallbacks = "
-            f"{max_fallbacks} allows no smaller batch; raise it"
-        )
     for candidate in (plan.chosen, *plan.fallbacks):
         here = [m for m in out if m.partition == candidate.partition]
+        failed = {(m.local_batch, m.accumulation) for m in here}
+        if len(failed) > max_fallbacks:
+            raise StageError(
+                f"train: out of memory {len(failed)} times, and training.max_fallbacks = "
+                f"{max_fallbacks} allows no smaller batch; raise it"
+            )
         if smaller := _below_failed(candidate, here):
             return smaller
-    smallest = min(batch for _, batch, _ in failed)
+    smallest = min(m.local_batch for m in out)
     raise StageError(
         f"train: out of memory at local batch {smallest}, and plan.json has no smaller fallback"
     )
