@@ -22,9 +22,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from tula_hpc.analysis.costs.spread import WIDEST
 from tula_hpc.analysis.planning.candidates import (
     FEASIBLE,
-    WIDEST,
     Array,
     CandidateTable,
     Grid,

@@ -10,7 +10,7 @@ is that of nodes and file system at that moment, the error of evaluations that o
 For independent normal errors the sum is exact, and adding the ends themselves, as if all parts were
 late together, would be too wide by up to the square root of their number.
 
-- Steps: the interval of the step time's model.
+- Steps: the interval of the step time's model, see `step_factors`.
 - Starts: the factor e^(±z s √(1 + 1/n)) around the median of n measured starts. s² is their
   variance on a logarithmic scale, pooled with `START_SPREAD`² as if `PRIOR_STARTS` more had been
   measured: a run has a handful. Stated and assumed starts: `STATED_SPREAD`.
@@ -31,8 +31,12 @@ from enum import StrEnum
 from statistics import fmean
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tula_hpc.config import ClusterSpec
 
+Array = NDArray[np.float64]
 Ends = tuple[float, float]
 
 # of a normal distribution, 90 % lie within so many standard deviations
@@ -52,6 +56,8 @@ SLOW_DISK = 50e6
 # of interruptions, where hardly any is expected
 FEWEST = 0.01
 MOMENT_S = 1e-9
+# far from all measurements an interval may have no upper end, which JSON cannot say
+WIDEST = 1e6
 
 
 class TimePart(StrEnum):
@@ -108,6 +114,28 @@ class Spread(NamedTuple):
             low, high = found[TimePart.ENDS]
             found[str(TimePart.ENDS)] = (max(0.0, low - ACCOUNTED_S), high + ACCOUNTED_S)
         return found
+
+
+def step_factors(planned_s: Array, model_s: Array, ends_s: Array) -> Array:
+    """Return the ends of the intervals around planned step times (n,), as factors (2, n) of them.
+
+    They are the model's. A planned time may be a single measurement, off by chance: where it and
+    the model lie within the reach of each other, both are inside.
+
+    Args:
+        planned_s: With measured ones as they were measured.
+        model_s: The model's predictions.
+        ends_s: Its 90 % interval, (2, n).
+    """
+    low, high = np.clip(ends_s / model_s, 0.0, WIDEST)
+    apart = model_s / planned_s
+    agree = (apart * low <= high) & (apart * high >= low)
+    return np.stack(
+        [
+            np.where(agree, np.minimum(low, apart), low),
+            np.where(agree, np.maximum(high, apart), high),
+        ]
+    )
 
 
 def start_factors(measured_s: Sequence[float]) -> Ends:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tula_hpc.analysis.costs.evaluation import Evaluation
 from tula_hpc.analysis.costs.interruptions import Resume, SaveCost
 from tula_hpc.analysis.costs.pricing import Bill, NodePower, Usage, bill
-from tula_hpc.analysis.costs.spread import Spread, whole_factors
+from tula_hpc.analysis.costs.spread import Spread, step_factors, whole_factors
 from tula_hpc.analysis.models.fitted import Models
 from tula_hpc.analysis.models.profiles import Summary
 from tula_hpc.analysis.models.step_time import StepTimeModel
@@ -109,8 +109,6 @@ ALSO_ON_TOP = " and more while the gradient scale is updated and a checkpoint is
 # Larger batches than so many times the largest measured one may use other kernels, whose workspace
 # no smaller batch shows. Candidates lie a factor of two apart: the next one is still believed.
 BELIEVED_FACTOR = 2.0
-# far from all measurements an interval may have no upper end, which JSON cannot say
-WIDEST = 1e6
 
 
 class Part(NamedTuple):
@@ -359,7 +357,8 @@ def as_records(
 ) -> list[Candidate]:
     """Return candidates as records, with their 90 % intervals.
 
-    Those of steps are the step time's, scaled; `spread` has those of the whole time and the cost.
+    Those of steps are the model's around what is planned with, and hold the model's own prediction
+    where both agree; `spread` has those of the whole time and the cost.
 
     Args:
         table: The rows.
@@ -378,7 +377,7 @@ def as_records(
             with np.errstate(over="ignore"):
                 ends = part.models.step_time.interval(*points)
             lows[mine], highs[mine] = ends
-    relative = np.clip(np.stack([lows, highs]) / predicted_s, 0.0, WIDEST)
+    relative = step_factors(table.step_time_s, predicted_s, np.stack([lows, highs]))
     columns = (*table, front, predicted_s, *relative)
     return [
         _record(CandidateTable(*row), parts, pareto, model_s, (low, high))

@@ -284,8 +284,8 @@ def not_told_apart(plan: Plan) -> list[str]:
         name = "cost"
     other = plan.runners_up[0]
     for one, its in ((plan.chosen, other), (other, plan.chosen)):
-        low, high = its.interval_90.get(name, (math.inf, -math.inf))
-        if not low <= getattr(one, name) <= high:
+        low, high = _by_steps(its)
+        if not low <= getattr(one, name) / getattr(its, name) <= high:
             return []
     # nothing speaks for one that is also dearer
     choose = "; choose by what matters more to you"
@@ -295,6 +295,17 @@ def not_told_apart(plan: Plan) -> list[str]:
         f"The next best, {name_of(other)}, is predicted to be {against(other, plan.chosen)}. The "
         f"predictions are too close to say which of the two {takes}{choose}."
     ]
+
+
+def _by_steps(candidate: Candidate) -> tuple[float, float]:
+    """Return factors of a candidate's time as far as its steps are uncertain.
+
+    When jobs start and end is as uncertain, but alike for all candidates.
+    """
+    train_s = candidate.train_time_s
+    share = train_s / candidate.wall_time_s
+    low_s, high_s = candidate.interval_90.get("train_time_s", (math.inf, -math.inf))
+    return 1.0 + share * (low_s / train_s - 1.0), 1.0 + share * (high_s / train_s - 1.0)
 
 
 def against(candidate: Candidate, chosen: Candidate) -> str:

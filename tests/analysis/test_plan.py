@@ -954,15 +954,24 @@ def test_a_next_best_within_the_intervals_is_said_not_to_be_told_apart() -> None
     plan = make_plan(sweep("time"), cluster(), CORNERS)
     next_best = plan.runners_up[0]
 
-    def said(ratio: float) -> list[str]:
-        time_s = ratio * plan.chosen.expected_time_s
-        changes = {"wall_time_s": time_s, "interval_90": {"wall_time_s": (0.9 * time_s, 1.1 * time_s)}}
-        mine = plan.chosen.expected_time_s
-        chosen = plan.chosen.model_copy(update={"interval_90": {"wall_time_s": (0.9 * mine, 1.1 * mine)}})
-        other = next_best.model_copy(update=changes)
+    def said(ratio: float, starts_s: float = 0.0) -> list[str]:
+        """Of steps that are known to 10 %, and starts to which that says nothing."""
+        mine = plan.chosen.train_time_s
+        chosen, other = (
+            candidate.model_copy(
+                update={
+                    "train_time_s": steps_s,
+                    "wall_time_s": steps_s + starts_s,
+                    "interval_90": {"train_time_s": (0.9 * steps_s, 1.1 * steps_s)},
+                }
+            )
+            for candidate, steps_s in ((plan.chosen, mine), (next_best, ratio * mine))
+        )
         return not_told_apart(plan.model_copy(update={"chosen": chosen, "runners_up": [other]}))
 
     (text,) = said(1.02)
     assert text.startswith(f"The next best, {next_best.configuration}, is predicted to be 2")
     assert "The predictions are too close to say which of the two takes less time" in text
     assert said(1.5) == []
+    # starts are alike for both, however long they are
+    assert said(1.5, starts_s=100.0 * plan.chosen.train_time_s) == []

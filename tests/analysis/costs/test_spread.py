@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.planning_data import cluster, grid, sweep
 from tula_hpc.analysis.costs.evaluation import END_SHARE
-from tula_hpc.analysis.costs.spread import Z_90, Spread, TimePart, start_factors, whole_factors
+from tula_hpc.analysis.costs.spread import Z_90, Spread, TimePart, start_factors, step_factors, whole_factors
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.records import Plan
 
@@ -40,6 +40,14 @@ def test_the_whole_is_less_sure_than_any_part_and_surer_than_all_together(
     if whole_s > 1e-3:
         assert max(above) - slack <= high - whole_s <= sum(above) + slack
         assert min(whole_s, max(below)) - slack <= whole_s - low <= sum(below) + slack
+
+
+def test_a_measurement_that_the_model_allows_has_the_models_prediction_in_its_interval() -> None:
+    model, ends = np.full(3, 25.0), np.array([[20.0] * 3, [31.25] * 3])
+    # as predicted, a little outside, and far off: of the last the measurement alone counts
+    low, high = step_factors(np.array([25.0, 19.0, 100.0]), model, ends)
+    assert low == pytest.approx([0.8, 0.8, 0.8])
+    assert high == pytest.approx([1.25, 25.0 / 19.0, 1.25])
 
 
 def test_independent_parts_leave_the_whole_inside_nine_times_in_ten() -> None:
