@@ -285,7 +285,8 @@ def not_told_apart(plan: Plan) -> list[str]:
     other = plan.runners_up[0]
     for one, its in ((plan.chosen, other), (other, plan.chosen)):
         low, high = _by_steps(its)
-        if not low <= getattr(one, name) / getattr(its, name) <= high:
+        value = getattr(its, name)
+        if not low * value <= getattr(one, name) <= high * value:
             return []
     # nothing speaks for one that is also dearer
     choose = "; choose by what matters more to you"
@@ -303,7 +304,7 @@ def _by_steps(candidate: Candidate) -> tuple[float, float]:
     When jobs start and end is as uncertain, but alike for all candidates.
     """
     train_s = candidate.train_time_s
-    share = train_s / candidate.wall_time_s
+    share = train_s / candidate.expected_time_s
     low_s, high_s = candidate.interval_90.get("train_time_s", (math.inf, -math.inf))
     return 1.0 + share * (low_s / train_s - 1.0), 1.0 + share * (high_s / train_s - 1.0)
 

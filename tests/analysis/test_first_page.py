@@ -53,7 +53,8 @@ def test_what_would_change_the_choice_is_said_or_that_nothing_would(plan: Plan, 
         (said,) = (s.sentences for s in first_page(read_run(run)).sections if s.heading == "What would change it")
         return said
 
-    fastest, cheapest = would(other_nodes=[])
+    next_best, fastest, cheapest = would(other_nodes=[])
+    assert next_best == "The next best is N=1 b=256 (B=256): 20 % slower, 40 % cheaper."
     assert fastest.endswith(", compared above; tula plan RUN --objective time --write chooses it."), "beside the reason"
     assert cheapest.endswith(" cheaper; tula plan RUN --objective cost --write chooses it.")
     unsettled = "the step of N=2 b=64 (B=128), which is uncertain: with 80 ms the plan would choose N=2 b=64 (B=128)"

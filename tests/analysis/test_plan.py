@@ -671,7 +671,7 @@ def test_the_command_says_what_else_there_was(run: RunDirectory, capsys: pytest.
     assert main([str(run.root), "--objective", "knee", "--set", limit, *more]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     for words in (
-        "next best, N=",
+        "Next best: N=",
         "At best on fewer nodes: N=",
         'objective.kind = "time" takes it',
         "Cheapest: N=",
