@@ -3,8 +3,8 @@
 Seconds are those of the training's jobs, from when the scheduler gave them nodes to when it had
 them back, without queueing. The scheduler's accounting tells them, where there is one
 (accounting.jsonl). The run's own notes tell them up to the last work of each job; how long a job
-takes to end is then taken as planned. The price of a second is the plan's, so that a bill differs
-from its promise by the time alone.
+takes to end is then taken as planned, unless its end was noted sooner. The price of a second is the
+plan's, so that a bill differs from its promise by the time alone.
 
 The steps, evaluations and saves of a training are timed by itself, and the start of each of its
 jobs. The rest of the time in accounting is the end of the job; after interruptions it is the work
@@ -13,6 +13,7 @@ that was lost with them, too, and counts as repeated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
@@ -149,7 +150,7 @@ class _Used(NamedTuple):
     unknown_runs: int = 0
 
 
-def _used(result: TrainResult, events: Iterable[Event], accounts: Sequence[JobAccount]) -> _Used:
+def _used(result: TrainResult, events: Sequence[Event], accounts: Sequence[JobAccount]) -> _Used:
     seconds = sum(account.elapsed_s for account in accounts)
     if seconds > 0.0:
         node_seconds = sum(account.node_seconds for account in accounts)
@@ -161,10 +162,16 @@ def _used(result: TrainResult, events: Iterable[Event], accounts: Sequence[JobAc
     if work_s <= 0.0:
         # events were lost; without restarts nothing but work lies between
         work_s = result.wall_time_s
-    seconds = work_s + END_SHARE * result.starts_s
+    seconds = work_s + _end_s(result.starts_s, events)
     if not use.has_starts:
         seconds += result.starts_s
     return _Used(seconds, seconds * result.nodes, Source.NOTES, use.runs, use.unknown_runs)
+
+
+def _end_s(starts_s: float, events: Iterable[Event]) -> float:
+    """Return the seconds from a training's last work to its job's end: an estimate, or less."""
+    noted_s = RunHistory(events).seconds_to_end()
+    return min(END_SHARE * starts_s, math.inf if noted_s is None else noted_s)
 
 
 def _failed_s(

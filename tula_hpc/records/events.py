@@ -679,6 +679,16 @@ class RunHistory:
         drifted = (e for e in reversed(self.of_training(label)) if e.event == "drifted")
         return next(map(_drift_of, drifted), None)
 
+    def seconds_to_end(self) -> float | None:
+        """Return the seconds from a training's end to that of its job; None: it is not noted."""
+        finished_at: float | None = None
+        for event in self.events:
+            if event.event == "finished":
+                finished_at = event.time
+            elif event.event == "ended" and finished_at is not None:
+                return max(0.0, event.time - finished_at)
+        return None
+
     def signs(self) -> list[Sign]:
         """Return the signs of life of all trainings, in the order of time."""
         found = []

@@ -61,7 +61,7 @@ from tula_hpc.stages.context import (
 NOTHING = "Nothing was submitted."
 OTHER_ARGUMENTS = (
     "If workload.arguments have to change for that, give the sweep another name, or another "
-    "--run-dir: what is measured was measured with these."
+    "--run-dir: these were measured by now."
 )
 # after which no job ends better until the user has acted
 FOR_THE_USER = (Failure.BAD_INPUT, Failure.NO_SPACE)
@@ -116,10 +116,7 @@ def _profile_parts(sweep: Sweep) -> None:
     if not good:
         raise StageError(f"profile: nothing could be measured; {describe_failures(failures)}")
     if wrong := _wrong(failures):
-        also = ""
-        if sweep.spec.workload.is_script and wrong[-1].failure is Failure.BAD_INPUT:
-            also = f"\n{OTHER_ARGUMENTS}"
-        raise StageError(f"profile: {describe_failures(wrong)}{also}")
+        raise StageError(f"profile: {describe_failures(wrong)}{_on_arguments(sweep, wrong)}")
 
 
 def _at_its_limit(sweep: Sweep, job: Submitted) -> str:
@@ -137,6 +134,12 @@ def _requeues(sweep: Sweep, jobs: Sequence[Submitted]) -> list[str]:
         for job in jobs
         if (count := times_out(job))
     ]
+
+
+def _on_arguments(sweep: Sweep, wrong: Sequence[Ended]) -> str:
+    """Say, in a line of its own, that other arguments of a script need another run."""
+    is_scripts = sweep.spec.workload.is_script and wrong[-1].failure is Failure.BAD_INPUT
+    return f"\n{OTHER_ARGUMENTS}" if is_scripts else ""
 
 
 def _wrong(failures: Sequence[Ended]) -> list[Ended]:

@@ -125,6 +125,11 @@ def test_without_accounting_the_notes_tell() -> None:
     # from 10 to 60 and 200 to 327, and the starts and ends of both
     assert bill.whole.actual == pytest.approx(50.0 + 127.0 + 9.0 * (1 + END_SHARE))
     assert bill.parts[TimePart.ENDS].actual is None
+    sooner = training_bill(
+        promised(), result(wall_time_s=317.0, restarts=1), [event("ended", 61.0), *events, event("ended", 327.5)]
+    )
+    assert sooner is not None
+    assert sooner.whole.actual == pytest.approx(50.0 + 127.0 + 9.0 + 0.5)
     assert "by the run's own notes" in " ".join(bill_sentences(bill))
 
 

@@ -306,8 +306,8 @@ def test_the_time_beside_a_cost_is_the_one_that_is_paid_for(run: RunContents) ->
 @pytest.mark.parametrize(
     ("cost", "time_s", "title"),
     [
-        (2.0, 62.3, "The cheapest of the front costs 1.00 USD and is as fast as any: 1 min 2 s"),
-        (1.001, 31.0, "The fastest of the front takes 31.0 s and is as cheap as any: 1.00 USD"),
+        (2.0, 62.3, "The cheapest of the front costs 1.00 USD and takes about as long as the fastest: 1 min 2 s"),
+        (1.001, 31.0, "The fastest of the front takes 31.0 s and costs about as much as the cheapest: 1.00 USD"),
         (2.0, 31.0, "The front runs from 1.00 USD in 1 min 2 s to 2.00 USD in 31.0 s"),
     ],
 )

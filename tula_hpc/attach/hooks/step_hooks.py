@@ -414,8 +414,11 @@ def _before(modules: Sequence[Any], name: str, then: Callable[[], None]) -> None
 
 
 def _data_of(loader: object) -> int:
-    """Return the id of the data set of an iterator of torch's loader, which all its iterators share."""
-    return id(getattr(loader, "_dataset", loader))
+    """Return the id of the data set of an iterator of torch's loader, which all its iterators share.
+
+    Of None it is 0: not known.
+    """
+    return 0 if loader is None else id(getattr(loader, "_dataset", loader))
 
 
 def _at_first_call(modules: Iterable[nn.Module], then: Callable[..., None]) -> None:
