@@ -158,8 +158,8 @@ def _by_knee(
         # by single measurements, of which the curve thinks otherwise
         if 2.0 * batch[ranking[0]] <= batch.max():
             reason = (
-                f"it is {what} that was searched, larger batches among them, though {knee_is}, lies "
-                f"above them all{law}"
+                f"{searched}. Larger batches are not faster here, though by the fitted curve they "
+                f"would be, up to its knee at B={knee.global_batch:,.0f}"
             )
     return Choice(ranking, reason, knee, ())
 

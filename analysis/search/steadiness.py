@@ -141,7 +141,7 @@ def _hanging(steps: Sequence[tuple[Unsteady, float]], other: Configuration) -> s
 
 def _with_it(seconds: float, other: Configuration) -> str:
     took = format_duration(seconds)
-    return f"at {took} the plan would choose {other}, as its model is fitted to all steps"
+    return f"if it takes {took}, predictions change, and the plan would choose {other}"
 
 
 def _effect(

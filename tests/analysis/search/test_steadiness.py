@@ -43,10 +43,10 @@ def test_what_had_not_settled_is_said_where_another_choice_lies_within(where: Co
     assert plan.chosen.configuration == CHOSEN
     (text,) = told(plan, where)
     assert f"the step of {where} takes between " in text
-    assert f" the plan would choose {NEXT}, as its model is fitted to all steps. " in text
+    assert f", predictions change, and the plan would choose {NEXT}. " in text
     (told_first,) = plan.hangs_on
     assert told_first.startswith(f"the step of {where} takes between ")
-    assert told_first.endswith(f" the plan would choose {NEXT}, as its model is fitted to all steps")
+    assert told_first.endswith(f", predictions change, and the plan would choose {NEXT}")
     assert text.endswith("A new sweep with --set search.max_seconds=240 and another --run-dir measures it for longer")
 
 
@@ -100,7 +100,7 @@ def test_a_drift_that_matters_to_nothing_is_not_said(where: Configuration, halve
 def test_a_drift_within_which_another_choice_lies_is_said_of_any_configuration() -> None:
     (text,) = told(planned(with_step(NEXT, {"first_half": 0.5, "second_half": 1.5})), NEXT)
     assert "became 3 times longer while it was measured (" in text
-    assert f" the plan would choose {NEXT}, as its model is fitted to all steps. " in text
+    assert f", predictions change, and the plan would choose {NEXT}. " in text
 
 
 def test_several_that_had_not_settled_are_one_warning() -> None:
