@@ -71,6 +71,8 @@ if TYPE_CHECKING:
     from tula_hpc.attach.processes import Outcome
     from tula_hpc.attach.reporting import ChildSpec
 
+# width of the interval of a step's time, over that time, that is worth a word
+UNEVEN = 0.3
 # command that starts a script
 LAUNCHER = re.compile(r"python[\d.]*|torchrun|accelerate|srun")
 # until the first step, and between two
@@ -268,6 +270,8 @@ def _told(result: dict[str, Any]) -> Iterator[str]:
     yield f"batch       {result['forward_batch']} samples a forward pass, {passes} a step"
     low, high = format_duration(times.step_time_low_s), format_duration(times.step_time_high_s)
     yield f"step        {format_duration(times.step_time_s)} (95 %: {low} to {high})"
+    if times.step_time_high_s - times.step_time_low_s > UNEVEN * times.step_time_s:
+        yield "            uneven: its steps differ, or this machine is busy with something else"
     parts = {
         "waiting for data": times.data_time_s,
         "computation": times.compute_time_s,
