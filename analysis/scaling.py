@@ -59,6 +59,7 @@ REASONS = {
     Why.SAMPLES: "the data has no full batch",
     Why.OUT_OF_MEMORY: "does not fit in memory",
     Why.MEMORY: "does not fit in memory",
+    Why.UNSEEN: "may not fit in memory, of which no batch near it was measured",
     Why.FOREVER: "interruptions leave no time for work",
 }
 
@@ -271,7 +272,7 @@ def listed_sizes(nodes: Sequence[int]) -> str:
 def _rows(table: CandidateTable, part: Part) -> list[ScalingRow]:
     """Return the rows of candidates that are ascending by nodes, the first that of N₀."""
     candidates = as_records(table, [part], np.zeros(table.rows, dtype=np.bool_))
-    measured = {row.configuration: row.times.step_time_s for row in part.summary.profiles}
+    measured = {row.configuration: row.times.step_time_s for row in part.summary.as_planned}
     speed = table.global_batch / table.step_time_s
     value = speed / speed[0]
     low, high = _ends(table, part, value)

@@ -251,7 +251,7 @@ def test_whatever_clocks_say_a_job_costs_no_more_than_its_limit(
     kinds = ["began", *["ready"] * (len(times) > 1), *["measuring"] * (len(times) - 2)]
     notes = [JobNote.model_validate({**said, "note": kind, "time": at}) for kind, at in zip(kinds, times, strict=True)]
     killed = measurement(Configuration(4, 1, 8)).model_copy(update={"job_id": "1", "finished_at": killed_at})
-    for run in job_runs(notes, [killed], limit_s=LIMIT_S):
+    for run in job_runs(notes, [killed], ClusterSpec()):
         assert 0.0 <= run.node_seconds <= 4 * LIMIT_S * (1 + 1e-6)
         assert 0.0 <= run.startup_s <= LIMIT_S * (1 + 1e-6)
 

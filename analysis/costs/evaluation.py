@@ -126,7 +126,10 @@ class Evaluation(NamedTuple):
 
     def corrected_as(self, other: Evaluation) -> Evaluation:
         """Return a copy with the correction of another kind of nodes."""
-        return self._replace(correction=other.correction, measured=other.measured)
+        between_s = other.between_s if self.between_s is None else self.between_s
+        return self._replace(
+            correction=other.correction, measured=other.measured, between_s=between_s
+        )
 
     @property
     def is_of_script(self) -> bool:

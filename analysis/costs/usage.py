@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
+from tula_hpc.config import ClusterSpec
 from tula_hpc.records import Event, JobNote, Measurement, RunHistory, TrainResult
 
 # events of a training
@@ -38,15 +39,19 @@ class JobRun(NamedTuple):
 
 
 def job_runs(
-    notes: Sequence[JobNote], measurements: Iterable[Measurement] = (), *, limit_s: float = math.inf
+    notes: Sequence[JobNote],
+    measurements: Iterable[Measurement] = (),
+    cluster: ClusterSpec | None = None,
 ) -> list[JobRun]:
     """Return the runs of all jobs.
 
     Args:
         notes: In the order in which they were written, job after job.
         measurements: Give the end of a job that was killed before it could write a note.
-        limit_s: The jobs' time limit: a longer run is due to a clock that was set meanwhile.
+        cluster: Has the jobs' time limit: a longer run is due to a clock that was set meanwhile.
     """
+    parts = cluster.parts() if cluster else ()
+    limit_s = max((60.0 * part.profile_minutes for part in parts), default=math.inf)
     jobs: dict[tuple[str, float], list[list[JobNote]]] = {}
     for run_notes in _split(notes):
         jobs.setdefault((run_notes[0].job_id, run_notes[0].submitted_at), []).append(run_notes)
@@ -156,6 +161,13 @@ def actual_use(events: Iterable[Event], result: TrainResult) -> Use:
         elif sign.kind in ("stopped", "finished") and begin is not None:
             # where a job fails, the command that waits notes its end, and knows no more
             began_at = sign.began_at or began_at
+            if sign.time < begin:
+                # of a job that failed before the one of which the result tells
+                runs += 1
+                unknown_runs += began_at is None
+                seconds += sign.time - (began_at or sign.time)
+                began_at = None
+                continue
             seconds += sign.time - (began_at or begin)
             has_starts = has_starts and began_at is not None
             begin = began_at = None

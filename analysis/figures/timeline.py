@@ -73,7 +73,7 @@ def stretches(run: RunContents) -> list[Stretch]:
 def _profiling(run: RunContents, history: RunHistory) -> Iterator[Stretch]:
     """Yield the profile jobs by their notes, or by their submission and end where they left none."""
     noted = set()
-    for job in job_runs(run.job_notes, run.measurements):
+    for job in job_runs(run.job_notes, run.measurements, run.cluster):
         # tasks of an array have the id of the array with a number
         noted |= {job.job_id, job.job_id.partition("_")[0]}
         row = f"profile {job.job_id}".strip()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from tula_hpc.analysis.costs import interruptions
@@ -202,9 +201,7 @@ def _accounted(run: RunContents, stage: str) -> dict[str, float]:
 def _used_by_profiling(run: RunContents) -> dict[str, float]:
     """Return node-seconds by partition: of whole jobs, or of their measurements without notes."""
     where = {item.job_id: item.partition for item in run.measurements}
-    parts = run.cluster.parts() if run.cluster else ()
-    limit_s = max((60.0 * part.profile_minutes for part in parts), default=math.inf)
-    runs = job_runs(run.job_notes, run.measurements, limit_s=limit_s)
+    runs = job_runs(run.job_notes, run.measurements, run.cluster)
     used = [(where.get(job.job_id, ""), job.node_seconds) for job in runs]
     if not used:
         for item in run.measurements:

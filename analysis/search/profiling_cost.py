@@ -34,8 +34,6 @@ class ProfilingCost(NamedTuple):
     node_seconds: float
     # included in node_seconds
     startup_node_seconds: float
-    # included in node_seconds; the rest went into proposals and changes of the group
-    measuring_node_seconds: float
     # in which at least one job waited and none ran
     queue_s: float
     # measured ones
@@ -49,16 +47,19 @@ class FullSearch(NamedTuple):
     node_seconds: float
 
 
-def profiling_cost(measurements: Sequence[Measurement], notes: Sequence[JobNote]) -> ProfilingCost:
-    """Add up the profile jobs of all partitions."""
-    runs = job_runs(notes, measurements)
+def profiling_cost(
+    measurements: Sequence[Measurement],
+    notes: Sequence[JobNote],
+    cluster: ClusterSpec | None = None,
+) -> ProfilingCost:
+    """Add up the profile jobs of all partitions, each up to its time limit on the cluster."""
+    runs = job_runs(notes, measurements, cluster)
     profiles = [row for row in measurements if row.stage == "profile"]
     measured = {(row.partition, row.configuration) for row in profiles if is_usable(row)}
     return ProfilingCost(
         jobs=len(runs),
         node_seconds=sum(run.node_seconds for run in runs),
         startup_node_seconds=sum(run.nodes * run.startup_s for run in runs),
-        measuring_node_seconds=sum(row.node_seconds for row in profiles),
         queue_s=only_waiting_s(runs),
         configurations=len(measured),
     )
@@ -74,7 +75,7 @@ def full_search(
 
     The partitions are added up.
     """
-    startups = [run.startup_s for run in job_runs(notes, measurements)]
+    startups = [run.startup_s for run in job_runs(notes, measurements, cluster)]
     startup_s = median(startups) if startups else 0.0
     jobs = 0
     node_seconds = 0.0
@@ -128,7 +129,7 @@ def describe(
     notes: Sequence[JobNote],
 ) -> str:
     """Compare profiling with a full search in one sentence; empty where no job left notes."""
-    cost = profiling_cost(measurements, notes)
+    cost = profiling_cost(measurements, notes, cluster)
     if not cost.jobs:
         return ""
     starting = format_percent(cost.startup_node_seconds / max(cost.node_seconds, 1e-9))

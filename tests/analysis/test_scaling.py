@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from tests.planning_data import CORNERS, SAMPLES, cluster, grid, memory, oom, sweep
+from tests.planning_data import CORNERS, SAMPLES, cluster, grid, memory, oom, peak_bytes, sweep
 from tests.planning_data import ok as measured
 from tests.run_factory import make_run
 from tula_hpc.analysis.models.regression import Array
@@ -206,6 +206,21 @@ def test_the_baseline_is_the_smallest_profiled_size_that_can_run_the_batch() -> 
     # N = 1 is a candidate that was never profiled
     unprofiled = part_scaling(part_of(grid((2, 4)), spec, law=KNOWN), spec, chosen(4, 256))
     assert unprofiled.strong.base.nodes == unprofiled.weak.base.nodes == 2
+
+
+def test_sizes_whose_memory_nobody_can_know_are_left_out_with_the_reason() -> None:
+    # scattered, so that far beyond them nobody knows
+    reserved = {16: 0.97, 32: 1.05, 64: 0.97}
+    rows = [
+        measured(nodes, batch, memory=memory(batch, reserved_bytes=int(factor * peak_bytes(batch))))
+        for nodes in (1, 4)
+        for batch, factor in reserved.items()
+    ]
+    spec = sweep(cluster_sizes=[1, 2, 4], min_batch=16, max_batch=1024)
+    for gigabytes in (1.8, 2.0):
+        part = fit_parts(spec, cluster(memory_gb=gigabytes), rows).parts[0]
+        left_out = part_scaling(part, spec, chosen(4, 256)).strong.left_out
+        assert any(why.startswith("may not fit in memory") for why in left_out)
 
 
 def test_a_batch_that_no_two_sizes_can_run_is_explained() -> None:

@@ -238,8 +238,7 @@ def _price(facts: Facts, stage: str, partition: str) -> float | None:
 
 def _profiling(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) -> _Use | None:
     """Use accounting where it has every job, or else the jobs' notes, or the measurements."""
-    limit_s = _limit_s(facts, "profile")
-    runs = job_runs(facts.notes, facts.measurements, limit_s=limit_s)
+    runs = job_runs(facts.notes, facts.measurements, facts.cluster)
     by_accounting = _by_accounting(facts, jobs, "profile", accounted)
     if not runs:
         return by_accounting or _measured(facts)
@@ -250,6 +249,7 @@ def _profiling(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) ->
     }
     latest = {run.job_id: run for run in runs if run.job_id in running}
     used = [(run.job_id, run.node_seconds) for run in runs if run is not latest.get(run.job_id)]
+    limit_s = _limit_s(facts, "profile")
     used += [
         (job_id, run.nodes * _bounded(facts.now - run.began_at, limit_s))
         for job_id, run in latest.items()

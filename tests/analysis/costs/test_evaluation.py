@@ -237,6 +237,8 @@ def test_where_nobody_saw_it_the_plan_says_so_until_the_training_has() -> None:
     assert (predicted(1, 64, unknown), "it is unknown" in unknown.describe()) == (0.0, True)
     known = unknown.corrected([epoch(seconds, number=n) for n, seconds in enumerate((1.0, 4.0, 4.0))])
     assert (predicted(4, 64, known), "3 epochs of its training" in known.describe()) == (4.0, True)
+    # as a plan takes it over for each kind of nodes
+    assert predicted(4, 64, unknown.corrected_as(known)) == 4.0
 
 
 def test_longer_evaluation_is_paid_for() -> None:

@@ -70,6 +70,13 @@ def test_a_job_whose_end_the_command_notes_tells_its_beginning_when_it_resumes()
     assert actual_use(events, result(wall_time_s=900)) == (2 * (140 + 30 + 110), 3, 0, True)
 
 
+def test_a_job_that_failed_before_the_training_began_anew_is_not_taken_from_it() -> None:
+    ended = event("finished", 700, began_at=490)
+    assert actual_use([event("failed", 200), ended], result(wall_time_s=200)) == (2 * 210, 2, 1, True)
+    told = event("failed", 200, began_at=60)
+    assert actual_use([told, ended], result(wall_time_s=200)) == (2 * (140 + 210), 2, 0, True)
+
+
 def test_a_run_that_was_killed_without_a_word_is_counted_as_unknown() -> None:
     events = [event("resumed", 300), event("finished", 400)]
     assert actual_use(events, result(wall_time_s=300)) == (2 * 100, 2, 1, False)

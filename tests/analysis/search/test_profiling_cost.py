@@ -35,8 +35,14 @@ def row(configuration: Configuration, elapsed_s: float, **fields: object) -> Mea
 def test_node_seconds_and_waiting_are_told_apart() -> None:
     notes = told(1000, 1100, 1130, 1200, nodes=4)
     cost = profiling_cost([row(Configuration(4, 1, 8), 60.0)], notes)
-    assert (cost.node_seconds, cost.startup_node_seconds, cost.measuring_node_seconds) == (400.0, 120.0, 240.0)
+    assert (cost.node_seconds, cost.startup_node_seconds) == (400.0, 120.0)
     assert (cost.queue_s, cost.jobs, cost.configurations) == (100.0, 1, 1)
+
+
+def test_a_job_costs_no_more_than_its_limit_whatever_a_clock_says() -> None:
+    cluster = ClusterSpec(profile_minutes=10)
+    notes = told(1000, 1100, 1130, 60_000_000, nodes=4)
+    assert profiling_cost([], notes, cluster).node_seconds == 4 * 600.0
 
 
 def test_tasks_of_an_array_that_wait_for_each_other_are_in_no_queue() -> None:
