@@ -256,10 +256,13 @@ def _profile(configuration: Configuration, passes: int, rows: Sequence[Measureme
     watts = [row.watts_per_node for row in rows if row.watts_per_node > 0.0]
     between_s = [row.between_epochs_s for row in rows if row.between_epochs_s is not None]
     smaller = medians_by_batch(pair for row in rows for pair in row.smaller_computes)
+    memories = [row.memory for row in rows if row.memory]
+    # memory that was short once does not suffice
+    short = {name: max(getattr(m, name) for m in memories) for name in ("alloc_retries", "ooms")}
     return Profile(
         configuration,
         times=_medians([row.times for row in rows if row.times], StepTimes, float),
-        memory=_medians([row.memory for row in rows if row.memory], MemoryUse, round),
+        memory=_medians(memories, MemoryUse, round).model_copy(update=short),
         repeats=len(rows),
         converged=any(row.converged for row in rows),
         exclusive=all(row.exclusive for row in rows),

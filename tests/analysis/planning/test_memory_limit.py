@@ -84,10 +84,13 @@ def test_the_search_asks_for_what_it_would_with_that_limit_typed() -> None:
     assert len(measured) < len(propose(spec, cluster(device="cuda"), rows))
 
 
-@pytest.mark.parametrize("lack", [{"alloc_retries": 3}, {"ooms": 1}])
-def test_a_batch_that_ran_short_of_memory_is_a_bound_and_a_warning(lack: dict[str, int]) -> None:
+@pytest.mark.parametrize("repeats", [1, 2])
+@pytest.mark.parametrize("lack", [{"alloc_retries": 1}, {"ooms": 1}])
+def test_a_batch_that_ran_short_of_memory_is_a_bound_and_a_warning(lack: dict[str, int], repeats: int) -> None:
     ran = [row for row in grid() if row.local_batch <= 256]
     rows = [of_device(row, **(lack if row.local_batch == 256 else {})) for row in ran]
+    # others of the same batch that did not
+    rows += [of_device(row) for row in ran] * (repeats - 1)
     plan = make_plan(sweep("time"), cluster(device="cuda", device_memory_gb=64.0), rows)
     assert largest(plan) == 128
     reasons = {candidate.why for candidate in plan.candidates if candidate.local_batch == 512}
