@@ -256,42 +256,34 @@ def _first_of(error: ValidationError) -> str:
 
 
 def append_record(path: Path, record: BaseModel | dict[str, Any], *, durable: bool = True) -> None:
-    """Append one line, see `append_records`."""
-    append_records(path, [record], durable=durable)
-
-
-def append_records(
-    path: Path, records: Iterable[BaseModel | dict[str, Any]], *, durable: bool = True
-) -> None:
-    """Append lines with a single write, so that lines of several writers never mix.
+    """Append one line with a single write, so that lines of several writers never mix.
 
     Args:
         path: A JSON Lines file; made if it is missing.
-        records: The content of the lines.
+        record: The content of the line.
         durable: Whether to wait until the disk has it. Not for metrics: they are many, and the wait
             would be a step's.
 
     Raises:
-        StorageError: They cannot be written; the file then ends as it did before.
+        StorageError: It cannot be written; the file then ends as it did before.
     """
-    texts = (
+    text = (
         record.model_dump_json()
         if isinstance(record, BaseModel)
         else json.dumps(record, allow_nan=False)
-        for record in records
     )
     try:
-        _append(path, b"".join(text.encode() + b"\n" for text in texts), durable)
+        _append(path, text.encode() + b"\n", durable)
     except OSError as error:
         raise _unwritten(path, error) from error
 
 
-def _append(path: Path, lines: bytes, durable: bool) -> None:
+def _append(path: Path, line: bytes, durable: bool) -> None:
     # no wait where it is a pipe
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o600)
     try:
-        _write_whole(descriptor, _newline_if_torn(descriptor) + lines)
+        _write_whole(descriptor, _newline_if_torn(descriptor) + line)
         if durable:
             os.fsync(descriptor)
     finally:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -29,13 +28,7 @@ from torch import Tensor
 from tula_hpc.checkpoint.safe_points import Progress
 from tula_hpc.env import unix_time
 from tula_hpc.optim import CriticalBatch, NoiseReading
-from tula_hpc.records import (
-    MAX_LINE_BYTES,
-    EpochMetrics,
-    StepMetrics,
-    append_record,
-    append_records,
-)
+from tula_hpc.records import MAX_LINE_BYTES, EpochMetrics, StepMetrics, append_record
 from tula_hpc.records.metrics import parse_metrics
 
 # lines of earlier epochs that scores may have been added to after the last epoch's
@@ -85,21 +78,10 @@ class MetricsWriter:
         samples: Of an epoch, over all workers.
         global_batch: Of a step.
         workers: Over all nodes.
-        hold_s: Lines of steps may wait so long for others, as a write takes a short step's time.
     """
 
-    def __init__(
-        self,
-        file: Path | None,
-        samples: int,
-        global_batch: int,
-        workers: int,
-        hold_s: float = 0.0,
-    ) -> None:
+    def __init__(self, file: Path | None, samples: int, global_batch: int, workers: int) -> None:
         self.file, self.samples = file, samples
-        self.hold_s = hold_s
-        self._held: list[StepMetrics] = []
-        self._written_at = -math.inf
         self.global_batch, self.workers = global_batch, workers
         # rank 0 alone reads the noise
         self.critical_batch = CriticalBatch()
@@ -134,16 +116,7 @@ class MetricsWriter:
             noise_trace=finite_or_none(noise.recent_trace),
             scale_histogram=readings.read_scales(),
         )
-        self._held.append(line)
-        if time.monotonic() - self._written_at >= self.hold_s:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write the lines of steps that wait."""
-        held, self._held = self._held, []
-        if held and self.file is not None:
-            append_records(self.file, held, durable=False)
-            self._written_at = time.monotonic()
+        append_record(self.file, line, durable=False)
 
     def write_epoch(
         self,
@@ -164,7 +137,6 @@ class MetricsWriter:
         """
         if self.file is None:
             return
-        self.flush()
         if self._last is not None and self._last.epoch == epoch:
             critical_batch = self._last.critical_batch
             ended_at = self._last.ended_at
@@ -190,7 +162,6 @@ class MetricsWriter:
     def amend(self, known: Mapping[str, Any]) -> None:
         """Add values that are known by now to the last line of an epoch."""
         if self._last is not None:
-            self.flush()
             self._last = self._last.model_copy(update=dict(known))
             append_record(cast("Path", self.file), self._last)
 

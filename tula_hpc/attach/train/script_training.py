@@ -9,7 +9,6 @@ and without `keeping.py`.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import signal
 import sys
@@ -34,15 +33,13 @@ from tula_hpc.checkpoint.safe_points import Progress
 from tula_hpc.ddp.agreement import CHECK_EVERY_S, Agreed, Wish
 from tula_hpc.ddp.stop_signals import StopRequest, Suspensions
 from tula_hpc.env import unix_time
-from tula_hpc.errors import InputError, StorageError
+from tula_hpc.errors import InputError
 from tula_hpc.optim import NoObserver
 from tula_hpc.records import RunDirectory
 from tula_hpc.records.base import Record
 from tula_hpc.records.events import EventName
 from tula_hpc.training.metrics_writer import MetricsWriter, Readings, StepWindow
 
-# of lines of steps
-HOLD_S = 1.0
 # times a step's batch; batches that are drawn anew vary by less
 MUCH_MORE = 1.5
 
@@ -143,9 +140,12 @@ class ScriptTraining(Mode):
         self.is_kept = False
         # a forward pass has begun since the last step
         self.is_open = False
-        file = self.files.metrics_file if spec.rank == 0 else None
-        of = self.settings
-        self.metrics = MetricsWriter(file, of.samples, of.global_batch, spec.world_size, HOLD_S)
+        self.metrics = MetricsWriter(
+            self.files.metrics_file if spec.rank == 0 else None,
+            self.settings.samples,
+            self.settings.global_batch,
+            spec.world_size,
+        )
         self.window = StepWindow()
         self.gaps = Gaps()
         self._apart = Apart()
@@ -181,8 +181,6 @@ class ScriptTraining(Mode):
 
     def place(self) -> Saved:
         """See `Mode`."""
-        # what goes on there looks for the lines before it
-        self.metrics.flush()
         now = self.progress
         place = {"step": now.step, "samples_seen": now.samples_seen, "epoch": now.epoch}
         return Saved(at=unix_time(), offset=max(0, now.offset), **place)
@@ -200,12 +198,6 @@ class ScriptTraining(Mode):
         if code == 0 and self._stepped_at is not None:
             self._count_pause(time.perf_counter() - self._stepped_at)
         return self._told("exited", code)
-
-    def fail(self, error: BaseException) -> NoReturn:
-        """See `Mode`."""
-        with contextlib.suppress(StorageError):
-            self.metrics.flush()
-        super().fail(error)
 
     def _told(self, end: Literal["stopped", "exited"], code: int = 0) -> Said:
         so_far = TrainedSoFar(
@@ -310,7 +302,7 @@ class ScriptTraining(Mode):
         self._count_time(time.perf_counter())
         self.is_open = False
         if is_logged:
-            self._log_steps()
+            self.write_steps()
         if not self.is_kept:
             if is_last:
                 self.end_epoch()
@@ -424,11 +416,7 @@ class ScriptTraining(Mode):
             self.pause()
 
     def write_steps(self) -> None:
-        """Write all lines of steps, one for those since the last one too."""
-        self._log_steps()
-        self.metrics.flush()
-
-    def _log_steps(self) -> None:
+        """Write a line for the steps since the last one, if there are any."""
         window, self.window = self.window, StepWindow()
         if window.steps:
             optimizer = self.hooks.optimizer
