@@ -186,7 +186,7 @@ def pareto_front(first: Array, second: Array) -> NDArray[np.intp]:
     Returns: Indices, ascending in `first`, so that `second` falls. Of equal points the one that
         comes first.
     """
-    order = np.argsort(first)
+    order = np.argsort(first, kind="stable")
     improves = second[order] < np.concatenate([[np.inf], np.minimum.accumulate(second[order])[:-1]])
     # equal values of `first` may still be in the wrong order here
     few = np.sort(order[improves])

@@ -63,7 +63,12 @@ def drift_settings(job: TrainJob) -> DriftSettings | None:
     side = 0
     if drift is not None and drift.configuration == job.configuration:
         side = 1 if drift.measured_s > drift.predicted_s else -1
-    measured = measurements_of(run.measurements().records, job.partition)
+    passes = job.sweep.workload.accumulation
+    measured = [
+        row
+        for row in measurements_of(run.measurements().records, job.partition)
+        if (row.accumulation or passes) == passes
+    ]
     return DriftSettings(
         prediction=prediction,
         window_s=window_seconds(job.sweep.training.drift_minutes),
