@@ -245,16 +245,19 @@ def expected_parts(measurements: Iterable[Measurement], configuration: Configura
 def update_time_s(measurements: Iterable[Measurement], world_size: int) -> float:
     """Return the time of an update of AGS's gradient scale, which the predicted step leaves out.
 
-    0 where it was not measured.
+    As `UpdateTime` has it; 0 where it was not measured.
     """
-    by_distance: dict[int, list[float]] = {}
+    # late, as most of this module is without it
+    import numpy as np
+
+    by_workers: dict[int, list[float]] = {}
     for row in measurements:
         if is_usable(row) and row.times and row.times.update_time_s > 0:
-            distance = abs(row.configuration.world_size - world_size)
-            by_distance.setdefault(distance, []).append(row.times.update_time_s)
-    if not by_distance:
+            by_workers.setdefault(row.configuration.world_size, []).append(row.times.update_time_s)
+    if not by_workers:
         return 0.0
-    return median(by_distance[min(by_distance)])
+    workers = sorted(by_workers)
+    return float(np.interp(world_size, workers, [median(by_workers[count]) for count in workers]))
 
 
 def _computes(

@@ -10,10 +10,6 @@ from typing import NamedTuple
 from tula_hpc.config import ClusterSpec
 from tula_hpc.records import Event, JobNote, Measurement, RunHistory, TrainResult
 
-# events of a training
-BEGINS = ("started", "resumed")
-ENDS = ("preempted", "requeued", "finished", "failed", "oom")
-
 
 class JobRun(NamedTuple):
     """One run of a profile job, on a clock of Unix seconds; a requeued job has several."""

@@ -171,7 +171,7 @@ class MemoryModel:
         self._largest_batch = UNBOUNDED_BATCH
         if batches is None or not np.size(batches):
             return
-        self.oom_local_batch_ = int(np.min(batches))
+        self.oom_local_batch_ = math.ceil(np.min(batches))
         if limits is None:
             self._largest_batch = self.oom_local_batch_ - 1
         else:

@@ -272,10 +272,10 @@ def _profile(configuration: Configuration, passes: int, rows: Sequence[Measureme
         parts=min(row.parts for row in rows),
         smaller_computes=tuple(smaller.items()),
         processor=_medians(used, ProcessorUse, float) if used else None,
-        kept=rows[-1].kept,
+        kept=any(row.kept for row in rows),
         accumulation=passes,
         between_epochs_s=median(between_s) if between_s else None,
-        epoch_samples=rows[-1].epoch_samples,
+        epoch_samples=_most_common(_counts(row.epoch_samples for row in rows)),
     )
 
 

@@ -193,12 +193,14 @@ def prediction_before(
 ) -> Before | None:
     """Return the prediction of a configuration before it was measured; None with too few before."""
     own = [row for row in _by_time(usable) if row.configuration == configuration]
+    # of several numbers of passes the plan takes the least
+    least = min(row.accumulation or 1 for row in own)
+    own = [row for row in own if (row.accumulation or 1) == least]
     earlier = [row for row in usable if row.finished_at < own[0].finished_at]
     if len({row.configuration for row in earlier}) < AT_LEAST:
         return None
     summary = summarize(earlier)
-    # as it was measured
-    passes = Passes(least=max(row.accumulation or 1 for row in own))
+    passes = Passes(least=least)
     model = fit_step_time(summary.profiles, form, passes)
     nodes, per_node, batch = configuration
     low_s, high_s = model.interval(nodes, batch, per_node)

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,6 +28,8 @@ from tula_hpc.analysis.drift import (
     update_time_s,
     windows_between_false_alarms,
 )
+from tula_hpc.analysis.models.fitted import update_time
+from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.analysis.planning.replan import choose_again, drifted_step_s, knee_batch, slowed
 from tula_hpc.config import ObjectiveSpec
 from tula_hpc.records import Candidate, Configuration, Drift, Event, Measurement, Plan, StepParts
@@ -253,6 +256,18 @@ def test_a_damaged_profile_says_nothing() -> None:
     for configuration in (good.configuration, other.configuration):
         assert expected_parts([good, damaged], configuration) == expected_parts([good], configuration)
     assert update_time_s([damaged], 2) == 0.0
+
+
+def test_an_update_takes_as_long_as_the_plan_has_it() -> None:
+    rows = []
+    for nodes, seconds in ((2, 0.1), (8, 0.7)):
+        row = measurement(Configuration(nodes, 1, 64))
+        assert row.times is not None
+        times = row.times.model_copy(update={"update_time_s": seconds})
+        rows.append(row.model_copy(update={"times": times}))
+    planned = update_time(summarize(rows))
+    for workers in (1, 2, 4, 16):
+        assert update_time_s(rows, workers) == pytest.approx(float(planned.predict(np.array(workers))))
 
 
 def test_nothing_is_known_of_what_was_never_measured() -> None:
