@@ -219,9 +219,11 @@ def _title(found: Sequence[Stretch], whole_s: float) -> str:
     # waiting while another job runs is no queue
     running = [one for one in found if one.kind != "waiting"]
     ran_s = length_of_union((one.begin, one.end) for one in running)
-    waited_s = length_of_union((one.begin, one.end) for one in found) - ran_s
-    if waited_s >= NOTABLE_WAIT * whole_s:
-        parts.append(f"{format_duration(waited_s)} of it nothing but waiting")
+    known_s = length_of_union((one.begin, one.end) for one in found)
+    if known_s - ran_s >= NOTABLE_WAIT * whole_s:
+        parts.append(f"{format_duration(known_s - ran_s)} of it only waiting for nodes")
+    if whole_s - known_s >= NOTABLE_WAIT * whole_s:
+        parts.append(f"{format_duration(whole_s - known_s)} without a job")
     if stops := sum(one.is_interrupted for one in running):
         parts.append(f"{plural(stops, 'interruption')} of the training")
     return ", ".join(parts)
