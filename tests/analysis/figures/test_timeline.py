@@ -84,7 +84,8 @@ def test_the_figure_tells_of_waiting_and_interruptions(base: RunContents) -> Non
     assert isinstance(drawing, Drawing)
     # the profile job waits 10 s, the training 10 s and then 29 s; between the jobs nothing waits
     assert drawing.title == (
-        "4 min 10 s from the first job to the last, 49.0 s of it only waiting for nodes, 11.0 s without a job, 1 interruption of the training"
+        "4 min 10 s from the first job to the last, 49.0 s of it only waiting for nodes, 11.0 s without a job, "
+        "1 interruption of the training"
     )
     assert len(drawing.table.rows) == len(stretches(base))
     crosses = [line for line in drawing.figure.axes[0].get_lines() if line.get_marker() == "X"]
