@@ -57,14 +57,14 @@ from tula_hpc.profiling.meters import (
 )
 from tula_hpc.profiling.probes import PASSES, estimate_from, flat, shared_norms, squared
 from tula_hpc.profiling.record import describe
-from tula_hpc.profiling.timing import LEAST_TIMED, Steps, StoppingRule, warm_up, within
+from tula_hpc.profiling.timing import LEAST_ROUNDS, Steps, StoppingRule, warm_up, within
 from tula_hpc.records import Configuration, Identity, Measurement, MemoryUse
 from tula_hpc.records.base import Record
 
 # in which the optimizer's part is timed
 OPTIMIZER_STEPS = 10
 # until a loader has settled, and where a part begins and ends
-FEW_STEPS = 10
+FEW_STEPS = 5
 # of long steps as few as in so many seconds, but some
 OPTIMIZER_SECONDS = 5.0
 LEAST_OPTIMIZER_STEPS = 3
@@ -184,7 +184,7 @@ class ScriptProfile(MeasuredSteps):
     def _remedy(self) -> str:
         """Return advice on how to get more steps from a script; its options may have any name."""
         search = self.settings.search
-        least = search.warmup_steps + 2 * LEAST_TIMED + self._apart_steps
+        least = search.warmup_steps + 2 * LEAST_ROUNDS + self._apart_steps
         if self.spec.mode == "look":
             return (
                 f"give it more epochs, steps or samples by its own arguments: {least} steps are "
@@ -198,12 +198,14 @@ class ScriptProfile(MeasuredSteps):
             )
         if self.settings.counts_epochs:
             return (
-                "by {epochs} it was asked for more: have it obey that argument, and switch off what "
-                "ends it early: a limit of steps, or early stopping, as rates are 0 in a profile"
+                f"{least} steps are enough, and by {{epochs}} it was asked for more: have it obey "
+                "that, and switch off what ends it early: a limit of steps, or early stopping, as "
+                "rates are 0 in a profile"
             )
         return (
             "a profile raises {epochs} until there are steps enough: pass that in "
-            f"workload.arguments, or have it take {least} steps, which are enough"
+            f"workload.arguments, have it take {least} steps, which are enough, or lower "
+            "search.max_batch, as larger batches leave fewer"
         )
 
     def _told(self) -> Said:

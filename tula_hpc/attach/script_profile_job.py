@@ -67,8 +67,9 @@ class Session:
         self.env = allocation.env
         # with the number of forward passes of the configuration that is measured
         self.sweep = job.sweep
-        # of this measurement
+        # of this measurement; seconds of a first run of the script that ended early
         self.search = job.sweep.search
+        self.again_s = 0.0
         self.folder = HeldFolder(job.output.parent)
         # of the bare all-reduce, by workers
         self.allreduce_s: dict[int, float] = {}
@@ -105,9 +106,11 @@ class Session:
         from tula_hpc.attach.processes import worst
 
         self.search = self.job.sweep.search
+        self.again_s = 0.0
         outcomes, meeting = self._run(configuration)
         if shorter := worst(outcomes).said.result.get("search"):
             began_at = meeting.began_at
+            self.again_s = unix_time() - began_at
             self.search = SearchSpec.model_validate(shorter)
             outcomes, meeting = self._run(configuration)
             meeting = meeting._replace(began_at=began_at)
@@ -219,7 +222,7 @@ class Session:
             hooked_by=job.sweep.training.method if job.sweep.training.adapts else "",
             sources=self.sources,
             allreduce_s=self.allreduce_s.get(configuration.world_size),
-            job_began_at=job_started_at() if self.measured == 0 else None,
+            job_began_at=job_started_at() + self.again_s if self.measured == 0 else None,
         )
         return settings.model_dump(mode="json")
 

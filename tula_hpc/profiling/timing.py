@@ -39,8 +39,6 @@ USUAL_ROUNDS = 10
 # 97.5 % quantiles of Student's t for 1, 2, … degrees of freedom
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 NORMAL = 1.959964
-# timed steps of a script that ends early, at least
-LEAST_TIMED = 10
 
 T = TypeVar("T")
 # yields where it waits for the end of a step
@@ -201,7 +199,7 @@ def within(search: SearchSpec, steps: int) -> SearchSpec | None:
     None where these are too few, or enough for the limits that there are.
     """
     most = (steps - search.warmup_steps) // 2
-    if not LEAST_TIMED <= most < search.max_steps:
+    if not LEAST_ROUNDS <= most < search.max_steps:
         return None
     least = min(search.min_steps, most)
     return search.model_copy(update={"max_steps": most, "min_steps": least})
