@@ -61,7 +61,7 @@ from tula_hpc.stages.context import (
 NOTHING = "Nothing was submitted."
 OTHER_ARGUMENTS = (
     "If workload.arguments have to change for that, give the sweep another name, or another "
-    "--run-dir: these were measured by now."
+    "--run-dir: what is measured by now ran with these."
 )
 # after which no job ends better until the user has acted
 FOR_THE_USER = (Failure.BAD_INPUT, Failure.NO_SPACE)

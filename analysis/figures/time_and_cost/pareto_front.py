@@ -131,9 +131,15 @@ def _title(plan: Plan) -> str:
     least_time = duration_within(*predicted(fastest, fastest.expected_quantity))
     most_time = duration_within(*predicted(cheapest, cheapest.expected_quantity))
     if most_time == least_time:
-        return f"The cheapest of the front costs {least_cost} and takes about as long as the fastest: {most_time}"
+        return (
+            f"The cheapest of the front costs {least_cost} and takes about as long as the fastest: "
+            f"{most_time}"
+        )
     if least_cost == most_cost:
-        return f"The fastest of the front takes {least_time} and costs about as much as the cheapest: {most_cost}"
+        return (
+            f"The fastest of the front takes {least_time} and costs about as much as the cheapest: "
+            f"{most_cost}"
+        )
     return f"The front runs from {least_cost} in {most_time} to {most_cost} in {least_time}"
 
 
