@@ -73,7 +73,7 @@ class LoadedCheckpoint(NamedTuple):
     # newer files that could not be used, with the reasons
     rejected: list[tuple[Path, str]]
     samples_seen: int
-    # of the job that saved it
+    # of the newest job that saved it or one of these
     restart_count: int
 
 
@@ -154,8 +154,8 @@ class CheckpointStore:
                 rejected.append((path, str(error).removeprefix(f"{path}: ")))
                 continue
             self._rejected = {bad for bad, _ in rejected}
-            age = _age(path)
-            return LoadedCheckpoint(state, path, rejected, age.samples_seen, age.restart_count)
+            newest = max(_age(each).restart_count for each in (path, *self._rejected))
+            return LoadedCheckpoint(state, path, rejected, _age(path).samples_seen, newest)
         if rejected:
             reasons = "; ".join(f"{path.name} {reason}" for path, reason in rejected)
             raise CheckpointError(f"{self.folder}: no usable checkpoint: {reasons}")

@@ -339,6 +339,9 @@ def submit_once(script: Path, name: str) -> str:
         # where sbatch was killed, nobody has refused anything
         refusal = _refusal(done.complaint) if done.code > 0 else None
         if refusal is not None:
+            # perhaps of a second job, as the first was accepted late
+            if attempt and (found := submissions_named(name)):
+                return found[0]
             raise refusal(f"{NO[refusal]}: {_explained(words, done.complaint)}")
         slurm.say(f"sbatch: {words}; looking for the job, then trying again")
         time.sleep(pause_s)

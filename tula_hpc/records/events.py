@@ -497,6 +497,10 @@ class RunHistory:
             self._unsettled.pop(key, None)
         if event.event == "submitted":
             job = _submission(event)
+            known = self._jobs.get(job.job_id)
+            if known is not None and not isinstance(known, Submission):
+                # it began before its submission was on record
+                job.events.extend(known.events)
             self._submissions.append(job)
             self._jobs[job.job_id] = self._unsettled[key] = job
         else:
@@ -504,9 +508,9 @@ class RunHistory:
         label = ""
         if "label" in event.data:
             label = EndData.of(event).label
-        known = self._jobs[event.job_id]
-        if not label and isinstance(known, Submission):
-            label = known.label
+        mine = self._jobs[event.job_id]
+        if not label and isinstance(mine, Submission):
+            label = mine.label
         self._labels.append(label)
 
     def submissions(self, *stages: str) -> list[Submission]:

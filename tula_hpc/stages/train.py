@@ -310,8 +310,8 @@ def time_limit_advice(sweep: Sweep, label: str, failure: JobFailure) -> str:
     last = metrics.epochs[-1] if metrics.epochs else None
     left_s = training_left_s(metrics.steps, last, epochs)
     # nothing is left of a training that ended while its model was saved
-    if left_s:
-        whole_s = left_s * epochs / (epochs - metrics.steps[-1].epoch)
+    if left_s and (seen := metrics.steps[-1].epoch) < epochs:
+        whole_s = left_s * epochs / (epochs - seen)
         limit += f"; {plural(epochs, 'epoch')} take {format_duration(whole_s)} at this pace"
     key = f"train_minutes in the cluster file ({limit})"
     return f"a larger {key} takes fewer restarts" if is_used_up else f"raise {key}"

@@ -109,15 +109,19 @@ def leave(training: Leaving, stop: StopRequest, saved: str = "saved at step") ->
         name = "TERM" if stop.received is None else stop.received.name
         detail = f"stop requested ({name}); {saved} {progress.step}"
         training.log_event("preempted", detail, data | began)
-    if progress.restarts >= training.job.sweep.training.max_requeues:
-        used_up = f"restarted {progress.restarts} times, as often as training.max_requeues allows"
+    return _requeue(training, f"{saved} {progress.step}", data)
+
+
+def _check_restarts(training: Leaving, data: dict[str, Any]) -> None:
+    restarts = training.progress.restarts
+    if restarts >= training.job.sweep.training.max_requeues:
+        used_up = f"restarted {restarts} times, as often as training.max_requeues allows"
         if training.is_main:
             training.log_event("failed", used_up, data | {"stop": StopReason.REQUEUES_EXHAUSTED})
         raise StageError(used_up)
-    return _requeue(training, f"{saved} {progress.step}")
 
 
-def _requeue(training: Leaving, saved: str) -> str:
+def _requeue(training: Leaving, saved: str, data: dict[str, Any]) -> str:
     env = training.env
     job_id = slurm_job_id() or ""
     leaving = None
@@ -127,6 +131,7 @@ def _requeue(training: Leaving, saved: str) -> str:
         if training.is_main:
             training.log_event("failed", f"{BY_HAND}; {saved}")
         return "cancelled"
+    _check_restarts(training, data)
     if training.any(leaving is slurm.Leaving.PREEMPTED):
         # Slurm requeues it by itself, or has ended it: then the command submits another job
         return "preempted"
