@@ -231,6 +231,27 @@ def test_left_over_process_is_refused(store: Store, monkeypatch: pytest.MonkeyPa
     save(store, 150, restart=2)
 
 
+def test_a_partner_keeps_its_file_however_many_come_after_it(store: Store) -> None:
+    """As a worker's own state, where rank 0 could not save what belongs to the later ones."""
+    states = Store(store.folder / "worker", keep=3, partners=store.folder)
+    save(states, 100)
+    save(store, 100)
+    for seen in range(200, 700, 100):
+        save(states, seen)
+    assert [path.name[-8:-5] for path in states.paths()] == ["100", "400", "500", "600"]
+
+
+def test_a_start_after_a_damaged_newest_file_is_no_left_over(store: Store) -> None:
+    save(store, 100, restart=2)
+    damaged = save(store, 200, restart=5)
+    damaged.write_bytes(damaged.read_bytes()[:-3])
+    # of a job that was submitted anew, which counts its restarts from 0
+    loaded = store.load_latest()
+    assert loaded is not None
+    assert (loaded.samples_seen, loaded.restart_count) == (100, 5)
+    save(store, 150, restart=loaded.restart_count + 1)
+
+
 def test_left_over_process_is_refused_even_when_it_began_to_write_before(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -430,7 +430,7 @@ def test_who_waits_below_a_limit_on_jobs_does_not_wait_for_itself(
         monkeypatch.setenv("SLURM_JOB_ID", "17")
     error = SubmitLimitError("a limit of the cluster on submitted jobs is reached")
     with contextlib.nullcontext() if waits else pytest.raises(SubmitLimitError):
-        assert launcher(tmp_path, executor="slurm")._fewer(1, error) == 1
+        assert launcher(tmp_path, executor="slurm")._fewer(1, error, 4) == 4
 
 
 def test_a_guard_gives_way_before_anybody_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,12 +441,12 @@ def test_a_guard_gives_way_before_anybody_waits_for_room(tmp_path: Path, monkeyp
     for job_id, data in (("8", {}), ("9", {"role": GUARD})):
         there.run.log_event("submitted", CONTROL, job_id=job_id, data=data)
     error = SubmitLimitError("a limit of the cluster on submitted jobs is reached")
-    assert there._fewer(5, error) == 3
+    assert there._fewer(5, error, 5) == 3
     assert cancelled == []
-    assert there._fewer(1, error) == 1
+    assert there._fewer(1, error, 5) == 1
     assert cancelled == ["9"]
     with pytest.raises(SubmitLimitError):
-        there._fewer(1, error)
+        there._fewer(1, error, 5)
 
 
 SCONTROL = """#!/bin/sh

@@ -16,7 +16,7 @@ from tests.run_factory import CLUSTER_TOML, SWEEP_TOML
 from tula_hpc.check.site import ask_site
 from tula_hpc.config import ClusterSpec
 from tula_hpc.errors import LaunchError, RefusedError, StorageError
-from tula_hpc.launch import slurm, slurm_command
+from tula_hpc.launch import slurm, slurm_command, slurm_executor
 from tula_hpc.launch.launcher import Launcher
 from tula_hpc.launch.slurm import JobState, Leaving, accounted_runs
 from tula_hpc.launch.slurm_executor import SlurmJobs, could_start
@@ -301,6 +301,25 @@ def test_a_requeue_that_has_no_answer_is_tried_again(commands: Path, fault: str)
     answers_in_turn(commands / "scontrol", [fault, fault, ":"])
     assert slurm.requeue("12") is None
     assert asked(commands / "scontrol") == 3
+
+
+def test_a_refusal_after_a_late_acceptance_is_of_a_second_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first sbatch has no answer, its job is accepted while the second one is on its way, and fills the limit."""
+    script = tmp_path / "job.sh"
+    script.write_text("#!/bin/bash\n")
+    attempts: list[list[str]] = []
+
+    def sbatch(command: list[str], _: float) -> slurm_command.Done:
+        attempts.append(command)
+        if len(attempts) == 1:
+            raise LaunchError("sbatch: timed out")
+        return slurm_command.Done(1, "", "sbatch: error: QOSMaxSubmitJobPerUserLimit\n")
+
+    monkeypatch.setattr(slurm_executor, "run", sbatch)
+    monkeypatch.setattr(slurm_executor, "submissions_named", lambda _, **__: ["77"] * (len(attempts) > 1))
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    assert slurm_executor.submit_once(script, "mine") == "77"
+    assert len(attempts) == 2
 
 
 def test_a_refused_requeue_is_not_tried_again(commands: Path) -> None:

@@ -149,6 +149,13 @@ def test_events_belong_to_the_latest_submission_of_their_job_id() -> None:
     assert told.in_vain("a", Failure.KILLED) == 1
 
 
+def test_what_a_job_reports_before_its_submission_is_on_record_is_kept() -> None:
+    report = {"event": "oom", "job_id": "7", "failure": "device_oom"}
+    told = history(report, {"event": "submitted", "job_id": "7", "data": {"label": "a"}})
+    assert told.job("7").memory_failure is Failure.DEVICE_OOM
+    assert len(told.of_training("a")) == 2
+
+
 def test_a_training_whose_files_were_moved_away_is_not_the_next_ones() -> None:
     """Neither its events nor the nodes that it had; its jobs stay on record."""
     before = [{"event": "submitted", "job_id": "7"}, {"event": "finished", "job_id": "7"}]

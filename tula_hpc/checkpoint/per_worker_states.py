@@ -34,7 +34,7 @@ class LocalStates:
 
     def __init__(self, folder: Path, worker: Worker) -> None:
         self.folder, self.worker = folder, worker
-        self.store = CheckpointStore(self._folder_of(worker.env.rank), KEPT)
+        self.store = CheckpointStore(self._folder_of(worker.env.rank), KEPT, partners=folder)
 
     def save(self, *, samples_seen: int, restart_count: int) -> dict[str, int]:
         """Save this worker's state; return the entry for rank 0's checkpoint. Collective.

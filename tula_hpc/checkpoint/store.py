@@ -83,15 +83,16 @@ class CheckpointStore:
     Args:
         folder: Made by the first save, with mode 0700.
         keep: Number of usable checkpoints to keep; at least 1, but 2 survive a damaged one.
+        partners: Folder of other checkpoints: one of the same name there keeps its file here.
 
     Raises:
         ValueError: `keep` is below 1.
     """
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
+    def __init__(self, folder: Path, keep: int = 2, partners: Path | None = None) -> None:
         if keep < 1:
             raise ValueError(f"keep: expected at least 1, got {keep}")
-        self.folder, self.keep = folder, keep
+        self.folder, self.keep, self.partners = folder, keep, partners
         self._rejected: set[Path] = set()
 
     def save(self, state: dict[str, Any], *, samples_seen: int, restart_count: int = 0) -> Path:
@@ -128,6 +129,7 @@ class CheckpointStore:
     def keep_newest_only(self) -> None:
         """Delete all but the newest usable file, when training is over."""
         self.keep = 1
+        self.partners = None
         self._prune()
 
     def load_latest(
@@ -230,7 +232,8 @@ class CheckpointStore:
         """Delete files older than the `keep` newest, of which rejected ones do not count."""
         usable = 0
         for path in reversed(self.paths()):
-            if usable >= self.keep:
+            is_wanted = self.partners is not None and (self.partners / path.name).exists()
+            if usable >= self.keep and not is_wanted:
                 # the new checkpoint is safe; the next save tries again
                 with contextlib.suppress(OSError):
                     path.unlink()

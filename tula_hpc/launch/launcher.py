@@ -218,7 +218,7 @@ class Launcher:
                     break
                 if not patient:
                     raise
-                most = self._fewer(min(most, len(todo)), error)
+                most = self._fewer(min(most, len(todo)), error, len(todo))
                 continue
             submitted += accepted
             todo = todo[most:]
@@ -226,11 +226,11 @@ class Launcher:
             request = request._replace(after=(accepted[0].array_id,))
         return submitted
 
-    def _fewer(self, most: int, error: SubmitLimitError) -> int:
-        """Return how many to try after a site's limit refused so many.
+    def _fewer(self, most: int, error: SubmitLimitError, wanted: int) -> int:
+        """Return how many of those wanted to try after a site's limit refused so many.
 
         A guard gives way first: there may be no room for it. A single job waits for other jobs
-        of this user.
+        of this user, after which there may be room for all.
 
         Raises:
             SubmitLimitError: There are no others.
@@ -244,7 +244,7 @@ class Launcher:
             raise error
         sys.stderr.write(f"{error}; trying again in {ROOM_PAUSE_S:g} s\n")
         time.sleep(ROOM_PAUSE_S)
-        return 1
+        return self.executor.most_together(wanted)
 
     def dismiss_guards(self) -> bool:
         """Cancel this run's guards, but not the asking job; return whether there were any."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -169,8 +169,8 @@ class Metrics(NamedTuple):
 def put_aside(path: Path) -> None:
     """Keep the metrics of a training that begins anew as metrics-N.jsonl, where there are some."""
     if path.exists():
-        before = len(list(path.parent.glob("metrics-*.jsonl")))
-        path.replace(path.with_name(f"metrics-{before + 1}.jsonl"))
+        names = (path.with_name(f"metrics-{number}.jsonl") for number in count(1))
+        path.replace(next(name for name in names if not name.exists()))
 
 
 def read_metrics(path: Path) -> Metrics:

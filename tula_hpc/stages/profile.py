@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import count, groupby
 from pathlib import Path
 
 from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
@@ -460,8 +460,9 @@ def _new_output(part: Sweep, nodes: int, group: Sequence[Configuration]) -> Path
     ends = sorted({group[0].local_batch, group[-1].local_batch})
     partition = [part.partition.replace("/", "_")] if part.partition else []
     stem = "-".join([*partition, f"n{nodes}", f"b{ends[0]}", *map(str, ends[1:])])
-    taken = len(list(part.run.profile.glob(f"{stem}-*.jsonl")))
-    path = part.run.profile / f"{stem}-{taken}.jsonl"
+    paths = (part.run.profile / f"{stem}-{attempt}.jsonl" for attempt in count())
+    # some may have been moved out
+    path = next(path for path in paths if not path.exists())
     path.touch(mode=0o600)
     return path
 

@@ -68,7 +68,9 @@ class Checkpoints(SafePoints):
     def count_time(self, seconds: float, *, suspended: bool) -> None:
         """See `SafePoints`."""
         if suspended:
-            self.log.exclude(seconds)
+            # a line that has just been written has them
+            if self.log.window.steps:
+                self.log.exclude(seconds)
         else:
             self.progress.epoch_time_s += seconds
 

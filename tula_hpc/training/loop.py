@@ -189,6 +189,7 @@ class Trainer:
         progress = self.training.progress
         batches = self.worker.batches(progress.epoch, progress.offset)
         if self.training.epoch_ends:
+            self._count_start()
             return batches
         first = deque([next(batches)])
         self._count_start()
