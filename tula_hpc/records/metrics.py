@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from pydantic import Field, RootModel
 
 from tula_hpc.records.base import Batch, Record
-from tula_hpc.records.storage import Bounds, R, lines_of, out_of_bounds, parse_record
+from tula_hpc.records.storage import Bounds, lines_of, out_of_bounds, parse_record
 
 if TYPE_CHECKING:
     import numpy as np
@@ -210,19 +210,22 @@ def parse_metrics(line: bytes) -> AnyMetrics:
 
 
 def split(rows: Iterable[AnyMetrics], skipped: int) -> Metrics:
-    """Split lines by kind; the later of two for the same samples or epoch counts.
+    """Split lines by kind; a step takes the place of all that had seen as many samples, or more.
 
-    Fields that a later line of an epoch lacks are taken from the earlier one: a script's scores and
-    the time until its next epoch are known at different moments.
+    After a rollback steps may be of another batch. Of two lines of an epoch the later counts. What
+    it lacks is taken from the earlier one: a script's scores and the time until its next epoch are
+    known at different moments.
     """
-    steps: dict[int, StepMetrics] = {}
+    steps: list[StepMetrics] = []
     epochs: dict[int, EpochMetrics] = {}
     for row in rows:
         if isinstance(row, StepMetrics):
-            steps[row.samples_seen] = row
+            while steps and steps[-1].samples_seen >= row.samples_seen:
+                steps.pop()
+            steps.append(row)
         else:
             epochs[row.epoch] = _joined(epochs.get(row.epoch), row)
-    return Metrics(_in_order(steps), _in_order(epochs), skipped)
+    return Metrics(steps, [epochs[number] for number in sorted(epochs)], skipped)
 
 
 def _joined(before: EpochMetrics | None, row: EpochMetrics) -> EpochMetrics:
@@ -230,10 +233,6 @@ def _joined(before: EpochMetrics | None, row: EpochMetrics) -> EpochMetrics:
         return row
     known = {name: value for name, value in before if getattr(row, name) is None}
     return row.model_copy(update=known)
-
-
-def _in_order(rows: dict[int, R]) -> list[R]:
-    return [rows[key] for key in sorted(rows)]
 
 
 def samples_a_step(steps: Sequence[StepMetrics]) -> float:
@@ -313,9 +312,9 @@ class _Index:
         import numpy as np
 
         seen = np.asarray(self.samples_seen)
-        order = np.argsort(seen, kind="stable")
-        is_last = np.append(np.diff(seen[order]) > 0, True)[: len(order)]
-        kept: NDArray[np.int64] = order[is_last]
+        # after none of them the training was as far, or not so far
+        least_after = np.append(np.minimum.accumulate(seen[::-1])[::-1][1:], np.inf)[: len(seen)]
+        kept: NDArray[np.int64] = np.flatnonzero(seen < least_after)
         return kept
 
 
