@@ -24,10 +24,10 @@ from tula_hpc.records import (
     rank_file,
     write_atomically,
 )
-from tula_hpc.records.events import SubmissionData, setup_failures
+from tula_hpc.records.events import JobFailure, SubmissionData, setup_failures
 from tula_hpc.stages.context import LineProgress, Sweep, describe_failures, profiling_left_s
 from tula_hpc.stages.plan import AS_BEGUN, plan_stage, training_began
-from tula_hpc.stages.train import next_candidate, training_tick
+from tula_hpc.stages.train import next_candidate, time_limit_advice, training_tick
 from tula_hpc.status.run_files import read_facts
 
 LARGE, *SMALLER = (
@@ -76,6 +76,23 @@ def test_batches_that_ran_out_of_memory_on_another_partition_do_not_count(run: R
         elsewhere = oom(batch).model_copy(update={"partition": "small"})
         append_record(run.profile / "train-main.jsonl", elsewhere)
     assert next_candidate(PLAN, run, max_fallbacks=3) == LARGE
+
+
+@pytest.mark.parametrize("last_epoch", [3.0, 3.2])
+def test_a_training_that_timed_out_in_its_last_evaluation_is_told_which_key_to_raise(
+    run: RunDirectory, last_epoch: float
+) -> None:
+    """The last epoch on record is the one before, as the last is not evaluated yet."""
+    common = {"samples_seen": 64, "loss": 1.0, "lr": 0.1, "step_time_s": 0.5}
+    scores = dict.fromkeys(("train_loss", "test_loss", "test_accuracy", "test_top5_accuracy"))
+    file = run.make_train().metrics_file
+    append_record(file, StepMetrics(step=20, epoch=2.0, **common))
+    done = {"epoch": 2, "step": 20, "samples_seen": 64, "global_batch": 64, "epoch_time_s": 5.0, "steps": 10}
+    append_record(file, EpochMetrics.model_validate(done | scores | {"evaluation_time_s": 600.0}))
+    append_record(file, StepMetrics(step=30, epoch=last_epoch, **{**common, "samples_seen": 96}))
+    sweep = Sweep(SweepSpec.model_validate({"name": "x", "workload": {"epochs": 3}}), ClusterSpec(), run)
+    advice = time_limit_advice(sweep, "main", JobFailure(Failure.TIMED_OUT))
+    assert advice == f"raise train_minutes in the cluster file (now {ClusterSpec().train_minutes})"
 
 
 def test_a_plan_is_kept_once_training_began(run: RunDirectory) -> None:

@@ -1,0 +1,58 @@
+"""Ways out of a training that was stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tula_hpc.checkpoint.safe_points import Progress
+from tula_hpc.config import SweepSpec
+from tula_hpc.ddp.stop_signals import StopRequest
+from tula_hpc.errors import StageError
+from tula_hpc.launch import slurm
+from tula_hpc.launch.slurm import Leaving
+from tula_hpc.training import ending
+
+MOST = 3
+
+
+@pytest.fixture
+def leave(monkeypatch: pytest.MonkeyPatch) -> Callable[[Leaving | None, int], tuple[str, list[Any]]]:
+    """Leave a training of one worker, whose job is on its way out like this, after so many restarts."""
+    spec = SweepSpec.model_validate({"name": "x", "training": {"max_requeues": MOST}})
+
+    def end(leaving: Leaving | None, restarts: int) -> tuple[str, list[Any]]:
+        monkeypatch.setattr(slurm, "leaving", lambda _: leaving)
+        monkeypatch.setattr(ending, "slurm_job_id", lambda: "5")
+        told: list[Any] = []
+        training: Any = SimpleNamespace(
+            progress=Progress(step=5, samples_seen=9, restarts=restarts),
+            is_main=True,
+            job=SimpleNamespace(sweep=spec),
+            env=SimpleNamespace(on_slurm=True),
+            any=bool,
+            log_event=lambda event, detail, data=None: told.append((event, detail)),
+        )
+        return ending.leave(training, StopRequest()), told
+
+    return end
+
+
+@pytest.mark.parametrize("restarts", [0, MOST])
+def test_a_cancelled_training_is_called_so_however_often_it_was_restarted(
+    leave: Callable[[Leaving | None, int], tuple[str, list[Any]]], restarts: int
+) -> None:
+    how, told = leave(Leaving.CANCELLED, restarts)
+    assert how == "cancelled"
+    assert told[-1] == ("failed", "by scancel or an operator; saved at step 5")
+
+
+def test_a_preempted_training_goes_on_as_often_as_it_may(
+    leave: Callable[[Leaving | None, int], tuple[str, list[Any]]],
+) -> None:
+    assert leave(Leaving.PREEMPTED, MOST - 1)[0] == "preempted"
+    with pytest.raises(StageError, match=f"restarted {MOST} times, as often as training.max_requeues allows"):
+        leave(Leaving.PREEMPTED, MOST)
