@@ -92,7 +92,8 @@ class CheckpointStore:
     def __init__(self, folder: Path, keep: int = 2, partners: Path | None = None) -> None:
         if keep < 1:
             raise ValueError(f"keep: expected at least 1, got {keep}")
-        self.folder, self.keep, self.partners = folder, keep, partners
+        self.folder, self.keep = folder, keep
+        self.partners = partners
         self._rejected: set[Path] = set()
 
     def save(self, state: dict[str, Any], *, samples_seen: int, restart_count: int = 0) -> Path:

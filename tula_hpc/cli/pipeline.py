@@ -422,8 +422,8 @@ def _say_what_it_takes(sweep: Sweep, plan: Plan) -> None:
     if not chosen.measured:
         why = unmeasured(plan) or ["The chosen configuration itself was not measured."]
         print(f"planned: {why[0]} A model predicts it.")
-    measured, notes = sweep.run.measurements().records, sweep.run.job_notes()
-    spent = profiling_cost(measured, notes, sweep.cluster).node_seconds
+    measured = sweep.run.measurements().records
+    spent = profiling_cost(measured, sweep.run.job_notes(), sweep.cluster).node_seconds
     takes = chosen.nodes * chosen.expected_time_s
     if spent > takes:
         print(
