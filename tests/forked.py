@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import secrets
@@ -79,7 +80,11 @@ def context_of_workers() -> ForkServerContext | ForkContext:
 
 
 def differentiates_in_threads() -> bool:
-    names = (path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
+    names: list[str] = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        # a thread may end while it is read
+        with contextlib.suppress(OSError):
+            names.append(path.read_text())
     return any(name.startswith("pt_autograd") for name in names)
 
 
