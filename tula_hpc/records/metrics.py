@@ -312,7 +312,7 @@ class _Index:
         import numpy as np
 
         seen = np.asarray(self.samples_seen)
-        # after none of them the training was as far, or not so far
+        # a step counts if all later ones had seen more samples
         least_after = np.append(np.minimum.accumulate(seen[::-1])[::-1][1:], np.inf)[: len(seen)]
         kept: NDArray[np.int64] = np.flatnonzero(seen < least_after)
         return kept
