@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from tula_hpc.attach import child
 from tula_hpc.attach.reporting import ChildSpec, read_said
 from tula_hpc.attach.train.keeping import KeptTraining
 from tula_hpc.attach.train.script_training import ScriptTraining, TrainSettings
+from tula_hpc.ddp.rendezvous import free_port
 from tula_hpc.records import RunDirectory, read_metrics
 
 SCRIPT = Path(__file__).parent / "scripts" / "three_lines.py"
@@ -82,10 +82,8 @@ class Story:
         self, at: int = 0, number: int = signal.SIGTERM, only: int | None = None, batch: int = 8
     ) -> list[str | int | None]:
         """Run all its processes to their end; return why they ended, or the exit code of one that does not say."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            count = str(self.workers)
-            place = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": str(free.getsockname()[1])}
+        count = str(self.workers)
+        place = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": str(free_port())}
         specs = [self.spec(rank, batch) for rank in range(self.workers)]
         self.starts += 1
         processes = []

@@ -21,7 +21,7 @@ from torch.distributed import Store  # type: ignore[attr-defined] # documented, 
 
 from tula_hpc.ddp import rendezvous
 from tula_hpc.ddp.process_group import check_interfaces
-from tula_hpc.ddp.rendezvous import CANDIDATES, LOOPBACK, candidate_ports, meet
+from tula_hpc.ddp.rendezvous import CANDIDATES, LOOPBACK, candidate_ports, free_port, meet
 from tula_hpc.env import RUN_MARK, SECRET_FILE, WorkerEnvironment, join_job
 from tula_hpc.errors import InputError, MeetingError
 
@@ -282,6 +282,17 @@ def test_a_port_that_is_given_is_the_one(job: WorkerEnvironment, stack: ExitStac
 def test_a_master_port_that_is_none_is_refused(job: WorkerEnvironment, wrong: str) -> None:
     with pytest.raises(InputError, match=r"^MASTER_PORT: expected a port from 1 to 65535, found "):
         meet(job._replace(master_port=wrong), ENOUGH)
+
+
+def test_a_free_port_is_one_at_which_nobody_listens(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = range(9_800, 9_800 + CANDIDATES)  # of nobody else
+    monkeypatch.setattr(rendezvous, "PORTS", few)
+    for port in few[1:]:
+        listen(stack, port)
+    assert free_port() == few[0]
+    listen(stack, few[0])
+    with pytest.raises(MeetingError, match="none was free"):
+        free_port()
 
 
 def test_rank_0_says_which_ports_are_all_taken(job: WorkerEnvironment, stack: ExitStack) -> None:

@@ -13,7 +13,6 @@ import os
 import secrets
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,7 +26,7 @@ from tula_hpc.attach.hangs import are_in_different_collectives, ask_where, told
 from tula_hpc.attach.own_folder import own_folder
 from tula_hpc.attach.reporting import EVERY_WORKER, ChildSpec, Said, read_said, unexplained
 from tula_hpc.attach.script import torchrun_variables
-from tula_hpc.ddp.rendezvous import LOOPBACK
+from tula_hpc.ddp.rendezvous import LOOPBACK, free_port
 from tula_hpc.env import (
     WorkerEnvironment,
     adopt_orphans,
@@ -68,10 +67,7 @@ class Meeting(NamedTuple):
 def choose_meeting(env: WorkerEnvironment) -> str:
     """Return a `Meeting` on this host as JSON, for `Allocation.broadcast`."""
     host = env.hosts[0] if env.on_slurm else LOOPBACK
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
-    return json.dumps(Meeting(host, port, secrets.token_hex(8), unix_time()))
+    return json.dumps(Meeting(host, free_port(), secrets.token_hex(8), unix_time()))
 
 
 def meeting_from(text: str) -> Meeting:

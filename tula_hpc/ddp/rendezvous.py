@@ -352,6 +352,24 @@ def _visit(env: WorkerEnvironment, secret: bytes, port: int, ends: float) -> Sto
     return PrefixStore(place["prefix"], store)
 
 
+def free_port() -> int:
+    """Return a port of `PORTS` at which a process of this host can listen now.
+
+    Not one of those for outgoing connections: a process that waits for a listener there may be given
+    that very port for its own end, and so connect to itself.
+
+    Raises:
+        MeetingError: Nothing can listen at any of those that were tried.
+    """
+    for port in random.SystemRandom().sample(PORTS, CANDIDATES):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise MeetingError(
+        f"{CANDIDATES} ports from {PORTS.start} to {PORTS.stop - 1} were tried, and none was free"
+    )
+
+
 def _listen(env: WorkerEnvironment) -> socket.socket:
     """Open rank 0's door on the first port that is free.
 

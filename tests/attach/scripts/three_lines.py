@@ -7,6 +7,7 @@ three_lines.py --batch-size 8 --epochs 2 --log FOLDER [--samples 128] [--loader-
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import random
 import time
@@ -105,9 +106,11 @@ def main() -> None:
             scheduler.step()
             tula.report(test_accuracy=0.25 + 0.1 * epoch, test_loss=random.random())
     torch.save(model.state_dict(), options.log / f"weights-{rank}.pt")
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    # a model that is freed after its group may hang: see leave_group
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
