@@ -136,6 +136,26 @@ def test_a_shorter_batch_is_the_last_of_its_epoch(tmp_path: Path, clock: Clock) 
     assert [(row.epoch, row.step, row.samples_seen) for row in rows] == [(1, 3, 24), (2, 7, 29 + 24)]
 
 
+def test_a_step_over_the_end_of_a_pass_belongs_to_both_epochs(tmp_path: Path, clock: Clock) -> None:
+    """As of a script that takes two batches for a step from a loader that begins again and again."""
+    told = Told(tmp_path, clock, samples=18)
+    loader = DataLoader(TensorDataset(torch.zeros(18)), batch_size=4)
+    passes = iter([4, 4, 4, 4, 2] * 2)
+    for _ in range(5):
+        for _ in range(2):
+            if told.training.progress.samples_seen + told.training._samples in {0, 18}:
+                batches = iter(loader)
+                told.training.loading_begins(batches)
+            samples = next(passes)
+            told.training.hooks.next_batch(batches, torch.zeros(samples))
+            told.training.forward_begins(samples)
+        told.training.gradients_ready()
+        told.training.step_ends()
+    told.training.ended(0)
+    rows = told.metrics().epochs
+    assert [(row.epoch, row.step, row.samples_seen) for row in rows] == [(1, 3, 22), (2, 5, 36)]
+
+
 def test_of_a_stream_the_sweep_says_how_long_an_epoch_is(tmp_path: Path, clock: Clock) -> None:
     told = Told(tmp_path, clock, samples=16)
     stream = iter(DataLoader(Streamed(TensorDataset(torch.zeros(64))), batch_size=8))

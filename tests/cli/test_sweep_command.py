@@ -1228,3 +1228,16 @@ def test_the_cost_at_the_end_says_where_its_price_is_the_default(tmp_path: Path,
     said = _cost(Sweep(load_sweep(run.sweep_file, check_paths=False), cluster, run), run.read_plan(), None)
     usual = "; by 1.00 USD a node and hour, the default of pricing.usd_per_node_hour"
     assert said.endswith(usual) == (price is None), said
+
+
+def test_the_end_says_whether_fewer_epochs_are_fewer_steps(tmp_path: Path) -> None:
+    """An epoch that ends with a shorter batch has a step more than the plan's."""
+    from tula_hpc.cli.pipeline import _decision
+
+    run = make_run(tmp_path / "run")
+    made, result = run.read_plan(), run.train().read_result()
+    assert result is not None
+    planned = made.epochs * (made.dataset_samples // result.global_batch)
+    for steps, why in ((planned, f"in all of its {planned:,} planned steps"), (10, "after which the script ended")):
+        shorter = result.model_copy(update={"epochs": 1, "steps": steps, "restarts": 0})
+        assert f"trained 1 of {made.epochs} epochs, {why}, in " in _decision(made, shorter, None)

@@ -251,8 +251,12 @@ def _decision(plan: Plan, result: TrainResult, bill: TrainingBill | None) -> str
     score = format_score(result.test_accuracy, result.test_loss)
     epochs = plural(result.epochs, "epoch")
     if result.epochs < plan.epochs:
+        planned = plan.epochs * (plan.dataset_samples // result.global_batch)
         why = "after which the script ended"
-        if result.restarts:
+        if result.steps >= planned:
+            # an epoch's last batch may be a shorter one
+            why = f"in all of its {planned:,} planned steps"
+        elif result.restarts:
             why = "unless the script went on by itself from what it had saved"
         epochs = f"{result.epochs} of {plural(plan.epochs, 'epoch')}, {why},"
     return f"{text}; trained {epochs} in {format_duration(took_s)}: {score}"

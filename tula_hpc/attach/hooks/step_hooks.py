@@ -216,7 +216,7 @@ class Hooks:
                 # the same batch once more, as for a GAN's other optimizer: no further part of a step
                 return
             self.listener.forward_begins(samples)
-        elif inner.training and self._is_of_steps():
+        elif inner.training and self.is_of_steps(self._last[0]()):
             # features of a batch that is passed again with gradients, as in parts of a large batch
             return
         else:
@@ -252,10 +252,9 @@ class Hooks:
             self._dimension = int(0 < second in asked and samples not in asked)
         return second if self._dimension else samples
 
-    def _is_of_steps(self) -> bool:
-        """Tell whether the last batch is of the data set that training takes its batches from."""
-        last = self._last[0]()
-        return last is not None and self._data in (0, _data_of(last))
+    def is_of_steps(self, loader: object | None) -> bool:
+        """Tell whether a loader's iterator is over the data set of training's batches."""
+        return loader is not None and self._data in (0, _data_of(loader))
 
     @property
     def loader(self) -> object | None:

@@ -153,8 +153,11 @@ class ScriptTraining(Mode):
         self._peers: Peers
         # samples of an epoch, and how many still make a step at its end
         self._epoch = self.settings.samples, self.settings.global_batch
-        # of this step, on this worker
+        # of this step, on this worker; those of them from before the loader began another pass
         self._samples = 0
+        self._samples_before = 0
+        # of the last step, over all workers, those that belong to the next epoch
+        self._carried = 0
         # when the last step ended; None: what came since was no training
         self._ended: float | None = None
         # when it did, whatever came since; of this epoch what was none of its steps
@@ -229,6 +232,11 @@ class ScriptTraining(Mode):
     def model_wrapped(self, model: DistributedDataParallel) -> None:
         """See `Listener`."""
         self.models.append(model)
+
+    def loading_begins(self, loader: object) -> None:
+        """See `Listener`."""
+        if self._samples and self.hooks.is_of_steps(loader):
+            self._samples_before = self._samples
 
     def evaluating(self) -> None:
         """See `Listener`."""
@@ -343,7 +351,11 @@ class ScriptTraining(Mode):
         if samples > MUCH_MORE * whole:
             # an evaluation that takes gradients looks like passes of training
             samples = whole
-        self._samples = 0
+        self._carried = 0
+        if self._samples_before and not self.is_kept:
+            # accumulated over the end of a pass
+            self._carried = (self._samples - self._samples_before) * self.spec.world_size
+        self._samples = self._samples_before = 0
         _, least = self._epoch
         is_first = progress.offset == 0 and progress.epoch_steps == 0
         if not self.is_kept and is_first and samples < least:
@@ -451,6 +463,7 @@ class ScriptTraining(Mode):
         self._reported = {}
         self.progress.count_epoch()
         self.progress.begin_epoch()
+        self.progress.offset = self._carried
 
     def _write_epoch(self) -> None:
         progress = self.progress
