@@ -124,6 +124,21 @@ def test_a_stop_in_mid_evaluation_loses_nothing(tmp_path: Path, spec: SweepSpec,
     assert all(torch.equal(state["model"][name], value) for name, value in expected_state["model"].items())
 
 
+def test_each_start_from_one_checkpoint_counts(tmp_path: Path) -> None:
+    run = prepared(tmp_path / "run")
+    with pytest.MonkeyPatch.context() as patch:
+        counted(patch, 2)
+        with pytest.raises(SystemExit):
+            train(run, PLAIN)
+    for _ in range(2):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Worker, "score", lambda *_: pytest.fail("killed"))
+            with pytest.raises(pytest.fail.Exception, match="killed"):
+                train(run, PLAIN)
+    assert train(run, PLAIN) == "finished"
+    assert end(run)[0].restarts == 3
+
+
 class Peer:
     """A worker with a peer that stops at a look."""
 

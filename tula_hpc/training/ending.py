@@ -168,6 +168,8 @@ def write_result(
     if not training.is_main:
         return
     job, progress = training.job, training.progress
+    # of several starts from one checkpoint its progress knows one
+    restarts = RunDirectory(job.root).history().restarts(job.label)
     result = TrainResult(
         label=job.label,
         nodes=job.configuration.nodes,
@@ -185,7 +187,7 @@ def write_result(
         train_time_s=progress.train_time_s,
         # an earlier run began by another look at the clock, which may have been set since
         wall_time_s=max(progress.train_time_s, unix_time() - progress.started_at),
-        restarts=progress.restarts,
+        restarts=max(progress.restarts, restarts),
         diverged=bool(diverged),
         train_accuracy=on_training_samples.accuracy if on_training_samples else None,
         train_top5_accuracy=on_training_samples.top5_accuracy if on_training_samples else None,

@@ -380,7 +380,7 @@ class ScriptJob:
             test_top5_accuracy=scores.get("test_top5_accuracy"),
             train_time_s=told.train_time_s,
             wall_time_s=max(told.train_time_s, unix_time() - started_at),
-            restarts=told.restarts,
+            restarts=max(told.restarts, self.run_directory.history().restarts(job.label)),
             starts_s=told.starts_s,
             saving_s=told.saving_s,
             further_steps=told.further_steps,
