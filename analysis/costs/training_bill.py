@@ -130,7 +130,8 @@ def training_bill(
     price = promised.cost / (whole_s * promised.nodes)
     paid = None if used.node_seconds is None else used.node_seconds * price
     failed_s = _failed_s(result, events, accounts)
-    parts = _parts(promised, _actual_parts_s(result, used, epochs, failed_s))
+    repeating = result.restarts - RunHistory(events).begun_anew(result.label)
+    parts = _parts(promised, _actual_parts_s(result, used, epochs, failed_s, repeating))
     return TrainingBill(
         whole=Compared(whole_s, promised.interval_90.get("wall_time_s"), used.seconds),
         parts=parts,
@@ -177,17 +178,22 @@ def _end_s(starts_s: float, events: Iterable[Event]) -> float:
 def _failed_s(
     result: TrainResult, events: Sequence[Event], accounts: Sequence[JobAccount]
 ) -> float:
-    """Return the seconds of jobs before the last, where that one began anew."""
-    if not accounts:
-        return 0.0
-    last = accounts[-1].job_id
-    if result.restarts and not RunHistory(events).job(last).began_anew:
-        return 0.0
-    return sum(each.elapsed_s for each in accounts if each.job_id != last)
+    """Return the seconds of jobs before the last one that began with nothing."""
+    history = RunHistory(events)
+    jobs = list(dict.fromkeys(account.job_id for account in accounts))
+    anew = [job for job in jobs if history.job(job).began_anew]
+    if not result.restarts:
+        anew = jobs[-1:]
+    before = jobs[: jobs.index(anew[-1])] if anew else []
+    return sum(account.elapsed_s for account in accounts if account.job_id in before)
 
 
 def _actual_parts_s(
-    result: TrainResult, used: _Used, epochs: Sequence[EpochMetrics], failed_s: float
+    result: TrainResult,
+    used: _Used,
+    epochs: Sequence[EpochMetrics],
+    failed_s: float,
+    repeating: int,
 ) -> dict[TimePart, float | None]:
     found: dict[TimePart, float | None] = {
         TimePart.STARTS: result.starts_s,
@@ -205,8 +211,6 @@ def _actual_parts_s(
     if used.seconds is None or None in known_s:
         return found
     rest_s = max(0.0, used.seconds - failed_s - sum(seconds or 0.0 for seconds in known_s))
-    # the first restart of a job that began anew repeats nothing
-    repeating = result.restarts - 1 if failed_s > 0.0 else result.restarts
     if repeating > 0:
         found[TimePart.REPEATED] = max(0.0, rest_s - END_SHARE * (result.starts_s or 0.0))
     else:

@@ -333,9 +333,12 @@ class JobEvents:
 
     @property
     def began_anew(self) -> bool:
-        """Tell whether an earlier job had left nothing that its training could go on from."""
-        resumed = self._named("resumed")
-        return bool(resumed) and ProgressData.of(resumed[0]).samples_seen == 0
+        """Tell whether its training began with nothing, whatever jobs came before."""
+        names = ("resumed", "checkpoint", "preempted", "finished")
+        first = next((event for event in self.events if event.event in names), None)
+        if first is None:
+            return False
+        return first.event != "resumed" or ProgressData.of(first).samples_seen == 0
 
     @property
     def hosts(self) -> list[str]:
@@ -635,8 +638,13 @@ class RunHistory:
         return count
 
     def restarts(self, label: str) -> int:
-        """Count how often a training went on from a checkpoint."""
+        """Count how often a training began again, from a checkpoint or with nothing."""
         return sum(event.event == "resumed" for event in self.of_training(label))
+
+    def begun_anew(self, label: str) -> int:
+        """Count the restarts of a training that found nothing to go on from."""
+        resumed = (e for e in self.of_training(label) if e.event == "resumed")
+        return sum(ProgressData.of(event).samples_seen == 0 for event in resumed)
 
     def last_restart(self, label: str) -> Restart | None:
         """Return how a training last ran again; None if it never did."""

@@ -117,6 +117,19 @@ def test_the_jobs_before_one_that_begins_anew_have_failed(samples: int, failed_s
         assert bill.parts[TimePart.ENDS].actual == pytest.approx(140.0 - 136.0)
 
 
+def test_a_first_job_without_a_checkpoint_has_failed_though_a_later_one_was_interrupted() -> None:
+    lost, first, second = accounted(60.0, 100.0, 140.0)
+    jobs = [lost.model_copy(update={"job_id": "5"}), first.model_copy(update={"job_id": "6"}), second]
+    events = [
+        event("checkpoint", 70.0).model_copy(update={"job_id": "6"}),
+        event("resumed", 90.0).model_copy(update={"job_id": "7", "data": {"samples_seen": 64}}),
+    ]
+    bill = training_bill(promised(), result(restarts=1), events, jobs)
+    assert bill is not None
+    assert bill.parts[TimePart.FAILED].actual == 60.0
+    assert bill.parts[TimePart.REPEATED].actual == pytest.approx(240.0 - 136.0 - 9.0 * END_SHARE)
+
+
 def test_without_accounting_the_notes_tell() -> None:
     events = [event("preempted", 60.0), event("resumed", 200.0), event("finished", 327.0)]
     bill = training_bill(promised(), result(wall_time_s=317.0, restarts=1), events)
