@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.config.test_hidden_values import command_lines
 from tests.slurm import machine, testcluster
 from tests.slurm.testcluster import ClusterError, MiniCluster
 
@@ -199,8 +200,7 @@ class TestLifeCycle:
             job_id = cluster.run("sbatch", "--parsable", "--chdir=/", "-o", "/dev/null", "--wrap", "sleep 987").strip()
             cluster.wait_for(lambda: cluster.job_state(job_id) == "RUNNING", 20)
             cluster.run("scontrol", "suspend", job_id)
-        commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
-        assert b"sleep\x00987\x00" not in commands
+        assert b"sleep\x00987\x00" not in command_lines()
 
 
 @pytest.mark.parametrize("option", ["--nodes=0", "--cpu-percent=0", "--grace-s=-1", "--max-array-size=1"])
