@@ -409,6 +409,26 @@ def test_a_changed_tree_is_decoded_anew(tmp_path: Path) -> None:
     assert not torch.equal(build("imagefolder", data_dir, image_size=8).test[0][0], before)
 
 
+def test_an_image_that_is_gone_is_named(tmp_path: Path) -> None:
+    data_dir = write_both(tmp_path / "data", ["a", "b"])
+    (data_dir / "test" / "a" / "9.png").symlink_to(data_dir / "nowhere")
+    with pytest.raises(InputError, match=r"9\.png.*cannot be read: No such file"):
+        build("imagefolder", data_dir, image_size=8)
+
+
+def test_what_a_killed_writer_has_left_is_removed_after_a_day(tmp_path: Path, cache: Path) -> None:
+    data_dir = write_both(tmp_path / "data", ["a", "b"])
+    build("imagefolder", data_dir, image_size=8)
+    old, new = cache / ".writing-old", cache / ".writing-new"
+    for left in (old, new):
+        left.write_bytes(b"part")
+    os.utime(old, (1, 1))
+    for file in cache.glob("*.npy"):
+        file.unlink()
+    build("imagefolder", data_dir, image_size=8)
+    assert (old.exists(), new.exists()) == (False, True)
+
+
 def test_a_damaged_cache_is_not_believed(tmp_path: Path, cache: Path) -> None:
     data_dir = write_both(tmp_path / "data", ["a", "b"])
     before = items(build("imagefolder", data_dir, image_size=8).test)
@@ -467,13 +487,23 @@ def test_trees_too_large_to_be_kept_are_decoded_when_read(
 
 
 @pytest.mark.parametrize("size", [8, 96])
-@pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "CMYK", "1", "I;16"])
+@pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "CMYK", "1"])
 def test_images_of_every_mode_become_rgb(tmp_path: Path, mode: str, size: int) -> None:
     data_dir = write_both(tmp_path / "data", ["a", "b"], edge=size)
     kind = "jpg" if mode == "CMYK" else "png"
     for part in ("train", "test"):
         Image.new(mode, (size, size)).save(data_dir / part / "a" / f"0.{kind}")
     assert build("imagefolder", data_dir, image_size=size).test[0][0].shape == (3, size, size)
+
+
+@pytest.mark.parametrize("size", [8, 96])
+@pytest.mark.parametrize("mode", ["I;16", "F"])
+def test_images_of_more_than_8_bits_are_refused(tmp_path: Path, mode: str, size: int) -> None:
+    """In 8 bits all but the darkest of their values are white."""
+    path = write_both(tmp_path / "data", ["a", "b"], edge=size) / "test" / "a" / "0.png"
+    Image.new(mode, (size, size), 4000).save(path, "TIFF" if mode == "F" else "PNG")
+    with pytest.raises(InputError, match=r"0\.png: has more than 8 bits a channel; convert"):
+        items(build("imagefolder", path.parents[2], image_size=size).test)
 
 
 @pytest.mark.parametrize("size", [8, 96])

@@ -3,6 +3,8 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,9 +74,32 @@ def test_a_stop_where_something_is_saved_next_is_obeyed_one_step_later(stop: Sto
 
 def test_quick_steps_are_not_slowed_by_a_look_at_each() -> None:
     agreed = Agreed(Peers(), StopRequest(), wishing(Wish.NOTHING))
-    for _ in range(20):
+    for _ in range(1000):
         agreed.decide()
     assert agreed.interval_steps > 100
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 7200.0], ids=["slower", "slower, after a pause"])
+def test_steps_that_become_slower_are_soon_looked_at_each_second(
+    monkeypatch: pytest.MonkeyPatch, pause_s: float
+) -> None:
+    now = 0.0
+    looks: list[float] = []
+    monkeypatch.setattr("tula_hpc.ddp.agreement.time", SimpleNamespace(monotonic=lambda: now))
+
+    def wish() -> Wish:
+        looks.append(now)
+        return Wish.NOTHING
+
+    agreed = Agreed(Peers(), StopRequest(), wish)
+    for seconds, steps in ((0.01, 20_000), (pause_s, 1), (0.5, 400)):
+        for _ in range(steps):
+            now += seconds
+            agreed.decide()
+    slow = [look for look in looks if look > 200.0 + pause_s]
+    gaps = [later - earlier for earlier, later in pairwise(slow)]
+    assert gaps[0] <= 100 * 0.5, "as many steps as were made in a second before"
+    assert max(gaps[2:]) <= 1.0
 
 
 def test_all_workers_look_at_the_same_steps() -> None:

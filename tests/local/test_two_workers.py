@@ -103,7 +103,7 @@ def test_workers_find_the_same_noise_scale_and_the_slowest_of_them(folder: Path)
     assert first["noise"] == second["noise"]
     assert first["noise"][0] > 0
     assert first["noise"][1] == noise_probe.PASSES * CONFIGURATION.global_batch
-    assert first["slowest_rank"] == second["slowest_rank"] == 1
+    assert first["slowest_node"] == second["slowest_node"] == 1
     assert first["out of memory"] == second["out of memory"] == [None, [0.0, 0, []]]
 
 
@@ -142,7 +142,7 @@ def probe(env: WorkerEnvironment) -> dict[str, Any]:
     worker = Worker(sweep(), ClusterSpec(), CONFIGURATION, env)
     batches = worker.batches()
     seen: dict[str, Any] = {"noise": noise_probe.probe_noise(worker, batches)}
-    seen["slowest_rank"] = drift_probe.probe_parts(worker, *next(batches)).slowest_rank
+    seen["slowest_node"] = drift_probe.probe_parts(worker, *next(batches)).slowest_node
     if env.rank == 1:
         stand_in(worker_module, "local_gradient", out_of_memory)
     compute_s = drift_probe.probe_parts(worker, *next(batches)).parts.compute_time_s

@@ -17,6 +17,7 @@ def no_nvml() -> Any:
 def zone(root: Path, name: str, microjoules: int, limit: int = 1_000_000_000) -> None:
     folder = root / name
     folder.mkdir(exist_ok=True)
+    (folder / "name").write_text("psys\n" if name.endswith(":9") else "package-0\n")
     (folder / "energy_uj").write_text(f"{microjoules}\n")
     (folder / "max_energy_range_uj").write_text(f"{limit}\n")
 
@@ -29,11 +30,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return ticks
 
 
-def test_packages_are_added_and_their_parts_are_not(tmp_path: Path, clock: list[float]) -> None:
-    for name in ("intel-rapl:0", "intel-rapl:1", "intel-rapl:0:0"):
+def test_packages_are_added_and_neither_their_parts_nor_the_whole(tmp_path: Path, clock: list[float]) -> None:
+    for name in ("intel-rapl:0", "intel-rapl:1", "intel-rapl:0:0", "intel-rapl:9"):
         zone(tmp_path, name, 5_000_000)
     meter = PowerMeter(tmp_path, smi=lambda: "", nvml=no_nvml).start()
-    for name in ("intel-rapl:0", "intel-rapl:1", "intel-rapl:0:0"):
+    for name in ("intel-rapl:0", "intel-rapl:1", "intel-rapl:0:0", "intel-rapl:9"):
         zone(tmp_path, name, 505_000_000)
     power = meter.stop()
     assert power.processors_w == pytest.approx(100.0)

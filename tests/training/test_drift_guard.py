@@ -211,7 +211,7 @@ def test_a_probe_leaves_weights_gradients_buffers_and_random_numbers_alone() -> 
     probe = probe_parts(worker, *batch)
     assert probe.parts.compute_time_s is not None
     assert probe.parts.compute_time_s > 0
-    assert (probe.parts.allreduce_time_s, probe.slowest_rank) == (0.0, None)
+    assert (probe.parts.allreduce_time_s, probe.slowest_node) == (0.0, None)
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(before[name], value) for name, value in worker.model.state_dict().items())
     assert all(

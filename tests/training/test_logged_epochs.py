@@ -10,7 +10,7 @@ from tests.data.spoiled import spoil_item
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.env import WorkerEnvironment
-from tula_hpc.errors import DivergedError
+from tula_hpc.errors import InputError
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import Configuration, RunDirectory, read_metrics
 from tula_hpc.training import loop as trainer_module
@@ -35,13 +35,22 @@ def test_the_last_step_of_an_epoch_is_at_a_whole_number(
     assert [row.epoch for row in metrics.epochs] == [1, 2]
 
 
-def test_an_item_that_is_not_finite_is_named_and_not_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("study", [None, {"methods": ["lbt"], "batches": [16]}], ids=["a plan", "a study"])
+@pytest.mark.parametrize("interval", [1, 3])
+def test_an_item_that_is_not_finite_is_named_and_not_the_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval: int, study: dict[str, object] | None
+) -> None:
+    """In whichever of the steps since the last line it was; a study does not hold it against a method."""
     monkeypatch.setattr(trainer_module, "join_job", lambda: ALONE)
     workload = {"model": PERCEPTRON, "dataset": "digits", "loader_workers": 0, "samples": 64, "epochs": 2}
-    tables = {"name": "x", "workload": workload, "training": {"method": "lbt", "log_interval_steps": 1}}
+    tables: dict[str, object] = {"name": "x", "workload": workload}
+    tables["training"] = {"method": "lbt", "log_interval_steps": interval}
+    if study is not None:
+        tables["study"] = study
     run = RunDirectory(tmp_path / "run").create()
     run.train().root.mkdir()
     spoil_item(monkeypatch, 7)
     job = TrainJob(SweepSpec.model_validate(tables), ClusterSpec(), Configuration(1, 1, 16), run.root)
-    with pytest.raises(DivergedError, match=r"at step \d: item 7 of the training set holds inf or nan; mend the data"):
+    with pytest.raises(InputError, match=r"^workload.dataset: item 7 of the training set holds inf or nan; mend the"):
         trainer_module.run_training(job, StopRequest())
+    assert not run.train().result_file.exists()

@@ -255,6 +255,9 @@ def test_a_loss_of_labels_keeps_their_accuracy() -> None:
     right, among_best = workload.criterion.hits(scores, labels).tolist()
     assert right == int((scores.argmax(1) == labels).sum())
     assert among_best >= right
+    # of a sample whose scores are nan nothing is known
+    scores[:, 0] = torch.nan
+    assert workload.criterion.hits(scores, labels).tolist() == [0, 0]
 
 
 def test_without_a_loss_it_is_that_of_torch() -> None:

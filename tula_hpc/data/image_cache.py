@@ -18,7 +18,15 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from tula_hpc.data.image_tree import ImageTree, cache_folders, locked, make_private, write_whole
+from tula_hpc.data.image_tree import (
+    ImageTree,
+    cache_folders,
+    data_error,
+    locked,
+    make_private,
+    remove_left,
+    write_whole,
+)
 from tula_hpc.data.images import Bytes, Indices, open_rgb, to_square
 from tula_hpc.errors import InputError
 
@@ -120,6 +128,7 @@ def _decoded_in(folder: Path, name: str, tree: ImageTree, edge: int) -> RecordFi
         with locked(folder / f"{name}.lock"):
             if not path.exists():
                 _log.info("decoding %d images of %s once, into %s", len(tree), tree.root, path)
+                remove_left(folder)
                 write_whole(path, partial(_write_array, tree=tree, edge=edge))
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -139,9 +148,14 @@ def _write_array(file: BinaryIO, *, tree: ImageTree, edge: int) -> None:
 
 
 def _identity(tree: ImageTree, edge: int) -> str:
-    digest = hashlib.sha256(f"1 {edge} {tree.root.resolve()}".encode(errors="surrogateescape"))
+    digest = hashlib.sha256(f"2 {edge} {tree.root.resolve()}".encode(errors="surrogateescape"))
     for index in range(len(tree)):
-        status = tree.path(index).stat()
+        path = tree.path(index)
+        try:
+            status = path.stat()
+        except OSError as error:
+            # a link may lead nowhere
+            raise data_error(path, f"cannot be read: {error.strerror}") from None
         facts = b"\0%d %d\n" % (status.st_size, status.st_mtime_ns)
         digest.update(bytes(tree.names[index]) + facts)
     return digest.hexdigest()[:32]

@@ -36,6 +36,9 @@ from tula_hpc.files import read_bounded
 # clocks of file servers are coarse and differ from ours, and nodes see times up to a minute late.
 SETTLED_S = 60.0
 MOST_BYTES = 2**32
+# begins the names of files that are not whole yet
+WRITING = ".writing-"
+LEFT_S = 24 * 3600.0
 DATA_DIR_KEY = "workload.data_dir"
 # those of torchvision's `ImageFolder`; torchvision takes a while to import
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -80,7 +83,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], None]) -> None:
     Raises:
         OSError: It cannot be written.
     """
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=WRITING)
     try:
         with os.fdopen(descriptor, "wb") as file:
             write(file)
@@ -89,6 +92,15 @@ def write_whole(path: Path, write: Callable[[BinaryIO], None]) -> None:
         Path(temporary).replace(path)
     finally:
         Path(temporary).unlink(missing_ok=True)
+
+
+def remove_left(folder: Path) -> None:
+    """Remove the temporary files of writers that were killed, after a day."""
+    for left in folder.glob(f"{WRITING}*"):
+        # another process may be removing it
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > LEFT_S:
+                left.unlink()
 
 
 class Listing(NamedTuple):

@@ -227,10 +227,17 @@ def open_rgb(path: Path) -> Image.Image:
     """Decode a file; grey images, palettes and transparency become RGB.
 
     Raises:
-        InputError: The file is no image, is damaged, or claims to be absurdly large.
+        InputError: The file is no image, is damaged, claims to be absurdly large, or has more than 8
+            bits a channel.
     """
     try:
         with Image.open(path) as image:
+            if image.mode.startswith(("I", "F")):
+                # brighter values than 255 would all become white
+                raise InputError(
+                    "has more than 8 bits a channel; convert the images to 8 bits first",
+                    source=path,
+                )
             return image.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise InputError(f"cannot be decoded: {error}", source=path) from None

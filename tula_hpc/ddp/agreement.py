@@ -24,6 +24,8 @@ class Agreement(Protocol):
 CHECK_EVERY_S = 1.0
 # look at every step until the step time is known
 FIRST_CHECKS = 10
+# of the steps between two agreements, at most
+GROWTH = 2
 T = TypeVar("T")
 
 
@@ -79,6 +81,8 @@ class Agreed:
         self.worker, self.stop, self.wish, self.every_s = worker, stop, wish, every_s
         self.interval_steps = 1
         self.steps = 0
+        # the last agreement, by its step and time; the first ones together are one measurement
+        self.agreed_steps = 0
         self.started = time.monotonic()
 
     def decide(
@@ -92,19 +96,24 @@ class Agreed:
                 is looked at again after the next step.
         """
         self.steps += 1
-        if self.steps % self.interval_steps:
+        since = self.steps - self.agreed_steps
+        if since < self.interval_steps:
             return GOES_ON
         now = time.monotonic()
-        step_s = (now - self.started) / self.steps
+        step_s = (now - self.started) / since
         asked = Stop.NONE
         if self.stop.received is not None:
             asked = Stop.NOW if asks else Stop.NEXT
         mine = (float(asked), float(self.wish()), step_s, *values())
         agreed, wish, slowest_s, *shared = self.worker.agree(*mine)
+        if self.steps >= FIRST_CHECKS:
+            # steps may soon take longer, above all where only few were timed
+            most = GROWTH * since
+            self.interval_steps = max(1, min(most, int(self.every_s / max(slowest_s, 1e-6))))
+            self.agreed_steps = self.steps
+            self.started = now
         if agreed == Stop.NEXT:
             self.interval_steps = 1
-        elif self.steps >= FIRST_CHECKS:
-            self.interval_steps = max(1, int(self.every_s / max(slowest_s, 1e-6)))
         stop = agreed == Stop.NOW
         return Decision(stop, stop or wish == Wish.SAVE, tuple(shared), failed=wish == Wish.FAIL)
 

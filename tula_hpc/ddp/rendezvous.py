@@ -396,14 +396,16 @@ def _admit_only(listener: socket.socket, addresses: Collection[str]) -> None:
     A classic BPF program on the listening socket (man 7 socket, SO_ATTACH_FILTER) compares the
     sender's IPv4 address; sockets that it accepts inherit it.
     """
-    own = [int(ipaddress.IPv4Address(address)) for address in sorted(addresses)]
     # BPF_LD+BPF_W+BPF_ABS from SKF_NET_OFF + 12, the source address in the IP header
     program = [(0x20, 0, 0, 0xFFF0_0000 + 12)]
-    for index, address in enumerate(own):
-        # BPF_JMP+BPF_JEQ+BPF_K: to the last instruction where it is equal
-        program.append((0x15, len(own) - index, 0, address))
-    # BPF_RET+BPF_K: drop, and accept
-    program += [(0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFF_FFFF)]
+    for address in sorted(addresses):
+        # BPF_JMP+BPF_JEQ+BPF_K: over the next one unless it is equal; BPF_RET+BPF_K: accept
+        program += [
+            (0x15, 0, 1, int(ipaddress.IPv4Address(address))),
+            (0x06, 0, 0, 0xFFFF_FFFF),
+        ]
+    # drop
+    program.append((0x06, 0, 0, 0))
     code = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
     buffer = ctypes.create_string_buffer(code)
     option = struct.pack("HL", len(program), ctypes.addressof(buffer))

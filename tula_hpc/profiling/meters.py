@@ -124,6 +124,9 @@ def read_rapl(powercap: Path = POWERCAP) -> dict[str, RaplCounter]:
         if zone.name.count(":") != 1:
             continue
         try:
+            # of the whole machine, packages included
+            if (zone / "name").read_text().strip() == "psys":
+                continue
             energy, limit = (
                 int((zone / name).read_text()) for name in ("energy_uj", "max_energy_range_uj")
             )

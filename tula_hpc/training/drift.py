@@ -205,8 +205,8 @@ class Probe(NamedTuple):
 
     # without the wait for the loader
     parts: StepParts
-    # in computing; None for one worker or where it is not known
-    slowest_rank: int | None
+    # of the worker that is slowest in computing; None for one worker or where it is not known
+    slowest_node: int | None
 
 
 def probe_parts(worker: Worker, inputs: Batch, targets: Batch) -> Probe:
@@ -227,7 +227,9 @@ def probe_parts(worker: Worker, inputs: Batch, targets: Batch) -> Probe:
     if min(by_rank) >= 0:
         compute_s = max(by_rank)
         if len(by_rank) > 1:
-            slowest = by_rank.index(compute_s)
+            # Slurm may number tasks round the nodes
+            nodes = _by_rank(worker, worker.env.node_rank)
+            slowest = int(nodes[by_rank.index(compute_s)])
     reduced_s = all_reduce_s(worker, worker.env.world_size)
     parts = StepParts(compute_time_s=compute_s, allreduce_time_s=reduced_s)
     return Probe(parts, slowest)
@@ -410,7 +412,7 @@ class DriftGuard:
         )
         host = ""
         if part == "compute":
-            host = self._host(probe.slowest_rank)
+            host = self._host(probe.slowest_node)
         return record, host
 
     def _expected(self) -> StepParts:
@@ -421,14 +423,9 @@ class DriftGuard:
         own = measurements_of(everything, self.job.partition)
         return expected_parts(own, self.job.configuration)
 
-    def _host(self, rank: int | None) -> str:
-        if rank is None:
-            return ""
+    def _host(self, node: int | None) -> str:
         hosts = self.worker.env.hosts
-        node = rank // self.job.configuration.workers_per_node
-        if node >= len(hosts):
-            return ""
-        return hosts[node]
+        return hosts[node] if node is not None and node < len(hosts) else ""
 
     def _log(self, verdict: Verdict, found: tuple[Drift, str]) -> None:
         if self.worker.env.rank == 0:

@@ -180,7 +180,7 @@ def write_result(
         epochs=progress.epoch,
         steps=progress.step,
         samples_seen=progress.samples_seen,
-        final_loss=progress.last_loss,
+        final_loss=None if diverged else progress.last_loss,
         test_loss=None if diverged else test.loss,
         test_accuracy=test.accuracy,
         test_top5_accuracy=test.top5_accuracy,

@@ -141,7 +141,6 @@ class Trainer:
         progress, size = self.training.progress, self.training.global_batch
         self.guard.clock.start()
         self._set_position()
-        began = progress.epoch, progress.offset
         inputs, targets = self._next_batch(batches)
         # dropout follows from (seed, rank, samples seen): a resumed run draws the same numbers as
         # an uninterrupted one
@@ -151,17 +150,7 @@ class Trainer:
         loss = self.worker.train_step(inputs, targets)
         progress.count_step(size)
         progress.epoch_steps += 1
-        try:
-            self.log.add_step(loss)
-        except DivergedError:
-            index = self.worker.loader.not_finite(*began, batches=1)
-            if index is None:
-                raise
-            # no rate helps then
-            words = f"item {index} of the training set holds inf or nan; mend the data"
-            raise DivergedError(
-                f"the loss is not finite at step {progress.step}: {words}"
-            ) from None
+        self.log.add_step(loss)
 
     def _set_position(self) -> None:
         start = self.training.epochs_seen

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tula_hpc.errors import DivergedError
+from tula_hpc.errors import DivergedError, InputError
 from tula_hpc.training.evaluation import NO_EVALUATION, Evaluation
 from tula_hpc.training.hooks import TrainingHooks
 from tula_hpc.training.metrics_writer import MetricsWriter, StepWindow
@@ -50,6 +50,9 @@ class TrainingLog:
 
     def restart_window(self) -> None:
         """Begin to count steps and their time now."""
+        progress = self.training.progress
+        # epoch, and samples of it before the window
+        self.began = progress.epoch, progress.offset
         self.window = StepWindow()
         self.started = time.perf_counter()
 
@@ -75,18 +78,32 @@ class TrainingLog:
 
         Raises:
             DivergedError: Their loss ends the training.
+            InputError: It does, and samples are not finite.
         """
-        training, window = self.training, self.window
+        training, window, began = self.training, self.window, self.began
         mean_loss = window.mean_loss()
         window.seconds = time.perf_counter() - self.started
         self.restart_window()
         if self.hooks.has_diverged(mean_loss):
+            self._refuse_samples(began, window.steps)
             where = f"at step {training.progress.step}"
             remedy = "lower workload.lr or warm up longer, unless samples hold inf or nan"
             raise DivergedError(f"the loss is not finite {where}; {remedy}")
         lr = training.worker.optimizer.param_groups[0]["lr"]
         observer = training.worker.observer
         self.metrics.write_steps(training.progress, window, observer, lr=lr, loss=mean_loss)
+
+    def _refuse_samples(self, began: tuple[int, int], steps: int) -> None:
+        """Raise InputError if samples of so many steps are not finite: no rate helps then."""
+        index = self.training.worker.loader.not_finite(*began, batches=steps)
+        is_found = index is not None
+        if self.hooks.divergence_is_result:
+            # all workers are here, and the one that writes the result may have others
+            is_found = self.training.any(is_found)
+        if is_found:
+            which = "an item" if index is None else f"item {index}"
+            words = f"{which} of the training set holds inf or nan; mend the data"
+            raise InputError(words, key="workload.dataset")
 
     def write_epoch(self, evaluation: Evaluation) -> None:
         """Write a line for the epoch that has ended, if it was evaluated."""

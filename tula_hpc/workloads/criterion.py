@@ -61,13 +61,14 @@ def label_hits(outputs: Any, targets: Any) -> Tensor:
     """Count the labels with the best score, and those with one of the best five.
 
     Args:
-        outputs: Scores, (batch, classes). Others give NaN.
+        outputs: Scores, (batch, classes). Others give NaN; a sample with a score of NaN has no hit.
         targets: Labels, (batch,) of integers; likewise.
     """
     if not _are_scores(outputs, targets):
         device = next(tensors_of(targets)).device
         return torch.full((2,), torch.nan, dtype=torch.float64, device=device)
     best = outputs.topk(min(BEST, outputs.shape[1]), dim=1).indices == targets[:, None]
+    best &= ~outputs.isnan().any(dim=1, keepdim=True)
     return torch.stack([best[:, 0].sum(), best.sum()]).double()
 
 

@@ -261,7 +261,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             message = "memory is counted on models that this package builds; a sweep measures it"
             raise InputError(message, source=options.sweep, key="workload.script")
         names = _partition_names(options, sweep, cluster)
-        footprints = {name: estimate_footprint(sweep, cluster.part(name)) for name in names}
+        parts = {name: cluster.part(name) for name in names}
+        # counting one leaves libraries behind
+        host_bytes = {name: host_baseline(sweep, part) for name, part in parts.items()}
+        footprints = {
+            name: estimate_footprint(sweep, part, host_bytes=host_bytes[name])
+            for name, part in parts.items()
+        }
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
