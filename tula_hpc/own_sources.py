@@ -112,7 +112,7 @@ def _with_parents(folder: Path, name: str) -> list[_Module]:
 def _imported(module: _Module) -> Iterator[str]:
     """Yield the names that a module imports and that may be modules; nothing of damaged ones."""
     try:
-        tree = ast.parse(module.path.read_text(encoding="utf-8"))
+        tree = ast.parse(module.path.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError):
         return
     for node in ast.walk(tree):
@@ -201,18 +201,20 @@ def can_be_given(takes: ast.arguments, count: int) -> bool:
 
 
 def _bound_names(statements: Iterable[ast.stmt]) -> Iterator[str]:
-    """Yield the names that statements of a module bind, also below `if` and `try`."""
+    """Yield the names that statements of a module bind, also below `if`, `try`, `with` and `for`."""
     for node in statements:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.ImportFrom | ast.Import):
             for alias in node.names:
                 yield alias.asname or alias.name
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            yield from (target.id for target in targets if isinstance(target, ast.Name))
-        elif isinstance(node, ast.If | ast.Try):
-            yield from _bound_names([*node.body, *node.orelse])
+            # of several names as well
+            within = (each for target in targets for each in ast.walk(target))
+            yield from (each.id for each in within if isinstance(each, ast.Name))
+        elif isinstance(node, ast.If | ast.Try | ast.With | ast.For):
+            yield from _bound_names([*node.body, *getattr(node, "orelse", ())])
             for handler in getattr(node, "handlers", ()):
                 yield from _bound_names(handler.body)
 

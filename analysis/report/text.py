@@ -163,7 +163,7 @@ def profiling_cost(run: RunContents) -> str:
 
     They are accounting's where it has all these jobs: it also has the seconds in which a job ends.
     """
-    noted = _used_by_profiling(run)
+    noted = _noted_of_profiling(run)
     used = _accounted(run, "profile") or noted
     node_seconds = sum(used.values())
     node_hours = format_number(node_seconds / SECONDS_PER_HOUR, 2)
@@ -178,9 +178,9 @@ def profiling_cost(run: RunContents) -> str:
     return text
 
 
-def profiling_node_seconds(run: RunContents) -> float:
-    """Return node-seconds of all profile jobs, accounting's where it has all of them."""
-    return sum((_accounted(run, "profile") or _used_by_profiling(run)).values())
+def used_by_profiling(run: RunContents) -> dict[str, float]:
+    """Return node-seconds of profile jobs by partition, accounting's where it has all of them."""
+    return _accounted(run, "profile") or _noted_of_profiling(run)
 
 
 def _accounted(run: RunContents, stage: str) -> dict[str, float]:
@@ -198,7 +198,7 @@ def _accounted(run: RunContents, stage: str) -> dict[str, float]:
     return total
 
 
-def _used_by_profiling(run: RunContents) -> dict[str, float]:
+def _noted_of_profiling(run: RunContents) -> dict[str, float]:
     """Return node-seconds by partition: of whole jobs, or of their measurements without notes."""
     where = {item.job_id: item.partition for item in run.measurements}
     runs = job_runs(run.job_notes, run.measurements, run.cluster)

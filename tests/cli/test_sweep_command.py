@@ -416,6 +416,23 @@ def test_a_run_of_an_earlier_version_goes_on_until_a_new_key_is_set(sweep_file: 
 
 
 @pytest.mark.parametrize(
+    ("table", "key"),
+    [("workload", "hang_minutes"), ("workload", "accumulation"), ("study", "tuning_holdout")],
+)
+def test_a_run_of_an_earlier_version_may_lack_a_key_of_scripts_or_studies(tmp_path: Path, table: str, key: str) -> None:
+    from tula_hpc.cli.changed_inputs import changes_of
+
+    script = {"script": "/x.py", "arguments": ["{local_batch}"], "samples": 64, "epochs": 1}
+    tables = {"workload": {"workload": script}, "study": {"study": {"methods": ["lbt"], "batches": [64]}}}[table]
+    spec = SweepSpec.model_validate({"name": "x", **tables}, context={"check_paths": False})
+    path = tmp_path / "sweep.toml"
+    lines = freeze(spec).splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if not line.startswith(f"{key} =")))
+    assert path.read_text() != "".join(lines)
+    assert changes_of(path, spec) == {}
+
+
+@pytest.mark.parametrize(
     ("file", "table", "line", "refused"),
     [
         ("sweep_file", "training", "max_rollbacks = 8", ""),

@@ -166,6 +166,9 @@ def test_a_module_that_only_lies_beside_the_sweep_file_is_said_to_lie_there(here
         ('[[partitions]]\npartition = "a"\n[[partitions]]\npartition = "a"', "partitions: 'a' is listed twice"),
         ('[[partitions]]\npartition = "a"\n[[partitions]]\npartition = "b"\npricing = '
          '{basis = "tres", tres_weights = "CPU=1"}', "partitions: some are priced in USD and some in SU"),
+        ('[[partitions]]\npartition = "a"\npricing = {usd_per_node_hour = "3"}',
+         "partitions: a: pricing.usd_per_node_hour: expected a number"),
+        ("profile_minutes = 60\nsignal_delay_s = 1800\nexecutor = 'slurm'", "controller_minutes: expected more than signal_delay_s = 1800"),
         ('partitoin = "x"', r"partitoin: unknown key \(did you mean 'partition'\?\)"),
         ('[[partition]]\nmax_nodes = 2', r"partition: expected text .*\(did you mean \[\[partitions\]\]\?\), got \["),
         # values that end up in the job script: a newline would start a line of its own there
@@ -374,6 +377,19 @@ def test_a_controller_asks_for_nothing_that_workers_need() -> None:
     assert controller.gres is None
 
 
+def test_a_controller_on_a_partition_of_workers_is_billed_as_they_are() -> None:
+    parts = [{"partition": "a", "account": "A"}, {"partition": "b", "account": "B", "qos": "long"}]
+    cluster = {"partitions": parts, "executor": "slurm", "controller_partition": "b"}
+    controller = ClusterSpec.model_validate(cluster).controller()
+    assert (controller.partition, controller.account, controller.qos) == ("b", "B", "long")
+
+
+def test_billing_weights_may_be_those_of_each_partition_alone() -> None:
+    parts = [{"partition": name, "pricing": {"tres_weights": "CPU=2"}} for name in "ab"]
+    cluster = ClusterSpec.model_validate({"partitions": parts, "pricing": {"basis": "tres"}})
+    assert [part.pricing.tres_weights for part in cluster.parts()] == [{"cpu": 2.0}] * 2
+
+
 TWO_PARTITIONS = """
 [[partitions]]
 partition = "gpu"
@@ -493,6 +509,13 @@ def test_a_function_that_cannot_be_called_as_it_will_be_is_refused_before_any_jo
 def test_each_kind_of_function_is_held_against_what_it_is_given(here: Path, key: str, given: str) -> None:
     Path("mine.py").write_text("def mine(): ...")
     assert f"cannot be called with {given}" in complaint(load_sweep, f'{NAME}[workload]\n{key} = "mine:mine"')
+
+
+def test_an_entry_point_that_is_bound_with_others_or_below_with(here: Path) -> None:
+    Path("mine.py").write_text("net, loss = make()\nwith quiet():\n    from library import other\n")
+    for name in ("net", "other"):
+        Path("in.toml").write_text(f'{NAME}[workload]\nmodel = "mine:{name}"')
+        assert load_sweep(Path("in.toml")).workload.model == f"mine:{name}"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tula_hpc.config import ClusterSpec, check_together, load_sweep, load_togeth
 from tula_hpc.errors import InputError
 from tula_hpc.init.__main__ import main
 from tula_hpc.init.script_options import read_options
-from tula_hpc.init.sweep_file import required_arguments, search_and_training, with_arguments
+from tula_hpc.init.sweep_file import fill_in, required_arguments, search_and_training, with_arguments
 from tula_hpc.launch.slurm_command import NOT_CONFIGURED
 
 __all__ = ["commands"]
@@ -166,6 +167,53 @@ def test_arguments_of_a_run_that_a_file_lacks_are_added_and_no_more_required(com
     names = {"-b": "--batch-size", "-o": "--out", "-s": "--seed"}
     short = ["-b", "{global_batch}", "-o", "y", "-s", "7"]
     assert with_arguments(whole, short, names) == (whole, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "filled"),
+    [
+        ('[workload]  # mine\nscript = "t.py"\n', ["samples", "arguments"]),
+        ('[workload]\n  samples=5\n  arguments = ["{local_batch}"]\n', []),
+        ("name = 'x'\n", []),
+    ],
+    ids=["a comment", "other blanks", "no table"],
+)
+def test_a_file_is_filled_in_however_it_is_written(text: str, filled: list[str]) -> None:
+    more, keys = fill_in(text, {"samples": 5, "arguments": ["{local_batch}"]})
+    assert keys == filled
+    known = tomllib.loads(more).get("workload", {})
+    assert [key for key in ("samples", "arguments") if key in known] == (
+        filled or ["samples", "arguments"]
+    ) or not known
+    assert fill_in(more, {"samples": 5, "arguments": ["{local_batch}"]}) == (more, [])
+
+
+def test_a_script_of_that_name_in_the_working_directory_is_not_taken(
+    commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_site(commands, [Made("cpu")])
+    (tmp_path / "conf").mkdir()
+    for folder in (tmp_path, tmp_path / "conf"):
+        (folder / "train.py").write_text(ARGPARSE)
+    monkeypatch.chdir(tmp_path)
+    assert main(["conf/cluster.toml", "--script", "conf/train.py"]) == 0
+    sweep = load_sweep(tmp_path / "conf" / "train.toml", ["workload.samples=900"])
+    assert sweep.workload.script == tmp_path / "conf" / "train.py"
+    capsys.readouterr()
+    assert main([".", "--script", "conf/train.py"]) == 2
+    assert capsys.readouterr().err == ".: is a folder; expected the name of a cluster file\n"
+
+
+def test_sizes_and_the_rates_batch_are_those_of_partitions_and_of_the_script(commands: Path, tmp_path: Path) -> None:
+    """With six passes a step, where a sweep takes four."""
+    put_site(commands, [Made("cpu")])
+    (tmp_path / "train.py").write_text(CLICK)
+    parts = "".join(f'[[partitions]]\npartition = "{name}"\nmax_nodes = 2\nworkers_per_node = 3\n' for name in "ab")
+    (tmp_path / "cluster.toml").write_text(f'name = "mine"\nexecutor = "slurm"\n{parts}')
+    assert main([str(tmp_path / "cluster.toml"), "--script", str(tmp_path / "train.py")]) == 0
+    text = (tmp_path / "train.toml").read_text()
+    assert "cluster_sizes = [1, 2] " in text
+    assert f"base_batch = {3 * 6 * 16} " in text
 
 
 def test_what_the_source_does_not_say_is_unknown_and_asked_for(

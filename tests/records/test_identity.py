@@ -182,3 +182,6 @@ def test_a_script_that_imports_as_if_it_were_in_a_package_has_its_files(tmp_path
     script = tmp_path / "train.py"
     script.write_text("from .helper import layers\nfrom . import other\nfrom .. import above\n")
     assert [*own_sources([str(script)])] == ["helper/__init__.py", "helper/layers.py", "train.py"]
+    # also where an editor has written a byte order mark
+    script.write_bytes(b"\xef\xbb\xbf" + script.read_bytes())
+    assert [*own_sources([str(script)])] == ["helper/__init__.py", "helper/layers.py", "train.py"]

@@ -13,12 +13,12 @@ from tests.run_factory import SWEEP_TOML
 from tula_hpc.cli import options as command
 from tula_hpc.cli.options import load_inputs
 from tula_hpc.errors import InputError
-from tula_hpc.records import AnyMetrics, EpochMetrics, RunDirectory, StepMetrics, append_record
+from tula_hpc.records import EpochMetrics, RunDirectory, StepMetrics, append_record
 from tula_hpc.records.metrics import parse_metrics
 from tula_hpc.sweep import _parser
 from tula_hpc.tracking import trackers
 from tula_hpc.tracking.follow import Follower, following
-from tula_hpc.tracking.trackers import MLflow, Position, TensorBoard, Tracker, WeightsAndBiases, values_of
+from tula_hpc.tracking.trackers import MLflow, Point, Position, TensorBoard, Tracker, WeightsAndBiases, values_of
 
 
 def step(number: int, loss: float = 1.0) -> StepMetrics:
@@ -49,7 +49,7 @@ class Memory:
     """A tracker that keeps what it was given."""
 
     def __init__(self) -> None:
-        self.runs: dict[str, list[AnyMetrics]] = {}
+        self.runs: dict[str, list[Point]] = {}
         self.run = ""
         self.fails = False
 
@@ -58,20 +58,20 @@ class Memory:
         self.runs.setdefault(self.run, [])
         return position.model_copy(update={"run": self.run})
 
-    def write(self, rows: Sequence[AnyMetrics], position: Position) -> None:
+    def write(self, points: Sequence[Point], position: Position) -> None:
         if self.fails:
             raise OSError("no route to host")
         assert position.lines == len(self.runs[self.run])
-        self.runs[self.run] += rows
+        self.runs[self.run] += points
 
     def close(self) -> None:
         pass
 
     def steps(self, run: str = "run 0") -> list[int]:
-        return [row.step for row in self.runs[run] if isinstance(row, StepMetrics)]
+        return [point.step for point in self.runs[run] if "train/lr" in point.values]
 
-    def epochs(self, run: str = "run 0") -> list[int]:
-        return [row.epoch for row in self.runs[run] if isinstance(row, EpochMetrics)]
+    def epochs(self, run: str = "run 0") -> list[float]:
+        return [point.values["epoch/epoch"] for point in self.runs[run] if "epoch/epoch" in point.values]
 
 
 def test_every_line_is_passed_on_once_also_of_a_training_that_goes_back_to_a_checkpoint(run: RunDirectory) -> None:
@@ -89,6 +89,26 @@ def test_every_line_is_passed_on_once_also_of_a_training_that_goes_back_to_a_che
     follower.pass_on()
     follower.pass_on()
     assert (memory.steps(), memory.epochs()) == ([*range(1, 13)], [1, 2, 3])
+
+
+def test_scores_that_come_after_their_epoch_are_passed_on_alone(run: RunDirectory) -> None:
+    """A script's are read from its output, or reported once the next epoch's steps have begun."""
+    memory = Memory()
+    path = run.make_train().metrics_file
+    follower = Follower(run.make_train(), {"memory": memory})
+    known = {"test_accuracy": None, "test_loss": None}
+    for number, scores in ((1, known), (1, {}), (2, known), (2, {"test_loss": None}), (2, {})):
+        append_record(path, epoch(number).model_copy(update=scores), durable=False)
+        follower.pass_on()
+        if number == 1:
+            follower = Follower(run.make_train(), {"memory": memory})
+    assert memory.epochs() == [1, 2]
+    later = [point for point in memory.runs["run 0"] if "epoch/epoch" not in point.values]
+    assert later == [
+        Point(4, {"epoch/test_loss": 0.9, "epoch/test_accuracy": 0.5}),
+        Point(8, {"epoch/test_accuracy": 0.5}),
+        Point(8, {"epoch/test_loss": 0.9}),
+    ]
 
 
 def test_a_training_that_begins_anew_is_another_run(run: RunDirectory) -> None:
@@ -149,7 +169,7 @@ def test_tensorboard_reads_a_requeued_training_as_one_run(run: RunDirectory) -> 
         follower.pass_on()
         # killed after it had written what it did not note any more
         tracker = follower.trackers["tensorboard"]
-        tracker.write([step(99, 9.0)], follower.positions["tensorboard"])
+        tracker.write([Point(99, {"train/loss": 9.0})], follower.positions["tensorboard"])
         follower.close()
     follower = Follower(files, {"tensorboard": TensorBoard(run.root, "main", files)})
     follower.pass_on()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tula_hpc.errors import RunDirectoryError
+from tula_hpc.errors import RunDirectoryError, TulaError
 from tula_hpc.files import in_words, read_bounded
 
 if TYPE_CHECKING:
@@ -54,13 +54,24 @@ def changes_of(path: Path, inputs: SweepSpec | ClusterSpec) -> Changes:
         return {}
     old, new = _keys(_read(path)), _keys(freeze(inputs))
     # an earlier version wrote a file that lacks today's new keys, and did what their defaults say
-    defaults = _keys(freeze(type(inputs)(name=inputs.name))) if old else {}
+    defaults = _keys(freeze(_filled(path, inputs))) if old else {}
     without = {**REMOVED_KEYS, **FORMER_DEFAULTS}
     every = sorted(old.keys() | new.keys())
     differing = (
         key for key in every if old.get(key, defaults.get(key)) != new.get(key, without.get(key))
     )
     return {key: _told(key, old.get(key, NOT_SET), new.get(key, NOT_SET)) for key in differing}
+
+
+def _filled(path: Path, inputs: SweepSpec | ClusterSpec) -> SweepSpec | ClusterSpec:
+    """Return a run's file as this version reads it, or a bare one if it cannot."""
+    from tula_hpc.config import SweepSpec, load_cluster, load_frozen_sweep
+
+    load = load_frozen_sweep if isinstance(inputs, SweepSpec) else load_cluster
+    try:
+        return load(path)
+    except TulaError:
+        return type(inputs)(name=inputs.name)
 
 
 def _told(key: Key, was: Any, now: Any) -> tuple[Any, Any]:

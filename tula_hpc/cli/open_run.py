@@ -248,9 +248,10 @@ def _take_over(run: RunDirectory, path: Path, inputs: SweepSpec | ClusterSpec) -
     if not changes:
         return
     with _locked_for_others(run):
-        write_atomically(path, freeze(inputs))
         if that_matter(changes) or (sets_time(changes) and not _may_train(run)):
+            # first: a command that is killed in between finds no plan that fits the former inputs
             run.plan_file.unlink(missing_ok=True)
+        write_atomically(path, freeze(inputs))
     for key, (was, now) in changes.items():
         sys.stderr.write(
             shown_line(f"{path}: {name_of(key)}: {was} before, {now} from now on") + "\n"

@@ -264,14 +264,13 @@ def _decision(plan: Plan, result: TrainResult, bill: TrainingBill | None) -> str
 
 def _cost(sweep: Sweep, plan: Plan, bill: TrainingBill | None) -> str:
     """Describe the cost of training and profiling, at the plan's price of a node and second."""
-    from tula_hpc.analysis.report.text import profiling_node_seconds
+    from tula_hpc.analysis.report.text import used_by_profiling
     from tula_hpc.analysis.run_contents import read_run
 
     chosen = plan.chosen
-    node_seconds = chosen.nodes * chosen.expected_time_s
-    price = chosen.cost / node_seconds if node_seconds else 0.0
-    spent = profiling_node_seconds(read_run(sweep.run))
-    profiling = f"profiling about {format_money(spent * price, chosen.currency)}"
+    used = used_by_profiling(read_run(sweep.run))
+    spent = sum(seconds * _price_s(plan, partition) for partition, seconds in used.items())
+    profiling = f"profiling about {format_money(spent, chosen.currency)}"
     by = ""
     parts = dict(zip(sweep.cluster.part_names(), sweep.cluster.parts(), strict=True))
     part = parts.get(chosen.partition)
@@ -282,8 +281,18 @@ def _cost(sweep: Sweep, plan: Plan, bill: TrainingBill | None) -> str:
         return f"{profiling}; what the training cost is not known{by}"
     paid = format_money(bill.cost.actual, bill.currency)
     expected = format_money(bill.cost.expected, bill.currency)
-    whole = format_money(bill.cost.actual + spent * price, bill.currency)
+    whole = format_money(bill.cost.actual + spent, bill.currency)
     return f"about {whole}: training {paid} ({expected} were predicted), {profiling}{by}"
+
+
+def _price_s(plan: Plan, partition: str) -> float:
+    """Return the plan's price of a node and second there; of the chosen partition if unknown."""
+    there = [item for item in plan.candidates if item.partition == partition and item.feasible]
+    priced = next(iter(there), plan.chosen)
+    if partition == plan.chosen.partition:
+        priced = plan.chosen
+    node_seconds = priced.nodes * priced.expected_time_s
+    return priced.cost / node_seconds if node_seconds else 0.0
 
 
 def _say_summary(

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from tula_hpc.config.gpus import check_gpus, parse_weights
 from tula_hpc.config.validation import GIB, MOST_GIB, Name, Spec, message_of, shown, valid_keys
@@ -57,6 +57,9 @@ ASSUMED_SAVE_S = 5.0
 
 class PricingSpec(Spec):
     """`[pricing]`: price of training; `basis` picks the prices that count."""
+
+    # also of a partition, whose table is merged with this one first
+    model_config = ConfigDict(strict=True)
 
     basis: Literal["node-hour", "memory", "tres", "spot", "energy"] = "node-hour"
     """Basis of the price: hours of nodes, memory in use, Slurm's billing units, spot nodes, or
@@ -113,15 +116,6 @@ class PricingSpec(Spec):
         if isinstance(value, str | dict) and len(value) > MOST_WEIGHTS:
             raise ValueError(f"expected at most {MOST_WEIGHTS:,} characters or entries")
         return parse_weights(value) if isinstance(value, str | dict) else value
-
-    @model_validator(mode="after")
-    def _billable(self) -> PricingSpec:
-        if self.basis == "tres" and not self.tres_weights:
-            example = '"CPU=1.0,Mem=0.25G,GRES/gpu=2.0", see `scontrol show partition`'
-            raise ValueError(
-                f'tres_weights: basis = "tres" needs the billing weights, for example {example}'
-            )
-        return self
 
     @property
     def start_s(self) -> float:
@@ -335,6 +329,12 @@ class ClusterSpec(Spec):
         if self.partitions:
             _check_partitions(self)
             return self
+        if self.pricing.basis == "tres" and not self.pricing.tres_weights:
+            example = '"CPU=1.0,Mem=0.25G,GRES/gpu=2.0", see `scontrol show partition`'
+            raise ValueError(
+                'pricing.tres_weights: basis = "tres" needs the billing weights, for example '
+                f"{example}"
+            )
         if self.device == "cuda" and self.executor == "slurm":
             check_gpus(self)
         if self.executor == "local" and self.container and self.container.runtime == "pyxis":
@@ -342,7 +342,9 @@ class ClusterSpec(Spec):
                 'container.runtime: "pyxis" is a plug-in of Slurm; expected "apptainer"'
             )
         minutes, key = min(
-            (self.profile_minutes, "profile_minutes"), (self.train_minutes, "train_minutes")
+            (self.profile_minutes, "profile_minutes"),
+            (self.train_minutes, "train_minutes"),
+            (self.controller_minutes, "controller_minutes"),
         )
         if self.executor == "slurm" and self.signal_delay_s >= 60 * minutes:
             raise ValueError(
@@ -379,8 +381,8 @@ class ClusterSpec(Spec):
             "exclusive": False,
             # they need Slurm's commands, and nothing else
             "container": None,
-            "account": first.account,
-            "qos": first.qos,
+            "account": own.account,
+            "qos": own.qos,
             "sbatch": sbatch,
             "srun_args": tuple(srun_args),
         }

@@ -326,10 +326,7 @@ def _check_study(
         column = study_column(sweep, name, check_paths=False)
         work = column.workload
         if column.training.method == "polo" and workers == 1:
-            message = (
-                "polo averages the models of several workers, and here is one; "
-                "raise study.nodes, or leave polo out"
-            )
+            message = "polo averages models of several workers; raise study.nodes, or leave it out"
             raise InputError(message, source=sweep_file, key="study.nodes")
         if work.precision == "fp16" and part[1].device == "cpu":
             message = f'fp16 of {name} needs device = "cuda"; on CPU use "bf16" or "fp32"'
@@ -343,6 +340,13 @@ def _check_study(
         for batch in sorted({cell.batch for cell in study.cells()}):
             key = "study.batches" if batch in study.batches else "study.small_batch"
             _check_batch(batch, column, workers, sweep_file, key)
+            # trainings that choose the rate leave out samples as well
+            is_tuned = bool(study.base_lrs) and batch == study.small_batch
+            held_out = max(column.workload.holdout, study.tuning_holdout * is_tuned)
+            if _is_above(batch, column, 1 - held_out):
+                without = f", of which {held_out:.0%} are held out" if held_out else ""
+                message = f"{batch} is above {_samples(column)}{without}; lower it"
+                raise InputError(message, source=sweep_file, key=key)
 
 
 def _check_batch(batch: int, sweep: SweepSpec, workers: int, source: Path | str, key: str) -> None:
@@ -355,8 +359,6 @@ def _check_batch(batch: int, sweep: SweepSpec, workers: int, source: Path | str,
             f"{sweep.workload.accumulation} parts (workload.accumulation)"
         )
         raise InputError(message, source=source, key=key)
-    if _is_above(batch, sweep, 1 - sweep.workload.holdout):
-        raise InputError(f"{batch} is above {_samples(sweep)}; lower it", source=source, key=key)
 
 
 def _is_above(batch: int, sweep: SweepSpec, share: float = 1.0) -> bool:

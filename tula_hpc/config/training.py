@@ -315,7 +315,7 @@ def check_script(training: TrainingSpec, *, scales: bool, of_study: bool = False
     if method in ("lrs", "sqrt") and not scales:
         raise ValueError(
             f'training.method: "{method}" needs {{lr_scale}} in workload.arguments, the factor '
-            'of its learning rate: "--lr", "{{lr_scale*0.1}}" where that is 0.1 at base_batch'
+            'of its learning rate: "--lr", "{lr_scale*0.1}" where that is 0.1 at base_batch'
         )
     if training.replan_on_drift:
         raise ValueError(

@@ -139,6 +139,8 @@ def _read_script(options: argparse.Namespace) -> Script:
     from tula_hpc.init.sweep_file import Script
 
     path: Path = options.script
+    if options.file.is_dir():
+        raise InputError("is a folder; expected the name of a cluster file", source=options.file)
     target = options.file.with_name(f"{path.stem}.toml")
     if target == options.file:
         target = target.with_name(f"{path.stem}-sweep.toml")

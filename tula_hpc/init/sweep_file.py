@@ -156,17 +156,18 @@ def search_and_training(
         passes: Forward passes of a step that the script always takes.
         samples: Of an epoch, where they are known.
     """
-    sizes = _sizes(cluster)
-    workers = cluster.workers_per_node
+    nodes = _most_nodes(cluster)
+    sizes = [2**k for k in range(MOST_SIZES) if 2**k <= nodes]
+    workers = cluster.parts()[0].workers_per_node
     # each worker of the largest size needs a sample for each of its passes
     needed = passes * sizes[-1] * workers if passes > 1 else 1
     most = _power_of_two(min(LARGEST_BATCH, samples or LARGEST_BATCH))
     smallest = min(most, max(_power_of_two(base_batch), _power_of_two(2 * needed - 1)))
     largest = min(most, smallest * max(BATCH_RANGE, sizes[-1] * workers))
     here = ", by the cores of this machine" if _shares_cores(cluster) else ""
-    nodes = f"nodes, of {plural(workers, 'worker')} each; at most {_most_nodes(cluster)}{here}"
+    words = f"nodes, of {plural(workers, 'worker')} each; at most {nodes}{here}"
     rows = [
-        Line("cluster_sizes", sizes, nodes),
+        Line("cluster_sizes", sizes, words),
         Line("min_batch", smallest, "global: samples of a step over all workers"),
         Line("max_batch", largest, "global; samples and memory may bound it further"),
     ]
@@ -183,12 +184,12 @@ def search_and_training(
     ]
 
 
-def _sizes(cluster: ClusterSpec) -> list[int]:
-    most = _most_nodes(cluster)
-    return [2**k for k in range(MOST_SIZES) if 2**k <= most]
-
-
 def _most_nodes(cluster: ClusterSpec) -> int:
+    """Return the nodes of the largest partition."""
+    return max(_nodes_of(part) for part in cluster.parts())
+
+
+def _nodes_of(cluster: ClusterSpec) -> int:
     if not _shares_cores(cluster):
         return cluster.max_nodes
     of_node = cluster.workers_per_node * cluster.cpus_per_worker
@@ -209,13 +210,18 @@ def _base_batch(script: Script, cluster: ClusterSpec) -> int:
     """Return the global batch that the script has by itself, on one node where it is of a worker."""
     if script.options.is_global:
         return script.batch
-    batch = script.batch * _passes(script.options) * cluster.workers_per_node
-    return min(batch, LARGEST_BATCH)
+    passes = _own_passes(script.options)
+    return min(script.batch * passes * cluster.parts()[0].workers_per_node, LARGEST_BATCH)
+
+
+def _own_passes(options: ScriptOptions) -> int:
+    """Return the forward passes of a step by the script's default."""
+    return _number(options.accumulation, 2**20) or 1
 
 
 def _passes(options: ScriptOptions) -> int:
-    """Return the forward passes of a step by the script's default, as a power of two."""
-    return _power_of_two(_number(options.accumulation, 2**20) or 1)
+    """Return a power of two that is about the script's own: it has to divide all batches."""
+    return _power_of_two(_own_passes(options))
 
 
 def _number(option: Option | None, largest: int) -> int | None:
@@ -230,7 +236,10 @@ def _number(option: Option | None, largest: int) -> int | None:
 def _path_of(script: Script) -> str:
     """Return the script's path from the sweep file's folder, or in full where it is elsewhere."""
     relative = os.path.relpath(script.path, script.target.parent.absolute())
-    return str(script.path) if relative.startswith("..") else relative
+    here = Path(relative)
+    # a path is looked for in the working directory first
+    is_another = here.exists() and not here.samefile(script.path)
+    return str(script.path) if relative.startswith("..") or is_another else relative
 
 
 def unknown_keys(text: str) -> list[str]:
@@ -250,7 +259,11 @@ def required_keys(text: str) -> list[str]:
     # of a file that `tula init` did not write
     asked += [key for key in ("samples", "arguments") if key not in asked]
     # what else the script requires is a line with the key of those that are known
-    return [key for key in asked if not re.search(rf"^{key} = ", text, re.MULTILINE)]
+    return [key for key in asked if not _has(text, key)]
+
+
+def _has(text: str, key: str) -> bool:
+    return re.search(rf"^\s*{key}\s*=", text, re.MULTILINE) is not None
 
 
 def fill_in(text: str, known: Mapping[str, Any]) -> tuple[str, list[str]]:
@@ -259,22 +272,27 @@ def fill_in(text: str, known: Mapping[str, Any]) -> tuple[str, list[str]]:
     Where a step turned out to have several passes, base_batch becomes that of a step.
     """
     keys = [key for key in required_keys(text) if key in known]
-    if "accumulation" in known and not re.search(r"^accumulation = ", text, re.MULTILINE):
+    if "accumulation" in known and not _has(text, "accumulation"):
         keys.append("accumulation")
         text = re.sub(
-            r"^base_batch = (\d+)",
+            r"^\s*base_batch\s*=\s*(\d+)",
             lambda found: f"base_batch = {int(found[1]) * known['accumulation']}",
             text,
             flags=re.MULTILINE,
         )
+    filled = []
     for key in keys:
         line = Line(key, known[key], "as tula attach saw it").text()
         unknown = re.search(rf"^# {key} = .*$", text, re.MULTILINE)
+        table = re.search(r"^\[workload\].*\n", text, re.MULTILINE)
         if unknown is not None:
             text = text.replace(unknown[0], line, 1)
+        elif table is not None:
+            text = f"{text[: table.end()]}{line}\n{text[table.end() :]}"
         else:
-            text = text.replace("[workload]\n", f"[workload]\n{line}\n", 1)
-    return text, keys
+            continue
+        filled.append(key)
+    return text, filled
 
 
 def with_arguments(
@@ -320,7 +338,7 @@ def with_arguments(
 
 def _arguments_in(text: str) -> tuple[re.Match[str] | None, list[str]]:
     """Return the line and its arguments; no line where they are written by hand in another way."""
-    line = re.search(r"^arguments = (\[.*\])", text, re.MULTILINE)
+    line = re.search(r"^\s*arguments\s*=\s*(\[.*\])", text, re.MULTILINE)
     try:
         return line, json.loads(line[1]) if line else []
     except ValueError:

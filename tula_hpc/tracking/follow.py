@@ -79,9 +79,13 @@ class Lines:
     def _read(self, file: IO[bytes]) -> list[AnyMetrics]:
         inode = os.fstat(file.fileno()).st_ino
         if inode != self._inode:
+            first_line = file.readline()
+            if not first_line.endswith(b"\n"):
+                # it is being written
+                return []
             self._inode = inode
             self._offset = 0
-            self.first_line = hashlib.sha256(file.readline()).hexdigest()[:16]
+            self.first_line = hashlib.sha256(first_line).hexdigest()[:16]
         file.seek(self._offset)
         rows = []
         for line in file:
@@ -133,10 +137,15 @@ class Follower:
         if (name, first_line) not in self._begun:
             position = tracker.begin(position).model_copy(update={"first_line": first_line})
             self._begun.add((name, first_line))
-        new = [row for row in rows if position.is_new(row)]
-        if new:
-            tracker.write(new, position)
-        self.positions[name] = position.after(new)
+        points = []
+        after = position
+        for row in rows:
+            after, point = after.after(row)
+            if point is not None:
+                points.append(point)
+        if points:
+            tracker.write(points, position)
+        self.positions[name] = after
         write_atomically(self.file, Positions(of=self.positions).model_dump_json(indent=1))
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ import importlib.util
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tula_hpc.env import with_variables
 from tula_hpc.records import AnyMetrics, Record, StepMetrics, TrainDirectory
@@ -46,6 +46,14 @@ def _is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
+class Point(NamedTuple):
+    """Metrics of a line by name, as far as they were not passed on."""
+
+    # the optimizer's
+    step: int
+    values: dict[str, float]
+
+
 class Position(Record):
     """How far a tracker has come with a training."""
 
@@ -56,24 +64,26 @@ class Position(Record):
     # last ones that were passed on
     step: int = 0
     epoch: int = 0
+    # names of that epoch's metrics: a script's scores come later, in a line of their own
+    told: tuple[str, ...] = ()
     # passed on so far
     lines: int = 0
 
-    def is_new(self, row: AnyMetrics) -> bool:
-        """Tell whether a line was not passed on, nor one that it repeats after a restart."""
-        return row.step > self.step if isinstance(row, StepMetrics) else row.epoch > self.epoch
+    def after(self, row: AnyMetrics) -> tuple[Position, Point | None]:
+        """Return the position behind a line, and what is new in it: nothing in one that is repeated."""
+        values = values_of(row)
+        if isinstance(row, StepMetrics):
+            if row.step <= self.step:
+                return self, None
+            return self._moved(step=row.step), Point(row.step, values)
+        told = self.told if row.epoch == self.epoch else ()
+        values = {name: value for name, value in values.items() if name not in told}
+        if row.epoch < self.epoch or not values:
+            return self, None
+        return self._moved(epoch=row.epoch, told=(*told, *values)), Point(row.step, values)
 
-    def after(self, rows: Sequence[AnyMetrics]) -> Position:
-        """Return the position behind these lines."""
-        steps = [row.step for row in rows if isinstance(row, StepMetrics)]
-        epochs = [row.epoch for row in rows if not isinstance(row, StepMetrics)]
-        return self.model_copy(
-            update={
-                "step": max(steps, default=self.step),
-                "epoch": max(epochs, default=self.epoch),
-                "lines": self.lines + len(rows),
-            }
-        )
+    def _moved(self, **changes: Any) -> Position:
+        return self.model_copy(update={"lines": self.lines + 1, **changes})
 
 
 class Tracker(Protocol):
@@ -82,11 +92,11 @@ class Tracker(Protocol):
     def begin(self, position: Position) -> Position:
         """Begin a run, or go on with it, and return the position from which on it lacks lines."""
 
-    def write(self, rows: Sequence[AnyMetrics], position: Position) -> None:
-        """Write lines so that they are there when the process dies.
+    def write(self, points: Sequence[Point], position: Position) -> None:
+        """Write points so that they are there when the process dies.
 
         Args:
-            rows: They follow the position.
+            points: They follow the position.
             position: Before them.
         """
 
@@ -126,15 +136,15 @@ class TensorBoard:
         there = len(list(self.folder.glob("*"))) if self.folder.exists() else 0
         return "metrics" if not there else f"metrics-{there + 1}"
 
-    def write(self, rows: Sequence[AnyMetrics], position: Position) -> None:
+    def write(self, points: Sequence[Point], position: Position) -> None:
         """Write a scalar for each metric, and flush."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        for row in rows:
-            values = [Summary.Value(tag=name, simple_value=x) for name, x in values_of(row).items()]
-            summary = Summary(value=values)
-            self.writer.add_event(Event(wall_time=time.time(), step=row.step, summary=summary))
+        for step, values in points:
+            scalars = [Summary.Value(tag=name, simple_value=x) for name, x in values.items()]
+            summary = Summary(value=scalars)
+            self.writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
         self.writer.flush()
 
     def close(self) -> None:
@@ -177,10 +187,10 @@ class WeightsAndBiases:
         self.run.define_metric("*", step_metric="step")
         return position.model_copy(update={"run": str(self.run.id)})
 
-    def write(self, rows: Sequence[AnyMetrics], position: Position) -> None:
-        """Log each line."""
-        for number, row in enumerate(rows, start=position.lines):
-            self.run.log({**values_of(row), "step": row.step}, step=number)
+    def write(self, points: Sequence[Point], position: Position) -> None:
+        """Log each of them."""
+        for number, (step, values) in enumerate(points, start=position.lines):
+            self.run.log({**values, "step": step}, step=number)
 
     def close(self) -> None:
         """Finish the offline run, and wait until wandb's own process has written it."""
@@ -222,6 +232,7 @@ class MLflow:
                 update={
                     "step": max(self._steps(OF_STEPS), default=0),
                     "epoch": int(max(self._values(OF_EPOCHS), default=0)),
+                    "told": self._told(max(self._steps(OF_EPOCHS), default=0)),
                 }
             )
         experiment = self.client.get_experiment_by_name(self.root.name)
@@ -236,15 +247,20 @@ class MLflow:
     def _values(self, name: str) -> Iterator[float]:
         return (each.value for each in self.client.get_metric_history(self.run, name))
 
-    def write(self, rows: Sequence[AnyMetrics], position: Position) -> None:
-        """Log lines in batches, which are written as a whole."""
+    def _told(self, step: int) -> tuple[str, ...]:
+        """Return the names of the metrics of the epoch that ends with a step."""
+        names = [name for name in self.client.get_run(self.run).data.metrics if "epoch/" in name]
+        return tuple(name for name in names if step in self._steps(name))
+
+    def write(self, points: Sequence[Point], position: Position) -> None:
+        """Log points in batches, which are written as a whole."""
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
-        for begin in range(0, len(rows), MLFLOW_LINES):
+        for begin in range(0, len(points), MLFLOW_LINES):
             metrics = []
-            for row in rows[begin : begin + MLFLOW_LINES]:
-                metrics += [Metric(name, x, now, row.step) for name, x in values_of(row).items()]
+            for step, values in points[begin : begin + MLFLOW_LINES]:
+                metrics += [Metric(name, x, now, step) for name, x in values.items()]
             self.client.log_batch(self.run, metrics=metrics)
 
     def close(self) -> None:
