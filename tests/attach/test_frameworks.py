@@ -109,6 +109,15 @@ def test_a_method_that_scales_goes_on_with_its_averages(tmp_path: Path) -> None:
     assert len(set(scales[0])) > 8
 
 
+def test_scores_are_of_their_epochs_where_lightning_is_asked_to_stop_before_its_least_number(tmp_path: Path) -> None:
+    story = Story(tmp_path / "run", 1, ("--samples", "64", "--early"), script=LIGHTNING)
+    assert story.start() == [EXITED]
+    losses = [row.test_loss for row in read_metrics(story.run.train().metrics_file).epochs]
+    assert len(losses) == 2
+    assert None not in losses
+    assert losses[0] != losses[1]
+
+
 def test_with_another_batch_a_framework_begins_anew_and_says_so(tmp_path: Path) -> None:
     story = Story(tmp_path / "run", 1, ("--samples", "64"), script=TRAINER)
     assert story.start(3) == [STOPPED]

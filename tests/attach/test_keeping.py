@@ -18,6 +18,7 @@ from tula_hpc.attach import child
 from tula_hpc.attach.reporting import ChildSpec, read_said
 from tula_hpc.attach.train.keeping import KeptTraining
 from tula_hpc.attach.train.script_training import ScriptTraining, TrainSettings
+from tula_hpc.config import SweepSpec
 from tula_hpc.ddp.rendezvous import free_port
 from tula_hpc.records import RunDirectory, read_metrics
 
@@ -178,6 +179,22 @@ def test_more_than_two_workers_add_in_the_same_order_after_a_stop(
     assert_same(alone, story)
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_method_that_scales_goes_on_with_its_averages(tmp_path: Path, accumulation: int) -> None:
+    workload = {"script": SCRIPT, "arguments": ["{local_batch}"], "samples": SAMPLES, "epochs": 2}
+    tables = {"name": "x", "workload": {**workload, "accumulation": accumulation}}
+    sweep = SweepSpec.model_validate({**tables, "training": {"method": "ags", "small_batch": 4}})
+    whole, cut = (Story(tmp_path / name, 2, ("--accumulate", str(accumulation))) for name in ("whole", "cut"))
+    whole.sweep = cut.sweep = sweep.model_dump(mode="json")
+    assert whole.start() == [EXITED] * 2
+    assert cut.start(3) == [STOPPED] * 2
+    assert cut.start() == [EXITED] * 2
+    assert_same(whole, cut)
+    scales = [[row.scale_mean for row in read_metrics(story.run.train().metrics_file).steps] for story in (whole, cut)]
+    assert scales[0] == scales[1]
+    assert len(set(scales[0])) > 3
+
+
 def test_a_script_that_was_changed_since_its_checkpoint_is_told_what_does_not_fit(tmp_path: Path) -> None:
     story = Story(tmp_path / "run", 1, ())
     assert story.start(2) == [STOPPED]
@@ -213,3 +230,38 @@ def test_around_the_script_nothing_changes(tmp_path: Path, undisturbed: Callable
     assert [row.epoch for row in metrics.steps] == pytest.approx([n / 8 for n in range(1, 17)])
     assert [row.test_accuracy for row in metrics.epochs] == pytest.approx([0.25, 0.35])
     assert [row.lr for row in metrics.steps] == [0.1] * 8 + [0.05] * 8
+
+
+ODD_LOOPS = SCRIPT.with_name("odd_loops.py")
+
+
+def odd(folder: Path, case: str, *, around: bool = True) -> Story:
+    return Story(folder / ("kept" if around else "alone"), 1, [case], around=around, script=ODD_LOOPS)
+
+
+@pytest.mark.parametrize(
+    ("case", "at"), [("phases", 5), ("phases", 40), ("shared", 37), ("twice", 37), ("peek", 20), ("carry", 0)]
+)
+def test_loops_of_other_forms_go_on_as_undisturbed(tmp_path: Path, case: str, at: int) -> None:
+    """Two loops over epochs, loaders that share a generator, one gone through twice, a look at a batch, gradients that
+    are accumulated over an epoch's end.
+    """
+    alone, story = odd(tmp_path, case, around=False), odd(tmp_path, case)
+    assert alone.start() == [0]
+    assert [story.start(at), story.start()] == [[STOPPED], [EXITED]]
+    assert_same(alone, story)
+
+
+def test_an_epochs_loop_that_is_left_has_its_last_epoch_and_later_scores(tmp_path: Path) -> None:
+    story = odd(tmp_path, "early")
+    assert story.start() == [EXITED]
+    rows = read_metrics(story.run.train().metrics_file).epochs
+    assert [row.test_accuracy for row in rows] == pytest.approx([0.1, 0.2, 0.3])
+    assert [row.test_loss for row in rows] == [None, None, 0.5]
+
+
+def test_a_score_of_a_start_with_no_epoch_left_is_the_last_epochs(tmp_path: Path) -> None:
+    story = odd(tmp_path, "final")
+    assert [story.start(), story.start()] == [[KILLED], [EXITED]]
+    rows = read_metrics(story.run.train().metrics_file).epochs
+    assert [(row.epoch, row.test_accuracy) for row in rows] == [(1, None), (2, 0.5)]

@@ -212,3 +212,10 @@ def test_a_model_that_is_wrapped_for_a_single_worker_trains_as_one_that_is_not(t
         ends.append(torch.load(tmp_path / name / "0.pt", weights_only=True))
     for one, other in zip(*ends, strict=True):
         assert torch.equal(one, other)
+
+
+def test_before_the_first_step_of_a_start_the_state_is_that_of_the_last_one() -> None:
+    """A checkpoint may be written then, behind the last batch of an epoch."""
+    scaling = Driver(spec(1, {"method": "ags"})).scaling
+    scaling.load_state_dict({"steps": 3})
+    assert scaling.state_dict() == {"steps": 3}

@@ -168,7 +168,8 @@ def test_a_module_that_only_lies_beside_the_sweep_file_is_said_to_lie_there(here
          '{basis = "tres", tres_weights = "CPU=1"}', "partitions: some are priced in USD and some in SU"),
         ('[[partitions]]\npartition = "a"\npricing = {usd_per_node_hour = "3"}',
          "partitions: a: pricing.usd_per_node_hour: expected a number"),
-        ("profile_minutes = 60\nsignal_delay_s = 1800\nexecutor = 'slurm'", "controller_minutes: expected more than signal_delay_s = 1800"),
+        ("profile_minutes = 60\nsignal_delay_s = 1800\nexecutor = 'slurm'",
+         "controller_minutes: expected more than signal_delay_s = 1800"),
         ('partitoin = "x"', r"partitoin: unknown key \(did you mean 'partition'\?\)"),
         ('[[partition]]\nmax_nodes = 2', r"partition: expected text .*\(did you mean \[\[partitions\]\]\?\), got \["),
         # values that end up in the job script: a newline would start a line of its own there

@@ -275,14 +275,15 @@ class Mode(Listener):
             has = f"{own} as {self.spec.program.name} has it"
             sys.stderr.write(f"tula: {name} is {self._meeting[name]}, not {has}\n")
 
-    def fail(self, error: BaseException) -> NoReturn:
-        """Say why this process fails, and end it."""
+    def fail(self, error: BaseException, so_far: dict[str, Any] | None = None) -> NoReturn:
+        """Say why this process fails and how far it came, and end it."""
         # what was never raised is told by its sentence alone
         if error.__traceback__ is not None:
             traceback.print_exception(error)
         said = failed_by(error)
         detail = f"{said.detail}{self._looked_for(error)}{self.circumstances()}"
-        self.say(said.model_copy(update={"steps": self.steps, "detail": detail}))
+        known = {"steps": self.steps, "detail": detail, "result": so_far or {}}
+        self.say(said.model_copy(update=known))
         leave(1)
 
     def _looked_for(self, error: BaseException) -> str:

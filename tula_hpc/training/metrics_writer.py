@@ -161,6 +161,9 @@ class MetricsWriter:
 
     def amend(self, known: Mapping[str, Any]) -> None:
         """Add values that are known by now to the last line of an epoch."""
+        if self._last is None and self.file is not None and self.file.exists():
+            # written before this process began
+            self._last = _last_epoch(self.file.read_bytes())
         if self._last is not None:
             self._last = self._last.model_copy(update=dict(known))
             append_record(cast("Path", self.file), self._last)

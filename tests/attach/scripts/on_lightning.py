@@ -1,7 +1,7 @@
 """Lightning, whose optimizer steps by a closure or by hand; kept by one line where tula_hpc is around it.
 
 on_lightning.py --batch-size 8 --epochs 2 [--samples 128] [--by-hand] [--accumulate 2] [--max-steps 14] [--width 32]
-                [--log FOLDER] [--pause 0.1]
+                [--log FOLDER] [--pause 0.1] [--early]
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -79,13 +80,19 @@ def main() -> None:
     parser.add_argument("--by-hand", action="store_true")
     parser.add_argument("--log", type=Path, default=Path("log"))
     parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--early", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rank, world, here = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     lightning.seed_everything(0, verbose=False)
     options.log.mkdir(exist_ok=True)
     validation = TensorDataset(torch.randn(16, 16), torch.randint(0, 4, (16,)))
+    callbacks = [tula.lightning_callback()]
+    if options.early:
+        # asks to stop after each epoch; Lightning goes on until the least number of them
+        callbacks.insert(0, EarlyStopping("val_acc", mode="max", stopping_threshold=-1.0))
     trainer = lightning.Trainer(
+        min_epochs=options.epochs,
         max_epochs=options.epochs if options.max_steps < 0 else None,
         max_steps=options.max_steps,
         devices=max(1, here),
@@ -96,7 +103,7 @@ def main() -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[tula.lightning_callback()],
+        callbacks=callbacks,
     )
     with (options.log / f"losses-{rank}.txt").open("a") as log:
         model = Classifier(log, options.by_hand, options.pause, options.width)

@@ -11,6 +11,7 @@ import gc
 import os
 import random
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +97,12 @@ def main() -> None:
                 sampler.set_epoch(epoch)
             for number, (inputs, targets, indices) in enumerate(tula.batches(loader), start=1):
                 compute(options, epoch, number)
-                loss = nn.functional.cross_entropy(model(inputs), targets)
-                (loss / options.accumulate).backward()
+                quiet: Any = nullcontext()
+                if number % options.accumulate and isinstance(model, DistributedDataParallel):
+                    quiet = model.no_sync()
+                with quiet:
+                    loss = nn.functional.cross_entropy(model(inputs), targets)
+                    (loss / options.accumulate).backward()
                 if number % options.accumulate == 0:
                     optimizer.step()
                     optimizer.zero_grad()

@@ -100,7 +100,7 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         self.trainer = trainer
         batch = self.keeper.settings.global_batch
         rehearse = self.keeper.rehearse
-        self.keeper.rehearse = lambda model: self._rehearse(model, rehearse)
+        self.keeper.rehearse = lambda model, then: self._rehearse(model, then, rehearse)
         self.keeper.keep(
             {"lightning": FolderState("lightning", self._save, self._note, self.keeper, batch)}
         )
@@ -116,14 +116,16 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
     def _note(self, folder: Path) -> None:
         self.found = folder / FILE
 
-    def _rehearse(self, model: Any, rehearse: Callable[..., None]) -> None:
+    def _rehearse(
+        self, model: Any, then: Callable[[], None], rehearse: Callable[..., None]
+    ) -> None:
         """Have a model pass its first batch twice, where that matters and can be undone.
 
         Two workers add in either order alike. With optimization by hand a pass takes a step.
         """
         module = self.trainer.lightning_module
         if self.trainer.world_size > 2 and module.automatic_optimization:
-            rehearse(model, lambda: _without_logs(module))
+            rehearse(model, then, lambda: _without_logs(module))
 
     def open(self, combined: Any, begin: Callable[[], Any]) -> None:
         """Begin an epoch's loading."""
@@ -169,7 +171,8 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         trainer = self.trainer
         loop = trainer.fit_loop
         is_last = (
-            trainer.should_stop
+            # asked to stop before its least epochs or steps it goes on
+            (trainer.should_stop and loop._can_stop_early)
             or 0 < loop.max_epochs <= loop.epoch_progress.current.processed
             or 0 < loop.max_steps <= trainer.global_step
         )

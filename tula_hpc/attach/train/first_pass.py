@@ -22,12 +22,14 @@ from tula_hpc.batches import tensors_of
 
 def rehearse_first_pass(
     model: DistributedDataParallel,
+    then: Callable[[], None],
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> None:
     """Have a model pass its first batch in training twice; nothing is left of the first time.
 
     Args:
         model: Wrapped, and not passed yet.
+        then: Called after the first time.
         around: Entered for the first time, to undo its effects on others.
     """
 
@@ -37,6 +39,7 @@ def rehearse_first_pass(
             handle.remove()
             with around():
                 _rehearse(model, args, kwargs)
+            then()
 
     handle = before_forward(model, before)
 

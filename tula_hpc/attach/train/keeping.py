@@ -17,10 +17,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, NoReturn
 
-import numpy as np
-import torch
-from torch.nn.parallel import DistributedDataParallel
-
 from tula_hpc.attach import be_around
 from tula_hpc.attach.frameworks.folders import batch_of, check_folders, kept_in_folder
 from tula_hpc.attach.reporting import ChildSpec, Mode, Said
@@ -34,7 +30,7 @@ from tula_hpc.attach.train.loaders import (
     set_generator_states,
     set_random_state,
 )
-from tula_hpc.attach.train.peers import Peers
+from tula_hpc.attach.train.peers import NothingOfItsOwn, Peers, state_of
 from tula_hpc.attach.train.script_training import ScriptProgress, ScriptTraining
 from tula_hpc.checkpoint.interval import Interruptions
 from tula_hpc.checkpoint.safe_points import SafePoints
@@ -43,7 +39,6 @@ from tula_hpc.ddp.agreement import Agreed
 from tula_hpc.errors import InputError
 from tula_hpc.records.events import EventName
 from tula_hpc.user_code import told
-from tula_hpc.workloads.optimizers import consolidate
 
 # name of the method's own state among what is kept
 SCALING = "gradient scaling"
@@ -69,7 +64,7 @@ class Keeper(SafePoints):
         self.kept: dict[str, Any] = {}
         self._has_looked = False
         # what is done to a model's first pass after a resume
-        self.rehearse: Callable[[DistributedDataParallel], None] = rehearse_first_pass
+        self.rehearse: Callable[..., None] = rehearse_first_pass
         # steps at the last batch's end
         self._stepped = 0
         if steps.scaling is not None:
@@ -84,6 +79,10 @@ class Keeper(SafePoints):
         # of this epoch or the last one, and the checkpoint's states of their generators; by place
         self.loaders: dict[int, Iterable[Any]] = {}
         self.generators: dict[str, list[str]] = {}
+        # generators and loaders that have theirs: places may share them
+        self.restored: list[object] = []
+        # loops over `epochs` that this process has begun
+        self.loops = 0
         # `epochs` was called, where all workers meet
         self.has_begun = False
         # all batches of the epoch were done before this process began, as far as it is known
@@ -171,16 +170,31 @@ class Keeper(SafePoints):
     # the script's loops
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the epochs that are left of so many."""
+        """Yield the epochs that are left of so many; a second such loop has epochs of its own."""
         self._begin()
-        while self.progress.epoch < count:
-            epoch = self.progress.epoch
+        loops, place = self.progress.loops, self.loops
+        self.loops += 1
+        if place < len(loops):
+            # done before this start
+            return
+        first = loops[-1] if loops else 0
+        while self.progress.epoch < first + count:
+            epoch = self.progress.epoch - first
             self.in_epoch, self.calls = True, 0
             self._begin_epoch()
-            yield epoch
+            try:
+                yield epoch
+            except GeneratorExit:
+                # left by `break`, on each worker at a moment of its own
+                self.in_epoch = False
+                self.steps.end_open_epoch()
+                loops.append(self.progress.epoch)
+                raise
             self.in_epoch = False
             self.steps.end_epoch()
-            self._end_epoch(is_last=epoch + 1 >= count)
+            if is_last := epoch + 1 >= count:
+                loops.append(self.progress.epoch)
+            self._end_epoch(is_last=is_last)
 
     def _begin_epoch(self) -> None:
         if "epoch" in self.found:
@@ -191,8 +205,11 @@ class Keeper(SafePoints):
         self.began["epoch"] = random_state()
 
     def _end_epoch(self, *, is_last: bool) -> None:
-        mine = (self.stop.received is not None, self.saving.may_save)
-        stop, wanted = self.worker.agree(*map(float, mine))
+        mine = (self.stop.received is not None, self.saving.may_save, self.steps.is_open)
+        stop, wanted, is_open = self.worker.agree(*map(float, mine))
+        if is_open and not is_last:
+            # gradients that the next epoch's first step takes are in no checkpoint
+            return
         self.progress.stopped = bool(stop)
         if is_last or stop or wanted:
             self.began = dict.fromkeys(self.began, random_state())
@@ -216,7 +233,7 @@ class Keeper(SafePoints):
         self.calls += 1
         self.loaders[self.calls] = loader
         self.has_empty_epoch = self.progress.calls + self.progress.batches > 0
-        set_generator_states(loader, self.generators.pop(str(self.calls), []))
+        self._restore_generators(loader)
         if self.calls <= self.progress.calls:
             # of an epoch that is resumed, and done
             return
@@ -229,6 +246,11 @@ class Keeper(SafePoints):
             stream.close()
             self.progress.calls, self.progress.batches = self.calls, 0
             self.steps.end_steps_of_epoch()
+
+    def _restore_generators(self, loader: Iterable[Any]) -> None:
+        """Give a loader's own generators their states in the checkpoint, unless another place has."""
+        states = self.generators.pop(str(self.calls), [])
+        set_generator_states(loader, states, self.restored)
 
     # loops of frameworks, which go through their batches by themselves
 
@@ -246,7 +268,7 @@ class Keeper(SafePoints):
             around: See `Stream`.
         """
         self.loaders[self.calls] = loader
-        set_generator_states(loader, self.generators.pop(str(self.calls), []))
+        self._restore_generators(loader)
         self._begin_epoch()
         return self._stream(loader, around)
 
@@ -376,15 +398,19 @@ class Keeper(SafePoints):
             over_s=progress.train_time_s + progress.epoch_time_s,
         )
         root = self.steps.files.root
-        self.begin_saving(interruptions, settings.fixed_s, _NothingOfItsOwn(), root)
+        self.begin_saving(interruptions, settings.fixed_s, NothingOfItsOwn(), root)
         self.agreed = Agreed(self.worker, self.stop, self.saving.wish, self.steps.look_every_s)
         if self.loaded is not None:
             for model in self.steps.models:
-                self.rehearse(model)
+                self.rehearse(model, self._forget_pass)
             self.log_resume(self.loaded, began_at=settings.job_began_at)
         # its tensors are in what is kept by now
         self.loaded = None
         self.has_begun = True
+
+    def _forget_pass(self) -> None:
+        if self.steps.scaling is not None:
+            self.steps.scaling.forget_passes()
 
     def _check_kept(self) -> None:
         if not set(self.kept) - {SCALING}:
@@ -408,7 +434,7 @@ class Keeper(SafePoints):
         now = random_state(self.loaders.get(self.calls))
         moments = {**self.began, "now": now, "generators": json.dumps(generators)}
         random = {moment: peers.texts(text) for moment, text in moments.items()}
-        kept = {name: _state_of(thing) for name, thing in self.kept.items()}
+        kept = {name: state_of(thing) for name, thing in self.kept.items()}
         if not self.is_main:
             return {}
         return {
@@ -421,7 +447,8 @@ class Keeper(SafePoints):
     def report(self, scores: Mapping[str, Any]) -> None:
         """Take scores of this epoch, or of the last one; see `tula_hpc.attach.report`."""
         self.steps.report(scores)
-        if self.has_begun and not self.in_epoch:
+        # a framework that is resumed at its end begins no epoch
+        if (self.has_begun or self.loaded is not None) and not self.in_epoch:
             self.steps.add_to_last_epoch()
 
     def close(self) -> None:
@@ -444,10 +471,10 @@ class KeptTraining(ScriptTraining):
         self.keeper.close()
         return super().ended(code)
 
-    def fail(self, error: BaseException) -> NoReturn:
+    def fail(self, error: BaseException, so_far: dict[str, Any] | None = None) -> NoReturn:
         """See `Mode`."""
         self.keeper.close()
-        super().fail(error)
+        super().fail(error, so_far or self.told("stopped").result)
 
     def circumstances(self) -> str:
         """See `Mode`."""
@@ -462,29 +489,3 @@ class KeptTraining(ScriptTraining):
 def training(spec: ChildSpec) -> Mode:
     """Return the mode "train"."""
     return KeptTraining(spec)
-
-
-class _NothingOfItsOwn:
-    """Other workers' share of a checkpoint: rank 0 has it all."""
-
-    def save(self, *, samples_seen: int, restart_count: int) -> dict[str, int]:
-        """See `OwnState`."""
-        return {}
-
-
-def _state_of(thing: Any) -> Any:
-    """Return the state of a kept thing; a sharded optimizer's is gathered on rank 0. Collective."""
-    if isinstance(thing, torch.optim.Optimizer):
-        consolidate(thing)
-    return _plain(thing.state_dict())
-
-
-def _plain(value: Any) -> Any:
-    """Return a state with NumPy's numbers as Python's, which load without pickled code."""
-    if isinstance(value, np.generic):
-        return value.item()
-    if type(value) is dict:
-        return {key: _plain(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_plain(item) for item in value)
-    return value

@@ -78,13 +78,24 @@ def generator_states(loader: object) -> list[str]:
     return states
 
 
-def set_generator_states(loader: Any, states: list[str]) -> None:
-    """Go back to states that `generator_states` returned."""
+def set_generator_states(loader: Any, states: list[str], done: list[object] | None = None) -> None:
+    """Go back to states that `generator_states` returned.
+
+    Args:
+        loader: Has the generators.
+        states: Theirs.
+        done: Generators and loaders that are left out, to which these are added; None: none.
+    """
+    known = [] if done is None else done
     numbers = [state for state in states if not state.startswith(PASSES)]
     for generator, state in zip(_generators(loader), numbers, strict=False):
-        generator.set_state(_tensor(state))
+        if all(generator is not each for each in known):
+            generator.set_state(_tensor(state))
+            known.append(generator)
     for state in states[len(numbers) :]:
-        loader.iteration = int(state.removeprefix(PASSES))
+        if all(loader is not each for each in known):
+            loader.iteration = int(state.removeprefix(PASSES))
+            known.append(loader)
 
 
 def _text(state: torch.Tensor) -> str:
@@ -186,7 +197,7 @@ class Stream:
         batch_sampler.sampler = rest
         stream = _begun(self.around)
         # the sampler draws its numbers here, as it did before the first batch
-        iter(rest)
+        rest.begin()
         return stream
 
 
@@ -213,13 +224,22 @@ class _Rest:
     def __init__(self, sampler: Any, left_out: int) -> None:
         self.sampler, self.left_out = sampler, left_out
         self.rest: Iterator[Any] | None = None
+        self.is_given = False
 
-    def __iter__(self) -> Iterator[Any]:
+    def begin(self) -> Iterator[Any]:
+        """Have the sampler draw its numbers, and leave out the first indices."""
         if self.rest is None:
             self.rest = iter(self.sampler)
             for _ in itertools.islice(self.rest, self.left_out):
                 pass
         return self.rest
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.is_given:
+            # gone through once more within the epoch, as for a look at a batch
+            return iter(self.sampler)
+        self.is_given = True
+        return self.begin()
 
     def __len__(self) -> int:
         # of the whole epoch, as a script asks for

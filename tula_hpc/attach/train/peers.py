@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from tula_hpc.errors import InputError
+from tula_hpc.workloads.optimizers import consolidate
 
 
 class Peers:
@@ -90,3 +92,29 @@ _CPU = torch.device("cpu")
 def _unpadded(content: bytes) -> str:
     length = int.from_bytes(content[:8], "little")
     return content[8 : 8 + length].decode()
+
+
+class NothingOfItsOwn:
+    """Other workers' share of a checkpoint: rank 0 has it all."""
+
+    def save(self, *, samples_seen: int, restart_count: int) -> dict[str, int]:
+        """See `OwnState`."""
+        return {}
+
+
+def state_of(thing: Any) -> Any:
+    """Return the state of a kept thing; a sharded optimizer's is gathered on rank 0. Collective."""
+    if isinstance(thing, torch.optim.Optimizer):
+        consolidate(thing)
+    return _plain(thing.state_dict())
+
+
+def _plain(value: Any) -> Any:
+    """Return a state with NumPy's numbers as Python's, which load without pickled code."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is dict:
+        return {key: _plain(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(item) for item in value)
+    return value

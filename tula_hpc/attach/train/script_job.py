@@ -279,7 +279,8 @@ class ScriptJob:
         if said.state != "done":
             # ended by the signal, or by what its own handler raised
             if is_asked and not (said.failure and said.failure.is_oom):
-                return mine._replace(said=Said(state="done", result={"end": "stopped"}))
+                so_far = {**said.result, "end": "stopped"}
+                return mine._replace(said=Said(state="done", steps=said.steps, result=so_far))
             return mine
         if said.result.get("end") != "exited":
             return mine
@@ -325,7 +326,9 @@ class ScriptJob:
         """
         from tula_hpc.training.ending import leave
 
-        begins_anew = not (self.progress.is_kept or self.job.sweep.workload.goes_on)
+        # one that a signal has killed does not say so
+        is_kept = self.progress.is_kept or any(self.files.checkpoints.glob("*.tula"))
+        begins_anew = not (is_kept or self.job.sweep.workload.goes_on)
         if self.any(begins_anew and self._is_at_its_limit()):
             detail = (
                 f"the time limit ended the script at step {self.progress.step:,}, and another job "

@@ -102,6 +102,11 @@ class ScriptScaling:
             self._observe(self.norms, self.scaling, passes, epochs_seen)
         self.scaling.before_step()
 
+    def forget_passes(self) -> None:
+        """Forget the backward passes so far, which no step takes."""
+        if self.norms is not None:
+            self.norms.take_passes()
+
     def step_ends(self) -> None:
         """Do the part of the scaling that comes after the step."""
         if self.scaling is not None:
@@ -147,7 +152,10 @@ class ScriptScaling:
 
     def state_dict(self) -> dict[str, Any]:
         """Return factors, averages and counts."""
-        return {} if self.scaling is None else self.scaling.own_state()
+        if self.scaling is None:
+            # before the first step of this process
+            return dict(self._loaded or {})
+        return self.scaling.own_state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a `state_dict`, at the first step."""

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NoReturn, cast
@@ -108,6 +108,8 @@ class ScriptProgress(Progress):
     # by which these were cut
     batch_size: int = 0
     workers: int = 1
+    # epochs done at the end of each loop over `tula.epochs`
+    loops: list[int] = field(default_factory=list)
 
     def begin_epoch(self) -> None:
         """See `Progress`."""
@@ -197,12 +199,15 @@ class ScriptTraining(Mode):
 
     def ended(self, code: int) -> Said:
         """See `Mode`."""
-        self._end_open_epoch()
+        if not self.is_kept:
+            self.end_open_epoch()
+        self.write_steps()
         if code == 0 and self._stepped_at is not None:
             self._count_pause(time.perf_counter() - self._stepped_at)
-        return self._told("exited", code)
+        return self.told("exited", code)
 
-    def _told(self, end: Literal["stopped", "exited"], code: int = 0) -> Said:
+    def told(self, end: Literal["stopped", "exited"], code: int = 0) -> Said:
+        """Return the message of an end."""
         so_far = TrainedSoFar(
             end=end,
             code=code,
@@ -222,7 +227,7 @@ class ScriptTraining(Mode):
     def leave_stopped(self) -> NoReturn:
         """End this process, as all workers have agreed."""
         self.write_steps()
-        self.say(self._told("stopped"))
+        self.say(self.told("stopped"))
         leave(0)
 
     def asked(self) -> Collection[int]:
@@ -353,12 +358,10 @@ class ScriptTraining(Mode):
             samples = whole
         self._carried = 0
         if self._samples_before and not self.is_kept:
-            # accumulated over the end of a pass
             self._carried = (self._samples - self._samples_before) * self.spec.world_size
         self._samples = self._samples_before = 0
         _, least = self._epoch
-        is_first = progress.offset == 0 and progress.epoch_steps == 0
-        if not self.is_kept and is_first and samples < least:
+        if not self.is_kept and samples < least and progress.offset == progress.epoch_steps == 0:
             # the last, shorter batch of the epoch before
             progress.offset = -samples
         progress.count_step(samples)
@@ -399,9 +402,8 @@ class ScriptTraining(Mode):
 
     def _stop_if(self, asks: bool) -> None:
         if self._agreed is None:
-            peers = Peers(self.spec.world_size)
-            self._agreed = Agreed(peers, self.stop, lambda: Wish.NOTHING, self.look_every_s)
-            self._peers = peers
+            self._peers = Peers(self.spec.world_size)
+            self._agreed = Agreed(self._peers, self.stop, lambda: Wish.NOTHING, self.look_every_s)
         decision = self._agreed.decide(lambda: self.readings(self._peers), asks=asks)
         if decision.stop:
             self.leave_stopped()
@@ -421,9 +423,8 @@ class ScriptTraining(Mode):
         model = self.hooks.inner_model
         if self.drift is None or model is None:
             return
-        trained = [p for p in model.parameters() if p.requires_grad]
         began = time.perf_counter()
-        if self.drift.look(shared, peers, trained):
+        if self.drift.look(shared, peers, [p for p in model.parameters() if p.requires_grad]):
             self.leave_out(time.perf_counter() - began)
             self.pause()
 
@@ -477,11 +478,10 @@ class ScriptTraining(Mode):
         self.metrics.amend(self._reported)
         self._reported = {}
 
-    def _end_open_epoch(self) -> None:
-        """Count the epoch in which the script has ended, if most of it was done."""
-        if not self.is_kept and self._epoch_share > 0.5:
+    def end_open_epoch(self) -> None:
+        """Count the epoch that the script has left, if most of it was done."""
+        if self._epoch_share > 0.5:
             self.end_epoch()
-        self.write_steps()
 
     def report(self, scores: Mapping[str, Any]) -> None:
         """Take scores of the epoch that the script is in; see `tula_hpc.attach.report`."""

@@ -1,0 +1,100 @@
+"""Three lines in loops that are not one after the other over one loader, by case.
+
+odd_loops.py --batch-size 8 --epochs 2 --log FOLDER CASE
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import tula_hpc.attach as tula
+
+SAMPLES = 128
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int, required=True)
+parser.add_argument("--epochs", type=int, required=True)
+parser.add_argument("--log", type=Path, required=True)
+parser.add_argument("case")
+options = parser.parse_args()
+options.log.mkdir(exist_ok=True)
+torch.set_num_threads(1)
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(SAMPLES, 4), torch.arange(SAMPLES))
+generator = torch.Generator().manual_seed(5)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+tula.keep(model=model, optimizer=optimizer)
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(data, options.batch_size, shuffle=True, generator=generator)
+
+
+def train(inputs: Tensor, numbers: Tensor, *, steps: bool = True) -> None:
+    loss = (model(inputs).squeeze(1) - numbers / SAMPLES).square().mean()
+    loss.backward()
+    if steps:
+        optimizer.step()
+        optimizer.zero_grad()
+    with (options.log / "losses-0.txt").open("a") as log:
+        log.write(f"{float(loss.detach()).hex()} {numbers.tolist()}\n")
+
+
+def is_first_time() -> bool:
+    """Tell it once in the life of a training, where tula_hpc is around."""
+    flag: Path = options.log / "once"
+    if tula._around is None or flag.exists():
+        return False
+    flag.touch()
+    return True
+
+
+first, second = loader(), loader()
+if options.case == "phases":
+    for count in (1, 2):
+        for _ in tula.epochs(count):
+            for batch in tula.batches(first):
+                train(*batch)
+elif options.case in ("shared", "twice"):
+    for _ in tula.epochs(options.epochs):
+        for each in (first, second if options.case == "shared" else first):
+            for batch in tula.batches(each):
+                train(*batch)
+elif options.case == "peek":
+    for _ in tula.epochs(options.epochs):
+        for batch in tula.batches(first):
+            train(*batch)
+            # of the same loader, as for a picture of some samples
+            next(iter(first))
+elif options.case == "carry":
+    number = 0
+    for _ in tula.epochs(options.epochs):
+        for batch in tula.batches(first):
+            number += 1
+            train(*batch, steps=number % 3 == 0)
+        if number == len(first) and is_first_time():
+            os.kill(os.getpid(), signal.SIGTERM)
+elif options.case == "early":
+    for epoch in tula.epochs(10):
+        for batch in tula.batches(first):
+            train(*batch)
+        tula.report(test_accuracy=0.1 * (epoch + 1))
+        if epoch == 2:
+            break
+    tula.report(test_loss=0.5)
+elif options.case == "final":
+    for _ in tula.epochs(options.epochs):
+        for batch in tula.batches(first):
+            train(*batch)
+    if is_first_time():
+        os.kill(os.getpid(), signal.SIGKILL)
+    tula.report(test_accuracy=0.5)
+torch.save(model.state_dict(), options.log / "weights-0.pt")
