@@ -26,6 +26,8 @@ from tula_hpc.records import Candidate, EpochMetrics, Event, JobAccount, RunHist
 
 # of the whole time as expected: a part that differs by less moves nobody's plans
 NOTEWORTHY_SHARE = 0.05
+# accounting counts in whole seconds, and parts are timed on one worker
+LEAST_SHARE = 0.8
 
 
 class Verdict(StrEnum):
@@ -153,7 +155,10 @@ class _Used(NamedTuple):
 
 def _used(result: TrainResult, events: Sequence[Event], accounts: Sequence[JobAccount]) -> _Used:
     seconds = sum(account.elapsed_s for account in accounts)
-    if seconds > 0.0:
+    # of a node that failed, Slurm may note less than was done
+    parts_s = (result.starts_s, result.evaluation_s, result.saving_s)
+    done_s = result.train_time_s + sum(each or 0.0 for each in parts_s)
+    if seconds > 0.0 and (seconds >= LEAST_SHARE * done_s or result.starts_s is None):
         node_seconds = sum(account.node_seconds for account in accounts)
         return _Used(seconds, node_seconds, Source.ACCOUNTING, len(accounts))
     use = actual_use(events, result)

@@ -74,6 +74,7 @@ STUDY_FIGURES = {
 OF_NODES = (
     "epoch_time",
     "cost",
+    "progress",
     "strong_scaling",
     "weak_scaling",
     "memory",

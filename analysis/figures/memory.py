@@ -24,6 +24,8 @@ from tula_hpc.records import Candidate, Configuration
 FAR_ABOVE = 2.5
 # a growth that departs by more from the mean one, relative, is not the same
 UNEVEN = 0.5
+# share of the axis that a label takes
+ROOM_FOR_TEXT = 0.3
 
 
 class Line(NamedTuple):
@@ -287,8 +289,11 @@ def _draw_largest(axes: Axes, largest: int, batches: list[int]) -> None:
     start = (largest * beyond) ** 0.5
     axes.axvspan(start, axes.get_xlim()[1], color=style.SHADE.light, zorder=0)
     text = f"b = {largest:,} is the\nlargest that fits "
+    # left of the bound, unless there is no room
+    ((place, _),) = axes.transLimits.transform(axes.transScale.transform([(start, 1.0)]))
+    shift, side = ((-5, 6), "right") if place > ROOM_FOR_TEXT else ((5, 6), "left")
     label = style.write_beside(
-        axes, text, (start, 0), (-5, 6), xycoords=("data", "axes fraction"), ha="right"
+        axes, text, (start, 0), shift, xycoords=("data", "axes fraction"), ha=side
     )
     label.set(color=style.INK.light, size=8.5, weight="bold", in_layout=False)
 

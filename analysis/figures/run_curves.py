@@ -11,11 +11,12 @@ from matplotlib.ticker import MaxNLocator
 
 from tula_hpc.analysis.figures import style
 from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
+from tula_hpc.analysis.planning.partitions import of_partition
 from tula_hpc.analysis.run_contents import Interval, RunContents, measured_epochs, predicted
 from tula_hpc.formatting import duration_within
 
 NAME = "run_curves"
-COLUMNS = ("run", "quantity", "global_batch_samples", "epoch", "value", "chosen")
+COLUMNS = ("run", "quantity", "global_batch_samples", "epoch", "value")
 LINES: tuple[Literal["-", "--", ":"], ...] = ("-", "--", ":")
 BATCH_LABEL = "global batch B (samples per step over all nodes)"
 
@@ -46,8 +47,9 @@ def curve_of(name: str, run: RunContents) -> RunCurve:
         chosen = (run.plan.chosen.global_batch, predicted(run.plan.chosen, "epoch_time_s"))
     measured: dict[int, float] = {}
     samples = run.plan.dataset_samples if run.plan else 0
-    for where, seconds in measured_epochs(run.ok, samples).items():
-        _keep_least(measured, where.global_batch, seconds)
+    for name_of_part in {row.partition for row in run.ok}:
+        for where, seconds in measured_epochs(of_partition(run.ok, name_of_part), samples).items():
+            _keep_least(measured, where.global_batch, seconds)
     epochs = run.trainings[0].metrics.epochs if run.trainings else []
     accuracies = [
         (row.epoch, 100 * row.test_accuracy) for row in epochs if row.test_accuracy is not None
@@ -98,6 +100,8 @@ def _draw_times(axes: Axes, curves: Sequence[RunCurve]) -> None:
     for curve in curves:
         batches |= {*curve.predicted_s, *curve.measured_s}
         seconds += [*curve.predicted_s.values(), *curve.measured_s.values()]
+        if curve.chosen:
+            seconds.append(curve.chosen[1].value)
     style.value_axis(axes, seconds, label="least time of an epoch", durations=True)
     style.batch_axis(axes, batches, BATCH_LABEL)
     for index, curve in enumerate(curves):
@@ -151,12 +155,14 @@ def _caption(curves: Sequence[RunCurve], kinds: set[bool]) -> str:
 
 def _rows(curve: RunCurve) -> list[tuple[Cell, ...]]:
     rows: list[tuple[Cell, ...]] = []
-    chosen = curve.chosen[0] if curve.chosen else None
+    if curve.chosen:
+        batch, epoch_s = curve.chosen
+        rows.append((curve.name, "chosen_epoch_s", batch, None, epoch_s.value))
     quantities = {"predicted_epoch_s": curve.predicted_s, "measured_epoch_s": curve.measured_s}
     for quantity, values in quantities.items():
         for batch, seconds in sorted(values.items()):
-            rows.append((curve.name, quantity, batch, None, seconds, batch == chosen))
+            rows.append((curve.name, quantity, batch, None, seconds))
     score = "test_accuracy_percent" if curve.has_accuracy else "test_loss"
     for epoch, value in curve.scores:
-        rows.append((curve.name, score, None, epoch, value, None))
+        rows.append((curve.name, score, None, epoch, value))
     return rows

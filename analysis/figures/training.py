@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -57,34 +57,56 @@ def draw_training(run: RunContents) -> Drawing | Missing:
     if not has_accuracy and not has_losses:
         why = "the script's output shows no score; set workload.metric, or call tula.report"
         return Missing("training", "training", why, optional=True)
-    ends_of_lines = []
+    # an accuracy without any loss, as some scripts report it, has no second panel
+    has_losses = has_losses or any(_losses(training, "train_loss") for training in trainings)
     with style.styled():
-        height, ratios = (5.0, (1, 1)) if has_accuracy else (3.2, (1,))
+        height, ratios = (5.0, (1, 1)) if has_accuracy and has_losses else (3.2, (1,))
         figure, panels = style.new_figure(title, height, ratios=ratios)
-        for training, colour in zip(trainings, itertools.cycle(style.SIZES)):
-            end = _draw_losses(panels[-1], training, colour.light)
-            if has_accuracy:
-                end = _draw_accuracy(panels[0], training, colour.light)
-            if len(trainings) > 1:
-                end = end._replace(text=f"{end.text} {training.label}")
-            ends_of_lines.append(end)
+        ends_of_lines = []
+        if has_losses:
+            ends_of_lines = list(_draw_all(panels[-1], trainings, _draw_losses))
+            _dress_loss(panels[-1])
+        if has_accuracy:
+            ends_of_lines = list(_draw_all(panels[0], trainings, _draw_accuracy))
+            panels[0].set_ylabel("test accuracy, %")
+            style.from_zero(panels[0])
         _dress(panels, marks)
         labels.label_ends(panels[0], ends_of_lines)
-    caption = "Loss "
-    if has_accuracy:
-        caption = (
-            "Above: share of the test samples that the model gets right after each epoch (higher "
-            "is better). Below: loss "
-        )
-    caption += (
-        "on the test samples (solid) and on the training samples (dashed), lower is better; a "
-        "growing gap between the two is overfitting."
-    )
-    if marks:
-        caption += (
-            " Vertical lines mark where training was interrupted, went on, or changed its batch."
-        )
+    caption = _caption(has_accuracy=has_accuracy, has_losses=has_losses, has_marks=bool(marks))
     return Drawing("training", title, caption, figure, _training_table(trainings, marks))
+
+
+def _draw_all(
+    axes: Axes,
+    trainings: Sequence[Training],
+    draw: Callable[[Axes, Training, str], labels.EndLabel],
+) -> Iterator[labels.EndLabel]:
+    """Draw every training; yield the labels of the ends of their lines."""
+    for training, colour in zip(trainings, itertools.cycle(style.SIZES)):
+        end = draw(axes, training, colour.light)
+        name = f" {training.label}" if len(trainings) > 1 else ""
+        yield end._replace(text=f"{end.text}{name}")
+
+
+def _caption(*, has_accuracy: bool, has_losses: bool, has_marks: bool) -> str:
+    sentences = []
+    if has_accuracy:
+        where = "Above: share" if has_losses else "Share"
+        sentences.append(
+            f"{where} of the test samples that the model gets right after each epoch (higher is "
+            "better)."
+        )
+    if has_losses:
+        where = "Below: loss" if has_accuracy else "Loss"
+        sentences.append(
+            f"{where} on the test samples (solid) and on the training samples (dashed), lower is "
+            "better; a growing gap between the two is overfitting."
+        )
+    if has_marks:
+        sentences.append(
+            "Vertical lines mark where training was interrupted, went on, or changed its batch."
+        )
+    return " ".join(sentences)
 
 
 def training_marks(metrics: Metrics, events: Iterable[Event]) -> Iterable[Mark]:
@@ -142,19 +164,19 @@ def _draw_losses(axes: Axes, training: Training, colour: str) -> labels.EndLabel
     return labels.EndLabel(epoch, last, format_number(last, 3), colour)
 
 
-def _dress(panels: Sequence[Axes], marks: Sequence[Mark]) -> None:
-    for accuracy in panels[:-1]:
-        accuracy.set_ylabel("test accuracy, %")
-        accuracy.set_ylim(bottom=0)
-    loss = panels[-1]
+def _dress_loss(loss: Axes) -> None:
     loss.set_ylabel("loss")
     style.from_zero(loss)
-    loss.set_xlabel("epochs of training")
-    loss.xaxis.set_major_locator(MaxNLocator(10, integer=True))
-    loss.set_xlim(left=0)
-    loss.margins(x=0.03)
     keys = [style.Key("test", marker="o", line="-"), style.Key("training", line="--")]
     style.legend(loss, keys, left=-0.01)
+
+
+def _dress(panels: Sequence[Axes], marks: Sequence[Mark]) -> None:
+    lowest = panels[-1]
+    lowest.set_xlabel("epochs of training")
+    lowest.xaxis.set_major_locator(MaxNLocator(10, integer=True))
+    lowest.set_xlim(left=0)
+    lowest.margins(x=0.03)
     draw_marks(panels, marks)
 
 

@@ -78,7 +78,7 @@ def first_page(run: RunContents) -> FirstPage:
     """Return the first page of a run at any stage."""
     if run.plan is None:
         decision = " ".join(_without_plan(run))
-        answers = {"What to do next": _next(run)}
+        answers = {"What it took": list(_took(run)), "What to do next": _next(run)}
     else:
         decision = _decision(run, run.plan)
         will_take = []
@@ -362,6 +362,18 @@ def _what_would_change(plan: Plan, *, has_trained: bool) -> Iterator[str]:
         )
 
 
+def _of_open_trainings(run: RunContents) -> str:
+    """Return what to do where trainings have no result."""
+    failures = RunHistory(run.events).last_failures()
+    labels = [training.label for training in run.trainings if training.result is None]
+    failure = next((failures[label] for label in labels if label in failures), None)
+    if failure is None:
+        return f"Wait for the training; tula status RUN tells how far it is. {IS_RUN}"
+    why = f" {as_sentence(first_line(failure.detail))}" if failure.detail else ""
+    fix = f"Fix what ended the training, then: {GO_ON}.{why}"
+    return f"{fix} tula status RUN names the log. {IS_RUN}"
+
+
 def _next(run: RunContents) -> list[str]:
     remedies = {doubt.remedy for doubt in doubts(run)}
     failed = RunHistory(run.events).stage_failure()
@@ -372,9 +384,10 @@ def _next(run: RunContents) -> list[str]:
             f"{IS_RUN}"
         ]
     if run.plan is None:
-        return [f"Go on measuring: {GO_ON}. {IS_RUN}"]
+        what = "Make the plan again" if run.trainings else "Go on measuring"
+        return [f"{what}: {GO_ON}. {IS_RUN}"]
     if any(training.result is None for training in run.trainings):
-        return [f"Wait for the training; tula status RUN tells how far it is. {IS_RUN}"]
+        return [_of_open_trainings(run)]
     todo = [remedy.heading for remedy in (Remedy.MEASURE, Remedy.CHANGE) if remedy in remedies]
     below = " and ".join(f"“{heading}”" for heading in todo)
     if run.trainings:
@@ -383,5 +396,6 @@ def _next(run: RunContents) -> list[str]:
         return [f"The training is done; before a longer one see {below} below."]
     found = []
     if below:
-        found.append(f"It can be started now: {below} below are for a long training.")
+        verb = "is" if len(todo) == 1 else "are"
+        found.append(f"It can be started now: {below} below {verb} for a long training.")
     return [*found, f"To train it, without measuring again: {GO_ON}. {IS_RUN}"]

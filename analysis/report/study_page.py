@@ -123,6 +123,8 @@ def _facts(contents: StudyContents) -> Iterator[tuple[str, str]]:
         tuned = "; ".join(f"{name}: {rate:g}" for name, rate in contents.rates.rates.items())
         where = f"at B = {study.small_batch:,} on held-out training samples"
         yield "learning rate", f"{tuned} (chosen {where}, never on the test set)"
+    elif study.base_lrs:
+        yield "learning rate", "not chosen yet, or study_rates.json is missing or damaged"
     else:
         yield "learning rate", f"{work.lr:g}, not tuned"
     for name, keys in study.variants.items():

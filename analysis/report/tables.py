@@ -19,14 +19,12 @@ from tula_hpc.analysis.run_contents import (
 from tula_hpc.analysis.what_if import WhatIf
 from tula_hpc.formatting import (
     UNKNOWN,
-    duration_within,
     format_bytes,
     format_duration,
     format_money,
     format_number,
     format_percent,
     in_comparison,
-    money_within,
     plural,
 )
 from tula_hpc.records import (
@@ -311,27 +309,17 @@ WHAT_IF_COLUMNS = ("if", "choice", "expected time", "cost")
 
 def what_if_table(rows: Sequence[WhatIf]) -> TextTable:
     """Return the plan's choice under each change that is possible, the first being none."""
-    shown = [(row.change, row.chosen) for row in rows if row.chosen]
-    times = []
-    costs = []
-    for _, item in shown:
-        time = predicted(item, item.expected_quantity)
-        cost = predicted(item, "cost")
-        times.append((duration_within(*time), format_duration(time.value)))
-        costs.append((money_within(*cost, item.currency), format_money(cost.value, item.currency)))
     cells: list[tuple[str, ...]] = []
-    columns = (_told_apart(times), _told_apart(costs))
-    for (change, item), time_text, cost_text in zip(shown, *columns, strict=True):
+    for row in rows:
+        item = row.chosen
+        if item is None:
+            continue
         where = f" on {item.partition}" if item.partition else ""
         choice = f"N = {item.nodes}, B = {item.global_batch:,}{where}"
-        cells.append((change, choice, time_text, cost_text))
+        # beside each other, rounded by their intervals, values that are 2 % apart could seem far
+        time = format_duration(item.expected_time_s)
+        cells.append((row.change, choice, time, format_money(item.cost, item.currency)))
     return TextTable(WHAT_IF_COLUMNS, cells)
-
-
-def _told_apart(texts: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the first of each pair, unless only the second ones tell all values apart."""
-    rounded, exact = ([pair[which] for pair in texts] for which in (0, 1))
-    return rounded if len(set(rounded)) >= len(set(exact)) else exact
 
 
 def not_possible(rows: Sequence[WhatIf]) -> list[str]:

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.planning_data import cluster, ok, sweep
-from tests.run_factory import make_run, write_plan
+from tests.run_factory import make_run, write_plan, write_training
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.planning.partitions import name_of
 from tula_hpc.analysis.report.first_page import first_page
@@ -141,6 +141,25 @@ def test_a_run_whose_last_command_failed_is_to_be_mended_first(tmp_path: Path) -
     (said,) = first_page(read_run(run)).sections[-1].sentences
     assert said.startswith("Fix what ended the last command, then: tula sweep RUN/sweep.toml")
     assert "Bug in job 7. tula status RUN names the log." in said
+
+
+def test_a_training_that_failed_is_not_waited_for(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", stage="plan")
+    write_training(run, epochs_done=3)
+    (said,) = first_page(read_run(run)).sections[-1].sentences
+    assert said.startswith("Wait for the training; ")
+    run.log_event("failed", "train", job_id="22", detail="hung in step 7", data={"label": "main"})
+    (said,) = first_page(read_run(run)).sections[-1].sentences
+    assert said.startswith("Fix what ended the training, then: tula sweep RUN/sweep.toml")
+    assert "Hung in step 7. tula status RUN names the log." in said
+
+
+def test_a_training_whose_plan_is_lost_has_its_score_on_the_first_page(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    run.plan_file.unlink()
+    page = first_page(read_run(run))
+    assert "64.5 % test accuracy" in page.text
+    assert page.sections[-1].sentences[0].startswith("Make the plan again: ")
 
 
 def test_every_warning_of_a_plan_says_what_to_do(plan: Plan) -> None:

@@ -43,7 +43,7 @@ def test_all_runs_stand_on_one_page_with_their_curves(
         rows = list(csv.DictReader(file))
     assert {row["run"] for row in rows} == {"first", "second", "third"}
     assert {row["run"] for row in rows if row["quantity"] == "test_accuracy_percent"} == {"first"}
-    assert {row["run"] for row in rows if row["chosen"] == "true"} == {"first", "second"}
+    assert {row["run"] for row in rows if row["quantity"] == "chosen_epoch_s"} == {"first", "second"}
 
 
 def test_the_table_has_a_column_for_each_run_and_no_empty_row(runs: list[RunDirectory]) -> None:

@@ -22,7 +22,6 @@ from tula_hpc.analysis.study_results import (
 from tula_hpc.formatting import format_number
 from tula_hpc.records import Metrics, StepMetrics
 
-# methods that have a δ
 # of the scales, relative: less is one value and no density
 LEAST_SPREAD = 1e-3
 POINTS = 200

@@ -32,6 +32,8 @@ from tula_hpc.records import Candidate, Configuration, Knee, Measurement, Plan
 
 # at the ends of lines: beside one that has no marks a name is clearer than in a legend
 MOST_NAMES = 14
+# in the legend, where there is no room beside the lines
+MOST_KEYS = 32
 BATCH_LABEL = "global batch B (samples per step over all nodes)"
 
 
@@ -53,7 +55,8 @@ class Point(NamedTuple):
 
     configuration: Configuration
     interval: Interval
-    feasible: bool = True
+    # None: measured
+    feasible: bool | None = None
 
 
 class Curves(NamedTuple):
@@ -210,7 +213,8 @@ def _draw(
         if beside:
             style.legend(axes, _keys(curves))
         else:
-            style.legend(axes, [*(end.key for end in ends), *_keys(curves)])
+            every = -(-len(ends) // MOST_KEYS)
+            style.legend(axes, [*(end.key for end in ends[::every]), *_keys(curves)])
     caption = " ".join([caption, *_explain_marks(curves)])
     return Drawing(quantity.name, title, caption, figure, _table(curves, quantity))
 
@@ -396,15 +400,16 @@ def _cost_title(plan: Plan) -> str:
     price = format_money(chosen.cost, chosen.currency)
     least = format_money(cheapest.cost, cheapest.currency)
     title = f"The chosen configuration would cost {price}"
+    there = f" on {chosen.partition}" if chosen.partition else ""
     if cheapest.cost >= chosen.cost or least == price:
-        return f"{title}, as cheap as any"
+        return f"{title}, as cheap as any{there}"
     where = f"{plural(cheapest.nodes, 'node')}, batch {cheapest.global_batch:,}"
-    return f"{title}; the cheapest ({where}) {least}, {_compare_times(cheapest, chosen)}"
+    return f"{title}; the cheapest{there} ({where}) {least}, {_compare_times(cheapest, chosen)}"
 
 
 def _compare_times(item: Candidate, chosen: Candidate) -> str:
-    both = (item, chosen)
-    time, other = (duration_within(*predicted(each, each.expected_quantity)) for each in both)
+    # rounded by their intervals, times that are 2 % apart could seem far
+    time, other = (format_duration(each.expected_time_s) for each in (item, chosen))
     if time == other:
         return "and be as fast"
     verb = "but" if item.expected_time_s > chosen.expected_time_s else "and"

@@ -73,6 +73,8 @@ def test_accounting_tells_the_whole_and_the_price_is_the_plans() -> None:
     assert bill.whole.verdict is Verdict.WITHIN
     assert billed(150.0).whole.verdict is billed(150.0).cost.verdict is Verdict.MORE
     assert billed(110.0).whole.verdict is billed(110.0).cost.verdict is Verdict.LESS
+    # of a node that failed Slurm may note a part
+    assert billed(40.0).source is Source.NOTES
 
 
 def test_the_parts_add_up_to_the_whole() -> None:

@@ -658,6 +658,20 @@ def test_a_training_that_changed_its_batch_is_not_compared(tmp_path: Path) -> No
     assert "event B = 1,024" in {row["mark"] for row in rows(drawn(contents, "training"))}
 
 
+def test_a_training_without_losses_has_one_panel_with_room_for_its_marks(run: RunContents) -> None:
+    """As of a script that reports its accuracy alone."""
+    (training,) = run.trainings
+    bare = {"test_loss": None, "train_loss": None}
+    epochs = [row.model_copy(update=bare) for row in training.metrics.epochs]
+    without = training._replace(metrics=training.metrics._replace(epochs=epochs))
+    drawing = drawn(run._replace(trainings=[without]), "training")
+    assert isinstance(drawing, Drawing)
+    (panel,) = drawing.figure.axes
+    assert panel.get_ylabel() == "test accuracy, %"
+    assert panel.get_ylim()[1] > panel.dataLim.y1
+    assert "oss" not in drawing.caption
+
+
 def test_training_holds_the_logged_epochs(run: RunContents, drawings: dict[str, Drawing]) -> None:
     table = [row for row in rows(drawings["training"]) if row["mark"] == "main"]
     epochs = run.trainings[0].metrics.epochs
