@@ -289,11 +289,13 @@ def _draw_largest(axes: Axes, largest: int, batches: list[int]) -> None:
     start = (largest * beyond) ** 0.5
     axes.axvspan(start, axes.get_xlim()[1], color=style.SHADE.light, zorder=0)
     text = f"b = {largest:,} is the\nlargest that fits "
-    # left of the bound, unless there is no room
+    # below and left of the bound, or above and right of it where there is no room
     ((place, _),) = axes.transLimits.transform(axes.transScale.transform([(start, 1.0)]))
-    shift, side = ((-5, 6), "right") if place > ROOM_FOR_TEXT else ((5, 6), "left")
+    y, shift, side = 0.0, (-5, 6), "right"
+    if place < ROOM_FOR_TEXT:
+        y, shift, side = 1.0, (5, -28), "left"
     label = style.write_beside(
-        axes, text, (start, 0), shift, xycoords=("data", "axes fraction"), ha=side
+        axes, text, (start, y), shift, xycoords=("data", "axes fraction"), ha=side
     )
     label.set(color=style.INK.light, size=8.5, weight="bold", in_layout=False)
 

@@ -286,8 +286,8 @@ def number_tick(value: float) -> str:
 def from_zero(axes: Axes) -> None:
     """Begin the axis of a loss or a share at zero; a loss of a user's own may be below."""
     if axes.dataLim.y0 >= 0.0:
-        # the other end stays where marks have room
-        axes.set_ylim(0.0, axes.get_ylim()[1])
+        # marks need room at the other end
+        axes.set_ylim(0.0, max(axes.get_ylim()[1], 1.05 * axes.dataLim.y1) or None)
 
 
 def value_axis(axes: Axes, values: Iterable[float], *, label: str, durations: bool = False) -> None:
