@@ -291,12 +291,11 @@ def _draw_largest(axes: Axes, largest: int, batches: list[int]) -> None:
     text = f"b = {largest:,} is the\nlargest that fits "
     # below and left of the bound, or above and right of it where there is no room
     ((place, _),) = axes.transLimits.transform(axes.transScale.transform([(start, 1.0)]))
-    y, shift, side = 0.0, (-5, 6), "right"
+    units = ("data", "axes fraction")
     if place < ROOM_FOR_TEXT:
-        y, shift, side = 1.0, (5, -28), "left"
-    label = style.write_beside(
-        axes, text, (start, y), shift, xycoords=("data", "axes fraction"), ha=side
-    )
+        label = style.write_beside(axes, text, (start, 1), (5, -28), xycoords=units)
+    else:
+        label = style.write_beside(axes, text, (start, 0), (-5, 6), xycoords=units, ha="right")
     label.set(color=style.INK.light, size=8.5, weight="bold", in_layout=False)
 
 

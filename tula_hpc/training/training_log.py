@@ -80,7 +80,9 @@ class TrainingLog:
             DivergedError: Their loss ends the training.
             InputError: It does, and samples are not finite.
         """
-        training, window, began = self.training, self.window, self.began
+        training = self.training
+        window = self.window
+        began = self.began
         mean_loss = window.mean_loss()
         window.seconds = time.perf_counter() - self.started
         self.restart_window()

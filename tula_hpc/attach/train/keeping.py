@@ -172,7 +172,8 @@ class Keeper(SafePoints):
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs that are left of so many; a second such loop has epochs of its own."""
         self._begin()
-        loops, place = self.progress.loops, self.loops
+        loops = self.progress.loops
+        place = self.loops
         self.loops += 1
         if place < len(loops):
             # done before this start
