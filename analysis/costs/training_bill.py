@@ -131,7 +131,9 @@ def training_bill(
     used = _used(result, events, accounts)
     price = promised.cost / (whole_s * promised.nodes)
     paid = None if used.node_seconds is None else used.node_seconds * price
-    failed_s = _failed_s(result, events, accounts)
+    failed_s = 0.0
+    if used.source is Source.ACCOUNTING:
+        failed_s = _failed_s(result, events, accounts)
     repeating = result.restarts - RunHistory(events).begun_anew(result.label)
     parts = _parts(promised, _actual_parts_s(result, used, epochs, failed_s, repeating))
     return TrainingBill(
@@ -183,14 +185,19 @@ def _end_s(starts_s: float, events: Iterable[Event]) -> float:
 def _failed_s(
     result: TrainResult, events: Sequence[Event], accounts: Sequence[JobAccount]
 ) -> float:
-    """Return the seconds of jobs before the last one that began with nothing."""
-    history = RunHistory(events)
-    jobs = list(dict.fromkeys(account.job_id for account in accounts))
-    anew = [job for job in jobs if history.job(job).began_anew]
+    """Return the seconds of runs before the last one that began with nothing."""
     if not result.restarts:
-        anew = jobs[-1:]
-    before = jobs[: jobs.index(anew[-1])] if anew else []
-    return sum(account.elapsed_s for account in accounts if account.job_id in before)
+        return sum(account.elapsed_s for account in accounts[:-1])
+    history = RunHistory(events)
+    begun: dict[str, list[bool]] = {}
+    so_far_s = sum(account.elapsed_s for account in accounts)
+    # from the last one back: the first runs of a requeued job may have left nothing
+    for account in reversed(accounts):
+        so_far_s -= account.elapsed_s
+        left = begun.setdefault(account.job_id, history.job(account.job_id).begun_with_nothing)
+        if left and left.pop():
+            return so_far_s
+    return 0.0
 
 
 def _actual_parts_s(

@@ -138,6 +138,9 @@ def test_a_script_that_is_not_there(tmp_path: Path) -> None:
         (["--batch_size=8", "--max_iters=100"], 8, 1, ["--batch_size={local_batch}", "--max_iters={steps}"]),
         (["--bs=8", "--epochs=2", "--max-steps=9"], 8, 1, ["--bs={local_batch}", "--epochs={epochs}", "--max-steps=9"]),
         (["-B", "8", "--total_batch=4096"], 8, 4, ["-B", "{local_batch}", "--total_batch={global_batch*128}"]),
+        (["--total-batch-size", "4096"], 8, 4, ["--total-batch-size", "{global_batch*128}"]),
+        # a script that loads in its own way
+        (["--total_batch", "4096"], 0, 1, ["--total_batch", "4096"]),
         (["--lr", "0.1"], 64, 1, ["--lr", "0.1"]),
         # which of the two it is nobody knows
         (["--size", "64", "-n", "64"], 64, 1, ["--size", "64", "-n", "64"]),

@@ -240,7 +240,8 @@ def odd(folder: Path, case: str, *, around: bool = True) -> Story:
 
 
 @pytest.mark.parametrize(
-    ("case", "at"), [("phases", 5), ("phases", 40), ("shared", 37), ("twice", 37), ("peek", 20), ("carry", 0)]
+    ("case", "at"),
+    [("phases", 5), ("phases", 40), ("half", 10), ("shared", 37), ("twice", 37), ("peek", 20), ("carry", 0)],
 )
 def test_loops_of_other_forms_go_on_as_undisturbed(tmp_path: Path, case: str, at: int) -> None:
     """Two loops over epochs, loaders that share a generator, one gone through twice, a look at a batch, gradients that
@@ -258,6 +259,13 @@ def test_an_epochs_loop_that_is_left_has_its_last_epoch_and_later_scores(tmp_pat
     rows = read_metrics(story.run.train().metrics_file).epochs
     assert [row.test_accuracy for row in rows] == pytest.approx([0.1, 0.2, 0.3])
     assert [row.test_loss for row in rows] == [None, None, 0.5]
+
+
+def test_a_score_before_the_loop_is_none_of_an_epoch_that_is_over(tmp_path: Path) -> None:
+    story = odd(tmp_path, "before")
+    assert [story.start(20), story.start()] == [[STOPPED], [EXITED]]
+    rows = read_metrics(story.run.train().metrics_file).epochs
+    assert [(row.epoch, row.test_accuracy) for row in rows] == [(1, 0.1), (2, 0.1)]
 
 
 def test_a_score_of_a_start_with_no_epoch_left_is_the_last_epochs(tmp_path: Path) -> None:

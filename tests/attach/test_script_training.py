@@ -19,6 +19,7 @@ import torch
 from tests.forked_jobs import forking_jobs
 from tests.run_factory import candidate, measurement, plan, write_plan
 from tula_hpc.analysis.costs.usage import actual_use
+from tula_hpc.attach.train.going_on import _is_of_another
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.errors import Failure
 from tula_hpc.launch.job_specs import TrainJob
@@ -238,6 +239,26 @@ def test_where_it_cannot_go_on_it_begins_anew_the_next_time(tmp_path: Path) -> N
         "goes on by itself, with --no-such-option",
         "begins anew",
     ]
+
+
+def test_a_file_of_the_users_from_before_the_training_is_none_that_it_saved(tmp_path: Path) -> None:
+    """The script's folder has links to what stands in the working directory."""
+    run = RunDirectory(tmp_path / "run").create()
+    work, mine = run.make_train().root / "script" / "work", tmp_path / "last.pt"
+    work.mkdir(parents=True)
+    for path in (mine, work / "own.pt"):
+        path.touch()
+    (work / "latest.pt").symlink_to("own.pt")
+    (work / "last.pt").symlink_to(mine)
+    run.log_event("submitted", "train", job_id="1", data={"label": "main"})
+    jobs = run.history().submissions("train")
+    os.utime(mine, (1, 1))
+    assert [_is_of_another(work / name, work, jobs) for name in ("last.pt", "latest.pt", "own.pt")] == [
+        True, False, False
+    ]  # fmt: skip
+    assert not _is_of_another(mine, work, jobs), "named by its whole path"
+    os.utime(mine)
+    assert not _is_of_another(work / "last.pt", work, jobs), "the script has written it"
 
 
 def test_at_its_time_limit_it_does_not_begin_anew_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

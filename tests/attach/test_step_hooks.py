@@ -249,6 +249,16 @@ def with_loaders() -> None:
             optimizer.step()
 
 
+def with_batches_that_are_kept() -> None:
+    """As of a small data set, which a script loads once."""
+    model, optimizer = known()
+    batches = list(DataLoader(TensorDataset(torch.randn(6, 4)), 3))
+    for _ in range(2):
+        for (inputs,) in batches:
+            torch.autograd.backward(model(inputs).sum())
+            optimizer.step()
+
+
 def with_a_batch_used_twice() -> None:
     """The generator of a GAN makes images for its own step, and again for that of the other optimizer."""
     generator, other = nn.Linear(4, 9), nn.Linear(9, 1)
@@ -455,6 +465,11 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
         with_loaders,
         "begin batch ready step, batch forward 3 ready step, "
         "begin batch forward 3 ready step, batch forward 3 ready step",
+    ),
+    "with batches that are kept": (
+        with_batches_that_are_kept,
+        "ready step, begin batch batch forward 3 ready step, forward 3 ready step, forward 3 ready step, "
+        "forward 3 ready step",
     ),
     "with a batch used twice": (
         with_a_batch_used_twice,

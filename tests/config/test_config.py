@@ -168,8 +168,6 @@ def test_a_module_that_only_lies_beside_the_sweep_file_is_said_to_lie_there(here
          '{basis = "tres", tres_weights = "CPU=1"}', "partitions: some are priced in USD and some in SU"),
         ('[[partitions]]\npartition = "a"\npricing = {usd_per_node_hour = "3"}',
          "partitions: a: pricing.usd_per_node_hour: expected a number"),
-        ("profile_minutes = 60\nsignal_delay_s = 1800\nexecutor = 'slurm'",
-         "controller_minutes: expected more than signal_delay_s = 1800"),
         ('partitoin = "x"', r"partitoin: unknown key \(did you mean 'partition'\?\)"),
         ('[[partition]]\nmax_nodes = 2', r"partition: expected text .*\(did you mean \[\[partitions\]\]\?\), got \["),
         # values that end up in the job script: a newline would start a line of its own there
@@ -383,6 +381,8 @@ def test_a_controller_on_a_partition_of_workers_is_billed_as_they_are() -> None:
     cluster = {"partitions": parts, "executor": "slurm", "controller_partition": "b"}
     controller = ClusterSpec.model_validate(cluster).controller()
     assert (controller.partition, controller.account, controller.qos) == ("b", "B", "long")
+    late = ClusterSpec(executor="slurm", profile_minutes=60, signal_delay_s=1800, controller_minutes=30).controller()
+    assert late.signal_delay_s == 900
 
 
 def test_billing_weights_may_be_those_of_each_partition_alone() -> None:

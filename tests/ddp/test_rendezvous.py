@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -284,13 +285,22 @@ def test_a_master_port_that_is_none_is_refused(job: WorkerEnvironment, wrong: st
         meet(job._replace(master_port=wrong), ENOUGH)
 
 
-def test_a_free_port_is_one_at_which_nobody_listens(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = range(9_800, 9_800 + CANDIDATES)  # of nobody else
+def test_a_free_port_is_one_at_which_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: set[int] = set()
+    bind = socket.socket.bind
+
+    class Socket(socket.socket):
+        def bind(self, address: Any) -> None:
+            if address[1] in taken:
+                raise OSError(errno.EADDRINUSE, "taken")
+            bind(self, (address[0], 0))
+
+    few = range(20_000, 20_000 + CANDIDATES)
     monkeypatch.setattr(rendezvous, "PORTS", few)
-    for port in few[1:]:
-        listen(stack, port)
+    monkeypatch.setattr(socket, "socket", Socket)
+    taken.update(few[1:])
     assert free_port() == few[0]
-    listen(stack, few[0])
+    taken.add(few[0])
     with pytest.raises(MeetingError, match="none was free"):
         free_port()
 

@@ -352,7 +352,9 @@ def with_placeholders(
 
 def _of_a_sample(flag: str, total: int, samples: int) -> int:
     """Return the tokens of a sample by an option that tells those of a step; 0: it does not."""
-    is_told = OF_TOTAL.search(flag) and total > samples and total % samples == 0
+    is_named = OF_TOTAL.search(flag.replace("-", "_")) is not None
+    # of a batch that nobody knows no total is a multiple
+    is_told = is_named and 0 < samples < total and total % samples == 0
     return total // samples if is_told else 0
 
 

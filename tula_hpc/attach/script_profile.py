@@ -57,7 +57,7 @@ from tula_hpc.profiling.meters import (
 )
 from tula_hpc.profiling.probes import PASSES, estimate_from, flat, shared_norms, squared
 from tula_hpc.profiling.record import describe
-from tula_hpc.profiling.timing import LEAST_ROUNDS, Steps, StoppingRule, warm_up, within
+from tula_hpc.profiling.timing import Steps, StoppingRule, least_timed, warm_up, within
 from tula_hpc.records import Configuration, Identity, Measurement, MemoryUse
 from tula_hpc.records.base import Record
 
@@ -150,7 +150,10 @@ class ScriptProfile(MeasuredSteps):
         name, steps = self.spec.program.name, self.steps
         how = "ended" if code == 0 else f"exited with code {code}"
         # with which it is measured in time, if it is run again
-        shorter = within(self.settings.search, steps - self._apart_steps) if code == 0 else None
+        shorter = None
+        if code == 0:
+            left = steps - self._apart_steps
+            shorter = within(self.settings.search, left, self.course.turn)
         remedy = ""
         if steps == 0 and self.hooks.others:
             only = ", ".join(self._others())
@@ -184,7 +187,7 @@ class ScriptProfile(MeasuredSteps):
     def _remedy(self) -> str:
         """Return advice on how to get more steps from a script; its options may have any name."""
         search = self.settings.search
-        least = search.warmup_steps + 2 * LEAST_ROUNDS + self._apart_steps
+        least = search.warmup_steps + 2 * least_timed(self.course.turn) + self._apart_steps
         if self.spec.mode == "look":
             return (
                 f"give it more epochs, steps or samples by its own arguments: {least} steps are "

@@ -287,10 +287,8 @@ def _cost(sweep: Sweep, plan: Plan, bill: TrainingBill | None) -> str:
 
 def _price_s(plan: Plan, partition: str) -> float:
     """Return the plan's price of a node and second there; of the chosen partition if unknown."""
-    there = [item for item in plan.candidates if item.partition == partition and item.feasible]
-    priced = next(iter(there), plan.chosen)
-    if partition == plan.chosen.partition:
-        priced = plan.chosen
+    there = [plan.chosen, *(item for item in plan.candidates if item.finite_cost)]
+    priced = next((item for item in there if item.partition == partition), plan.chosen)
     node_seconds = priced.nodes * priced.expected_time_s
     return priced.cost / node_seconds if node_seconds else 0.0
 

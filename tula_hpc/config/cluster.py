@@ -342,9 +342,7 @@ class ClusterSpec(Spec):
                 'container.runtime: "pyxis" is a plug-in of Slurm; expected "apptainer"'
             )
         minutes, key = min(
-            (self.profile_minutes, "profile_minutes"),
-            (self.train_minutes, "train_minutes"),
-            (self.controller_minutes, "controller_minutes"),
+            (self.profile_minutes, "profile_minutes"), (self.train_minutes, "train_minutes")
         )
         if self.executor == "slurm" and self.signal_delay_s >= 60 * minutes:
             raise ValueError(
@@ -381,6 +379,8 @@ class ClusterSpec(Spec):
             "exclusive": False,
             # they need Slurm's commands, and nothing else
             "container": None,
+            # half of its time at most
+            "signal_delay_s": min(self.signal_delay_s, 30 * self.controller_minutes),
             "account": own.account,
             "qos": own.qos,
             "sbatch": sbatch,

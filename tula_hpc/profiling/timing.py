@@ -193,15 +193,29 @@ class StoppingRule(NamedTuple):
         return len(rounds) >= LEAST_ROUNDS and mean_interval(rounds).relative_width <= self.ci_width
 
 
-def within(search: SearchSpec, steps: int) -> SearchSpec | None:
+def least_timed(turn: int) -> int:
+    """Return the fewest steps in which steps can be timed, see `StoppingRule.steps_per_round`."""
+    return max(LEAST_ROUNDS, 2 * turn)
+
+
+def within(search: SearchSpec, steps: int, turn: int) -> SearchSpec | None:
     """Return limits with which a warm-up and two timings of steps take no more than these.
 
-    None where these are too few, or enough for the limits that there are.
+    Args:
+        search: With the limits that there are.
+        steps: Of a script, those that are taken otherwise left out.
+        turn: Steps in which each loader process delivers once: rounds are multiples of it.
+
+    Returns:
+        None where these are too few, or enough for the limits that there are.
     """
     most = (steps - search.warmup_steps) // 2
-    if not LEAST_ROUNDS <= most < search.max_steps:
+    if not least_timed(turn) <= most < search.max_steps:
         return None
     least = min(search.min_steps, most)
+    if turn > 1:
+        # whole turns, of which none goes beyond `most`
+        least = min(least, most // turn * turn, LEAST_ROUNDS * turn)
     return search.model_copy(update={"max_steps": most, "min_steps": least})
 
 

@@ -332,13 +332,15 @@ class JobEvents:
         return None
 
     @property
-    def began_anew(self) -> bool:
-        """Tell whether its training began with nothing, whatever jobs came before."""
-        names = ("resumed", "checkpoint", "preempted", "finished")
-        first = next((event for event in self.events if event.event in names), None)
-        if first is None:
-            return False
-        return first.event != "resumed" or ProgressData.of(first).samples_seen == 0
+    def begun_with_nothing(self) -> list[bool]:
+        """Tell of each of its runs that did any training whether it began with nothing."""
+        found: list[bool] = []
+        for event in self.events:
+            if event.event == "resumed":
+                found.append(ProgressData.of(event).samples_seen == 0)
+            elif not found and event.event in ("checkpoint", "preempted", "finished"):
+                found.append(True)
+        return found
 
     @property
     def hosts(self) -> list[str]:

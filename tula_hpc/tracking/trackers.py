@@ -19,11 +19,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from pydantic import Field
+
 from tula_hpc.env import with_variables
 from tula_hpc.records import AnyMetrics, Record, StepMetrics, TrainDirectory
 
 # lines that MLflow takes at once: it allows 1000 metrics
 MLFLOW_LINES = 40
+# scores of so many epochs may still come
+LATE_EPOCHS = 8
 # of a metric of MLflow that each line of a kind has
 OF_STEPS, OF_EPOCHS = "train/lr", "epoch/epoch"
 
@@ -64,8 +68,8 @@ class Position(Record):
     # last ones that were passed on
     step: int = 0
     epoch: int = 0
-    # names of that epoch's metrics: a script's scores come later, in a line of their own
-    told: tuple[str, ...] = ()
+    # names of metrics of the last epochs: a script's scores come later, in a line of their own
+    told: dict[int, tuple[str, ...]] = Field(default={})
     # passed on so far
     lines: int = 0
 
@@ -76,11 +80,15 @@ class Position(Record):
             if row.step <= self.step:
                 return self, None
             return self._moved(step=row.step), Point(row.step, values)
-        told = self.told if row.epoch == self.epoch else ()
+        # of an epoch that is not known any more, all
+        told = self.told.get(row.epoch, tuple(values) if row.epoch <= self.epoch else ())
         values = {name: value for name, value in values.items() if name not in told}
-        if row.epoch < self.epoch or not values:
+        if not values:
             return self, None
-        return self._moved(epoch=row.epoch, told=(*told, *values)), Point(row.step, values)
+        newest = max(row.epoch, self.epoch)
+        known = {**self.told, row.epoch: (*told, *values)}
+        known = {epoch: names for epoch, names in known.items() if epoch > newest - LATE_EPOCHS}
+        return self._moved(epoch=newest, told=known), Point(row.step, values)
 
     def _moved(self, **changes: Any) -> Position:
         return self.model_copy(update={"lines": self.lines + 1, **changes})
@@ -232,7 +240,7 @@ class MLflow:
                 update={
                     "step": max(self._steps(OF_STEPS), default=0),
                     "epoch": int(max(self._values(OF_EPOCHS), default=0)),
-                    "told": self._told(max(self._steps(OF_EPOCHS), default=0)),
+                    "told": self._told(),
                 }
             )
         experiment = self.client.get_experiment_by_name(self.root.name)
@@ -247,10 +255,13 @@ class MLflow:
     def _values(self, name: str) -> Iterator[float]:
         return (each.value for each in self.client.get_metric_history(self.run, name))
 
-    def _told(self, step: int) -> tuple[str, ...]:
-        """Return the names of the metrics of the epoch that ends with a step."""
+    def _told(self) -> dict[int, tuple[str, ...]]:
+        """Return the names of the metrics of the last epochs."""
         names = [name for name in self.client.get_run(self.run).data.metrics if "epoch/" in name]
-        return tuple(name for name in names if step in self._steps(name))
+        steps = {name: set(self._steps(name)) for name in names}
+        ends = self.client.get_metric_history(self.run, OF_EPOCHS)
+        last = sorted((int(each.value), each.step) for each in ends)[-LATE_EPOCHS:]
+        return {epoch: tuple(n for n in names if step in steps[n]) for epoch, step in last}
 
     def write(self, points: Sequence[Point], position: Position) -> None:
         """Log points in batches, which are written as a whole."""

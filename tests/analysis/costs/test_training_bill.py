@@ -132,6 +132,18 @@ def test_a_first_job_without_a_checkpoint_has_failed_though_a_later_one_was_inte
     assert bill.parts[TimePart.REPEATED].actual == pytest.approx(240.0 - 136.0 - 9.0 * END_SHARE)
 
 
+def test_the_first_run_of_a_requeued_job_that_begins_anew_has_failed() -> None:
+    resumed = event("resumed", 70.0).model_copy(update={"job_id": "7", "data": {"samples_seen": 0}})
+    bill = training_bill(promised(), result(restarts=1), [resumed], accounted(60.0, 140.0))
+    assert bill is not None
+    assert bill.parts[TimePart.FAILED].actual == 60.0
+    assert bill.parts[TimePart.ENDS].actual == pytest.approx(140.0 - 136.0)
+    # where accounting knows too little, nothing of it counts
+    short = training_bill(promised(), result(restarts=1), [resumed], accounted(10.0, 40.0))
+    assert short is not None
+    assert TimePart.FAILED not in short.parts
+
+
 def test_without_accounting_the_notes_tell() -> None:
     events = [event("preempted", 60.0), event("resumed", 200.0), event("finished", 327.0)]
     bill = training_bill(promised(), result(wall_time_s=317.0, restarts=1), events)

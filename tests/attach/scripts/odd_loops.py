@@ -59,7 +59,7 @@ def is_first_time() -> bool:
 
 first, second = loader(), loader()
 if options.case == "phases":
-    for count in (1, 2):
+    for count in (0, 1, 2):
         for _ in tula.epochs(count):
             for batch in tula.batches(first):
                 train(*batch)
@@ -82,6 +82,23 @@ elif options.case == "carry":
             train(*batch, steps=number % 3 == 0)
         if number == len(first) and is_first_time():
             os.kill(os.getpid(), signal.SIGTERM)
+elif options.case == "half":
+    for _ in tula.epochs(1):
+        for number, batch in enumerate(tula.batches(first)):
+            train(*batch)
+            if number == 2:
+                break
+        break
+    for _ in tula.epochs(2):
+        for batch in tula.batches(first):
+            train(*batch)
+elif options.case == "before":
+    if options.log.joinpath("losses-0.txt").exists():
+        tula.report(test_accuracy=0.99)
+    for _ in tula.epochs(options.epochs):
+        for batch in tula.batches(first):
+            train(*batch)
+        tula.report(test_accuracy=0.1)
 elif options.case == "early":
     for epoch in tula.epochs(10):
         for batch in tula.batches(first):

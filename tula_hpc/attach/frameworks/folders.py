@@ -60,6 +60,9 @@ class Keeper(Protocol):
     def end_epoch(self, *, is_last: bool, saves: bool = True) -> None:
         """Count an epoch; save or stop. Collective."""
 
+    def end(self) -> None:
+        """Note that no epoch follows."""
+
     def report(self, scores: Mapping[str, Any]) -> None:
         """Take scores of this epoch, or of the last one."""
 

@@ -113,6 +113,7 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End the last epoch."""
         self._end_open_epoch(is_last=True)
+        self.keeper.end()
 
     def _end_open_epoch(self, *, is_last: bool) -> None:
         if self.in_epoch:

@@ -19,6 +19,7 @@ from tula_hpc.records import (
     EpochMetrics,
     Metrics,
     RunDirectory,
+    Submission,
     put_aside,
     read_metrics,
 )
@@ -103,10 +104,12 @@ def _look_for_saved(
         option, equals, name = argument.rpartition("=")
         named = newest_in(work, name) if "*" in name else name
         file = work / named
-        if file.exists():
+        exists = file.exists()
+        is_others = exists and _is_of_another(file, work, run.history().submissions("train"))
+        if exists and not is_others:
             saved_at = max(saved_at or 0.0, file.stat().st_mtime)
         # an option or a word is no file
-        elif "/" in named or "*" in named:
+        elif is_others or "/" in named or "*" in named:
             return f"begins anew: the script has not written {named} yet", None
         resuming.append(f"{option}{equals}{named}")
     saved_at = saved_at or last_saved_in(work)
@@ -117,6 +120,13 @@ def _look_for_saved(
     start.resumes = True
     start.resuming = resuming
     return f"goes on by itself, with {' '.join(resuming) or 'the same arguments'}", saved_at
+
+
+def _is_of_another(file: Path, work: Path, jobs: Sequence[Submission]) -> bool:
+    """Tell whether a file in a script's folder is a link to an earlier one of the user's."""
+    is_there = file.is_relative_to(work) and not file.resolve().is_relative_to(work.resolve())
+    began_at = min((job.submitted_at for job in jobs), default=0.0)
+    return is_there and file.stat().st_mtime < began_at - FILE_CLOCK_S
 
 
 def _place_of(work: Path, saved_at: float | None) -> Saved | None:

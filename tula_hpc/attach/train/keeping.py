@@ -83,8 +83,8 @@ class Keeper(SafePoints):
         self.restored: list[object] = []
         # loops over `epochs` that this process has begun
         self.loops = 0
-        # `epochs` was called, where all workers meet
-        self.has_begun = False
+        # `epochs` was called, where all workers meet; a framework has ended
+        self.has_begun = self.is_over = False
         # all batches of the epoch were done before this process began, as far as it is known
         self.has_empty_epoch = False
         self.marked = 0.0
@@ -189,6 +189,8 @@ class Keeper(SafePoints):
                 # left by `break`, on each worker at a moment of its own
                 self.in_epoch = False
                 self.steps.end_open_epoch()
+                self.progress.train_time_s += self.progress.epoch_time_s
+                self.progress.begin_epoch()
                 loops.append(self.progress.epoch)
                 raise
             self.in_epoch = False
@@ -196,6 +198,9 @@ class Keeper(SafePoints):
             if is_last := epoch + 1 >= count:
                 loops.append(self.progress.epoch)
             self._end_epoch(is_last=is_last)
+        if place == len(loops):
+            # of no epochs, or done at a start of an earlier version
+            loops.append(min(self.progress.epoch, first + count))
 
     def _begin_epoch(self) -> None:
         if "epoch" in self.found:
@@ -208,8 +213,8 @@ class Keeper(SafePoints):
     def _end_epoch(self, *, is_last: bool) -> None:
         mine = (self.stop.received is not None, self.saving.may_save, self.steps.is_open)
         stop, wanted, is_open = self.worker.agree(*map(float, mine))
-        if is_open and not is_last:
-            # gradients that the next epoch's first step takes are in no checkpoint
+        if is_open and not is_last and self.calls:
+            # gradients that the next epoch's first step takes are in no checkpoint: after that step
             return
         self.progress.stopped = bool(stop)
         if is_last or stop or wanted:
@@ -291,6 +296,10 @@ class Keeper(SafePoints):
         self.steps.end_epoch()
         if saves:
             self._end_epoch(is_last=is_last)
+
+    def end(self) -> None:
+        """Note that no epoch follows: scores belong to the last one, if another start has done it."""
+        self.is_over = True
 
     def meet(self) -> bool:
         """Wait for the other workers; tell whether this one is rank 0. Collective."""
@@ -448,8 +457,7 @@ class Keeper(SafePoints):
     def report(self, scores: Mapping[str, Any]) -> None:
         """Take scores of this epoch, or of the last one; see `tula_hpc.attach.report`."""
         self.steps.report(scores)
-        # a framework that is resumed at its end begins no epoch
-        if (self.has_begun or self.loaded is not None) and not self.in_epoch:
+        if (self.has_begun or self.is_over) and not self.in_epoch:
             self.steps.add_to_last_epoch()
 
     def close(self) -> None:
