@@ -207,6 +207,15 @@ def test_an_epoch_takes_its_steps_and_waits_but_no_evaluation(tmp_path: Path, cl
     assert second.epoch_time_s == pytest.approx(4 * (STEP_S + WAIT_S))
 
 
+def test_an_evaluation_after_each_epoch_is_none_of_its_step_however_few_it_has(tmp_path: Path, clock: Clock) -> None:
+    told = Told(tmp_path, clock, samples=8)
+    loader = iter(DataLoader(TensorDataset(torch.zeros(8)), batch_size=8))
+    for _ in range(30):
+        told.training.loading_begins(loader)
+        told.step(evaluated_s=2.0)
+    assert told.metrics().steps[-1].step_time_s == pytest.approx(STEP_S)
+
+
 def test_passes_without_gradients_at_every_step_are_a_part_of_it(tmp_path: Path, clock: Clock) -> None:
     told = Told(tmp_path, clock, samples=30 * 8)
     for _ in range(30):

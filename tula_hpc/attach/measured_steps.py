@@ -83,13 +83,16 @@ class MeasuredSteps(Mode):
 
     def loading_begins(self, loader: object) -> None:
         """Note that an epoch begins, or an evaluation."""
-        self._apart.note()
+        if self.hooks.is_of_steps(loader):
+            self._apart.note_beginning()
+        else:
+            self._apart.note_pass()
         if self._used_before is None:
             self._used_before = self.processor_seconds()
 
     def evaluating(self) -> None:
         """Note an evaluation's pass."""
-        self._apart.note()
+        self._apart.note_pass()
 
     def batch_wanted(self) -> None:
         """Note that the device's queue is not filled from now on."""

@@ -20,26 +20,34 @@ SUMMED = 64
 class Apart:
     """Passes between two steps that are none of training: a pause, unless they come with most steps.
 
-    Some losses take a pass without gradients at every step, and are a part of it.
+    Some losses take a pass without gradients at every step, and are a part of it. Where training's
+    loader begins anew as well, it is an epoch's end, however few steps an epoch has.
     """
 
     def __init__(self) -> None:
-        self._is_noted = False
+        self._has_passes = False
+        self._begins = False
         self._steps = 0
 
-    def note(self) -> None:
+    def note_pass(self) -> None:
         """Note such a pass since the last step."""
-        self._is_noted = True
+        self._has_passes = True
+
+    def note_beginning(self) -> None:
+        """Note that training's loader has begun anew since the last step."""
+        self._begins = True
 
     def step_ends(self) -> None:
-        """Forget passes within the step."""
-        self._is_noted = False
+        """Forget what was within the step."""
+        self._has_passes = self._begins = False
 
     def is_pause(self, steps: int) -> bool:
         """Tell whether a pause ends, with the first pass of training after so many steps."""
-        if not self._is_noted:
-            return False
-        self._is_noted = False
+        is_epoch = self._has_passes and self._begins
+        is_noted = self._has_passes or self._begins
+        self.step_ends()
+        if is_epoch or not is_noted:
+            return is_epoch
         self._steps += 1
         return 2 * self._steps < max(steps, FEW_STEPS)
 

@@ -152,7 +152,6 @@ class ScriptTraining(Mode):
         self.gaps = Gaps()
         self._apart = Apart()
         self._agreed: Agreed | None = None
-        self._peers: Peers
         # samples of an epoch, and how many still make a step at its end
         self._epoch = self.settings.samples, self.settings.global_batch
         # of this step, on this worker; those of them from before the loader began another pass
@@ -240,13 +239,14 @@ class ScriptTraining(Mode):
 
     def loading_begins(self, loader: object) -> None:
         """See `Listener`."""
-        if self._samples and self.hooks.is_of_steps(loader):
+        if self.hooks.is_of_steps(loader):
             self._samples_before = self._samples
+            self._apart.note_beginning()
 
     def evaluating(self) -> None:
         """See `Listener`."""
         self.give_sign()
-        self._apart.note()
+        self._apart.note_pass()
         self._loading_before_s += self._loading_s or 0.0
         self._loading_s = None
 
