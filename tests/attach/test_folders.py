@@ -45,6 +45,15 @@ class Writer:
         return self.read
 
 
+def test_several_things_have_a_folder_each_in_one_checkpoint(tmp_path: Path) -> None:
+    """As two accelerators."""
+    writer = Writer(tmp_path / "checkpoints")
+    second = FolderState("second", writer.write, writer.take, writer, batch=64)  # type: ignore[arg-type]
+    kept = {"made": writer.state.state_dict(), "second": second.state_dict()}
+    check_folders(writer.store.folder, {"kept": kept})
+    assert len({str(each["folder"]) for each in kept.values()}) == 2
+
+
 @pytest.mark.parametrize("harm", ["changed", "gone"])
 def test_a_damaged_folder_is_passed_over(tmp_path: Path, harm: str) -> None:
     writer = Writer(tmp_path / "checkpoints")

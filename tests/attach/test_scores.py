@@ -50,6 +50,15 @@ def test_a_score_is_of_the_epoch_that_was_over_when_it_was_printed(files: TrainD
     assert known(files)[-1] == (3, 0.8, 3.0)
 
 
+def test_other_groups_of_the_expression_are_the_users_own(files: TrainDirectory) -> None:
+    scores = Scores(r"Epoch (?P<epoch>\d+) step (?P<step>\d+) Acc@1 (?P<test_accuracy>\d+)", files, io.BytesIO())
+    end_epoch(files, 1)
+    scores.take(b"Epoch 0 step 3 Acc@1 50\n")
+    scores.write()
+    assert known(files) == [(1, 0.5, None)]
+    assert read_metrics(files.metrics_file).epochs[0].step == 4
+
+
 def test_a_score_that_is_written_late_takes_no_epoch_back(files: TrainDirectory, scores: Scores) -> None:
     end_epoch(files, 1)
     scores.take(b"Acc@1 10\n")

@@ -468,8 +468,8 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
     ),
     "with batches that are kept": (
         with_batches_that_are_kept,
-        "ready step, begin batch batch forward 3 ready step, forward 3 ready step, forward 3 ready step, "
-        "forward 3 ready step",
+        # the first one that comes again looks as the last one does for a GAN's other optimizer
+        "ready step, begin batch batch forward 3 ready step, forward 3 ready step, ready step, forward 3 ready step",
     ),
     "with a batch used twice": (
         with_a_batch_used_twice,

@@ -145,7 +145,9 @@ def unexplained(script: Script, said: Said | None, code: int, printed: str = "")
         )
         return Said(state="failed", failure=Failure.BAD_INPUT, detail=detail, steps=steps)
     if code < 0:
-        name = signal.Signals(-code).name
+        # some have no name
+        known = {each.value: each.name for each in signal.Signals}
+        name = known.get(-code, f"signal {-code}")
         detail = f"{script.name} was ended by {name}"
         return Said(state="failed", failure=Failure.KILLED, detail=detail, steps=steps)
     detail = f"{script.name} ended its process by itself, with exit code {code}"

@@ -178,7 +178,9 @@ def _make(folder: Path, restart_count: int) -> None:
         found = _NAME.fullmatch(other.name)
         # a later restart may be writing its own just now
         is_mine = found is not None and int(found[1]) <= restart_count
-        if is_mine and other.is_dir() and not other.with_suffix(".tula").exists():
+        # of several folders of the checkpoint that is being written, each is made in turn
+        is_new = other.stem == folder.stem
+        if is_mine and not is_new and other.is_dir() and not other.with_suffix(".tula").exists():
             shutil.rmtree(other)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)

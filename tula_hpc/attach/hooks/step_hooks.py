@@ -51,7 +51,7 @@ Given = tuple[Callable[[], object | None], int]
 # batches that are taken in advance; of more the first ones are forgotten
 MOST_AHEAD = 1024
 # after so many steps without a new batch a script goes over batches that it keeps
-CACHED_STEPS = 2
+KEPT_STEPS = 2
 
 
 class Listener:
@@ -139,8 +139,8 @@ class Hooks:
         self._dimension: int | None = None
         # of batches that they have given out and the model has not had, as some are taken in advance
         self._unused: deque[int] = deque(maxlen=MOST_AHEAD)
-        # steps since a loader has last given out anything
-        self._without_batch = 0
+        # steps since one has taken a batch that a loader has just given out
+        self._since_new = 0
         # the loader whose batches are this step's, by its id, 0: not known; and itself
         self._source = 0
         self._loader: Given | None = None
@@ -216,7 +216,8 @@ class Hooks:
                 self._data = _data_of(self.loader)
             if samples in self._unused:
                 self._unused.remove(samples)
-            elif samples and samples == self._batch and self._without_batch < CACHED_STEPS:
+                self._since_new = 0
+            elif samples and samples == self._batch and self._since_new < KEPT_STEPS:
                 # the same batch once more, as for a GAN's other optimizer: no further part of a step
                 return
             self.listener.forward_begins(samples)
@@ -274,7 +275,6 @@ class Hooks:
 
     def next_batch(self, loader: object, batch: object) -> None:
         """Note what a loader gives out."""
-        self._without_batch = 0
         count = getattr(loader, "_num_yielded", 0)
         self._batch = self.pass_of(loader).items_in(batch, count) or samples_in(batch)
         self._given.pop(id(loader), None)
@@ -319,7 +319,7 @@ class Hooks:
         if optimizer is self.optimizer:
             self._gave = set(self._given)
             self._given.clear()
-            self._without_batch += 1
+            self._since_new += 1
             self._source = 0
             self.further_steps = 0
             self.listener.step_ends()

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from tula_hpc.records import EpochMetrics, TrainDirectory, read_metrics
+from tula_hpc.records import TrainDirectory, read_metrics
 from tula_hpc.training.metrics_writer import write_scores
 
 SCORES = ("test_accuracy", "test_top5_accuracy", "test_loss", "train_loss")
@@ -38,7 +38,7 @@ class Scores:
     """Reader of a script's output; without an expression the script writes to its log itself.
 
     Args:
-        pattern: With groups that are named as fields of `EpochMetrics`; None: nothing is read.
+        pattern: With groups that are named as `SCORES`; None: nothing is read.
         files: Of the training.
         log: Of the script.
     """
@@ -102,7 +102,8 @@ class Scores:
         for name, text in found.groupdict().items():
             # a group may take part in no match, or hold no number
             with contextlib.suppress(TypeError, ValueError):
-                if name in EpochMetrics.model_fields and math.isfinite(value := float(text)):
+                # other groups of the expression are the user's own
+                if name in SCORES and math.isfinite(value := float(text)):
                     scores[name] = as_share(name, value)
         if scores:
             self._found.append((self._size(), scores))
