@@ -167,12 +167,12 @@ def _used(result: TrainResult, events: Sequence[Event], accounts: Sequence[JobAc
     if result.starts_s is None:
         return _Used(None, None, Source.UNKNOWN, use.runs, use.unknown_runs)
     work_s = use.node_seconds / result.nodes
+    without_start = use.without_start / use.runs
     if work_s <= 0.0:
         # events were lost; without restarts nothing but work lies between
         work_s = result.wall_time_s
-    seconds = work_s + _end_s(result.starts_s, events)
-    if not use.has_starts:
-        seconds += result.starts_s
+        without_start = 1.0
+    seconds = work_s + _end_s(result.starts_s, events) + without_start * result.starts_s
     return _Used(seconds, seconds * result.nodes, Source.NOTES, use.runs, use.unknown_runs)
 
 

@@ -127,8 +127,8 @@ class Use(NamedTuple):
     runs: int
     # killed without an event: not in node_seconds
     unknown_runs: int
-    # of the jobs' runs, from when they were given nodes; else from the first event of each
-    has_starts: bool = False
+    # of the runs, those from their first event on, not from when the job was given nodes
+    without_start: int = 0
 
 
 def actual_use(events: Iterable[Event], result: TrainResult) -> Use:
@@ -144,7 +144,7 @@ def actual_use(events: Iterable[Event], result: TrainResult) -> Use:
     seconds = 0.0
     runs = 1
     unknown_runs = 0
-    has_starts = True
+    without_start = 0
     # of the job, as the event of its first work has it
     began_at: float | None = None
     for sign in signs:
@@ -165,6 +165,6 @@ def actual_use(events: Iterable[Event], result: TrainResult) -> Use:
                 began_at = None
                 continue
             seconds += sign.time - (began_at or begin)
-            has_starts = has_starts and began_at is not None
+            without_start += began_at is None
             begin = began_at = None
-    return Use(seconds * result.nodes, runs, unknown_runs, has_starts and seconds > 0.0)
+    return Use(seconds * result.nodes, runs, unknown_runs, without_start)

@@ -109,6 +109,19 @@ def test_a_method_that_scales_goes_on_with_its_averages(tmp_path: Path) -> None:
     assert len(set(scales[0])) > 8
 
 
+@pytest.mark.parametrize("stop", [0, 15], ids=["undisturbed", "stopped after an evaluation in mid-epoch"])
+def test_steps_and_scores_of_a_trainer_that_evaluates_within_epochs(tmp_path: Path, stop: int) -> None:
+    """It evaluates the model without its wrapper; 15 batches make 8 steps of two, of which the last has one."""
+    arguments = ("--accumulate", "2", "--samples", "120", "--eval-steps", "3")
+    story = Story(tmp_path / "run", 1, arguments, script=TRAINER)
+    if stop:
+        assert story.start(stop) == [STOPPED]
+    assert story.start() == [EXITED]
+    metrics = read_metrics(story.run.train().metrics_file)
+    assert [row.step for row in metrics.steps] == list(range(1, 17))
+    assert all(row.test_loss is not None for row in metrics.epochs)
+
+
 def test_scores_are_of_their_epochs_where_lightning_is_asked_to_stop_before_its_least_number(tmp_path: Path) -> None:
     story = Story(tmp_path / "run", 1, ("--samples", "64", "--early"), script=LIGHTNING)
     assert story.start() == [EXITED]

@@ -158,7 +158,7 @@ def test_stopped_it_goes_on_by_its_own_checkpoint(tmp_path: Path, option: str, r
     assert result.train_time_s > 3 * 3 * 0.1
     # the starts of both jobs are in it once
     use = actual_use(run.events(), result)
-    assert use.has_starts
+    assert use.without_start == 0
     assert result.starts_s is not None
     assert result.train_time_s + result.starts_s < use.node_seconds < time.time() - began
     assert all("; the script ended at step " in detail for detail in details(run, "preempted"))

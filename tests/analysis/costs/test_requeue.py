@@ -55,32 +55,32 @@ def test_use_is_node_seconds_of_all_runs_without_the_queue_between_them() -> Non
     events = [event("submitted", 50), event("preempted", 200), event("requeued", 201), event("resumed", 500)]
     events.append(event("finished", 700))
     use = actual_use(events, result(wall_time_s=600))
-    assert use == (2 * ((200 - 100) + (700 - 500)), 2, 0, False)
+    assert use == (2 * ((200 - 100) + (700 - 500)), 2, 0, 2)
 
 
 def test_use_holds_the_starts_where_the_ends_tell_when_their_jobs_began() -> None:
     events = [event("preempted", 200, began_at=60), event("resumed", 500), event("finished", 700, began_at=490)]
     use = actual_use(events, result(wall_time_s=600))
-    assert use == (2 * ((200 - 60) + (700 - 490)), 2, 0, True)
+    assert use == (2 * ((200 - 60) + (700 - 490)), 2, 0, 0)
 
 
 def test_a_job_whose_end_the_command_notes_tells_its_beginning_when_it_resumes() -> None:
     events = [event("preempted", 200, began_at=60), event("resumed", 500, began_at=480), event("failed", 510)]
     events += [event("resumed", 900, began_at=890), event("finished", 1000, began_at=890)]
-    assert actual_use(events, result(wall_time_s=900)) == (2 * (140 + 30 + 110), 3, 0, True)
+    assert actual_use(events, result(wall_time_s=900)) == (2 * (140 + 30 + 110), 3, 0, 0)
 
 
 def test_a_job_that_failed_before_the_training_began_anew_is_not_taken_from_it() -> None:
     ended = event("finished", 700, began_at=490)
-    assert actual_use([event("failed", 200), ended], result(wall_time_s=200)) == (2 * 210, 2, 1, True)
+    assert actual_use([event("failed", 200), ended], result(wall_time_s=200)) == (2 * 210, 2, 1, 0)
     told = event("failed", 200, began_at=60)
-    assert actual_use([told, ended], result(wall_time_s=200)) == (2 * (140 + 210), 2, 0, True)
+    assert actual_use([told, ended], result(wall_time_s=200)) == (2 * (140 + 210), 2, 0, 0)
 
 
 def test_a_run_that_was_killed_without_a_word_is_counted_as_unknown() -> None:
     events = [event("resumed", 300), event("finished", 400)]
-    assert actual_use(events, result(wall_time_s=300)) == (2 * 100, 2, 1, False)
+    assert actual_use(events, result(wall_time_s=300)) == (2 * 100, 2, 1, 1)
 
 
 def test_an_uninterrupted_training_used_its_wall_time() -> None:
-    assert actual_use([event("finished", 1000)], result(wall_time_s=400)) == (800, 1, 0, False)
+    assert actual_use([event("finished", 1000)], result(wall_time_s=400)) == (800, 1, 0, 1)

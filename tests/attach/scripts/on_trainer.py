@@ -1,7 +1,7 @@
 """Hugging Face's Trainer on a small GPT-2 with made texts; kept by one line where tula_hpc is around it.
 
 on_trainer.py --batch-size 8 --epochs 2 [--samples 128] [--accumulate 2] [--width 32] [--log FOLDER]
-              [--pause 0.1]
+              [--pause 0.1] [--eval-steps 4]
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--log", type=Path, default=Path("log"))
     parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--eval-steps", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
     set_seed(0)
@@ -75,7 +76,9 @@ def main() -> None:
         num_train_epochs=options.epochs,
         lr_scheduler_type="cosine",
         learning_rate=1e-3,
-        eval_strategy="epoch",
+        eval_strategy="steps" if options.eval_steps else "epoch",
+        eval_steps=options.eval_steps or None,
+        per_device_eval_batch_size=16 if options.eval_steps else 8,
         save_strategy="no",
         logging_steps=4,
         report_to=[],

@@ -137,8 +137,9 @@ class Hooks:
         self._gave: set[int] = set()
         # where no loader of torch tells: of a model's inputs, as time may come first; None: not known
         self._dimension: int | None = None
-        # of batches that they have given out and the model has not had, as some are taken in advance
-        self._unused: deque[int] = deque(maxlen=MOST_AHEAD)
+        # batches that they have given out and the model has not had, as some are taken in advance:
+        # the data set by its id, and samples
+        self._unused: deque[tuple[int, int]] = deque(maxlen=MOST_AHEAD)
         # steps since one has taken a batch that a loader has just given out
         self._since_new = 0
         # the loader whose batches are this step's, by its id, 0: not known; and itself
@@ -214,8 +215,9 @@ class Hooks:
                 self._source = source
                 self._loader = self._given.get(source, self._last)
                 self._data = _data_of(self.loader)
-            if samples in self._unused:
-                self._unused.remove(samples)
+            unused = next((each for each in self._unused if each[1] == samples), None)
+            if unused is not None:
+                self._unused.remove(unused)
                 self._since_new = 0
             elif samples and samples == self._batch and self._since_new < KEPT_STEPS:
                 # the same batch once more, as for a GAN's other optimizer: no further part of a step
@@ -235,14 +237,15 @@ class Hooks:
         if isinstance(first, list | tuple) and len(first) == given:
             return given
         samples = samples_in(first) or samples_in((args, kwargs))
-        if samples in self._unused or any(samples == n for _, n in self._given.values()):
+        ahead = [count for _, count in self._unused]
+        if samples in ahead or any(samples == n for _, n in self._given.values()):
             return samples
         both = [count for key, (_, count) in self._given.items() if key in self._gave]
         if len(both) > 1:
             # of several loaders together, as labelled and many more unlabelled items
             return min(both)
         # in an object of its own, or other dimensions: views of items, nodes of graphs, sequences
-        is_more = 0 < sum(self._unused) < samples
+        is_more = 0 < sum(ahead) < samples
         if not samples or is_more or given % samples not in (0, given):
             return given
         return samples if given else self._samples_along(first, samples)
@@ -279,14 +282,18 @@ class Hooks:
         self._batch = self.pass_of(loader).items_in(batch, count) or samples_in(batch)
         self._given.pop(id(loader), None)
         self._last = self._given[id(loader)] = (weakref.ref(loader), self._batch)
-        self._unused.append(self._batch)
+        self._unused.append((_data_of(loader), self._batch))
 
     def _use_next(self) -> None:
-        if self._unused:
-            self._unused.popleft()
+        """Take the next batch of the loader that gave the last one, as for an evaluation."""
+        data = _data_of(self._last[0]())
+        if (unused := next((each for each in self._unused if each[0] == data), None)) is not None:
+            self._unused.remove(unused)
 
     def _begin_loading(self, loader: object) -> None:
-        self._unused.clear()
+        # those of training that an evaluation comes between stay
+        data = _data_of(loader)
+        self._unused = deque((each for each in self._unused if each[0] != data), MOST_AHEAD)
         # the next one of an iterator that is reset may be longer
         self._passes.pop(loader, None)
         # the id may have been that of an iterator that is gone

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Literal
 
 from tula_hpc.attach.own_folder import Saved, last_saved_in, newest_in, places_saved_in
 from tula_hpc.attach.script import filled, values_of
@@ -23,14 +23,33 @@ from tula_hpc.records import (
     put_aside,
     read_metrics,
 )
-
-if TYPE_CHECKING:
-    from tula_hpc.attach.train.script_training import TrainedSoFar
+from tula_hpc.records.base import Record
 
 # by which the time of a file may be behind the clock
 FILE_CLOCK_S = 0.02
 # of an epoch's steps: so well a part of one is recognised again
 SAME = 0.1
+
+
+class TrainedSoFar(Record):
+    """Progress of a script, and the reason why its process ended: its last message."""
+
+    # stopped: as it was asked to, after a step; exited: by itself
+    end: Literal["stopped", "exited"]
+    # of its process
+    code: int = 0
+    # it goes on from a checkpoint of ours
+    is_kept: bool = False
+    epoch: int = 0
+    step: int = 0
+    samples_seen: int = 0
+    train_time_s: float = 0.0
+    starts_s: float = 0.0
+    saving_s: float = 0.0
+    # 0: it took no step
+    started_at: float = 0.0
+    restarts: int = 0
+    further_steps: int = 0
 
 
 @dataclass

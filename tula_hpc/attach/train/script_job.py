@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tula_hpc.attach.own_folder import own_folder
 from tula_hpc.attach.script import forward_batch, script_of
-from tula_hpc.attach.train.going_on import Start, begin_where_the_script_does, without_repeated
+from tula_hpc.attach.train.going_on import (
+    Start,
+    TrainedSoFar,
+    begin_where_the_script_does,
+    without_repeated,
+)
 from tula_hpc.ddp.exit_at_once import leaving_at_once
 from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.env import job_started_at, join_job, loading_libraries, unix_time
@@ -35,7 +40,6 @@ from tula_hpc.records.events import EventName, StopReason
 if TYPE_CHECKING:
     from tula_hpc.attach.processes import Child, Meeting, Outcome
     from tula_hpc.attach.reporting import ChildSpec
-    from tula_hpc.attach.train.script_training import TrainedSoFar
     from tula_hpc.ddp.process_group import Allocation
 
 KEY = "workload.script"
@@ -100,7 +104,6 @@ class ScriptJob:
     def run(self) -> str:
         """Start the script's processes, and see to their end."""
         from tula_hpc.attach.processes import Peers, choose_meeting, meeting_from, worst
-        from tula_hpc.attach.train.script_training import TrainedSoFar
 
         self.folder.mkdir(mode=0o700, exist_ok=True)
         meeting = meeting_from(self.allocation.broadcast(lambda: choose_meeting(self.env)))

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tula_hpc.attach.hooks.passes import Apart, Gaps
 from tula_hpc.attach.own_folder import Saved
 from tula_hpc.attach.reporting import ChildSpec, Mode, Said, leave
+from tula_hpc.attach.train.going_on import TrainedSoFar
 from tula_hpc.attach.train.peers import Peers, synchronize
 from tula_hpc.attach.train.scores import SCORES, as_share
 from tula_hpc.attach.train.script_drift import DriftSettings, ScriptDrift
@@ -77,27 +78,6 @@ class TrainSettings(Record):
     drift: DriftSettings | None = None
 
 
-class TrainedSoFar(Record):
-    """Progress of a script, and the reason why its process ended: its last message."""
-
-    # stopped: as it was asked to, after a step; exited: by itself
-    end: Literal["stopped", "exited"]
-    # of its process
-    code: int = 0
-    # it goes on from a checkpoint of ours
-    is_kept: bool = False
-    epoch: int = 0
-    step: int = 0
-    samples_seen: int = 0
-    train_time_s: float = 0.0
-    starts_s: float = 0.0
-    saving_s: float = 0.0
-    # 0: it took no step
-    started_at: float = 0.0
-    restarts: int = 0
-    further_steps: int = 0
-
-
 @dataclass
 class ScriptProgress(Progress):
     """Progress of a script's training, with its place in `tula.batches`."""
@@ -110,6 +90,8 @@ class ScriptProgress(Progress):
     workers: int = 1
     # epochs done at the end of each loop over `tula.epochs`
     loops: list[int] = field(default_factory=list)
+    # scores of this epoch, or of the last one, that are in no line yet
+    reported: dict[str, float] = field(default_factory=dict)
 
     def begin_epoch(self) -> None:
         """See `Progress`."""
@@ -171,7 +153,6 @@ class ScriptTraining(Mode):
         self._loading_s: float | None = None
         # before a pass apart, which may be an evaluation's
         self._loading_before_s = 0.0
-        self._reported: dict[str, float] = {}
         # the last step of which an epoch's line tells
         self._written = 0
 
@@ -242,6 +223,9 @@ class ScriptTraining(Mode):
         if self.hooks.is_of_steps(loader):
             self._samples_before = self._samples
             self._apart.note_beginning()
+        else:
+            # some evaluate without the wrapper, which is watched
+            self._apart.note_pass()
 
     def evaluating(self) -> None:
         """See `Listener`."""
@@ -459,9 +443,9 @@ class ScriptTraining(Mode):
     def end_epoch(self) -> None:
         """Count an epoch, add its scores to its line, and begin the next one."""
         self.end_steps_of_epoch()
-        if self._reported:
+        if self.progress.reported:
             self._write_epoch()
-        self._reported = {}
+        self.progress.reported = {}
         self.progress.count_epoch()
         self.progress.begin_epoch()
         self.progress.offset = self._carried
@@ -470,13 +454,13 @@ class ScriptTraining(Mode):
         progress = self.progress
         self._written = progress.step
         self._is_between = True
-        scores = dict.fromkeys(SCORES) | self._reported
+        scores = dict.fromkeys(SCORES) | self.progress.reported
         self.metrics.write_epoch(progress, progress.epoch + 1, self._readings, scores)
 
     def add_to_last_epoch(self) -> None:
         """Add the reported scores to the line of the epoch that is over."""
-        self.metrics.amend(self._reported)
-        self._reported = {}
+        self.metrics.amend(self.progress.reported)
+        self.progress.reported = {}
 
     def end_open_epoch(self) -> None:
         """Count the epoch that the script has left, if most of it was done."""
@@ -492,7 +476,7 @@ class ScriptTraining(Mode):
                     f"tula.report: {name!r} is no score to be shown; expected one of {known}\n"
                 )
             elif math.isfinite(float(value)):
-                self._reported[name] = as_share(name, float(value))
+                self.progress.reported[name] = as_share(name, float(value))
 
     def log_event(self, event: EventName, detail: str, data: dict[str, Any] | None = None) -> None:
         """Add an event of this training to the run's events."""
