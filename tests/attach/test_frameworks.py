@@ -122,9 +122,14 @@ def test_steps_and_scores_of_a_trainer_that_evaluates_within_epochs(tmp_path: Pa
     assert all(row.test_loss is not None for row in metrics.epochs)
 
 
-def test_scores_are_of_their_epochs_where_lightning_is_asked_to_stop_before_its_least_number(tmp_path: Path) -> None:
-    story = Story(tmp_path / "run", 1, ("--samples", "64", "--early"), script=LIGHTNING)
-    assert story.start() == [EXITED]
+def test_lightning_that_stops_early_has_its_scores_and_trains_no_further_after_a_kill(tmp_path: Path) -> None:
+    """It is asked to stop from the first epoch on, and may after two; the script is killed behind its fit."""
+    arguments = ("--samples", "64", "--early")
+    whole = Story(tmp_path / "whole", 1, arguments, around=False, script=LIGHTNING)
+    story = Story(tmp_path / "run", 1, arguments, script=LIGHTNING)
+    assert whole.start() == [0]
+    assert [story.start(), story.start()] == [[KILLED], [EXITED]]
+    assert_same(whole, story)
     losses = [row.test_loss for row in read_metrics(story.run.train().metrics_file).epochs]
     assert len(losses) == 2
     assert None not in losses

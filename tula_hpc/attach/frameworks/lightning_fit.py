@@ -109,6 +109,11 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         _after(loop, "on_advance_end", self._end_epoch)
         return None if self.found is None else str(self.found)
 
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Train no further where an earlier start came to the end, as by early stopping."""
+        if self.trainer is trainer and self.keeper.progress.loops:
+            trainer.should_stop = True
+
     def _save(self, folder: Path) -> None:
         # with all that is no weight
         self.trainer.save_checkpoint(folder / FILE, weights_only=False)

@@ -195,9 +195,7 @@ class Keeper(SafePoints):
                 raise
             self.in_epoch = False
             self.steps.end_epoch()
-            if is_last := epoch + 1 >= count:
-                loops.append(self.progress.epoch)
-            self._end_epoch(is_last=is_last)
+            self._end_epoch(is_last=epoch + 1 >= count)
         if place == len(loops):
             # of no epochs, or done at a start of an earlier version
             loops.append(min(self.progress.epoch, first + count))
@@ -294,6 +292,8 @@ class Keeper(SafePoints):
         """
         self.in_epoch = False
         self.steps.end_epoch()
+        if is_last:
+            self.progress.loops.append(self.progress.epoch)
         if saves:
             self._end_epoch(is_last=is_last)
 
