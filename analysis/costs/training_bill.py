@@ -131,10 +131,11 @@ def training_bill(
     used = _used(result, events, accounts)
     price = promised.cost / (whole_s * promised.nodes)
     paid = None if used.node_seconds is None else used.node_seconds * price
+    history = RunHistory(events)
     failed_s = 0.0
     if used.source is Source.ACCOUNTING:
-        failed_s = _failed_s(result, events, accounts)
-    repeating = result.restarts - RunHistory(events).begun_anew(result.label)
+        failed_s = _failed_s(result, history, accounts)
+    repeating = result.restarts - history.begun_anew(result.label)
     parts = _parts(promised, _actual_parts_s(result, used, epochs, failed_s, repeating))
     return TrainingBill(
         whole=Compared(whole_s, promised.interval_90.get("wall_time_s"), used.seconds),
@@ -182,19 +183,17 @@ def _end_s(starts_s: float, events: Iterable[Event]) -> float:
     return min(END_SHARE * starts_s, math.inf if noted_s is None else noted_s)
 
 
-def _failed_s(
-    result: TrainResult, events: Sequence[Event], accounts: Sequence[JobAccount]
-) -> float:
+def _failed_s(result: TrainResult, history: RunHistory, accounts: Sequence[JobAccount]) -> float:
     """Return the seconds of runs before the last one that began with nothing."""
     if not result.restarts:
         return sum(account.elapsed_s for account in accounts[:-1])
-    history = RunHistory(events)
-    begun: dict[str, list[bool]] = {}
+    jobs = {account.job_id for account in accounts}
+    begun = {job: history.job(job).begun_with_nothing for job in jobs}
     so_far_s = sum(account.elapsed_s for account in accounts)
     # from the last one back: the first runs of a requeued job may have left nothing
     for account in reversed(accounts):
         so_far_s -= account.elapsed_s
-        left = begun.setdefault(account.job_id, history.job(account.job_id).begun_with_nothing)
+        left = begun[account.job_id]
         if left and left.pop():
             return so_far_s
     return 0.0

@@ -14,10 +14,9 @@ import pytest
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments  # noqa: F401
 
-from tests.attach.test_keeping import EXITED, KILLED, SAMPLES, STOPPED, Story, assert_same
+from tests.attach.test_keeping import EXITED, KILLED, STOPPED, Story, assert_same, assert_scales_go_on
 from tula_hpc.attach import lightning_callback, trainer_callback
 from tula_hpc.attach.reporting import failed_by
-from tula_hpc.config import SweepSpec
 from tula_hpc.records import read_metrics
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -93,20 +92,8 @@ def test_stopped_twice_and_killed_once_it_ends_as_undisturbed(tmp_path: Path, al
 
 
 def test_a_method_that_scales_goes_on_with_its_averages(tmp_path: Path) -> None:
-    arguments = ["--batch-size", "{local_batch}"]
-    workload = {"script": TRAINER, "arguments": arguments, "samples": SAMPLES, "epochs": 2}
-    sweep = SweepSpec.model_validate(
-        {"name": "x", "workload": workload, "training": {"method": "ags", "small_batch": 4}}
-    )
     whole, cut = (Story(tmp_path / name, 2, (), script=TRAINER) for name in ("whole", "cut"))
-    whole.sweep = cut.sweep = sweep.model_dump(mode="json")
-    assert whole.start() == [EXITED] * 2
-    assert cut.start(6) == [STOPPED] * 2
-    assert cut.start() == [EXITED] * 2
-    assert_same(whole, cut)
-    scales = [[row.scale_mean for row in read_metrics(story.run.train().metrics_file).steps] for story in (whole, cut)]
-    assert scales[0] == scales[1]
-    assert len(set(scales[0])) > 8
+    assert assert_scales_go_on(whole, cut, stop=6) > 8
 
 
 @pytest.mark.parametrize("stop", [0, 15], ids=["undisturbed", "stopped after an evaluation in mid-epoch"])

@@ -83,10 +83,7 @@ class MeasuredSteps(Mode):
 
     def loading_begins(self, loader: object) -> None:
         """Note that an epoch begins, or an evaluation."""
-        if self.hooks.is_of_steps(loader):
-            self._apart.note_beginning()
-        else:
-            self._apart.note_pass()
+        self._apart.note_loader(is_of_steps=self.hooks.is_of_steps(loader))
         if self._used_before is None:
             self._used_before = self.processor_seconds()
 

@@ -33,9 +33,12 @@ class Apart:
         """Note such a pass since the last step."""
         self._has_passes = True
 
-    def note_beginning(self) -> None:
-        """Note that training's loader has begun anew since the last step."""
-        self._begins = True
+    def note_loader(self, *, is_of_steps: bool) -> None:
+        """Note that a loader has begun anew since the last step: training's, or an evaluation's."""
+        if is_of_steps:
+            self._begins = True
+        else:
+            self.note_pass()
 
     def step_ends(self) -> None:
         """Forget what was within the step."""

@@ -220,12 +220,11 @@ class ScriptTraining(Mode):
 
     def loading_begins(self, loader: object) -> None:
         """See `Listener`."""
-        if self.hooks.is_of_steps(loader):
+        is_of_steps = self.hooks.is_of_steps(loader)
+        # some evaluate without the wrapper, which is watched
+        self._apart.note_loader(is_of_steps=is_of_steps)
+        if is_of_steps:
             self._samples_before = self._samples
-            self._apart.note_beginning()
-        else:
-            # some evaluate without the wrapper, which is watched
-            self._apart.note_pass()
 
     def evaluating(self) -> None:
         """See `Listener`."""
