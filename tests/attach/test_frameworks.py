@@ -109,11 +109,12 @@ def test_steps_and_scores_of_a_trainer_that_evaluates_within_epochs(tmp_path: Pa
     assert all(row.test_loss is not None for row in metrics.epochs)
 
 
-def test_lightning_that_stops_early_has_its_scores_and_trains_no_further_after_a_kill(tmp_path: Path) -> None:
-    """It is asked to stop from the first epoch on, and may after two; the script is killed behind its fit."""
+@pytest.mark.parametrize("script", [LIGHTNING, TRAINER], ids=lambda script: script.stem)
+def test_one_that_stops_early_has_its_scores_and_trains_no_further_after_a_kill(tmp_path: Path, script: Path) -> None:
+    """It stops after two epochs of four; the script is killed behind its training."""
     arguments = ("--samples", "64", "--early")
-    whole = Story(tmp_path / "whole", 1, arguments, around=False, script=LIGHTNING)
-    story = Story(tmp_path / "run", 1, arguments, script=LIGHTNING)
+    whole = Story(tmp_path / "whole", 1, arguments, around=False, script=script)
+    story = Story(tmp_path / "run", 1, arguments, script=script)
     assert whole.start() == [0]
     assert [story.start(), story.start()] == [[KILLED], [EXITED]]
     assert_same(whole, story)

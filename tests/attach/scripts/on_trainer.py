@@ -1,12 +1,14 @@
 """Hugging Face's Trainer on a small GPT-2 with made texts; kept by one line where tula_hpc is around it.
 
 on_trainer.py --batch-size 8 --epochs 2 [--samples 128] [--accumulate 2] [--width 32] [--log FOLDER]
-              [--pause 0.1] [--eval-steps 4]
+              [--pause 0.1] [--eval-steps 4] [--early]
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
 import tula_hpc.attach as tula
 
@@ -64,6 +66,7 @@ def main() -> None:
     parser.add_argument("--log", type=Path, default=Path("log"))
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--eval-steps", type=int, default=0)
+    parser.add_argument("--early", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     set_seed(0)
@@ -73,13 +76,14 @@ def main() -> None:
         output_dir=str(options.log / "out"),
         per_device_train_batch_size=options.batch_size,
         gradient_accumulation_steps=options.accumulate,
-        num_train_epochs=options.epochs,
+        num_train_epochs=options.epochs + 2 * options.early,
         lr_scheduler_type="cosine",
         learning_rate=1e-3,
         eval_strategy="steps" if options.eval_steps else "epoch",
         eval_steps=options.eval_steps or None,
         per_device_eval_batch_size=16 if options.eval_steps else 8,
-        save_strategy="no",
+        save_strategy="epoch" if options.early else "no",
+        load_best_model_at_end=options.early,
         logging_steps=4,
         report_to=[],
         disable_tqdm=True,
@@ -92,10 +96,17 @@ def main() -> None:
         compute_metrics=accuracy,
         callbacks=[tula.trainer_callback()],
     )
+    if options.early:
+        # nothing is so much better: it stops after the second evaluation
+        trainer.add_callback(EarlyStoppingCallback(1, early_stopping_threshold=1e9))
     rank = arguments.process_index
     with (options.log / f"losses-{rank}.txt").open("a") as log:
         trainer.log_file, trainer.pause_s = log, options.pause
         trainer.train()
+    flag = options.log / "killed"
+    if options.early and tula._around is not None and not flag.exists():
+        flag.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
     torch.save(model.state_dict(), options.log / f"weights-{rank}.pt")
 
 

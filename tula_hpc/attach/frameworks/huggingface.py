@@ -88,6 +88,8 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
         self.keeper.keep(
             {"trainer": FolderState("trainer", self._save, self._note, self.keeper, batch)}
         )
+        if self.keeper.progress.loops:
+            _train_no_further(trainer)
         return None if self.found is None else str(self.found)
 
     def _save(self, folder: Path) -> None:
@@ -138,6 +140,19 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
         """Report the mean loss of the steps since the last log."""
         if self.in_epoch and "loss" in (logs or {}):
             self.keeper.report({"train_loss": (logs or {})["loss"]})
+
+
+def _train_no_further(trainer: Any) -> None:
+    """Have a Trainer load what an earlier start came to by stopping early, which it forgets."""
+    original = trainer.set_initial_training_values
+
+    @wraps(original)
+    def values(*args: Any, **kwargs: Any) -> Any:
+        _, *others = original(*args, **kwargs)
+        return 0, *others
+
+    # the first one is the number of epochs
+    trainer.set_initial_training_values = values
 
 
 @contextmanager
