@@ -221,7 +221,10 @@ def _actual_parts_s(
     known_s = [found[part] for part in list(TimePart)[:4]]
     if used.seconds is None or None in known_s:
         return found
-    rest_s = max(0.0, used.seconds - failed_s - sum(seconds or 0.0 for seconds in known_s))
+    rest_s = max(0.0, used.seconds - sum(seconds or 0.0 for seconds in known_s))
+    # of a run that left no event it is not known which one it was
+    found[TimePart.FAILED] = failed_s = min(failed_s, rest_s)
+    rest_s -= failed_s
     if repeating > 0:
         found[TimePart.REPEATED] = max(0.0, rest_s - END_SHARE * (result.starts_s or 0.0))
     else:

@@ -19,7 +19,7 @@ import torch
 from tests.forked_jobs import forking_jobs
 from tests.run_factory import candidate, measurement, plan, write_plan
 from tula_hpc.analysis.costs.usage import actual_use
-from tula_hpc.attach.train.going_on import _is_of_another
+from tula_hpc.attach.train.going_on import Start, _look_for_saved
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.errors import Failure
 from tula_hpc.launch.job_specs import TrainJob
@@ -155,7 +155,7 @@ def test_stopped_it_goes_on_by_its_own_checkpoint(tmp_path: Path, option: str, r
     assert result.train_time_s == pytest.approx(
         sum(row.epoch_time_s for row in read_metrics(run.train().metrics_file).epochs)
     )
-    assert result.train_time_s > 3 * 3 * 0.1
+    assert result.train_time_s > 3 * 0.1 + 13 * 3 * 0.02
     # the starts of both jobs are in it once
     use = actual_use(run.events(), result)
     assert use.without_start == 0
@@ -192,10 +192,11 @@ def test_saved_in_mid_epoch_it_goes_on_there_or_begins_that_epoch_anew(tmp_path:
     assert resumed.data == {"step": step, "samples_seen": 16 * step, "epoch": step // 4}
     result = result_of(run, ended)
     assert (result.epochs, result.steps, result.samples_seen, result.restarts) == (14, 56, 896, 1)
-    assert result.train_time_s > 50 * 0.1
+    # with the slow steps before the stop
+    assert result.train_time_s > 6 * 0.1 + 50 * 0.02
     # the epoch that was cut has the time of both its parts
     if not how:
-        assert all(row.epoch_time_s > 3 * 0.1 for row in read_metrics(run.train().metrics_file).epochs)
+        assert all(row.epoch_time_s > 3 * 0.02 for row in read_metrics(run.train().metrics_file).epochs)
 
 
 def test_killed_right_after_it_has_saved_it_goes_on_with_the_next_epoch(tmp_path: Path) -> None:
@@ -216,9 +217,8 @@ def test_stopped_without_arguments_to_go_on_it_begins_anew(tmp_path: Path) -> No
 
 def test_stopped_before_it_has_saved_anything_it_begins_anew(tmp_path: Path) -> None:
     """With an option that takes the newest checkpoint, which may be another training's."""
-    arguments = ["--batch-size", "{local_batch}", "--epochs", "{epochs}", "--samples", "65536"]
-    own: dict[str, Any] = {"script": SCRIPTS / "plain.py", "arguments": arguments, "samples": 65536, "epochs": 1}
-    workload = {**OWN, **own, "resume_arguments": ["--no-such-option"]}
+    longer = {"samples": 1024, "epochs": 1, "arguments": [*OWN["arguments"], "--samples", "1024"]}
+    workload = {**OWN, **longer, "resume_arguments": ["--no-such-option"]}
     run, ended = train(tmp_path / "run", workload, at_step(6, signal.SIGUSR2))
     assert result_of(run, ended).restarts == 1
     assert details(run, "resumed") == ["begins anew: the script has saved nothing yet"]
@@ -227,38 +227,56 @@ def test_stopped_before_it_has_saved_anything_it_begins_anew(tmp_path: Path) -> 
 def test_where_it_cannot_go_on_it_begins_anew_the_next_time(tmp_path: Path) -> None:
     """As with an option that wants a checkpoint, before the script has saved one."""
     arguments = ["--batch-size", "{local_batch}", "--epochs", "{epochs}", "--samples", "256"]
-    own: dict[str, Any] = {"script": SCRIPTS / "plain.py", "arguments": arguments, "samples": 256, "epochs": 100}
+    own: dict[str, Any] = {"script": SCRIPTS / "plain.py", "arguments": arguments, "samples": 256, "epochs": 60}
     workload = {**OWN, **own, "resume_arguments": ["--no-such-option"]}
     run, ended = train(tmp_path / "run", workload, at_step(6, signal.SIGUSR2))
     assert ended.failure is not None
     # as the command does
     run.log_event("failed", "train", job_id=ended.job.job_id, failure=ended.failure, data={"label": "main"})
     run, ended = train(run.root, workload)
-    assert result_of(run, ended).epochs == 100
+    assert result_of(run, ended).epochs == 60
     assert [words.partition(":")[0] for words in details(run, "resumed")] == [
         "goes on by itself, with --no-such-option",
         "begins anew",
     ]
 
 
-def test_a_file_of_the_users_from_before_the_training_is_none_that_it_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("named", "goes_on"),
+    [
+        # of another training
+        (["last.pt"], False),
+        (["*.ckpt"], False),
+        (["own.pt"], True),
+        (["latest.pt"], True),
+        # an input, and one that the user wants
+        (["settings.yaml", "own.pt"], True),
+        (["{folder}/last.pt"], True),
+    ],
+)
+def test_a_file_of_the_users_from_before_the_training_is_none_that_it_saved(
+    tmp_path: Path, named: list[str], goes_on: bool
+) -> None:
     """The script's folder has links to what stands in the working directory."""
     run = RunDirectory(tmp_path / "run").create()
-    work, mine = run.make_train().root / "script" / "work", tmp_path / "last.pt"
+    work = run.make_train().root / "script" / "work"
     work.mkdir(parents=True)
-    for path in (mine, work / "own.pt"):
-        path.touch()
-    (work / "latest.pt").symlink_to("own.pt")
-    (work / "last.pt").symlink_to(mine)
+    for name in ("last.pt", "old.ckpt", "settings.yaml"):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (1, 1))
+        (work / name).symlink_to(tmp_path / name)
     run.log_event("submitted", "train", job_id="1", data={"label": "main"})
-    jobs = run.history().submissions("train")
-    os.utime(mine, (1, 1))
-    assert [_is_of_another(work / name, work, jobs) for name in ("last.pt", "latest.pt", "own.pt")] == [
-        True, False, False
-    ]  # fmt: skip
-    assert not _is_of_another(mine, work, jobs), "named by its whole path"
-    os.utime(mine)
-    assert not _is_of_another(work / "last.pt", work, jobs), "the script has written it"
+    run.train().metrics_file.touch()
+    (work / "own.pt").touch()
+    (work / "latest.pt").symlink_to("own.pt")
+    resuming = [argument for name in named for argument in ("--file", name.replace("{folder}", str(tmp_path)))]
+    sweep = SweepSpec.model_validate({"name": "x", "workload": {**OWN, "resume_arguments": resuming}})
+    job = TrainJob(sweep, CLUSTER, Configuration(1, 2, 8), run.root)
+    start = Start()
+    how, saved_at = _look_for_saved(start, job, work, is_first=False)
+    assert start.resumes == goes_on == how.startswith("goes on"), how
+    # by own.pt
+    assert (saved_at is not None) == goes_on
 
 
 def test_at_its_time_limit_it_does_not_begin_anew_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

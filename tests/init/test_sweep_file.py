@@ -188,6 +188,12 @@ def test_a_file_is_filled_in_however_it_is_written(text: str, filled: list[str])
     assert fill_in(more, {"samples": 5, "arguments": ["{local_batch}"]}) == (more, [])
 
 
+def test_the_batch_of_a_step_of_several_passes_is_filled_in_and_nothing_else_is_changed() -> None:
+    text = "[workload]\n\n[training]\n\n  base_batch=1_024  # ours\n"
+    more, _ = fill_in(text, {"accumulation": 4})
+    assert more.endswith("\n\n[training]\n\n  base_batch=4096  # ours\n")
+
+
 def test_a_script_of_that_name_in_the_working_directory_is_not_taken(
     commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -275,8 +275,8 @@ def fill_in(text: str, known: Mapping[str, Any]) -> tuple[str, list[str]]:
     if "accumulation" in known and not _has(text, "accumulation"):
         keys.append("accumulation")
         text = re.sub(
-            r"^\s*base_batch\s*=\s*(\d+)",
-            lambda found: f"base_batch = {int(found[1]) * known['accumulation']}",
+            r"^(\s*base_batch\s*=\s*)([\d_]+)",
+            lambda found: f"{found[1]}{int(found[2]) * known['accumulation']}",
             text,
             flags=re.MULTILINE,
         )

@@ -144,6 +144,18 @@ def test_the_first_run_of_a_requeued_job_that_begins_anew_has_failed() -> None:
     assert TimePart.FAILED not in short.parts
 
 
+def test_a_run_that_left_no_event_makes_none_of_the_others_a_failed_one() -> None:
+    told = [
+        event("checkpoint", 70.0),
+        event("resumed", 150.0).model_copy(update={"data": {"samples_seen": 640}}),
+    ]
+    events = [each.model_copy(update={"job_id": "7"}) for each in told]
+    bill = training_bill(promised(), result(restarts=1), events, accounted(100.0, 8.0, 60.0))
+    assert bill is not None
+    known_s = sum(seconds or 0.0 for seconds in (part.actual for part in bill.parts.values()))
+    assert known_s == pytest.approx(bill.whole.actual)
+
+
 def test_without_accounting_the_notes_tell() -> None:
     events = [event("preempted", 60.0), event("resumed", 200.0), event("finished", 327.0)]
     bill = training_bill(promised(), result(wall_time_s=317.0, restarts=1), events)

@@ -12,14 +12,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from tula_hpc.attach.own_folder import Saved, last_saved_in, newest_in, places_saved_in
+from tula_hpc.attach.own_folder import (
+    OF_WEIGHTS,
+    Saved,
+    last_saved_in,
+    newest_in,
+    places_saved_in,
+)
 from tula_hpc.attach.script import filled, values_of
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import (
     EpochMetrics,
     Metrics,
     RunDirectory,
-    Submission,
     put_aside,
     read_metrics,
 )
@@ -119,16 +124,14 @@ def _look_for_saved(
         return f"begins anew: {why}", None
     saved_at: float | None = None
     resuming = []
+    began_at = min(job.submitted_at for job in run.history().submissions("train"))
     for argument in filled(given, values_of(job.sweep, job.configuration, work)):
         option, equals, name = argument.rpartition("=")
         named = newest_in(work, name) if "*" in name else name
         file = work / named
-        exists = file.exists()
-        is_others = exists and _is_of_another(file, work, run.history().submissions("train"))
-        if exists and not is_others:
+        if file.exists() and file.stat().st_mtime >= began_at - FILE_CLOCK_S:
             saved_at = max(saved_at or 0.0, file.stat().st_mtime)
-        # an option or a word is no file
-        elif is_others or "/" in named or "*" in named:
+        elif _should_be_saved(file, name, work):
             return f"begins anew: the script has not written {named} yet", None
         resuming.append(f"{option}{equals}{named}")
     saved_at = saved_at or last_saved_in(work)
@@ -141,11 +144,21 @@ def _look_for_saved(
     return f"goes on by itself, with {' '.join(resuming) or 'the same arguments'}", saved_at
 
 
-def _is_of_another(file: Path, work: Path, jobs: Sequence[Submission]) -> bool:
-    """Tell whether a file in a script's folder is a link to an earlier one of the user's."""
-    is_there = file.is_relative_to(work) and not file.resolve().is_relative_to(work.resolve())
-    began_at = min((job.submitted_at for job in jobs), default=0.0)
-    return is_there and file.stat().st_mtime < began_at - FILE_CLOCK_S
+def _should_be_saved(file: Path, name: str, work: Path) -> bool:
+    """Tell whether a script cannot go on without a file that it has not written in this training.
+
+    Args:
+        file: That an argument names.
+        name: The same as the argument has it. An option or a word is no file.
+        work: The script's folder, with links to what stands in the user's.
+    """
+    if "*" in name:
+        return True
+    if not file.exists():
+        return "/" in name
+    is_link = file.is_relative_to(work) and not file.resolve().is_relative_to(work.resolve())
+    # of another training; others of the user's are inputs, as one of settings
+    return is_link and (file.is_dir() or file.suffix in OF_WEIGHTS)
 
 
 def _place_of(work: Path, saved_at: float | None) -> Saved | None:
