@@ -66,6 +66,10 @@ def test_a_file_of_init_gets_what_it_lacks(
     assert done.stdout.splitlines()[-1] == "train.toml: filled in arguments with --samples 640; it is complete."
     sweep, _ = load_together(tmp_path / "train.toml", tmp_path / "cluster.toml")
     assert sweep.workload.arguments[:2] == ("--samples", "640")
+    # no argument of the run carries the batch, as the file has it
+    done = look(tmp_path, "--into", "train.toml", "train.py", "--epochs", "500", "--lr", "0.01")
+    assert done.stdout.splitlines()[-1] == "train.toml: filled in arguments with --lr 0.01; it is complete."
+    sweep, _ = load_together(tmp_path / "train.toml", tmp_path / "cluster.toml")
     seen: dict[str, object] = {"forward_batch": 64, "accumulation": 2, "samples": None, "others": []}
     seen["measurement"] = {"status": "oom", "nodes": 1, "workers_per_node": 1, "local_batch": 1, "finished_at": 0.0}
     seen["options"] = {"names": {}, "values": {}}

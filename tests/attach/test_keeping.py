@@ -266,6 +266,13 @@ def test_an_epochs_loop_that_is_left_has_its_last_epoch_and_later_scores(tmp_pat
     assert [row.test_loss for row in rows] == [None, None, 0.5]
 
 
+def test_scores_of_a_script_that_keeps_nothing_are_those_of_the_epoch_that_is_over(tmp_path: Path) -> None:
+    story = odd(tmp_path, "not kept")
+    assert story.start() == [EXITED]
+    rows = read_metrics(story.run.train().metrics_file).epochs
+    assert [(row.epoch, row.test_accuracy) for row in rows] == [(1, 0.1), (2, 0.2)]
+
+
 def test_a_score_before_the_loop_is_none_of_an_epoch_that_is_over(tmp_path: Path) -> None:
     story = odd(tmp_path, "before")
     assert [story.start(20), story.start()] == [[STOPPED], [EXITED]]

@@ -259,6 +259,15 @@ def with_batches_that_are_kept() -> None:
             optimizer.step()
 
 
+def with_several_steps_on_a_batch() -> None:
+    """As of a GAN's critic."""
+    model, optimizer = known()
+    for (inputs,) in DataLoader(TensorDataset(torch.randn(6, 4)), 3):
+        for _ in range(5):
+            torch.autograd.backward(model(inputs).sum())
+            optimizer.step()
+
+
 def with_a_batch_used_twice() -> None:
     """The generator of a GAN makes images for its own step, and again for that of the other optimizer."""
     generator, other = nn.Linear(4, 9), nn.Linear(9, 1)
@@ -470,6 +479,10 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
         with_batches_that_are_kept,
         # the first one that comes again looks as the last one does for a GAN's other optimizer
         "ready step, begin batch batch forward 3 ready step, forward 3 ready step, ready step, forward 3 ready step",
+    ),
+    "with several steps on a batch": (
+        with_several_steps_on_a_batch,
+        "ready step, begin batch forward 3" + 5 * " ready step," + " batch forward 3" + 5 * " ready step,",
     ),
     "with a batch used twice": (
         with_a_batch_used_twice,

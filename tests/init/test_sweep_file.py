@@ -97,6 +97,13 @@ p.add_argument("--epochs", default=90, type=int)
 p.add_argument("-b", default=256, type=int, dest="batch_size", help="total batch of all GPUs on the current node")
 p.add_argument("--seed", default=None, type=int)
 """
+# as in torchvision's references
+OF_A_WORKER = """
+import argparse
+p = argparse.ArgumentParser()
+p.add_argument("--epochs", default=26, type=int)
+p.add_argument("-b", "--batch-size", default=2, type=int, help="images per gpu, the total batch is $NGPU x batch_size")
+"""
 LIGHTNING = """
 import argparse
 p = argparse.ArgumentParser()
@@ -111,6 +118,7 @@ NOTHING = "batch_size = 64\nmodel = build()\n"
     [
         (ARGPARSE, "--batch-size {global_batch} --epochs {epochs} --seed {seed}", {"epochs": 90, "seed": 3}),
         (OF_A_NODE, "-b {local_batch} --epochs {epochs}", {"epochs": 90}),
+        (OF_A_WORKER, "--batch-size {local_batch} --epochs {epochs}", {"epochs": 26}),
         (LIGHTNING, "--batch_size {local_batch} --num_nodes {nodes}", {}),
         # of a graph
         (LIGHTNING.replace("1", "1000"), "--batch_size {local_batch}", {}),
@@ -128,7 +136,18 @@ NOTHING = "batch_size = 64\nmodel = build()\n"
         (DATACLASS, "--batch-size {local_batch} --seed {seed}", {"seed": 5}),
     ],
     ids=[
-        *("argparse", "of a node", "nodes", "nodes of a graph", "steps", "click", "typer", "hugging-face", "absl"),
+        *(
+            "argparse",
+            "of a node",
+            "of a worker",
+            "nodes",
+            "nodes of a graph",
+            "steps",
+            "click",
+            "typer",
+            "hugging-face",
+            "absl",
+        ),
         *("hydra", "dataclass"),
     ],
 )
@@ -192,6 +211,20 @@ def test_the_batch_of_a_step_of_several_passes_is_filled_in_and_nothing_else_is_
     text = "[workload]\n\n[training]\n\n  base_batch=1_024  # ours\n"
     more, _ = fill_in(text, {"accumulation": 4})
     assert more.endswith("\n\n[training]\n\n  base_batch=4096  # ours\n")
+
+
+@pytest.mark.parametrize("text", [NOTHING, HYDRA], ids=["no option", "no default"])
+def test_a_batch_that_the_source_does_not_tell_is_unknown_until_a_step_was_seen(
+    commands: Path, tmp_path: Path, text: str
+) -> None:
+    put_site(commands, [Made("cpu")])
+    (tmp_path / "train.py").write_text(text)
+    assert main([str(tmp_path / "cluster.toml"), "--script", str(tmp_path / "train.py")]) == 0
+    written = (tmp_path / "train.toml").read_text()
+    assert "base_batch" not in tomllib.loads(written)["training"]
+    filled, keys = fill_in(written, {"accumulation": 2, "base_batch": 16})
+    assert keys == ["base_batch", "accumulation"]
+    assert tomllib.loads(filled)["training"]["base_batch"] == 16
 
 
 def test_a_script_of_that_name_in_the_working_directory_is_not_taken(

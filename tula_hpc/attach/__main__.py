@@ -145,7 +145,9 @@ def _run(options: argparse.Namespace) -> int:
     completed = ""
     if options.into is not None:
         known = {key: value for key, value in table.items() if key not in unknown}
-        completed = _complete(options.into, known, names)
+        known["base_batch"] = _step_batch(result)
+        # in the file one of them may carry the batch, though none does here
+        completed = _complete(options.into, known, table["arguments"], names)
     if options.json:
         told = {"schema_version": 1, **result, "workload": table, "unknown": list(unknown)}
         write_out(json.dumps(told, indent=1) + "\n")
@@ -345,22 +347,29 @@ def _sweep_file(
     )
     yield from (line.text() for line in (*unknown.values(), METRIC))
     yield ""
-    passes = result["accumulation"]
-    batch = passes * max(1, result["forward_batch"])
     cluster = ClusterSpec(device=result["device"])
-    yield from search_and_training(cluster, batch, passes, result["samples"])
+    passes, samples = result["accumulation"], result["samples"]
+    yield from search_and_training(cluster, _step_batch(result), passes, samples)
 
 
-def _complete(path: Path, table: dict[str, Any], names: Mapping[str, str]) -> str:
+def _step_batch(result: Mapping[str, Any]) -> int:
+    """Return the samples of a step of the worker that was looked at."""
+    return int(result["accumulation"] * max(1, result["forward_batch"]))
+
+
+def _complete(
+    path: Path, table: dict[str, Any], arguments: Sequence[str], names: Mapping[str, str]
+) -> str:
     """Write values that a sweep file lacks; return a sentence on what it has got and still lacks.
 
     Args:
         path: The file.
-        table: What is known of the script.
+        table: What is known of the script, with `base_batch`.
+        arguments: Of the run, with placeholders.
         names: Of each of its options by any of its names: the longest.
     """
     text, keys = fill_in(path.read_text(), table)
-    text, added = with_arguments(text, table.get("arguments", ()), names)
+    text, added = with_arguments(text, arguments, names)
     if keys or added:
         write_atomically(path, text)
     got = [f"{key} = {json.dumps(table[key], ensure_ascii=False)}" for key in keys]

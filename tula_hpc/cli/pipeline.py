@@ -253,7 +253,7 @@ def _decision(plan: Plan, result: TrainResult, bill: TrainingBill | None) -> str
     if result.epochs < plan.epochs:
         planned = plan.epochs * (plan.dataset_samples // result.global_batch)
         why = "after which the script ended"
-        if result.steps >= planned:
+        if result.steps == planned:
             # an epoch's last batch may be a shorter one
             why = f"in all of its {planned:,} planned steps"
         elif result.restarts:

@@ -60,9 +60,11 @@ class ScriptOptions(NamedTuple):
         """Tell whether the batch is that of all workers together, by its name or its help."""
         if self.batch is None:
             return False
-        named = any(_GLOBAL.search(name) for name in self.batch.names)
+        if any(_GLOBAL.search(name) for name in self.batch.names):
+            return True
         told = self.batch.help.lower()
-        return named or (_GLOBAL.search(told) is not None and not _OF_A_NODE.search(told))
+        is_part = _OF_A_NODE.search(told) or _OF_A_WORKER.search(told)
+        return _GLOBAL.search(told) is not None and not is_part
 
 
 # a word of a name, or the words of a help text
@@ -72,6 +74,7 @@ _GLOBAL = re.compile(
 )
 # by a worker of each GPU such a batch is that of a worker
 _OF_A_NODE = re.compile(r"\b(?:a|the current|current|each|per|this) node\b")
+_OF_A_WORKER = re.compile(r"\b(?:each|per) (?:gpu|worker|rank|process|device)\b")
 _OF_BATCHES = "train|training|per|device|gpu|rank|worker|local|micro|mini|global|total|effective"
 _ROLES = {
     "batch": rf"(?:(?:{_OF_BATCHES})_?)*batch(?:_?size)?(?:_per_[a-z]+)?|bs",

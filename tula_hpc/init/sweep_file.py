@@ -66,7 +66,12 @@ def sweep_file(script: Script, cluster: ClusterSpec) -> str:
         "[workload]",
         *(line.text() for line in _workload(script)),
         "",
-        *search_and_training(cluster, _base_batch(script, cluster), _passes(script.options)),
+        *search_and_training(
+            cluster,
+            _base_batch(script, cluster),
+            _passes(script.options),
+            is_known=_number(script.options.batch, LARGEST_BATCH) is not None,
+        ),
         "",
     ]
     return "\n".join(lines)
@@ -146,7 +151,12 @@ def _resume(options: ScriptOptions) -> Iterator[Line]:
 
 
 def search_and_training(
-    cluster: ClusterSpec, base_batch: int, passes: int = 1, samples: int | None = None
+    cluster: ClusterSpec,
+    base_batch: int,
+    passes: int = 1,
+    samples: int | None = None,
+    *,
+    is_known: bool = True,
 ) -> list[str]:
     """Return the lines of the tables `[search]` and `[training]`.
 
@@ -155,6 +165,7 @@ def search_and_training(
         base_batch: Global batch that the script has by itself.
         passes: Forward passes of a step that the script always takes.
         samples: Of an epoch, where they are known.
+        is_known: The base batch is the script's, and no usual one.
     """
     nodes = _most_nodes(cluster)
     sizes = [2**k for k in range(MOST_SIZES) if 2**k <= nodes]
@@ -171,7 +182,10 @@ def search_and_training(
         Line("min_batch", smallest, "global: samples of a step over all workers"),
         Line("max_batch", largest, "global; samples and memory may bound it further"),
     ]
-    training = [Line("base_batch", base_batch, "global batch that the learning rate is for")]
+    words = "global batch that the learning rate is for"
+    if not is_known:
+        words = f"{words}: {UNKNOWN}"
+    training = [Line("base_batch", base_batch, words, asked=not is_known)]
     if sizes[-1] * workers > 1:
         words = "scales the gradients of larger batches, of which a script knows nothing by itself"
         training.append(Line("method", "ags", words, asked=True))
@@ -272,6 +286,7 @@ def fill_in(text: str, known: Mapping[str, Any]) -> tuple[str, list[str]]:
     Where a step turned out to have several passes, base_batch becomes that of a step.
     """
     keys = [key for key in required_keys(text) if key in known]
+    keys += [key for key in unknown_keys(text) if key == "base_batch" and key in known]
     if "accumulation" in known and not _has(text, "accumulation"):
         keys.append("accumulation")
         text = re.sub(

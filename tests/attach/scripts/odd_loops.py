@@ -31,7 +31,8 @@ data = TensorDataset(torch.randn(SAMPLES, 4), torch.arange(SAMPLES))
 generator = torch.Generator().manual_seed(5)
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-tula.keep(model=model, optimizer=optimizer)
+if options.case != "not kept":
+    tula.keep(model=model, optimizer=optimizer)
 
 
 def loader() -> DataLoader[Any]:
@@ -107,6 +108,11 @@ elif options.case == "early":
         if epoch == 2:
             break
     tula.report(test_loss=0.5)
+elif options.case == "not kept":
+    for epoch in range(options.epochs):
+        for batch in first:
+            train(*batch)
+        tula.report(test_accuracy=0.1 * (epoch + 1))
 elif options.case == "final":
     for _ in tula.epochs(options.epochs):
         for batch in tula.batches(first):

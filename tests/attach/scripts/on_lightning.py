@@ -115,6 +115,9 @@ def main() -> None:
     if options.early and tula._around is not None and not flag.exists():
         flag.touch()
         os.kill(os.getpid(), signal.SIGKILL)
+    if options.early:
+        (last,) = trainer.validate(model, DataLoader(validation, 5), verbose=False)
+        (options.log / "validated").write_text(str(last["val_loss"]))
     torch.save(model.state_dict(), options.log / f"weights-{rank}.pt")
 
 

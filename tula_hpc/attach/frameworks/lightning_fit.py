@@ -114,6 +114,11 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         if self.trainer is trainer and self.keeper.progress.loops:
             trainer.should_stop = True
 
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Have later scores belong to the last epoch, if another start has done it."""
+        if self.trainer is trainer:
+            self.keeper.end()
+
     def _save(self, folder: Path) -> None:
         # with all that is no weight
         self.trainer.save_checkpoint(folder / FILE, weights_only=False)

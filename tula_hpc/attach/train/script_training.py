@@ -154,7 +154,7 @@ class ScriptTraining(Mode):
         # before a pass apart, which may be an evaluation's
         self._loading_before_s = 0.0
         # the last step of which an epoch's line tells
-        self._written = 0
+        self._written = 0 if self.progress.offset else self.progress.step
 
     def begin(self) -> None:
         """See `Mode`. A script's own handlers take the place of ours, and obey as they like."""
@@ -476,6 +476,9 @@ class ScriptTraining(Mode):
                 )
             elif math.isfinite(float(value)):
                 self.progress.reported[name] = as_share(name, float(value))
+        if not self.is_kept and self.progress.step == self._written > 0:
+            # a script that evaluates after an epoch's last step
+            self.add_to_last_epoch()
 
     def log_event(self, event: EventName, detail: str, data: dict[str, Any] | None = None) -> None:
         """Add an event of this training to the run's events."""
