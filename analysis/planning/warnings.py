@@ -235,22 +235,28 @@ def about_unseen_memory(fitted: Fitted) -> list[str]:
 
 def about_method(chosen: Candidate, sweep: SweepSpec) -> list[str]:
     """Say where nothing is done for a large batch, or other than the plan or AdamW expects."""
-    times = chosen.global_batch / sweep.training.base_batch
-    if sweep.training.method == "lbt" and times >= LARGE_BATCH:
+    training = sweep.training
+    times = chosen.global_batch / training.base_batch
+    has_script_alone = sweep.workload.is_script and chosen.configuration.world_size == 1
+    does_nothing = training.method == "lbt" or (training.adapts and has_script_alone)
+    if does_nothing and times >= LARGE_BATCH:
         remedy = (
             "a new sweep with --set training.method=ags and another --run-dir trains with scaled "
             "gradients"
         )
-        if sweep.workload.is_script and chosen.configuration.world_size == 1:
+        if has_script_alone:
             remedy = (
                 'to raise it with the batch, set training.method = "sqrt" and give {lr_scale} to the '
-                'script in workload.arguments ("ags" needs several workers)'
+                'script in workload.arguments ("ags" needs several workers: search.cluster_sizes '
+                "without 1)"
             )
         unless = ", unless the script does so" if sweep.workload.is_script else ""
+        why = f"and the learning rate is not adjusted for it{unless}"
+        if training.adapts:
+            why = "and the gradients of a script on a single worker are not scaled"
         return [
-            f"the batch is {times:,.3g} times training.base_batch ({sweep.training.base_batch:,}), "
-            f"which may cost accuracy, and the learning rate is not adjusted for it{unless} "
-            f'(training.method = "lbt"); {remedy}'
+            f"the batch is {times:,.3g} times training.base_batch ({training.base_batch:,}), "
+            f'which may cost accuracy, {why} (training.method = "{training.method}"); {remedy}'
         ]
     if sweep.training.method == "polo":
         return [

@@ -54,11 +54,11 @@ class Case(NamedTuple):
 CASES = [
     # more than a megabyte: several buckets of gradients, whose order of additions matters with three workers
     Case(TRAINER, 3, 3, ("--width", "192", "--samples", "192")),
-    Case(TRAINER, 2, 8, ("--accumulate", "2", "--samples", "256")),
+    Case(TRAINER, 2, 8, ("--accumulate", "2", "--samples", "256", "--group")),
     Case(LIGHTNING, 3, 3, ("--width", "700", "--samples", "192")),
     # the next one stops at an epoch's end too
     pytest.param(Case(LIGHTNING, 3, 8, ("--width", "700", "--samples", "192")), marks=pytest.mark.thorough),
-    Case(LIGHTNING, 2, 8, ("--accumulate", "2", "--samples", "256")),
+    Case(LIGHTNING, 2, 8, ("--accumulate", "2", "--samples", "256", "--loader-workers", "1")),
     Case(LIGHTNING, 1, 3, ("--by-hand", "--samples", "64", "--max-steps", "16")),
     Case(ACCELERATE, 2, 3),
     pytest.param(Case(ACCELERATE, 2, 8, ("--accumulate", "2", "--samples", "256")), marks=pytest.mark.thorough),
@@ -109,17 +109,21 @@ def test_steps_and_scores_of_a_trainer_that_evaluates_within_epochs(tmp_path: Pa
     assert all(row.test_loss is not None for row in metrics.epochs)
 
 
-@pytest.mark.parametrize("script", [LIGHTNING, TRAINER], ids=lambda script: script.stem)
-def test_one_that_stops_early_has_its_scores_and_trains_no_further_after_a_kill(tmp_path: Path, script: Path) -> None:
-    """It stops after two epochs of four; the script is killed behind its training."""
+@pytest.mark.parametrize(
+    ("script", "stop", "epochs"), [(LIGHTNING, 12, 2), (TRAINER, 18, 3)], ids=["lightning", "trainer"]
+)
+def test_one_that_stops_early_does_so_as_undisturbed_and_trains_no_further(
+    tmp_path: Path, script: Path, stop: int, epochs: int
+) -> None:
+    """It is stopped in its last epoch, and killed behind its training, which may have four."""
     arguments = ("--samples", "64", "--early")
     whole = Story(tmp_path / "whole", 1, arguments, around=False, script=script)
     story = Story(tmp_path / "run", 1, arguments, script=script)
     assert whole.start() == [0]
-    assert [story.start(), story.start()] == [[KILLED], [EXITED]]
+    assert [story.start(stop), story.start(), story.start()] == [[STOPPED], [KILLED], [EXITED]]
     assert_same(whole, story)
     losses = [row.test_loss for row in read_metrics(story.run.train().metrics_file).epochs]
-    assert len(losses) == 2
+    assert len(losses) == epochs
     assert None not in losses
     assert losses[0] != losses[1]
     # of a later validation, in the start that has no epoch left

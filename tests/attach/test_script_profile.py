@@ -7,10 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.attach.script_runs import QUICK, SCRIPTS, measurement_of, profiled
 from tests.forked_jobs import forking_scripts
-from tula_hpc.attach.measured_steps import between_epochs_s
+from tula_hpc.attach.measured_steps import _synchronize_again, between_epochs_s
 from tula_hpc.attach.processes import Outcome
 from tula_hpc.attach.script import typical_batch
 from tula_hpc.profiling.timing import halves_of
@@ -24,6 +28,49 @@ from tula_hpc.records.measurement import is_usable
 def test_an_epoch_has_as_many_pauses_as_were_seen(pauses: list[tuple[int, float]], seconds: float | None) -> None:
     """The last case pauses every 50 steps, twice an epoch of 100."""
     assert between_epochs_s(pauses, 100) == seconds
+
+
+class Halves(nn.Module):
+    """A model of which each pass uses one part, as a GAN in one wrapper does, or one with layers left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
+        self.steps_within: DistributedDataParallel | None = None
+
+    def forward(self, inputs: Tensor, part: int) -> Tensor:
+        if self.steps_within is not None:
+            _synchronize_again(self.steps_within)
+            assert not self.steps_within.require_backward_grad_sync, "the pass ends as it began"
+        output: Tensor = self.parts[part](inputs)
+        return output
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["after a pass", "within a pass, as in Lightning"])
+def test_passes_without_synchronization_leave_nothing_to_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, within: bool
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
+    halves = Halves()
+    model = DistributedDataParallel(halves, find_unused_parameters=True)
+    # as the hooks of a profile have one
+    model.register_forward_pre_hook(lambda *_: None)
+    model.require_backward_grad_sync = False
+    torch.autograd.backward(model(torch.ones(3, 2), 0).sum())
+    if within:
+        halves.steps_within = model
+        model(torch.ones(3, 2), 0)
+        halves.steps_within = None
+    else:
+        _synchronize_again(model)
+    assert model.require_backward_grad_sync
+    model.zero_grad()
+    torch.autograd.backward(model(torch.ones(3, 2), 1).sum())
+    assert [part.weight.grad is None for part in halves.parts] == [True, False]
+    # after its group it could hang as it goes
+    del model
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module", autouse=True)

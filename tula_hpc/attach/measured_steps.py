@@ -140,7 +140,7 @@ class MeasuredSteps(Mode):
                 group["lr"] = rate
         self._rates = None
         if self.unsynchronized and isinstance(self.hooks.model, DistributedDataParallel):
-            self.hooks.model.require_backward_grad_sync = True
+            _synchronize_again(self.hooks.model)
         # before the first step a model without a wrapper is not known
         if self.steps:
             self.step_forwards[self._passes()] += 1
@@ -314,6 +314,26 @@ def _length(thing: Any) -> int:
         return len(thing)
     except (TypeError, AttributeError, NotImplementedError):
         return 0
+
+
+def _synchronize_again(model: DistributedDataParallel) -> None:
+    """Have a model reduce its gradients, from the end of a pass that it is in."""
+
+    def restore() -> None:
+        model.require_backward_grad_sync = True
+        if model.find_unused_parameters:
+            # or parameters of these passes would count as used in the next one
+            model.reducer._reset_state()
+
+    def restore_after_pass(*_: object) -> None:
+        handle.remove()
+        restore()
+
+    if DistributedDataParallel._active_ddp_module is model:
+        # Lightning's optimization by hand takes its steps within a pass, which ends as it began
+        handle = model.register_forward_hook(restore_after_pass)
+    else:
+        restore()
 
 
 def between_epochs_s(pauses: Sequence[tuple[int, float]], epoch_steps: int) -> float | None:

@@ -1,7 +1,7 @@
 """Lightning, whose optimizer steps by a closure or by hand; kept by one line where tula_hpc is around it.
 
 on_lightning.py --batch-size 8 --epochs 2 [--samples 128] [--by-hand] [--accumulate 2] [--max-steps 14] [--width 32]
-                [--log FOLDER] [--pause 0.1] [--early]
+                [--log FOLDER] [--pause 0.1] [--early] [--loader-workers 1]
 """
 
 from __future__ import annotations
@@ -33,6 +33,15 @@ class Noisy(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.inputs[index] + 0.1 * torch.randn(16), self.targets[index]
+
+
+class Halved(lightning.Callback):  # type: ignore[misc] # no types are read from lightning
+    """Changes the model at the end, as averages of weights do."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        with torch.no_grad():
+            for parameter in pl_module.parameters():
+                parameter.div_(2.0)
 
 
 class Classifier(lightning.LightningModule):  # type: ignore[misc] # no types are read from lightning
@@ -82,6 +91,7 @@ def main() -> None:
     parser.add_argument("--log", type=Path, default=Path("log"))
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--early", action="store_true")
+    parser.add_argument("--loader-workers", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
     rank, world, here = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
@@ -92,6 +102,7 @@ def main() -> None:
     if options.early:
         # asks to stop after each epoch; Lightning goes on until the least number of them
         callbacks.insert(0, EarlyStopping("val_acc", mode="max", stopping_threshold=-1.0))
+        callbacks.append(Halved())
     most = options.epochs + 2 * options.early
     trainer = lightning.Trainer(
         min_epochs=options.epochs,
@@ -109,7 +120,8 @@ def main() -> None:
     )
     with (options.log / f"losses-{rank}.txt").open("a") as log:
         model = Classifier(log, options.by_hand, options.pause, options.width)
-        loader = DataLoader(Noisy(options.samples), options.batch_size, shuffle=True)
+        data = Noisy(options.samples)
+        loader = DataLoader(data, options.batch_size, shuffle=True, num_workers=options.loader_workers)
         trainer.fit(model, loader, DataLoader(validation, 8))
     flag = options.log / "killed"
     if options.early and tula._around is not None and not flag.exists():

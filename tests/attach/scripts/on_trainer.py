@@ -1,7 +1,7 @@
 """Hugging Face's Trainer on a small GPT-2 with made texts; kept by one line where tula_hpc is around it.
 
 on_trainer.py --batch-size 8 --epochs 2 [--samples 128] [--accumulate 2] [--width 32] [--log FOLDER]
-              [--pause 0.1] [--eval-steps 4] [--early]
+              [--pause 0.1] [--eval-steps 4] [--early] [--group]
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--eval-steps", type=int, default=0)
     parser.add_argument("--early", action="store_true")
+    parser.add_argument("--group", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     set_seed(0)
@@ -84,6 +85,8 @@ def main() -> None:
         per_device_eval_batch_size=16 if options.eval_steps else 8,
         save_strategy="epoch" if options.early else "no",
         load_best_model_at_end=options.early,
+        # draws the order of samples from torch's numbers
+        train_sampling_strategy="group_by_length" if options.group else "random",
         logging_steps=4,
         report_to=[],
         disable_tqdm=True,
@@ -97,8 +100,8 @@ def main() -> None:
         callbacks=[tula.trainer_callback()],
     )
     if options.early:
-        # nothing is so much better: it stops after the second evaluation
-        trainer.add_callback(EarlyStoppingCallback(1, early_stopping_threshold=1e9))
+        # nothing is so much better than the first evaluation: it stops after two more
+        trainer.add_callback(EarlyStoppingCallback(2, early_stopping_threshold=1e9))
     rank = arguments.process_index
     with (options.log / f"losses-{rank}.txt").open("a") as log:
         trainer.log_file, trainer.pause_s = log, options.pause

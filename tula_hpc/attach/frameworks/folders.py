@@ -51,6 +51,9 @@ class Keeper(Protocol):
     def begin_epoch(self) -> None:
         """Note that an epoch begins, or the rest of one. Collective."""
 
+    def begin_draws(self) -> None:
+        """Give random numbers the states that they had at this epoch's beginning."""
+
     def open(self, loader: Iterable[Any], around: Iterable[Any]) -> Any:
         """Begin to go through a loader where it stopped."""
 

@@ -90,7 +90,11 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
         )
         if self.keeper.progress.loops:
             _train_no_further(trainer)
-        return None if self.found is None else str(self.found)
+        if self.found is None:
+            return None
+        # or early stopping would forget how long it has waited
+        trainer.args.restore_callback_states_from_checkpoint = True
+        return str(self.found)
 
     def _save(self, folder: Path) -> None:
         with _changed(self.trainer.args, {**OURS, "output_dir": str(folder)}):
@@ -103,6 +107,8 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
         """End the epoch before, whose evaluation is over, and begin this one."""
         self._end_open_epoch(is_last=False)
         self.keeper.begin_epoch()
+        # samplers may draw from them; the Trainer's own states follow with the first batch
+        self.keeper.begin_draws()
         self.in_epoch = True
         self.looked = state.global_step
 

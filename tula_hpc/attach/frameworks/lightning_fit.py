@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities import CombinedLoader
 
 from tula_hpc.attach.frameworks.folders import FolderState, Keeper
@@ -105,14 +107,22 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
             {"lightning": FolderState("lightning", self._save, self._note, self.keeper, batch)}
         )
         loop = trainer.fit_loop
+        _after(loop.epoch_loop, "on_run_start", self._set_accumulation)
         _after(loop.epoch_loop, "on_advance_end", self._end_batch)
         _after(loop, "on_advance_end", self._end_epoch)
-        return None if self.found is None else str(self.found)
+        if self.found is None:
+            return None
+        for each in trainer.callbacks:
+            if isinstance(each, SaveConfigCallback):
+                # of LightningCLI, which refuses to train where an earlier start has written its file
+                each.overwrite = True
+        return str(self.found)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Train no further where an earlier start came to the end, as by early stopping."""
         if self.trainer is trainer and self.keeper.progress.loops:
             trainer.should_stop = True
+            trainer.fit_loop.run = partial(_begin_and_end, trainer.fit_loop)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Have later scores belong to the last epoch, if another start has done it."""
@@ -154,7 +164,8 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin; and obey a stop as before, not by Lightning's own handler."""
         signal.signal(signal.SIGTERM, self.handler)
-        self.keeper.begin_epoch()
+        if not self.keeper.progress.loops:
+            self.keeper.begin_epoch()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Report the scores that records know."""
@@ -169,6 +180,12 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         if "train_loss" in metrics:
             found["train_loss"] = float(metrics["train_loss"])
         self.keeper.report(found)
+
+    def _set_accumulation(self, data_fetcher: Any) -> None:
+        """Have the passes of a step scheduled in an epoch that goes on, too."""
+        for each in self.trainer.callbacks:
+            if isinstance(each, GradientAccumulationScheduler):
+                each.on_train_epoch_start(self.trainer)
 
     def _end_batch(self, data_fetcher: Any) -> None:
         loop = self.trainer.fit_loop.epoch_loop
@@ -191,6 +208,13 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         self.keeper.end_epoch(is_last=is_last, saves=saves)
         if not is_last:
             self.keeper.begin_epoch()
+
+
+def _begin_and_end(loop: Any) -> None:
+    """Run a loop of which no epoch is left, for what callbacks do at its end, as with averages."""
+    loop.setup_data()
+    loop.on_run_start()
+    loop.on_run_end()
 
 
 class _Begun:

@@ -136,9 +136,8 @@ class Keeper(SafePoints):
     def _restore(self, name: str, thing: Any, loaded: LoadedCheckpoint) -> None:
         states = loaded.state["kept"]
         if name not in states:
-            known = ", ".join(states)
             raise InputError(
-                f"{loaded.path} has no state of it, only of {known}; name it as before, "
+                f"{loaded.path} has no state of it, only of {', '.join(states)}; name it as before, "
                 "or delete the checkpoints to begin anew",
                 source=f"tula.keep({name}=…)",
             )
@@ -182,7 +181,7 @@ class Keeper(SafePoints):
         while self.progress.epoch < first + count:
             epoch = self.progress.epoch - first
             self.in_epoch, self.calls = True, 0
-            self._begin_epoch()
+            self.begin_draws()
             try:
                 yield epoch
             except GeneratorExit:
@@ -200,7 +199,8 @@ class Keeper(SafePoints):
             # of no epochs, or done at a start of an earlier version
             loops.append(min(self.progress.epoch, first + count))
 
-    def _begin_epoch(self) -> None:
+    def begin_draws(self) -> None:
+        """Give random numbers the states that they had at this epoch's beginning."""
         if "epoch" in self.found:
             set_random_state(self.found.pop("epoch"))
         if not self.progress.calls and not self.progress.batches:
@@ -273,7 +273,7 @@ class Keeper(SafePoints):
         """
         self.loaders[self.calls] = loader
         self._restore_generators(loader)
-        self._begin_epoch()
+        self.begin_draws()
         return self._stream(loader, around)
 
     def end_batch(self) -> None:

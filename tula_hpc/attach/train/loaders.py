@@ -13,6 +13,7 @@ brings forward: there the batches are loaded and dropped.
 from __future__ import annotations
 
 import base64
+import contextlib
 import itertools
 import json
 import random
@@ -186,8 +187,10 @@ class Stream:
         if not is_same and size:
             batches = passed.batches * passed.batch_size * passed.workers // (size * workers)
         stream = _begun(self.around)
-        for _ in itertools.islice(stream, batches):
-            pass
+        with contextlib.suppress(StopIteration):
+            for _ in range(batches):
+                # not by islice, which asks for an iterator again: Lightning's loader would begin anew
+                next(stream)
         return stream
 
     def _begin_by_index(self, loader: DataLoader[Any], samples: int) -> Iterator[Any]:

@@ -121,8 +121,8 @@ class ScriptScaling:
             # such a base divides by the gradient's size, so that a factor before it cancels out
             options["apply"] = "update"
         scaling = TulaOptimizer(optimizer, **options)
-        scaling.expect_small_norms()
         if self.norms is not None:
+            scaling.expect_small_norms()
             self.norms.parameters = owned
         if self._loaded is not None:
             scaling.load_own_state(self._loaded)
