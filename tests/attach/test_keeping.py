@@ -245,16 +245,27 @@ def odd(folder: Path, case: str, *, around: bool = True) -> Story:
 
 
 @pytest.mark.parametrize(
-    ("case", "at"),
-    [("phases", 5), ("phases", 40), ("half", 10), ("shared", 37), ("twice", 37), ("peek", 20), ("carry", 0)],
+    ("case", "stops"),
+    [
+        ("phases", [5]),
+        ("phases", [40]),
+        ("half", [10]),
+        ("shared", [37]),
+        # both before it comes to the second loader
+        ("apart", [37, 3]),
+        ("twice", [37]),
+        ("peek", [20]),
+        ("carry", [0]),
+    ],
 )
-def test_loops_of_other_forms_go_on_as_undisturbed(tmp_path: Path, case: str, at: int) -> None:
-    """Two loops over epochs, loaders that share a generator, one gone through twice, a look at a batch, gradients that
-    are accumulated over an epoch's end.
+def test_loops_of_other_forms_go_on_as_undisturbed(tmp_path: Path, case: str, stops: list[int]) -> None:
+    """Two loops over epochs, loaders that share a generator or have their own, one gone through twice, a look at a
+    batch, gradients that are accumulated over an epoch's end.
     """
     alone, story = odd(tmp_path, case, around=False), odd(tmp_path, case)
     assert alone.start() == [0]
-    assert [story.start(at), story.start()] == [[STOPPED], [EXITED]]
+    assert [story.start(at) for at in stops] == [[STOPPED]] * len(stops)
+    assert story.start() == [EXITED]
     assert_same(alone, story)
 
 

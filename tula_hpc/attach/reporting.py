@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -183,6 +184,10 @@ def leave(code: int) -> NoReturn:
     try:
         sys.stdout.flush()
         sys.stderr.flush()
+        for process in active_children():
+            # as Python does at its end; a loader's would notice it after seconds
+            if process.daemon:
+                process.kill()
     finally:
         os._exit(code)
 

@@ -35,8 +35,8 @@ if options.case != "not kept":
     tula.keep(model=model, optimizer=optimizer)
 
 
-def loader() -> DataLoader[Any]:
-    return DataLoader(data, options.batch_size, shuffle=True, generator=generator)
+def loader(numbers: torch.Generator = generator) -> DataLoader[Any]:
+    return DataLoader(data, options.batch_size, shuffle=True, generator=numbers)
 
 
 def train(inputs: Tensor, numbers: Tensor, *, steps: bool = True) -> None:
@@ -59,14 +59,16 @@ def is_first_time() -> bool:
 
 
 first, second = loader(), loader()
+if options.case == "apart":
+    second = loader(torch.Generator().manual_seed(6))
 if options.case == "phases":
     for count in (0, 1, 2):
         for _ in tula.epochs(count):
             for batch in tula.batches(first):
                 train(*batch)
-elif options.case in ("shared", "twice"):
+elif options.case in ("shared", "apart", "twice"):
     for _ in tula.epochs(options.epochs):
-        for each in (first, second if options.case == "shared" else first):
+        for each in (first, first if options.case == "twice" else second):
             for batch in tula.batches(each):
                 train(*batch)
 elif options.case == "peek":

@@ -1,11 +1,9 @@
 """Exact resume of a script: its kept states, its place in epochs and batches, its random numbers.
 
-The script asks for its epochs and batches here (`tula.epochs`, `tula.batches` of
-`attach/__init__.py`, which do nothing without tula_hpc around them). `loaders.py` leads a loader to
-its next batch: samples already seen are left out. When the script comes for the next batch, the
-batch before is done: there all workers agree to save or to stop, unless gradients are being
-accumulated over batches. A checkpoint has the kept states, from rank 0, and every worker's random
-numbers.
+The script asks for its epochs and batches here. `loaders.py` leads a loader to its next batch:
+samples already seen are left out. When the script comes for the next batch, the batch before is
+done: there all workers agree to save or to stop, unless gradients are being accumulated over
+batches. A checkpoint has the kept states, from rank 0, and every worker's random numbers.
 """
 
 from __future__ import annotations
@@ -440,7 +438,9 @@ class Keeper(SafePoints):
     def state(self) -> dict[str, Any]:
         """See `SafePoints`."""
         peers = self.worker
-        generators = {place: generator_states(each) for place, each in self.loaders.items()}
+        begun = {str(place): generator_states(each) for place, each in self.loaders.items()}
+        # with those of the checkpoint that this process has not come to
+        generators = self.generators | begun
         now = random_state(self.loaders.get(self.calls))
         moments = {**self.began, "now": now, "generators": json.dumps(generators)}
         random = {moment: peers.texts(text) for moment, text in moments.items()}
