@@ -251,8 +251,8 @@ def odd(folder: Path, case: str, *, around: bool = True) -> Story:
         ("phases", [40]),
         ("half", [10]),
         ("shared", [37]),
-        # both before it comes to the second loader
-        ("apart", [37, 3]),
+        # after an epoch, and then before it comes to the second loader
+        ("apart", [30, 2]),
         ("twice", [37]),
         ("peek", [20]),
         ("carry", [0]),
