@@ -16,6 +16,7 @@ import torch
 from tests.forked import context_of_workers
 from tula_hpc.attach import child
 from tula_hpc.attach.reporting import ChildSpec, read_said
+from tula_hpc.attach.train import script_training
 from tula_hpc.attach.train.keeping import KeptTraining
 from tula_hpc.attach.train.script_training import ScriptTraining, TrainSettings
 from tula_hpc.config import SweepSpec
@@ -51,6 +52,8 @@ def run_script(place: dict[str, str], spec: ChildSpec, struck: tuple[int, int] |
         if steps == at:
             os.kill(os.getpid(), number)
 
+    # at the step of the signal
+    script_training.CHECK_EVERY_S = 0.0  # type: ignore[attr-defined] # of this process alone
     KeptTraining.gradients_ready = gradients_ready  # type: ignore[assignment, method-assign] # of this process alone
     told = spec.said.with_suffix(".spec")
     told.write_text(spec.model_copy(update={"parent": os.getppid()}).model_dump_json())
@@ -251,7 +254,8 @@ def odd(folder: Path, case: str, *, around: bool = True) -> Story:
         ("phases", [40]),
         ("half", [10]),
         ("shared", [37]),
-        # after an epoch, and then before it comes to the second loader
+        # both before it comes to the second loader, or at the end of one
+        ("apart", [37, 3]),
         ("apart", [30, 2]),
         ("twice", [37]),
         ("peek", [20]),

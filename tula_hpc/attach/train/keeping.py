@@ -380,9 +380,10 @@ class Keeper(SafePoints):
         self._mark()
 
     def _look_once_more(self) -> None:
-        """Obey a stop before the work that follows the batches, which may take long."""
+        """Obey a stop after the batches and their end, which counts as one; long work may follow."""
         (stop,) = self.worker.agree(float(self.stop.received is not None))
         if stop and not self.steps.is_open:
+            self.progress.batches += 1
             self.progress.stopped = True
             self.save(wait=True)
             self.steps.leave_stopped()

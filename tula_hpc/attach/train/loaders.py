@@ -178,11 +178,17 @@ class Stream:
         is_same = (passed.batch_size, passed.workers) == (size, workers)
         # what counts how often it was gone through has to come to its end
         is_plain = self.around is loader and not hasattr(loader, "iteration")
-        if is_plain and is_same and passed.batches == length_of(loader):
-            return iter(())
+        length = length_of(loader)
+        indexed: DataLoader[Any] | None = None
         if _is_indexed(loader) and not (is_same and loader.num_workers):
+            indexed = loader
+            # after the last batch its sampler may draw once more
+            length = len(loader) + 1
+        if is_plain and is_same and length is not None and passed.batches >= length:
+            return iter(())
+        if indexed is not None:
             samples = passed.batches * passed.batch_size * passed.workers // workers
-            return self._begin_by_index(loader, samples)
+            return self._begin_by_index(indexed, samples)
         batches = passed.batches
         if not is_same and size:
             batches = passed.batches * passed.batch_size * passed.workers // (size * workers)
@@ -195,7 +201,7 @@ class Stream:
 
     def _begin_by_index(self, loader: DataLoader[Any], samples: int) -> Iterator[Any]:
         batch_sampler: Any = loader.batch_sampler
-        rest = _Rest(batch_sampler.sampler, samples)
+        rest = _Rest(batch_sampler.sampler, min(samples, len(batch_sampler.sampler)))
         self._sampled = (batch_sampler, batch_sampler.sampler)
         batch_sampler.sampler = rest
         stream = _begun(self.around)
