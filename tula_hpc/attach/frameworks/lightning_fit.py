@@ -151,11 +151,14 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         """Begin an epoch's loading."""
         if self.stream is not None:
             self.stream.close()
-        loop = self.trainer.fit_loop
+        # the loop may not have its checkpoint's yet, as where the optimizer asks for the steps
+        epoch = max(
+            self.keeper.progress.epoch, self.trainer.fit_loop.epoch_progress.current.processed
+        )
         for sampler in _samplers(combined.flattened):
             # Lightning does so too late where the loader's processes begin at once
             if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(loop.epoch_progress.current.processed)
+                sampler.set_epoch(epoch)
         only = combined.flattened[0] if len(combined.flattened) == 1 else combined
         self.stream = self.keeper.open(only, _Begun(begin))
 

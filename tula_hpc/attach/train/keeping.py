@@ -438,13 +438,12 @@ class Keeper(SafePoints):
 
     def state(self) -> dict[str, Any]:
         """See `SafePoints`."""
-        peers = self.worker
         begun = {str(place): generator_states(each) for place, each in self.loaders.items()}
         # with those of the checkpoint that this process has not come to
         generators = self.generators | begun
         now = random_state(self.loaders.get(self.calls))
         moments = {**self.began, "now": now, "generators": json.dumps(generators)}
-        random = {moment: peers.texts(text) for moment, text in moments.items()}
+        random = {moment: self.worker.texts(text) for moment, text in moments.items()}
         kept = {name: state_of(thing) for name, thing in self.kept.items()}
         if not self.is_main:
             return {}
