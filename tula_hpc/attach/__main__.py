@@ -381,7 +381,8 @@ def _complete(
     passes = re.search(r"^accumulation = (\d+)", text, re.MULTILINE)
     seen = table.get("accumulation", 1)
     if seen != int(passes[1] if passes else 1):
-        ready = f"a step took {plural(seen, 'forward pass')} here: correct accumulation; {ready}"
+        took = plural(seen, "forward pass")
+        ready = f"a step took {took} here: set accumulation to {seen}; {ready}"
     return f"{path}: {done}; {ready}."
 
 

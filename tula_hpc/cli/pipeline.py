@@ -228,7 +228,9 @@ def _model_lines(sweep: Sweep) -> list[str]:
     files = sweep.run.train()
     lines = []
     if newest := files.newest_checkpoint:
-        lines.append(f"model: {newest}")
+        # its own weights are among what it keeps
+        what = "checkpoint" if sweep.spec.workload.is_script else "model"
+        lines.append(f"{what}: {newest}")
     own = files.root / "script" / "work"
     places = (Path(folder, name) for folder, _, names in os.walk(own) for name in names)
     # links lead to the user's
