@@ -267,10 +267,10 @@ def test_what_an_epoch_does_beside_its_steps_stands_in_its_line(tmp_path: Path, 
     assert first.evaluation_time_s == pytest.approx(10.0 + 100.0 + 2 * WAIT_S)
     assert second.evaluation_time_s == pytest.approx(10.0 + 100.0 + WAIT_S - 7.0)
     # lines of one epoch add to each other
-    assert first.test_accuracy is None
-    append_record(told.run.train().metrics_file, first.model_copy(update={"evaluation_time_s": None, "test_loss": 0.5}))
+    known = {"evaluation_time_s": None, "test_accuracy": None, "test_loss": 0.25}
+    append_record(told.run.train().metrics_file, first.model_copy(update=known))
     first, _ = told.metrics().epochs
-    assert (first.test_loss, first.evaluation_time_s is None) == (0.5, False)
+    assert (first.test_loss, first.test_accuracy, first.evaluation_time_s is None) == (0.25, 0.5, False)
 
 
 @pytest.mark.parametrize("parts", [1, 0], ids=["seen", "a first pass that nobody saw"])

@@ -201,7 +201,7 @@ class Stream:
 
     def _begin_by_index(self, loader: DataLoader[Any], samples: int) -> Iterator[Any]:
         batch_sampler: Any = loader.batch_sampler
-        rest = _Rest(batch_sampler.sampler, min(samples, len(batch_sampler.sampler)))
+        rest = _Rest(batch_sampler.sampler, samples)
         self._sampled = (batch_sampler, batch_sampler.sampler)
         batch_sampler.sampler = rest
         stream = _begun(self.around)
