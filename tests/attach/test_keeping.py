@@ -295,6 +295,13 @@ def test_a_score_before_the_loop_is_none_of_an_epoch_that_is_over(tmp_path: Path
     assert [(row.epoch, row.test_accuracy) for row in rows] == [(1, 0.1), (2, 0.1)]
 
 
+def test_stopped_in_its_last_evaluation_it_goes_on_to_its_end(tmp_path: Path) -> None:
+    story = odd(tmp_path, "late")
+    assert story.start() == [EXITED]
+    rows = read_metrics(story.run.train().metrics_file).epochs
+    assert [(row.epoch, row.test_accuracy) for row in rows] == [(1, 0.5), (2, 0.5)]
+
+
 def test_a_score_of_a_start_with_no_epoch_left_is_the_last_epochs(tmp_path: Path) -> None:
     story = odd(tmp_path, "final")
     assert [story.start(), story.start()] == [[KILLED], [EXITED]]

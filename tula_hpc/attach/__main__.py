@@ -348,8 +348,9 @@ def _sweep_file(
     yield from (line.text() for line in (*unknown.values(), METRIC))
     yield ""
     cluster = ClusterSpec(device=result["device"])
-    passes, samples = result["accumulation"], result["samples"]
-    yield from search_and_training(cluster, _step_batch(result), passes, samples)
+    yield from search_and_training(
+        cluster, _step_batch(result), result["accumulation"], result["samples"]
+    )
 
 
 def _step_batch(result: Mapping[str, Any]) -> int:

@@ -110,6 +110,13 @@ elif options.case == "early":
         if epoch == 2:
             break
     tula.report(test_loss=0.5)
+elif options.case == "late":
+    for epoch in tula.epochs(options.epochs):
+        for batch in tula.batches(first):
+            train(*batch)
+        if epoch + 1 == options.epochs:
+            os.kill(os.getpid(), signal.SIGTERM)
+        tula.report(test_accuracy=0.5)
 elif options.case == "not kept":
     for epoch in range(options.epochs):
         for batch in first:

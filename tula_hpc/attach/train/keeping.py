@@ -216,7 +216,7 @@ class Keeper(SafePoints):
         if is_last or stop or wanted:
             self.began = dict.fromkeys(self.began, random_state())
             self.save(wait=is_last or bool(stop))
-        if stop:
+        if stop and not is_last:
             self.steps.leave_stopped()
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
