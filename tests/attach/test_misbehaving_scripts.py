@@ -73,7 +73,7 @@ def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, scri
         (
             "calls a method",
             Failure.BAD_INPUT,
-            "expected forward passes of Linear in training mode in a step, found no",
+            "expected forward passes of Linear in training mode in a step, on a new batch, found no",
         ),
         ("shards its model", Failure.BAD_INPUT, "misbehaving.py shards its model (FSDP), which is not measured or"),
         (

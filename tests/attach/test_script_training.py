@@ -247,6 +247,8 @@ def test_where_it_cannot_go_on_it_begins_anew_the_next_time(tmp_path: Path) -> N
         # of another training
         (["last.pt"], False),
         (["*.ckpt"], False),
+        (["out/checkpoint-*"], False),
+        (["out"], False),
         (["own.pt"], True),
         (["latest.pt"], True),
         # an input, and one that the user wants
@@ -261,7 +263,10 @@ def test_a_file_of_the_users_from_before_the_training_is_none_that_it_saved(
     run = RunDirectory(tmp_path / "run").create()
     work = run.make_train().root / "script" / "work"
     work.mkdir(parents=True)
-    for name in ("last.pt", "old.ckpt", "settings.yaml"):
+    # folders are made anew
+    (tmp_path / "out" / "checkpoint-5").mkdir(parents=True)
+    (work / "out" / "checkpoint-5").mkdir(parents=True)
+    for name in ("last.pt", "old.ckpt", "settings.yaml", "out/checkpoint-5/model.safetensors"):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (1, 1))
         (work / name).symlink_to(tmp_path / name)

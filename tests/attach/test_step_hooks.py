@@ -252,11 +252,15 @@ def with_loaders() -> None:
 def with_batches_that_are_kept() -> None:
     """As of a small data set, which a script loads once."""
     model, optimizer = known()
-    batches = list(DataLoader(TensorDataset(torch.randn(6, 4)), 3))
-    for _ in range(2):
-        for (inputs,) in batches:
-            torch.autograd.backward(model(inputs).sum())
-            optimizer.step()
+    loader = DataLoader(TensorDataset(torch.randn(9, 4)), 3)
+    for (inputs,) in 2 * list(loader):
+        torch.autograd.backward(model(inputs).sum())
+        optimizer.step()
+        # a look at another data set, of batches as large
+        model.eval()
+        with torch.no_grad():
+            model(next(iter(DataLoader(TensorDataset(torch.randn(9, 4)), 3)))[0])
+        model.train()
 
 
 def with_several_steps_on_a_batch() -> None:
@@ -477,8 +481,7 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
     ),
     "with batches that are kept": (
         with_batches_that_are_kept,
-        # the first one that comes again looks as the last one does for a GAN's other optimizer
-        "ready step, begin batch batch forward 3 ready step, forward 3 ready step, ready step, forward 3 ready step",
+        "ready step, begin batch batch batch" + 6 * " forward 3 ready step, begin batch evaluation",
     ),
     "with several steps on a batch": (
         with_several_steps_on_a_batch,

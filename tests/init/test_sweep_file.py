@@ -225,6 +225,9 @@ def test_a_batch_that_the_source_does_not_tell_is_unknown_until_a_step_was_seen(
     filled, keys = fill_in(written, {"accumulation": 2, "base_batch": 16})
     assert keys == ["base_batch", "accumulation"]
     assert tomllib.loads(filled)["training"]["base_batch"] == 16
+    # by hand, beside the line that asks for it
+    mine = f"{written}base_batch = 512\n"
+    assert tomllib.loads(fill_in(mine, {"base_batch": 16})[0])["training"]["base_batch"] == 512
 
 
 def test_a_script_of_that_name_in_the_working_directory_is_not_taken(

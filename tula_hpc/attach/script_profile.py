@@ -247,8 +247,8 @@ class ScriptProfile(MeasuredSteps):
             other = ", or set workload.counted_model to the class of the one that it calls"
             raise InputError(
                 f"{name}: expected forward passes of {self._model_name()} in training mode in a step, "
-                "found none; call the model itself, as DistributedDataParallel asks too, and none of "
-                f"its methods{other if self.hooks.others else ''}"
+                "on a new batch, found none; call the model itself, as DistributedDataParallel asks "
+                f"too, and none of its methods{other if self.hooks.others else ''}"
             )
         if parts is not None and passes != parts:
             remedy = remedy_of_passes(passes, parts, batch, asked, self.env.world_size)

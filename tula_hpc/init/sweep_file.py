@@ -286,7 +286,12 @@ def fill_in(text: str, known: Mapping[str, Any]) -> tuple[str, list[str]]:
     Where a step turned out to have several passes, base_batch becomes that of a step.
     """
     keys = [key for key in required_keys(text) if key in known]
-    keys += [key for key in unknown_keys(text) if key == "base_batch" and key in known]
+    if (
+        "base_batch" in known
+        and "base_batch" in unknown_keys(text)
+        and not _has(text, "base_batch")
+    ):
+        keys.append("base_batch")
     if "accumulation" in known and not _has(text, "accumulation"):
         keys.append("accumulation")
         text = re.sub(

@@ -50,7 +50,9 @@ Given = tuple[Callable[[], object | None], int]
 
 # batches that are taken in advance; of more the first ones are forgotten
 MOST_AHEAD = 1024
-# so many steps after the end of a loader a script goes over batches that it keeps
+# one that takes more of them before it uses one keeps them
+FEW_AHEAD = 2
+# after so many steps without a new batch it goes over those that it keeps
 KEPT_STEPS = 2
 
 
@@ -142,8 +144,9 @@ class Hooks:
         self._unused: deque[tuple[int, int]] = deque(maxlen=MOST_AHEAD)
         # steps since one has taken a batch that a loader has just given out
         self._since_new = 0
-        # the loader that gave the last one has no more
-        self._is_at_end = False
+        # batches given out since the last forward pass; they have been many
+        self._in_a_row = 0
+        self._keeps_batches = False
         # the loader whose batches are this step's, by its id, 0: not known; and itself
         self._source = 0
         self._loader: Given | None = None
@@ -206,6 +209,7 @@ class Hooks:
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
         # evaluation takes no gradients; Lightning switches the mode of the inner model alone
         inner = self.inner_model or module
+        self._in_a_row = 0
         if inner.training and torch.is_grad_enabled():
             samples = self._samples_in(args, kwargs)
             alike = (key for key in reversed(self._given) if self._given[key][1] == samples)
@@ -221,7 +225,7 @@ class Hooks:
             if unused is not None:
                 self._unused.remove(unused)
                 self._since_new = 0
-            elif samples and samples == self._batch and not self._keeps_batches:
+            elif samples and samples == self._batch and not self._is_over_kept:
                 # the same batch once more, as for a GAN's other optimizer: no further part of a step
                 return
             self.listener.forward_begins(samples)
@@ -233,8 +237,8 @@ class Hooks:
             self.listener.evaluating()
 
     @property
-    def _keeps_batches(self) -> bool:
-        return self._is_at_end and self._since_new >= KEPT_STEPS
+    def _is_over_kept(self) -> bool:
+        return self._keeps_batches and self._since_new >= KEPT_STEPS
 
     def _samples_in(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
         """Return the samples of a forward pass by its arguments; 0 where these do not tell."""
@@ -284,16 +288,13 @@ class Hooks:
 
     def next_batch(self, loader: object, batch: object) -> None:
         """Note what a loader gives out."""
-        self._is_at_end = False
+        self._in_a_row += 1
+        self._keeps_batches |= self._in_a_row > FEW_AHEAD
         count = getattr(loader, "_num_yielded", 0)
         self._batch = self.pass_of(loader).items_in(batch, count) or samples_in(batch)
         self._given.pop(id(loader), None)
         self._last = self._given[id(loader)] = (weakref.ref(loader), self._batch)
         self._unused.append((_data_of(loader), self._batch))
-
-    def end_of_pass(self) -> None:
-        """Note that a loader has no more batches."""
-        self._is_at_end = True
 
     def _use_next(self) -> None:
         """Take the next batch of the loader that gave the last one, as for an evaluation."""
@@ -415,11 +416,7 @@ def _around_next(hooks: Hooks) -> None:
     def following(self: Any) -> Any:
         listener.batch_wanted()
         started = time.perf_counter()
-        try:
-            batch = original(self)
-        except StopIteration:
-            hooks.end_of_pass()
-            raise
+        batch = original(self)
         hooks.next_batch(self, batch)
         listener.batch_loaded(self, batch, time.perf_counter() - started)
         return batch

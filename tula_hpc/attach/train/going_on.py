@@ -129,8 +129,9 @@ def _look_for_saved(
         option, equals, name = argument.rpartition("=")
         named = newest_in(work, name) if "*" in name else name
         file = work / named
-        if file.exists() and file.stat().st_mtime >= began_at - FILE_CLOCK_S:
-            saved_at = max(saved_at or 0.0, file.stat().st_mtime)
+        written_at = _written_at(file)
+        if written_at >= began_at - FILE_CLOCK_S:
+            saved_at = max(saved_at or 0.0, written_at)
         elif _should_be_saved(file, name, work):
             return f"begins anew: the script has not written {named} yet", None
         resuming.append(f"{option}{equals}{named}")
@@ -142,6 +143,15 @@ def _look_for_saved(
     start.resumes = True
     start.resuming = resuming
     return f"goes on by itself, with {' '.join(resuming) or 'the same arguments'}", saved_at
+
+
+def _written_at(file: Path) -> float:
+    """Return the Unix time at which a file was written, or the newest one in a folder; 0: none is there.
+
+    A script's folder has those of the user's folder anew, with links to what stands in them.
+    """
+    files = file.rglob("*") if file.is_dir() else [file]
+    return max((each.stat().st_mtime for each in files if each.is_file()), default=0.0)
 
 
 def _should_be_saved(file: Path, name: str, work: Path) -> bool:
@@ -156,9 +166,10 @@ def _should_be_saved(file: Path, name: str, work: Path) -> bool:
         return True
     if not file.exists():
         return "/" in name
-    is_link = file.is_relative_to(work) and not file.resolve().is_relative_to(work.resolve())
-    # of another training; others of the user's are inputs, as one of settings
-    return is_link and (file.is_dir() or file.suffix in OF_WEIGHTS)
+    is_here = file.is_relative_to(work)
+    is_link = is_here and not file.resolve().is_relative_to(work.resolve())
+    # of another training; other files of the user's are inputs, as one of settings
+    return is_here if file.is_dir() else is_link and file.suffix in OF_WEIGHTS
 
 
 def _place_of(work: Path, saved_at: float | None) -> Saved | None:
