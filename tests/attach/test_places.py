@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -88,6 +89,20 @@ def test_the_rest_of_an_epoch_and_the_next_are_as_without_a_stop(name: str, pass
     assert len(found) == len(expected) > 0
     assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
     assert getattr(getattr(again, "batch_sampler", None), "sampler", None) is sampler
+
+
+class Cycle(Sampler[int]):
+    """Without an end, and so without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.cycle(range(SAMPLES))
+
+
+def test_a_sampler_without_an_end_is_led_to_its_next_sample() -> None:
+    stream = Stream(DataLoader(Noisy(), BATCH, sampler=Cycle()), Passed(7, BATCH, 1), 1)
+    # each item is its index and up to two more
+    assert (next(stream.batches) - torch.arange(6, 10)).abs().max() <= 2
+    stream.close()
 
 
 @pytest.mark.parametrize(("batch", "workers", "left"), [(2, 1, 14), (8, 1, 14), (4, 2, 18), (1, 4, 20)])

@@ -273,6 +273,15 @@ def test_what_an_epoch_does_beside_its_steps_stands_in_its_line(tmp_path: Path, 
     assert (first.test_loss, first.test_accuracy, first.evaluation_time_s is None) == (0.25, 0.5, False)
 
 
+def test_a_loss_that_is_reported_within_a_step_is_of_its_epoch(tmp_path: Path, clock: Clock) -> None:
+    told = Told(tmp_path, clock, samples=8)
+    for loss in (3.0, 2.0, 1.0):
+        told.training.forward_begins(8)
+        told.training.report({"train_loss": loss})
+        told.training.step_ends()
+    assert [row.train_loss for row in told.metrics().epochs] == [3.0, 2.0, 1.0]
+
+
 @pytest.mark.parametrize("parts", [1, 0], ids=["seen", "a first pass that nobody saw"])
 def test_a_start_lasts_until_the_first_step(tmp_path: Path, clock: Clock, parts: int) -> None:
     told = Told(tmp_path, clock, samples=16)

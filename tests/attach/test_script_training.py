@@ -253,6 +253,7 @@ def test_where_it_cannot_go_on_it_begins_anew_the_next_time(tmp_path: Path) -> N
         (["latest.pt"], True),
         # an input, and one that the user wants
         (["settings.yaml", "own.pt"], True),
+        (["conf", "own.pt"], True),
         (["{folder}/last.pt"], True),
     ],
 )
@@ -265,8 +266,10 @@ def test_a_file_of_the_users_from_before_the_training_is_none_that_it_saved(
     work.mkdir(parents=True)
     # folders are made anew
     (tmp_path / "out" / "checkpoint-5").mkdir(parents=True)
+    (tmp_path / "conf").mkdir()
     (work / "out" / "checkpoint-5").mkdir(parents=True)
-    for name in ("last.pt", "old.ckpt", "settings.yaml", "out/checkpoint-5/model.safetensors"):
+    (work / "conf").mkdir()
+    for name in ("last.pt", "old.ckpt", "settings.yaml", "out/checkpoint-5/model.safetensors", "conf/a.yaml"):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (1, 1))
         (work / name).symlink_to(tmp_path / name)

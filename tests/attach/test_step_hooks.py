@@ -264,9 +264,11 @@ def with_batches_that_are_kept() -> None:
 
 
 def with_several_steps_on_a_batch() -> None:
-    """As of a GAN's critic."""
+    """As of a GAN's critic; before them it goes through its data."""
     model, optimizer = known()
-    for (inputs,) in DataLoader(TensorDataset(torch.randn(6, 4)), 3):
+    loader = DataLoader(TensorDataset(torch.randn(9, 4)), 3)
+    torch.cat([inputs for (inputs,) in loader]).mean()
+    for (inputs,) in loader:
         for _ in range(5):
             torch.autograd.backward(model(inputs).sum())
             optimizer.step()
@@ -485,7 +487,7 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
     ),
     "with several steps on a batch": (
         with_several_steps_on_a_batch,
-        "ready step, begin batch forward 3" + 5 * " ready step," + " batch forward 3" + 5 * " ready step,",
+        "ready step, begin batch batch batch, begin" + 3 * (" batch forward 3" + 5 * " ready step,"),
     ),
     "with a batch used twice": (
         with_a_batch_used_twice,

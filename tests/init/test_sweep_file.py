@@ -14,7 +14,13 @@ from tula_hpc.config import ClusterSpec, check_together, load_sweep, load_togeth
 from tula_hpc.errors import InputError
 from tula_hpc.init.__main__ import main
 from tula_hpc.init.script_options import read_options
-from tula_hpc.init.sweep_file import fill_in, required_arguments, search_and_training, with_arguments
+from tula_hpc.init.sweep_file import (
+    fill_in,
+    required_arguments,
+    search_and_training,
+    with_arguments,
+    workers_in,
+)
 from tula_hpc.launch.slurm_command import NOT_CONFIGURED
 
 __all__ = ["commands"]
@@ -217,11 +223,12 @@ def test_the_batch_of_a_step_of_several_passes_is_filled_in_and_nothing_else_is_
 def test_a_batch_that_the_source_does_not_tell_is_unknown_until_a_step_was_seen(
     commands: Path, tmp_path: Path, text: str
 ) -> None:
-    put_site(commands, [Made("cpu")])
+    put_site(commands, [Made("gpu", nodes=6, gres="gpu:4")])
     (tmp_path / "train.py").write_text(text)
     assert main([str(tmp_path / "cluster.toml"), "--script", str(tmp_path / "train.py")]) == 0
     written = (tmp_path / "train.toml").read_text()
     assert "base_batch" not in tomllib.loads(written)["training"]
+    assert workers_in(written) == 4
     filled, keys = fill_in(written, {"accumulation": 2, "base_batch": 16})
     assert keys == ["base_batch", "accumulation"]
     assert tomllib.loads(filled)["training"]["base_batch"] == 16

@@ -63,6 +63,7 @@ from tula_hpc.init.sweep_file import (
     required_keys,
     search_and_training,
     with_arguments,
+    workers_in,
 )
 from tula_hpc.own_sources import find_module, source_of
 from tula_hpc.records import Configuration, Measurement, write_atomically
@@ -349,13 +350,13 @@ def _sweep_file(
     yield ""
     cluster = ClusterSpec(device=result["device"])
     yield from search_and_training(
-        cluster, _step_batch(result), result["accumulation"], result["samples"]
+        cluster, max(1, _step_batch(result)), result["accumulation"], result["samples"]
     )
 
 
 def _step_batch(result: Mapping[str, Any]) -> int:
-    """Return the samples of a step of the worker that was looked at."""
-    return int(result["accumulation"] * max(1, result["forward_batch"]))
+    """Return the samples of a step of the worker that was looked at; 0: no tensor tells."""
+    return int(result["accumulation"] * result["forward_batch"])
 
 
 def _complete(
@@ -365,11 +366,13 @@ def _complete(
 
     Args:
         path: The file.
-        table: What is known of the script, with `base_batch`.
+        table: What is known of the script, and `base_batch` of one worker, 0 where it is not.
         arguments: Of the run, with placeholders.
         names: Of each of its options by any of its names: the longest.
     """
-    text, keys = fill_in(path.read_text(), table)
+    text = path.read_text()
+    table = {**table, "base_batch": table["base_batch"] * workers_in(text)}
+    text, keys = fill_in(text, table)
     text, added = with_arguments(text, arguments, names)
     if keys or added:
         write_atomically(path, text)

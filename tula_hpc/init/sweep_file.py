@@ -286,11 +286,8 @@ def fill_in(text: str, known: Mapping[str, Any]) -> tuple[str, list[str]]:
     Where a step turned out to have several passes, base_batch becomes that of a step.
     """
     keys = [key for key in required_keys(text) if key in known]
-    if (
-        "base_batch" in known
-        and "base_batch" in unknown_keys(text)
-        and not _has(text, "base_batch")
-    ):
+    is_asked = "base_batch" in unknown_keys(text) and not _has(text, "base_batch")
+    if is_asked and known.get("base_batch"):
         keys.append("base_batch")
     if "accumulation" in known and not _has(text, "accumulation"):
         keys.append("accumulation")
@@ -313,6 +310,15 @@ def fill_in(text: str, known: Mapping[str, Any]) -> tuple[str, list[str]]:
             continue
         filled.append(key)
     return text, filled
+
+
+def workers_in(text: str) -> int:
+    """Return the workers of a node by the base batch that `tula init` did not know; else 1."""
+    usual = re.search(r"^# base_batch = (\d+) ", text, re.MULTILINE)
+    passes = re.search(r"^accumulation\s*=\s*(\d+)", text, re.MULTILINE)
+    if usual is None:
+        return 1
+    return max(1, int(usual[1]) // (USUAL_BATCH * int(passes[1] if passes else 1)))
 
 
 def with_arguments(

@@ -51,6 +51,13 @@ class Logged(Trainer):  # type: ignore[misc] # no types are read from transforme
         return (loss, outputs) if return_outputs else loss
 
 
+class AfterTwo(EarlyStoppingCallback):  # type: ignore[misc] # no types are read from transformers
+    """Stops after two evaluations that are not much better than the first one, as none is."""
+
+    def __init__(self) -> None:
+        super().__init__(2, early_stopping_threshold=1e9)
+
+
 def accuracy(predictions: Any) -> dict[str, float]:
     words = np.argmax(predictions.predictions[:, :-1], axis=-1)
     return {"accuracy": float((words == predictions.label_ids[:, 1:]).mean())}
@@ -100,8 +107,7 @@ def main() -> None:
         callbacks=[tula.trainer_callback()],
     )
     if options.early:
-        # nothing is so much better than the first evaluation: it stops after two more
-        trainer.add_callback(EarlyStoppingCallback(2, early_stopping_threshold=1e9))
+        trainer.add_callback(AfterTwo())
     rank = arguments.process_index
     with (options.log / f"losses-{rank}.txt").open("a") as log:
         trainer.log_file, trainer.pause_s = log, options.pause

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
         if self.found is None:
             return None
         # or early stopping would forget how long it has waited
-        trainer.args.restore_callback_states_from_checkpoint = True
+        trainer._load_callback_state = partial(_restore_callbacks, trainer)
         return str(self.found)
 
     def _save(self, folder: Path) -> None:
@@ -146,6 +146,16 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
         """Report the mean loss of the steps since the last log."""
         if self.in_epoch and "loss" in (logs or {}):
             self.keeper.report({"train_loss": (logs or {})["loss"]})
+
+
+def _restore_callbacks(trainer: Any) -> None:
+    """Give a Trainer's callbacks what its checkpoint has of them; by itself it would make new ones."""
+    for name, saved in trainer.state.stateful_callbacks.items():
+        given = [each for each in trainer.callback_handler.callbacks if type(each).__name__ == name]
+        # of several of a class a list
+        states = saved if isinstance(saved, list) else [saved]
+        for callback, state in zip(given, states, strict=False):
+            vars(callback).update(state.get("attributes", {}))
 
 
 def _train_no_further(trainer: Any) -> None:

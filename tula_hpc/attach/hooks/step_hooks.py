@@ -144,7 +144,7 @@ class Hooks:
         self._unused: deque[tuple[int, int]] = deque(maxlen=MOST_AHEAD)
         # steps since one has taken a batch that a loader has just given out
         self._since_new = 0
-        # batches given out since the last forward pass; they have been many
+        # batches given out since a pass, of the model or of a loader; they have been many
         self._in_a_row = 0
         self._keeps_batches = False
         # the loader whose batches are this step's, by its id, 0: not known; and itself
@@ -209,6 +209,7 @@ class Hooks:
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
         # evaluation takes no gradients; Lightning switches the mode of the inner model alone
         inner = self.inner_model or module
+        in_a_row = self._in_a_row
         self._in_a_row = 0
         if inner.training and torch.is_grad_enabled():
             samples = self._samples_in(args, kwargs)
@@ -225,6 +226,8 @@ class Hooks:
             if unused is not None:
                 self._unused.remove(unused)
                 self._since_new = 0
+                # one by one again, as after statistics of the data
+                self._keeps_batches &= not 0 < in_a_row <= FEW_AHEAD
             elif samples and samples == self._batch and not self._is_over_kept:
                 # the same batch once more, as for a GAN's other optimizer: no further part of a step
                 return
@@ -310,6 +313,7 @@ class Hooks:
         self._passes.pop(loader, None)
         # the id may have been that of an iterator that is gone
         self._gave.discard(id(loader))
+        self._in_a_row = 0
         self.listener.loading_begins(loader)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> Any:

@@ -129,7 +129,7 @@ def _look_for_saved(
         option, equals, name = argument.rpartition("=")
         named = newest_in(work, name) if "*" in name else name
         file = work / named
-        written_at = _written_at(file)
+        written_at = _written_at(file, work)
         if written_at >= began_at - FILE_CLOCK_S:
             saved_at = max(saved_at or 0.0, written_at)
         elif _should_be_saved(file, name, work):
@@ -145,13 +145,15 @@ def _look_for_saved(
     return f"goes on by itself, with {' '.join(resuming) or 'the same arguments'}", saved_at
 
 
-def _written_at(file: Path) -> float:
+def _written_at(file: Path, work: Path) -> float:
     """Return the Unix time at which a file was written, or the newest one in a folder; 0: none is there.
 
     A script's folder has those of the user's folder anew, with links to what stands in them.
     """
-    files = file.rglob("*") if file.is_dir() else [file]
-    return max((each.stat().st_mtime for each in files if each.is_file()), default=0.0)
+    if not file.is_dir() or file.is_symlink() or not file.is_relative_to(work):
+        return file.stat().st_mtime if file.exists() else 0.0
+    files = (each for each in file.rglob("*") if each.is_file())
+    return max((each.stat().st_mtime for each in files), default=0.0)
 
 
 def _should_be_saved(file: Path, name: str, work: Path) -> bool:
@@ -160,16 +162,21 @@ def _should_be_saved(file: Path, name: str, work: Path) -> bool:
     Args:
         file: That an argument names.
         name: The same as the argument has it. An option or a word is no file.
-        work: The script's folder, with links to what stands in the user's.
+        work: The script's folder.
     """
     if "*" in name:
         return True
     if not file.exists():
         return "/" in name
-    is_here = file.is_relative_to(work)
-    is_link = is_here and not file.resolve().is_relative_to(work.resolve())
-    # of another training; other files of the user's are inputs, as one of settings
-    return is_here if file.is_dir() else is_link and file.suffix in OF_WEIGHTS
+    if not file.is_relative_to(work):
+        return False
+    # of another training; others of the user's are inputs, as one of settings
+    files = file.rglob("*") if file.is_dir() else [file]
+    return any(each.suffix in OF_WEIGHTS and not _is_within(each, work) for each in files)
+
+
+def _is_within(file: Path, work: Path) -> bool:
+    return file.resolve().is_relative_to(work.resolve())
 
 
 def _place_of(work: Path, saved_at: float | None) -> Saved | None:

@@ -182,8 +182,9 @@ class Stream:
         indexed: DataLoader[Any] | None = None
         if _is_indexed(loader) and not (is_same and loader.num_workers):
             indexed = loader
-            # after the last batch its sampler may draw once more
-            length = len(loader) + 1
+            if length is not None:
+                # after the last batch its sampler may draw once more
+                length += 1
         if is_plain and is_same and length is not None and passed.batches >= length:
             return iter(())
         if indexed is not None:

@@ -476,7 +476,7 @@ class ScriptTraining(Mode):
                 )
             elif math.isfinite(float(value)):
                 self.progress.reported[name] = as_share(name, float(value))
-        if not self.is_kept and self.progress.step == self._written > 0:
+        if not self.is_kept and not self.is_open and self.progress.step == self._written > 0:
             # a script that evaluates after an epoch's last step
             self.add_to_last_epoch()
 
