@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tula_hpc.attach.hangs import answer_where
-from tula_hpc.attach.reporting import ChildSpec, Mode, leave
+from tula_hpc.attach.reporting import ChildSpec, Mode, kill_daemons, leave
 from tula_hpc.env import be_child_of, loading_libraries
 from tula_hpc.launch.job_specs import resolve
 from tula_hpc.records import parse_record
@@ -55,6 +55,7 @@ def _run(mode: Mode) -> int:
     mode.say(said)
     if mode.spec.mode != "train":
         leave(0 if said.state == "done" else 1)
+    kill_daemons()
     return code
 
 

@@ -184,12 +184,16 @@ def leave(code: int) -> NoReturn:
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-        for process in active_children():
-            # as Python does at its end; a loader's would notice it after seconds
-            if process.daemon:
-                process.kill()
+        kill_daemons()
     finally:
         os._exit(code)
+
+
+def kill_daemons() -> None:
+    """End processes as Python does at its own end, where those of loaders may not heed its TERM."""
+    for process in active_children():
+        if process.daemon:
+            process.kill()
 
 
 class Mode(Listener):

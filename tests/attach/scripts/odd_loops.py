@@ -59,6 +59,8 @@ def is_first_time() -> bool:
 
 
 first, second = loader(), loader()
+if options.case == "persistent":
+    first = DataLoader(data, options.batch_size, shuffle=True, num_workers=1, persistent_workers=True)
 if options.case == "apart":
     second = loader(torch.Generator().manual_seed(6))
 if options.case == "phases":
@@ -110,6 +112,10 @@ elif options.case == "early":
         if epoch == 2:
             break
     tula.report(test_loss=0.5)
+elif options.case == "persistent":
+    for _ in tula.epochs(options.epochs):
+        for batch in tula.batches(first):
+            train(*batch)
 elif options.case == "late":
     for epoch in tula.epochs(options.epochs):
         for batch in tula.batches(first):

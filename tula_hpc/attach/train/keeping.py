@@ -27,6 +27,7 @@ from tula_hpc.attach.train.loaders import (
     random_state,
     set_generator_states,
     set_random_state,
+    start_processes,
 )
 from tula_hpc.attach.train.peers import NothingOfItsOwn, Peers, state_of
 from tula_hpc.attach.train.script_training import ScriptProgress, ScriptTraining
@@ -260,7 +261,7 @@ class Keeper(SafePoints):
         """Note that an epoch begins, or the rest of one. Collective."""
         self._begin()
         self.in_epoch, self._stepped = True, self.progress.step
-        self._mark()
+        self.marked = time.perf_counter()
 
     def open(self, loader: Iterable[Any], around: Iterable[Any]) -> Stream:
         """Begin to go through a loader, in an epoch that was interrupted where it stopped.
@@ -311,6 +312,8 @@ class Keeper(SafePoints):
 
     def _stream(self, loader: Iterable[Any], around: Iterable[Any] | None = None) -> Stream:
         progress, passed = self.progress, None
+        if progress.epoch and progress.restarts:
+            start_processes(loader)
         if "loader" in self.found:
             set_random_state(self.found.pop("loader"), loader)
             passed = Passed(progress.batches, progress.batch_size, progress.workers)
@@ -331,7 +334,7 @@ class Keeper(SafePoints):
         progress.batch_size, progress.workers = size, workers
 
     def _each(self, batches: Iterator[Any]) -> Iterator[Any]:
-        self._mark()
+        self.marked = time.perf_counter()
         for batch in batches:
             before = self.progress.step
             self.has_empty_epoch = False
@@ -377,7 +380,7 @@ class Keeper(SafePoints):
         if decision.stop:
             self.steps.leave_stopped()
         self.steps.look(decision.shared, self.worker)
-        self._mark()
+        self.marked = time.perf_counter()
 
     def _look_once_more(self) -> None:
         """Obey a stop after the batches and their end, which counts as one; long work may follow."""
@@ -387,9 +390,6 @@ class Keeper(SafePoints):
             self.progress.stopped = True
             self.save(wait=True)
             self.steps.leave_stopped()
-
-    def _mark(self) -> None:
-        self.marked = time.perf_counter()
 
     def _begin(self) -> None:
         """Meet the other workers and, if the script was resumed, agree on that. Collective."""

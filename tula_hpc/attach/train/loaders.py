@@ -217,6 +217,17 @@ def _begun(loader: Iterable[Any]) -> Iterator[Any]:
         return iter(loader)
 
 
+def start_processes(loader: object) -> None:
+    """Start the processes that a loader keeps, which take a random number, as if it had them by now."""
+    for each in getattr(loader, "flattened", [getattr(loader, "base_dataloader", loader)]):
+        if isinstance(each, DataLoader) and each.persistent_workers and each._iterator is None:
+            before = random_state(each)
+            with stop_signals_blocked():
+                # not accelerate's, which is a generator
+                DataLoader.__iter__(each)
+            set_random_state(before, each)
+
+
 def _is_indexed(loader: object) -> TypeGuard[DataLoader[Any]]:
     """Tell whether a loader cuts a sampler's indices into batches, as torch's own do by default."""
     return (
