@@ -258,13 +258,13 @@ def about_method(chosen: Candidate, sweep: SweepSpec) -> list[str]:
             f"the batch is {times:,.3g} times training.base_batch ({training.base_batch:,}), "
             f'which may cost accuracy, {why} (training.method = "{training.method}"); {remedy}'
         ]
-    if sweep.training.method == "polo":
+    if training.method == "polo":
         return [
             "times and costs are those of an all-reduce in each step, and post-local SGD has few "
             "after its first epochs: several workers are faster and cheaper than predicted, and "
             "more of them may be worth while"
         ]
-    scales = sweep.training.method in ("ags", "static")
+    scales = training.method in ("ags", "static")
     if not scales or sweep.workload.optimizer != "adamw" or sweep.scale_applies_to == "update":
         return []
     why = "AdamW divides gradients by their own size, so that a factor before it hardly acts"

@@ -249,6 +249,7 @@ def test_where_it_cannot_go_on_it_begins_anew_the_next_time(tmp_path: Path) -> N
         (["*.ckpt"], False),
         (["out/checkpoint-*"], False),
         (["out"], False),
+        (["gone/last.pt"], False),
         (["own.pt"], True),
         (["latest.pt"], True),
         # an input, and one that the user wants
@@ -285,6 +286,10 @@ def test_a_file_of_the_users_from_before_the_training_is_none_that_it_saved(
     assert start.resumes == goes_on == how.startswith("goes on"), how
     # by own.pt
     assert (saved_at is not None) == goes_on
+    # without events nothing is known to be older
+    run.events_file.unlink()
+    how, _ = _look_for_saved(Start(), job, work, is_first=False)
+    assert how.startswith("goes on") == (named != ["gone/last.pt"])
 
 
 def test_at_its_time_limit_it_does_not_begin_anew_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,13 +124,15 @@ def _look_for_saved(
         return f"begins anew: {why}", None
     saved_at: float | None = None
     resuming = []
-    began_at = min(job.submitted_at for job in run.history().submissions("train"))
+    submitted = (job.submitted_at for job in run.history().submissions("train"))
+    # where events were lost nothing is known to be older
+    began_at = min(submitted, default=0.0)
     for argument in filled(given, values_of(job.sweep, job.configuration, work)):
         option, equals, name = argument.rpartition("=")
         named = newest_in(work, name) if "*" in name else name
         file = work / named
         written_at = _written_at(file, work)
-        if written_at >= began_at - FILE_CLOCK_S:
+        if written_at and written_at >= began_at - FILE_CLOCK_S:
             saved_at = max(saved_at or 0.0, written_at)
         elif _should_be_saved(file, name, work):
             return f"begins anew: the script has not written {named} yet", None
