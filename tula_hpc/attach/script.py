@@ -170,6 +170,24 @@ def remedy_of_passes(passes: int, parts: int, batch: int, asked: int | None, wor
     )
 
 
+def why_no_passes(model: str, *, has_repeated: bool, has_others: bool) -> str:
+    """Return the reason why no forward pass counts, and advice.
+
+    Args:
+        model: Class of the model that counts.
+        has_repeated: There were passes, of a batch that had had one.
+        has_others: Another model has an optimizer.
+    """
+    if has_repeated:
+        return "its steps all pass over one batch; expected a new one from the loader in each step"
+    other = ", or set workload.counted_model to the class of the one that it calls"
+    return (
+        f"expected forward passes of {model} in training mode in a step, found none; call the model "
+        "itself, as DistributedDataParallel asks too, and none of its methods"
+        f"{other if has_others else ''}"
+    )
+
+
 def lr_scale(sweep: SweepSpec, global_batch: int) -> float:
     """Return the factor of the learning rate from training.base_batch to a batch.
 

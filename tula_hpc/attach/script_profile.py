@@ -40,6 +40,7 @@ from tula_hpc.attach.script import (
     remedy_of_passes,
     typical_batch,
     watch_parsers,
+    why_no_passes,
 )
 from tula_hpc.batches import LoaderPass
 from tula_hpc.config import ClusterSpec, SearchSpec
@@ -243,13 +244,10 @@ class ScriptProfile(MeasuredSteps):
         parts = self.settings.accumulation
         batch = typical_batch(self.forward_samples, asked)
         if passes == 0:
-            # where another model has an optimizer
-            other = ", or set workload.counted_model to the class of the one that it calls"
-            raise InputError(
-                f"{name}: expected forward passes of {self._model_name()} in training mode in a step, "
-                "on a new batch, found none; call the model itself, as DistributedDataParallel asks "
-                f"too, and none of its methods{other if self.hooks.others else ''}"
-            )
+            others = bool(self.hooks.others)
+            repeated = self.hooks.has_repeated
+            why = why_no_passes(self._model_name(), has_repeated=repeated, has_others=others)
+            raise InputError(f"{name}: {why}")
         if parts is not None and passes != parts:
             remedy = remedy_of_passes(passes, parts, batch, asked, self.env.world_size)
             raise InputError(

@@ -153,6 +153,16 @@ def calls_a_method() -> None:
         optimizer.step()
 
 
+def keeps_its_batch() -> None:
+    """As a first trial of a model: it shall fit a single batch."""
+    model, optimizer = build()
+    batch = next(iter(DataLoader(torch.randn(8 * BATCH, 8), BATCH)))  # type: ignore[arg-type] # as torch takes it
+    while True:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+
 def has_two_optimizers() -> None:
     """As a GAN: a small model with an optimizer of its own beside the large one."""
     model, optimizer = build()
@@ -281,6 +291,7 @@ WAYS: dict[str, Callable[[], object]] = {
     "changes by hand": changes_by_hand,
     "has sparse gradients": has_sparse_gradients,
     "calls a method": calls_a_method,
+    "keeps its batch": keeps_its_batch,
     "gives batches": gives_batches,
     "has a loss of two passes": has_a_loss_of_two_passes,
     "calls layers": lambda: trains(LayerByLayer()),

@@ -112,6 +112,7 @@ class Hooks:
         optimizer: The optimizer whose steps count, None before its first step.
         others: Optimizers whose steps do not count.
         backward: Backward passes so far.
+        has_repeated: A pass took the batch of the one before, and did not count.
         further_steps: Steps of those others since the last one that counts, as of another training.
 
     Args:
@@ -125,6 +126,7 @@ class Hooks:
         self.inner_model: nn.Module | None = None
         self.optimizer: Optimizer | None = None
         self.others: list[Optimizer] = []
+        self.has_repeated = False
         self.further_steps = 0
         self._forward_hook: Any = None
         self.backward = BackwardPasses(listener.changes_by_hand)
@@ -230,6 +232,7 @@ class Hooks:
                 self._keeps_batches &= not 0 < in_a_row <= FEW_AHEAD
             elif samples and samples == self._batch and not self._is_over_kept:
                 # the same batch once more, as for a GAN's other optimizer: no further part of a step
+                self.has_repeated = True
                 return
             self.listener.forward_begins(samples)
         elif inner.training and self.is_of_steps(self._last[0]()):
