@@ -98,6 +98,19 @@ def test_a_preempted_job_uses_up_no_attempt_of_another_failure() -> None:
     assert jobs_until_given_up(STUDY_TABLE, Failure.TIMED_OUT, interrupted=2) == 7
 
 
+def test_a_preempted_job_of_an_earlier_command_is_none_of_this_ones() -> None:
+    events = [
+        Event(time=time, event=name, stage="train", job_id=job, failure=failure, data={"label": "a"})
+        for time, name, job, failure in (
+            (1.0, "submitted", "1", None),
+            (3.0, "ended", "1", Failure.PREEMPTED),
+            (4.0, "submitted", "2", None),
+            (5.0, "ended", "2", Failure.CANCELLED),
+        )
+    ]
+    assert PLAN_TABLE.judge(RunHistory(events), "a", JobFailure(Failure.CANCELLED), since=2.0) is Verdict.GIVE_UP
+
+
 @pytest.mark.parametrize("policy", [PLAN_TABLE, STUDY_TABLE])
 @pytest.mark.parametrize("stop", [None, *StopReason])
 def test_a_training_whose_requeues_are_used_up_is_given_up_but_by_a_new_command(

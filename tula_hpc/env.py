@@ -37,7 +37,8 @@ PR_SET_CHILD_SUBREAPER = 36
 LONGEST_START_S = 3600.0
 # in a submission's folder: workers show each other that they know it before they meet
 SECRET_FILE = "secret"  # noqa: S105 - the file's name
-USERS_DEFAULTS = ("account", "clusters", "constraint", "partition", "qos", "reservation", "wckey")
+# not the clusters: squeue and the others heed SLURM_CLUSTERS alone, and would look elsewhere
+USERS_DEFAULTS = ("account", "constraint", "partition", "qos", "reservation", "wckey")
 
 
 def unix_time() -> float:
@@ -101,7 +102,6 @@ def join_job() -> WorkerEnvironment:
 
     begin_process()
     job = JobEnvironment()
-    _end_with_controller()
     if not _started_by_slurm():
         # sockets of gloo and NCCL have no authentication; workers on one machine need no network
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -144,10 +144,24 @@ def be_controller() -> None:
     os.environ[CONTROLLER] = str(os.getpid())
 
 
-def _end_with_controller() -> None:
-    # A worker that outlives the controller of its local job would train beside the next job's.
-    if os.environ.get(CONTROLLER) == str(os.getppid()):
+def end_with_controller() -> None:
+    """End with the controller of this worker's job on this machine, if it is of one.
+
+    A worker that outlives it would train beside the next job's.
+
+    Raises:
+        SystemExit: It is gone already.
+    """
+    controller = os.environ.get(CONTROLLER)
+    if controller is None:
+        return
+    # in a container the runtime stands between them
+    if controller == str(os.getppid()):
         _end_with_parent()
+    try:
+        os.kill(int(controller), 0)
+    except ProcessLookupError:
+        raise SystemExit("the controller of this job is gone") from None
 
 
 def _end_with_parent() -> None:

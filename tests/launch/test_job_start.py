@@ -16,12 +16,12 @@ from submitit.core.utils import UncompletedJobError
 
 from tests.batch_scripts import FewLines
 from tula_hpc.config import ClusterSpec
-from tula_hpc.env import SETUP_FAILED, SETUP_WORDS
+from tula_hpc.env import CONTROLLER, SETUP_FAILED, SETUP_WORDS
 from tula_hpc.errors import PreemptedError
 from tula_hpc.launch.diagnosis import telling_line
 from tula_hpc.launch.job_files import SETUP_FILE, WHAT_TO_DO
 from tula_hpc.launch.job_specs import Requeueable
-from tula_hpc.launch.job_start import Requeue
+from tula_hpc.launch.job_start import Requeue, main
 from tula_hpc.launch.launcher import Launcher
 from tula_hpc.records import RunDirectory
 
@@ -172,12 +172,24 @@ def test_a_batch_script_refuses_a_setup_that_was_not_submitted(
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_worker_whose_controller_was_killed_while_it_started_does_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait(60)
+    monkeypatch.setenv(CONTROLLER, str(gone.pid))
+    with pytest.raises(SystemExit, match="the controller of this job is gone"):
+        main([str(tmp_path), "0", "x"])
+
+
 def test_a_setup_command_that_fails_is_named_in_the_log_without_its_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harmless = ["[ -e /nowhere ] && echo there", "if false; then echo no; fi", "f() { false; true; }; f"]
     setup = [*harmless, "no-conda activate --token=x", "false"]
     there = FewLines(tmp_path, monkeypatch, setup=setup)
+    # of a job that submits this one
+    monkeypatch.setenv(SETUP_FAILED, "`module …` is not of this job")
     there.submit(keep(tmp_path / "kept", SETUP_FAILED))
     code, said = there.run()
     assert code == 0

@@ -383,7 +383,7 @@ def test_what_a_job_submits_does_not_inherit_the_job(monkeypatch: pytest.MonkeyP
 def test_sbatch_follows_the_script_and_not_the_users_variables_unless_the_script_is_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("PARTITION", "ACCOUNT", "JOB_NAME", "TIMELIMIT", "ARRAY_INX", "WAIT"):
+    for name in ("PARTITION", "ACCOUNT", "JOB_NAME", "TIMELIMIT", "ARRAY_INX", "WAIT", "CLUSTERS"):
         monkeypatch.setenv(f"SBATCH_{name}", "mine")
     with outside_of_job(["partition", "job_name", "time"]):
         assert {name for name in os.environ if name.startswith("SBATCH_")} == {"SBATCH_ACCOUNT"}

@@ -322,6 +322,23 @@ def test_a_refusal_after_a_late_acceptance_is_of_a_second_job(tmp_path: Path, mo
     assert len(attempts) == 2
 
 
+def test_of_two_jobs_that_were_accepted_late_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither sbatch has an answer; the first job is found, and the second one while it is waited for."""
+    script = tmp_path / "job.sh"
+    script.write_text("#!/bin/bash\n")
+    looks, cancelled = iter([[], ["77"], ["77", "78"]]), []
+
+    def sbatch(_command: list[str], _: float) -> slurm_command.Done:
+        raise LaunchError("sbatch: timed out")
+
+    monkeypatch.setattr(slurm_executor, "run", sbatch)
+    monkeypatch.setattr(slurm_executor, "submissions_named", lambda _, **__: next(looks))
+    monkeypatch.setattr(slurm, "cancel", cancelled.append)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    assert slurm_executor.submit_once(script, "mine") == "77"
+    assert cancelled == [["78"]]
+
+
 def test_a_refused_requeue_is_not_tried_again(commands: Path) -> None:
     put_commands(commands)
     words = "Requested operation is presently disabled for job 12"

@@ -183,6 +183,8 @@ def test_the_controller_tells_an_end_of_which_accounting_has_not_heard(
         (REQUEUED, Leaving.PREEMPTED),
         (CANCELLED.replace("JobState=CANCELLED", "JobState=COMPLETING"), Leaving.CANCELLED),
         (CANCELLED.replace("JobState=CANCELLED", "JobState=RUNNING"), None),
+        # at its time limit
+        (CANCELLED.replace("JobState=CANCELLED", "JobState=COMPLETING").replace("Reason=None", "Reason=TimeLimit"), None),
         (CANCELLED.replace("my job", "my JobState=RUNNING job"), Leaving.CANCELLED),
         ("", None),
         (None, None),
@@ -235,7 +237,17 @@ def test_the_largest_array_is_read_or_slurms_own(
 
 
 def test_runs_are_read_from_accounting(answer: Callable[[Answers], None]) -> None:
-    answer({"sacct": "12|x-a|PREEMPTED|3|2\n12|x-a|CANCELLED by 1000|70|2\n12_[1-3]|x-a|PENDING|0|2\n13|y|FAILED||1\n"})
-    runs = accounted_runs({"12", "13"}, name_prefix="x", since=0.0, timeout_s=5)
+    waited = "14_[1-3%1]|x-a|CANCELLED by 0|0|2"
+    answer({"sacct": f"12|x-a|PREEMPTED|3|2\n12|x-a|CANCELLED by 1000|70|2\n{waited}\n13|y|FAILED||1\n"})
+    runs = accounted_runs({"12", "13", "14_2"}, name_prefix="x", since=0.0, timeout_s=5)
     assert [(run.state, run.node_seconds) for run in runs["12"]] == [("PREEMPTED", 6.0), ("CANCELLED", 140.0)]
-    assert runs.keys() == {"12"}
+    assert [run.state for run in runs["14_2"]] == ["CANCELLED"]
+    assert runs.keys() == {"12", "14_2"}
+
+
+def test_tasks_that_were_cancelled_while_they_waited_are_found_in_accounting(answer: Callable[[Answers], None]) -> None:
+    answer({"sacct": "14_0|CANCELLED by 0|0:0\n14_0.batch|FAILED|1:0\n14_[1-3%1]|CANCELLED by 0|0:0\n", "scontrol": ""})
+    found = slurm.steps(["14_0", "14_2"])
+    assert [row.job_id for row in found["14_0"]] == ["14_0", "14_0.batch"]
+    assert [(row.job_id, row.state) for row in found["14_2"]] == [("14_2", "CANCELLED")]
+    assert classify(found["14_2"], "") is Failure.CANCELLED

@@ -109,6 +109,19 @@ def test_a_failing_search_ends_the_job_but_not_what_it_measured(tmp_path: Path) 
     assert (notes(of)[-1].note, notes(of)[-1].detail) == ("ended", "no")
 
 
+def test_a_job_that_cannot_ask_for_a_scripts_passes_fails_by_its_first_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise StageError("no")
+
+    monkeypatch.setattr("tula_hpc.profiling.work_queue.ask_passes", fail)
+    of = job(tmp_path)
+    with pytest.raises(StageError, match="no"):
+        work_off(of, answers())
+    assert died_of(LIST, of.output) == LIST[0]
+
+
 def test_nothing_is_begun_that_the_time_limit_would_cut(tmp_path: Path) -> None:
     assert work_off(job(tmp_path, minutes=1), answers(MORE), elapsed_s=40.0) == [LIST[0]]
     assert died_of(LIST, tmp_path / "n2-0.jsonl") is None  # the rest is proposed again, not held against the job

@@ -28,9 +28,10 @@ from tula_hpc.records import (
     notes_file,
 )
 from tula_hpc.stages.batches_that_fit import Estimate, none_fits, out_of_memory
-from tula_hpc.stages.context import LineProgress, Sweep
+from tula_hpc.stages.context import LineProgress, Sweep, stage_progress
 from tula_hpc.stages.profile import (
     _broken_rounds,
+    _profile_part,
     _record_end,
     _trusted_batch,
     allocated_nodes,
@@ -172,12 +173,34 @@ TOO_LARGE = FOOTPRINT.model_copy(
 )
 
 
+@pytest.mark.parametrize(("pack", "after"), [("auto", [[], [], ["1"]]), ("never", [[], ["1"], ["2"]])])
+def test_no_more_jobs_run_at_a_time_than_are_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: str, after: list[list[str]]
+) -> None:
+    """A packed size is one job; else the tasks of an array keep to it, and the next array waits."""
+    asked: list[list[str]] = []
+    part = part_with_limit(tmp_path)
+    part = part._replace(spec=spec(pack=pack), cluster=slurm(array_parallelism=2))
+
+    def submit(_launcher: object, _jobs: object, **how: Any) -> list[Submitted]:
+        asked.append(how["after"])
+        return [Submitted(str(len(asked)), tmp_path)]
+
+    rounds = iter([PROPOSED, []])
+    monkeypatch.setattr("tula_hpc.stages.profile.propose_on", lambda *_: next(rounds))
+    monkeypatch.setattr("tula_hpc.stages.profile._settle", lambda *_: [])
+    monkeypatch.setattr("tula_hpc.launch.launcher.Launcher.submit", submit)
+    with stage_progress("profiling") as progress:
+        _profile_part(part, progress, None)
+    assert asked == after
+
+
 def test_where_no_batch_fits_nothing_is_submitted_unless_the_estimate_is_not_wanted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submitted: list[tuple[Configuration, ...]] = []
     monkeypatch.setattr("tula_hpc.stages.profile.estimate", lambda *_, **__: Estimate(TOO_LARGE))
-    monkeypatch.setattr("tula_hpc.stages.profile._submit", lambda _, group, __: submitted.append(group))
+    monkeypatch.setattr("tula_hpc.stages.profile._submit", lambda _, group, *__: submitted.append(group))
     sweep = part_with_limit(tmp_path)
     with pytest.raises(InputError) as refused:
         profile_stage(sweep)

@@ -1131,13 +1131,21 @@ def test_a_training_that_is_tried_again_has_not_failed_for_good(
     write_atomically(run.cluster_file, CLUSTER_TOML)
     label = "study/lbt-b256-s0"
     run.train(label).result_file.unlink()
-    for attempt in range(1, allowed + 1):
-        submit(run, str(attempt), "train", label=label)
-        run.log_event("failed", "train", job_id=str(attempt), failure=failure, detail="x", data={"label": label})
-        with run.locked():
+
+
+    def fail(job_id: str) -> None:
+        submit(run, job_id, "train", label=label)
+        run.log_event("failed", "train", job_id=job_id, failure=failure, detail="x", data={"label": label})
+
+    # of an earlier command
+    fail("9")
+    time.sleep(0.05)
+    with run.locked():
+        for attempt in range(1, allowed + 1):
+            fail(str(attempt))
             study = status.status_of(run.root).study
-        assert study is not None
-        assert study.failed == int(attempt == allowed)
+            assert study is not None
+            assert study.failed == int(attempt == allowed)
     assert status.main([str(run.root)]) == 1
 
 
@@ -1158,6 +1166,22 @@ def test_every_run_of_a_requeued_job_is_paid_for(tmp_path: Path, cluster: FakeSl
     assert cost.train.node_hours == pytest.approx(3.0)
     assert cost.cost == pytest.approx(3.0 * 2.48), "the cluster file's price"
     assert cost.node_hours == pytest.approx(3.0)
+
+
+def test_accounting_that_lacks_a_job_of_the_training_is_not_the_whole_cost(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = new_run(tmp_path / "run")
+    for job_id in ("7", "8"):
+        submit(run, job_id, "train")
+        run.log_event("ended", "train", job_id=job_id, failure=Failure.PREEMPTED)
+    run.make_train()
+    step = StepMetrics(step=9, samples_seen=9, epoch=0.1, loss=1.0, lr=0.1, step_time_s=99.0)
+    append_record(run.train("main").metrics_file, step)
+    known = ["7|tula-cifar100-vgg11-train-abcdef|PREEMPTED|3600|2", "8|tula-cifar100-vgg11-train-abcdef|PREEMPTED|60|2"]
+    for accounted, source in ((known, "sacct"), (known[1:], "steps")):
+        cluster.accounted = accounted
+        cost = status.status_of(run.root).cost.train
+        assert cost is not None
+        assert cost.source == source
 
 
 def test_profiling_is_paid_until_now_while_it_runs(tmp_path: Path, cluster: FakeSlurm) -> None:

@@ -18,7 +18,7 @@ from submitit import JobEnvironment
 from submitit.core.logger import get_logger
 from submitit.core.utils import UncompletedJobError
 
-from tula_hpc.env import enter_submission
+from tula_hpc.env import end_with_controller, enter_submission
 from tula_hpc.errors import LaunchError, PreemptedError
 from tula_hpc.launch import slurm
 from tula_hpc.launch.job_files import RequeuePaths, load_pickle, with_time_outs_left
@@ -32,6 +32,8 @@ def main(arguments: Sequence[str]) -> None:
     Raises:
         SystemExit: The pickle is not the one that was submitted.
     """
+    # torch's import alone takes seconds
+    end_with_controller()
     folder, index, sha256 = arguments
     enter_submission(folder)
     env, logger = JobEnvironment(), get_logger()

@@ -302,7 +302,7 @@ def queue(job_ids: Iterable[str], timeout_s: float = COMMAND_TIMEOUT_S) -> dict[
 
 
 def _ids_shown(shown: str, wanted: Collection[str]) -> list[str]:
-    """Return the wanted ids in squeue's id, which may be a range of tasks that wait together."""
+    """Return the wanted ids in squeue's or sacct's id, which may be tasks that waited together."""
     match = _TASKS.fullmatch(shown)
     if match is None:
         return [shown] if shown in wanted else []
@@ -346,11 +346,10 @@ def steps(job_ids: Sequence[str]) -> dict[str, list[StepState]]:
     wanted = set(job_ids)
     found: dict[str, list[StepState]] = {}
     for step_id, state, exit_code in _rows(text, 3):
-        job_id = step_id.partition(".")[0]
-        if job_id in wanted:
-            found.setdefault(job_id, []).append(
-                StepState(step_id, state.partition(" ")[0], exit_code)
-            )
+        shown, dot, step = step_id.partition(".")
+        for job_id in _ids_shown(shown, wanted):
+            row = StepState(f"{job_id}{dot}{step}", state.partition(" ")[0], exit_code)
+            found.setdefault(job_id, []).append(row)
     for job_id in job_ids:
         rows = found.get(job_id, [])
         is_known = any(row.job_id == job_id and JobState(row.state, "").is_over for row in rows)
@@ -384,10 +383,11 @@ def leaving(job_id: str, timeout_s: float = REQUEUE_TIMEOUT_S) -> Leaving | None
     """Return why the job of a running process is on its way out, or None if it is not.
 
     TERM comes for several reasons. A job that is preempted or near its time limit is still RUNNING
-    during its grace time.
+    during its grace time. At the limit itself it is not, and only the reason tells.
     """
     fields = _job_fields(job_id, timeout_s)
-    if fields.get("JobState", "RUNNING") == "RUNNING":
+    is_running = fields.get("JobState", "RUNNING") == "RUNNING"
+    if is_running or fields.get("Reason") == "TimeLimit":
         # also where it is unknown: a needless requeue does less harm than lost work
         return None
     # a job that is being requeued shows no time of a preemption, but its next restart
@@ -489,8 +489,10 @@ def accounted_runs(
         fields = line.split("|")
         if len(fields) != len(FIELDS):
             continue
-        job_id, name, state, elapsed, nodes = fields
-        if job_id in job_ids and name.startswith(name_prefix):
+        shown, name, state, elapsed, nodes = fields
+        if not name.startswith(name_prefix):
+            continue
+        for job_id in _ids_shown(shown, job_ids):
             elapsed_s = float(count_in(elapsed) or 0)
             run = AccountedRun(job_id, state.partition(" ")[0], elapsed_s, count_in(nodes) or 0)
             found.setdefault(job_id, []).append(run)

@@ -325,7 +325,7 @@ def submit_once(script: Path, name: str) -> str:
         if time.monotonic() >= ends:
             break
         if attempt and (found := submissions_named(name)):
-            return found[0]
+            return _only(found[0], name, attempts=attempt)
         try:
             with outside_of_job(options):
                 done = run(["sbatch", str(script)], SUBMIT_S)
@@ -334,38 +334,42 @@ def submit_once(script: Path, name: str) -> str:
         except LaunchError as error:
             done = Done(-1, "", str(error))
         if done.code == 0:
-            return _accepted(done.stdout, name, is_first=attempt == 0)
+            return _only(_accepted(done.stdout, name), name, attempts=attempt + 1)
         words = _PREFIX.sub("", _last_line(done.complaint))
         # where sbatch was killed, nobody has refused anything
         refusal = _refusal(done.complaint) if done.code > 0 else None
         if refusal is not None:
-            # perhaps of a second job, as the first was accepted late
+            # perhaps of another job, as an earlier one was accepted late
             if attempt and (found := submissions_named(name)):
-                return found[0]
+                return _only(found[0], name, attempts=attempt)
             raise refusal(f"{NO[refusal]}: {_explained(words, done.complaint)}")
         slurm.say(f"sbatch: {words}; looking for the job, then trying again")
         time.sleep(pause_s)
     if found := submissions_named(name):
-        return found[0]
+        return _only(found[0], name, attempts=attempt)
     silence = slurm.unreached(LaunchError(f"sbatch: {words}"))
     raise LaunchError(f"the Slurm controller accepts no job; {silence}; try again later")
 
 
-def _accepted(printed: str, name: str, *, is_first: bool) -> str:
-    """Return the id of the one job that stays.
-
-    An earlier attempt that failed may have been accepted late.
-    """
+def _accepted(printed: str, name: str) -> str:
     job_id = id_in(printed)
+    if not job_id and (found := submissions_named(name)):
+        return found[0]
     if not job_id:
-        if found := submissions_named(name):
-            return found[0]
         raise LaunchError(f"sbatch does not say which job it submitted: {_last_line(printed)}")
-    if not is_first:
-        time.sleep(SETTLE_S)
-        for other in submissions_named(name, settled=True):
-            if other != job_id:
-                slurm.cancel([other])
+    return job_id
+
+
+def _only(job_id: str, name: str, *, attempts: int) -> str:
+    """Return the id of the one job that stays, after so many calls of sbatch.
+
+    One that seemed to fail may have been accepted late.
+    """
+    if attempts > 1:
+        time.sleep(SBATCH_S)
+        others = [other for other in submissions_named(name, settled=True) if other != job_id]
+        if others:
+            slurm.cancel(others)
     return job_id
 
 

@@ -158,11 +158,8 @@ class Agenda:
             self._note("ended", detail=failure)
             return None
         configuration = self._todo.popleft()
-        try:
-            self.passes = ask_passes(self.job, configuration.local_batch)
-        except StageError as error:
-            self._note("ended", detail=str(error))
-            return None
+        # a job that cannot ask fails, or the same would be proposed to another one for ever
+        self.passes = ask_passes(self.job, configuration.local_batch)
         self._note("measuring", configuration)
         return configuration
 

@@ -594,9 +594,14 @@ class RunHistory:
         )
 
     def ends(self, label: str, failures: Collection[Failure], since: float = 0.0) -> int:
-        """Count the jobs of a training that ended in one of these ways from this Unix time on."""
+        """Count the jobs submitted for a training from this Unix time on that ended so."""
+        jobs = {
+            job.job_id
+            for job in self.submissions("train")
+            if job.label == label and job.submitted_at >= since
+        }
         return sum(
-            event.event == "ended" and event.failure in failures and event.time >= since
+            event.event == "ended" and event.failure in failures and event.job_id in jobs
             for event in self.of_training(label)
         )
 

@@ -433,6 +433,8 @@ class Holder(NamedTuple):
     host: str
     # whether it holds the lock; None: cannot be seen from this machine
     alive: bool | None
+    # Unix time at which it took the lock; 0: unknown
+    since: float = 0.0
 
     def __str__(self) -> str:
         return f"process {self.process} on {self.host}" if self.host else "a command"
@@ -459,7 +461,7 @@ def holder_of(lock_file: Path, locks: Path = KERNELS_LIST) -> Holder:
         match = _OWNER.match(os.read(descriptor, 200).decode(errors="replace"))
         process, host = (int(match[1]), match[2]) if match else (0, "")
         if _is_listed(os.fstat(descriptor), process, locks) or _is_locked_elsewhere(descriptor):
-            return Holder(process, host, True)
+            return Holder(process, host, True, os.fstat(descriptor).st_mtime)
     finally:
         os.close(descriptor)
     return Holder(process, host, False if host in ("", os.uname().nodename) else None)

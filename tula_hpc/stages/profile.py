@@ -183,8 +183,11 @@ def _profile_part(part: Sweep, progress: StageProgress, trusted_batch: int | Non
         proposed = propose_on(part, trusted_batch)
         if not proposed:
             return failures
-        for configurations in first_wave(part.spec, part.cluster, proposed):
-            _submit(part, configurations, trusted_batch)
+        # an array keeps to array_parallelism by itself; one job each, so many may be side by side
+        beside = part.cluster.array_parallelism if part.spec.search.packed else 1
+        arrays = [""] * beside
+        for group in first_wave(part.spec, part.cluster, proposed):
+            arrays.append(_submit(part, group, trusted_batch, arrays[-beside]))
 
 
 def propose_on(part: Sweep, trusted_batch: int | None = None) -> list[Configuration]:
@@ -409,9 +412,9 @@ def allocated_nodes(spec: SweepSpec, configurations: Sequence[Configuration]) ->
 
 
 def _submit(
-    part: Sweep, configurations: tuple[Configuration, ...], trusted_batch: int | None
-) -> None:
-    """Submit one job for each group; the next round repeats those beyond the site's limits."""
+    part: Sweep, configurations: tuple[Configuration, ...], trusted_batch: int | None, before: str
+) -> str:
+    """Submit a job for each batch, or for all, after that array; return the last array's id."""
     alone: list[tuple[Configuration, ...]] = [(configuration,) for configuration in configurations]
     groups = [configurations] if part.spec.search.packed else alone
     nodes = allocated_nodes(part.spec, configurations)
@@ -428,9 +431,13 @@ def _submit(
         }
         for group, output in zip(groups, outputs, strict=True)
     ]
-    part.launcher.submit(
-        jobs, stage="profile", nodes=nodes, minutes=part.cluster.profile_minutes, data=data
+    minutes = part.cluster.profile_minutes
+    after = [before] if before else []
+    # the next round repeats those beyond the site's limits
+    submitted = part.launcher.submit(
+        jobs, stage="profile", nodes=nodes, minutes=minutes, data=data, after=after
     )
+    return submitted[-1].array_id
 
 
 def _job(

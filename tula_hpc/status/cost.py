@@ -183,8 +183,7 @@ def cost_so_far(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) -
     """
     uses = {
         "profile": _profiling(facts, jobs, accounted),
-        "train": _by_accounting(facts, jobs, "train", accounted)
-        or _estimated_training(facts, jobs),
+        "train": _training(facts, jobs, accounted),
         "control": _by_accounting(facts, jobs, "control", accounted),
     }
     stages = {name: _priced(facts, name, use) for name, use in uses.items() if use is not None}
@@ -242,7 +241,7 @@ def _profiling(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) ->
     by_accounting = _by_accounting(facts, jobs, "profile", accounted)
     if not runs:
         return by_accounting or _measured(facts)
-    if by_accounting and all(job.job_id in accounted for job in jobs if job.stage == "profile"):
+    if by_accounting and _knows_all(jobs, "profile", accounted):
         return by_accounting._replace(queue_s=only_waiting_s(runs))
     running = {
         job.job_id for job in jobs if job.stage == "profile" and job.phase is JobPhase.RUNNING
@@ -255,6 +254,20 @@ def _profiling(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) ->
         for job_id, run in latest.items()
     ]
     return _Use(_by_partition(facts, jobs, used), "notes", only_waiting_s(runs))
+
+
+def _training(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) -> _Use | None:
+    """Use accounting where it has every job, or else what the training notes."""
+    by_accounting = _by_accounting(facts, jobs, "train", accounted)
+    if by_accounting and _knows_all(jobs, "train", accounted):
+        return by_accounting
+    return _estimated_training(facts, jobs) or by_accounting
+
+
+def _knows_all(jobs: Iterable[JobStatus], stage: str, accounted: Accounted) -> bool:
+    """Tell whether accounting has each job of a stage that has begun."""
+    begun = [job for job in jobs if job.stage == stage and job.phase is not JobPhase.WAITING]
+    return all(job.job_id in accounted for job in begun)
 
 
 def _measured(facts: Facts) -> _Use | None:

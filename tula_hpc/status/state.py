@@ -34,6 +34,7 @@ from tula_hpc.status.trainings import TrainingStatus, training_statuses
 from tula_hpc.status.verdict import (
     ALIVE,
     Parts,
+    at_work_since,
     failed_stage,
     failure_words,
     is_at_work,
@@ -263,10 +264,11 @@ def _failed_for_good(
     if facts.spec is None or not is_at_work(facts, jobs):
         return last
     policy = study_policy(facts.spec.training.max_requeues)
+    since = at_work_since(facts, jobs)
     given_up = {}
     for label, job in last.items():
         own = facts.history.job(job.job_id).own_failure
         failure = JobFailure(job.failure, stop=own.stop if own else None)
-        if policy.judge(facts.history, label, failure) is Verdict.GIVE_UP:
+        if policy.judge(facts.history, label, failure, since) is Verdict.GIVE_UP:
             given_up[label] = job
     return given_up

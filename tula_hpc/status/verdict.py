@@ -61,9 +61,20 @@ def verdict(parts: Parts) -> tuple[State, str]:
 
 def is_at_work(facts: Facts, jobs: Sequence[JobStatus]) -> bool:
     """Tell whether a command or controller will act when jobs end."""
-    return bool(facts.holder.alive) or any(
-        job.stage == "control" and job.phase in ALIVE for job in jobs
-    )
+    return bool(facts.holder.alive) or _is_controlled(jobs)
+
+
+def at_work_since(facts: Facts, jobs: Sequence[JobStatus]) -> float:
+    """Return when the command began that is at work, or the controllers in its place; Unix time."""
+    detached = facts.history.detached()
+    # each controller takes the lock anew
+    if detached is not None and _is_controlled(jobs):
+        return detached.since
+    return facts.holder.since
+
+
+def _is_controlled(jobs: Sequence[JobStatus]) -> bool:
+    return any(job.stage == "control" and job.phase in ALIVE for job in jobs)
 
 
 def failed_stage(facts: Facts) -> StageFailure | None:
