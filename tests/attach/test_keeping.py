@@ -263,6 +263,8 @@ def odd(folder: Path, case: str, *, around: bool = True) -> Story:
         ("persistent", [16]),
         ("persistent", [20]),
         ("carry", [0]),
+        # the steps before it are none of its epochs
+        ("rate", [20]),
     ],
 )
 def test_loops_of_other_forms_go_on_as_undisturbed(tmp_path: Path, case: str, stops: list[int]) -> None:

@@ -470,6 +470,34 @@ def wrapped() -> None:
     optimizer.step()
 
 
+def with_a_later_optimizer() -> None:
+    """As of all layers, once the last ones are trained; the first of its steps may be one within another's."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1)))
+    for parameters in (model.module[1].parameters(), model.parameters()):
+        optimizer = torch.optim.SGD(parameters, 0.1)
+        for _ in range(2):
+            backward(model, 3)
+            optimizer.step()
+    backward(model, 3)
+    optimizer.step()
+
+
+class WithoutLength(nn.Linear):
+    """As what torch.compile returns."""
+
+    def __len__(self) -> int:
+        raise TypeError("Linear does not support len()")
+
+
+def without_length() -> None:
+    model = WithoutLength(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        backward(model, 3)
+        optimizer.step()
+
+
 CASES: dict[str, tuple[Callable[[], None], str]] = {
     # a model that nothing wraps is known from its first step on
     "plain": (plain, "ready step, forward 3 ready step, evaluation evaluation"),
@@ -535,6 +563,11 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
         "batch batch forward 14 ready step, batch batch forward 2 ready step, batch batch forward 2 ready step",
     ),
     "with frozen parts": (with_frozen_parts, "ready step, forward 3 ready step"),
+    "with a later optimizer": (
+        with_a_later_optimizer,
+        "forward 3 ready step, forward 3 ready step, forward 3 forward 3 anew ready step, forward 3 ready step",
+    ),
+    "without length": (without_length, "ready step, forward 3 ready step"),
     "wrapped again": (wrapped_again, "forward 3 ready step, forward 3"),
     "wrapped": (wrapped, "forward 3 ready step, forward 3 ready step"),
 }

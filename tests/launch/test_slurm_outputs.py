@@ -184,7 +184,10 @@ def test_the_controller_tells_an_end_of_which_accounting_has_not_heard(
         (CANCELLED.replace("JobState=CANCELLED", "JobState=COMPLETING"), Leaving.CANCELLED),
         (CANCELLED.replace("JobState=CANCELLED", "JobState=RUNNING"), None),
         # at its time limit
-        (CANCELLED.replace("JobState=CANCELLED", "JobState=COMPLETING").replace("Reason=None", "Reason=TimeLimit"), None),
+        (
+            CANCELLED.replace("JobState=CANCELLED", "JobState=COMPLETING").replace("Reason=None", "Reason=TimeLimit"),
+            None,
+        ),
         (CANCELLED.replace("my job", "my JobState=RUNNING job"), Leaving.CANCELLED),
         ("", None),
         (None, None),

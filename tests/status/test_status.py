@@ -1132,7 +1132,6 @@ def test_a_training_that_is_tried_again_has_not_failed_for_good(
     label = "study/lbt-b256-s0"
     run.train(label).result_file.unlink()
 
-
     def fail(job_id: str) -> None:
         submit(run, job_id, "train", label=label)
         run.log_event("failed", "train", job_id=job_id, failure=failure, detail="x", data={"label": label})

@@ -6,6 +6,7 @@ odd_loops.py --batch-size 8 --epochs 2 --log FOLDER CASE
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import signal
 from pathlib import Path
@@ -31,6 +32,17 @@ data = TensorDataset(torch.randn(SAMPLES, 4), torch.arange(SAMPLES))
 generator = torch.Generator().manual_seed(5)
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+if options.case == "rate":
+    # a search for a learning rate, over more than an epoch, by an optimizer of its own
+    before = copy.deepcopy(model.state_dict())
+    searching = torch.optim.SGD(model.parameters(), lr=1e-4)
+    for number in range(2 * SAMPLES // options.batch_size + 3):
+        searching.param_groups[0]["lr"] *= 1.1
+        inputs, numbers = data[number * options.batch_size % SAMPLES :][: options.batch_size]
+        nn.functional.mse_loss(model(inputs).squeeze(1), numbers / SAMPLES).backward()
+        searching.step()
+        searching.zero_grad()
+    model.load_state_dict(before)
 if options.case != "not kept":
     tula.keep(model=model, optimizer=optimizer)
 
@@ -112,7 +124,7 @@ elif options.case == "early":
         if epoch == 2:
             break
     tula.report(test_loss=0.5)
-elif options.case == "persistent":
+elif options.case in ("persistent", "rate"):
     for _ in tula.epochs(options.epochs):
         for batch in tula.batches(first):
             train(*batch)

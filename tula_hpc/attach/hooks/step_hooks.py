@@ -94,7 +94,7 @@ class Listener:
         """Note that an optimizer asks for the loss several times in a step."""
 
     def begins_anew(self) -> None:
-        """Note that the steps so far were of a smaller model than the one that counts from now."""
+        """Note that another optimizer counts from now, or a larger model than that of the steps so far."""
 
     def spawns_workers(self) -> None:
         """Note that the script is about to start workers of its own, which nobody watches."""
@@ -126,6 +126,8 @@ class Hooks:
         self.inner_model: nn.Module | None = None
         self.optimizer: Optimizer | None = None
         self.others: list[Optimizer] = []
+        # those that counted before another one of their parameters did
+        self._past: list[Optimizer] = []
         self.has_repeated = False
         self.further_steps = 0
         self._forward_hook: Any = None
@@ -210,7 +212,7 @@ class Hooks:
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
         # evaluation takes no gradients; Lightning switches the mode of the inner model alone
-        inner = self.inner_model or module
+        inner = module if self.inner_model is None else self.inner_model
         in_a_row = self._in_a_row
         self._in_a_row = 0
         if inner.training and torch.is_grad_enabled():
@@ -351,8 +353,10 @@ class Hooks:
             self.listener.step_ends()
 
     def _counts(self, optimizer: Optimizer) -> bool:
-        if optimizer is self.optimizer or any(optimizer is other for other in self.others):
-            return optimizer is self.optimizer
+        if optimizer is self.optimizer:
+            return True
+        if any(optimizer is other for other in self.others):
+            return self._succeeds(optimizer)
         # its first step
         self.backward.is_stepped = True
         if self.optimizer is None or not isinstance(self.model, DistributedDataParallel):
@@ -360,6 +364,23 @@ class Hooks:
         if optimizer is not self.optimizer:
             self.others.append(optimizer)
         return optimizer is self.optimizer
+
+    def _succeeds(self, optimizer: Optimizer) -> bool:
+        """Let an optimizer of the same parameters, or more, take the place of the one that counts.
+
+        It does at the second step in a row: the first may be that of one within the other. So comes
+        the training after a search for a learning rate, or of all layers after that of the last.
+        """
+        if self.further_steps != 1 or self.optimizer is None or optimizer in self._past:
+            return False
+        if not parameters_of(self.optimizer) <= parameters_of(optimizer):
+            return False
+        self._past.append(self.optimizer)
+        self.others = [other for other in self.others if other is not optimizer]
+        self.others.append(self.optimizer)
+        self.optimizer = optimizer
+        self.listener.begins_anew()
+        return True
 
     def _look_at(self, optimizer: Optimizer) -> None:
         """Take an optimizer if it has the model's parameters, or those of a larger one."""

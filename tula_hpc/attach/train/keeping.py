@@ -396,7 +396,7 @@ class Keeper(SafePoints):
         if self.has_begun:
             return
         self._check_kept()
-        self.steps.is_kept = True
+        self.steps.be_kept(begins=self.loaded is None)
         self.worker = Peers(self.spec.world_size)
         self.check_same(self.loaded)
         progress, settings = self.progress, self.settings

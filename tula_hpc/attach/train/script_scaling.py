@@ -93,7 +93,7 @@ class ScriptScaling:
             model: As the script defines it.
             epochs_seen: Before this step, fractional.
         """
-        if self.scaling is None:
+        if self.scaling is None or self.scaling.base is not optimizer:
             self.scaling = self._around(optimizer, model)
         # an evaluation that takes gradients looks like more of them
         passes = min(self._passes, self.sweep.workload.accumulation)

@@ -369,6 +369,19 @@ class ScriptTraining(Mode):
         self._ended = self._loading_s = None
         self._loading_before_s = 0.0
 
+    def be_kept(self, *, begins: bool) -> None:
+        """Leave epochs to a keeper. Steps before a training begins, as to find a rate, are none."""
+        self.is_kept = True
+        if not begins or not self.steps:
+            return
+        progress = self.progress
+        progress.epoch = progress.step = progress.samples_seen = 0
+        progress.begin_epoch()
+        progress.reported = {}
+        self.window = StepWindow()
+        self._written = 0
+        self.pause()
+
     def leave_out(self, seconds: float) -> None:
         """Count a checkpoint in a pause as none of the script's own time."""
         self._paused_s -= seconds
