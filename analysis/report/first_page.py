@@ -227,14 +227,19 @@ def _for_the_batch(run: RunContents) -> list[str]:
 
 def _took(run: RunContents) -> Iterator[str]:
     for training in run.trainings:
-        name = as_sentence(_name(run, training))[:-1]
+        name = as_sentence(_name(run, training.label))[:-1]
         if bill := bill_of(run.plan, run.events, training):
             yield from bill_sentences(bill, name, parts=False)
         yield from _outcome(run, training, name)
+    logged = [training.label for training in run.trainings]
+    for label in RunHistory(run.events).last_failures():
+        if label not in logged:
+            yield as_sentence(f"{_name(run, label)} failed before its first logged step")
 
 
-def _name(run: RunContents, training: Training) -> str:
-    return "the training" if len(run.trainings) == 1 else f"training {training.label}"
+def _name(run: RunContents, label: str) -> str:
+    only = all(training.label == label for training in run.trainings)
+    return "the training" if only else f"training {label}"
 
 
 def _outcome(run: RunContents, training: Training, name: str) -> Iterator[str]:
@@ -280,7 +285,7 @@ def _against_prediction(run: RunContents, training: Training) -> str:
 def _how_sure(run: RunContents, plan: Plan, *, is_billed: bool) -> Iterator[str]:
     chosen = plan.chosen
     for training in run.trainings:
-        yield from steps_off(plan, run.events, training, _name(run, training))
+        yield from steps_off(plan, run.events, training, _name(run, training.label))
     time = predicted(chosen, chosen.expected_quantity)
     cost = predicted(chosen, "cost")
     # the bill tells what was predicted
@@ -362,10 +367,19 @@ def _what_would_change(plan: Plan, *, has_trained: bool) -> Iterator[str]:
         )
 
 
-def _of_open_trainings(run: RunContents) -> str:
+def _open_trainings(run: RunContents) -> list[str]:
+    """Return the labels of the trainings without a result, be there any line of their log or not."""
+    history = RunHistory(run.events)
+    labels = [training.label for training in run.trainings]
+    labels += [job.label for job in history.unsettled("train")]
+    labels += history.last_failures()
+    done = [training.label for training in run.trainings if training.result is not None]
+    return [label for label in labels if label not in done]
+
+
+def _of_open_trainings(run: RunContents, labels: Iterable[str]) -> str:
     """Return what to do where trainings have no result."""
     failures = RunHistory(run.events).last_failures()
-    labels = [training.label for training in run.trainings if training.result is None]
     failure = next((failures[label] for label in labels if label in failures), None)
     if failure is None:
         return f"Wait for the training; tula status RUN tells how far it is. {IS_RUN}"
@@ -386,8 +400,8 @@ def _next(run: RunContents) -> list[str]:
     if run.plan is None:
         what = "Make the plan again" if run.trainings else "Go on measuring"
         return [f"{what}: {GO_ON}. {IS_RUN}"]
-    if any(training.result is None for training in run.trainings):
-        return [_of_open_trainings(run)]
+    if labels := _open_trainings(run):
+        return [_of_open_trainings(run, labels)]
     todo = [remedy.heading for remedy in (Remedy.MEASURE, Remedy.CHANGE) if remedy in remedies]
     below = " and ".join(f"“{heading}”" for heading in todo)
     if run.trainings:

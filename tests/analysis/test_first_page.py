@@ -154,6 +154,19 @@ def test_a_training_that_failed_is_not_waited_for(tmp_path: Path) -> None:
     assert "Hung in step 7. tula status RUN names the log." in said
 
 
+def test_a_training_is_told_before_its_first_logged_step(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", stage="plan")
+    run.log_event("submitted", "train", job_id="21", data={"label": "main"})
+    assert first_page(read_run(run)).sections[-1].sentences[0].startswith("Wait for the training; ")
+    for name in ("failed", "ended"):
+        run.log_event(name, "train", job_id="21", detail="boom at start", data={"label": "main"})
+    sections = dict(first_page(read_run(run)).sections)
+    assert sections["What it took"] == ["The training failed before its first logged step."]
+    (said,) = sections["What to do next"]
+    assert said.startswith("Fix what ended the training, then: tula sweep RUN/sweep.toml")
+    assert "Boom at start." in said
+
+
 def test_a_training_whose_plan_is_lost_has_its_score_on_the_first_page(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     run.plan_file.unlink()
