@@ -61,11 +61,13 @@ def stretches(run: RunContents) -> list[Stretch]:
     """Return the waits and runs of all profile jobs and trainings, by their beginnings."""
     history = RunHistory(run.events)
     found = [*_profiling(run, history)]
-    labels = [training.label for training in run.trainings]
     signs = history.signs()
-    for label in dict.fromkeys([*labels, *(sign.label for sign in signs)]):
+    submitted = history.submissions("train")
+    labels = [one.label for one in run.trainings]
+    labels += [sign.label for sign in signs] + [job.label for job in submitted]
+    for label in dict.fromkeys(labels):
         mine = [sign for sign in signs if sign.label == label]
-        jobs = [job for job in history.submissions("train") if job.label == label]
+        jobs = [job for job in submitted if job.label == label]
         found += _training(run, label, jobs, mine)
     return sorted(found, key=lambda one: (one.begin, one.end))
 
@@ -100,14 +102,16 @@ def _training(
     of_job: dict[str, list[Sign]] = {job_id: [] for job_id in submitted}
     for sign in signs:
         of_job.setdefault(sign.job_id, []).append(sign)
+    mine = [training for training in run.trainings if training.label == label]
+    # a job writes few events while it trains
+    logged_s = sum(epoch.epoch_time_s for one in mine for epoch in one.metrics.epochs)
+    for job in jobs:
+        of_job[job.job_id] += _last_known(job, of_job[job.job_id], jobs[0].submitted_at + logged_s)
     took: dict[str, list[float]] = {}
     for one in run.accounts:
         if one.over:
             took.setdefault(one.job_id, []).append(one.elapsed_s)
-    worked_s = 0.0
-    for training in run.trainings:
-        if training.label == label and training.result:
-            worked_s = training.result.wall_time_s
+    worked_s = sum(one.result.wall_time_s for one in mine if one.result)
     for job_id, its_signs in of_job.items():
         groups = _runs(its_signs)
         known = took.get(job_id, [])
@@ -122,6 +126,17 @@ def _training(
                 yield Stretch(row, job_id, "waiting", reached, begin)
             yield Stretch(row, job_id, "training", begin, end, last.title if last else "")
             reached = max(end, signs_of_run[-1].time)
+
+
+def _last_known(job: Submission, signs: Sequence[Sign], logged_at: float) -> list[Sign]:
+    """Return how far the last run of a job is known to have come that left no sign of its end."""
+    if signs and signs[-1].kind in STOPS:
+        return []
+    if job.end is not None:
+        failure = job.end.failure
+        return [Sign(job.end.time, "stopped", failure.value if failure else "", job.job_id)]
+    known = max(job.last_sign_at, logged_at)
+    return [Sign(known, "stopped", "", job.job_id)] if known > job.submitted_at else []
 
 
 def _runs(signs: Iterable[Sign]) -> list[list[Sign]]:

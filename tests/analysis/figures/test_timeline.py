@@ -11,6 +11,7 @@ from tests.run_factory import make_run
 from tula_hpc.analysis.figures.drawing import Drawing, Missing
 from tula_hpc.analysis.figures.timeline import MOST_ROWS, Stretch, draw_timeline, stretches
 from tula_hpc.analysis.run_contents import RunContents, read_run
+from tula_hpc.errors import Failure
 from tula_hpc.records import Event, JobAccount, JobNote
 
 
@@ -57,6 +58,24 @@ def test_a_preempted_training_waits_runs_waits_and_runs(base: RunContents) -> No
 def test_without_accounting_a_run_begins_at_its_first_sign(base: RunContents) -> None:
     found = [one for one in stretches(base._replace(accounts=[])) if one.kind == "training"]
     assert [(one.begin, one.end) for one in found] == [(50.0, 130.0), (170.0, 250.0)]
+
+
+@pytest.mark.parametrize(
+    ("later", "ends", "ended_by"),
+    [
+        ([event(90.0, "checkpoint")], 90.0, ""),
+        ([event(90.0, "ended", label="main")], 90.0, ""),
+        ([event(60.0, "preempted"), event(70.0, "resumed"), event(90.0, "checkpoint")], 90.0, ""),
+        ([Event(time=90.0, event="ended", stage="train", job_id="2", failure=Failure.TIMED_OUT)], 90.0, "timed_out"),
+    ],
+)
+def test_a_training_is_drawn_as_far_as_it_is_known(
+    later: list[Event], ends: float, ended_by: str, base: RunContents
+) -> None:
+    events = [event(50.0, "submitted", label="main"), *later]
+    last = stretches(base._replace(events=events, accounts=[]))[-1]
+    assert (last.kind, last.end, last.ended_by) == ("training", ends, ended_by)
+    assert last.begin < last.end
 
 
 def test_a_run_began_when_its_end_says(base: RunContents) -> None:
