@@ -277,7 +277,7 @@ def write_training(run: RunDirectory, *, epochs_done: int = EPOCHS, label: str =
         ]
         lines.append(_epoch_line(chosen, epoch, per_epoch, noise))
     write_atomically(files.metrics_file, "".join(f"{line.model_dump_json()}\n" for line in lines))
-    _log_preemption(run, chosen, per_epoch)
+    _log_preemption(run, label, chosen, per_epoch)
     if epochs_done == made.epochs:
         last = next(line for line in reversed(lines) if isinstance(line, EpochMetrics))
         files.checkpoints.mkdir(exist_ok=True)
@@ -336,9 +336,9 @@ def _epoch_line(chosen: Candidate, epoch: int, per_epoch: int, noise: random.Ran
     )
 
 
-def _log_preemption(run: RunDirectory, chosen: Candidate, per_epoch: int) -> None:
+def _log_preemption(run: RunDirectory, label: str, chosen: Candidate, per_epoch: int) -> None:
     seen = int(6.4 * per_epoch) * chosen.global_batch
-    run.log_event("started", "train", job_id="21")
+    run.log_event("submitted", "train", job_id="21", data={"label": label})
     run.log_event("preempted", "train", job_id="21", detail="TERM", data={"samples_seen": seen})
     run.log_event("resumed", "train", job_id="21", data={"samples_seen": seen})
 

@@ -33,6 +33,7 @@ GUARD = "guard"
 
 EventName = Literal[
     "submitted",
+    # in older runs only
     "started",
     "oom",
     "preempted",
