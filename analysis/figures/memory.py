@@ -245,11 +245,15 @@ def _draw_prediction(axes: Axes, usage: Usage, unit_bytes: int, sizes: list[int]
             continue
         known = list(line.predicted)
         batches = np.unique([*np.geomspace(known[0], known[-1], 200), *known])
+        if len(known) == 1:
+            batches = np.array(known, dtype=np.float64)
         peaks = np.array(list(line.predicted.values())) / unit_bytes
         value, low, high = (np.interp(batches, known, column) for column in peaks.T)
-        axes.fill_between(batches, low, high, color=style.MUTED.light, alpha=0.22, linewidth=0)
+        style.fill_band(axes, batches, low, high, color=style.MUTED.light, alpha=0.22)
+        mark = style.lone_mark(known)
         for dash, shown in ((":", batches >= line.fitting), ("-", batches <= line.fitting)):
-            axes.plot(batches, np.where(shown, value, np.nan), dash, color=colour, linewidth=1.4)
+            y = np.where(shown, value, np.nan)
+            axes.plot(batches, y, dash, color=colour, linewidth=1.4, **mark)
 
 
 def _colours(usage: Usage, sizes: list[int]) -> list[str]:

@@ -107,7 +107,8 @@ def _draw_times(axes: Axes, curves: Sequence[RunCurve]) -> None:
     for index, curve in enumerate(curves):
         colour = _colour(index)
         line = np.array(sorted(curve.predicted_s.items()), dtype=np.float64).reshape(-1, 2)
-        axes.plot(*line.T, LINES[index % len(LINES)], color=colour, linewidth=1.6)
+        dash = LINES[index % len(LINES)]
+        axes.plot(*line.T, dash, **style.lone_mark(line), color=colour, linewidth=1.6)
         marks = np.array(sorted(curve.measured_s.items()), dtype=np.float64).reshape(-1, 2)
         axes.plot(*marks.T, _marker(index), color=colour, markersize=5, linestyle="none")
         if curve.chosen:
@@ -120,7 +121,9 @@ def _draw_scores(axes: Axes, curves: Sequence[RunCurve], *, has_accuracy: bool) 
     for index, curve in enumerate(curves):
         if curve.scores:
             line = LINES[index % len(LINES)]
-            axes.plot(*np.array(curve.scores).T, line, color=_colour(index), linewidth=1.6)
+            mark = _marker(index) if len(curve.scores) == 1 else ""
+            colour = _colour(index)
+            axes.plot(*np.array(curve.scores).T, line, marker=mark, color=colour, linewidth=1.6)
     axes.set_ylabel("test accuracy, %" if has_accuracy else "test loss")
     style.from_zero(axes)
     axes.set_xlabel("epochs of training")

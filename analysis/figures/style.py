@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
+import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -35,6 +36,9 @@ EDGE_IN = 0.09
 LOG_RATIO = 4
 # width of a letter below a tick, as a share of a panel as wide as the figure
 TICK_LETTER_SHARE = 0.0161
+# widths of the mark and of the band of a single point
+LONE_MARK_PT = 13
+LONE_BAND_PT = 9
 # of an axis, left free where marks lie on zero
 BELOW_ZERO = 0.05
 
@@ -281,6 +285,21 @@ def duration_tick(seconds: float) -> str:
 def number_tick(value: float) -> str:
     """Return a plain tick label."""
     return format_number(value, 6).replace("-", "−")
+
+
+def lone_mark(points: Sized) -> dict[str, Any]:
+    """Return the look of a line of one point, which has no length to be seen by; else nothing."""
+    return {"marker": "_", "markersize": LONE_MARK_PT} if len(points) == 1 else {}
+
+
+def fill_band(
+    axes: Axes, x: npt.ArrayLike, low: npt.ArrayLike, high: npt.ArrayLike, **look: Any
+) -> None:
+    """Fill the band between the ends of intervals; a single one is about as wide as a mark."""
+    if np.size(x) == 1:
+        axes.vlines(x, low, high, linewidth=LONE_BAND_PT, **look)
+    else:
+        axes.fill_between(x, low, high, linewidth=0, **look)
 
 
 def from_zero(axes: Axes) -> None:

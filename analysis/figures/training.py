@@ -159,7 +159,7 @@ def _draw_losses(axes: Axes, training: Training, colour: str) -> labels.EndLabel
     """Draw two curves; return a label for the one of the test samples."""
     test, train = _losses(training, "test_loss"), _losses(training, "train_loss")
     axes.plot(*np.array(test or NOTHING).T, "o-", color=colour, markersize=3.5)
-    axes.plot(*np.array(train or NOTHING).T, "--", color=colour)
+    axes.plot(*np.array(train or NOTHING).T, "--", **style.lone_mark(train), color=colour)
     epoch, last = (test or NOTHING)[-1]
     return labels.EndLabel(epoch, last, format_number(last, 3), colour)
 

@@ -276,6 +276,14 @@ def test_the_curves_are_of_the_studys_metric(tmp_path: Path) -> None:
     assert {row[3] for row in drawn.table.rows} == {90.0}
 
 
+def test_curves_of_a_single_epoch_are_seen(tmp_path: Path) -> None:
+    contents = read_study(make_study(tmp_path / "run"))
+    short = {cell: metrics._replace(epochs=metrics.epochs[-1:]) for cell, metrics in contents.metrics.items()}
+    drawn = draw_study_epochs(contents._replace(metrics=short), make_table(contents.study, contents.outcomes))
+    assert isinstance(drawn, Drawing)
+    assert {line.get_marker() for axes in drawn.figure.axes for line in axes.get_lines()} == {"_"}
+
+
 def test_methods_and_batches_of_which_nothing_can_be_drawn_have_no_key_and_no_panel(tmp_path: Path) -> None:
     def outcome(cell: StudyCell) -> float | None:
         return None if cell.column == "lars" or cell.batch == 512 else accuracy(cell)

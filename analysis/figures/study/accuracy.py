@@ -244,13 +244,16 @@ def _draw_curves(
     for name, curve in curves.items():
         colour = column_style(table.columns, name).colour
         line = line_style(table.columns, name)
-        axes.plot(*zip(*curve, strict=True), line, color=colour, linewidth=1.3)
+        look = style.lone_mark(curve)
+        axes.plot(*zip(*curve, strict=True), line, color=colour, linewidth=1.3, **look)
     if small:
-        ink = style.INK.light
-        axes.plot(*zip(*small, strict=True), color=ink, linewidth=1, linestyle=DASHES)
+        (dashed,) = axes.plot(*zip(*small, strict=True), color=style.INK.light, linewidth=1)
+        dashed.set(linestyle=DASHES, **style.lone_mark(small))
     axes.yaxis.set_major_locator(MaxNLocator(6))
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     last = max(curve[-1][0] for curve in curves.values())
+    if last == min(curve[0][0] for curve in curves.values()):
+        axes.set_xlim(0, 1.05 * last)
     later: list[float] = []
     for curve in [*curves.values(), small]:
         later += [height for epoch, height in curve if epoch >= LATER * last]

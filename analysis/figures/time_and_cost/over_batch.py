@@ -228,11 +228,12 @@ def _columns(points: list[Point]) -> labels.Points:
 def _draw_predicted(axes: Axes, line: list[Point], colour: str) -> None:
     batches, values, low, high = _columns(line)
     if line:
-        axes.fill_between(batches, low, high, color=colour, alpha=0.16, linewidth=0)
+        style.fill_band(axes, batches, low, high, color=colour, alpha=0.16)
+    mark = style.lone_mark(line)
     # shows through where it is infeasible
-    axes.plot(batches, values, ":", color=colour, linewidth=1.1, zorder=2)
+    axes.plot(batches, values, ":", color=colour, linewidth=1.1, zorder=2, **mark)
     feasible = np.array([point.feasible for point in line], dtype=bool)
-    axes.plot(batches, np.where(feasible, values, np.nan), "-", color=colour, zorder=3)
+    axes.plot(batches, np.where(feasible, values, np.nan), "-", color=colour, zorder=3, **mark)
 
 
 def _draw_measured(axes: Axes, points: list[Point], look: style.SizeStyle) -> None:

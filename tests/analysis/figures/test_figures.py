@@ -9,6 +9,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import matplotlib as mpl
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,6 +36,7 @@ from tests.run_factory import (
 from tula_hpc.analysis.figures.all import FIGURES, draw_all
 from tula_hpc.analysis.figures.drawing import Drawing, Missing, TitlePage, render_pdf
 from tula_hpc.analysis.figures.labels import EndLabel, label_ends, spread
+from tula_hpc.analysis.figures.run_curves import curve_of, draw_run_curves
 from tula_hpc.analysis.figures.style import (
     INK,
     SIZES,
@@ -804,6 +806,29 @@ def test_one_configuration_alone_is_drawn(run: RunContents) -> None:
     alone = run._replace(measurements=[measurement(Configuration(1, 1, 32))], plan=None, trainings=[])
     for drawing in draw_all(alone).drawings:
         parsed(drawing.svg())
+
+
+def visible(line: Any) -> bool:
+    """A line of one point is seen by its marker alone."""
+    shown = int(np.isfinite(np.asarray(line.get_ydata(), dtype=float)).sum())
+    return shown > 1 or (shown == 1 and line.get_marker() not in ("", "None", None))
+
+
+def test_a_single_epoch_or_batch_is_seen(run: RunContents) -> None:
+    assert run.plan is not None
+    (training,) = run.trainings
+    metrics = training.metrics._replace(epochs=training.metrics.epochs[:1])
+    chosen = run.plan.chosen
+    alone = run._replace(
+        measurements=[],
+        plan=run.plan.model_copy(update={"candidates": [chosen]}),
+        trainings=[training._replace(metrics=metrics)],
+    )
+    for name, panel, count in (("training", 1, 2), ("epoch_time", 0, 2), ("memory", 0, 1)):
+        assert sum(map(visible, lines_of(drawn(alone, name), panel))) >= count, name
+    together = draw_run_curves([curve_of("alone", alone)])
+    assert isinstance(together, Drawing)
+    assert all(visible(line) for panel in (0, 1) for line in lines_of(together, panel) if len(line.get_xdata()))
 
 
 def test_a_data_set_smaller_than_one_batch_is_drawn(run: RunContents) -> None:
