@@ -13,7 +13,7 @@ from tula_hpc.analysis.figures import style
 from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
 from tula_hpc.analysis.planning.partitions import of_partition
 from tula_hpc.analysis.run_contents import Interval, RunContents, measured_epochs, predicted
-from tula_hpc.formatting import duration_within
+from tula_hpc.formatting import format_duration
 
 NAME = "run_curves"
 COLUMNS = ("run", "quantity", "global_batch_samples", "epoch", "value")
@@ -136,12 +136,14 @@ def _title(curves: Sequence[RunCurve]) -> str:
     if not chosen:
         return "Epoch times of the runs"
     chosen.sort(key=lambda pair: pair[0].value)
-    texts = [f"{curve.name} {duration_within(*epoch_s)}" for epoch_s, curve in chosen]
+    # beside each other, each rounded by its own interval, the longer could seem the shorter
+    texts = [f"{curve.name} {format_duration(epoch_s.value)}" for epoch_s, curve in chosen]
+    if len(texts) == 1:
+        return f"Epoch of the chosen one: {texts[0]}"
     # the others may be as fast: no word about which is the shortest
     if any(epoch_s.low <= chosen[0][0].high for epoch_s, _ in chosen[1:]):
         return f"Epochs of the chosen ones: {', '.join(texts)}"
-    title = f"The shortest epoch of the chosen ones: {texts[0]}"
-    return f"{title} ({', '.join(texts[1:])})" if texts[1:] else title
+    return f"The shortest epoch of the chosen ones: {texts[0]} ({', '.join(texts[1:])})"
 
 
 def _caption(curves: Sequence[RunCurve], kinds: set[bool]) -> str:

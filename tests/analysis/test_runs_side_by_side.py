@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.run_factory import SWEEP_TOML, make_run
+from tula_hpc.analysis.figures.drawing import Drawing
+from tula_hpc.analysis.figures.run_curves import RunCurve, draw_run_curves
 from tula_hpc.analysis.report.__main__ import main
 from tula_hpc.analysis.report.several.runs_page import NamedRun, knees_apart, read_runs, runs_table
+from tula_hpc.analysis.run_contents import Interval
 from tula_hpc.errors import InputError
 from tula_hpc.records import RunDirectory
 from tula_hpc.records.plan import Knee
@@ -46,6 +49,15 @@ def test_all_runs_stand_on_one_page_with_their_curves(
     assert {row["run"] for row in rows if row["quantity"] == "chosen_epoch_s"} == {"first", "second"}
 
 
+def test_the_title_tells_the_epochs_as_the_numbers_do() -> None:
+    def chosen(name: str, seconds: float, low: float, high: float) -> RunCurve:
+        return RunCurve(name, {64: seconds}, {}, (64, Interval(seconds, low, high)), [], has_accuracy=False)
+
+    curves = [chosen("a", 0.144, 0.12, 0.17), chosen("b", 0.137, 0.12, 0.16), chosen("c", 0.143, 0.142, 0.144)]
+    titles = [drawn.title for few in (curves, curves[:1]) if isinstance(drawn := draw_run_curves(few), Drawing)]
+    assert titles == ["Epochs of the chosen ones: b 137 ms, c 143 ms, a 144 ms", "Epoch of the chosen one: a 144 ms"]
+
+
 def test_the_table_has_a_column_for_each_run_and_no_empty_row(runs: list[RunDirectory]) -> None:
     table = runs_table(read_runs(runs))
     assert table.columns == ("", "first", "second", "third")
@@ -53,6 +65,8 @@ def test_the_table_has_a_column_for_each_run_and_no_empty_row(runs: list[RunDire
     assert all(set(row[1:]) != {"–"} for row in table.rows)
     # neither plan nor training tells a whole: its steps are none
     assert not any(row[0].startswith("whole training") for row in table.rows)
+    predicted = next(row for row in table.rows if row[0].startswith("epoch, predicted"))
+    assert predicted[1].startswith("17.2 s"), "with the digits by which runs are compared"
     score = next(row for row in table.rows if row[0] == "score")
     assert score[1].endswith("test accuracy")
     assert score[2:] == ("–", "–")

@@ -13,9 +13,8 @@ from tula_hpc.analysis.report.bill_text import bill_of
 from tula_hpc.analysis.report.first_page import first_page
 from tula_hpc.analysis.report.output import figure_files, render_page, replace_files
 from tula_hpc.analysis.report.page import shared_content
-from tula_hpc.analysis.report.tables import TextTable
+from tula_hpc.analysis.report.tables import TextTable, format_interval
 from tula_hpc.analysis.run_contents import (
-    Interval,
     RunContents,
     holds_study,
     measured_epochs,
@@ -27,11 +26,9 @@ from tula_hpc.errors import InputError
 from tula_hpc.files import loaded_elsewhere
 from tula_hpc.formatting import (
     UNKNOWN,
-    duration_within,
     format_duration,
     format_money,
     format_score,
-    money_within,
 )
 from tula_hpc.records import Candidate, RunDirectory
 
@@ -225,29 +222,18 @@ def knees_apart(named: Sequence[NamedRun]) -> str:
 
 
 def _predicted(run: NamedRun, quantity: str) -> str:
-    """Return a quantity of the plan's choice with its interval."""
+    """Return a quantity of the plan's choice with its interval.
+
+    With all digits: rounded by its own interval, the larger of two runs could seem the smaller.
+    """
     chosen = run.chosen
     if chosen is None or getattr(chosen, quantity) is None:
         return UNKNOWN
     found = predicted(chosen, quantity)
-    bill = _bill(run)
-    paid = None
-    took_s = None
-    if bill and quantity == "cost":
-        paid = bill.cost.actual
-    elif bill and quantity == "wall_time_s":
-        took_s = bill.whole.actual
-    texts = []
-    for value in found:
-        if quantity == "cost":
-            texts.append(money_within(value, found.low, found.high, chosen.currency, paid))
-        else:
-            texts.append(duration_within(value, found.low, found.high, took_s))
-    return _with_ends(found, texts)
-
-
-def _with_ends(found: Interval, texts: Sequence[str]) -> str:
-    return texts[0] if found.low == found.high else f"{texts[0]}\n{texts[1]} – {texts[2]}"
+    if quantity != "cost":
+        return format_interval(found)
+    cost, low, high = (format_money(amount, chosen.currency) for amount in found)
+    return cost if found.low == found.high else f"{cost}\n{low} – {high}"
 
 
 def _measured_epoch(run: NamedRun) -> str:
