@@ -158,13 +158,20 @@ def expectation(plan: Plan) -> str:
         steps = format_duration(chosen.train_time_s)
         text += f"; its steps alone take {steps}"
     every_s = 60.0 * (chosen.checkpoint_minutes or math.inf)
-    if every_s < chosen.expected_time_s:
-        is_epoch = math.isclose(every_s, chosen.epoch_time_s, rel_tol=0.01)
-        often = "after each epoch" if is_epoch else f"every {format_duration(every_s)}"
-        text += f", with a checkpoint {often}"
+    # of steps, as the interval is
+    if every_s < chosen.train_time_s:
+        text += f", with a checkpoint {_often(every_s, chosen.epoch_time_s)}"
     if chosen.energy_kwh is not None:
         text += f"; {format_number(chosen.energy_kwh, 3)} kWh"
     return f"{text}."
+
+
+def _often(every_s: float, epoch_s: float) -> str:
+    """Say how often that is, in epochs where it is a multiple."""
+    epochs = every_s / epoch_s
+    if round(epochs) < 1 or abs(epochs - round(epochs)) > 0.01:
+        return f"every {format_duration(every_s)}"
+    return "after each epoch" if round(epochs) == 1 else f"every {round(epochs)} epochs"
 
 
 def without_price(plan: Plan, cluster: ClusterSpec) -> list[str]:

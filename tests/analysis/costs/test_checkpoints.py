@@ -18,7 +18,7 @@ from tula_hpc.analysis.costs.interruptions import (
 from tula_hpc.analysis.costs.pricing import Bill, Usage, bill
 from tula_hpc.analysis.costs.spread import with_save
 from tula_hpc.analysis.plan import make_plan
-from tula_hpc.analysis.report.plan_text import sentences
+from tula_hpc.analysis.report.plan_text import expectation, sentences
 from tula_hpc.checkpoint.interval import FIRST_S, Cadence, Interruptions
 from tula_hpc.config import ClusterSpec, TrainingSpec, WorkloadSpec
 from tula_hpc.formatting import FOREVER_S
@@ -165,6 +165,20 @@ def test_a_plan_tells_of_the_checkpoints_that_are_written(
     # it is not known how often a script saves
     assert ("as far as is known from the end of an epoch" in long) == (resume is Resume.EPOCH)
     assert ("while a checkpoint is written" in long) == (resume is Resume.CHECKPOINT)
+
+
+@pytest.mark.parametrize(
+    ("every_s", "said"),
+    [(30.0, " every 30.0 s"), (10.0, " after each epoch"), (40.0, " every 4 epochs"), (100.0, None), (500.0, None)],
+)
+def test_how_often_is_said_of_a_training_that_saves_before_its_end(every_s: float, said: str | None) -> None:
+    made = make_plan(sweep("time"), cluster(), CORNERS)
+    epoch_s = 10.0 if every_s != 30.0 else 20.0
+    times = {"epoch_time_s": epoch_s, "train_time_s": 10 * epoch_s, "wall_time_s": 1000.0}
+    chosen = made.chosen.model_copy(update={**times, "checkpoint_minutes": every_s / 60.0})
+    text = expectation(made.model_copy(update={"chosen": chosen}))
+    assert ("with a checkpoint" in text) == (said is not None)
+    assert said is None or f"with a checkpoint{said}" in text
 
 
 @pytest.mark.parametrize(
