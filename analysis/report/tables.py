@@ -51,8 +51,9 @@ class SummaryRow(NamedTuple):
     measured_epoch_s: float | None
     # predicted / measured − 1: of the training where it ran, else the model's on the profile
     relative_error: float | None
-    # predicted, all epochs
+    # predicted, all epochs: of the steps, and from start to end
     train_time_s: float
+    expected_time_s: float
     cost: float
     currency: str
     # predicted, per worker
@@ -73,6 +74,7 @@ SUMMARY_COLUMNS = (
     "measured",
     OFF,
     "steps",
+    "whole time",
     "cost",
     "memory per worker",
 )
@@ -129,6 +131,7 @@ def _summary_row(
         measured_epoch_s=epoch,
         relative_error=None,
         train_time_s=item.train_time_s,
+        expected_time_s=item.expected_time_s,
         cost=item.cost,
         currency=item.currency,
         peak_memory_bytes=item.peak_memory_bytes,
@@ -168,9 +171,9 @@ def summary_cells(row: SummaryRow) -> tuple[str, ...]:
     if row.trained_epoch_s is not None:
         measured += f"\n{format_duration(row.trained_epoch_s)} in training"
         off += "\nin training"
-    time, cost = _time_and_cost(row.train_time_s, row.cost, row.currency)
+    steps, whole, cost = _times_and_cost(row, row.cost)
     if row.trained_s:
-        time += f"\n{format_duration(row.trained_s)} in training"
+        steps += f"\n{format_duration(row.trained_s)} in training"
     if row.paid is not None:
         cost += f"\n{format_money(row.paid, row.currency)} paid"
     reached = format_percent(row.test_accuracy)
@@ -181,7 +184,8 @@ def summary_cells(row: SummaryRow) -> tuple[str, ...]:
         format_interval(row.predicted_epoch_s),
         measured,
         off,
-        time,
+        steps,
+        whole,
         cost,
         format_bytes(row.peak_memory_bytes),
         reached,
@@ -195,11 +199,15 @@ def _off(relative_error: float | None) -> str:
     return in_comparison(1.0 / (1.0 + relative_error))
 
 
-def _time_and_cost(train_time_s: float, cost: float | None, currency: str) -> tuple[str, str]:
-    """Return cells of a predicted time and cost; dashes where no full batch fits into an epoch."""
-    if train_time_s <= 0:
-        return format_duration(None), format_money(None, currency)
-    return format_duration(train_time_s), format_money(cost, currency)
+def _times_and_cost(item: SummaryRow | Candidate, cost: float | None) -> tuple[str, str, str]:
+    """Return cells of the predicted steps, the whole time, and the cost, which is that of the whole.
+
+    Dashes stand where no full batch fits into an epoch.
+    """
+    if item.train_time_s <= 0:
+        return UNKNOWN, UNKNOWN, UNKNOWN
+    times = format_duration(item.train_time_s), format_duration(item.expected_time_s)
+    return *times, format_money(cost, item.currency)
 
 
 def format_interval(seconds: Interval) -> str:
@@ -271,6 +279,7 @@ def candidate_table(plan: Plan, measurements: Sequence[Measurement]) -> TextTabl
         "epoch predicted (90 %)",
         "measured",
         "steps",
+        "whole time",
         "cost",
         "memory per worker",
         "note",
@@ -298,7 +307,7 @@ def _candidate_cells(item: Candidate, measured: Mapping[Configuration, float]) -
         format_duration(item.step_time_s),
         format_interval(predicted(item, "epoch_time_s")),
         format_duration(measured.get(item.configuration)),
-        *_time_and_cost(item.train_time_s, item.finite_cost, item.currency),
+        *_times_and_cost(item, item.finite_cost),
         format_bytes(item.peak_memory_bytes),
         note,
     )

@@ -398,9 +398,17 @@ def test_summary_rows_are_the_chosen_one_and_its_neighbours(finished: Written) -
         assert row.test_accuracy is None
     assert not rows[3].feasible
     none = rows[3]._replace(train_time_s=0.0)  # as of a batch that holds more samples than there are
-    assert summary_cells(none)[4:6] == ("–", "–")
-    assert "–" not in summary_cells(rows[3])[4:6]
+    assert summary_cells(none)[4:7] == ("–", "–", "–")
+    assert "–" not in summary_cells(rows[3])[4:7]
     assert all(len(summary_cells(row)) >= len(SUMMARY_COLUMNS) for row in rows)
+
+
+def test_tables_tell_the_whole_time_by_which_the_plan_decides() -> None:
+    where = [candidate(item).model_copy(update={"wall_time_s": 3600.0}) for item in configurations()]
+    made = plan(where)
+    for table in (summary_table(summary_rows(made, [], None)), candidate_table(made, [])):
+        assert {row[table.columns.index("whole time")] for row in table.rows} == {"1 h"}
+        assert "steps" in table.columns
 
 
 def of_two_partitions(root: Path) -> RunDirectory:
