@@ -35,6 +35,7 @@ class Bar(NamedTuple):
     parts: StepPartTimes
     step_s: float
     allreduce_s: float
+    # and takes the largest part of the step
     loader_decides: bool
 
     @property
@@ -63,8 +64,9 @@ def draw_step_breakdown(run: RunContents) -> Drawing | Missing:
     for item in run.ok:
         if item.times is not None:
             spent = item.times.step_time_s, item.times.allreduce_time_s
-            slow = loader_decides(item.times)
-            bars.append(Bar(item.configuration, parts_of(item.times), *spent, slow))
+            parts = parts_of(item.times)
+            slow = loader_decides(item.times) and parts[DATA] == max(parts)
+            bars.append(Bar(item.configuration, parts, *spent, slow))
     if not bars:
         return Missing("step_breakdown", "step breakdown", "no configuration has been measured yet")
     title = _breakdown_title(bars)

@@ -113,7 +113,9 @@ def _front_keys(run: RunContents, plan: Plan, drawn: list[Candidate]) -> list[st
         keys.append(style.Key(name, style.partition_marker(index)))
     if any(not item.feasible for item in drawn):
         keys.append(style.Key("not feasible", marker="o", hollow=True))
-    return [*keys, style.Key("Pareto front", line="-", colour=style.INK.light)]
+    if len(plan.pareto) > 1:
+        keys.append(style.Key("Pareto front", line="-", colour=style.INK.light))
+    return keys
 
 
 def _where(item: Candidate) -> str:
@@ -147,14 +149,13 @@ def _caption(plan: Plan) -> str:
     chosen = plan.chosen
     several = _partitions(plan)
     shape = ", its shape that of its partition" if several else ""
-    front = "is the only candidate"
+    front = "One candidate alone is the Pareto front"
     if len(plan.pareto) > 1:
-        front = f"are the {plural(len(plan.pareto), 'candidate')}"
+        front = f"On the line are the {len(plan.pareto):,} candidates of the Pareto front"
     text = (
         "What the whole training costs and how long it is expected to last, one mark for each "
-        f"candidate{shape}; down and to the left is better. On the line {front} "
-        "of the Pareto front: no other feasible one is "
-        "both faster and cheaper. The chosen one (ring) is "
+        f"candidate{shape}; down and to the left is better. {front}: no "
+        "other feasible one is both faster and cheaper. The chosen one (ring) is "
     )
     if chosen.pareto:
         return f"{text}on it."

@@ -130,6 +130,18 @@ def test_the_front_of_the_plan_is_joined_and_every_candidate_is_there(
     assert [row["chosen"] for row in table].count("true") == 1
 
 
+def test_a_front_of_one_candidate_has_no_line(run: RunContents) -> None:
+    assert run.plan is not None
+    front = run.plan.pareto[:1]
+    others = [item.model_copy(update={"pareto": False}) for item in run.plan.candidates if item not in front]
+    for made, is_line in ((run.plan, True), (run.plan.model_copy(update={"candidates": [*front, *others]}), False)):
+        pareto = drawn(run._replace(plan=made), "pareto")
+        legend = pareto.figure.axes[0].get_legend()
+        assert legend is not None
+        assert ("Pareto front" in [text.get_text() for text in legend.get_texts()]) == is_line
+        assert ("On the line" in pareto.caption) == is_line
+
+
 def test_a_plan_without_a_front_has_no_figure_of_it(run: RunContents) -> None:
     assert run.plan is not None
     old = [item.model_copy(update={"pareto": False}) for item in run.plan.candidates]
@@ -461,8 +473,8 @@ def test_one_worker_exchanges_no_gradients(run: RunContents, rows: list[Measurem
     assert drawing.title == title
 
 
-@pytest.mark.parametrize(("wait_s", "decides"), [(0.09, False), (0.3, True)])
-def test_the_title_says_where_the_loader_decides_though_another_part_takes_more(
+@pytest.mark.parametrize(("wait_s", "decides"), [(0.09, False), (0.3, False), (0.5, True)])
+def test_the_loader_decides_where_waiting_for_data_is_the_largest_part(
     run: RunContents, wait_s: float, decides: bool
 ) -> None:
     slow, pair = profiled(ALONE, 0.0), profiled(PAIR, 0.6)
@@ -470,8 +482,9 @@ def test_the_title_says_where_the_loader_decides_though_another_part_takes_more(
     waiting = slow.times.model_copy(update={"data_time_s": wait_s, "compute_time_s": 0.9 - wait_s})
     rows = [slow.model_copy(update={"times": waiting}), pair]
     title = drawn(run._replace(measurements=rows, plan=None), "step_breakdown").title
-    says = "The data loader decides: waiting for data takes 30.0 % of a step at N = 1, B = 32"
+    says = "The data loader decides: waiting for data takes 50.0 % of a step at N = 1, B = 32"
     assert (title == says) == ("loader" in title) == decides
+    assert title.startswith("Data, computing and optimizer leave 60.0 % of a step at N = 2") != decides
 
 
 def test_a_diamond_is_explained_where_there_is_one(run: RunContents) -> None:
