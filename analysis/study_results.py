@@ -214,6 +214,13 @@ class StudyTable(NamedTuple):
         """Return the first of the leaders."""
         return next(iter(self.leaders(batch)), None)
 
+    @property
+    def has_deviations(self) -> bool:
+        """Tell whether any mean is of several seeds."""
+        return any(
+            entry.test and entry.test.deviation is not None for entry in self.entries.values()
+        )
+
     def number_of(self, status: Literal["diverged", "failed", "missing"]) -> int:
         """Count the runs of the whole study that ended so."""
         entries = dict(self.entries)
@@ -373,7 +380,8 @@ def answer(table: StudyTable) -> str:
             led[entry.column] += within_one_deviation(entry, best)
     most = max(led.values(), default=0)
     if not most and comparable:
-        return "No method is best at any batch: all are equal, or each diverged in some run."
+        diverged = ", or each diverged in some run" if table.number_of("diverged") else ""
+        return f"No method is best at any batch: all are equal{diverged}."
     if not most:
         return "No batch has two methods with results yet."
     names = [column for column, count in led.items() if count == most]
@@ -381,7 +389,8 @@ def answer(table: StudyTable) -> str:
     where = "at the one batch that can be judged"
     if decided > 1:
         where = f"at {most} of {decided} batches"
-    return f"{listed(names)} {verb} best, or within one standard deviation of the best, {where}."
+    near = ", or within one standard deviation of the best," if table.has_deviations else ""
+    return f"{listed(names)} {verb} best{near} {where}."
 
 
 def signed(share: float) -> str:

@@ -132,9 +132,10 @@ def _diverged(entry: Entry) -> str:
 def cautions(contents: StudyContents, table: StudyTable) -> list[str]:
     """List doubts about the table."""
     found = list(_incomplete(table))
-    if len(contents.study.seeds) < 3:
-        seeds = plural(len(contents.study.seeds), "seed")
-        found.append(f"Only {seeds}: the deviations say little.")
+    if len(contents.study.seeds) == 1:
+        found.append("Only 1 seed: differences may be chance.")
+    elif len(contents.study.seeds) < 3:
+        found.append("Only 2 seeds: the deviations say little.")
     found += [*_not_trained_out(contents), *_edge_rates(contents), *_all_diverged(table)]
     return [*found, *_all_guess(contents), *_scaled_nothing(contents)]
 

@@ -178,7 +178,9 @@ def test_cautions_tell_of_short_trainings_few_seeds_and_rates_at_the_edge(run: R
     rates = TunedRates(rates={"sgd": 0.2}, trials=[])
     found = "\n".join(cautions(contents._replace(metrics=rising, study=study, rates=rates), table))
     assert "still gained 2.0 points from epoch 18 to 20: it is not trained out" in found
-    assert "Only 2 seeds" in found
+    assert "Only 2 seeds: the deviations say little." in found
+    alone = contents.study.model_copy(update={"seeds": (0,)})
+    assert cautions(contents._replace(study=alone), table) == ["Only 1 seed: differences may be chance."]
     assert "rate of sgd, 0.2, is at the edge of study.base_lrs: a larger one may be better" in found
 
 

@@ -404,7 +404,14 @@ def test_a_lead_that_rounds_to_nothing_is_no_lead_of_nothing() -> None:
 def test_where_no_method_came_through_nothing_is_said_to_be_missing() -> None:
     nobody = answer(table({("lbt", 512): [None, 0.6], ("ags", 512): [0.7, None]}))
     assert nobody == "No method is best at any batch: all are equal, or each diverged in some run."
+    equals = answer(table({("lbt", 512): [0.6], ("ags", 512): [0.6]}))
+    assert equals == "No method is best at any batch: all are equal."
     assert answer(table({("lbt", 512): [0.6], ("ags", 512): []})) == "No batch has two methods with results yet."
+
+
+def test_of_one_seed_no_deviation_is_told() -> None:
+    alone = answer(table({("lbt", 512): [0.6], ("ags", 512): [0.7]}))
+    assert alone == "ags is best at the one batch that can be judged."
 
 
 def test_equals_and_single_methods_have_no_marks() -> None:

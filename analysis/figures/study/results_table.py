@@ -103,7 +103,9 @@ def _draw_block(
 def _mark_keys(table: StudyTable) -> list[style.Key]:
     if not any(entry.mark for entry in table.entries.values()):
         return []
-    best = "best (bold) or within one deviation of it"
+    best = "best (bold)"
+    if table.has_deviations:
+        best += " or within one deviation of it"
     return [
         style.Key("darker: better at its batch", "s", colour=style.SIZES[5].light),
         style.Key(best, "s", hollow=True, colour=style.INK.light),
@@ -192,13 +194,14 @@ def _caption(contents: StudyContents) -> str:
     epochs = plural(contents.sweep.workload.epochs, "epoch")
     seeds = len(contents.study.seeds)
     over = "of one seed"
+    near = ""
     if seeds > 1:
         over = f"mean and standard deviation over {seeds} seeds"
+        near = ", or within one standard deviation of it"
     return (
         f"Test {kind} at the end of {epochs}, {over}; below it the accuracy on training samples, "
         "and how much of what plain large-batch training (lbt) lost against the small batch came "
         "back; below 0 % more was lost. The darker, the higher the mean among those of its batch. "
-        "Framed dark: best of the batch (bold), or within one standard deviation of it; framed "
-        "red: worst. Runs that diverged are counted and not in the means; for the frames they "
-        "count as 0."
+        f"Framed dark: best of the batch (bold){near}; framed red: worst. "
+        "Runs that diverged are counted and not in the means; for the frames they count as 0."
     )
