@@ -293,6 +293,8 @@ def test_methods_and_batches_of_which_nothing_can_be_drawn_have_no_key_and_no_pa
     contents = read_study(make_study(tmp_path / "run", outcome=outcome))
     drawn = draw_study_epochs(contents, make_table(contents.study, contents.outcomes))
     assert isinstance(drawn, Drawing)
+    batches = list(dict.fromkeys(row[1] for row in drawn.table.rows))
+    assert batches == [contents.study.small_batch, 256, 1024], "the dashed curve is in the numbers, too"
     legend = drawn.figure.axes[0].get_legend()
     assert legend is not None
     names = [text.get_text() for text in legend.get_texts()]

@@ -213,7 +213,10 @@ def draw_study_epochs(contents: StudyContents, table: StudyTable) -> Drawing | M
         "plain training with the small batch. Lines that still rise at the end are trainings that "
         "were cut short."
     )
-    return Drawing("study_epochs", title, caption, figure, _curve_table(panels_of))
+    numbers = {contents.study.small_batch: {REFERENCE_COLUMN: small}}
+    for batch, curves in panels_of.items():
+        numbers[batch] = numbers.get(batch, {}) | curves
+    return Drawing("study_epochs", title, caption, figure, _curve_table(numbers))
 
 
 def _spread_out(batches: Sequence[int]) -> list[int]:
