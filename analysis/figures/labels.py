@@ -75,7 +75,8 @@ def label_ends(axes: Axes, labels: Iterable[EndLabel], *, across: float | None =
             label.text,
             (label.x, height),
             xycoords=("data", "axes fraction"),
-            xytext=(7, 0),
+            # beside a ring, too, where the chosen point is the end
+            xytext=(11, 0),
             textcoords="offset points",
             va="center",
             color=label.colour,

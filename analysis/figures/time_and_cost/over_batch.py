@@ -268,17 +268,14 @@ def _shade_infeasible(axes: Axes, curves: Curves) -> None:
 
 
 def _draw_knee(axes: Axes, curves: Curves) -> None:
-    """Draw a line at the knee in a band as wide as its interval."""
-    knee = curves.knee
-    if knee is None or knee.global_batch is None:
+    """Draw a line at a knee among the batches, in a band as wide as its interval."""
+    if curves.knee is None or curves.knee_batch is None:
         return
     grey = style.MUTED.light
-    left, right = axes.get_xlim()
-    if knee.interval_90 is not None:
-        low, high = np.clip(knee.interval_90, left, right).tolist()
+    if curves.knee.interval_90 is not None:
+        low, high = np.clip(curves.knee.interval_90, *axes.get_xlim()).tolist()
         axes.axvspan(low, high, color=grey, alpha=0.16, linewidth=0, zorder=1)
-    if curves.knee_batch is not None:
-        axes.axvline(curves.knee_batch, color=grey, linestyle="--", linewidth=1.0, zorder=1)
+    axes.axvline(curves.knee_batch, color=grey, linestyle="--", linewidth=1.0, zorder=1)
 
 
 def _draw_out_of_memory(axes: Axes, curves: Curves, sizes: list[int]) -> None:
@@ -301,6 +298,8 @@ def _mark_chosen(axes: Axes, curves: Curves, quantity: Quantity, taken: labels.P
     for nodes in {point.configuration.nodes for point in curves.predicted}:
         batches, values, *_ = _columns(_on(nodes, curves.predicted)).tolist()
         lines.append(list(zip(batches, values, strict=True)))
+    for batch, _, least, most in _columns(curves.measured).T.tolist():
+        lines.append([(batch, least), (batch, most)])
     if curves.knee_batch is not None:
         low, high = axes.get_ylim()
         lines.append([(curves.knee_batch, low), (curves.knee_batch, high)])
@@ -328,8 +327,10 @@ def _keys(curves: Curves) -> list[style.Key]:
         keys.append(style.Key("not feasible", line=":"))
     if curves.out_of_memory:
         keys.append(style.Key("ran out of memory", marker="x"))
-    if curves.knee_batch is not None:
-        keys.append(style.Key("knee", line="--"))
+    if curves.knee and curves.knee_batch is not None:
+        has_band = curves.knee.interval_90 is not None
+        name = "knee, 90 % interval" if has_band else "knee"
+        keys.append(style.Key(name, line="--", band=has_band))
     return keys
 
 
@@ -362,7 +363,7 @@ def _describe_knee(knee: Knee, largest: int) -> str:
         text = f"The knee, at B = {knee.global_batch:,.0f}, lies beyond these batches"
     if knee.interval_90 is not None:
         low, high = knee.interval_90
-        text += f"; its band, {low:,.0f} to {high:,.0f}, holds it with 90 % probability"
+        text += f"; with 90 % probability it lies between {low:,.0f} and {high:,.0f}"
         if knee.share_without_knee:
             text += f"; {format_percent(knee.share_without_knee)} of the curves have none"
     return f"{text}."

@@ -35,7 +35,7 @@ from tests.run_factory import (
 )
 from tula_hpc.analysis.figures.all import FIGURES, draw_all
 from tula_hpc.analysis.figures.drawing import Drawing, Missing, TitlePage, render_pdf
-from tula_hpc.analysis.figures.labels import EndLabel, label_ends, spread
+from tula_hpc.analysis.figures.labels import LETTER_SHARE, EndLabel, label_ends, spread
 from tula_hpc.analysis.figures.run_curves import curve_of, draw_run_curves
 from tula_hpc.analysis.figures.style import (
     INK,
@@ -136,9 +136,7 @@ def test_a_front_of_one_candidate_has_no_line(run: RunContents) -> None:
     others = [item.model_copy(update={"pareto": False}) for item in run.plan.candidates if item not in front]
     for made, is_line in ((run.plan, True), (run.plan.model_copy(update={"candidates": [*front, *others]}), False)):
         pareto = drawn(run._replace(plan=made), "pareto")
-        legend = pareto.figure.axes[0].get_legend()
-        assert legend is not None
-        assert ("Pareto front" in [text.get_text() for text in legend.get_texts()]) == is_line
+        assert ("Pareto front" in keys_of(pareto)) == is_line
         assert ("On the line" in pareto.caption) == is_line
 
 
@@ -188,7 +186,14 @@ def test_the_knee_stands_in_a_band_as_wide_as_its_interval(run: RunContents) -> 
     to_data = drawing.figure.axes[0].transData.inverted()
     spans = [patch.get_window_extent().transformed(to_data) for patch in drawing.figure.axes[0].patches]
     assert any((span.x0, span.x1) == pytest.approx(knee.interval_90) for span in spans)
-    assert f"{knee.interval_90[0]:,.0f} to {knee.interval_90[1]:,.0f}" in drawing.caption
+    assert "with 90 % probability it lies between 360 and 500" in drawing.caption
+    assert "knee, 90 % interval" in keys_of(drawing)
+
+
+def keys_of(drawing: Drawing) -> list[str]:
+    legend = drawing.figure.axes[0].get_legend()
+    assert legend is not None
+    return [text.get_text() for text in legend.get_texts()]
 
 
 def test_a_knee_beyond_the_batches_is_said_and_not_drawn(run: RunContents) -> None:
@@ -197,9 +202,9 @@ def test_a_knee_beyond_the_batches_is_said_and_not_drawn(run: RunContents) -> No
     drawing = drawn(run._replace(plan=far), "epoch_time")
     assert "The knee, at B = 1,000,000, lies beyond these batches" in drawing.caption
     assert not any(1e6 in list(line.get_xdata()) for line in lines_of(drawing))
-    legend = drawing.figure.axes[0].get_legend()
-    assert legend is not None
-    assert "knee" not in [text.get_text() for text in legend.get_texts()]
+    without = drawn(run._replace(plan=run.plan.model_copy(update={"knee": None})), "epoch_time")
+    assert len(drawing.figure.axes[0].patches) == len(without.figure.axes[0].patches)
+    assert keys_of(drawing) == keys_of(without)
 
 
 def test_without_a_knee_there_is_no_band_of_it(run: RunContents) -> None:
@@ -842,6 +847,22 @@ def test_a_single_epoch_or_batch_is_seen(run: RunContents) -> None:
     together = draw_run_curves([curve_of("alone", alone)])
     assert isinstance(together, Drawing)
     assert all(visible(line) for panel in (0, 1) for line in lines_of(together, panel) if len(line.get_xdata()))
+
+
+def test_the_label_of_the_chosen_point_is_clear_of_its_bar(run: RunContents) -> None:
+    assert run.plan is not None
+    chosen = run.plan.chosen
+    row = measurement(chosen.configuration)
+    assert row.times is not None
+    wide = {"step_time_low_s": 0.4 * row.times.step_time_s, "step_time_high_s": 1.6 * row.times.step_time_s}
+    rows = [row.model_copy(update={"times": row.times.model_copy(update=wide)})]
+    alone = run._replace(measurements=rows, plan=run.plan.model_copy(update={"candidates": [chosen], "knee": None}))
+    axes = drawn(alone, "epoch_time").figure.axes[0]
+    (label,) = (text for text in axes.texts if text.get_text().startswith("chosen"))
+    centre = float(label.get_position()[0])
+    bar = float((axes.transData + axes.transAxes.inverted()).transform((chosen.global_batch, 0))[0])
+    half_width = LETTER_SHARE * max(map(len, label.get_text().split("\n"))) / 2
+    assert abs(centre - bar) > half_width
 
 
 def test_a_data_set_smaller_than_one_batch_is_drawn(run: RunContents) -> None:
