@@ -467,13 +467,8 @@ def find_candidate(
     return min(found, key=lambda item: item.partition != plan.chosen.partition, default=None)
 
 
-def trained_candidate(run: RunContents, training: Training) -> Candidate | None:
-    """Return the candidate that a training ran with; None if its batch changed."""
-    return candidate_of(run.plan, training)
-
-
 def candidate_of(plan: Plan | None, training: Training) -> Candidate | None:
-    """Do so for a plan alone."""
+    """Return the candidate that a training ran with; None if its batch changed."""
     if plan is None:
         return None
     configuration = plan.chosen.configuration

@@ -28,9 +28,9 @@ from tula_hpc.analysis.report.text import as_sentence, doubts, of_partition_in_w
 from tula_hpc.analysis.run_contents import (
     RunContents,
     Training,
+    candidate_of,
     measured_epochs,
     predicted,
-    trained_candidate,
 )
 from tula_hpc.formatting import (
     duration_within,
@@ -273,7 +273,7 @@ def _ended_as(chosen: Candidate, training: Training, result: TrainResult) -> boo
 
 
 def _against_prediction(run: RunContents, training: Training) -> str:
-    candidate = trained_candidate(run, training)
+    candidate = candidate_of(run.plan, training)
     is_told = any(steps_off(run.plan, run.events, training))
     if candidate is None or not training.epoch_time_s or is_told:
         return ""

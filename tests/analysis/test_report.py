@@ -37,7 +37,7 @@ from tula_hpc.analysis.report.tables import (
     summary_table,
 )
 from tula_hpc.analysis.report.text import assumptions, doubts, how_measured
-from tula_hpc.analysis.run_contents import RunContents, median_epoch_s, predicted, read_run, trained_candidate
+from tula_hpc.analysis.run_contents import RunContents, candidate_of, median_epoch_s, predicted, read_run
 from tula_hpc.analysis.scaling import no_scaling
 from tula_hpc.analysis.search.profiling_cost import profiling_cost
 from tula_hpc.cli.pipeline import carry_out, print_summary, report_stage
@@ -643,7 +643,7 @@ def test_a_training_counts_only_on_the_partition_where_it_ran(
             run.log_event("submitted", "train", job_id="9", data={"label": "main", "partition": name})
         contents = read_run(run)
         (training,) = contents.trainings
-        found = trained_candidate(contents, training)
+        found = candidate_of(contents.plan, training)
         assert found is not None
         assert found.partition == (name or "a")
         assert ("It ended on 4 nodes of partition b with" in answer(contents)) == (name == "b")

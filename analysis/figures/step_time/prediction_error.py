@@ -18,8 +18,8 @@ from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.analysis.models.step_time import fit_step_time
 from tula_hpc.analysis.run_contents import (
     RunContents,
+    candidate_of,
     find_candidate,
-    trained_candidate,
     used_bytes,
 )
 from tula_hpc.formatting import format_percent
@@ -156,7 +156,7 @@ def _corner_errors(run: RunContents) -> Iterable[Error]:
 
 def _training_errors(run: RunContents) -> Iterable[Error]:
     for training in run.trainings:
-        candidate = trained_candidate(run, training)
+        candidate = candidate_of(run.plan, training)
         if candidate is not None and training.epoch_time_s:
             times = candidate.epoch_time_s, training.epoch_time_s
             yield Error(candidate.configuration, *times, training.label)
