@@ -37,6 +37,7 @@ from tula_hpc.analysis.planning.partitions import fit_parts
 from tula_hpc.analysis.run_contents import Interval, RunContents, evenly, predicted
 from tula_hpc.config import ClusterSpec, SweepSpec, cluster_sizes
 from tula_hpc.errors import InputError, NotEnoughDataError
+from tula_hpc.formatting import HOUR_S
 from tula_hpc.records import Candidate
 
 Kind = Literal["strong", "weak"]
@@ -53,7 +54,6 @@ DRAWS = 1000
 SEED = 0
 # standard deviations on each side that hold 90 % of a normal distribution
 NORMAL_90 = 1.645
-SECONDS_PER_HOUR = 3600.0
 UNEVEN = "the batch has no equal shares"
 REASONS = {
     Why.SAMPLES: "the data has no full batch",
@@ -97,7 +97,7 @@ class ScalingRow(NamedTuple):
     @property
     def node_hours(self) -> Interval:
         """Node-hours of the whole training."""
-        return self.training_s.times(self.nodes / SECONDS_PER_HOUR)
+        return self.training_s.times(self.nodes / HOUR_S)
 
     @property
     def measured_epoch_s(self) -> float | None:

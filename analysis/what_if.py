@@ -28,7 +28,7 @@ from tula_hpc.analysis.planning.objective import choose
 from tula_hpc.analysis.planning.partitions import Fitted, Trained, fit_parts, prefixed
 from tula_hpc.analysis.run_contents import RunContents
 from tula_hpc.config import ClusterSpec, SweepSpec
-from tula_hpc.formatting import format_duration, format_money, plural
+from tula_hpc.formatting import HOUR_S, format_duration, format_money, plural
 from tula_hpc.records import Candidate, Measurement, Plan
 
 # of the chosen nodes' price
@@ -46,7 +46,6 @@ PRICE_KEYS = {
     "energy": ("usd_per_kwh", "a kilowatt-hour"),
     "tres": ("usd_per_unit", "a billing unit and hour"),
 }
-SECONDS_PER_HOUR = 3600.0
 
 
 class WhatIf(NamedTuple):
@@ -170,7 +169,7 @@ def _changes(question: _Question, chosen: Candidate) -> Iterator[WhatIf]:
     yield from _other_prices(question, chosen)
     for share in DEADLINES:
         seconds = share * chosen.expected_time_s
-        sooner = question.with_objective(deadline_hours=seconds / SECONDS_PER_HOUR)
+        sooner = question.with_objective(deadline_hours=seconds / HOUR_S)
         answer = sooner.ask(f"done within {format_duration(seconds)}")
         yield answer
         # nor is a shorter one kept

@@ -31,10 +31,9 @@ from tula_hpc.analysis.costs.interruptions import (
 from tula_hpc.analysis.models.profiles import Profile
 from tula_hpc.config import GIB, ClusterSpec, PricingSpec, TrainingSpec
 from tula_hpc.errors import InputError
-from tula_hpc.formatting import FOREVER_S
+from tula_hpc.formatting import FOREVER_S, HOUR_S
 
 JOULES_PER_KWH = 3.6e6
-SECONDS_PER_HOUR = 3600.0
 MOMENT_S = 1e-9
 
 Array = NDArray[float64]
@@ -121,7 +120,7 @@ def train_cost_usd(
     Raises:
         ValueError: The basis needs more than this; see `bill`.
     """
-    node_hours = nodes * train_time_s / SECONDS_PER_HOUR
+    node_hours = nodes * train_time_s / HOUR_S
     if pricing.basis == "node-hour":
         return node_hours * pricing.usd_per_node_hour
     if pricing.basis == "spot":
@@ -196,7 +195,7 @@ def _cost(usage: Usage, cluster: ClusterSpec, kwh: Array, power: NodePower | Non
     if pricing.basis == "tres":
         units = slurm_billing.billing_per_node(pricing, slurm_billing.node_resources(cluster).tres)
         price = 1.0 if pricing.usd_per_unit is None else pricing.usd_per_unit
-        return usage.nodes * usage.train_time_s / SECONDS_PER_HOUR * (units * price)
+        return usage.nodes * usage.train_time_s / HOUR_S * (units * price)
     return train_cost_usd(
         pricing, usage.nodes, usage.train_time_s, usage.workers_per_node, usage.peak_memory_bytes
     )
@@ -226,7 +225,7 @@ def expected_preemptions(pricing: PricingSpec, nodes: Array, wall_time_s: Array)
 
 def between_preemptions_s(pricing: PricingSpec, nodes: Array) -> Array:
     """Return mean seconds between preemptions of a job of N nodes; only for the basis "spot"."""
-    between_s = pricing.preemption_hours * SECONDS_PER_HOUR
+    between_s = pricing.preemption_hours * HOUR_S
     return between_s / nodes if pricing.preempted == "node" else np.full_like(nodes, between_s)
 
 
@@ -252,7 +251,7 @@ def _checkpoint_s(
     if cluster.pricing.basis == "spot":
         between_s = between_preemptions_s(cluster.pricing, usage.nodes)
     else:
-        between_s = np.full_like(usage.nodes, training.interruption_hours * SECONDS_PER_HOUR)
+        between_s = np.full_like(usage.nodes, training.interruption_hours * HOUR_S)
     every_s = interruptions.interval_s(save_s, between_s)
     least_s = interruptions.least_interval_s(save_s)
     return interruptions.with_epoch_ends_s(every_s, epoch_s, least_s)

@@ -10,10 +10,9 @@ from numpy.typing import NDArray
 
 from tula_hpc.analysis.planning.candidates import FEASIBLE, CandidateTable, Why
 from tula_hpc.config import ObjectiveSpec
-from tula_hpc.formatting import format_duration, format_money, format_percent
+from tula_hpc.formatting import HOUR_S, format_duration, format_money, format_percent
 from tula_hpc.records import Candidate
 
-SECONDS_PER_HOUR = 3600.0
 # ruled out by the user; everything else is impossible
 CONSTRAINED = (Why.DEADLINE, Why.BUDGET, Why.BATCH)
 
@@ -50,7 +49,7 @@ def constraints_of(objective: ObjectiveSpec) -> list[Constraint]:
     """Return the constraints that are set."""
     found = []
     if objective.deadline_hours is not None:
-        limit_s = objective.deadline_hours * SECONDS_PER_HOUR
+        limit_s = objective.deadline_hours * HOUR_S
         key = "objective.deadline_hours"
         found.append(Constraint(key, limit_s, "wall_time_s", Why.DEADLINE, _duration))
     if objective.budget is not None:

@@ -20,6 +20,7 @@ from tula_hpc.analysis.run_contents import (
 from tula_hpc.analysis.search.propose import propose
 from tula_hpc.config import ClusterSpec, sweep_for
 from tula_hpc.formatting import (
+    HOUR_S,
     format_money,
     format_number,
     plural,
@@ -28,7 +29,6 @@ from tula_hpc.records import Doubt, Measurement, RunHistory
 from tula_hpc.records.events import setup_failures
 from tula_hpc.records.training import NOT_FINITE, WITHOUT_SCORES
 
-SECONDS_PER_HOUR = 3600
 # hosts and the like that are named, the others are counted
 LISTED = 16
 
@@ -166,14 +166,14 @@ def profiling_cost(run: RunContents) -> str:
     noted = _noted_of_profiling(run)
     used = _accounted(run, "profile") or noted
     node_seconds = sum(used.values())
-    node_hours = format_number(node_seconds / SECONDS_PER_HOUR, 2)
+    node_hours = format_number(node_seconds / HOUR_S, 2)
     text = f"{format_number(node_seconds)} node-seconds ({node_hours} node-hours)"
     if used is not noted:
         own = format_number(sum(noted.values()))
         text += f" by Slurm's accounting (by the run's own records {own})"
     prices = _usd_per_node_hour(run.cluster) if run.cluster else {}
     if used and all(name in prices for name in used):
-        usd = sum(seconds / SECONDS_PER_HOUR * prices[name] for name, seconds in used.items())
+        usd = sum(seconds / HOUR_S * prices[name] for name, seconds in used.items())
         text += f", {format_money(usd)}"
     return text
 

@@ -19,8 +19,9 @@ from typing import NamedTuple
 import numpy as np
 
 from tula_hpc.analysis.costs import interruptions as interruption_costs
-from tula_hpc.analysis.costs.pricing import SECONDS_PER_HOUR, between_preemptions_s
+from tula_hpc.analysis.costs.pricing import between_preemptions_s
 from tula_hpc.config import PricingSpec, TrainingSpec
+from tula_hpc.formatting import HOUR_S
 
 # the first save comes early, so that its cost is known
 FIRST_S = 60.0
@@ -69,7 +70,7 @@ def expected_interruptions(
     if pricing.basis == "spot":
         (between_s,) = between_preemptions_s(pricing, np.array([float(nodes)]))
         return Interruptions(float(between_s), is_known=True)
-    return Interruptions(training.interruption_hours * SECONDS_PER_HOUR, seen=seen, over_s=over_s)
+    return Interruptions(training.interruption_hours * HOUR_S, seen=seen, over_s=over_s)
 
 
 def interval_s(cost_s: float, between_s: float) -> float:

@@ -11,12 +11,12 @@ from statistics import fmean, median
 from typing import Literal, NamedTuple
 
 from tula_hpc.analysis.costs import slurm_billing as billing
-from tula_hpc.analysis.costs.pricing import SECONDS_PER_HOUR, train_cost_usd
+from tula_hpc.analysis.costs.pricing import train_cost_usd
 from tula_hpc.analysis.costs.training_bill import Verdict, training_bill
 from tula_hpc.analysis.costs.usage import actual_use, job_runs, only_waiting_s
 from tula_hpc.analysis.run_contents import find_candidate
 from tula_hpc.config import ClusterSpec
-from tula_hpc.formatting import format_money, format_number
+from tula_hpc.formatting import HOUR_S, format_money, format_number
 from tula_hpc.launch.slurm import AccountedRun
 from tula_hpc.records import MAIN_LABEL, Configuration, Measurement, Record
 from tula_hpc.status.jobs import JobPhase, JobStatus
@@ -48,7 +48,7 @@ def node_hour_price(
     if pricing.basis == "memory" and not peak_bytes:
         return None
     return train_cost_usd(
-        pricing, 1.0, SECONDS_PER_HOUR, float(part.workers_per_node), float(peak_bytes or 0.0)
+        pricing, 1.0, HOUR_S, float(part.workers_per_node), float(peak_bytes or 0.0)
     )
 
 
@@ -214,9 +214,9 @@ def _parts(cluster: ClusterSpec | None) -> dict[str, ClusterSpec]:
 def _priced(facts: Facts, stage: str, use: _Use) -> StageCost:
     prices = {name: _price(facts, stage, name) for name in use.by_partition}
     known = {name: price for name, price in prices.items() if price is not None}
-    costs = [use.by_partition[name] / SECONDS_PER_HOUR * price for name, price in known.items()]
+    costs = [use.by_partition[name] / HOUR_S * price for name, price in known.items()]
     return StageCost(
-        node_hours=sum(use.by_partition.values()) / SECONDS_PER_HOUR,
+        node_hours=sum(use.by_partition.values()) / HOUR_S,
         cost=sum(costs) if len(known) == len(prices) else None,
         source=use.source,
         queue_s=use.queue_s,
