@@ -164,11 +164,11 @@ def profiling_cost(run: RunContents) -> str:
     They are accounting's where it has all these jobs: it also has the seconds in which a job ends.
     """
     noted = _noted_of_profiling(run)
-    used = _accounted(run, "profile") or noted
+    used = used_by_profiling(run)
     node_seconds = sum(used.values())
     node_hours = format_number(node_seconds / HOUR_S, 2)
     text = f"{format_number(node_seconds)} node-seconds ({node_hours} node-hours)"
-    if used is not noted:
+    if used != noted:
         own = format_number(sum(noted.values()))
         text += f" by Slurm's accounting (by the run's own records {own})"
     prices = _usd_per_node_hour(run.cluster) if run.cluster else {}
