@@ -18,7 +18,6 @@ from tula_hpc.formatting import format_duration
 NAME = "run_curves"
 COLUMNS = ("run", "quantity", "global_batch_samples", "epoch", "value")
 LINES: tuple[Literal["-", "--", ":"], ...] = ("-", "--", ":")
-BATCH_LABEL = "global batch B (samples per step over all nodes)"
 
 
 class RunCurve(NamedTuple):
@@ -103,7 +102,7 @@ def _draw_times(axes: Axes, curves: Sequence[RunCurve]) -> None:
         if curve.chosen:
             seconds.append(curve.chosen[1].value)
     style.value_axis(axes, seconds, label="least time of an epoch", durations=True)
-    style.batch_axis(axes, batches, BATCH_LABEL)
+    style.batch_axis(axes, batches, style.BATCH_LABEL)
     for index, curve in enumerate(curves):
         colour = _colour(index)
         line = np.array(sorted(curve.predicted_s.items()), dtype=np.float64).reshape(-1, 2)

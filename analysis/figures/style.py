@@ -24,6 +24,7 @@ from matplotlib.transforms import ScaledTranslation
 
 from tula_hpc.formatting import DAY_S, HOUR_S, MINUTE_S, format_duration, format_number, keep_units
 
+BATCH_LABEL = "global batch B (samples per step over all nodes)"
 WIDTH_IN = 5.4
 # a bold title line of this length is as wide as the figure
 TITLE_CHARACTERS = 54

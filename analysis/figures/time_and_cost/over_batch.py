@@ -34,7 +34,6 @@ from tula_hpc.records import Candidate, Configuration, Knee, Measurement, Plan
 MOST_NAMES = 14
 # in the legend, where there is no room beside the lines
 MOST_KEYS = 32
-BATCH_LABEL = "global batch B (samples per step over all nodes)"
 
 
 class Quantity(NamedTuple):
@@ -199,7 +198,7 @@ def _draw(
         values += point.interval
     with style.styled():
         figure, (axes,) = style.new_figure(title, 3.7)
-        style.batch_axis(axes, curves.batches, BATCH_LABEL, right=0.13 if beside else 0.05)
+        style.batch_axis(axes, curves.batches, style.BATCH_LABEL, right=0.13 if beside else 0.05)
         style.value_axis(axes, values, label=quantity.label, durations=quantity.durations)
         _shade_infeasible(axes, curves)
         _draw_knee(axes, curves)
