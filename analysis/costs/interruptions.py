@@ -226,6 +226,26 @@ def least_limit_s(work_s: Array, interval_s: Array, restart_s: float, requeues: 
     return (work_s + restart_s + requeues * repeated) / (1.0 + requeues)
 
 
+def by_epochs_under_time_limit(
+    work_s: Array, limit_s: float, epochs: Array | float, restart_s: float
+) -> Requeued:
+    """Return the expected time of a training that goes on from the end of its last whole epoch.
+
+    With E epochs of τ seconds, jobs that end before the training's end hold m of them each:
+
+        m = ⌊(L − R) / τ⌋,  requeues k = ⌈E / m⌉ − 1,  time = k L + R + (E − k m) τ
+
+    Where no epoch fits into a job, the training never ends; see `under_time_limit`.
+    """
+    epoch_s = work_s / epochs
+    each = np.floor((limit_s - restart_s) / epoch_s * (1.0 + 1e-9))
+    fits = work_s + restart_s <= limit_s
+    requeues = np.where(fits, 0.0, np.ceil(epochs / np.maximum(each, 1.0)) - 1.0)
+    time_s = requeues * limit_s + restart_s + (epochs - requeues * each) * epoch_s
+    possible = fits | (each >= 1.0)
+    return Requeued(np.where(possible, time_s, np.inf), np.where(possible, requeues, np.inf))
+
+
 def anew_under_time_limit(work_s: Array, limit_s: float, restart_s: float) -> Requeued:
     """Return the expected time of a training that begins anew after each time limit.
 

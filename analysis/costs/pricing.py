@@ -25,6 +25,7 @@ from tula_hpc.analysis.costs.interruptions import (
     Resume,
     SaveCost,
     anew_under_time_limit,
+    by_epochs_under_time_limit,
     least_limit_s,
     under_time_limit,
 )
@@ -158,6 +159,8 @@ def bill(
         work_s = _with_preemptions_s(pricing, usage, interval_s, save_s)
     until_warning_s = cluster.train_minutes * 60.0 - cluster.signal_delay_s
     limited = under_time_limit(work_s, until_warning_s, interval_s, pricing.start_s)
+    if resume is Resume.EPOCH:
+        limited = by_epochs_under_time_limit(work_s, until_warning_s, usage.epochs, pricing.start_s)
     if resume is Resume.NOTHING:
         limited = anew_under_time_limit(work_s, until_warning_s, pricing.start_s)
     ends_s = (1.0 + np.minimum(limited.requeues, FOREVER_S)) * usage.end_s
@@ -176,7 +179,7 @@ def enough_minutes(work_s: Array, interval_s: Array, cluster: ClusterSpec, reque
         work_s: Steps, evaluations and checkpoints, without preemptions.
         interval_s: Of steps between two checkpoints.
         cluster: Delay of the warning, and the start of a job.
-        requeues: Of each training; 0 for one that begins anew.
+        requeues: Of each training; 0 for one that begins anew, and for the work of one job.
     """
     limit_s = least_limit_s(work_s, interval_s, cluster.pricing.start_s, requeues)
     return np.ceil((limit_s + cluster.signal_delay_s) / 60.0)

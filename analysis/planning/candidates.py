@@ -135,6 +135,11 @@ class Part(NamedTuple):
         """Limit of one worker, by the cluster file and by profiles; None where it is unknown."""
         return memory_limit_bytes(self.cluster, self.summary.memory_uses)
 
+    @property
+    def is_cut_short(self) -> bool:
+        """Tell whether a training that never ends is too long for its jobs, or an epoch of it."""
+        return self.resume is not Resume.CHECKPOINT and self.cluster.pricing.basis != "spot"
+
 
 class CandidateTable(NamedTuple):
     """Candidates as columns of one length."""
@@ -452,10 +457,10 @@ def _describe_why(row: CandidateTable, part: Part) -> str:
         case Why.OUT_OF_MEMORY:
             return part.summary.oom_reason
         case Why.MEMORY:
-            return _too_much_memory(float(row.peak_bytes), part)
+            return f"needs {_too_much_memory(float(row.peak_bytes), part)}"
         case Why.UNSEEN:
             return _unseen_memory(row, part)
-        case Why.FOREVER if part.resume is Resume.NOTHING and part.cluster.pricing.basis != "spot":
+        case Why.FOREVER if part.is_cut_short:
             return _too_long(row, part)
         case why:
             return SHORT_REASONS[why]
@@ -463,36 +468,32 @@ def _describe_why(row: CandidateTable, part: Part) -> str:
 
 def _too_long(row: CandidateTable, part: Part) -> str:
     work_s = float(row.train_time_s + row.evaluation_s)
-    cluster = part.cluster
+    needs = f"takes {format_duration(work_s)} besides its start and cannot be resumed"
+    if part.resume is Resume.EPOCH:
+        epoch_s = work_s * float(row.epoch_time_s / row.train_time_s)
+        needs = f"takes {format_duration(epoch_s)} an epoch and is resumed from ends of epochs only"
     return (
-        f"takes {format_duration(work_s)} besides its start and cannot be resumed, but a job of "
-        f"train_minutes = {cluster.train_minutes} is told to stop {cluster.signal_delay_s} s before "
-        "its end (signal_delay_s)"
+        f"{needs}, but a job of train_minutes = {part.cluster.train_minutes} is told to stop "
+        f"{part.cluster.signal_delay_s} s before its end (signal_delay_s)"
     )
-
-
-def _too_much_memory(peak: float, part: Part) -> str:
-    needs = f"needs {peak / GIB:.3g} GiB per worker"
-    if peak <= allowed_bytes(part.memory_limit_bytes, part.cluster.memory_margin):
-        needs += ALSO_ON_TOP
-    return f"{needs}, more than {_allowed_memory(part)}"
 
 
 def _unseen_memory(row: CandidateTable, part: Part) -> str:
     workers = row.nodes * row.workers_per_node
     _, high = part.models.memory.interval(float(row.local_batch), workers=workers)
     most = max(profile.part_batch for profile in part.summary.profiles)
-    reaches = f"{float(high) / GIB:.3g} GiB per worker"
-    if high <= allowed_bytes(part.memory_limit_bytes, part.cluster.memory_margin):
-        reaches += ALSO_ON_TOP
     return (
         f"at most {most:,.0f} samples at once were measured, and the 90 % interval of the memory of "
-        f"this batch reaches {reaches}, more than {_allowed_memory(part)}"
+        f"this batch reaches {_too_much_memory(float(high), part)}"
     )
 
 
-def _allowed_memory(part: Part) -> str:
+def _too_much_memory(needed: float, part: Part) -> str:
     limit = part.memory_limit_bytes or 0
     share = part.cluster.memory_margin
-    margin = f"limit {limit / GIB:.3g} GiB less a margin of {100 * share:.3g} %"
-    return f"{allowed_bytes(limit, share) / GIB:.3g} GiB ({margin})"
+    allowed = allowed_bytes(limit, share)
+    on_top = ALSO_ON_TOP if needed <= allowed else ""
+    return (
+        f"{needed / GIB:.3g} GiB per worker{on_top}, more than {allowed / GIB:.3g} GiB "
+        f"(limit {limit / GIB:.3g} GiB less a margin of {100 * share:.3g} %)"
+    )

@@ -115,8 +115,12 @@ def _more_time(fitted: Fitted, row: int, max_requeues: int) -> str:
 def train_minutes_for(rows: CandidateTable, fitted: Fitted, max_requeues: int) -> int:
     """Return the train_minutes that suffice for one of these candidates, without preemptions."""
     part = fitted.parts[rows.part[0]]
-    requeues = 0 if part.resume is Resume.NOTHING else max_requeues
+    requeues = max_requeues if part.resume is Resume.CHECKPOINT else 0
     work_s = rows.train_time_s + rows.evaluation_s + rows.saving_s
+    if part.resume is Resume.EPOCH:
+        # of the epochs, which are whole ones in each job
+        epochs = np.round(rows.train_time_s / rows.epoch_time_s)
+        work_s *= np.ceil(epochs / (1.0 + max_requeues)) / epochs
     return int(enough_minutes(work_s, rows.checkpoint_s, part.cluster, requeues).min())
 
 

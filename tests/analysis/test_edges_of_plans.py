@@ -415,3 +415,21 @@ def test_a_script_that_cannot_go_on_has_no_plan_for_jobs_shorter_than_its_traini
     table = describe_plan(plan)
     assert "never" in table
     assert " d " not in table
+
+
+@pytest.mark.parametrize("requeues", [1, 9])
+def test_a_script_that_goes_on_from_ends_of_epochs_needs_jobs_for_whole_ones(
+    requeues: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    script = {"script": "train.py", "arguments": ["{local_batch}"], "samples": SAMPLES, "epochs": 60}
+    spec = sweep("cost", script | {"resume_arguments": []}, cluster_sizes=[1])
+    spec = spec.model_copy(update={"training": spec.training.model_copy(update={"max_requeues": requeues})})
+    rows = [row.model_copy(update={"between_epochs_s": 60.0}) for row in CORNERS]
+    with pytest.raises(InfeasibleError, match=r"takes .* an epoch and is resumed from ends of epochs only") as told:
+        make_plan(spec, cluster(train_minutes=3), rows)
+    enough = int(re.findall(r"from 3 to (\d+)", str(told.value))[0])
+    often, seldom = (make_plan(spec, cluster(train_minutes=minutes), rows) for minutes in (enough - 1, enough))
+    warned = [any("training.max_requeues" in doubt.text for doubt in each.doubts) for each in (often, seldom)]
+    assert warned == [True, False]

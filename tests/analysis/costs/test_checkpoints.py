@@ -127,6 +127,16 @@ def test_what_begins_anew_has_to_end_within_one_time_limit() -> None:
     assert paid_by_script(11.0, Resume.EPOCH, 600, "node-hour").requeues[0] == 1.0
 
 
+@pytest.mark.parametrize(("minutes", "requeues"), [(65, np.inf), (70, 9.0), (140, 4.0), (210, 3.0), (700, 0.0)])
+def test_what_goes_on_from_ends_of_epochs_has_whole_ones_in_each_job(minutes: int, requeues: float) -> None:
+    """A start takes a minute, ten epochs 66 minutes and a save of 5 seconds each; 90 seconds are left at the end."""
+    paid = paid_by_script(11.0, Resume.EPOCH, minutes, "node-hour")
+    assert paid.requeues[0] == requeues
+    in_last = 10 - requeues * ((minutes - 2.5) // 66)
+    time_s = 60 * (requeues * (minutes - 1.5) + 1) + (66 * 60 + 5) * in_last
+    assert paid.wall_time_s[0] == pytest.approx(time_s if requeues < np.inf else FOREVER_S)
+
+
 RESUMES = [
     ({"epochs": 3}, False, Resume.CHECKPOINT),
     (SCRIPT, False, Resume.NOTHING),
