@@ -175,8 +175,12 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
     if options.objective:
         sweep_overrides.append(f"objective.kind={options.objective}")
     sweep, cluster, how_to_profile = _inputs(run, sweep_overrides, cluster_overrides)
+    trains_otherwise = _trains_otherwise(run, options, sweep, cluster)
     if options.write:
         _refuse_trained(run)
+        if trains_otherwise:
+            message = f"--write may change [objective] alone; to train with these values: {trains_otherwise}"
+            raise InputError(message, source=run.plan_file)
     read = run.measurements()
     damage = run.damage(lines=bool(read.skipped))
     if not options.write:
@@ -207,23 +211,47 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
         write_plan(run.plan_file, plan)
     if options.json:
         return printable(plan.model_dump_json(by_alias=True, indent=1))
-    text = f"{_as_text(plan, sweep, cluster, read.records, run)}\n{_how_to_train(options, run)}"
+    text = f"{_as_text(plan, sweep, cluster, read.records, run)}\n{_how_to_train(options, run, trains_otherwise)}"
     if not options.what_if:
         return text
     return f"{text}\n\n{_what_if(answers(sweep, cluster, read.records, plan, trained))}"
 
 
-def _how_to_train(options: argparse.Namespace, run: RunDirectory) -> str:
+def _trains_otherwise(
+    run: RunDirectory, options: argparse.Namespace, sweep: SweepSpec, cluster: ClusterSpec
+) -> str:
+    """Return the command that trains with other values than the run's.
+
+    Empty where [objective] alone has others, which a plan keeps.
+    """
+    own = load_frozen_sweep(run.sweep_file)
+    others = sweep.model_copy(update={"objective": own.objective})
+    if (others, cluster) == (own, load_cluster(run.cluster_file)):
+        return ""
+    values = [*options.set, *([f"objective.kind={options.objective}"] if options.objective else [])]
+    return command_line(
+        *_sweep_again(run), *(word for value in values for word in ("--set", value))
+    )
+
+
+def _sweep_again(run: RunDirectory) -> tuple[str, ...]:
+    inputs = (str(run.sweep_file), "--cluster", str(run.cluster_file))
+    return "sweep", *inputs, "--run-dir", str(run.root)
+
+
+def _how_to_train(options: argparse.Namespace, run: RunDirectory, trains_otherwise: str) -> str:
     """Say whether a training would follow the plan that is shown, and how it is begun."""
     from tula_hpc.analysis.report.output import PLAN_WIDTH
 
     if run.has_trained():
         own = "The training of this run follows its own plan, not this one."
         return textwrap.fill(" ".join([own, *_steps_of_training(run)]), PLAN_WIDTH)
-    inputs = (str(run.sweep_file), "--cluster", str(run.cluster_file))
-    train = command_line("sweep", *inputs, "--run-dir", str(run.root))
+    train = command_line(*_sweep_again(run))
     told = "To train by it, without measuring again:"
-    if (options.set or options.objective) and not options.write:
+    if trains_otherwise:
+        train = trains_otherwise
+        told = "To train with these values:"
+    elif (options.set or options.objective) and not options.write:
         told = "With --write the run follows it; to train then:"
     return f"{told}\n  {train}"
 

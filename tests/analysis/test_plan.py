@@ -42,6 +42,7 @@ from tula_hpc.analysis.report.plan_text import not_told_apart, sentences
 from tula_hpc.config import GIB, ObjectiveSpec, SweepSpec, TrainingSpec, load_sweep
 from tula_hpc.errors import InfeasibleError, NotEnoughDataError
 from tula_hpc.files import not_a_run
+from tula_hpc.formatting import command_line
 from tula_hpc.records import (
     Candidate,
     Configuration,
@@ -707,6 +708,14 @@ def test_the_command_replaces_the_plan_only_when_asked(run: RunDirectory, capsys
     assert "\nTo train by it, without measuring again:\n  " in capsys.readouterr().out
     main([str(run.root), "--objective", "cost"])
     assert "\nWith --write the run follows it; to train then:\n" in capsys.readouterr().out
+    values = ["--set", "workload.epochs=7", "--set", "pricing.usd_per_node_hour=2"]
+    main([str(run.root), *values, "--objective", "cost"])
+    train = command_line("sweep", str(run.sweep_file), "--cluster", str(run.cluster_file), "--run-dir", str(run.root))
+    told = f"\nTo train with these values:\n  {train} {' '.join(values)} --set objective.kind=cost\n"
+    assert told in capsys.readouterr().out
+    for value in values[1::2]:
+        assert main([str(run.root), "--set", value, "--write"]) == 2
+        assert capsys.readouterr().err.endswith(f"alone; to train with these values: {train} --set {value}\n")
     assert run.plan_file.read_text() == "mine"
     assert main([str(run.root), "--write"]) == 0
     assert run.read_plan() == make_plan(load_sweep(run.sweep_file, check_paths=False), cluster(), CORNERS)
