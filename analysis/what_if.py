@@ -6,7 +6,6 @@ functions for the choice.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -24,7 +23,7 @@ from tula_hpc.analysis.planning.candidates import (
 )
 from tula_hpc.analysis.planning.constraints import constrain, nearest_outside
 from tula_hpc.analysis.planning.knee import TimeCurves, knee_curves
-from tula_hpc.analysis.planning.objective import choose
+from tula_hpc.analysis.planning.objective import choose, objective_of
 from tula_hpc.analysis.planning.partitions import Fitted, Trained, fit_parts, prefixed
 from tula_hpc.analysis.run_contents import RunContents
 from tula_hpc.config import ClusterSpec, SweepSpec
@@ -85,7 +84,7 @@ def answers(
         NotEnoughDataError: Too few measurements.
         InputError: A price needs a quantity that is not known.
     """
-    sweep = with_objective_of(plan, sweep)
+    sweep = sweep.model_copy(update={"objective": objective_of(plan, sweep.objective)})
     fitted = fit_parts(sweep, cluster, measurements, trained)
     question = _Question(sweep, fitted, knee_curves(fitted.parts, sweep, with_draws=False))
     usual = question.ask("as planned")
@@ -97,16 +96,6 @@ def answers(
         return []
     # with its intervals
     return [usual._replace(chosen=plan.chosen), *_changes(question, plan.chosen)]
-
-
-def with_objective_of(plan: Plan, sweep: SweepSpec) -> SweepSpec:
-    """Return the sweep with the objective by which a plan was made, as `--set` changed it."""
-    changes: dict[str, object] = {"kind": plan.objective}
-    for assignment in plan.other_objective:
-        key, _, value = assignment.removeprefix("objective.").partition(" = ")
-        changes[key] = json.loads(value)
-    objective = type(sweep.objective).model_validate(dict(sweep.objective) | changes)
-    return sweep.model_copy(update={"objective": objective})
 
 
 class _Question(NamedTuple):

@@ -11,6 +11,7 @@ base/B_noise) times the samples of `training.base_batch` (see `models.critical_b
 
 from __future__ import annotations
 
+import json
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from tula_hpc.analysis.planning.candidates import FEASIBLE, CandidateTable
 from tula_hpc.analysis.planning.knee import MIN_BATCHES, SAVED, TimeCurves, batches_up_to, knee_of
 from tula_hpc.config import ObjectiveSpec
 from tula_hpc.formatting import plural
-from tula_hpc.records import Knee
+from tula_hpc.records import Knee, Plan
 
 Array = NDArray[np.float64]
 
@@ -80,6 +81,15 @@ def choose(
         least = f"{time} × {_power('cost', objective.cost_weight)}"
     reason = f"it has the least {least} of all feasible candidates"
     return Choice(ranked(table, feasible, keys), reason, None, ())
+
+
+def objective_of(plan: Plan, own: ObjectiveSpec) -> ObjectiveSpec:
+    """Return the objective by which a plan was made, as `tula plan --set` changed the sweep's."""
+    changes: dict[str, object] = {"kind": plan.objective}
+    for assignment in plan.other_objective:
+        key, _, value = assignment.removeprefix("objective.").partition(" = ")
+        changes[key] = json.loads(value)
+    return ObjectiveSpec.model_validate(dict(own) | changes)
 
 
 def objective_time_s(objective: ObjectiveSpec, table: CandidateTable) -> Array:

@@ -12,7 +12,7 @@ from tests.planning_data import SWEEP_FILE, cluster, grid, sweep
 from tula_hpc.analysis.plan import main, make_plan
 from tula_hpc.analysis.planning.knee import batches_up_to
 from tula_hpc.analysis.report.tables import WHAT_IF_COLUMNS, not_possible, nothing_changes, what_if_table
-from tula_hpc.analysis.what_if import WhatIf, answers, with_objective_of
+from tula_hpc.analysis.what_if import WhatIf, answers
 from tula_hpc.config import SweepSpec
 from tula_hpc.formatting import format_duration, plural
 from tula_hpc.records import Candidate, RunDirectory, append_record
@@ -85,14 +85,6 @@ def test_a_plan_of_other_measurements_is_asked_nothing() -> None:
     plan = make_plan(SPEC, PRICED, ROWS)
     other = plan.model_copy(update={"chosen": plan.chosen.model_copy(update={"local_batch": 3})})
     assert answers(SPEC, PRICED, ROWS, other) == []
-
-
-def test_the_objective_is_that_of_the_plan() -> None:
-    plan = make_plan(SPEC, PRICED, ROWS).model_copy(
-        update={"objective": "cost", "other_objective": ['objective.kind = "cost"', "objective.budget = 3.5"]}
-    )
-    objective = with_objective_of(plan, SPEC).objective
-    assert (objective.kind, objective.budget) == ("cost", 3.5)
 
 
 def test_the_command_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,7 +44,7 @@ CONFIGURATION = Configuration(nodes=1, workers_per_node=1, local_batch=32)
 SMALL, WITH_BATCHNORM = "tests.examples.own_workload:perceptron", "tests.examples.normed:normed"
 
 
-def sweep(model: str = SMALL, epochs: int = 3, objective: str = "knee", **training: object) -> SweepSpec:
+def sweep(model: str = SMALL, epochs: int = 3, **training: object) -> SweepSpec:
     """Eight steps an epoch; an episode is noticed after 22."""
     workload = {"model": model, "dataset": "digits", "loader_workers": 0, "samples": 256, "epochs": epochs}
     options = {
@@ -54,9 +54,7 @@ def sweep(model: str = SMALL, epochs: int = 3, objective: str = "knee", **traini
         "drift_minutes": 1e-4,
         "log_interval_steps": 4,
     }
-    return SweepSpec.model_validate(
-        {"name": "x", "workload": workload, "training": options | training, "objective": {"kind": objective}}
-    )
+    return SweepSpec.model_validate({"name": "x", "workload": workload, "training": options | training})
 
 
 def prepared(folder: Path, step_time_s: float | None, largest_s: float | None = None) -> RunDirectory:
@@ -165,11 +163,12 @@ def write_drift(run: RunDirectory, part: str, measured: StepParts) -> None:
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-def test_a_requeue_plans_again_only_where_that_is_allowed(tmp_path: Path, allowed: bool) -> None:
+def test_a_requeue_plans_again_by_the_plans_objective_where_that_is_allowed(tmp_path: Path, allowed: bool) -> None:
     """The wait for the network is the same for every batch: a larger one has fewer steps to wait in."""
     run = prepared(tmp_path, 0.01, largest_s=0.03)
+    write_plan(run, run.read_plan().model_copy(update={"objective": "time"}))
     write_drift(run, "network", StepParts(allreduce_time_s=5.0))
-    train(run, sweep(objective="time", replan_on_drift=allowed))
+    train(run, sweep(replan_on_drift=allowed))
     replanned = [event for event in run.events() if event.event == "replanned"]
     batches = {epoch.global_batch for epoch in read_metrics(run.train().metrics_file).epochs}
     assert batches == ({64} if allowed else {32})

@@ -137,12 +137,13 @@ def _read(job: TrainJob, job_id: str) -> DriftStart:
 def _choose_again(
     job: TrainJob, plan: Plan, drift: Drift, measurements: list[Measurement]
 ) -> Candidate | None:
+    from tula_hpc.analysis.planning.objective import objective_of
     from tula_hpc.analysis.planning.replan import choose_again
 
     failed = [m.local_batch for m in measurements if m.status == "oom"]
     return choose_again(
         plan,
-        job.sweep.objective,
+        objective_of(plan, job.sweep.objective),
         job.configuration,
         drift,
         partial(expected_parts, measurements),

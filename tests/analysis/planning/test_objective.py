@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.planning_data import CORNERS, cluster, sweep
 from tests.table_factory import Row, hyperbola, rows_of, table_of
+from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.planning import objective
 from tula_hpc.analysis.planning.knee import TimeCurves, TrainTime, lines_of
-from tula_hpc.analysis.planning.objective import Choice, choose, pareto_front, weighted_score
+from tula_hpc.analysis.planning.objective import Choice, choose, objective_of, pareto_front, weighted_score
 from tula_hpc.config import ObjectiveSpec
 
 laws = settings(max_examples=15)
@@ -228,3 +230,11 @@ def test_the_front_is_what_nothing_beats(coordinates: list[tuple[int, int]]) -> 
     assert kept == {point for point in coordinates if not beaten(point)}
     assert len(front) == len(kept)
     assert np.all(np.diff(first[front]) > 0)
+
+
+def test_the_objective_is_that_of_the_plan() -> None:
+    plan = make_plan(sweep("time"), cluster(), CORNERS).model_copy(
+        update={"objective": "cost", "other_objective": ['objective.kind = "cost"', "objective.budget = 3.5"]}
+    )
+    found = objective_of(plan, spec("time"))
+    assert (found.kind, found.budget) == ("cost", 3.5)
