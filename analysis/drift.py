@@ -7,6 +7,7 @@ verdict at the same step. No torch is imported.
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections import deque
 from collections.abc import Iterable, Sequence
 from statistics import median
@@ -219,8 +220,8 @@ def expected_parts(measurements: Iterable[Measurement], configuration: Configura
     """Return the profiled parts of the step at a configuration.
 
     Where it was measured, the median of its profiles. Elsewhere straight lines: data wait and
-    compute over the local batch, the all-reduce over the number of workers, through the two nearest
-    measured values.
+    compute over the local batch, the all-reduce over the number of workers, through the measured
+    values on both sides, or beyond all of them through the last two.
     """
     rows = []
     for row in measurements:
@@ -273,18 +274,20 @@ def _computes(
 
 
 def _at(where: int, points: Sequence[tuple[int, float]]) -> float | None:
-    """Return the value on the line through the two nearest points; None without points."""
+    """Return the value on the line through the neighbours, or the last two; None without points."""
     values: dict[int, list[float]] = {}
     for place, value in points:
         values.setdefault(place, []).append(value)
-    nearest = sorted(values, key=lambda place: (abs(place - where), place))[:2]
-    if not nearest:
+    places = sorted(values)
+    if not places:
         return None
-    first = median(values[nearest[0]])
-    if nearest[0] == where or len(nearest) == 1:
-        return first
-    slope = (median(values[nearest[1]]) - first) / (nearest[1] - nearest[0])
-    return max(0.0, first + slope * (where - nearest[0]))
+    if where in values or len(places) == 1:
+        return median(values.get(where, values[places[0]]))
+    right = min(max(bisect(places, where), 1), len(places) - 1)
+    before, after = places[right - 1 : right + 1]
+    first = median(values[before])
+    slope = (median(values[after]) - first) / (after - before)
+    return max(0.0, first + slope * (where - before))
 
 
 PARTS = {"loader": "data_time_s", "compute": "compute_time_s", "network": "allreduce_time_s"}

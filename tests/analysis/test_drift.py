@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.run_factory import candidate, compute_time_s, configurations, measurement, plan
+from tests.run_factory import allreduce_time_s, candidate, compute_time_s, configurations, measurement, plan
 from tula_hpc.analysis.drift import (
     MARGIN,
     NAMED_FROM,
@@ -227,6 +227,14 @@ def test_parts_of_others_lie_on_the_line_through_their_neighbours(local_batch: i
     assert two is not None
     assert four is not None
     assert parts.allreduce_time_s == (0 if nodes == 1 else pytest.approx(two + (nodes - 2) * (four - two) / 2))
+
+
+@pytest.mark.parametrize("nodes", [4, 9, 15])
+def test_what_lies_between_measured_ones_is_not_reckoned_from_one_side(nodes: int) -> None:
+    rows = [measurement(Configuration(n, 1, 64)) for n in (2, 3, 16)]
+    three, sixteen = allreduce_time_s(3), allreduce_time_s(16)
+    between_s = three + (nodes - 3) / 13 * (sixteen - three)
+    assert expected_parts(rows, Configuration(nodes, 1, 64)).allreduce_time_s == pytest.approx(between_s)
 
 
 def test_computation_in_parts_says_of_several_workers_what_a_part_takes() -> None:
