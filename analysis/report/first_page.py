@@ -342,7 +342,7 @@ def _what_would_change(plan: Plan, *, has_trained: bool) -> Iterator[str]:
     is_decided = True
     for other in alternatives(plan):
         roles = " and ".join(f"the {role}" for role in other.roles)
-        compared = f": {other.against(plan.chosen)}"
+        compared = f": {other.against(plan)}"
         kind = other.objective
         takes = ""
         if kind:

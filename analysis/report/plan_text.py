@@ -219,22 +219,33 @@ class Alternative(NamedTuple):
         marks = [f"at {role}" if role in (FEWER, MORE) else role for role in self.roles]
         return " and ".join(marks)
 
-    def against(self, chosen: Candidate) -> str:
-        """Compare with the chosen one, by the time to the same progress where that is its role."""
-        text = against(self.candidate, chosen)
+    def against(self, plan: Plan) -> str:
+        """Compare with the chosen one, by the time to the same progress where that was weighed."""
+        own, its = (_to_progress(each) for each in (self.candidate, plan.chosen))
         if SOONEST in self.roles:
-            own, its = (_to_progress(each) for each in (self.candidate, chosen))
-            text = f"after {own}; the chosen batch needs {its}"
-        return text
+            return f"after {own}; the chosen batch needs {its}"
+        if plan.objective == "progress" and not {FASTEST, CHEAPEST}.issuperset(self.roles):
+            return f"to the same progress after {own}; the chosen one needs {its}"
+        return against(self.candidate, plan.chosen)
 
 
 def _to_progress(candidate: Candidate) -> str:
     """Return time and cost to the progress of all epochs at training.base_batch."""
-    seconds = candidate.progress_time_s or 0.0
-    if seconds >= FOREVER_S:
+    needs = _to_same_progress(candidate)
+    if needs.expected_time_s >= FOREVER_S:
         return "more time than train_minutes leaves"
-    cost = candidate.cost * seconds / candidate.expected_time_s
-    return f"about {format_duration(seconds)} and {format_money(cost, candidate.currency)}"
+    cost = format_money(needs.cost, candidate.currency)
+    return f"about {format_duration(needs.expected_time_s)} and {cost}"
+
+
+def _to_same_progress(candidate: Candidate) -> Candidate:
+    """Return it with times and cost to the progress of all epochs at training.base_batch."""
+    progress_s = candidate.progress_time_s or 0.0
+    more = progress_s / candidate.expected_time_s
+    ends = {name: (more * low, more * high) for name, (low, high) in candidate.interval_90.items()}
+    times = {"train_time_s": more * candidate.train_time_s, "wall_time_s": progress_s}
+    changes = {**times, "cost": more * candidate.cost, "interval_90": ends}
+    return candidate.model_copy(update=changes)
 
 
 def alternatives(plan: Plan) -> list[Alternative]:
@@ -273,7 +284,7 @@ def _alternatives(plan: Plan) -> list[str]:
         # the fastest that is also cheaper has a sentence of its own
         if other.is_compared and other.roles in ([NEXT_BEST], [FASTEST]):
             continue
-        text = "compared above" if other.is_compared else other.against(plan.chosen)
+        text = "compared above" if other.is_compared else other.against(plan)
         found.append(
             f"{other.role[:1].upper()}{other.role[1:]}: {name_of(other.candidate)}, {text}."
         )
@@ -284,23 +295,28 @@ def not_told_apart(plan: Plan) -> list[str]:
     """Say that the chosen one may not be better than the next best; empty where it is, or alone."""
     if not plan.runners_up or plan.runners_up[0].configuration == plan.chosen.configuration:
         return []
+    chosen, other = plan.chosen, plan.runners_up[0]
     takes = "takes less time"
-    name = plan.chosen.expected_quantity
+    name = chosen.expected_quantity
+    compared = against(other, chosen)
     if plan.objective == "cost":
         takes = "costs less"
         name = "cost"
-    other = plan.runners_up[0]
-    for one, its in ((plan.chosen, other), (other, plan.chosen)):
+    elif plan.objective == "progress":
+        takes += " to the same progress"
+        chosen, other = _to_same_progress(chosen), _to_same_progress(other)
+        compared = f"{against(other, chosen)} to the same progress"
+    for one, its in ((chosen, other), (other, chosen)):
         low, high = _by_steps(its)
         value = getattr(its, name)
         if not low * value <= getattr(one, name) <= high * value:
             return []
     # nothing speaks for one that is also dearer
     choose = "; choose by what matters more to you"
-    if other.expected_time_s >= plan.chosen.expected_time_s and other.cost >= plan.chosen.cost:
+    if other.expected_time_s >= chosen.expected_time_s and other.cost >= chosen.cost:
         choose = ""
     return [
-        f"The next best, {name_of(other)}, is predicted to be {against(other, plan.chosen)}. The "
+        f"The next best, {name_of(other)}, is predicted to be {compared}. The "
         f"predictions are too close to say which of the two {takes}{choose}."
     ]
 

@@ -38,11 +38,11 @@ from tula_hpc.analysis.planning.constraints import constrain
 from tula_hpc.analysis.planning.knee import knee_curves
 from tula_hpc.analysis.planning.objective import choose
 from tula_hpc.analysis.planning.partitions import Fitted, fit_parts
-from tula_hpc.analysis.report.plan_text import not_told_apart, sentences
+from tula_hpc.analysis.report.plan_text import alternatives, not_told_apart, sentences
 from tula_hpc.config import GIB, ObjectiveSpec, SweepSpec, TrainingSpec, load_sweep
 from tula_hpc.errors import InfeasibleError, NotEnoughDataError
 from tula_hpc.files import not_a_run
-from tula_hpc.formatting import command_line
+from tula_hpc.formatting import command_line, format_duration, in_comparison
 from tula_hpc.records import (
     Candidate,
     Configuration,
@@ -988,3 +988,19 @@ def test_a_next_best_within_the_intervals_is_said_not_to_be_told_apart() -> None
     assert said(1.5) == []
     # starts are alike for both, however long they are
     assert said(1.5, starts_s=100.0 * plan.chosen.train_time_s) == []
+
+
+def test_by_progress_candidates_are_compared_by_the_time_to_the_same_progress() -> None:
+    rows = [row.model_copy(update={"noise_terms": ((1.0, 200.0),) * 8, "noise_samples": 512}) for row in grid()]
+    plan = make_plan(sweep("progress", {"epochs": 60}, cluster_sizes=[1, 2, 4], max_batch=1024), cluster(), rows)
+    chosen, other = plan.chosen, plan.runners_up[0]
+    assert chosen.progress_time_s is not None
+    assert other.progress_time_s is not None
+    assert other.expected_time_s > 1.5 * chosen.expected_time_s
+    # 3.8 % apart
+    (text,) = not_told_apart(plan)
+    slower = in_comparison(other.progress_time_s / chosen.progress_time_s, "slower", "faster")
+    assert text.startswith(f"The next best, {other.configuration}, is predicted to be {slower}, ")
+    assert " to say which of the two takes less time to the same progress; choose by" in text
+    (next_best,) = [each for each in alternatives(plan) if each.candidate == other]
+    assert f" after about {format_duration(other.progress_time_s)} and " in next_best.against(plan)

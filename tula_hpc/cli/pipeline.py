@@ -449,7 +449,7 @@ def _say_what_it_takes(sweep: Sweep, plan: Plan) -> None:
             words = ("--objective", other.objective, "--write")
             take = f"; {command_line('plan', str(sweep.run.root), *words)} chooses it"
         if take or not other.is_compared:
-            compared = f"{name_of(other.candidate)}, {other.against(chosen)}"
+            compared = f"{name_of(other.candidate)}, {other.against(plan)}"
             print(f"{other.role}: {compared}{take}")
 
 
