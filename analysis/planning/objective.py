@@ -155,9 +155,9 @@ def _by_knee(
     law = ", where the time bends most"
     if kind == "knee":
         law = f"; beyond it a doubling of the batch saves less than {100 * SAVED:.0f} % of the time"
-    what = "the fastest"
+    what = "the fastest feasible one"
     if time_s[ranking[0]] > least_s:
-        what = f"the cheapest within {100 * (AS_FAST - 1):.0f} % of the fastest"
+        what = f"the cheapest within {100 * (AS_FAST - 1):.0f} % of the fastest feasible one"
     reason = f"it is {what} with a batch up to {knee_is}{law}"
     if not within.any():
         reason = f"no batch is below {knee_is}; it is the next above"
