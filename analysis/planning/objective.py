@@ -153,12 +153,14 @@ def _by_knee(
     ranking = ranked(table, feasible, (first, second, time_s, table.cost))
     knee_is = f"B={knee.global_batch:,.0f}, the knee of the curve fitted to time over batch"
     law = ", where the time bends most"
+    above = "half an octave above "
     if kind == "knee":
+        above = ""
         law = f"; beyond it a doubling of the batch saves less than {100 * SAVED:.0f} % of the time"
     what = "the fastest feasible one"
     if time_s[ranking[0]] > least_s:
         what = f"the cheapest within {100 * (AS_FAST - 1):.0f} % of the fastest feasible one"
-    reason = f"it is {what} with a batch up to {knee_is}{law}"
+    reason = f"it is {what} with a batch up to {above}{knee_is}{law}"
     if not within.any():
         reason = f"no batch is below {knee_is}; it is the next above"
     elif knee.global_batch >= 2 * batch.max():

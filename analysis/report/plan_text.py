@@ -121,7 +121,13 @@ def why_not_better(plan: Plan) -> list[str]:
     if not better:
         return []
     best = min(better, key=lambda c: (c.expected_time_s, c.cost))
-    why = "its batch lies beyond the knee, and the larger a batch the less a training may learn"
+    why = "the plan takes the smallest batch within 10 % of the least time, on the fewest nodes"
+    if plan.knee and plan.knee.global_batch:
+        further = "further " if chosen.global_batch > plan.knee.global_batch else ""
+        why = (
+            f"its batch lies {further}beyond the knee, and the larger a batch the less a training "
+            "may learn"
+        )
     if plan.objective == "progress":
         why = "with its batch a training needs more samples to the same progress"
     return [

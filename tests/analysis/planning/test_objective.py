@@ -48,6 +48,7 @@ def test_the_largest_batch_up_to_the_knee_is_chosen() -> None:
 def test_kneedle_takes_the_candidate_nearest_to_its_own_knee() -> None:
     law = hyperbola(1.0, 0.01)
     ranking, choice = ranked("kneedle", rows_of(law, 1, POWERS), law)
+    assert " with a batch up to half an octave above B=" in choice.reason
     assert choice.knee is not None
     assert choice.knee.global_batch == pytest.approx(np.sqrt(32 * 4096), rel=0.02)
     assert ranking[0].global_batch == 512
