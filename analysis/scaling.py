@@ -60,8 +60,10 @@ REASONS = {
     Why.OUT_OF_MEMORY: "does not fit in memory",
     Why.MEMORY: "does not fit in memory",
     Why.UNSEEN: "may not fit in memory, of which no batch near it was measured",
-    Why.FOREVER: "interruptions leave no time for work",
+    Why.FOREVER: "needs longer jobs than train_minutes allows",
 }
+# on spot nodes instead
+PREEMPTED = {Why.FOREVER: "interruptions leave no time for work"}
 
 
 class ScalingRow(NamedTuple):
@@ -219,9 +221,10 @@ def _curve(
     batch = chosen.global_batch if kind == "strong" else chosen.local_batch
     left_out: dict[str, list[int]] = {}
     table = predict(0, part, _grid(kind, chosen, sizes, left_out), sweep)
+    reasons = REASONS | (PREEMPTED if part.cluster.pricing.basis == "spot" else {})
     for nodes, why in zip(table.nodes.tolist(), table.why.tolist(), strict=True):
         if why != FEASIBLE:
-            left_out.setdefault(REASONS[Why(why)], []).append(nodes)
+            left_out.setdefault(reasons[Why(why)], []).append(nodes)
     table = table.take(table.why == FEASIBLE)
     profiled = {profile.configuration.nodes for profile in part.summary.profiles}
     base = next((n for n in table.nodes.tolist() if n in profiled), None)

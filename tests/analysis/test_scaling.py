@@ -12,6 +12,7 @@ import pytest
 from tests.planning_data import CORNERS, SAMPLES, cluster, grid, memory, oom, peak_bytes, sweep
 from tests.planning_data import ok as measured
 from tests.run_factory import make_run
+from tula_hpc.analysis.costs.interruptions import Resume
 from tula_hpc.analysis.models.regression import Array
 from tula_hpc.analysis.models.step_time import StepTimeModel
 from tula_hpc.analysis.plan import make_plan
@@ -206,6 +207,21 @@ def test_the_baseline_is_the_smallest_profiled_size_that_can_run_the_batch() -> 
     # N = 1 is a candidate that was never profiled
     unprofiled = part_scaling(part_of(grid((2, 4)), spec, law=KNOWN), spec, chosen(4, 256))
     assert unprofiled.strong.base.nodes == unprofiled.weak.base.nodes == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"train_minutes": 2}, "needs longer jobs than train_minutes allows"),
+        ({"pricing": {"basis": "spot", "preemption_hours": 0.003}}, "interruptions leave no time for work"),
+    ],
+)
+def test_what_leaves_no_time_for_work_is_named(changes: dict[str, Any], why: str) -> None:
+    spec = sweep(**SEARCH)
+    part = part_of(grid(), spec, ROOMY, KNOWN)
+    part = part._replace(cluster=cluster(memory_gb=64.0, **changes), resume=Resume.NOTHING)
+    found = part_scaling(part, spec, chosen(4, 256))
+    assert set(found.strong.left_out) == {why}
 
 
 def test_sizes_whose_memory_nobody_can_know_are_left_out_with_the_reason() -> None:
