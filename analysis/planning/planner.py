@@ -93,7 +93,7 @@ def _doubts(plan: Plan, sweep: SweepSpec, fitted: Fitted, choice: Choice) -> lis
     to_measure = [
         *fitted.warnings,
         *warnings.about_extrapolation(row, fitted, sweep.search),
-        *warnings.about_range(plan, sweep.search),
+        *warnings.about_range(plan, sweep),
         *warnings.about_unseen_memory(fitted),
     ]
     to_change = [

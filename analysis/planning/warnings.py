@@ -204,7 +204,7 @@ def about_left_out_samples(chosen: int, fitted: Fitted, *, many: bool) -> list[s
     return [f"{batches} leave out {100 * share:.0f} % of the {samples:,} samples in every epoch"]
 
 
-def about_range(plan: Plan, search: SearchSpec) -> list[str]:
+def about_range(plan: Plan, sweep: SweepSpec) -> list[str]:
     """Say that the search ends below the knee, so that its largest batch had to do."""
     knee = plan.knee.global_batch if plan.knee else None
     largest = max(candidate.global_batch for candidate in plan.candidates)
@@ -213,9 +213,11 @@ def about_range(plan: Plan, search: SearchSpec) -> list[str]:
     # larger ones that were searched are slower
     if 2 * plan.chosen.global_batch <= largest:
         return []
-    return [
-        f"to measure up to the knee, B={knee:,.0f}, set search.max_batch above {search.max_batch:,}"
-    ]
+    # by which larger ones are neither measured nor planned
+    if (sweep.objective.max_global_batch or math.inf) < 2 * largest:
+        return []
+    above = f"set search.max_batch above {sweep.search.max_batch:,}"
+    return [f"to measure up to the knee, B={knee:,.0f}, {above}"]
 
 
 def about_unseen_memory(fitted: Fitted) -> list[str]:

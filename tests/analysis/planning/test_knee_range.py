@@ -54,6 +54,14 @@ def test_a_longer_search_leaves_the_choice_alone_from_where_it_holds_it(
         assert any("to measure up to the knee, B=" in text for text in plan.warnings) == is_short
 
 
+@pytest.mark.parametrize(("most", "is_told"), [(None, True), (256, False), (511, False), (512, True)])
+def test_batches_that_the_objective_rules_out_are_not_to_be_measured(most: int | None, is_told: bool) -> None:
+    spec = sweep(cluster_sizes=[1], min_batch=32, max_batch=256)
+    spec = spec.model_copy(update={"objective": spec.objective.model_copy(update={"max_global_batch": most})})
+    plan = make_plan(spec, cluster(), recorded(0.5, 1e-4, 0.1))
+    assert any("to measure up to the knee, B=" in text for text in plan.warnings) is is_told
+
+
 def test_kneedle_follows_the_range_as_in_the_paper() -> None:
     rows = recorded(0.1, 0.001, 0.1)
     spec = sweep("kneedle", cluster_sizes=SIZES, min_batch=32, max_batch=4096)
