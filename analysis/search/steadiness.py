@@ -97,7 +97,10 @@ def with_steadiness(
     summary = decision.known(summarize(usable))
     chosen = plan.chosen.configuration
     found: list[tuple[Unsteady, str]] = []
-    instead: dict[Configuration, list[tuple[Unsteady, float]]] = {}
+    instead: dict[str, list[tuple[Unsteady, float]]] = {}
+    # other partitions may have a better one still
+    alone = len(cluster.parts()) == 1
+    choice = "the plan would choose" if alone else "the best there would be"
     usual: Configuration | None = None
     tried = min(MOST_TRIED, MOST_ROWS // max(1, 2 * len(summary.profiles)))
     for index, one in enumerate(unsteady(summary.profiles)):
@@ -106,8 +109,8 @@ def with_steadiness(
             usual = usual or _choice(decision, sweep.search, summary)
             seconds, other = _effect(one, usual, decision, sweep.search, summary)
             if other:
-                effect = _with_it(seconds, other)
-                instead.setdefault(other, []).append((one, seconds))
+                effect = _with_it(seconds, f"{choice} {other}")
+                instead.setdefault(f"{choice} {other}", []).append((one, seconds))
         is_chosen = one.profile.configuration == chosen
         if not effect and is_chosen and abs(one.drift) >= NOTABLE_DRIFT:
             effect = _on_training(one)
@@ -127,21 +130,21 @@ def with_steadiness(
     return plan.with_doubts(to_measure([prefixed(name, text)]))
 
 
-def _hanging(steps: Sequence[tuple[Unsteady, float]], other: Configuration) -> str:
+def _hanging(steps: Sequence[tuple[Unsteady, float]], other: str) -> str:
     """Say in a sentence with which steps another choice would be made."""
     if len(steps) > 1:
         which = ", ".join(str(one.profile.configuration) for one, _ in steps)
         return (
             f"the steps of {which}, which are uncertain: if any of them came out at the end of "
-            f"its range, the plan would choose {other}"
+            f"its range, {other}"
         )
     ((one, seconds),) = steps
     return f"the step of {one.profile.configuration} {one.between}: {_with_it(seconds, other)}"
 
 
-def _with_it(seconds: float, other: Configuration) -> str:
+def _with_it(seconds: float, other: str) -> str:
     took = format_duration(seconds)
-    return f"if it takes {took}, predictions change, and the plan would choose {other}"
+    return f"if it takes {took}, predictions change, and {other}"
 
 
 def _effect(

@@ -50,6 +50,21 @@ def test_what_had_not_settled_is_said_where_another_choice_lies_within(where: Co
     assert text.endswith("A new sweep with --set search.max_seconds=240 and another --run-dir measures it for longer")
 
 
+def test_of_several_partitions_the_choice_is_said_to_be_that_of_one() -> None:
+    rows = [
+        row.model_copy(update={"partition": name})
+        for name, own in (("a", ROWS), ("b", with_step(CHOSEN, WIDE, **UNSETTLED)))
+        for row in own
+    ]
+    # b is as fast, and cheaper
+    parts = [{"partition": name, "pricing": {"usd_per_node_hour": price}} for name, price in (("a", 2.0), ("b", 1.0))]
+    plan = make_plan(sweep("time", mode="full"), cluster(partitions=parts), rows)
+    assert (plan.chosen.partition, plan.chosen.configuration) == ("b", CHOSEN)
+    (hanging,) = plan.hangs_on
+    assert hanging.startswith(f"b: the step of {CHOSEN} takes between ")
+    assert hanging.endswith(f", predictions change, and the best there would be {NEXT}")
+
+
 @pytest.mark.parametrize(
     ("where", "step", "changes"),
     [
