@@ -243,24 +243,6 @@ def expected_parts(measurements: Iterable[Measurement], configuration: Configura
     )
 
 
-def update_time_s(measurements: Iterable[Measurement], world_size: int) -> float:
-    """Return the time of an update of AGS's gradient scale, which the predicted step leaves out.
-
-    As `UpdateTime` has it; 0 where it was not measured.
-    """
-    # late, as most of this module is without it
-    import numpy as np
-
-    by_workers: dict[int, list[float]] = {}
-    for row in measurements:
-        if is_usable(row) and row.times and row.times.update_time_s > 0:
-            by_workers.setdefault(row.configuration.world_size, []).append(row.times.update_time_s)
-    if not by_workers:
-        return 0.0
-    workers = sorted(by_workers)
-    return float(np.interp(world_size, workers, [median(by_workers[count]) for count in workers]))
-
-
 def _computes(
     rows: Sequence[tuple[Measurement, StepTimes]], *, alone: bool
 ) -> list[tuple[int, float]]:

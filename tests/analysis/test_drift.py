@@ -6,7 +6,6 @@ import math
 import random
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,11 +24,8 @@ from tula_hpc.analysis.drift import (
     describe_drift,
     expected_parts,
     predict,
-    update_time_s,
     windows_between_false_alarms,
 )
-from tula_hpc.analysis.models.fitted import update_time
-from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.analysis.planning.replan import choose_again, drifted_step_s, knee_batch, slowed
 from tula_hpc.config import ObjectiveSpec
 from tula_hpc.records import Candidate, Configuration, Drift, Event, Measurement, Plan, StepParts
@@ -263,25 +259,11 @@ def test_a_damaged_profile_says_nothing() -> None:
     damaged = other.model_copy(update={"times": times})
     for configuration in (good.configuration, other.configuration):
         assert expected_parts([good, damaged], configuration) == expected_parts([good], configuration)
-    assert update_time_s([damaged], 2) == 0.0
-
-
-def test_an_update_takes_as_long_as_the_plan_has_it() -> None:
-    rows = []
-    for nodes, seconds in ((2, 0.1), (8, 0.7)):
-        row = measurement(Configuration(nodes, 1, 64))
-        assert row.times is not None
-        times = row.times.model_copy(update={"update_time_s": seconds})
-        rows.append(row.model_copy(update={"times": times}))
-    planned = update_time(summarize(rows))
-    for workers in (1, 2, 4, 16):
-        assert update_time_s(rows, workers) == pytest.approx(float(planned.predict(np.array(workers))))
 
 
 def test_nothing_is_known_of_what_was_never_measured() -> None:
     assert expected_parts([], Configuration(2, 1, 8)) == StepParts()
     assert expected_parts(PROFILES, Configuration(2, 4, 8)).compute_time_s is None
-    assert update_time_s(PROFILES, 2) == 0.0
 
 
 # the plan's prediction

@@ -32,7 +32,6 @@ from tula_hpc.analysis.drift import (
     extra_s,
     predict,
     prediction_of,
-    update_time_s,
     window_seconds,
 )
 from tula_hpc.batches import Batch, split
@@ -110,6 +109,12 @@ def _from_numbers(planned: Configuration, numbers: list[float]) -> DriftStart:
 
 
 def _read(job: TrainJob, job_id: str) -> DriftStart:
+    # late, as only rank 0 needs it
+    import numpy as np
+
+    from tula_hpc.analysis.models.fitted import update_time
+    from tula_hpc.analysis.models.profiles import summarize
+
     run = RunDirectory(job.root)
     try:
         plan = run.read_plan()
@@ -117,7 +122,8 @@ def _read(job: TrainJob, job_id: str) -> DriftStart:
         # a training that was started by hand
         return DriftStart(job.configuration)
     measurements = measurements_of(run.measurements().records, job.partition)
-    update_s = update_time_s(measurements, job.configuration.world_size)
+    workers = np.array(job.configuration.world_size)
+    update_s = float(update_time(summarize(measurements)).predict(workers))
     drift = read_drift(run.train(job.label).drift_file)
     if drift is not None and not _is_of(drift, job):
         drift = None

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.planning_data import SAMPLES, cluster, grid, memory, ok, peak_bytes, sweep, times
+from tula_hpc.analysis.models.fitted import update_time
+from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.planning.memory_limit import checkpoint_copy_bytes
 from tula_hpc.config import TrainingSpec
@@ -93,3 +96,10 @@ def test_damaged_estimates_are_none(tmp_path: Path) -> None:
     run.footprint_file().write_text(footprint(1.0).model_dump_json())
     run.footprint_file("gpu/a").write_text("{")
     assert list(run.footprints(["", "gpu/a", "absent"])) == [""]
+
+
+def test_updates_of_other_numbers_of_workers_lie_between_the_measured_ones() -> None:
+    rows = [ok(nodes, 64, times=times(nodes, 64, update_time_s=seconds)) for nodes, seconds in ((2, 0.1), (8, 0.7))]
+    found = update_time(summarize(rows)).predict(np.array([1, 2, 4, 16]))
+    assert found == pytest.approx([0.1, 0.1, 0.3, 0.7])
+    assert update_time(summarize(grid())).predict(np.array([2])) == 0.0
