@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tula_hpc.analysis.planning.constraints import constraints_of
 from tula_hpc.analysis.planning.knee import MIN_BATCHES, curve_through, knees
 from tula_hpc.analysis.planning.objective import NEAR_LEAST_TIME, least_keys
 from tula_hpc.config import ObjectiveSpec
@@ -74,7 +75,9 @@ def _best(objective: ObjectiveSpec, candidates: Sequence[Candidate]) -> Candidat
 
 
 def _within_constraints(candidates: list[Candidate], objective: ObjectiveSpec) -> list[Candidate]:
-    return [c for c in candidates if _meets(c, objective)] or candidates
+    every = constraints_of(objective)
+    kept = [c for c in candidates if not any(one.is_broken_by(c) for one in every)]
+    return kept or candidates
 
 
 def _candidates(
@@ -157,14 +160,6 @@ def slowed(candidate: Candidate, factor: float, evaluation: float = 1.0) -> Cand
             intervals[name] = (after + factor * (low - before), after + factor * (high - before))
     changes |= {"interval_90": intervals, "wall_parts_s": parts, "part_intervals_90": {}}
     return candidate.model_copy(update=changes)
-
-
-def _meets(candidate: Candidate, objective: ObjectiveSpec) -> bool:
-    hours = objective.deadline_hours
-    budget = objective.budget
-    # a bound on the batch is in `feasible` already
-    in_time = hours is None or candidate.expected_time_s <= 3600 * hours
-    return in_time and (budget is None or candidate.cost <= budget)
 
 
 def _score(
