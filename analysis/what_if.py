@@ -17,7 +17,6 @@ from tula_hpc.analysis.planning.candidates import (
     CandidateTable,
     Grid,
     Part,
-    as_records,
     priced,
     stacked,
 )
@@ -111,13 +110,9 @@ class _Question(NamedTuple):
         table = constrain(self.fitted.table, objective)
         if np.any(table.why == FEASIBLE):
             row = int(choose(objective, table, self.curves).ranking[0])
-            return WhatIf(change, self._record(row))
+            return WhatIf(change, self.fitted.record(row))
         nearest = nearest_outside(table, objective)
-        return WhatIf(change, None, None if nearest is None else self._record(nearest))
-
-    def _record(self, row: int) -> Candidate:
-        alone = self.fitted.table.take([row])
-        return as_records(alone, self.fitted.parts, np.zeros(1, dtype=bool))[0]
+        return WhatIf(change, None, None if nearest is None else self.fitted.record(nearest))
 
     def with_objective(self, **changes: object) -> _Question:
         objective = self.sweep.objective.model_copy(update=changes)

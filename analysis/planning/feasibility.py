@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tula_hpc.analysis.costs.interruptions import Resume
 from tula_hpc.analysis.costs.pricing import enough_minutes
 from tula_hpc.analysis.models.fitted import LARGER_MACHINE, MORE_MEMORY, REMEDY
-from tula_hpc.analysis.planning.candidates import FEASIBLE, CandidateTable, Why, as_records
+from tula_hpc.analysis.planning.candidates import FEASIBLE, CandidateTable, Why
 from tula_hpc.analysis.planning.constraints import (
     CONSTRAINED,
     Constraint,
@@ -54,7 +53,7 @@ def require_feasible(fitted: Fitted, objective: ObjectiveSpec, max_requeues: int
         return
     nearest = nearest_outside(table, objective)
     if nearest is not None:
-        candidate = _record(fitted, nearest)
+        candidate = fitted.record(nearest)
         broken = _broken(candidate, constraints_of(objective))
         where = f"the nearest is {name_of(candidate)}: {broken}"
         raise ConstraintsError(
@@ -69,7 +68,7 @@ def require_feasible(fitted: Fitted, objective: ObjectiveSpec, max_requeues: int
     if why_not is Why.FOREVER:
         row = _least_time(fitted, max_requeues)
         advice = _more_time(fitted, row, max_requeues)
-    named = _record(fitted, row)
+    named = fitted.record(row)
     why = f"{name_of(named)}: {named.why}"
     raise InfeasibleError(f"plan: none of {table.rows:,} candidates is feasible; {why}; {advice}")
 
@@ -153,7 +152,7 @@ def _without(
     row = int(choose(others, free, curves).ranking[0])
     if fitted.table.why[row] == FEASIBLE:
         return []
-    candidate = _record(fitted, row)
+    candidate = fitted.record(row)
     keys = " and ".join(one.key for one in dropped)
     how = _broken(candidate, dropped)
     return [f"without {keys}, {name_of(candidate)} would be chosen: {how}"]
@@ -193,8 +192,3 @@ def lost_fallbacks(
 def _broken(candidate: Candidate, constraints: Sequence[Constraint]) -> str:
     broken = [one for one in constraints if one.is_broken_by(candidate)]
     return "; ".join(breaks(one, candidate) for one in broken)
-
-
-def _record(fitted: Fitted, row: int) -> Candidate:
-    no_front: NDArray[np.bool_] = np.zeros(1, dtype=bool)
-    return as_records(fitted.table.take([row]), fitted.parts, no_front)[0]

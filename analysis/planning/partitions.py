@@ -27,6 +27,7 @@ from tula_hpc.analysis.planning.candidates import (
     CandidateTable,
     Grid,
     Part,
+    as_records,
     candidate_grid,
     predict,
     stacked,
@@ -51,6 +52,10 @@ class Fitted(NamedTuple):
     warnings: tuple[str, ...]
     # by the training's metrics, or by all profiles; None: too little was measured
     critical: CriticalBatch | None = None
+
+    def record(self, row: int) -> Candidate:
+        """Return a row of the table as a record."""
+        return as_records(self.table.take([row]), self.parts, np.zeros(1, dtype=np.bool_))[0]
 
 
 class Trained(NamedTuple):

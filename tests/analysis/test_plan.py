@@ -377,7 +377,7 @@ def test_each_constraint_is_dropped_alone_to_see_whether_it_decides() -> None:
 def test_constraints_that_decide_only_together_are_named_together(monkeypatch: pytest.MonkeyPatch) -> None:
     best, kept = Row(1, 8, time_s=1.0, cost=10.0), Row(1, 4, time_s=5.0, cost=1.0)
     named = planned().chosen.model_copy(update={"cost": best.cost, "global_batch": best.global_batch})
-    monkeypatch.setattr(feasibility, "_record", lambda _, row: {0: named}[row])
+    monkeypatch.setattr(Fitted, "record", lambda _, row: {0: named}[row])
     limits = ObjectiveSpec(kind="time", budget=5.0, max_global_batch=4)
     fitted = Fitted((), constrain(table_of([best, kept]), limits), ())
     (text,) = feasibility.binding(fitted, limits, None)
