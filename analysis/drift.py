@@ -6,7 +6,6 @@ verdict at the same step. No torch is imported.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -80,7 +79,9 @@ class SignSum:
 
     It is +1 for a window beyond the edge, −`STEP_BACK` for any other, never below 0. Only on which
     side a window lies counts, not how far: one enormous pause is one window. (E. S. Page,
-    "Continuous Inspection Schemes", 1954, with signs for any distribution.)
+    "Continuous Inspection Schemes", 1954, with signs for any distribution.) Where the true median
+    lies on the very edge, the mean time to a false alarm is 322 windows or more, and nine million
+    where a quarter of the windows is beyond it.
     """
 
     def __init__(self) -> None:
@@ -91,24 +92,6 @@ class SignSum:
         step = 1 if beyond else -STEP_BACK
         self.sum = max(0, self.sum + step)
         return self.sum >= THRESHOLD
-
-
-def windows_between_false_alarms(share_beyond: float) -> float:
-    """Return the least mean number of independent windows until a false alarm of `SignSum`.
-
-    With the share p of windows beyond the edge, r > 1 solves p·r + (1 − p)·r⁻² = 1; the mean is at
-    least r^h for the threshold h (G. Lorden, "Procedures for Reacting to a Change in Distribution",
-    1971, theorem 2). At p = 1/2, when the true median lies on the very edge, r is the golden ratio:
-    322 windows; at p = 1/4 nine million.
-
-    Args:
-        share_beyond: p, between 0 and 2/3: from there on windows beyond the edge prevail.
-    """
-    if share_beyond <= 0:
-        return math.inf
-    q = 1.0 - share_beyond
-    root = (q + math.sqrt(q * q + 4 * share_beyond * q)) / (2 * share_beyond)
-    return float(max(1.0, root) ** THRESHOLD)
 
 
 class Detector:

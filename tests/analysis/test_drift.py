@@ -24,7 +24,6 @@ from tula_hpc.analysis.drift import (
     describe_drift,
     expected_parts,
     predict,
-    windows_between_false_alarms,
 )
 from tula_hpc.analysis.planning.replan import choose_again, drifted_step_s, knee_batch, slowed
 from tula_hpc.config import ObjectiveSpec
@@ -52,6 +51,20 @@ def first_verdict(detector: Detector, windows: Iterator[float], at_most: int) ->
 def test_stationary_noise_within_the_interval_is_no_drift(kind: str, seed: int, sigma: float, level: float) -> None:
     windows = (0.1 * level * factor for factor in noise(random.Random(seed), kind, sigma))
     assert first_verdict(Detector(PREDICTION), windows, 2000) is None
+
+
+def windows_between_false_alarms(share_beyond: float) -> float:
+    """Return the least mean number of independent windows until a false alarm of `SignSum`.
+
+    With the share p of windows beyond the edge, r > 1 solves p·r + (1 − p)·r⁻² = 1; the mean is at
+    least r^h for the threshold h (G. Lorden, "Procedures for Reacting to a Change in Distribution",
+    1971, theorem 2). From p = 2/3 on windows beyond the edge prevail.
+    """
+    if share_beyond <= 0:
+        return math.inf
+    q = 1.0 - share_beyond
+    root = (q + math.sqrt(q * q + 4 * share_beyond * q)) / (2 * share_beyond)
+    return float(max(1.0, root) ** THRESHOLD)
 
 
 @pytest.mark.parametrize("share", [0.5, 0.45])
