@@ -128,7 +128,7 @@ def slowed(candidate: Candidate, factor: float, evaluation: float = 1.0) -> Cand
     """Return a candidate after its steps slowed down, with all times and costs that follow.
 
     Checkpoints and repeated work follow the steps, starts take as long as before. Plans without
-    `wall_parts_s` have steps alone.
+    `wall_parts_s` have steps alone. Only the intervals of steps stay.
 
     Args:
         candidate: As planned.
@@ -143,21 +143,21 @@ def slowed(candidate: Candidate, factor: float, evaluation: float = 1.0) -> Cand
     whole = sum(parts.values()) / before_s if before_s > 0 else factor
     fixed_s = parts.get("starts", 0.0) + parts.get("ends", 0.0)
     work = (sum(parts.values()) - fixed_s) / (before_s - fixed_s) if before_s > fixed_s else factor
-    factors = dict.fromkeys(("step_time_s", "epoch_time_s", "train_time_s"), factor)
-    factors |= dict.fromkeys(("wall_time_s", "cost", "energy_kwh"), whole)
+    of_steps = dict.fromkeys(("step_time_s", "epoch_time_s", "train_time_s"), factor)
+    factors = of_steps | dict.fromkeys(("wall_time_s", "cost", "energy_kwh"), whole)
     if candidate.progress_time_s:
         factors["progress_time_s"] = work + (1.0 - work) * fixed_s / candidate.progress_time_s
     changes: dict[str, Any] = {}
-    intervals = dict(candidate.interval_90)
     for name, own_factor in factors.items():
         before = getattr(candidate, name)
-        if before is None:
-            continue
-        after = before * own_factor
-        changes[name] = after
-        if name in intervals:
-            low, high = intervals[name]
-            intervals[name] = (after + factor * (low - before), after + factor * (high - before))
+        if before is not None:
+            changes[name] = before * own_factor
+    # the watch compares steps; of starts and the like nothing new is known
+    intervals = {
+        name: (factor * low, factor * high)
+        for name, (low, high) in candidate.interval_90.items()
+        if name in of_steps
+    }
     changes |= {"interval_90": intervals, "wall_parts_s": parts, "part_intervals_90": {}}
     return candidate.model_copy(update=changes)
 

@@ -408,11 +408,16 @@ def test_the_drifted_step_is_the_measured_one_where_it_was_measured(factor: floa
 
 
 def test_what_is_paid_by_time_follows_the_step() -> None:
-    chosen = whole_plan().chosen.model_copy(update={"wall_time_s": 100.0})
+    chosen = whole_plan().chosen
+    ends = chosen.interval_90 | {"wall_time_s": (90.0, 110.0)}
+    chosen = chosen.model_copy(update={"wall_time_s": 100.0, "interval_90": ends})
     twice = slowed(chosen, 2.0)
     assert (twice.train_time_s, twice.cost, twice.wall_time_s) == (2 * chosen.train_time_s, 2 * chosen.cost, 200.0)
     assert twice.energy_kwh is None
-    assert twice.interval_90["train_time_s"][1] == 2 * chosen.interval_90["train_time_s"][1]
+    low, high = chosen.interval_90["train_time_s"]
+    assert twice.interval_90["train_time_s"] == (2 * low, 2 * high)
+    # of starts nothing new is known
+    assert "wall_time_s" not in twice.interval_90
 
 
 def test_a_job_starts_as_fast_however_slow_its_steps_are() -> None:

@@ -271,14 +271,12 @@ def test_what_is_chosen_again_takes_and_costs_what_a_plan_over_such_profiles_say
     plan = make_plan(sweep(kind), cluster(), rows)
     found = chosen_again(ObjectiveSpec.model_validate({"kind": kind}), part, factor, plan)
     anew = make_plan(sweep(kind), cluster(), [drifted(row, part, factor) for row in rows])
-    before, truth = (candidate_of(each, found) for each in (plan, anew))
+    truth = candidate_of(anew, found)
     for name in ("wall_time_s", "cost"):
         assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=0.03)
     assert sum(found.wall_parts_s.values()) == pytest.approx(found.wall_time_s)
     for name in ("evaluation", "starts"):
         assert found.wall_parts_s[name] == pytest.approx(truth.wall_parts_s[name], rel=0.05)
-    narrow, wide = ([end - c.cost for end in c.interval_90["cost"]] for c in (before, found))
-    assert wide == pytest.approx([found.step_time_s / before.step_time_s * end for end in narrow])
 
 
 def candidate_of(plan: Plan, other: Candidate) -> Candidate:
