@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from tula_hpc.analysis.costs.spread import WIDEST
+from tula_hpc.analysis.costs.spread import WIDEST, Z_90
 from tula_hpc.analysis.planning.candidates import (
     FEASIBLE,
     Array,
@@ -52,8 +52,6 @@ MOST_LISTED = 6
 # models drawn from the fit's uncertainty
 DRAWS = 1000
 SEED = 0
-# standard deviations on each side that hold 90 % of a normal distribution
-NORMAL_90 = 1.645
 UNEVEN = "the batch has no equal shares"
 REASONS = {
     Why.SAMPLES: "the data has no full batch",
@@ -302,7 +300,7 @@ def _ends(table: CandidateTable, part: Part, value: Array) -> tuple[Array, Array
     low, high = np.quantile(np.clip(relative, 1.0 / WIDEST, WIDEST), [0.05, 0.95], axis=0)
     shared = model.covariance(*where)
     variance = np.diag(shared) + shared[0, 0] - 2.0 * shared[0]
-    width = NORMAL_90 * model.spread_ * np.sqrt(np.maximum(variance, 0.0))
+    width = Z_90 * model.spread_ * np.sqrt(np.maximum(variance, 0.0))
     factor = np.exp(np.minimum(width, np.log(WIDEST)))
     return value * np.minimum(low, 1.0 / factor), value * np.maximum(high, factor)
 

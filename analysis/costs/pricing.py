@@ -29,13 +29,13 @@ from tula_hpc.analysis.costs.interruptions import (
     least_limit_s,
     under_time_limit,
 )
+from tula_hpc.analysis.costs.spread import MOMENT_S
 from tula_hpc.analysis.models.profiles import Profile
 from tula_hpc.config import GIB, ClusterSpec, PricingSpec, TrainingSpec
 from tula_hpc.errors import InputError
 from tula_hpc.formatting import FOREVER_S, HOUR_S
 
 JOULES_PER_KWH = 3.6e6
-MOMENT_S = 1e-9
 
 Array = NDArray[float64]
 Quantity = TypeVar("Quantity", float, Array)
