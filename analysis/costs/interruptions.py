@@ -100,36 +100,27 @@ def resume_of(work: WorkloadSpec, kept: bool) -> Resume:
     return Resume.EPOCH if work.goes_on else Resume.NOTHING
 
 
-class SaveCost(NamedTuple):
-    """Cost of one save, as a training of the same run measured it."""
-
-    # δ
-    seconds: float
-
-
-def measured_cost(events: Iterable[Event]) -> SaveCost | None:
-    """Return the cost that the run's trainings measured last; None before the first save."""
+def measured_save_s(events: Iterable[Event]) -> float | None:
+    """Return δ, as the run's trainings measured it last; None before the first save."""
     costs = RunHistory(events).save_costs()
     known = [(time, cost_s) for time, cost_s in costs if 0.0 <= cost_s < CREDIBLE_S]
-    return SaveCost(max(known)[1]) if known else None
+    return max(known)[1] if known else None
 
 
-def describe(
-    save: SaveCost | None, pricing: PricingSpec, resume: Resume = Resume.CHECKPOINT
-) -> str:
+def describe(save_s: float | None, pricing: PricingSpec, resume: Resume = Resume.CHECKPOINT) -> str:
     """Return a sentence on the cost of a save and its source."""
     if resume is Resume.NOTHING:
         return "the script saves nothing to go on from, so that no time of saving is expected"
     if resume is Resume.EPOCH:
         saving = "what it saves is in the time between its epochs"
-        if save is None:
+        if save_s is None:
             saving = "saving costs pricing.checkpoint_write_s each"
         return (
             "after an interruption the script goes on by its own checkpoint, as far as is "
             f"known from the end of an epoch; {saving}"
         )
-    if save is not None:
-        cost = format_duration(save.seconds)
+    if save_s is not None:
+        cost = format_duration(save_s)
         return f"a checkpoint costs {cost} of training, as a training of this run measured"
     cost = format_duration(pricing.save_s)
     return (

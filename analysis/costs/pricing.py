@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from tula_hpc.analysis.costs import interruptions, slurm_billing
 from tula_hpc.analysis.costs.interruptions import (
     Resume,
-    SaveCost,
     anew_under_time_limit,
     by_epochs_under_time_limit,
     least_limit_s,
@@ -136,20 +135,21 @@ def bill(
     cluster: ClusterSpec,
     training: TrainingSpec,
     power: NodePower | None,
-    save: SaveCost | None = None,
+    save_s: float | None = None,
     *,
     resume: Resume = Resume.CHECKPOINT,
 ) -> Bill:
     """Return expected wall time and cost of trainings on one kind of nodes.
 
-    The cluster has no partitions (see `ClusterSpec.parts`). Without `save` a checkpoint costs as
+    The cluster has no partitions (see `ClusterSpec.parts`). Without `save_s` a checkpoint costs as
     the prices state.
 
     Raises:
         InputError: The basis is energy, and no power is known.
     """
     pricing = cluster.pricing
-    save_s = pricing.save_s if save is None else save.seconds
+    if save_s is None:
+        save_s = pricing.save_s
     if resume is Resume.NOTHING:
         save_s = 0.0
     interval_s = _saved_every_s(cluster, training, usage, save_s, resume)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tula_hpc.analysis.costs.evaluation import Evaluation
-from tula_hpc.analysis.costs.interruptions import Resume, SaveCost
+from tula_hpc.analysis.costs.interruptions import Resume
 from tula_hpc.analysis.costs.pricing import Bill, NodePower, Usage, bill
 from tula_hpc.analysis.costs.spread import Spread, step_factors, whole_factors
 from tula_hpc.analysis.models.fitted import Models
@@ -124,8 +124,8 @@ class Part(NamedTuple):
     spread: Spread
     # of each job, see `evaluation`
     end_s: float = 0.0
-    # measured by a training
-    save: SaveCost | None = None
+    # of a checkpoint, measured by a training
+    save_s: float | None = None
     # samples; None: the gradient's noise was not measured
     critical_batch: float | None = None
     resume: Resume = Resume.CHECKPOINT
@@ -273,7 +273,7 @@ def priced(index: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) ->
 
 
 def _bill(usage: Usage, part: Part, sweep: SweepSpec) -> Bill:
-    return bill(usage, part.cluster, sweep.training, part.power, part.save, resume=part.resume)
+    return bill(usage, part.cluster, sweep.training, part.power, part.save_s, resume=part.resume)
 
 
 def _progress_time_s(part: Part, usage: Usage, grid: Grid, sweep: SweepSpec) -> Array:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tula_hpc.analysis.costs.evaluation import end_s, evaluation_of, with_start
-from tula_hpc.analysis.costs.interruptions import Resume, SaveCost, measured_cost, resume_of
+from tula_hpc.analysis.costs.interruptions import Resume, measured_save_s, resume_of
 from tula_hpc.analysis.costs.pricing import node_power
 from tula_hpc.analysis.costs.spread import (
     MEASURED_SAVES,
@@ -186,12 +186,12 @@ def _fit(
     possible = {batch for batch in at_once.tolist() if batch < bound}
     models = fit_models(summary, fitting_limit(cluster, summary), sweep.search.form, possible)
     part = part_of(name, sweep, cluster, summary, models)
-    save = measured_cost(trained.events)
-    if save is None:
+    save_s = measured_save_s(trained.events)
+    if save_s is None:
         return part
-    last_s = last_save_s(checkpoint_copy(summary), save.seconds)
+    last_s = last_save_s(checkpoint_copy(summary), save_s)
     spread = part.spread._replace(saves=MEASURED_SAVES, last_save_s=last_s)
-    return part._replace(save=save, spread=spread)
+    return part._replace(save_s=save_s, spread=spread)
 
 
 def _no_candidate(search: SearchSpec, cluster: ClusterSpec) -> str:
@@ -221,12 +221,12 @@ def part_of(
     ends_s = end_s(summary.start_s, priced.pricing)
     kept = any(profile.kept for profile in summary.profiles)
     resume = resume_of(sweep.workload, kept)
-    save = None
+    measured_s = None
     most_s = priced.pricing.save_s
     if resume is Resume.EPOCH and evaluation.between_s is not None:
         # what the script saves between its epochs is in the time between them
         most_s = 0.0
-        save = SaveCost(most_s)
+        measured_s = most_s
     spread = Spread(
         start_factors(summary.starts_s if cluster.pricing.restart_s is None else ()),
         evaluation.factors,
@@ -241,7 +241,7 @@ def part_of(
         evaluation,
         spread,
         ends_s,
-        save=save,
+        save_s=measured_s,
         resume=resume,
         critical_batch=summary.critical_batch,
     )

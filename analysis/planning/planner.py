@@ -148,7 +148,7 @@ def _notes(part: Part) -> list[str]:
     return [
         *assumptions(part.cluster, part.power),
         part.evaluation.describe(),
-        interruptions.describe(part.save, part.cluster.pricing, part.resume),
+        interruptions.describe(part.save_s, part.cluster.pricing, part.resume),
         evaluation.describe(part.summary.start_s, part.cluster.pricing),
         *_describe_copy(part),
         *describe_limit(part.cluster, part.summary.memory_uses),

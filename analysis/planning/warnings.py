@@ -326,7 +326,7 @@ def about_checkpoints(chosen: int, fitted: Fitted, sweep: SweepSpec) -> list[str
         return []
     nodes = row.nodes.astype(np.float64)
     per_node = row.workers_per_node.astype(np.float64)
-    save_s = part.save.seconds if part.save else pricing.save_s
+    save_s = pricing.save_s if part.save_s is None else part.save_s
     best_s = best_interval_s(save_s, between_preemptions_s(pricing, nodes))[0]
     # as the user would set it
     minutes = float(f"{best_s / 60.0:.2g}")
@@ -334,7 +334,7 @@ def about_checkpoints(chosen: int, fitted: Fitted, sweep: SweepSpec) -> list[str
     epochs = sweep.workload.epochs
     needs = (row.train_time_s, row.peak_bytes, row.evaluation_s, epochs, part.end_s)
     usage = Usage(nodes, per_node, *needs)
-    paid = bill(usage, part.cluster, often, part.power, part.save)
+    paid = bill(usage, part.cluster, often, part.power, part.save_s)
     spared = 1.0 - float(paid.wall_time_s[0] / row.wall_time_s[0])
     if spared < BOUND_SHARE:
         return []

@@ -49,7 +49,7 @@ def assumptions(run: RunContents) -> list[str]:
 
 def _outdated_notes(run: RunContents) -> set[str]:
     """Return notes on assumptions that a training has since replaced by measurements."""
-    if run.cluster is None or interruptions.measured_cost(run.events) is None:
+    if run.cluster is None or interruptions.measured_save_s(run.events) is None:
         return set()
     notes = set()
     for name, part in zip(run.cluster.part_names(), run.cluster.parts(), strict=True):

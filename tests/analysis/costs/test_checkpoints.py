@@ -9,7 +9,6 @@ from tests.planning_data import CORNERS, cluster, sweep
 from tula_hpc.analysis.costs.interruptions import (
     MAX_SHARE,
     Resume,
-    SaveCost,
     interval_s,
     least_interval_s,
     resume_of,
@@ -46,11 +45,11 @@ def saves_of(cadence: Cadence, epochs: int, steps: int, step_s: float, cost_s: f
 
 
 def paid(
-    hours: float, *, epochs: int = 1, save: SaveCost | None = None, basis: str = "node-hour", **training: float
+    hours: float, *, epochs: int = 1, save_s: float | None = None, basis: str = "node-hour", **training: float
 ) -> Bill:
     spec = ClusterSpec.model_validate({"train_minutes": 10**6, "pricing": {"basis": basis}})
     usage = Usage(*(np.array([value]) for value in (1.0, 1.0, hours * 3600.0, 1e9, 0.0, epochs)))
-    return bill(usage, spec, TrainingSpec.model_validate(training), None, save)
+    return bill(usage, spec, TrainingSpec.model_validate(training), None, save_s)
 
 
 @pytest.mark.parametrize(("cost_s", "epoch_s"), [(0.2, 50.0), (2.0, 20.0), (4.0, 1000.0), (15.0, 100.0)])
@@ -77,21 +76,20 @@ def test_an_interval_that_the_user_sets_is_never_exceeded(every_s: float, epoch_
 
 @pytest.mark.parametrize("basis", ["node-hour", "spot"])
 def test_dearer_saves_take_longer_and_a_bound_holds(basis: str) -> None:
-    times = [float(paid(20, basis=basis, save=SaveCost(seconds)).wall_time_s[0]) for seconds in (0.0, 1.0, 10.0, 100.0)]
+    times = [float(paid(20, basis=basis, save_s=seconds).wall_time_s[0]) for seconds in (0.0, 1.0, 10.0, 100.0)]
     assert times == sorted(times)
     assert times[0] < times[1] < times[2]
-    dear = paid(20, save=SaveCost(100.0))
+    dear = paid(20, save_s=100.0)
     assert float(dear.saving_s[0]) <= MAX_SHARE * 20 * 3600 * (1 + 1e-9)
 
 
 def test_short_epochs_save_often_where_the_user_has_set_the_interval() -> None:
-    save = SaveCost(1.0)
-    assert float(paid(1, epochs=360, save=save, checkpoint_minutes=5).saving_s[0]) == pytest.approx(360.0, rel=0.01)
-    assert float(paid(1, epochs=360, save=save).saving_s[0]) <= MAX_SHARE * 3600.0
+    assert float(paid(1, epochs=360, save_s=1.0, checkpoint_minutes=5).saving_s[0]) == pytest.approx(360.0, rel=0.01)
+    assert float(paid(1, epochs=360, save_s=1.0).saving_s[0]) <= MAX_SHARE * 3600.0
 
 
 def test_a_shorter_time_between_interruptions_saves_more_often() -> None:
-    often, seldom = (paid(100, interruption_hours=hours, save=SaveCost(0.01)) for hours in (0.1, 1000.0))
+    often, seldom = (paid(100, interruption_hours=hours, save_s=0.01) for hours in (0.1, 1000.0))
     assert often.checkpoint_s < seldom.checkpoint_s
 
 
