@@ -88,6 +88,28 @@ def test_a_file_of_init_gets_what_it_lacks(
     assert "gone.toml: no such file; tula init --script writes it" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[workload]\nscript = "z.py"', 'workload.script: is "z.py"; expected the sweep file of '),
+        ('[workload]\nscript = "~nobody-here/z.py"', "workload.script: is "),
+        ("[workload]\nepochs = 3", "workload.script: is missing; expected the sweep file of "),
+        ('executor = "local"', "workload.script: is missing"),
+        ("[workload", "is not valid TOML"),
+    ],
+)
+def test_the_file_of_another_script_is_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.py", "z.py"):
+        Path(name).touch()
+    Path("other.toml").write_text(text)
+    assert main(["--into", "other.toml", "train.py", "--epochs", "2"]) == 2
+    assert capsys.readouterr().err.startswith(f"other.toml: {said}")
+    assert Path("other.toml").read_text() == text
+
+
 def test_a_program_gets_the_same_as_one_object(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,6 +29,7 @@ Values that were not observed are in lines that end with `unknown`, as in the fi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -42,6 +43,7 @@ from typing import TYPE_CHECKING, Any
 from tula_hpc.attach.script import ParsedOptions, with_placeholders
 from tula_hpc.command_errors import CommandParser, exit_code_of
 from tula_hpc.config import ClusterSpec, SearchSpec
+from tula_hpc.config.validation import shown
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import InputError, TulaError
 from tula_hpc.files import write_out
@@ -117,9 +119,8 @@ def _run(options: argparse.Namespace) -> int:
         _check_script(script)
     elif find_module(module) is None:
         raise InputError(f"no module {module!r} here or installed", source="SCRIPT")
-    if options.into is not None and not options.into.is_file():
-        message = "no such file; tula init --script writes it; without --into one is printed here"
-        raise InputError(message, source=options.into)
+    if options.into is not None:
+        _check_into(options.into, script or module)
     folder = Path(tempfile.mkdtemp(prefix="tula-attach-"))
     sys.stderr.write(
         f"running {options.script} until it is measured, with learning rates of 0; its output: "
@@ -181,6 +182,28 @@ def _check_script(script: Path) -> None:
         source_of(script)
     except ValueError as error:
         raise InputError(str(error), source="SCRIPT") from None
+
+
+def _check_into(path: Path, run: Path | str) -> None:
+    """Refuse a file that is not the sweep of the script, or of the module, that is run."""
+    from tula_hpc.config.loading import read_toml
+    from tula_hpc.config.workload import find_script
+
+    if not path.is_file():
+        message = "no such file; tula init --script writes it; without --into one is printed here"
+        raise InputError(message, source=path)
+    workload = read_toml(path).get("workload")
+    key = "script" if isinstance(run, Path) else "module"
+    named = workload.get(key) if isinstance(workload, dict) else None
+    is_same = named == run
+    if isinstance(run, Path) and isinstance(named, str):
+        # it may be a path that cannot be
+        with contextlib.suppress(OSError, ValueError):
+            is_same = find_script(Path(named), path.parent).samefile(run)
+    if not is_same:
+        found = "is missing" if named is None else f"is {shown(named)}"
+        message = f"{found}; expected the sweep file of {run}, which is run here"
+        raise InputError(message, source=path, key=f"workload.{key}")
 
 
 def _look(

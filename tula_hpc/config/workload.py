@@ -217,16 +217,7 @@ class WorkloadSpec(Spec):
     @field_validator("script")
     @classmethod
     def _here_or_beside(cls, value: Path | None, info: ValidationInfo) -> Path | None:
-        """Look for a script in the working directory, then beside the sweep file."""
-        if value is None:
-            return None
-        here = _from_home(value, "file")
-        beside = (info.context or {}).get("beside")
-        if beside is None or here.exists():
-            return here
-        # ../ in the file's path is no other place
-        there = Path(os.path.normpath(Path(beside).absolute() / value))
-        return there if there.exists() else here
+        return None if value is None else find_script(value, (info.context or {}).get("beside"))
 
     @model_validator(mode="after")
     def _script_is_whole(self, info: ValidationInfo) -> WorkloadSpec:
@@ -374,6 +365,20 @@ class WorkloadSpec(Spec):
         if self.classes is None:
             return facts.test_samples
         return round(facts.test_samples * self.classes / (facts.classes or 1))
+
+
+def find_script(named: Path, beside: Path | None) -> Path:
+    """Look for a script in the working directory, then beside the sweep file.
+
+    Raises:
+        ValueError: It begins with the home folder of nobody.
+    """
+    here = _from_home(named, "file")
+    if beside is None or here.exists():
+        return here
+    # ../ in the file's path is no other place
+    there = Path(os.path.normpath(Path(beside).absolute() / named))
+    return there if there.exists() else here
 
 
 def _from_home(path: Path, what: str) -> Path:
