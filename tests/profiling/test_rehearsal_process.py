@@ -215,6 +215,20 @@ def test_a_mistake_in_own_code_is_one_line(here: Path, capsys: pytest.CaptureFix
         assert part in error
 
 
+@pytest.mark.parametrize("ending", ["sys.stderr.write('it is gone\\n')", "raise OSError('already closed')"])
+def test_the_mistake_comes_after_what_objects_of_the_code_print_at_their_end(
+    here: Path, capsys: pytest.CaptureFixture[str], ending: str
+) -> None:
+    bar = f"class Bar:\n    def __del__(self):\n        {ending}\n"
+    failing = "def data(spec):\n    bar = Bar()\n    raise ValueError('the index file is damaged')\n"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "unraisablehook", lambda found: sys.stderr.write(f"{found.exc_value}\n"))
+        assert tried(here, own=f"import sys\n{OWN}\n{bar}{failing}") == 2
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first in ("it is gone", "already closed")
+    assert last.startswith("workload.dataset: mine:data failed: ValueError: the index file is damaged (mine.py:")
+
+
 NORMALIZED = OWN.replace("self.head(images.flatten(1))", "self.norm(self.head(images.flatten(1)))").replace(
     "        self.spare = ", "        self.norm = nn.BatchNorm1d(classes)\n        self.spare = "
 )

@@ -298,20 +298,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     begin_process()
+    code, said = _try(options)
+    # last: the objects of code that failed are gone, and have printed what they print then
+    write_out(f"{said}\n", sys.stderr if code else sys.stdout)
+    return code
+
+
+def _try(options: argparse.Namespace) -> tuple[int, str]:
+    """Return the exit code, and the trial as JSON, or the mistake."""
     cluster: ClusterSpec | None = None
     try:
         sweep, cluster = load_together(options.sweep, options.cluster, check_paths=False)
         with warnings.catch_warnings(record=True) as caught:
             trial = _trial_of(sweep, cluster, options.memory)
     except InputError as error:
-        sys.stderr.write(f"{error}\n")
-        return 3 if _may_be_only_here(error, cluster) else 2
+        return 3 if _may_be_only_here(error, cluster) else 2, str(error)
     except (Exception, SystemExit) as error:  # noqa: BLE001 # the user's code may raise anything
-        sys.stderr.write(f"{told(error)}\n")
-        return 1
+        return 1, told(error)
     trial = trial.model_copy(update={"warnings": tuple(_own_warnings(caught))})
-    write_out(f"{trial.model_dump_json()}\n")
-    return 0
+    return 0, trial.model_dump_json()
 
 
 def _own_warnings(caught: Sequence[warnings.WarningMessage]) -> Iterator[str]:
