@@ -206,6 +206,40 @@ _OWN_OPTIONS = {
     "wrap": "setup",
 }
 
+# options that [sbatch] may hold only where no key has a value for them, which they would replace;
+# GPUs are counted with those that replace gres
+_OPTIONS_OF = {
+    "partition": "partition",
+    "controller_partition": "partition",
+    "account": "account",
+    "qos": "qos",
+    "constraint": "constraint",
+    "memory_gb": "mem",
+    "cpus_per_worker": "cpus-per-task",
+}
+
+
+def _refuse_two_values(cluster: ClusterSpec) -> None:
+    """Refuse an option of [sbatch] that would replace the value of a key.
+
+    Raises:
+        ValueError: With the option in front.
+    """
+    for name, value in cluster.sbatch.items():
+        for key, option in _OPTIONS_OF.items():
+            own = getattr(cluster, key)
+            is_given = own != type(cluster).model_fields[key].default
+            # sbatch takes abbreviated options, too
+            if value is not False and is_given and _has_prefix(option, name):
+                raise ValueError(
+                    f"sbatch.{name}: would replace {key} = {shown(own)}; remove either"
+                )
+
+
+def _has_prefix(option: str, name: str) -> bool:
+    return option.startswith(name.replace("_", "-"))
+
+
 # requests for a node's workers, which a controller job must not make
 _OF_WORKERS = frozenset({
     "constraint", "cpus-per-task", "exclusive", "gres", "licenses", "mincpus", "sockets-per-node",
@@ -316,10 +350,9 @@ class ClusterSpec(Spec):
     @classmethod
     def _not_ours(cls, value: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
         for key in value:
-            name = key.replace("_", "-")
             for own, instead in _OWN_OPTIONS.items():
                 # sbatch takes abbreviated options, too
-                if own.startswith(name):
+                if _has_prefix(own, key):
                     remedy = f"see {instead}" if instead else "leave it out"
                     raise ValueError(f"{key} is set by this program; {remedy}")
         return value
@@ -329,6 +362,7 @@ class ClusterSpec(Spec):
         if self.partitions:
             _check_partitions(self)
             return self
+        _refuse_two_values(self)
         if self.pricing.basis == "tres" and not self.pricing.tres_weights:
             example = '"CPU=1.0,Mem=0.25G,GRES/gpu=2.0", see `scontrol show partition`'
             raise ValueError(
