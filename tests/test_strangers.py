@@ -513,7 +513,7 @@ def test_setup_is_for_the_shell(here: Path, line: str) -> None:
     assert "expected lines for the shell" in refused(load_cluster, {"setup": [line]})
 
 
-@pytest.mark.parametrize("word", ["bash", "", "-", "--", "x -K1", "/bin/sh", "$X", "-1"])
+@pytest.mark.parametrize("word", ["bash", "", "-", "--", "x -K1", "/bin/sh", "$X", "-1", "--mpi pmix"])
 def test_srun_runs_nothing_else(here: Path, word: str) -> None:
     assert "expected options with their values in one word" in refused(load_cluster, {"srun_args": [word]})
 
@@ -532,15 +532,15 @@ LINES = st.text(st.characters(exclude_categories=("Cs", "Cc"), exclude_character
 def test_whatever_is_accepted_stays_in_its_place(value: str, place: str) -> None:
     """The script has the same lines, and the shell and sbatch read every value as it was given."""
     root = Path("/runs") / place.replace("%", "").replace("\\", "").replace("/", "")
-    plain = script_of({"environment": {"A": "x"}, "srun_args": ["--x"], "sbatch": {"comment": "x"}}, Path("/runs/x"))
-    tables = {"environment": {"A": value}, "srun_args": [f"--x{value}"], "sbatch": {"comment": "a=b,c"}}
+    plain = script_of({"environment": {"A": "x"}, "srun_args": ["--x="], "sbatch": {"comment": "x"}}, Path("/runs/x"))
+    tables = {"environment": {"A": value}, "srun_args": [f"--x={value}"], "sbatch": {"comment": "a=b,c"}}
     script = script_of(tables, root)
     assert len(script) == len(plain)
     directives = [line for line in script if line.startswith("#SBATCH")]
     assert [line.partition("=")[0] for line in directives] == [
         line.partition("=")[0] for line in plain if line.startswith("#SBATCH")
     ]
-    assert f"--x{value}" in shlex.split(next(line for line in script if line.startswith("srun")))
+    assert f"--x={value}" in shlex.split(next(line for line in script if line.startswith("srun")))
     output = next(line for line in directives if "--output=" in line)
     assert shlex.split(output.removeprefix("#SBATCH "))[0].startswith(f"--output={root}")
 

@@ -176,6 +176,8 @@ def test_a_module_that_only_lies_beside_the_sweep_file_is_said_to_lie_there(here
         ('gres = ""', 'gres: "" holds characters'),
         ('name = "a/b"', 'name: "a/b" holds characters'),
         ('srun_args = ["-K1\\n"]', r'srun_args\.0: "-K1\\n" holds characters'),
+        ('srun_args = ["-n4"]', "srun_args: -n4 is set by this program; see workers_per_node"),
+        ('srun_args = ["--output=x"]', "srun_args: --output=x is set by this program; leave it out"),
         ('setup = ["a\\u0000"]', r"setup\.0: .* holds characters"),
         ('setup = "module load x"', "setup: expected a list in brackets"),
         ('[sbatch]\nreservation = "a\\nb"', "sbatch.reservation: expected a word, a whole number, true or false"),

@@ -173,8 +173,8 @@ class ContainerSpec(Spec):
 
 def _only_options(words: tuple[str, ...], example: str) -> tuple[str, ...]:
     for word in words:
-        # it would be taken for the program that is to run
-        if not re.match(r"--?[A-Za-z]", word):
+        # it would be taken for the program that is to run, or for a name with a blank
+        if not re.match(r"--?[A-Za-z][^\s=]*(=|$)", word):
             expected = f'options with their values in one word, for example "{example}"'
             raise ValueError(f"expected {expected}, got {shown(word)}")
     return words
@@ -205,6 +205,21 @@ _OWN_OPTIONS = {
     "wait": "",
     "wrap": "setup",
 }
+
+# those that srun may not have, by their short names
+_OWN_OF_SRUN = {
+    "D": "chdir",
+    "N": "nodes",
+    "e": "error",
+    "n": "ntasks",
+    "o": "output",
+}
+
+
+def _refusal(option: str, own: str) -> str:
+    instead = _OWN_OPTIONS[own]
+    return f"{option} is set by this program; {f'see {instead}' if instead else 'leave it out'}"
+
 
 # options that [sbatch] may hold only where no key has a value for them, which they would replace;
 # GPUs are counted with those that replace gres
@@ -335,7 +350,11 @@ class ClusterSpec(Spec):
     @field_validator("srun_args")
     @classmethod
     def _options_only(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return _only_options(value, "--mpi=pmix")
+        for word in _only_options(value, "--mpi=pmix"):
+            option = _OWN_OF_SRUN.get(word[1], word[2:].partition("=")[0])
+            if option in _OWN_OF_SRUN.values():
+                raise ValueError(_refusal(word, option))
+        return value
 
     @field_validator("sbatch", mode="before")
     @classmethod
@@ -350,11 +369,10 @@ class ClusterSpec(Spec):
     @classmethod
     def _not_ours(cls, value: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
         for key in value:
-            for own, instead in _OWN_OPTIONS.items():
-                # sbatch takes abbreviated options, too
-                if _has_prefix(own, key):
-                    remedy = f"see {instead}" if instead else "leave it out"
-                    raise ValueError(f"{key} is set by this program; {remedy}")
+            # sbatch takes abbreviated options, too
+            own = next((option for option in _OWN_OPTIONS if _has_prefix(option, key)), None)
+            if own is not None:
+                raise ValueError(_refusal(key, own))
         return value
 
     @model_validator(mode="after")
