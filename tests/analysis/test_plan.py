@@ -798,7 +798,7 @@ def test_a_price_that_every_partition_has_for_itself_is_set_for_one(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = '[[partitions]]\npartition = "a"\npricing = { usd_per_node_hour = 1.0 }\n'
-    run.cluster_file.write_text(f'name = "here"\n{table}')
+    run.cluster_file.write_text(f'executor = "local"\n{table}')
     rows = [row.model_copy(update={"partition": "a"}) for row in CORNERS]
     (run.profile / "task.jsonl").write_text("".join(row.model_dump_json() + "\n" for row in rows))
     assert main([str(run.root), "--set", "pricing.usd_per_node_hour=5"]) == 2

@@ -598,7 +598,7 @@ def test_keys_of_a_partition_are_free_as_those_of_the_cluster(
 
     cluster_file = sweep_file.parent / "c.toml"
     tables = ['[[partitions]]\npartition = "v1.pricing.x"\naccount = "spent"\n', '[[partitions]]\npartition = "dear"\n']
-    cluster_file.write_text("".join(tables))
+    cluster_file.write_text("".join(['executor = "local"\n', *tables]))
     run = open_run(*inputs(), sweep_file.parent / "run").run
     measure(run)
     changed = inputs("dear.pricing.usd_per_node_hour=5", "v1.pricing.x.account=rich")
@@ -613,7 +613,7 @@ def test_keys_of_a_partition_are_free_as_those_of_the_cluster(
     }.items():
         with pytest.raises(RunDirectoryError, match=said):
             check_run(*inputs("dear.pricing.usd_per_node_hour=5", "v1.pricing.x.account=rich", keys), run.root)
-    cluster_file.write_text("".join(reversed(tables)))
+    cluster_file.write_text("".join(['executor = "local"\n', *reversed(tables)]))
     with pytest.raises(RunDirectoryError, match=r'  partitions: \["v1\.pricing\.x", "dear"\] before, \["dear", "v1'):
         check_run(*inputs("dear.pricing.usd_per_node_hour=5", "v1.pricing.x.account=rich"), run.root)
 

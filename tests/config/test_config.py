@@ -399,6 +399,7 @@ def test_billing_weights_may_be_those_of_each_partition_alone() -> None:
 
 
 TWO_PARTITIONS = """
+executor = "slurm"
 [[partitions]]
 partition = "gpu"
 max_nodes = 4
@@ -649,10 +650,11 @@ def test_a_file_of_the_other_kind_is_called_what_it_is(here: Path) -> None:
 
 
 def test_a_cluster_of_slurm_says_so(here: Path) -> None:
-    said = complaint(load_cluster, 'partition = "batch"\n')
-    assert said.startswith(
-        'in.toml: executor: is missing, and partition is for Slurm; add executor = "slurm", or "local"'
-    )
+    for key, text in (("partition", 'partition = "batch"\n'), ("partitions", '[[partitions]]\npartition = "a"\n')):
+        said = complaint(load_cluster, text)
+        assert said.startswith(
+            f'in.toml: executor: is missing, and {key} is for Slurm; add executor = "slurm", or "local"'
+        )
     dashes = complaint(load_cluster, 'executor = "slurm"\n[sbatch]\n"--mail-type" = "ALL"\n')
     assert dashes == 'in.toml: sbatch: options are written without dashes, mail-type for "--mail-type"'
 

@@ -360,7 +360,8 @@ def test_what_another_machine_may_do_better_refuses_nothing(
 
 
 def test_memory_is_estimated_on_the_way(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tables = 'memory_gb = 2.0\n[[partitions]]\npartition = "a"\n[[partitions]]\npartition = "b"\nmemory_gb = 4.0'
+    tables = 'executor = "local"\nmemory_gb = 2.0\n[[partitions]]\npartition = "a"\n'
+    tables += '[[partitions]]\npartition = "b"\nmemory_gb = 4.0'
     tried(here, cluster=tables)
     capsys.readouterr()
     files = [str(here / "sweep.toml"), str(here / "cluster.toml")]

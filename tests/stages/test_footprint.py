@@ -185,6 +185,7 @@ def test_the_command_prints_a_table_or_the_record(tmp_path: Path, capsys: pytest
 
 
 TWO_PARTITIONS = """
+executor = "local"
 [[partitions]]
 partition = "small"
 memory_gb = 0.9

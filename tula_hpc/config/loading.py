@@ -251,7 +251,10 @@ def _sweep_of(
 
 
 # keys that only jobs of Slurm heed
-_OF_SLURM = ("partition", "account", "qos", "gres", "constraint", "sbatch", "controller_partition")
+_OF_SLURM = (
+    "partition", "account", "qos", "gres", "constraint", "sbatch", "controller_partition",
+    "partitions",
+)  # fmt: skip
 
 
 def load_cluster(path: Path, overrides: Sequence[str] = ()) -> ClusterSpec:
