@@ -313,15 +313,15 @@ def _check_set(spec: WorkloadSpec, which: str, data: Any, classes: int, tried: i
         if isinstance(data, DataLoader):
             expected = "return its data set: batches are made of that"
         raise _data_error(spec, f"{message}; {expected}")
-    if len(data) == 0:
+    words = f"{spec.dataset} failed"
+    with blamed(_DATASET_KEY, words, f", at len() of the {which} set"):
+        length = len(data)
+    if length == 0:
         raise _data_error(spec, f"returned an empty {which} set; expected at least one item")
     items = {}
-    for index in spread(len(data), tried):
+    for index in spread(length, tried):
         place = f", at item {index} of the {which} set"
-        with (
-            torch.random.fork_rng(devices=[]),
-            blamed(_DATASET_KEY, f"{spec.dataset} failed", place),
-        ):
+        with torch.random.fork_rng(devices=[]), blamed(_DATASET_KEY, words, place):
             items[index] = data[index]
         _check_item(spec, items[index], classes, f"item {index} of the {which} set")
     if spec.loss is None:

@@ -194,6 +194,10 @@ MISTAKES = {
         ("    return Net(classes, image_size)", "    return Net(classes, image_size).requires_grad_(False)"),
         "mine:net has nothing to train: requires_grad is False for all of its 4 parameters; expected True for those",
     ),
+    "a length that is no whole number": (
+        ("return TensorDataset(*tensors())", "return type('D', (Dataset,), {'__len__': lambda _: 3.5})()"),
+        "mine:data failed: TypeError: 'float' object cannot be interpreted as an integer",
+    ),
     "a data set that raises": (
         ("def data(spec):", "def data(spec):\n    {}['x']"),
         "mine:data failed: KeyError: 'x' (mine.py:",
