@@ -274,13 +274,14 @@ def own_data(spec: WorkloadSpec, tried: int = TRIED_BY_JOBS) -> OwnData:
             spec, f"returned {kind_of(data)}; expected a tuple (train, test, classes)"
         )
     own = OwnData(*data)
-    if not isinstance(own.classes, int) or own.classes < 1:
+    classes = operator.index(own.classes) if _is_whole(own.classes) else 0
+    if classes < 1 or isinstance(own.classes, bool):
         raise _data_error(
             spec, f"returned {own.classes!r} for classes; expected a whole number of at least 1"
         )
-    _check_set(spec, "train", own.train, own.classes, tried)
-    _check_set(spec, "test", own.test, own.classes, tried)
-    return own
+    _check_set(spec, "train", own.train, classes, tried)
+    _check_set(spec, "test", own.test, classes, tried)
+    return own._replace(classes=classes)
 
 
 @contextlib.contextmanager
@@ -400,11 +401,8 @@ def _is_pair(item: Any) -> bool:
     except TypeError:
         # it holds something else than tensors and numbers
         return False
-    for part in batch:
-        leaves = list(leaves_of(part))
-        if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
-            return False
-    return True
+    leaves = [list(leaves_of(part)) for part in batch]
+    return all(part and all(isinstance(leaf, Tensor) for leaf in part) for part in leaves)
 
 
 def _has_image(item: Any) -> bool:

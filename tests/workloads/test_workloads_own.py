@@ -16,7 +16,7 @@ from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import InputError
 from tula_hpc.records import Configuration
-from tula_hpc.user_code import own_function
+from tula_hpc.user_code import own_data, own_function
 from tula_hpc.workloads.workload import Workload, build_workload
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -170,6 +170,7 @@ def test_a_worker_tries_a_model_on_its_own_device(tmp_path: Path, monkeypatch: p
         ("def f(spec): return good", r"returned Data of length 4; expected a tuple \(train, test, classes\)"),
         ("def f(spec): return good, good", "returned tuple of length 2"),
         ("def f(spec): return good, good, '2'", "'2' for classes"),
+        ("def f(spec): return good, good, True", "True for classes; expected a whole"),
         ("def f(spec): return good, iter(good), 2", "as the test set; expected one with __len__ and __getitem__"),
         (
             "def f(spec): return torch.utils.data.DataLoader(good), good, 2",
@@ -209,6 +210,15 @@ def test_a_data_set_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(InputError, match=said) as raised:
         build_workload(WorkloadSpec(model="squeezenet1_1", dataset="mine:f"))
     assert raised.value.key == "workload.dataset"
+
+
+@pytest.mark.parametrize("classes", ["torch.tensor([0, 1]).max() + 1", "torch.arange(3).numpy().max()"])
+def test_a_number_of_classes_may_be_of_the_same_kinds_as_a_label(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, classes: str
+) -> None:
+    write_module(tmp_path, monkeypatch, f"def f(spec): return good, good, {classes}")
+    found = own_data(WorkloadSpec(dataset="mine:f")).classes
+    assert (found, type(found)) == (2, int)
 
 
 def test_a_users_folder_is_searched_after_all_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
