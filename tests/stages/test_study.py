@@ -69,7 +69,7 @@ def loaded(folder: Path, text: str) -> SweepSpec:
         (STUDY + VARIANT + "delta = 3\n", "study.variants.mine.delta: expected a key of [workload] or [training]"),
         (STUDY + VARIANT + "search.min_batch = 3\n", "study.variants.mine.search.min_batch: expected a key of [work"),
         (STUDY + "[study.variants]\nmine = 3\n", "study.variants.mine: expected a table, got 3"),
-        (STUDY + '[study.variants."a/b"]\n', "holds characters that are not allowed here"),
+        (STUDY + '[study.variants."a/b"]\n', "expected at most 64 letters"),
         (
             STUDY + '[study.variants.lars]\ntraining.method = "lamb"\n',
             "study.variants.lars.training.method: a variant named after a method has that method",

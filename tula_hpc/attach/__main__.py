@@ -170,6 +170,8 @@ def _run(options: argparse.Namespace) -> int:
 def _check_script(script: Path) -> None:
     if not script.is_file():
         message = f"no such file: {script}"
+        if script.is_dir():
+            message = f"{script} is a folder; expected a training script"
         if LAUNCHER.fullmatch(script.name):
             message = f"it starts Python itself; leave out {script.name} and its options"
         raise InputError(message, source="SCRIPT")

@@ -9,13 +9,22 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from tula_hpc.config.gpus import check_gpus, parse_weights
-from tula_hpc.config.validation import GIB, MOST_GIB, Name, Spec, message_of, shown, valid_keys
+from tula_hpc.config.validation import (
+    GIB,
+    MOST_GIB,
+    Line,
+    Mount,
+    Name,
+    PartitionName,
+    SbatchOption,
+    SlurmWord,
+    Spec,
+    VariableName,
+    message_of,
+    shown,
+    valid_keys,
+)
 from tula_hpc.errors import InputError
-
-# goes into #SBATCH lines: ASCII, no blanks and no line ends
-SlurmWord = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.,:/@+=%*&|()\[\]-]{1,200}$")]
-# also goes into file names
-PartitionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,:@+=-]{0,63}$")]
 
 
 class PartitionSpec(Spec):
@@ -141,14 +150,6 @@ class PricingSpec(Spec):
 
 # about two years
 MOST_MINUTES = 10**6
-# no control characters and none of Unicode's line ends; the tab is allowed
-Line = Annotated[str, Field(pattern=r"^[\t\P{Cc}--\x{2028}\x{2029}]*$", max_length=1000)]
-# a long option of sbatch; those that this program sets itself are refused, see `_OWN_OPTIONS`
-SbatchOption = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,63}$")]
-# PATH, or PATH:PATH-INSIDE, or with :ro or :rw; the runtimes separate by these characters
-Mount = Annotated[
-    str, Field(pattern=r"^/[^,:\x00-\x1f]*(:/[^,:\x00-\x1f]*(:r[ow])?)?$", max_length=1000)
-]
 
 
 class ContainerSpec(Spec):
@@ -207,13 +208,7 @@ _OWN_OPTIONS = {
 }
 
 # those that srun may not have, by their short names
-_OWN_OF_SRUN = {
-    "D": "chdir",
-    "N": "nodes",
-    "e": "error",
-    "n": "ntasks",
-    "o": "output",
-}
+_OWN_OF_SRUN = {"D": "chdir", "N": "nodes", "e": "error", "n": "ntasks", "o": "output"}
 
 
 def _refusal(option: str, own: str) -> str:
@@ -224,14 +219,9 @@ def _refusal(option: str, own: str) -> str:
 # options that [sbatch] may hold only where no key has a value for them, which they would replace;
 # GPUs are counted with those that replace gres
 _OPTIONS_OF = {
-    "partition": "partition",
-    "controller_partition": "partition",
-    "account": "account",
-    "qos": "qos",
-    "constraint": "constraint",
-    "memory_gb": "mem",
-    "cpus_per_worker": "cpus-per-task",
-}
+    "partition": "partition", "controller_partition": "partition", "account": "account",
+    "qos": "qos", "constraint": "constraint", "memory_gb": "mem", "cpus_per_worker": "cpus-per-task",
+}  # fmt: skip
 
 
 def _refuse_two_values(cluster: ClusterSpec) -> None:
@@ -324,9 +314,7 @@ class ClusterSpec(Spec):
         Field(default={}, max_length=100)
     )
     """Further options of sbatch, by long name."""
-    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")], Line] = (
-        Field(default={}, max_length=1000, repr=False)
-    )
+    environment: dict[VariableName, Line] = Field(default={}, max_length=1000, repr=False)
     """Variables of the jobs."""
     container: ContainerSpec | None = None
     """Image that jobs run in; see [container]."""

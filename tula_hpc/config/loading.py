@@ -90,7 +90,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def _one_line(error: Exception) -> str:
     # the message may quote anything from the file
-    text = str(error)
+    # how to let Python read a number of any length is no remedy
+    text = str(error).partition("; use sys.")[0]
     if not text.isprintable():
         text = ascii(text)
     # the place in the file stands at the end
@@ -426,7 +427,9 @@ def _as_json(path: Path | str, tables: dict[str, Any]) -> str:
         _refuse_absurd(path, tables)
     except (RecursionError, ValueError) as error:
         # tables in tables without end, numbers of 5000 digits
-        raise InputError(f"holds a value out of all bounds: {error}", source=path) from None
+        raise InputError(
+            f"holds a value out of all bounds: {_one_line(error)}", source=path
+        ) from None
     return text
 
 

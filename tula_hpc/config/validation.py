@@ -31,7 +31,25 @@ from tula_hpc.own_sources import can_be_given, find_module, find_source, module_
 GIB = 1024**3
 MOST_GIB = 1e9
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+WORD_PATTERN = r"^[A-Za-z0-9_.,:/@+=%*&|()\[\]-]{1,200}$"
+PARTITION_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9_.,:@+=-]{0,63}$"
+LINE_PATTERN = r"^[\t\P{Cc}--\x{2028}\x{2029}]*$"
+OPTION_PATTERN = r"^[a-z][a-z0-9_-]{0,63}$"
+MOUNT_PATTERN = r"^/[^,:\x00-\x1f]*(:/[^,:\x00-\x1f]*(:r[ow])?)?$"
+VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]{0,99}$"
+MODULE_PATTERN = r"^[^\W\d]\w*(\.[^\W\d]\w*)*$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+# goes into #SBATCH lines: ASCII, no blanks and no line ends
+SlurmWord = Annotated[str, Field(pattern=WORD_PATTERN)]
+# also goes into file names
+PartitionName = Annotated[str, Field(pattern=PARTITION_PATTERN)]
+# no control characters and none of Unicode's line ends; the tab is allowed
+Line = Annotated[str, Field(pattern=LINE_PATTERN, max_length=1000)]
+# a long option of sbatch; those that this program sets itself are refused, see `cluster.py`
+SbatchOption = Annotated[str, Field(pattern=OPTION_PATTERN)]
+# PATH, or PATH:PATH-INSIDE, or with :ro or :rw; the runtimes separate by these characters
+Mount = Annotated[str, Field(pattern=MOUNT_PATTERN, max_length=1000)]
+VariableName = Annotated[str, Field(pattern=VARIABLE_PATTERN)]
 
 
 class Spec(BaseModel):
@@ -109,10 +127,22 @@ _EXPECTED = {
     "less_than_equal": "expected at most {le}",
     "too_short": "expected at least {min_length} value",
     "too_long": "expected at most {max_length} values",
+    "string_too_short": "expected text that is not empty",
     "string_too_long": "expected at most {max_length} characters",
 }
 _PATTERNS = {
     NAME_PATTERN: "expected at most 64 letters, digits, '.', '_' and '-', a letter or digit first",
+    WORD_PATTERN: "expected 1 to 200 letters, digits and characters of _.,:/@+=%*&|()[]-, no blanks",
+    PARTITION_PATTERN: (
+        "expected at most 64 letters, digits and characters of _.,:@+=-, a letter, digit or _ first"
+    ),
+    LINE_PATTERN: "expected one line without control characters",
+    OPTION_PATTERN: (
+        "expected the long name of an option: small letters, digits, '-' and '_', a letter first"
+    ),
+    MOUNT_PATTERN: "expected full paths, as in /data, /data:/inside or /data:/inside:ro",
+    VARIABLE_PATTERN: "expected the name of a variable: letters, digits and '_', no digit first",
+    MODULE_PATTERN: "expected the name of a module, for example package.train",
 }
 SHORT_LIST = 20
 # of `sbatch`: pydantic adds them to the location
@@ -138,9 +168,7 @@ def explain(kind: type[Spec], path: Path | str, item: Mapping[str, Any]) -> str:
         got = shown(item["input"])
     if "pattern" in item["type"]:
         table = location[:-2] if is_key else location
-        message = f"{got} holds characters that are not allowed here"
-        pattern = item["ctx"]["pattern"]
-        return line_of(path, table, f"{message} ({_PATTERNS.get(pattern, f'pattern {pattern}')})")
+        return line_of(path, table, f"{_PATTERNS[item['ctx']['pattern']]}, got {got}")
     meant = _tables_meant(kind, location, item["input"])
     return line_of(path, location, f"{message_of(item)}{meant}, got {got}")
 
@@ -154,6 +182,8 @@ def _own_message(location: list[str], message: str) -> tuple[list[str], str]:
 
 
 def _tables_meant(kind: type[Spec], location: Sequence[str], value: object) -> str:
+    if location == [PARTITIONS] and isinstance(value, dict):
+        return f" of tables, each written [[{PARTITIONS}]]"
     # [[tables]] under a key that takes none: the key is probably misspelt
     if len(location) > 1 or not isinstance(value, list):
         return ""

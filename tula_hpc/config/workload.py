@@ -25,7 +25,14 @@ from pydantic import (
     model_validator,
 )
 
-from tula_hpc.config.validation import Spec, known_or_entry_point, nearest, shown, where_looked
+from tula_hpc.config.validation import (
+    MODULE_PATTERN,
+    Spec,
+    known_or_entry_point,
+    nearest,
+    shown,
+    where_looked,
+)
 from tula_hpc.own_sources import program_of, source_of
 
 
@@ -120,7 +127,7 @@ class WorkloadSpec(Spec):
     # above `metric`, whose check depends on it
     script: Path | None = None
     """Training script of your own, in the working directory or beside the sweep file."""
-    module: str | None = Field(default=None, max_length=200, pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*$")
+    module: str | None = Field(default=None, max_length=200, pattern=MODULE_PATTERN)
     """The same as a module, which is run as with `python -m`."""
     arguments: tuple[Argument, ...] = Field(default=(), max_length=1000)
     """Arguments of the script, with names in braces for values that the sweep chooses."""
@@ -208,6 +215,14 @@ class WorkloadSpec(Spec):
         if named and info.field_name == "metric":
             return _expression(value)
         return known_or_entry_point(value, (), "a function", ("outputs", "targets"), info.context)
+
+    @field_validator("data_dir", "script", mode="before")
+    @classmethod
+    def _not_empty(cls, value: object) -> object:
+        if value == "":
+            # it would be the working directory
+            raise ValueError("expected a path, got an empty text")
+        return value
 
     @field_validator("data_dir")
     @classmethod
@@ -447,6 +462,8 @@ def _check_script(script: Path | None, module: str | None, beside: Path | None) 
             f"module: no module {module!r} that can be run, {where_looked(str(module), beside)}"
         )
     try:
+        if path.is_dir():
+            raise ValueError(f"{shown(str(path), 400)} is a folder; expected a training script")
         if not path.is_file():
             raise ValueError(f"no such file: {shown(str(path), 400)}; check the path")
         source_of(path)
