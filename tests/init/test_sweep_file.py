@@ -361,3 +361,24 @@ def test_examples_are_written_and_hold_the_demo(tmp_path: Path, capsys: pytest.C
     assert load_sweep(target / "sweeps" / "quickstart.toml").name
     assert {"README.md", "generic.toml"} <= {path.name for path in (target / "slurm_templates").iterdir()}
     assert main(["--examples", str(target)]) == 2
+    for other in (["--json"], ["--partition", "a"]):
+        assert main(["--examples", str(tmp_path / "others"), *other]) == 2
+        assert "--examples: goes with no other option" in capsys.readouterr().err
+        assert not (tmp_path / "others").exists()
+
+
+def test_a_partition_that_no_file_is_written_for_is_refused(
+    commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    target = tmp_path / "c.toml"
+    asked = [str(target), "--script", str(script), "--partition", "a"]
+    assert main(asked) == 2
+    assert capsys.readouterr().err == "--partition: no Slurm is set up here; leave it out\n"
+    target.write_text('executor = "slurm"\npartition = "b"\n')
+    assert main(asked) == 2
+    assert f"--partition: {target} is there already, and stays as it is; leave" in capsys.readouterr().err
+    assert not (tmp_path / "train.toml").exists()
+    target.write_text('executor = "slurm"\npartition = "a"\n')
+    assert main(asked) == 0

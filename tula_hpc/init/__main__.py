@@ -104,9 +104,12 @@ class _Cluster(NamedTuple):
 
 
 def _run(options: argparse.Namespace) -> int:
+    from tula_hpc.errors import InputError
     from tula_hpc.files import write_out
 
     if options.examples is not None:
+        if options.json or options.partition is not None or options.script is not None:
+            raise InputError("goes with no other option", source="--examples")
         return _write_examples(options.examples)
     script = None if options.script is None else _read_script(options)
     cluster = _cluster(options)
@@ -164,7 +167,7 @@ def _refuse_existing(target: Path, remedy: str, *, force: bool) -> None:
 def _cluster(options: argparse.Namespace) -> _Cluster:
     """Return the cluster, whose file is written unless it is there beside a script."""
     from tula_hpc.config import load_cluster
-    from tula_hpc.errors import NotConfiguredError
+    from tula_hpc.errors import InputError, NotConfiguredError
     from tula_hpc.init.cluster_file import cluster_file, local_cluster_file
     from tula_hpc.init.survey import survey_cluster
     from tula_hpc.records import write_atomically
@@ -172,7 +175,13 @@ def _cluster(options: argparse.Namespace) -> _Cluster:
     target: Path = options.file
     has_script = options.script is not None
     if has_script and target.exists():
-        return _Cluster(load_cluster(target), target, is_kept=True)
+        kept = load_cluster(target)
+        if options.partition not in (None, kept.partition, *kept.part_names()):
+            message = (
+                f"{target} is there already, and stays as it is; leave --partition out, or name"
+            )
+            raise InputError(f"{message} another cluster file", source="--partition")
+        return _Cluster(kept, target, is_kept=True)
     _refuse_existing(target, "name another file", force=options.force)
     survey: Survey | None = None
     if not has_script or any(map(shutil.which, SLURM_COMMANDS)):
@@ -182,6 +191,8 @@ def _cluster(options: argparse.Namespace) -> _Cluster:
             if not has_script:
                 raise
     if survey is None:
+        if options.partition is not None:
+            raise InputError("no Slurm is set up here; leave it out", source="--partition")
         write_atomically(target, local_cluster_file())
         return _Cluster(load_cluster(target), target, is_kept=False)
     place = _chosen(survey, options.partition)
