@@ -51,6 +51,17 @@ def test_a_missing_interface_and_data_folder_are_lines_and_not_a_crash(
     assert [rank["finished"] for rank in partition["ranks"]] == [True, True]
 
 
+def test_what_cannot_be_waited_for_or_written_to_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "cluster.toml").write_text("")
+    for minutes in ("-3", "nan", "inf"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["cluster.toml", f"--wait-minutes={minutes}"])
+        assert f"expected minutes from 0 on, got {minutes}" in capsys.readouterr().err
+    (here / "runs").touch()
+    assert main(["cluster.toml"]) == 2
+    assert capsys.readouterr().err == f"{here / 'runs'}: is not a folder; move it away\n"
+
+
 @pytest.mark.parametrize(
     ("text", "named"), [(None, "cluster.toml"), ("workers = 2\n", "workers"), ('executor = "pbs"\n', "executor")]
 )

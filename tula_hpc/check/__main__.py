@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import re
 import shutil
 import sys
@@ -80,13 +81,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--wait-minutes",
-        type=float,
+        type=minutes,
         default=WAIT_MINUTES,
         metavar="M",
         help=f"how long the job may wait for nodes (default: {WAIT_MINUTES})",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
+
+
+def minutes(text: str) -> float:
+    """Return the number of an option, by whose type's name argparse speaks of text that is none."""
+    number = float(text)
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected minutes from 0 on, got {text}")
+    return number
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -137,10 +146,13 @@ def _load_inputs(options: argparse.Namespace) -> tuple[ClusterSpec, WorkloadSpec
 
 def _make_run_directory() -> RunDirectory:
     """Make a private folder below runs/, as those of sweeps: the nodes have to see it."""
+    from tula_hpc.errors import RunDirectoryError
     from tula_hpc.records import RunDirectory
 
     parent = Path("runs")
     RunDirectory(parent).check_name()
+    if parent.exists() and not parent.is_dir():
+        raise RunDirectoryError("is not a folder; move it away", source=parent.absolute())
     make_private(parent)
     return RunDirectory(Path(tempfile.mkdtemp(prefix="check-", dir=parent))).create()
 
