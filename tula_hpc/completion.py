@@ -150,8 +150,6 @@ _{program}() {{
 }}
 complete -F _{program} {program}
 """
-# more arguments than anybody types
-_MANY = 9
 
 
 def bash_script(found: dict[str, list[Argument]]) -> str:
