@@ -167,12 +167,10 @@ def _declared(tree: ast.Module) -> Iterator[Option]:
             takes_value = name not in ("DEFINE_bool", "DEFINE_boolean")
             yield Option(f"--{texts[0]}", (_written(texts[0]),), default, takes_value)
         elif name in ("add_argument", "option", "argument") and texts:
-            yield _of_call(name, texts, given, constants)
+            yield _of_call(texts, given, constants)
 
 
-def _of_call(
-    name: str, texts: list[str], given: dict[str, ast.expr], constants: dict[str, Any]
-) -> Option:
+def _of_call(texts: list[str], given: dict[str, ast.expr], constants: dict[str, Any]) -> Option:
     flags = [text.partition("/")[0] for text in texts if text.startswith("-")]
     action = _value(given.get("action"), constants)
     is_switch = isinstance(action, str) and action.startswith(
