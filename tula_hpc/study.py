@@ -62,7 +62,9 @@ def run(
     if spec.study is None:
         message = f"expected a [study] table; without one use {command_line('sweep')}"
         raise InputError(message, source=options.sweep)
-    if not getattr(options, "report_only", False):
+    # of `tula study` alone
+    report_only = getattr(options, "report_only", False)
+    if not report_only:
         refuse_impossible(options, spec, cluster, root)
     if options.dry_run:
         from tula_hpc.cli.dry_run import try_dry
@@ -74,7 +76,7 @@ def run(
         try_dry(Sweep(spec, cluster, RunDirectory(root)))
         describe_study(spec, cluster, root).show()
         return 0
-    if getattr(options, "report_only", False):
+    if report_only:
         from tula_hpc.cli.pipeline import report_study
         from tula_hpc.records import RunDirectory
 
