@@ -347,7 +347,7 @@ def probes_without_memory(rank: Rank, sweep: SweepSpec, root: Path) -> list[str]
     if rank.rank == 1:
         stand_in(worker_module, "local_gradient", no_memory)
         stand_in(drift_probe, "bare_all_reduce", no_memory)
-        stand_in(forward_probe, "map_tensors", no_memory)
+        stand_in(forward_probe, "round_s", no_memory)
     return [profile(sweep, rank), train(sweep, root, rank)]
 
 

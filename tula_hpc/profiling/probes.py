@@ -70,10 +70,7 @@ def _trained(worker: Worker, batches: Batches, steps: int) -> Iterator[None]:
     if steps == 0:
         yield
         return
-    saved = {
-        name: value.detach().to("cpu", copy=True)
-        for name, value in worker.model.state_dict().items()
-    }
+    saved = map_tensors(lambda tensor: tensor.to("cpu", copy=True), worker.model.state_dict())
     # the optimizer was timed on gradients that were not reduced, nor unscaled
     forget(worker.optimizer)
     for group in worker.optimizer.param_groups:

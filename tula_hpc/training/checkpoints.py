@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import default_collate
 
+from tula_hpc.batches import map_tensors
 from tula_hpc.checkpoint.interval import expected_interruptions
 from tula_hpc.checkpoint.per_worker_states import LocalStates
 from tula_hpc.checkpoint.safe_points import Progress, SafePoints
@@ -120,7 +122,7 @@ class Checkpoints(SafePoints):
         the same order as an uninterrupted one.
         """
         training, worker = self.training, self.worker
-        initial = {key: value.clone() for key, value in worker.model.state_dict().items()}
+        initial = map_tensors(Tensor.clone, worker.model.state_dict())
         self._throw_away_one_pass()
         # on the host: on a GPU, Adam's step counts would be waited for at every step
         loaded = self.store.load_latest()
