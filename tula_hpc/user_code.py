@@ -15,10 +15,10 @@ The whole protocol:
     ``augment``). ``samples`` is applied afterwards, by the caller. Every process calls it, with
     Python's, NumPy's and torch's random numbers seeded alike: all have to get the same split.
 
-    Draw augmentation from torch's default random numbers (``torch.rand``,
-    ``torchvision.transforms``): they are seeded for each item from (seed, epoch, index), so a
-    resumed training or one with another number of workers sees the same images. Random numbers from
-    elsewhere are left as they are.
+    Draw augmentation from the default random numbers of torch (``torch.rand``,
+    ``torchvision.transforms``), NumPy (``np.random.rand``) or Python: they are seeded for each item
+    from (seed, epoch, index), so a resumed training or one with another number of workers sees the
+    same images. Generators of your own are left as they are.
 
 ``loss = "package.module:function"``
     ``function(outputs, targets) -> Tensor``: the loss of each sample, (N,); training minimizes the
@@ -151,10 +151,8 @@ def told(error: Exception | SystemExit) -> str:
     description = f"{type(error).__name__}: {message}" if message else type(error).__name__
     if isinstance(error, BdbQuit):
         description = "a breakpoint() or pdb stops it; take that out"
-    frames = [
-        (Path(frame.filename), frame.lineno)
-        for frame in reversed(traceback.extract_tb(error.__traceback__))
-    ]
+    innermost_first = reversed(traceback.extract_tb(error.__traceback__))
+    frames = [(Path(frame.filename), frame.lineno) for frame in innermost_first]
     others = (f for f in frames if f[0] not in _CALLERS and not _is_foreign(f[0]))
     # a shipped model has no own files
     place = next((f for f in frames if is_own(f[0])), next(others, None))
@@ -214,9 +212,8 @@ def own_model(name: str, classes: int, image_size: int) -> nn.Module:
     with blamed(_MODEL_KEY, f"{name} failed"):
         model = function(classes, image_size)
     if not isinstance(model, nn.Module):
-        raise InputError(
-            f"{name} returned {kind_of(model)}; expected a torch.nn.Module", key=_MODEL_KEY
-        )
+        message = f"{name} returned {kind_of(model)}; expected a torch.nn.Module"
+        raise InputError(message, key=_MODEL_KEY)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         count = sum(1 for _ in model.parameters())
         raise InputError(
@@ -242,9 +239,8 @@ def own_function(key: str, name: str, parameters: Sequence[str]) -> Callable[...
     try:
         inspect.signature(function).bind(*parameters)
     except TypeError:
-        raise InputError(
-            f"{name} cannot be called with ({', '.join(parameters)})", key=key
-        ) from None
+        message = f"{name} cannot be called with ({', '.join(parameters)})"
+        raise InputError(message, key=key) from None
     return function
 
 
@@ -261,7 +257,8 @@ def own_data(spec: WorkloadSpec, tried: int = TRIED_BY_JOBS) -> OwnData:
     """
     function = own_function(_DATASET_KEY, spec.dataset, ("spec",))
     words = f"{spec.dataset} failed"
-    with blamed(_DATASET_KEY, words), _same_random_numbers():
+    with blamed(_DATASET_KEY, words), random_numbers_kept():
+        seed_random_numbers(SEED_OF_DATA)
         try:
             data = function(spec)
         except (TypeError, AttributeError) as error:
@@ -270,34 +267,38 @@ def own_data(spec: WorkloadSpec, tried: int = TRIED_BY_JOBS) -> OwnData:
                 raise InputError(f"{words}: {told(error)}; {without}", key=_DATASET_KEY) from error
             raise
     if not isinstance(data, tuple) or len(data) != len(OwnData._fields):
-        raise _data_error(
-            spec, f"returned {kind_of(data)}; expected a tuple (train, test, classes)"
-        )
+        expected = "expected a tuple (train, test, classes)"
+        raise _data_error(spec, f"returned {kind_of(data)}; {expected}")
     own = OwnData(*data)
     classes = operator.index(own.classes) if _is_whole(own.classes) else 0
     if classes < 1 or isinstance(own.classes, bool):
-        raise _data_error(
-            spec, f"returned {own.classes!r} for classes; expected a whole number of at least 1"
-        )
+        expected = "expected a whole number of at least 1"
+        raise _data_error(spec, f"returned {own.classes!r} for classes; {expected}")
     _check_set(spec, "train", own.train, classes, tried)
     _check_set(spec, "test", own.test, classes, tried)
     return own._replace(classes=classes)
 
 
 @contextlib.contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """Seed Python's, NumPy's and torch's CPU random numbers alike in all processes; restore them."""
+def random_numbers_kept() -> Iterator[None]:
+    """Restore Python's, NumPy's and torch's CPU random numbers after the block."""
     python = random.getstate()
     numpy = np.random.get_state()
     with torch.random.fork_rng(devices=[]):
-        random.seed(SEED_OF_DATA)
-        np.random.seed(SEED_OF_DATA)
-        torch.default_generator.manual_seed(SEED_OF_DATA)
         try:
             yield
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
+
+
+def seed_random_numbers(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's CPU random numbers."""
+    random.seed(seed)
+    # it takes 32 bits
+    np.random.seed(seed % 2**32)
+    # not torch.manual_seed: that would ask every backend there is, and reseed the GPU as well
+    torch.default_generator.manual_seed(seed)
 
 
 def spread(samples: int, count: int) -> list[int]:

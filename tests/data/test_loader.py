@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import random
 import signal
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
+from tula_hpc.attach.train.loaders import random_state
 from tula_hpc.config import WorkloadSpec
 from tula_hpc.data.datasets import build_data
 from tula_hpc.data.images import prepared
@@ -27,7 +30,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Noise(Dataset[tuple[Tensor, int]]):
-    """Items that augment with torch's random numbers, as a user's would, and tell the threads of their process."""
+    """Items that augment with all random numbers, as a user's would, and tell the threads of their process."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -36,7 +39,8 @@ class Noise(Dataset[tuple[Tensor, int]]):
         return self.samples
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return torch.cat([torch.rand(2), torch.tensor([float(torch.get_num_threads())])]), index
+        drawn = [float(torch.rand(())), np.random.rand(), random.random()]
+        return torch.tensor([*drawn, float(torch.get_num_threads())]), index
 
 
 def sampler(samples: int, local_batch: int, world_size: int, rank: int = 0, seed: int = 0) -> ResumableSampler:
@@ -127,7 +131,7 @@ def take(one: TrainLoader, count: int, epoch: int = 0, offset: int = 0) -> list[
 
 def same(left: list[Batch], right: list[Batch]) -> bool:
     return len(left) == len(right) and all(
-        torch.equal(a[0][:, :2], b[0][:, :2]) and torch.equal(a[1], b[1]) for a, b in zip(left, right, strict=True)
+        torch.equal(a[0][:, :3], b[0][:, :3]) and torch.equal(a[1], b[1]) for a, b in zip(left, right, strict=True)
     )
 
 
@@ -187,10 +191,10 @@ def test_a_gpu_is_given_bytes_and_a_cpu_what_the_model_takes() -> None:
 
 
 def test_loading_leaves_the_random_numbers_of_others_alone() -> None:
-    before = torch.get_rng_state()
+    before = random_state()
     take(loader(Noise(8)), 3)
     take(loader(build_data(WorkloadSpec(dataset="digits")).train), 3)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert random_state() == before
 
 
 def test_loader_processes_yield_what_this_process_would() -> None:
@@ -198,7 +202,7 @@ def test_loader_processes_yield_what_this_process_would() -> None:
     several = loader(Noise(12), loader_workers=2)
     batches = take(several, 7)
     assert same(batches, take(loader(Noise(12)), 7))
-    assert all((items[:, 2] == 1).all() for items, _ in batches)  # threads of a loader process
+    assert all((items[:, 3] == 1).all() for items, _ in batches)  # threads of a loader process
     assert several.prefetch_factor == 2
     assert several.persistent_workers
     assert same(take(several, 2, epoch=5, offset=4), take(loader(Noise(12)), 2, epoch=5, offset=4))

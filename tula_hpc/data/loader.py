@@ -31,7 +31,7 @@ from tula_hpc.batches import Batch, is_finite, map_tensors, tensors_of
 from tula_hpc.data.images import ImageDataset, Indices, Keys, Preprocessing, mix
 from tula_hpc.data.named_items import NamedItems, TellingLoader, collated
 from tula_hpc.errors import InputError
-from tula_hpc.user_code import collate
+from tula_hpc.user_code import collate, random_numbers_kept, seed_random_numbers
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 # batches that each loader process works ahead
@@ -127,31 +127,20 @@ class EpochDataset(NamedItems):
         bits = mix(self.seed, epochs, positions)
         if isinstance(self.dataset, KeyedItems):
             return self.dataset.keyed_items(positions, bits)
-        return [
-            self._seeded_item(index, seed)
-            for index, seed in zip(positions.tolist(), bits.tolist(), strict=True)
-        ]
+        # once for all items: NumPy's take longer to be restored than an item may to be loaded
+        with random_numbers_kept():
+            return [
+                self._seeded_item(index, seed)
+                for index, seed in zip(positions.tolist(), bits.tolist(), strict=True)
+            ]
 
     def pair(self, first: Any, second: Any) -> str:
         """Name the items of two keys for a message."""
         return super().pair(first[1], second[1])
 
     def _seeded_item(self, index: int, seed: int) -> Any:
-        with _seeded(seed):
-            return self.item(index)
-
-
-@contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed torch's CPU random numbers, then restore them: dropout draws from them too."""
-    generator = torch.default_generator
-    state = generator.get_state()
-    # not torch.manual_seed: that would reseed the GPU as well
-    generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        generator.set_state(state)
+        seed_random_numbers(seed)
+        return self.item(index)
 
 
 class ResumableSampler(DistributedSampler[Key]):
