@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -75,6 +77,16 @@ def test_a_few_steps_learn_with_every_method_and_option(method: str, workload: d
     losses = [float(worker.train_step(*next(batches))) for _ in range(20)]
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
     assert isinstance(worker.optimizer, TulaOptimizer) == (method != "lbt")
+
+
+def test_a_step_seeds_whatever_a_model_may_draw_from() -> None:
+    worker = Worker(sweep("lbt"), ClusterSpec(), CONFIGURATION, ALONE)
+    drawn = []
+    for seed in (2**40, 1, 2**40):
+        worker.seed(seed)
+        drawn.append((random.random(), np.random.rand(), float(torch.rand(()))))
+    assert drawn[0] == drawn[2]
+    assert all(first != other for first, other in zip(*drawn[:2], strict=True))
 
 
 def test_the_scale_is_updated_at_its_interval_and_only_then() -> None:

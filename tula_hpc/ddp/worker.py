@@ -25,6 +25,7 @@ from tula_hpc.ddp.process_group import check_kernels, check_precision, choose_ke
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.optim import local_gradient, reference_gradient
 from tula_hpc.records import Configuration
+from tula_hpc.user_code import seed_random_numbers
 from tula_hpc.workloads.optimizers import consolidate
 from tula_hpc.workloads.workload import build_workload, refuse_unused
 
@@ -285,9 +286,8 @@ class Worker:
         self.norms.release()
 
     def seed(self, seed: int) -> None:
-        """Seed the CPU and this device."""
-        # `torch.manual_seed` would ask every backend there is, at each step
-        torch.default_generator.manual_seed(seed)
+        """Seed the random numbers that a model may draw: Python's, NumPy's and torch's."""
+        seed_random_numbers(seed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
