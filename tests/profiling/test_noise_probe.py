@@ -9,10 +9,11 @@ from torch.func import functional_call, grad, vmap
 
 from tula_hpc.analysis.models.critical_batch import critical_batch
 from tula_hpc.batches import map_tensors
-from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.config import ClusterSpec, SweepSpec, TrainingSpec
 from tula_hpc.data.images import prepared
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
+from tula_hpc.optim import TulaOptimizer
 from tula_hpc.profiling import probes as noise_probe
 from tula_hpc.profiling.measure import measure
 from tula_hpc.profiling.probes import NoiseEstimate, probe_noise
@@ -92,6 +93,22 @@ def test_steps_before_the_measurement_are_steps_of_training(monkeypatch: pytest.
     assert found.noise_scale == pytest.approx(true_noise_scale(trained), rel=0.4)
     states = zip(worker.model.state_dict().values(), untouched.model.state_dict().values(), strict=True)
     assert all(torch.equal(after, before) for after, before in states)
+
+
+def test_a_profiles_steps_before_the_measurement_scale_by_no_factor_of_a_part_timed_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    factors: list[Tensor | None] = []
+
+    def note(worker: Worker, _: object) -> NoiseEstimate:
+        assert isinstance(worker.optimizer, TulaOptimizer)
+        factors.extend(worker.optimizer.gradscale)
+        return NoiseEstimate()
+
+    monkeypatch.setattr(noise_probe, "_estimate", note)
+    spec = sweep(noise_steps=2).model_copy(update={"training": TrainingSpec(preset="paper")})
+    assert "update" in dict(measure(spec, ClusterSpec(), Configuration(1, 1, 32), ALONE).round_steps)
+    assert set(factors) == {None}
 
 
 def test_without_memory_nothing_is_known_and_the_profile_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,6 +211,8 @@ class StepProfile(Course):
         self.time_apart("compute", lambda: self._compute(inputs, targets))
         self._time_smaller_computes(inputs, targets)
         self._time_optimizer()
+        # before the update, whose factors come from gradients that are neither reduced nor unscaled
+        self.noise = probe_noise(self.worker, self.batches, self.worker.sweep.search.noise_steps)
         # with norms for free, no update takes a pass
         if self.worker.sweep.training.adapts and not self.worker.norms.are_given:
             # the update looks at the gradients of a backward pass
@@ -218,7 +220,6 @@ class StepProfile(Course):
             update = partial(self.worker.update_gradscale, inputs, targets)
             self.time_apart("update", update, briefly=True)
         self.time_all_reduce()
-        self.noise = probe_noise(self.worker, self.batches, self.worker.sweep.search.noise_steps)
         self.samples["forward"] = time_forward(self.worker, inputs, targets)
 
     def _refuse_loss(self) -> NoReturn:
