@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
 from tula_hpc.analysis.models.critical_batch import critical_batch
-from tula_hpc.batches import map_tensors
+from tula_hpc.batches import tensors_of
 from tula_hpc.config import ClusterSpec, SweepSpec, TrainingSpec
 from tula_hpc.data.images import prepared
 from tula_hpc.ddp.worker import Worker
@@ -77,9 +77,9 @@ def test_the_model_is_left_as_it_was(steps: int, model: str) -> None:
     worker = worker_of(16, model)
     batches = worker.batches()
     worker.train_step(*next(batches))
-    before = map_tensors(Tensor.tolist, worker.model.state_dict())
+    before = [tensor.tolist() for tensor in tensors_of(worker.model_state())]
     assert probe_noise(worker, batches, steps).samples > 0
-    assert map_tensors(Tensor.tolist, worker.model.state_dict()) == before
+    assert [tensor.tolist() for tensor in tensors_of(worker.model_state())] == before
 
 
 def test_steps_before_the_measurement_are_steps_of_training(monkeypatch: pytest.MonkeyPatch) -> None:

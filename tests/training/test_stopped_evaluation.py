@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from tests.examples.own_workload import perceptron
-from tula_hpc.batches import map_tensors
+from tula_hpc.batches import tensors_of
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp import agreement as stopping
@@ -32,14 +33,19 @@ BATCHES = 6  # of the test set, 359 samples
 
 
 class Stateful(nn.Module):
-    """A perceptron with a state that is no tensor."""
+    """A perceptron with a state that is no tensor, and a running scale that its state leaves out."""
+
+    scale: Tensor
 
     def __init__(self, classes: int, image_size: int) -> None:
         super().__init__()
         self.body = perceptron(classes, image_size)
+        self.register_buffer("scale", torch.ones(()), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        output: Tensor = self.body(images)
+        if self.training:
+            self.scale.lerp_(images.square().mean().sqrt(), 0.1)
+        output: Tensor = self.body(images / self.scale)
         return output
 
     def get_extra_state(self) -> dict[str, int]:
@@ -147,7 +153,22 @@ def test_a_stop_in_mid_evaluation_loses_nothing(tmp_path: Path, spec: SweepSpec,
     (result, state), (expected, expected_state) = end(cut), end(whole)
     assert result == expected.model_copy(update={"restarts": 1})
     assert state["progress"]["interruptions"] == 0
-    assert map_tensors(Tensor.tolist, state["model"]) == map_tensors(Tensor.tolist, expected_state["model"])
+    weights = zip(tensors_of(state["model"]), tensors_of(expected_state["model"]), strict=True)
+    assert all(torch.equal(*pair) for pair in weights)
+
+
+def test_a_training_begins_with_the_model_as_it_was_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass before it leaves no trace in a buffer that the model's state leaves out."""
+    scales: list[float] = []
+    step = Worker.train_step
+
+    def noted(self: Worker, *batch: Tensor) -> Tensor:
+        scales.append(float(self.model.get_buffer("scale")))
+        return step(self, *batch)
+
+    monkeypatch.setattr(Worker, "train_step", noted)
+    assert train(prepared(tmp_path / "run"), OWN) == "finished"
+    assert scales[0] == 1.0 != scales[1]
 
 
 def test_each_start_from_one_checkpoint_counts(tmp_path: Path) -> None:

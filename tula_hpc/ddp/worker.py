@@ -310,17 +310,33 @@ class Worker:
             # all workers go their own ways from one point
             self.share_buffers()
 
+    def model_state(self) -> dict[str, Any]:
+        """Return the model's state, and the buffers that it leaves out: training may change them."""
+        model = self.model.state_dict()
+        others = {n: b.detach() for n, b in self.model.named_buffers() if n not in model}
+        return {"model": model, "buffers": others} if others else {"model": model}
+
+    @torch.no_grad()
+    def load_model_state(self, state: dict[str, Any]) -> None:
+        """Restore a `model_state`. Older checkpoints lack its buffers."""
+        self.model.load_state_dict(state["model"])
+        saved = state.get("buffers", {})
+        for name, buffer in self.model.named_buffers():
+            # one of another shape is a cache, which grows with what the model is given
+            if name in saved and saved[name].shape == buffer.shape:
+                buffer.copy_(saved[name])
+
     def own_state(self) -> dict[str, Any]:
         """Return the state that only this worker has while `is_local`."""
         return {
-            "model": self.model.state_dict(),
+            **self.model_state(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
         }
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         """Restore `own_state`, or rank 0's checkpoint."""
-        self.model.load_state_dict(state["model"])
+        self.load_model_state(state)
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
 

@@ -70,7 +70,7 @@ def _trained(worker: Worker, batches: Batches, steps: int) -> Iterator[None]:
     if steps == 0:
         yield
         return
-    saved = map_tensors(lambda tensor: tensor.to("cpu", copy=True), worker.model.state_dict())
+    saved = map_tensors(lambda tensor: tensor.to("cpu", copy=True), worker.model_state())
     # the optimizer was timed on gradients that were not reduced, nor unscaled
     forget(worker.optimizer)
     for group in worker.optimizer.param_groups:
@@ -78,7 +78,7 @@ def _trained(worker: Worker, batches: Batches, steps: int) -> Iterator[None]:
     for _ in range(steps):
         worker.train_step(*next(batches))
     yield
-    worker.model.load_state_dict(saved)
+    worker.load_model_state(saved)
 
 
 def _estimate(worker: Worker, batches: Batches) -> NoiseEstimate:

@@ -103,7 +103,7 @@ class Checkpoints(SafePoints):
         if not training.is_main:
             return {}
         content = {
-            "model": worker.model.state_dict(),
+            **worker.model_state(),
             "optimizer": optimizer_state,
             "scaler": worker.scaler.state_dict(),
             "progress": asdict(training.progress),
@@ -122,13 +122,13 @@ class Checkpoints(SafePoints):
         the same order as an uninterrupted one.
         """
         training, worker = self.training, self.worker
-        initial = map_tensors(Tensor.clone, worker.model.state_dict())
+        initial = map_tensors(Tensor.clone, worker.model_state())
         self._throw_away_one_pass()
         # on the host: on a GPU, Adam's step counts would be waited for at every step
         loaded = self.store.load_latest()
         self.check_same(loaded)
         if loaded is None:
-            worker.model.load_state_dict(initial)
+            worker.load_model_state(initial)
             training.progress = Progress(started_at=unix_time())
             return
         worker.load_own_state(self.local_states.load(loaded))
