@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from tula_hpc.analysis.models.critical_batch import critical_batch
@@ -63,6 +65,43 @@ def test_a_profile_has_it_and_the_plan_can_read_it() -> None:
     assert critical is not None
     assert critical.low <= critical.batch <= critical.high
     assert 0.2 < critical.batch / true_noise_scale(worker_of()) < 5
+
+
+class Looking(nn.Module):
+    """The mean over pixels of scores for each of their two kinds; of complex ones both parts count."""
+
+    def __init__(self, classes: int, kind: str) -> None:
+        super().__init__()
+        self.sparse = kind == "sparse"
+        self.scores = nn.Parameter(torch.zeros(2, classes, dtype=torch.complex64 if kind == "complex" else None))
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores = torch.view_as_real(self.scores).sum(-1) if self.scores.is_complex() else self.scores
+        kinds = (images > images.mean()).long().flatten(1)
+        return nn.functional.embedding(kinds, scores, sparse=self.sparse).mean(1)
+
+
+def dense(classes: int, image_size: int) -> nn.Module:
+    """For `model = "tests.profiling.test_noise_probe:dense"`."""
+    return Looking(classes, "dense")
+
+
+def sparse(classes: int, image_size: int) -> nn.Module:
+    """Likewise."""
+    return Looking(classes, "sparse")
+
+
+def in_pairs(classes: int, image_size: int) -> nn.Module:
+    """Likewise."""
+    return Looking(classes, "complex")
+
+
+@pytest.mark.parametrize(("model", "parts"), [(sparse, 1), (in_pairs, 2)])
+def test_gradients_that_are_sparse_or_complex_have_their_noise(model: Callable[..., object], parts: int) -> None:
+    workers = [worker_of(model=f"{__name__}:{each.__name__}") for each in (dense, model)]
+    expected, found = (torch.tensor(probe_noise(worker, worker.batches()).terms) for worker in workers)
+    torch.testing.assert_close(found, parts * expected)
+    assert (found[:, 1] > 0).all()
 
 
 @pytest.mark.parametrize("local_batch", [1, 2, 3])

@@ -48,6 +48,7 @@ from tula_hpc.ddp.stop_signals import Suspensions
 from tula_hpc.env import WorkerEnvironment, unix_time
 from tula_hpc.errors import Failure, InputError
 from tula_hpc.formatting import plural
+from tula_hpc.gradients.reference_gradient import flatten
 from tula_hpc.profiling.measured_rounds import Course, without
 from tula_hpc.profiling.meters import (
     MemoryMeter,
@@ -56,7 +57,7 @@ from tula_hpc.profiling.meters import (
     bytes_of,
     largest_over_workers,
 )
-from tula_hpc.profiling.probes import PASSES, estimate_from, flat, shared_norms, squared
+from tula_hpc.profiling.probes import PASSES, estimate_from, shared_norms, squared
 from tula_hpc.profiling.record import describe
 from tula_hpc.profiling.timing import Steps, StoppingRule, least_timed, warm_up, within
 from tula_hpc.records import Configuration, Identity, Measurement, MemoryUse
@@ -490,7 +491,7 @@ class ScriptCourse(Course):
                 own: list[torch.Tensor] = []
                 for _ in range(steps):
                     yield
-                    own.append(flat(gradients, worker.parameters))
+                    own.append(flatten(gradients, worker.parameters))
                 squares = sum(squared(each) for each in own)
                 norms.append(shared_norms(worker, sum(own[1:], own[0]), squares, steps))
         worker.unsynchronized = False

@@ -157,7 +157,8 @@ def flatten(
         if gradient is None:
             pieces.append(torch.zeros(parameter.numel(), device=device, dtype=dtype))
         else:
-            pieces.append(gradient.to(device, dtype).reshape(-1))
+            # those of embeddings may be sparse
+            pieces.append(gradient.to_dense().to(device, dtype).reshape(-1))
     return torch.cat([*pieces, *(tensor.to(device, dtype) for tensor in behind)])
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tula_hpc.batches import Batch, map_tensors, samples_in, take
 from tula_hpc.ddp.worker import Worker
+from tula_hpc.gradients.reference_gradient import flatten
 from tula_hpc.optim import gradient_square, noise_scale, noise_trace
 from tula_hpc.process_memory import out_of_memory
 from tula_hpc.profiling.meters import Metered
@@ -154,10 +155,10 @@ def _sums(
     worker: Worker, inputs: Batch, targets: Batch, pieces: int, piece: int
 ) -> tuple[Tensor, float]:
     """Return the sum of this worker's gradients, as one vector, and of their squared norms."""
-    gradients = (
-        _flat_gradient(worker, *take((inputs, targets), start, start + piece))
-        for start in range(0, pieces * piece, piece)
+    parts = (
+        take((inputs, targets), start, start + piece) for start in range(0, pieces * piece, piece)
     )
+    gradients = (flatten(worker.local_gradient(*part), worker.parameters) for part in parts)
     total = next(gradients)
     squares = squared(total)
     for gradient in gradients:
@@ -168,19 +169,8 @@ def _sums(
 
 def squared(vector: Tensor) -> float:
     """Return |vector|², summed in double precision."""
-    return float(vector.square().sum(dtype=torch.float64))
-
-
-def _flat_gradient(worker: Worker, inputs: Batch, targets: Batch) -> Tensor:
-    return flat(worker.local_gradient(inputs, targets), worker.parameters)
-
-
-def flat(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
-    """Return gradients as one vector; a parameter without one has 0."""
-    pairs = zip(gradients, parameters, strict=True)
-    return torch.cat(
-        [(torch.zeros_like(p) if g is None else g).reshape(-1).float() for g, p in pairs]
-    )
+    parts = torch.view_as_real(vector) if vector.is_complex() else vector
+    return float(parts.square().sum(dtype=torch.float64))
 
 
 # each takes about a quarter of a training step; the median ignores a first one with set-up
