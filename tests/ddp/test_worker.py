@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +31,7 @@ from tula_hpc.ddp.process_group import (
     place_among,
     process_group,
 )
-from tula_hpc.ddp.worker import Worker
+from tula_hpc.ddp.worker import Worker, bare_all_reduce
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import DeviceError, DivergedError, InputError
 from tula_hpc.optim import TulaOptimizer
@@ -77,6 +78,25 @@ def test_a_few_steps_learn_with_every_method_and_option(method: str, workload: d
     losses = [float(worker.train_step(*next(batches))) for _ in range(20)]
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
     assert isinstance(worker.optimizer, TulaOptimizer) == (method != "lbt")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "buckets"),
+    [
+        ([torch.zeros(7_000_000), torch.zeros(3)], [25 * 2**20, 28_000_012 - 25 * 2**20]),
+        (
+            [torch.zeros(1000, dtype=torch.bfloat16), torch.zeros(3000), torch.zeros(5, dtype=torch.bfloat16)],
+            [2010, 12000],
+        ),
+    ],
+)
+def test_a_bare_all_reduce_takes_as_many_bytes_as_the_gradient_has(
+    monkeypatch: pytest.MonkeyPatch, parameters: list[Tensor], buckets: list[int]
+) -> None:
+    reduced: list[int] = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda bucket, **_: reduced.append(bucket.nbytes))
+    bare_all_reduce(SimpleNamespace(parameters=parameters, device=torch.device("cpu")))()
+    assert reduced == buckets
 
 
 def test_a_step_seeds_whatever_a_model_may_draw_from() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -399,9 +400,18 @@ def bare_all_reduce(worker: Trained) -> Callable[[], None]:
     The loader is idle meanwhile. Where its processes and the collective's threads share cores, an
     all-reduce takes longer in training; the times of whole steps include that.
     """
-    count = sum(p.numel() for p in worker.parameters)
-    flat = torch.ones(count, dtype=worker.parameters[0].dtype, device=worker.device)
-    buckets = torch.split(flat, BUCKET_BYTES // flat.element_size())
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in worker.parameters:
+        counts[parameter.dtype] += parameter.numel()
+    flats = [
+        torch.ones(count, dtype=dtype, device=worker.device) for dtype, count in counts.items()
+    ]
+    # as in DDP, none holds two types
+    buckets = [
+        bucket
+        for flat in flats
+        for bucket in torch.split(flat, BUCKET_BYTES // flat.element_size())
+    ]
 
     def step() -> None:
         handles = [dist.all_reduce(bucket, async_op=True) for bucket in buckets]
@@ -409,6 +419,7 @@ def bare_all_reduce(worker: Trained) -> Callable[[], None]:
             if handle is not None:
                 handle.wait()
         # or the sums overflow after some hundred steps
-        flat.fill_(1.0)
+        for flat in flats:
+            flat.fill_(1.0)
 
     return step
