@@ -87,8 +87,26 @@ def test_of_a_gpu_that_answers_no_more_nothing_is_known(monkeypatch: pytest.Monk
     assert out_of_memory(error) is None
 
 
+WORKS = "import time\nwhile time.process_time() < 0.3: pass"
+# as a fork server has, a child of its own that has ended
+SERVES = f"""
+import subprocess, sys
+subprocess.run([sys.executable, "-c", {WORKS!r}], check=True)
+print("ended", flush=True)
+sys.stdin.read()
+"""
+
+
 def test_processor_time_of_processes_that_have_ended_still_counts() -> None:
     """A loader ends its processes with each epoch; what they used never becomes less."""
     before = descendants_processor_s()
-    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.3: pass"], check=True)
-    assert descendants_processor_s() - before >= 0.25
+    subprocess.run([sys.executable, "-c", WORKS], check=True)
+    alone = descendants_processor_s()
+    assert alone - before >= 0.25
+    with subprocess.Popen([sys.executable, "-c", SERVES], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == b"ended\n"
+        serving = descendants_processor_s()
+        assert serving - alone >= 0.25
+        server.communicate()
+    assert descendants_processor_s() >= serving

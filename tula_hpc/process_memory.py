@@ -115,10 +115,10 @@ def _processor_s(pid: int | str) -> float:
     except OSError:
         # it ended meanwhile
         return 0.0
-    # man 5 proc: utime and stime are fields 14 and 15; field 2, the command's name, may hold spaces
-    # and brackets
+    # man 5 proc: utime and stime are fields 14 and 15, those of children that have ended 16 and 17,
+    # as of a fork server's; field 2, the command's name, may hold spaces and brackets
     fields = line.rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 # torch raises a plain RuntimeError when the host's allocator fails
