@@ -353,6 +353,17 @@ def test_frozen_parameters_are_not_averaged() -> None:
     assert averaged >= {id(tensor) for tensor in (*model[1].parameters(), model[1].running_mean, model[4].weight)}
 
 
+def test_complex_parameters_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another worker, which has 1 + 1j everywhere."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda _: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda halves, group: halves.add_(0.5))
+    model = nn.ParameterDict({"real": torch.tensor([5.0]), "complex": torch.tensor([3.0 - 7.0j])})
+    one = averager(model)
+    one.set_position(0.9, 1.0)
+    one.average_parameters()
+    assert (model["real"].tolist(), model["complex"].tolist()) == ([3.0], [2.0 - 3.0j])
+
+
 @given(st.integers(1, 1000))
 def test_the_synchronous_epochs_are_whole_and_leave_most_of_the_training(epochs: int) -> None:
     synchronous = synchronous_epochs(epochs)
@@ -399,13 +410,14 @@ def test_local_steps_are_held_against_no_prediction(tmp_path: Path) -> None:
         assert (start.prediction is None) == (method == "polo")
 
 
-@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=6))
-def test_folding_states_makes_their_mean(values: list[float]) -> None:
-    states = [{"a": [torch.tensor([value])], "n": torch.tensor(7), "lr": 0.1} for value in values]
+@pytest.mark.parametrize("unit", [1.0, 1.0 - 2.0j])
+@given(values=st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=6))
+def test_folding_states_makes_their_mean(values: list[float], unit: complex) -> None:
+    states = [{"a": [torch.tensor([value * unit])], "n": torch.tensor(7), "lr": 0.1} for value in values]
     mean = states[0]
     for count, state in enumerate(states[1:], start=2):
         fold_into(mean, state, count)
-    torch.testing.assert_close(mean["a"], [torch.tensor([sum(values) / len(values)])], rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(mean["a"], [torch.tensor([sum(values) * unit / len(values)])], rtol=1e-4, atol=1e-3)
     assert (int(cast("Tensor", mean["n"])), mean["lr"]) == (7, 0.1)
 
 

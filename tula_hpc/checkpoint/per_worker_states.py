@@ -120,10 +120,10 @@ class LocalStates:
 def fold_into(mean: Any, value: Any, count: int) -> None:
     """Add a state to the mean of `count` − 1 states, in place: mean += (value − mean) / count.
 
-    Only floating-point tensors change, at any depth of dicts and lists.
+    Only floating-point and complex tensors change, at any depth of dicts and lists.
     """
     if isinstance(mean, Tensor):
-        if mean.is_floating_point():
+        if mean.is_floating_point() or mean.is_complex():
             mean += (value - mean) / count
     elif isinstance(mean, dict):
         for key in mean.keys() & value.keys():

@@ -45,7 +45,8 @@ class EpochAverager(ModelAverager):
     ) -> None:
         super().__init__(group)
         trained = (p for p in model.parameters() if p.requires_grad)
-        self.tensors = [t for t in (*trained, *model.buffers()) if t.is_floating_point()]
+        both = (*trained, *model.buffers())
+        self.tensors = [t for t in both if t.is_floating_point() or t.is_complex()]
         self.synchronous_epochs, self.times_per_epoch = synchronous_epochs, times_per_epoch
         self.start = self.end = 0.0
 
@@ -93,6 +94,7 @@ def average_over_workers(tensors: Sequence[Tensor], group: dist.ProcessGroup | N
     leaves out those that had no gradient on a worker, so that workers could exchange vectors of
     different lengths.
     """
+    tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     flat /= dist.get_world_size(group)
     dist.all_reduce(flat, group=group)
