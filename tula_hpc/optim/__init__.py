@@ -23,7 +23,6 @@ from tula_hpc.optim.scale_factors import (
     StaticScale,
     default_s_max,
     element_ratio,
-    tensor_ratio,
 )
 from tula_hpc.optim.wrapper import STATE_KEY, WrappingOptimizer
 
@@ -61,5 +60,4 @@ __all__ = [
     "relative_change",
     "square_at",
     "squared_norm",
-    "tensor_ratio",
 ]

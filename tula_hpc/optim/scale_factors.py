@@ -35,7 +35,7 @@ from torch import Tensor
 
 from tula_hpc.gradients.noise_scale import STEP_DECAY, NoiseScale, square_at
 from tula_hpc.gradients.norms import norms_where_present, squares, sum_of_squares
-from tula_hpc.optim.norm_ratio import EPSILON, NormRatios, norm_ratio
+from tula_hpc.optim.norm_ratio import EPSILON, NormRatios
 
 Granularity = Literal["element", "tensor", "layer", "model"]
 
@@ -53,13 +53,6 @@ def element_ratio(small: Tensor, large: Tensor, exponent: float = 1.0) -> Tensor
     ratio = torch.where(large.isinf(), 1.0, ratio)
     # finite, however large
     return ratio if exponent == 1.0 else ratio.pow_(exponent).nan_to_num_()
-
-
-def tensor_ratio(small: Tensor, large: Tensor, exponent: float = 1.0) -> Tensor:
-    """Return (‖g_small‖ / (‖g_large‖ + ε))^exponent, one 0-dim factor; see `norm_ratio`."""
-    dtype = torch.promote_types(large.dtype, torch.float32)
-    squares = [torch.linalg.vector_norm(g, dtype=dtype).double().square() for g in (small, large)]
-    return norm_ratio(squares[0], squares[1], exponent, dtype)
 
 
 class ScaleSummary(NamedTuple):
