@@ -58,7 +58,6 @@ class LocalHessian:
         inputs: This worker's part of the batch; all parts have the same size.
         targets: This worker's targets.
         parameters: Those that the Hessian is taken over; frozen ones are left out. At least one is not frozen.
-        seed: Of dropout and the like; None: the random numbers that come next.
     """
 
     def __init__(
@@ -68,14 +67,12 @@ class LocalHessian:
         inputs: Batch,
         targets: Batch,
         parameters: Sequence[Tensor],
-        *,
-        seed: int | None = None,
     ) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
         self._gradients: Sequence[Tensor | None]
         everything = (model, loss, inputs, targets, self.parameters)
         # the fused kernels of attention have no second derivative
-        with sdpa_kernel(SDPBackend.MATH), traceless_loss(*everything, seed=seed) as value:
+        with sdpa_kernel(SDPBackend.MATH), traceless_loss(*everything) as value:
             self._gradients = torch.autograd.grad(value, self.parameters, create_graph=True, allow_unused=True)
 
     @property

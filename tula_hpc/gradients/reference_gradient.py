@@ -92,19 +92,15 @@ def traceless_loss(
     targets: Batch,
     parameters: Sequence[Tensor],
     *,
-    seed: int | None = None,
     autocast: AbstractContextManager[Any] | None = None,
 ) -> Iterator[Tensor]:
     """Yield the loss with its graph, and restore buffers and random numbers afterwards.
 
-    The random numbers are those of the CPU and of the parameters' devices. Inside the block they
-    start from `seed`, or go on where they are. The other arguments are those of
-    `reference_gradient`.
+    The random numbers are those of the CPU and of the parameters' devices. The arguments are those
+    of `reference_gradient`.
     """
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.enable_grad(), _untouched_rng(parameters):
-        if seed is not None:
-            torch.manual_seed(seed)
         with autocast or nullcontext():
             # works on copies of the buffers; the module gets its own back whatever happens
             value = loss(functional_call(model, buffers, (inputs,)), targets)
