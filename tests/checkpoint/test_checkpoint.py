@@ -113,7 +113,7 @@ values = st.recursive(
 @settings(max_examples=60)
 def test_what_is_accepted_comes_back_the_same(state: dict[str, Any]) -> None:
     checkpoint._check_storable(state, "state")
-    assert equal(checkpoint._unpickle(Path("memory"), torch_bytes(state), "cpu"), state)
+    assert equal(checkpoint._unpickle(Path("memory"), torch_bytes(state)), state)
 
 
 def test_everything_a_training_needs_can_be_saved(store: Store) -> None:
@@ -444,7 +444,7 @@ def zipped(pickled: bytes) -> bytes:
 def load_or_refuse(payload: bytes) -> str:
     """The refusal, or nothing if the payload is a loadable dict; anything else fails the test."""
     try:
-        assert isinstance(checkpoint._unpickle(Path("memory"), payload, "cpu"), dict)
+        assert isinstance(checkpoint._unpickle(Path("memory"), payload), dict)
     except CheckpointError as error:
         return str(error)
     return ""

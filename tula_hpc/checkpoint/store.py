@@ -134,14 +134,11 @@ class CheckpointStore:
         self._prune()
 
     def load_latest(
-        self,
-        map_location: str | torch.device = "cpu",
-        check: Callable[[dict[str, Any]], object] = bool,
+        self, check: Callable[[dict[str, Any]], object] = bool
     ) -> LoadedCheckpoint | None:
         """Load the newest usable checkpoint; None if there is no file at all.
 
         Args:
-            map_location: See `torch.load`.
             check: Raises a CheckpointError where a state that was loaded cannot be used.
 
         Raises:
@@ -151,7 +148,7 @@ class CheckpointStore:
         rejected: list[tuple[Path, str]] = []
         for path in reversed(self.paths()):
             try:
-                state = self.load(path, map_location)
+                state = self.load(path)
                 check(state)
             except CheckpointError as error:
                 rejected.append((path, str(error).removeprefix(f"{path}: ")))
@@ -165,8 +162,8 @@ class CheckpointStore:
         return None
 
     @staticmethod
-    def load(path: Path, map_location: str | torch.device = "cpu") -> dict[str, Any]:
-        """Verify and load one file.
+    def load(path: Path) -> dict[str, Any]:
+        """Verify and load one file, its tensors on the host.
 
         Its bytes are read once, so the bytes that are unpickled are those that were verified.
 
@@ -182,7 +179,7 @@ class CheckpointStore:
             if error.errno == errno.ELOOP:
                 reason = "is a symbolic link"
             raise CheckpointError(f"{path}: {reason}") from error
-        return _unpickle(path, payload, map_location)
+        return _unpickle(path, payload)
 
     def paths(self) -> list[Path]:
         """List all checkpoint files, oldest first; they have not been verified."""
@@ -400,10 +397,10 @@ def _check_ours(path: Path, status: os.stat_result) -> None:
         )
 
 
-def _unpickle(path: Path, payload: bytes, map_location: str | torch.device) -> dict[str, Any]:
+def _unpickle(path: Path, payload: bytes) -> dict[str, Any]:
     try:
         check_archive(payload)
-        state = torch.load(io.BytesIO(payload), map_location=map_location, weights_only=True)
+        state = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
         check_loaded(state, len(payload))
     except torch.OutOfMemoryError:
         # says nothing about the file
