@@ -36,6 +36,8 @@ from tula_hpc.user_code import collate, random_numbers_kept, seed_random_numbers
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 # batches that each loader process works ahead
 _PREFETCH = 2
+# of an evaluation, samples
+SMALLEST_TEST_BATCH = 64
 # (epoch, index)
 Key = tuple[int, int]
 

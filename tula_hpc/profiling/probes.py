@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tula_hpc.batches import Batch, map_tensors, samples_in, take
+from tula_hpc.data.loader import SMALLEST_TEST_BATCH
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.gradients.reference_gradient import flatten
 from tula_hpc.optim import gradient_square, noise_scale, noise_trace
@@ -175,8 +176,6 @@ def squared(vector: Tensor) -> float:
 
 # each takes about a quarter of a training step; the median ignores a first one with set-up
 FORWARD_PASSES = 3
-# no evaluation takes a smaller one, see `training.evaluation`
-EVALUATED_BATCH = 64
 
 
 def time_forward(worker: Worker, inputs: Batch, targets: Batch) -> list[float]:
@@ -184,9 +183,9 @@ def time_forward(worker: Worker, inputs: Batch, targets: Batch) -> list[float]:
 
     A pass is an evaluation's work on a loaded batch, `Worker.score`. It takes a training batch:
     nothing else has to be loaded, and where a training step fits, a pass without gradients does. A
-    batch below `EVALUATED_BATCH` is taken as many times over as reach it, and counts for its share:
-    small batches pay a cost for each call that an evaluation does not. Weights, buffers, modes and
-    random numbers stay.
+    batch below `SMALLEST_TEST_BATCH` is taken as many times over as reach it, and counts for its
+    share: small batches pay a cost for each call that an evaluation does not. Weights, buffers,
+    modes and random numbers stay.
 
     Args:
         worker: Gives the model.
@@ -198,7 +197,7 @@ def time_forward(worker: Worker, inputs: Batch, targets: Batch) -> list[float]:
         with torch.random.fork_rng(gpus), worker.evaluating():
             # moving the batch to the device, in the model's memory format, is part of a pass
             batch = worker.as_loaded(inputs, targets)
-            copies = -(-EVALUATED_BATCH // samples_in(targets))
+            copies = -(-SMALLEST_TEST_BATCH // samples_in(targets))
             if copies > 1:
                 batch = map_tensors(lambda tensor: torch.cat([tensor] * copies), batch)
             if gpus:

@@ -10,13 +10,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tula_hpc.data.datasets import training_samples
-from tula_hpc.data.loader import make_test_loader, most_batches
+from tula_hpc.data.loader import SMALLEST_TEST_BATCH, make_test_loader, most_batches
 from tula_hpc.ddp.agreement import Agreed, Wish, until_stopped
 from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.training.metrics_writer import finite_or_none
 from tula_hpc.training.progress import Training
-
-SMALLEST_BATCH = 64
 
 
 class Evaluation(NamedTuple):
@@ -77,7 +75,7 @@ class Evaluator:
         job, env = self.training.job, self.training.env
         return make_test_loader(
             samples,
-            batch=max(SMALLEST_BATCH, job.configuration.local_batch),
+            batch=max(SMALLEST_TEST_BATCH, job.configuration.local_batch),
             rank=env.rank,
             world_size=env.world_size,
             loader_workers=job.sweep.workload.loader_workers,
