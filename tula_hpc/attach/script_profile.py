@@ -57,7 +57,7 @@ from tula_hpc.profiling.meters import (
     bytes_of,
     largest_over_workers,
 )
-from tula_hpc.profiling.probes import PASSES, estimate_from, shared_norms, squared
+from tula_hpc.profiling.probes import PASSES, estimate_from, shared_norms, squared_length
 from tula_hpc.profiling.record import describe
 from tula_hpc.profiling.timing import Steps, StoppingRule, least_timed, warm_up, within
 from tula_hpc.records import Configuration, Identity, Measurement, MemoryUse
@@ -492,7 +492,7 @@ class ScriptCourse(Course):
                 for _ in range(steps):
                     yield
                     own.append(flatten(gradients, worker.parameters))
-                squares = sum(squared(each) for each in own)
+                squares = sum(squared_length(each) for each in own)
                 norms.append(shared_norms(worker, sum(own[1:], own[0]), squares, steps))
         worker.unsynchronized = False
         self.noise = estimate_from(norms, batch, batch * world * steps)

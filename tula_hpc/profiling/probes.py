@@ -132,7 +132,7 @@ def shared_norms(
         dist.all_reduce(gradient)
     parts *= worker.env.world_size
     (total,) = worker.total(squares)
-    return total / parts, squared(gradient / parts)
+    return total / parts, squared_length(gradient / parts)
 
 
 def _norms(
@@ -161,14 +161,14 @@ def _sums(
     )
     gradients = (flatten(worker.local_gradient(*part), worker.parameters) for part in parts)
     total = next(gradients)
-    squares = squared(total)
+    squares = squared_length(total)
     for gradient in gradients:
-        squares += squared(gradient)
+        squares += squared_length(gradient)
         total += gradient
     return total, squares
 
 
-def squared(vector: Tensor) -> float:
+def squared_length(vector: Tensor) -> float:
     """Return |vector|², summed in double precision."""
     parts = torch.view_as_real(vector) if vector.is_complex() else vector
     return float(parts.square().sum(dtype=torch.float64))
