@@ -230,20 +230,15 @@ def driven(steps: Steps[T], step: Callable[[], object]) -> T:
         step()
 
 
-def no_seconds() -> float:
-    """Return that nothing is left out."""
-    return 0.0
-
-
 def round_of(
-    worker: Agreement, steps: int, left_out_s: Callable[[], float] = no_seconds
+    worker: Agreement, steps: int, left_out_s: Callable[[], float] = float
 ) -> Steps[float]:
     """Wait for a number of steps in a row; return the mean seconds of one, the device's included.
 
     Args:
         worker: Gives the device to wait for.
         steps: In the round.
-        left_out_s: Returns the seconds so far that are none of steps.
+        left_out_s: Returns the seconds so far that are none of steps; by default 0.
     """
     worker.synchronize_device()
     before_s = left_out_s()
@@ -260,7 +255,7 @@ def rounds_of(
     steps: int,
     *,
     counted: Callable[[float], float] = float,
-    left_out_s: Callable[[], float] = no_seconds,
+    left_out_s: Callable[[], float] = float,
 ) -> Steps[list[float]]:
     """Return the mean seconds of a step in rounds until all workers' rules are satisfied.
 
@@ -283,7 +278,7 @@ def rounds_of(
 
 
 def slowest_round(
-    worker: Agreement, steps: int, left_out_s: Callable[[], float] = no_seconds
+    worker: Agreement, steps: int, left_out_s: Callable[[], float] = float
 ) -> Steps[float]:
     """Wait for steps in a row; return the slowest worker's mean seconds of one. Collective."""
     mine = yield from round_of(worker, steps, left_out_s)
@@ -291,9 +286,7 @@ def slowest_round(
     return slowest_s
 
 
-def warm_up(
-    worker: Agreement, most: int, left_out_s: Callable[[], float] = no_seconds
-) -> Steps[None]:
+def warm_up(worker: Agreement, most: int, left_out_s: Callable[[], float] = float) -> Steps[None]:
     """Wait for so many steps, of long ones for fewer. Collective."""
     if most == 0:
         return
