@@ -139,7 +139,7 @@ assert main(plan, run, "--objective", "knee", "--json") == 0
 check("knee", jobs)
 from tula_hpc.status import __main__ as status
 path, os.environ["PATH"] = os.environ["PATH"], ""  # no Slurm: nothing is known
-assert main(status, run) == 3
+assert main(status, run) == 4
 os.environ["PATH"] = path
 import importlib, pkgutil, tula_hpc
 rooms = "analysis check cli config launch records stages status".split()

@@ -326,7 +326,8 @@ def test_of_two_jobs_that_were_accepted_late_one_stays(tmp_path: Path, monkeypat
     """Neither sbatch has an answer; the first job is found, and the second one while it is waited for."""
     script = tmp_path / "job.sh"
     script.write_text("#!/bin/bash\n")
-    looks, cancelled = iter([[], ["77"], ["77", "78"]]), []
+    looks = iter([[], ["77"], ["77", "78"]])
+    cancelled: list[list[str]] = []
 
     def sbatch(_command: list[str], _: float) -> slurm_command.Done:
         raise LaunchError("sbatch: timed out")

@@ -39,7 +39,7 @@ if options.case == "rate":
     for number in range(2 * SAMPLES // options.batch_size + 3):
         searching.param_groups[0]["lr"] *= 1.1
         inputs, numbers = data[number * options.batch_size % SAMPLES :][: options.batch_size]
-        nn.functional.mse_loss(model(inputs).squeeze(1), numbers / SAMPLES).backward()
+        torch.autograd.backward(nn.functional.mse_loss(model(inputs).squeeze(1), numbers / SAMPLES))
         searching.step()
         searching.zero_grad()
     model.load_state_dict(before)
