@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tula_hpc.analysis.run_contents import RunContents
 from tula_hpc.config import SweepSpec
 from tula_hpc.errors import Failure
 from tula_hpc.records import (
@@ -255,6 +256,14 @@ def pages_alone(*names: str) -> Iterator[None]:
         patch.setattr("tula_hpc.analysis.figures.drawing.Drawing.png", lambda _: b"")
         patch.setattr("tula_hpc.analysis.figures.drawing.render_pdf", lambda *_: b"%PDF")
         yield
+
+
+def told_first(run: RunContents) -> str:
+    """All sentences of the report's first page, in order."""
+    from tula_hpc.analysis.report.first_page import first_page
+
+    page = first_page(run)
+    return " ".join([page.decision, *(text for section in page.sections for text in section.sentences)])
 
 
 def write_plan(run: RunDirectory, made: Plan) -> None:

@@ -65,14 +65,6 @@ class FirstPage(NamedTuple):
     # each has a sentence at least
     sections: list[Section]
 
-    @property
-    def text(self) -> str:
-        """Return all sentences in order."""
-        found = [self.decision]
-        for section in self.sections:
-            found += section.sentences
-        return " ".join(found)
-
 
 def first_page(run: RunContents) -> FirstPage:
     """Return the first page of a run at any stage."""

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.planning_data import cluster, ok, sweep
-from tests.run_factory import make_run, write_plan, write_training
+from tests.run_factory import make_run, told_first, write_plan, write_training
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.planning.partitions import name_of
 from tula_hpc.analysis.report.first_page import first_page
@@ -111,7 +111,7 @@ def test_what_is_done_for_a_large_batch_is_said_and_that_nothing_is(
     write_plan(run, planned)
     contents = read_run(run)._replace(sweep=spec)
     times = f"{planned.chosen.global_batch // 64} times training.base_batch"
-    assert (f"The batch is {times}{says}" in first_page(contents).text) == (says is not None)
+    assert (f"The batch is {times}{says}" in told_first(contents)) == (says is not None)
     doubts_of_it = [doubt for doubt in planned.doubts if doubt.text.startswith(f"the batch is {times} (64)")]
     assert [doubt.remedy for doubt in doubts_of_it] == [Remedy.CHANGE] * warns
 
@@ -127,7 +127,7 @@ def test_where_the_time_goes_is_said_of_the_whole_and_of_a_step(plan: Plan, tmp_
     assert sum(map(int, re.findall(r"(\d+) %", shares))) == pytest.approx(100, abs=2)
     assert "% computation" in shares
     elsewhere = [ok(plan.chosen.nodes, 2 * plan.chosen.local_batch)]
-    assert "A step of" not in first_page(contents._replace(measurements=elsewhere)).text
+    assert "A step of" not in told_first(contents._replace(measurements=elsewhere))
 
 
 def test_a_finished_training_has_nothing_left_to_do(tmp_path: Path) -> None:
@@ -170,9 +170,9 @@ def test_a_training_is_told_before_its_first_logged_step(tmp_path: Path) -> None
 def test_a_training_whose_plan_is_lost_has_its_score_on_the_first_page(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     run.plan_file.unlink()
-    page = first_page(read_run(run))
-    assert "64.5 % test accuracy" in page.text
-    assert page.sections[-1].sentences[0].startswith("Make the plan again: ")
+    contents = read_run(run)
+    assert "64.5 % test accuracy" in told_first(contents)
+    assert first_page(contents).sections[-1].sentences[0].startswith("Make the plan again: ")
 
 
 def test_every_warning_of_a_plan_says_what_to_do(plan: Plan) -> None:

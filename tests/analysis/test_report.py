@@ -18,6 +18,7 @@ from tests.run_factory import (
     oom,
     pages_alone,
     plan,
+    told_first,
     write_plan,
     write_training,
 )
@@ -100,10 +101,6 @@ class Page(html.parser.HTMLParser):
     def words(self) -> str:
         """The text as a reader sees it, with plain spaces."""
         return re.sub(r"\s+", " ", "".join(self.text))
-
-
-def answer(run: RunContents) -> str:
-    return first_page(run).text
 
 
 def warnings(run: RunContents) -> list[str]:
@@ -541,7 +538,7 @@ def test_the_answer_says_that_the_prediction_is_held_against_the_median_epoch(fi
     chosen = contents.plan.chosen.model_copy(update={"epoch_time_s": epoch_s})
     result = training.result.model_copy(update={"train_time_s": 2 * EPOCHS * epoch_s})
     plan = contents.plan.model_copy(update={"chosen": chosen, "candidates": [chosen]})
-    said = answer(contents._replace(plan=plan, trainings=[training._replace(result=result)]))
+    said = told_first(contents._replace(plan=plan, trainings=[training._replace(result=result)]))
     assert f"took {format_duration(result.train_time_s)} (its median epoch was 5 % longer than predicted)" in said
 
 
@@ -581,7 +578,7 @@ def test_what_the_training_took_and_cost_is_said_first_and_last(
     run.train().result_file.write_text(longer.model_dump_json())
     run.log_event("drifted", "train", data={"ratio": 1.1, "part": "network", "label": "main"})
     run.log_event("recovered", "train", data={"label": "main"})
-    said = answer(read_run(run))
+    said = told_first(read_run(run))
     assert "The training took 2 h 30 min in all by Slurm's accounting, longer than the 90 % interval" in said
     assert said.index("Trained on 4 nodes") < said.index("The training took") < said.index("It cost ")
     assert "What it will take" not in [section.heading for section in first_page(read_run(run)).sections]
@@ -602,7 +599,7 @@ def test_what_the_training_took_and_cost_is_said_first_and_last(
 def test_damaged_accounting_leaves_the_rest_of_the_report(tmp_path: Path) -> None:
     run = with_bill(tmp_path / "run", 9_000.0)
     run.accounting_file.write_text("{")
-    said = answer(read_run(run))
+    said = told_first(read_run(run))
     assert said.startswith("Trained on 4 nodes"), "results of old tell no starts"
     assert "The training's steps (ags) took" in said
 
@@ -646,7 +643,7 @@ def test_a_training_counts_only_on_the_partition_where_it_ran(
         found = candidate_of(contents.plan, training)
         assert found is not None
         assert found.partition == (name or "a")
-        assert ("It ended on 4 nodes of partition b with" in answer(contents)) == (name == "b")
+        assert ("It ended on 4 nodes of partition b with" in told_first(contents)) == (name == "b")
         if name:
             carry_out(sweep, "report")
             told = f"{format_duration(training.epoch_time_s)} in training"
@@ -807,7 +804,7 @@ def test_a_training_that_fell_back_says_so(finished: Written, tmp_path: Path) ->
     run = make_run(tmp_path / "run")
     result = json.loads(run.train().result_file.read_text()) | {"global_batch": 512, "local_batch": 128, "restarts": 3}
     run.train().result_file.write_text(json.dumps(result))
-    text = answer(read_run(run))
+    text = told_first(read_run(run))
     assert "It ended on 4 nodes with global batch 512, not at the chosen configuration." in text
     assert "resumed 3 times" in text
 

@@ -17,12 +17,11 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 
 from tests.forked import start_workers
-from tests.run_factory import make_run
+from tests.run_factory import make_run, told_first
 from tests.study_factory import make_study
 from tests.workloads.test_workloads_own import write_module
 from tula_hpc.analysis.figures.all import FIGURES
 from tula_hpc.analysis.figures.drawing import Drawing
-from tula_hpc.analysis.report.first_page import first_page
 from tula_hpc.analysis.report.tables import summary_rows, summary_table
 from tula_hpc.analysis.run_contents import RunContents, read_run
 from tula_hpc.analysis.study_results import read_study
@@ -520,7 +519,7 @@ def test_the_report_tells_the_loss_where_there_is_no_accuracy(known_by_loss: Run
     made, measured = known_by_loss.read_plan(), known_by_loss.measurements().records
     table = summary_table(summary_rows(made, measured, result_of(known_by_loss)))
     assert (table.columns[-1], table.rows[0][-1], table.rows[1][-1]) == ("test loss", "-3.25", "–")
-    assert "and reached test loss -3.25." in first_page(contents).text
+    assert "and reached test loss -3.25." in told_first(contents)
     drawings = {name: drawn(contents, name) for name in ("training", "variability")}
     last = contents.trainings[0].metrics.epochs[-1].test_loss
     assert last is not None
