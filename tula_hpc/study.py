@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_hpc.cli.open_run import check_run, open_run, work
-from tula_hpc.cli.options import add_input_options, load_inputs, refuse_impossible, run_root
+from tula_hpc.cli.options import (
+    add_input_options,
+    load_inputs,
+    naming_the_sweep,
+    refuse_impossible,
+    run_root,
+)
 from tula_hpc.command_errors import NOTHING_BEGUN, CommandParser, exit_code_of
 from tula_hpc.errors import InputError
 from tula_hpc.files import write_out
@@ -26,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_code_of(_run, _parser().parse_args(arguments), NOTHING_BEGUN)
 
 
+@naming_the_sweep
 def _run(options: argparse.Namespace) -> int:
     return run(options, *load_inputs(options))
 

@@ -8,7 +8,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tula_hpc.cli.open_run import check_run, open_run, work
-from tula_hpc.cli.options import add_input_options, load_inputs, refuse_impossible, run_root
+from tula_hpc.cli.options import (
+    add_input_options,
+    load_inputs,
+    naming_the_sweep,
+    refuse_impossible,
+    run_root,
+)
 from tula_hpc.cli.pipeline import STAGES
 from tula_hpc.command_errors import NOTHING_BEGUN, CommandParser, exit_code_of
 from tula_hpc.errors import InputError
@@ -42,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@naming_the_sweep
 def _run(options: argparse.Namespace) -> int:
     spec, cluster = load_inputs(options)
     if spec.study is not None:

@@ -22,6 +22,7 @@ from tests.planning_data import failed, ok
 from tests.run_factory import EPOCHS, make_run, write_training
 from tula_hpc.cli.changed_inputs import freeze
 from tula_hpc.config import PUT_BACK, ClusterSpec, SweepSpec, idle_keys, idle_reference, load_cluster, load_sweep
+from tula_hpc.errors import InputError
 from tula_hpc.files import PLAN_ALONE
 from tula_hpc.formatting import command_line, format_duration
 from tula_hpc.records import JobNote, RunDirectory, append_record
@@ -635,6 +636,18 @@ def test_a_dry_run_where_the_data_are_not_warns_and_refuses_else_what_the_sweep_
     assert "defines no 'lodas'" in words
     assert main([*mistake, "--dry-run"]) == 2
     assert capsys.readouterr().err == words
+
+
+def test_a_mistake_that_the_trial_finds_names_the_sweep_file(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(*_: object) -> None:
+        raise InputError("workload.model: mine:net returned None\nNothing was submitted.")
+
+    monkeypatch.setattr("tula_hpc.cli.dry_run.rehearse", find)
+    assert main([str(sweep_file), *TRIED, "--dry-run"]) == 2
+    said = f"{sweep_file}: workload.model: mine:net returned None\nNothing was submitted.\n"
+    assert capsys.readouterr().err.endswith(f"\n{said}")
 
 
 def test_data_of_the_compute_nodes_alone_need_a_word(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 DISTRIBUTION = "tula_hpc"
 # where Slurm's commands look without the variable SLURM_CONF
 SLURM_CONF = "/etc/slurm/slurm.conf"
+# a mistake with the key of a sweep file in front
+_IN_SWEEP = re.compile(r"(workload|search|study)\.")
 
 
 def add_input_options(parser: argparse.ArgumentParser) -> None:
@@ -243,6 +247,22 @@ def refuse_impossible(
         if f"cluster.{key}" in given:
             raise InputError(words, source="--set", key=f"cluster.{key}")
         raise InputError(words, source=options.cluster or "cluster", key=key)
+
+
+def naming_the_sweep(
+    run: Callable[[argparse.Namespace], int],
+) -> Callable[[argparse.Namespace], int]:
+    """Put the sweep file in front of mistakes that are found only when its workload is tried."""
+
+    def named(options: argparse.Namespace) -> int:
+        try:
+            return run(options)
+        except InputError as error:
+            if error.source is None and _IN_SWEEP.match(str(error)):
+                raise InputError(str(error), source=options.sweep) from error
+            raise
+
+    return named
 
 
 def run_root(options: argparse.Namespace, spec: SweepSpec) -> Path:
