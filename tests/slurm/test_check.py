@@ -202,6 +202,8 @@ def test_a_job_that_waits_says_why_and_is_cancelled(
 
 def test_what_sbatch_refuses_is_a_verdict(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = files(here, sbatch="mem = 999999")
+    path = here / arguments[0]
+    path.write_text(path.read_text().replace("memory_gb = 4.0\n", ""))
     checked = check(capsys, arguments)
     assert checked.code == 1
     assert checked.levels("sbatch") == ["failed"] * 2
