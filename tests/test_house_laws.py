@@ -32,7 +32,7 @@ SHARED_NAMES = {
     "drift", "evaluation", "job", "memory", "plan", "probes", "study", "sweep", "text", "training",
     "workload",
 }  # fmt: skip
-# faces of public names, entries of jobs, and the last of each package that nothing else holds; may only shrink
+# public names, entries of jobs, and what has no better place in its package; may only shrink
 SMALL = {
     "analysis/memory.py", "analysis/performance.py", "analysis/study.py",
     "profiling/job.py", "records/base.py", "training/job.py",

@@ -97,7 +97,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "module", "options", "code"),
     [
-        ("run", "status", [], 3),
+        ("run", "status", [], 4),
         ("profile", "analysis.plan", ["--objective", "time"], 0),
         ("profile", "analysis.report", [], 0),
         ("study", "analysis.study", [], 0),
@@ -113,7 +113,7 @@ def test_commands_as_modules_import_nothing_of_a_run(
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(("name", "words", "code"), [("run", ["status"], 3), ("profile", ["plan", "--json"], 0)])
+@pytest.mark.parametrize(("name", "words", "code"), [("run", ["status"], 4), ("profile", ["plan", "--json"], 0)])
 def test_the_script_imports_nothing_of_a_run(
     folders: dict[str, Path], script: Path, name: str, words: list[str], code: int
 ) -> None:
@@ -124,7 +124,7 @@ def test_the_script_imports_nothing_of_a_run(
 
 def test_python_without_its_working_directory_is_as_good(folders: dict[str, Path]) -> None:
     with trapped(folders["run"], {*NAMES, "tula_hpc"}):
-        assert run(["-P", "-m", "tula_hpc", "status", "."], folders["run"]).returncode == 3
+        assert run(["-P", "-m", "tula_hpc", "status", "."], folders["run"]).returncode == 4
 
 
 @pytest.mark.parametrize("path", [":/nowhere:", "."])
@@ -132,7 +132,7 @@ def test_an_empty_entry_of_pythonpath_is_no_wish_for_a_strangers_folder(
     folders: dict[str, Path], script: Path, path: str
 ) -> None:
     with trapped(folders["run"], NAMES - loaded_by_python_itself() - {"sitecustomize"}):
-        assert run([script, "status", "."], folders["run"], PYTHONPATH=path).returncode == 3
+        assert run([script, "status", "."], folders["run"], PYTHONPATH=path).returncode == 4
 
 
 def test_a_folder_that_pythonpath_names_in_full_is_wished_for(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_copy_that_is_not_installed_runs_from_its_own_folder(tmp_path: Path, f
     # without site, no editable install is known
     libraries = {"PYTHONPATH": str(PACKAGES)}
     done = run(["-S", "-m", "tula_hpc", "status", folders["run"]], tmp_path, **libraries)
-    assert done.returncode == 3, done.stderr
+    assert done.returncode == 4, done.stderr
     # its jobs have to find it too
     code = "from tula_hpc.python_path import start_of_python; print(start_of_python()[1:])"
     assert run(["-S", "-c", code], tmp_path, **libraries).stdout == "[]\n"

@@ -2,7 +2,8 @@
 
     TulaError
     ├── InputError              the user's input is wrong (exit code 2)
-    │   └── RunDirectoryError   the run directory may not be used
+    │   ├── RunDirectoryError   the run directory may not be used
+    │   └── TrialError          what the sweep file names has a mistake, by a trial of it
     ├── StageError              a stage failed (exit code 1)
     │   ├── LaunchError         a job could not be submitted or watched
     │   │   ├── NotStartedError         a command of the scheduler cannot be run here at all
@@ -39,8 +40,10 @@ Those who branch on kinds, all of them, to be looked through:
   `stages/train.py` (the job's own record goes first);
 - followed by more than a retry: `stages/profile.py` (end of the whole stage),
   `stages/train_many.py` (one that would end all), `stages/context.py` (records and messages),
-  `records/broken_hosts.py`, `records/events.py` (`JobEvents`), `analysis/models/profiles.py`
-  (bounds of memory), `status/jobs.py` and `cli/detached.py` (no kind on record: a bug).
+  `stages/batches_that_fit.py` (nothing but out of memory), `records/broken_hosts.py`,
+  `records/events.py` (`JobEvents`), `analysis/models/profiles.py` (bounds of memory),
+  `status/jobs.py`, `status/verdict.py`, `status/trainings.py` and `status/text.py` (words), and
+  `cli/detached.py` (no kind on record: a bug).
 
 `tests/test_retry_policy.py` fails until a new kind is in its table.
 """
@@ -118,6 +121,10 @@ class RunDirectoryError(InputError):
     """The run directory may not be used: it has other inputs or another owner, or is in use."""
 
 
+class TrialError(InputError):
+    """A trial of the workload has found a mistake in what the sweep file names."""
+
+
 class StageError(TulaError):
     """A stage failed; the message says which, why, and where the log is."""
 
@@ -137,7 +144,7 @@ class NotConfiguredError(LaunchError):
 
 
 class RefusedError(LaunchError):
-    """The scheduler refused: there is no such job."""
+    """The scheduler refused a submission: no job came of it."""
 
 
 class SubmitLimitError(RefusedError):

@@ -70,7 +70,7 @@ STUDY_FIGURES = {
     "study_scale": draw_study_scale,
     "study_scale_elements": draw_study_scale_elements,
 }
-# the nodes of another partition would change these
+# figures that hold for the chosen partition only
 OF_NODES = (
     "epoch_time",
     "cost",

@@ -144,7 +144,8 @@ def _by_knee(
     batch = table.global_batch.astype(np.float64)
     within = feasible & (batch <= batches_up_to(kind, knee.global_batch))
     time_s = table.wall_time_s
-    # those as fast by cost, others up to the knee by time, which is at most 1, then all by batch
+    # first those as fast as the fastest, by cost; then others up to the knee, by time, at most 1;
+    # then those beyond it, by batch
     least_s = time_s[within].min(initial=np.inf)
     slowest_s = time_s[within].max(initial=1e-300)
     as_fast = within & (time_s <= AS_FAST * least_s)
@@ -167,7 +168,7 @@ def _by_knee(
         most = f"B={batch.max():,.0f} and {plural(int(table.nodes.max()), 'node')}"
         searched = f"it is {what} that was searched. The search ended at {most}"
         reason = f"{searched}: larger batches would still pay, up to {knee_is}{law}"
-        # by single measurements, of which the curve thinks otherwise
+        # larger batches were measured and are not faster, though they are by the fitted curve
         if 2.0 * batch[ranking[0]] <= batch.max():
             reason = (
                 f"{searched}. Larger batches are not faster here, though by the fitted curve they "

@@ -82,7 +82,7 @@ def about_measurements(summary: Summary, workers_per_node: int) -> list[str]:
     return [
         *summary.warnings,
         *_listed(shared, "shared their nodes with other jobs"),
-        *_listed(emulated, "shared one machine between their nodes; real nodes will differ"),
+        *_listed(emulated, "were made with all nodes on one machine; real nodes will differ"),
         *_listed(short, SHORT_OF_MEMORY),
         *_listed(other, f"were not run with {plural(workers_per_node, 'worker')} per node"),
     ]

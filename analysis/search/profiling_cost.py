@@ -100,7 +100,7 @@ def elapsed_times(
 ) -> list[float]:
     """Return the seconds to measure each configuration, predicted where it was not measured.
 
-    Without the smaller batches that are timed beside it, which a full search measures themselves.
+    Smaller batches that a profile times as well are left out: a full search measures each by itself.
 
     A measurement takes a number of steps, and a step has compute that is affine in the local batch
     b and a synchronization that grows with `1 − 1/W`: predictions are on `c₀ + c₁·b + c₂·(1 − 1/W)`

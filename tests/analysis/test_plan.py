@@ -234,7 +234,7 @@ def warnings_of(rows: list[Measurement], objective: str = "time", samples: int =
     ("changes", "message"),
     [
         ({"exclusive": False}, "shared their nodes with other jobs: N=1 b=32"),
-        ({"emulated": True}, "shared one machine between their nodes"),
+        ({"emulated": True}, "were made with all nodes on one machine"),
         ({"dataset_samples": 5}, "data sets of different size"),
     ],
 )

@@ -205,7 +205,7 @@ def _of_living() -> set[int]:
 def _kill(process: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(process, signal.SIGKILL)
-    # of a descendant further down the parent is told, which is killed as well
+    # a descendant further down is no child of this process: its parent, which is killed too, is told
     with contextlib.suppress(ChildProcessError):
         os.waitpid(process, 0)
 
@@ -282,7 +282,7 @@ class Peers:
             self.store.set(f"quiet/{self.run_id}/{rank}", str(is_quiet))
 
     def are_all_quiet(self, world_size: int) -> bool:
-        """Tell whether no worker's does; where there are no others, this worker's is."""
+        """Tell whether the scripts of all workers are quiet; True where there is one worker."""
         if self.store is None:
             return True
         keys = [f"quiet/{self.run_id}/{rank}" for rank in range(world_size)]
@@ -330,7 +330,7 @@ def watch(
             if is_waited_for and child.quiet_s() > step_s:
                 return child.stopped(Failure.BAD_INPUT, _without_step(child, step_s))
         if code is not None and code < 0:
-            # of the job, perhaps: then this process does not come back from here
+            # perhaps the whole job was sent the signal: then this process ends while it sleeps
             time.sleep(SIGNAL_GRACE_S)
         return child.outcome(code or 0)
     finally:

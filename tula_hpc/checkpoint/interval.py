@@ -25,7 +25,7 @@ from tula_hpc.formatting import HOUR_S
 
 # the first save comes early, so that its cost is known
 FIRST_S = 60.0
-# they are slow, and tell nothing about steps while nothing is written
+# the first ones are slow, and left out of the mean time of a step
 WARM_UP_STEPS = 5
 # saves; the cost of earlier ones fades
 REMEMBERED = 5
@@ -47,7 +47,7 @@ class Interruptions(NamedTuple):
     def mean_s(self, since_s: float) -> float:
         """Return the mean time between interruptions, M = (prior + time) / (1 + seen).
 
-        It is as if one more interruption had been seen after the prior. `since_s` is the time of
+        It is as if one interruption had been seen in the prior's time before. `since_s` is the time of
         training in this process, which has not been cut off.
         """
         if self.is_known:
@@ -108,8 +108,8 @@ class Cost(NamedTuple):
 class Cadence:
     """Rank 0's clock of saves, in seconds of steps.
 
-    An interruption costs seconds of steps, and the bound on the cost is a share of them. The
-    interval follows from measurements unless the user has set one, `fixed_s`.
+    Wall time does not count: an interruption loses steps, and saves may cost a share of their time.
+    The interval follows from measurements unless the user has set one, `fixed_s`.
     """
 
     def __init__(self, interruptions: Interruptions, fixed_s: float | None = None) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_hpc.env import slurm_conf
-from tula_hpc.errors import InputError, NotConfiguredError, RunDirectoryError
+from tula_hpc.errors import InputError, NotConfiguredError, RunDirectoryError, TrialError
 
 if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec, SweepSpec
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 DISTRIBUTION = "tula_hpc"
 # where Slurm's commands look without the variable SLURM_CONF
 SLURM_CONF = "/etc/slurm/slurm.conf"
-# a mistake with the key of a sweep file in front
-_IN_SWEEP = re.compile(r"(workload|search|study)\.")
 
 
 def add_input_options(parser: argparse.ArgumentParser) -> None:
@@ -252,15 +249,13 @@ def refuse_impossible(
 def naming_the_sweep(
     run: Callable[[argparse.Namespace], int],
 ) -> Callable[[argparse.Namespace], int]:
-    """Put the sweep file in front of mistakes that are found only when its workload is tried."""
+    """Put the sweep file in front of mistakes that a trial of its workload finds."""
 
     def named(options: argparse.Namespace) -> int:
         try:
             return run(options)
-        except InputError as error:
-            if error.source is None and _IN_SWEEP.match(str(error)):
-                raise InputError(str(error), source=options.sweep) from error
-            raise
+        except TrialError as error:
+            raise InputError(str(error), source=options.sweep) from error
 
     return named
 

@@ -87,10 +87,11 @@ def setup_text(cluster: ClusterSpec) -> str:
     local = cluster.executor == "local"
     if setup and not local:
         setup = [_WATCH_SETUP, *setup, "trap - ERR"]
-    # sbatch exports that of the job which submits this one
-    lines = [f"unset {SETUP_FAILED}", *setup, *exports, "tula_setup=done"]
+    lines = [*setup, *exports, "tula_setup=done"]
     between = " && " if local else "\n"
-    return f"# {secrets.token_hex(32)}\n{between.join(lines)}"
+    # sbatch exports that of the job which submits this one
+    own = f"unset {SETUP_FAILED}"
+    return f"# {secrets.token_hex(32)}\n{own}\n{between.join(lines)}"
 
 
 def variables_of(cluster: ClusterSpec) -> dict[str, str]:

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from tula_hpc.config import ClusterSpec, SweepSpec, local_batches, study_part
 from tula_hpc.env import slurm_job_id, with_variables
-from tula_hpc.errors import InputError
+from tula_hpc.errors import InputError, TrialError
 from tula_hpc.formatting import printable
 from tula_hpc.own_sources import digests_of
 from tula_hpc.python_path import start_of_python
@@ -63,7 +63,7 @@ def rehearse(
         timeout_s: Give up after so many seconds.
 
     Raises:
-        InputError: The workload has a mistake, which the message names.
+        TrialError: The workload has a mistake, which the message names.
     """
     # a dry run leaves nothing behind, compiled files of the user's own included
     command = [
@@ -82,7 +82,7 @@ def rehearse(
     said = last_line(done.stderr)
     if done.returncode in (2, 3):
         words = said if done.returncode == 2 else with_remedy(said, cluster)
-        raise InputError(f"{words}\n{NOTHING}")
+        raise TrialError(f"{words}\n{NOTHING}")
     if done.returncode != 0:
         return said or f"it ended with exit code {done.returncode}"
     answer = last_line(done.stdout)
@@ -109,7 +109,7 @@ def _refuse_large_batches(spec: SweepSpec, cluster: ClusterSpec, found: Identity
     """Refuse global batches above the training set, which a job would refuse.
 
     Raises:
-        InputError: There is one.
+        TrialError: There is one.
     """
     key = "search.max_batch" if spec.study is None else "study.batches"
     largest = max(_batches(spec, cluster), default=0)
@@ -118,7 +118,7 @@ def _refuse_large_batches(spec: SweepSpec, cluster: ClusterSpec, found: Identity
         also = ""
         if spec.study is None and spec.search.min_batch > found.train_samples:
             also = f", and search.min_batch = {spec.search.min_batch}"
-        raise InputError(f"{message}; lower it{also}\n{NOTHING}", key=key)
+        raise TrialError(f"{message}; lower it{also}\n{NOTHING}", key=key)
 
 
 def _batches(spec: SweepSpec, cluster: ClusterSpec) -> Iterator[int]:

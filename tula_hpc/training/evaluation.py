@@ -57,7 +57,7 @@ class Evaluator:
         Raises:
             EvaluationStopped: All workers agreed to stop.
         """
-        # its queue is the steps' time
+        # what is queued by now belongs to the steps
         self.training.worker.synchronize_device()
         started = time.perf_counter()
         evaluation = self._evaluate(self.test_loader)

@@ -1,4 +1,4 @@
-"""The adaptive search under constraints: it aims at what the plan will choose, and the plan then chooses as after all.
+"""The adaptive search under constraints: it aims at what the plan will choose, which is then as after a full search.
 
 On the law of `planning_data`, over 1 to 8 nodes and batches from 32 to 2048, without a constraint the fastest is N=8
 with B=2048 and the cheapest N=1 with B=2048.
@@ -68,7 +68,7 @@ def test_the_choice_is_that_of_a_full_search(kind: str, constraints: dict[str, f
 
 @pytest.mark.parametrize("noise", NOISES)
 def test_it_looks_where_the_deadline_moves_the_choice(noise: float) -> None:
-    """Of the cheapest candidate the corners know all; what the deadline leaves has to be looked at.
+    """The corners alone find the cheapest candidate; what a deadline leaves has to be measured.
 
     The free choice was measured at a corner, but others cost 0.5 % more by the law, and that is less than a single
     configuration may depart from it: some are looked at.
@@ -140,7 +140,7 @@ def test_a_largest_batch_that_leaves_one_local_batch_is_planned_from_it(sizes: l
     assert chosen(spec, CLUSTER, rows).global_batch <= largest
 
 
-def test_what_limits_leave_of_the_knee_is_what_is_nearest_to_it() -> None:
+def test_a_limit_below_the_knee_leaves_the_allowed_choice_nearest_to_it() -> None:
     """A limit that the choice keeps does not move it, and one that rules it out is said to."""
     rows = everything(0.0)
     free = make_plan(constrained("knee"), CLUSTER, rows)
