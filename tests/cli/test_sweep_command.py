@@ -22,7 +22,7 @@ from tests.planning_data import failed, ok
 from tests.run_factory import EPOCHS, make_run, write_training
 from tula_hpc.cli.changed_inputs import freeze
 from tula_hpc.config import PUT_BACK, ClusterSpec, SweepSpec, idle_keys, idle_reference, load_cluster, load_sweep
-from tula_hpc.errors import InputError
+from tula_hpc.errors import TrialError
 from tula_hpc.files import PLAN_ALONE
 from tula_hpc.formatting import command_line, format_duration
 from tula_hpc.records import JobNote, RunDirectory, append_record
@@ -642,7 +642,7 @@ def test_a_mistake_that_the_trial_finds_names_the_sweep_file(
     sweep_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def find(*_: object) -> None:
-        raise InputError("workload.model: mine:net returned None\nNothing was submitted.")
+        raise TrialError("workload.model: mine:net returned None\nNothing was submitted.")
 
     monkeypatch.setattr("tula_hpc.cli.dry_run.rehearse", find)
     assert main([str(sweep_file), *TRIED, "--dry-run"]) == 2
