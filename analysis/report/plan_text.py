@@ -301,7 +301,8 @@ def not_told_apart(plan: Plan) -> list[str]:
     """Say that the chosen one may not be better than the next best; empty where it is, or alone."""
     if not plan.runners_up or plan.runners_up[0].configuration == plan.chosen.configuration:
         return []
-    chosen, other = plan.chosen, plan.runners_up[0]
+    chosen = plan.chosen
+    other = plan.runners_up[0]
     takes = "takes less time"
     name = chosen.expected_quantity
     compared = against(other, chosen)
@@ -310,7 +311,8 @@ def not_told_apart(plan: Plan) -> list[str]:
         name = "cost"
     elif plan.objective == "progress":
         takes += " to the same progress"
-        chosen, other = _to_same_progress(chosen), _to_same_progress(other)
+        chosen = _to_same_progress(chosen)
+        other = _to_same_progress(other)
         compared = f"{against(other, chosen)} to the same progress"
     for one, its in ((chosen, other), (other, chosen)):
         low, high = _by_steps(its)
