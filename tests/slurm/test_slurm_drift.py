@@ -77,7 +77,7 @@ class Training:
         return [event for event in self.run.events() if event.event in ("drifted", "recovered")]
 
     def wait_for_event(self, number: int) -> Event:
-        self.cluster.wait_for(lambda: len(self.drifts) >= number, 60, f"event {number} of the drift")
+        self.cluster.wait_for(lambda: len(self.drifts) >= number, 120, f"event {number} of the drift")
         return self.drifts[number - 1]
 
 
