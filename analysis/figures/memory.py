@@ -12,8 +12,7 @@ from matplotlib.axes import Axes
 
 from tula_hpc.analysis.figures import style
 from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
-from tula_hpc.analysis.models.fitted import update_time
-from tula_hpc.analysis.models.profiles import Summary, summarize
+from tula_hpc.analysis.models.profiles import Summary, summarize, update_time
 from tula_hpc.analysis.planning.memory_limit import memory_limit_bytes, on_top_bytes
 from tula_hpc.analysis.run_contents import Interval, RunContents, predicted, used_bytes
 from tula_hpc.config import GIB

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tula_hpc.analysis.models.memory import MemoryModel, fit_memory
-from tula_hpc.analysis.models.profiles import Summary
+from tula_hpc.analysis.models.profiles import Summary, UpdateTime, update_time
 from tula_hpc.analysis.models.step_time import StepTimeModel, fit_step_time
 from tula_hpc.analysis.models.step_time_fit import FormName
 from tula_hpc.errors import NotEnoughDataError
@@ -22,20 +22,6 @@ REMEDY = "run the sweep again to profile what is missing"
 # where the model itself, or interpreter and libraries, do not fit
 LARGER_MACHINE = "raise the limit if nodes have more, or use a machine with more memory"
 MORE_MEMORY = "lower search.min_batch, allow more nodes, or use a machine with more memory"
-
-
-class UpdateTime(NamedTuple):
-    """Seconds per update of AGS's gradient scale over the number of workers."""
-
-    # ascending; empty where no update was measured
-    workers: Array
-    seconds: Array
-
-    def predict(self, workers: Array) -> Array:
-        """Interpolate between measured numbers of workers, constant beyond; 0 without any."""
-        if not len(self.workers):
-            return np.zeros_like(workers)
-        return np.interp(workers, self.workers, self.seconds)
 
 
 class Models(NamedTuple):
@@ -134,20 +120,6 @@ def with_step_time(
         batch_memory.passes = summary.passes
     memory = fit_memory(summary, memory_limit_bytes)
     return Models(step_time, memory, batch_memory, update_time(summary))
-
-
-def update_time(summary: Summary) -> UpdateTime:
-    """Return the seconds per update of AGS's scale, by number of workers.
-
-    Medians over the local batches: the reference batch of an update does not depend on them.
-    """
-    by_workers: dict[int, list[float]] = {}
-    for row in summary.profiles:
-        if row.times.update_time_s > 0:
-            by_workers.setdefault(row.configuration.world_size, []).append(row.times.update_time_s)
-    workers = sorted(by_workers)
-    medians = [float(np.median(by_workers[count])) for count in workers]
-    return UpdateTime(np.array(workers, dtype=np.float64), np.array(medians))
 
 
 def _check_enough(summary: Summary, possible: Collection[int] | None) -> None:

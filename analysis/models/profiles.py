@@ -6,7 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from tula_hpc.analysis.models.accumulation import Passes, times_of_one_pass
 from tula_hpc.analysis.models.critical_batch import profiled_batch
@@ -20,6 +20,10 @@ from tula_hpc.records import (
     StepTimes,
     is_usable,
 )
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class Profile(NamedTuple):
@@ -350,3 +354,33 @@ def _contradictions(summary: Summary) -> list[str]:
     return [
         f"{summary.oom_reason} once, but {', '.join(beyond)} ran: the bound is kept, to be safe"
     ]
+
+
+class UpdateTime(NamedTuple):
+    """Seconds per update of AGS's gradient scale over the number of workers."""
+
+    # ascending; empty where no update was measured
+    workers: Sequence[int]
+    seconds: Sequence[float]
+
+    def predict(self, workers: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Interpolate between measured numbers of workers, constant beyond; 0 without any."""
+        # NumPy, which few commands need
+        import numpy as np
+
+        if not self.workers:
+            return np.zeros_like(workers)
+        return np.interp(workers, self.workers, self.seconds)
+
+
+def update_time(summary: Summary) -> UpdateTime:
+    """Return the seconds per update of AGS's scale, by number of workers.
+
+    Medians over the local batches: the reference batch of an update does not depend on them.
+    """
+    by_workers: dict[int, list[float]] = {}
+    for row in summary.profiles:
+        if row.times.update_time_s > 0:
+            by_workers.setdefault(row.configuration.world_size, []).append(row.times.update_time_s)
+    workers = sorted(by_workers)
+    return UpdateTime(workers, [median(by_workers[count]) for count in workers])

@@ -18,8 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tula_hpc.analysis.models.fitted import UpdateTime
-from tula_hpc.analysis.models.profiles import Summary
+from tula_hpc.analysis.models.profiles import Summary, UpdateTime
 from tula_hpc.config import ClusterSpec, TrainingSpec
 from tula_hpc.formatting import format_bytes
 from tula_hpc.records import MemoryUse

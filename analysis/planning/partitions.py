@@ -19,9 +19,9 @@ from tula_hpc.analysis.costs.spread import (
 )
 from tula_hpc.analysis.models.accumulation import Passes, largest_fitting
 from tula_hpc.analysis.models.critical_batch import CriticalBatch, critical_batch
-from tula_hpc.analysis.models.fitted import Models, fit_models, update_time
+from tula_hpc.analysis.models.fitted import Models, fit_models
 from tula_hpc.analysis.models.memory import fit_memory
-from tula_hpc.analysis.models.profiles import Summary, summarize
+from tula_hpc.analysis.models.profiles import Summary, summarize, update_time
 from tula_hpc.analysis.planning.candidates import (
     BELIEVED_FACTOR,
     CandidateTable,

@@ -590,17 +590,18 @@ class RunHistory:
 
     def attempts(self, label: str, since: float = 0.0) -> int:
         """Count the jobs that were submitted for a training from this Unix time on."""
-        return sum(
-            job.label == label and job.submitted_at >= since for job in self.submissions("train")
-        )
+        return len(self._submitted_for(label, since))
 
-    def ends(self, label: str, failures: Collection[Failure], since: float = 0.0) -> int:
-        """Count the jobs submitted for a training from this Unix time on that ended so."""
-        jobs = {
+    def _submitted_for(self, label: str, since: float) -> list[str]:
+        return [
             job.job_id
             for job in self.submissions("train")
             if job.label == label and job.submitted_at >= since
-        }
+        ]
+
+    def ends(self, label: str, failures: Collection[Failure], since: float = 0.0) -> int:
+        """Count the jobs submitted for a training from this Unix time on that ended so."""
+        jobs = self._submitted_for(label, since)
         return sum(
             event.event == "ended" and event.failure in failures and event.job_id in jobs
             for event in self.of_training(label)

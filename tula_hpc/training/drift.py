@@ -112,8 +112,7 @@ def _read(job: TrainJob, job_id: str) -> DriftStart:
     # late, as only rank 0 needs it
     import numpy as np
 
-    from tula_hpc.analysis.models.fitted import update_time
-    from tula_hpc.analysis.models.profiles import summarize
+    from tula_hpc.analysis.models.profiles import summarize, update_time
 
     run = RunDirectory(job.root)
     try:
@@ -122,7 +121,7 @@ def _read(job: TrainJob, job_id: str) -> DriftStart:
         # a training that was started by hand
         return DriftStart(job.configuration)
     measurements = measurements_of(run.measurements().records, job.partition)
-    workers = np.array(job.configuration.world_size)
+    workers = np.array(job.configuration.world_size, dtype=np.float64)
     update_s = float(update_time(summarize(measurements)).predict(workers))
     drift = read_drift(run.train(job.label).drift_file)
     if drift is not None and not _is_of(drift, job):

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from tests.planning_data import SAMPLES, cluster, grid, memory, ok, peak_bytes, sweep, times
-from tula_hpc.analysis.models.fitted import update_time
-from tula_hpc.analysis.models.profiles import summarize
+from tula_hpc.analysis.models.profiles import summarize, update_time
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.planning.memory_limit import checkpoint_copy_bytes
 from tula_hpc.config import TrainingSpec
