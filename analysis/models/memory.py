@@ -61,6 +61,8 @@ RESERVE_SIZES = 3
 HINGE_BATCHES = 4
 # a kink must at least halve the largest error
 HINGE_GAIN = 0.5
+# of a plain line whose largest error is below, only rounding is left to be halved
+HINGE_ERROR = 1e-5
 
 
 class Rows(NamedTuple):
@@ -381,13 +383,14 @@ def _best_fit(rows: Rows) -> tuple[Fit, NDArray[np.bool_]]:
     free = identified(relative, order)
     problem = _problem(rows, np.ones(len(rows.peak_bytes)))
     plain = fit_relative(problem, [_start(rows, free)], free)
+    error = np.max(np.abs(plain.residuals))
     batches = np.unique(rows.local_batch)
-    if len(batches) < HINGE_BATCHES or not rows.gradient_bytes.any():
+    if len(batches) < HINGE_BATCHES or not rows.gradient_bytes.any() or error < HINGE_ERROR:
         return plain, free
     kinked = free | (np.arange(len(NAMES)) == LIFT)
     starts = [_kinked_start(rows, free, batch) for batch in batches[1:-1]]
     bent = fit_relative(problem, starts, kinked)
-    if np.max(np.abs(bent.residuals)) < HINGE_GAIN * np.max(np.abs(plain.residuals)):
+    if np.max(np.abs(bent.residuals)) < HINGE_GAIN * error:
         return bent, kinked
     return plain, free
 

@@ -34,6 +34,15 @@ def test_an_exact_line_is_recovered(fixed: int, per_sample: int) -> None:
 
 
 @laws
+@given(fixed=fixed_bytes, per_sample=sample_bytes)
+def test_an_exact_line_has_no_kink_whatever_rounding_leaves(fixed: int, per_sample: int) -> None:
+    gradients = np.full(len(BATCHES), fixed / 3)
+    model = MemoryModel().fit(BATCHES, fixed + per_sample * BATCHES, static_bytes=gradients, gradient_bytes=gradients)
+    assert model.predict(1) == pytest.approx(fixed + per_sample, rel=1e-3)
+    assert model.parameters_["floor_bytes"] == pytest.approx(2 / 3 * fixed)
+
+
+@laws
 @given(
     st.lists(st.tuples(st.integers(1, 1024), st.integers(1, 10**11)), min_size=1, max_size=12), st.integers(0, 10**11)
 )
