@@ -211,7 +211,7 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
         write_plan(run.plan_file, plan)
     if options.json:
         return printable(plan.model_dump_json(by_alias=True, indent=1))
-    text = f"{_as_text(plan, sweep, cluster, read.records, run)}\n{_how_to_train(options, run, trains_otherwise)}"
+    text = f"{_as_text(plan, cluster, read.records, run)}\n{_how_to_train(options, run, trains_otherwise)}"
     if not options.what_if:
         return text
     return f"{text}\n\n{_what_if(answers(sweep, cluster, read.records, plan, trained))}"
@@ -371,18 +371,12 @@ def refuse_lost_measurements(run: RunDirectory, measured: Sequence[Measurement])
 
 
 def _as_text(
-    plan: Plan,
-    sweep: SweepSpec,
-    cluster: ClusterSpec,
-    measurements: Sequence[Measurement],
-    run: RunDirectory,
+    plan: Plan, cluster: ClusterSpec, measurements: Sequence[Measurement], run: RunDirectory
 ) -> str:
     from tula_hpc.analysis.report.plan_text import describe_plan
     from tula_hpc.analysis.search import profiling_cost
 
-    return describe_plan(
-        plan, profiling_cost.describe(sweep, cluster, measurements, run.job_notes())
-    )
+    return describe_plan(plan, profiling_cost.describe(cluster, measurements, run.job_notes()))
 
 
 if __name__ == "__main__":

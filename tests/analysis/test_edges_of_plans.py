@@ -30,7 +30,6 @@ from tula_hpc.analysis.plan import main, make_plan
 from tula_hpc.analysis.planning.replan import choose_again, knee_batch
 from tula_hpc.analysis.planning.warnings import about_samples
 from tula_hpc.analysis.report.plan_text import describe_plan, sentences
-from tula_hpc.analysis.search.profiling_cost import full_search
 from tula_hpc.analysis.search.propose import candidates, propose
 from tula_hpc.config import GIB, ClusterSpec, ObjectiveSpec, SweepSpec
 from tula_hpc.errors import InfeasibleError, NotEnoughDataError
@@ -304,18 +303,6 @@ def test_where_the_bound_on_saves_loses_more_than_it_spares_the_plan_says_what_t
 def test_where_interruptions_are_rare_the_bound_is_no_matter(pricing: dict[str, Any]) -> None:
     plan = make_plan(sweep("time", workload={"epochs": 500}), cluster(pricing=pricing), CORNERS)
     assert not any("checkpoint_minutes" in text for text in plan.warnings)
-
-
-def test_a_full_search_is_not_said_to_cost_what_it_could_not_run() -> None:
-    """Batches that surely exceed memory are not tried, so that no record bounds them."""
-    on = cluster(memory_gb=4.0)
-    rows = [row.model_copy(update={"elapsed_s": 30.0}) for row in (ok(1, 32), ok(1, 256), ok(4, 8))]
-    few, many = (
-        full_search(sweep("knee", cluster_sizes=[1, 2, 4], min_batch=32, max_batch=most), on, rows, [])
-        for most in (8192, 2**20)
-    )
-    assert few is not None
-    assert few == many
 
 
 def test_a_partition_with_too_few_nodes_is_not_to_be_measured_again() -> None:

@@ -368,9 +368,7 @@ def _warn_of_scores(sweep: Sweep, trained: Training) -> None:
 def _profiling_cost(sweep: Sweep) -> str:
     from tula_hpc.analysis.search.profiling_cost import describe
 
-    return describe(
-        sweep.spec, sweep.cluster, sweep.run.measurements().records, sweep.run.job_notes()
-    )
+    return describe(sweep.cluster, sweep.run.measurements().records, sweep.run.job_notes())
 
 
 def _contents(path: Path) -> bytes:

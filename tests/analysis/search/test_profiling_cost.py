@@ -1,8 +1,6 @@
-"""What profiling cost: laws of the account, and of the estimate beside it."""
+"""What profiling cost: laws of the account, and the sentence about it."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import pytest
 from hypothesis import given
@@ -10,11 +8,10 @@ from hypothesis import strategies as st
 
 from tests.run_factory import configurations, measurement
 from tula_hpc.analysis.costs.usage import job_runs
-from tula_hpc.analysis.search.profiling_cost import FullSearch, describe, elapsed_times, full_search, profiling_cost
-from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec
+from tula_hpc.analysis.search.profiling_cost import describe, profiling_cost
+from tula_hpc.config import ClusterSpec
 from tula_hpc.records import Configuration, JobNote, Measurement
 
-SWEEP = SweepSpec(name="x", search=SearchSpec(cluster_sizes=(1, 2, 4), min_batch=32, max_batch=2048))
 TIMES = st.lists(st.floats(0, 1e4), min_size=4, max_size=4).map(sorted)
 
 
@@ -79,60 +76,12 @@ def test_parts_never_exceed_the_whole(jobs: list[tuple[list[float], int]]) -> No
     assert -1e-6 <= cost.queue_s <= sum(times[1] - times[0] for times, _ in jobs) + 1e-6
 
 
-def test_measured_times_are_kept_and_others_lie_on_the_line() -> None:
-    def true_s(c: Configuration) -> float:
-        return 4.0 + 0.1 * c.local_batch + 8.0 * (1 - 1 / c.world_size)
-
-    every = configurations()
-    corners = [c for c in every if c.nodes in (1, 4) and c.global_batch in (32, 2048)]
-    known = [row(c, true_s(c)) for c in corners]
-    assert elapsed_times(known, every) == pytest.approx([true_s(c) for c in every], rel=1e-6)
-    known[0] = row(corners[0], 1000.0)
-    assert elapsed_times(known, corners)[0] == 1000.0
-
-
-def test_other_batches_beside_a_profile_are_no_part_of_what_it_takes() -> None:
-    where, samples = Configuration(1, 1, 64), {"step": [2.0], "compute of 8": [0.5, 0.5], "compute of 16": [1.0]}
-    measured = row(where, 20.0, smaller_computes=((8, 0.5), (16, 0.5)), samples=samples)
-    assert elapsed_times([measured], [where]) == [pytest.approx(18.0)]
-
-
-def test_a_full_search_pays_the_start_of_every_job() -> None:
-    every = configurations()
-    rows = [row(c, 10.0) for c in every]
-    notes = told(0, 100, 120, 200)
-    full = full_search(SWEEP, ClusterSpec(), rows, notes)
-    assert full == FullSearch(len(every), sum(c.nodes * (20.0 + 10.0) for c in every))
-
-
-def test_what_runs_out_of_memory_belongs_to_no_search() -> None:
-    rows = [row(Configuration(1, 1, 32), 10.0), measurement(Configuration(1, 1, 64), status="oom")]
-    full = full_search(SWEEP, ClusterSpec(), rows, [])
-    assert full is not None
-    assert full.jobs == sum(c.local_batch < 64 for c in configurations())
-
-
-def test_each_part_of_a_cluster_is_searched_in_full() -> None:
-    tables = [{"partition": "a"}, {"partition": "b", "max_nodes": 2}]
-    cluster = ClusterSpec.model_validate({"partitions": tables})
-    rows = [row(c, 10.0, partition=name) for name in "ab" for c in configurations([1], [32, 2048])]
-    full = full_search(SWEEP, cluster, rows, [])
-    assert full is not None
-    assert full.jobs == len(configurations()) + len(configurations([1, 2]))
-
-
-def sentence(rows: Iterable[Measurement], notes: list[JobNote]) -> str:
-    return describe(SWEEP, ClusterSpec(), list(rows), notes)
-
-
-def test_the_sentence_says_what_was_paid_and_what_was_saved() -> None:
+def test_the_sentence_says_what_was_paid() -> None:
     rows = [row(c, 10.0) for c in configurations([1], [32, 2048])]
-    text = sentence(rows, told(1000, 4600, 4620, 4640))
+    text = describe(ClusterSpec(), rows, told(1000, 4600, 4620, 4640))
     assert "2 configurations in 1 job: 40 node-seconds (50.0 % of them starting up)" in text
     assert "1 h waiting for nodes" in text
-    assert "a full search with a job for each of 21 configurations would have cost an estimated" in text
 
 
-def test_without_notes_or_measurements_nothing_is_made_up() -> None:
-    assert sentence([row(Configuration(1, 1, 32), 10.0)], []) == ""
-    assert "full search" not in sentence([], told(0, 1, 2, 3))
+def test_without_notes_nothing_is_made_up() -> None:
+    assert describe(ClusterSpec(), [row(Configuration(1, 1, 32), 10.0)], []) == ""
