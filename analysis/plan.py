@@ -101,7 +101,7 @@ def make_plan(
         skipped_lines=skipped_lines,
         footprints=footprints or {},
     )
-    plan = with_confirmation(plan, sweep, cluster, measurements, awaited)
+    plan = with_confirmation(plan, sweep, measurements, awaited)
     return with_steadiness(plan, sweep, cluster, measurements)
 
 

@@ -43,9 +43,9 @@ from tula_hpc.analysis.planning.knee import DRAWS, SEED, batches_up_to
 from tula_hpc.analysis.search.confirmation import (
     AT_LEAST,
     START_S,
+    contradicts,
     is_too_dear,
     measured_in_order,
-    prediction_before,
     steps_per_profile,
 )
 from tula_hpc.analysis.search.decision import Chosen, DecisionModel, Evaluated
@@ -145,8 +145,10 @@ class AdaptiveSearch:
         unconfirmed = _unconfirmed(predictions.choices, usable, open_)
         if unconfirmed is not None and (predictions.decided or left <= RESERVED):
             return [unconfirmed]
-        # what the last profile taught could move the choice to where nothing was measured
-        if left == 1 or (predictions.decided and not self._is_surprised(usable)):
+        last = measured_in_order(usable)[-1]
+        # what a last profile taught that contradicts its prediction could move the choice to where
+        # nothing was measured
+        if left == 1 or (predictions.decided and not contradicts(last, usable, self.form)):
             if self.decision.has_knee:
                 # a rival made no prediction around it better
                 return []
@@ -160,11 +162,6 @@ class AdaptiveSearch:
             return []
         best = max(range(len(points)), key=lambda i: (points[i] in may_run, gains[i], points[i]))
         return [points[best]]
-
-    def _is_surprised(self, usable: Sequence[Measurement]) -> bool:
-        """Tell whether the last measurement contradicts its prediction: then so may the next."""
-        before = prediction_before(measured_in_order(usable)[-1], usable, self.form)
-        return before is not None and before.is_contradicted
 
     def _predictions(self, summary: Summary, measured: set[Configuration]) -> _Predictions:
         model = fit_step_time(summary.profiles, self.form, summary.passes)

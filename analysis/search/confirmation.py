@@ -12,20 +12,18 @@ on the same nodes, steps those of a usual profile, T the expected wall time of t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from tula_hpc.analysis.models.accumulation import Passes
-from tula_hpc.analysis.models.profiles import Summary, summarize
-from tula_hpc.analysis.models.step_time import StepTimeModel, fit_step_time
+from tula_hpc.analysis.models.profiles import summarize
+from tula_hpc.analysis.models.step_time import fit_step_time
 from tula_hpc.analysis.models.step_time_fit import FormName
-from tula_hpc.analysis.planning.partitions import name_of, of_partition, prefixed
-from tula_hpc.analysis.planning.warnings import to_know, to_measure
-from tula_hpc.analysis.search.decision import Chosen, DecisionModel
-from tula_hpc.config import ClusterSpec, SweepSpec
-from tula_hpc.formatting import format_duration, plural
+from tula_hpc.analysis.planning.partitions import name_of, of_partition
+from tula_hpc.analysis.planning.warnings import to_measure
+from tula_hpc.analysis.search.decision import Chosen
+from tula_hpc.config import SweepSpec
 from tula_hpc.records import Configuration, Doubt, Measurement, Plan, is_usable
 
 # seconds to start Python and torch and to meet, unless the nodes are the last job's
@@ -37,8 +35,6 @@ STEPS = 80.0
 PROFILE_SHARE = 0.05
 # measured configurations before which nothing is predicted
 AT_LEAST = 3
-# a search with more of them was no search for one choice, and each is a fit
-MOST_RETRACED = 16
 
 
 def steps_per_profile(usable: Sequence[Measurement]) -> float:
@@ -66,22 +62,15 @@ def is_too_dear(usable: Sequence[Measurement], chosen: Chosen) -> bool:
 def with_confirmation(
     plan: Plan,
     sweep: SweepSpec,
-    cluster: ClusterSpec,
     measurements: Sequence[Measurement],
     pending: Collection[Configuration],
 ) -> Plan:
-    """Add notes and warnings on a choice that was not measured, or not as predicted.
+    """Add a note or a warning on a choice that was not measured.
 
-    Args:
-        plan: Of these measurements.
-        sweep: The sweep.
-        cluster: The whole cluster.
-        measurements: All of them.
-        pending: Configurations that the search still proposes.
+    `pending` are the configurations that the search still proposes.
     """
-    parts = dict(zip(cluster.part_names(), cluster.parts(), strict=True))
-    name = plan.chosen.partition
-    usable = [row for row in of_partition(measurements, name) if is_usable(row)]
+    rows = of_partition(measurements, plan.chosen.partition)
+    usable = [row for row in rows if is_usable(row)]
     too_dear: float | None = None
     doubts: list[Doubt] = []
     # a warning names what the search has yet to measure
@@ -92,9 +81,6 @@ def with_confirmation(
         else:
             tried = len({row.configuration for row in usable})
             doubts = to_measure([_unmeasured(plan, sweep, tried)])
-    if sweep.search.mode == "adaptive":
-        told = surprises(plan.chosen.configuration, sweep, parts[name], usable)
-        doubts += to_know(prefixed(name, text) for text in told)
     return plan.model_copy(update={"profile_share": too_dear}).with_doubts(doubts)
 
 
@@ -109,76 +95,6 @@ def _unmeasured(plan: Plan, sweep: SweepSpec, profiles: int) -> str:
     return f"{text}the search could not profile it, or looked for another choice"
 
 
-class Before(NamedTuple):
-    """Prediction of a configuration from the measurements before its own, and its measurement."""
-
-    # of the measurements before
-    summary: Summary
-    model: StepTimeModel
-    predicted_s: float
-    # 90 %
-    interval_s: tuple[float, float]
-    measured_s: float
-
-    @property
-    def is_contradicted(self) -> bool:
-        """True if the measurement lies outside of the interval."""
-        low_s, high_s = self.interval_s
-        return not low_s <= self.measured_s <= high_s
-
-
-class _Surprise(NamedTuple):
-    """Configuration that was to be chosen, and whose measurement contradicted its prediction."""
-
-    configuration: Configuration
-    before: Before
-    # configurations measured afterwards
-    later: int
-
-
-def surprises(
-    chosen: Configuration, sweep: SweepSpec, cluster: ClusterSpec, usable: Sequence[Measurement]
-) -> list[str]:
-    """Report choices that were measured far from their prediction, and the further search.
-
-    Args:
-        chosen: By the plan.
-        sweep: The sweep.
-        cluster: Partition of the measurements.
-        usable: Measurements of the search, with times and memory.
-    """
-    decision = DecisionModel(sweep.objective.kind, sweep, cluster)
-    found = []
-    for surprise in _surprises(decision, sweep, usable):
-        before = surprise.before
-        ends = " to ".join(format_duration(seconds) for seconds in before.interval_s)
-        predicted = f"{format_duration(before.predicted_s)} were predicted before (90 %: {ends})"
-        took = f"took {format_duration(before.measured_s)} a step where {predicted}"
-        went_on = "the search fitted its models again"
-        if surprise.later:
-            went_on += f", measured {plural(surprise.later, 'more configuration')}"
-        which = "it again" if surprise.configuration == chosen else f"{chosen} instead"
-        text = f"{surprise.configuration} was to be chosen and {took}: {went_on} and chose {which}"
-        found.append(text)
-    return found
-
-
-def _surprises(
-    decision: DecisionModel, sweep: SweepSpec, usable: Sequence[Measurement]
-) -> Iterator[_Surprise]:
-    """Retrace the search, and yield the choices that contradicted their predictions."""
-    order = measured_in_order(usable)
-    if len(order) > MOST_RETRACED:
-        return
-    for index, configuration in enumerate(order):
-        before = prediction_before(configuration, usable, sweep.search.form)
-        if before is None or not before.is_contradicted:
-            continue
-        choices = decision.choices(decision.known(before.summary), before.model) or []
-        if configuration in {choice.configuration for choice in choices}:
-            yield _Surprise(configuration, before, len(order) - index - 1)
-
-
 def measured_in_order(usable: Sequence[Measurement]) -> list[Configuration]:
     """Return the measured configurations, the first one first."""
     return list(dict.fromkeys(row.configuration for row in _by_time(usable)))
@@ -188,22 +104,19 @@ def _by_time(usable: Sequence[Measurement]) -> list[Measurement]:
     return sorted(usable, key=lambda row: row.finished_at)
 
 
-def prediction_before(
+def contradicts(
     configuration: Configuration, usable: Sequence[Measurement], form: FormName
-) -> Before | None:
-    """Return the prediction of a configuration before it was measured; None with too few before."""
+) -> bool:
+    """Tell whether a measurement is outside the 90 % interval predicted from those before it."""
     own = [row for row in _by_time(usable) if row.configuration == configuration]
     # of several numbers of passes the plan takes the least
     least = min(row.accumulation or 1 for row in own)
     own = [row for row in own if (row.accumulation or 1) == least]
     earlier = [row for row in usable if row.finished_at < own[0].finished_at]
     if len({row.configuration for row in earlier}) < AT_LEAST:
-        return None
-    summary = summarize(earlier)
-    passes = Passes(least=least)
-    model = fit_step_time(summary.profiles, form, passes)
+        return False
+    model = fit_step_time(summarize(earlier).profiles, form, Passes(least=least))
     nodes, per_node, batch = configuration
     low_s, high_s = model.interval(nodes, batch, per_node)
-    measured_s = np.median([row.times.step_time_s for row in own if row.times])
-    predicted_s = float(model.predict(nodes, batch, per_node))
-    return Before(summary, model, predicted_s, (float(low_s), float(high_s)), float(measured_s))
+    measured_s = float(np.median([row.times.step_time_s for row in own if row.times]))
+    return not float(low_s) <= measured_s <= float(high_s)

@@ -125,17 +125,6 @@ def test_what_is_four_times_slower_than_the_law_is_not_chosen(kind: str, where: 
     assert not world.is_slow(plan.chosen.configuration)
 
 
-def test_the_plan_tells_what_was_to_be_chosen_and_what_came_of_it() -> None:
-    world = World(4.0, CLIFFS["a configuration"])
-    plan = make_plan(spec_of("time"), CLUSTER, searched(spec_of("time"), world))
-    sentences = told(plan, "was to be chosen")
-    assert "N=8 b=256 (B=2048) was to be chosen and took 1.5 s a step where 3" in sentences[0]
-    assert all("instead" in sentence or sentence.endswith("chose it again") for sentence in sentences)
-    assert f"chose {plan.chosen.configuration} instead" in "".join(sentences)
-    as_predicted = make_plan(spec_of("time"), CLUSTER, searched(spec_of("time"), World()))
-    assert told(as_predicted, "was to be chosen") == []
-
-
 def test_a_rival_on_other_nodes_that_is_faster_than_the_law_says_is_found() -> None:
     fast = World(0.4, lambda c: c == (2, 1, 1024))
     rows = searched(spec_of("cost"), fast)
@@ -143,15 +132,6 @@ def test_a_rival_on_other_nodes_that_is_faster_than_the_law_says_is_found() -> N
     # not where its profile would cost too much of the training
     short = searched(spec_of("cost"), fast._replace(samples=SHORT))
     assert (2, 1, 1024) not in {row.configuration for row in short}
-
-
-def test_a_choice_that_stays_the_best_is_said_to_be_chosen_again() -> None:
-    slower = World(1.25, lambda c: c == (8, 1, 256))
-    plan = make_plan(spec_of("time"), CLUSTER, searched(spec_of("time"), slower))
-    (sentence,) = told(plan, "was to be chosen")
-    assert plan.chosen.configuration == (8, 1, 256)
-    assert plan.chosen.step_time_s == pytest.approx(1.25 * step_time_s(8, 256))
-    assert sentence.endswith("and chose it again")
 
 
 def test_a_short_training_is_not_worth_a_profile() -> None:
