@@ -16,7 +16,6 @@ import pytest
 from tests.big_run_factory import add_steps, make_big_run
 from tests.run_factory import configurations, make_run
 from tula_hpc.analysis import plan
-from tula_hpc.analysis.models import critical_batch as noise
 from tula_hpc.analysis.report import __main__ as report
 from tula_hpc.analysis.run_contents import MOST_DRAWN, MOST_ROWS, drawn, ends, evenly
 from tula_hpc.errors import RunDirectoryError
@@ -64,9 +63,7 @@ def test_a_plan_and_status_of_very_many_measurements_take_little_memory(tmp_path
     run = make_big_run(tmp_path / "run", measurements=10_000, of=configurations()[:1])
 
     assert peak_mb("status", run.root) < 130  # 70 MB of text beside the 55 MB of a small run
-    assert (
-        peak_mb("analysis.plan", run.root) < 350
-    )  # beside 110 MB; the intervals of 40,000 terms of noise alone took 1.3 GB
+    assert peak_mb("analysis.plan", run.root) < 350  # beside 110 MB
     assert run.measurements().records[-1].samples == {}
 
 
@@ -242,12 +239,6 @@ def test_metrics_of_too_many_lines_are_one_clear_line(tmp_path: Path, monkeypatc
 
     with pytest.raises(RunDirectoryError, match=r"expected at most 5,000 lines; a larger training\.log_interval_steps"):
         read_metrics(run.train().metrics_file)
-
-
-def test_the_interval_of_very_many_noise_terms_takes_little_memory() -> None:
-    terms = np.random.default_rng(0).lognormal(size=(100_000, 2))
-
-    assert held_mb(lambda: noise._estimate(terms, np.ones(len(terms)), "profile", 0)) < 200
 
 
 def test_numbers_out_of_bounds_are_found_and_long_fractions_are_none() -> None:
