@@ -14,7 +14,7 @@ import contextlib
 import json
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -38,7 +38,6 @@ from tula_hpc.records import (
     MAIN_LABEL,
     Configuration,
     Event,
-    Footprint,
     Measurement,
     Metrics,
     Plan,
@@ -60,7 +59,6 @@ def make_plan(
     cluster: ClusterSpec,
     measurements: Sequence[Measurement],
     skipped_lines: int = 0,
-    footprints: Mapping[str, Footprint] | None = None,
     *,
     metrics: Metrics | None = None,
     events: Sequence[Event] = (),
@@ -69,9 +67,8 @@ def make_plan(
     """Fit the models, predict every candidate, choose by the objective.
 
     With measurements of a single cluster size, only that size is planned: one size says nothing
-    about another. Lines that could not be read, and memory estimates by partition (`footprints`)
-    that were far off, become warnings. `metrics` and `events` of a training give the critical
-    batch and the cost of evaluation and checkpoints.
+    about another. Lines that could not be read become a warning. `metrics` and `events` of a
+    training give the critical batch and the cost of evaluation and checkpoints.
 
     Raises:
         NotEnoughDataError: Too few measurements; the message says which are missing.
@@ -99,7 +96,6 @@ def make_plan(
         Trained(metrics, events),
         Profiling(pending, how_to_profile or AGAIN),
         skipped_lines=skipped_lines,
-        footprints=footprints or {},
     )
     plan = with_confirmation(plan, sweep, measurements, awaited)
     return with_steadiness(plan, sweep, cluster, measurements)
@@ -188,7 +184,6 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
     for words in damage:
         print(f"warning: {words}", file=sys.stderr)
     refuse_several(run, read.records)
-    footprints = run.footprints(cluster.part_names())
     trained = Trained(read_metrics(run.train().metrics_file), run.events())
     refuse_lost_measurements(run, read.records)
     try:
@@ -197,7 +192,6 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
             cluster,
             read.records,
             read.skipped,
-            footprints,
             metrics=trained.metrics,
             events=trained.events,
             how_to_profile=how_to_profile,

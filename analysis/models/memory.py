@@ -43,7 +43,6 @@ from tula_hpc.analysis.models.regression import (
     identified,
     relative_spread,
 )
-from tula_hpc.records import Footprint
 
 # CUDA's caching allocator asks the device for multiples of it
 SEGMENT_BYTES = 2 * 1024**2
@@ -480,15 +479,3 @@ def _fit_profiles(
         workers=workers,
         allocated_bytes=held if reserves else None,
     )
-
-
-def estimate_error(footprint: Footprint, profiles: Sequence[Profile]) -> float | None:
-    """Return the median of |estimated / measured − 1| of the limited bytes; None without profiles.
-
-    The estimate is for the fewest workers of a search: more of them add buckets and divide states.
-    """
-    errors = []
-    for row in profiles:
-        estimated = footprint.peak_bytes(math.ceil(row.part_batch))
-        errors.append(abs(estimated / row.memory.reserved_bytes - 1.0))
-    return float(np.median(errors)) if errors else None

@@ -7,7 +7,7 @@ one, its fallbacks and some of the Pareto front.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,7 +43,7 @@ from tula_hpc.analysis.planning.partitions import (
 )
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.formatting import format_bytes, plural
-from tula_hpc.records import Candidate, Configuration, Doubt, Footprint, Measurement, Plan
+from tula_hpc.records import Candidate, Configuration, Doubt, Measurement, Plan
 
 RUNNERS_UP = 3
 # advice on missing measurements
@@ -67,7 +67,6 @@ def plan_candidates(
     profiling: Profiling,
     *,
     skipped_lines: int,
-    footprints: Mapping[str, Footprint],
 ) -> Plan:
     """Return the plan; see `tula_hpc.analysis.plan.make_plan`."""
     fitted = fit_parts(sweep, cluster, measurements, trained)
@@ -84,8 +83,7 @@ def plan_candidates(
     if skipped_lines:
         skipped = f"{plural(skipped_lines, 'damaged line')} of the measurements skipped"
         doubts += warnings.to_know([skipped])
-    plan = plan.model_copy(update=_remarks(sweep, fitted, curves, choice)).with_doubts(doubts)
-    return warnings.with_estimates(plan, fitted, footprints)
+    return plan.model_copy(update=_remarks(sweep, fitted, curves, choice)).with_doubts(doubts)
 
 
 def _doubts(plan: Plan, sweep: SweepSpec, fitted: Fitted, choice: Choice) -> list[Doubt]:

@@ -1,10 +1,9 @@
-"""Warnings of a plan: doubts about measurements, models, the choice, and the memory estimates."""
+"""Warnings of a plan: doubts about measurements, models and the choice."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -17,7 +16,6 @@ from tula_hpc.analysis.models.data_loading import (
     loader_decides,
     wait_share,
 )
-from tula_hpc.analysis.models.memory import estimate_error
 from tula_hpc.analysis.models.profiles import Profile, Summary
 from tula_hpc.analysis.planning.candidates import FEASIBLE, CandidateTable, Part, Why
 from tula_hpc.analysis.planning.feasibility import train_minutes_for
@@ -30,7 +28,7 @@ from tula_hpc.formatting import (
     format_percent,
     plural,
 )
-from tula_hpc.records import Candidate, Configuration, Doubt, Footprint, Plan, Remedy
+from tula_hpc.records import Candidate, Configuration, Doubt, Plan, Remedy
 
 # times the batch that the learning rate is for; smaller ones seldom cost accuracy
 LARGE_BATCH = 2
@@ -43,8 +41,6 @@ NEAR = 0.1
 BOUND_SHARE = 0.05
 # measured over fitted step time, or the reverse; single runs of real clusters reach 1.4
 CONTRADICTS_FROM = 1.5
-# above it the estimate is not to be relied on for the next sweep of this workload
-NOTEWORTHY_ERROR = 0.3
 SHORT_OF_MEMORY = (
     "ran only because torch's allocator freed its cache and tried again, which is slow and may "
     "fail in training, so that no local batch as large is planned; where "
@@ -381,35 +377,3 @@ def _extrapolated(
     if search.mode == "adaptive" and len(profiles) >= search.max_profiles:
         why = f", as search.max_profiles = {search.max_profiles} is used up: raise it to measure there"
     return [f"{candidates} {verb} beyond the profiled range ({ranges}){why}"]
-
-
-def with_estimates(plan: Plan, fitted: Fitted, footprints: Mapping[str, Footprint]) -> Plan:
-    """Add `estimate_error_median` to each memory model, and a warning where it is large.
-
-    Args:
-        plan: Its models are those of the chosen partition, and under "partitions" those of all.
-        fitted: The partitions.
-        footprints: Estimates by name of the partition; others are ignored.
-    """
-    parts = {part.name: part for part in fitted.parts}
-    models = dict(plan.models)
-    warnings = []
-    for name, footprint in footprints.items():
-        if name not in parts:
-            continue
-        error = estimate_error(footprint, parts[name].summary.profiles)
-        if error is None:
-            continue
-        if name == plan.chosen.partition:
-            models = _with_error(models, error)
-        partitions = models.get("partitions", {})
-        if name in partitions:
-            models["partitions"] = partitions | {name: _with_error(partitions[name], error)}
-        if error > NOTEWORTHY_ERROR:
-            off = f"off by {100 * error:.0f} % in the median"
-            warnings.append(prefixed(name, f"the memory estimate before profiling was {off}"))
-    return plan.model_copy(update={"models": models}).with_doubts(to_know(warnings))
-
-
-def _with_error(models: dict[str, Any], error: float) -> dict[str, Any]:
-    return models | {"memory": models["memory"] | {"estimate_error_median": error}}

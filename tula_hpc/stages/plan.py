@@ -32,9 +32,8 @@ def plan_stage(sweep: Sweep) -> Plan:
     measured = sweep.run.measurements()
     refuse_lost_measurements(sweep.run, measured.records)
     refuse_several(sweep.run, measured.records)
-    footprints = sweep.run.footprints(sweep.cluster.part_names())
     try:
-        plan = make_plan(sweep.spec, sweep.cluster, measured.records, measured.skipped, footprints)
+        plan = make_plan(sweep.spec, sweep.cluster, measured.records, measured.skipped)
     except StageError as error:
         sweep.run.log_event("failed", "plan", detail=str(error)[:2000])
         if not isinstance(error, ConstraintsError):

@@ -1,4 +1,4 @@
-"""The plan says how far the estimate before any profile was off."""
+"""What a training needs beside its steps: memory, and time for updates of the scale."""
 
 from __future__ import annotations
 
@@ -15,25 +15,7 @@ from tula_hpc.config import TrainingSpec
 from tula_hpc.config.training import PASS_SHARE
 from tula_hpc.records import Footprint, RunDirectory
 
-COUNTS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes_per_sample", "fixed_bytes")
-
-
-def footprint(scale: float) -> Footprint:
-    return Footprint(**dict.fromkeys(COUNTS, 1), peaks={b: round(scale * peak_bytes(b)) for b in (8, 64, 1024)})
-
-
-@pytest.mark.parametrize(("scale", "warned"), [(1.1, False), (0.6, True), (1.5, True)])
-def test_the_error_stands_beside_the_memory_model_and_a_large_one_is_a_warning(scale: float, warned: bool) -> None:
-    plan = make_plan(sweep(), cluster(), grid(), footprints={"": footprint(scale)})
-    assert plan.models["memory"]["estimate_error_median"] == pytest.approx(abs(scale - 1), abs=0.01)
-    assert any("memory estimate" in text for text in plan.warnings) == warned
-
-
 BATCHES = (32, 128, 1024)
-
-
-def test_without_an_estimate_nothing_is_said_of_it() -> None:
-    assert "estimate_error_median" not in make_plan(sweep(), cluster(), grid()).models["memory"]
 
 
 def test_what_training_needs_on_top_of_a_profiled_step_counts_for_the_limit() -> None:
@@ -92,7 +74,9 @@ def test_passes_of_a_lone_worker_that_wants_norms_for_free_take_time_and_memory(
 
 def test_damaged_estimates_are_none(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    run.footprint_file().write_text(footprint(1.0).model_dump_json())
+    counts = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes_per_sample", "fixed_bytes")
+    whole = Footprint(**dict.fromkeys(counts, 1), peaks={8: peak_bytes(8)})
+    run.footprint_file().write_text(whole.model_dump_json())
     run.footprint_file("gpu/a").write_text("{")
     assert list(run.footprints(["", "gpu/a", "absent"])) == [""]
 

@@ -10,11 +10,10 @@ from tula_hpc.analysis.models.memory import (
     SEGMENT_BYTES,
     UNBOUNDED_BATCH,
     MemoryModel,
-    estimate_error,
     fit_memory,
 )
 from tula_hpc.analysis.models.profiles import Summary, summarize
-from tula_hpc.records import Footprint, Measurement
+from tula_hpc.records import Measurement
 
 MIB = 1024**2
 BATCHES = np.array([8.0, 16.0, 32.0, 64.0, 128.0])
@@ -224,19 +223,6 @@ def test_a_summary_is_fitted_with_what_counting_tells() -> None:
 def test_counts_that_cannot_be_are_left_aside() -> None:
     rows = [ok(1, batch, memory=memory(batch, parameter_bytes=10**12)) for batch in (32, 64)]
     assert fit_memory(summary(*rows)).predict(64) == pytest.approx(rows[1].memory.reserved_bytes, rel=0.01)  # type: ignore[union-attr]
-
-
-def footprint(scale: float) -> Footprint:
-    peaks = {b: round(scale * ok(1, b).memory.reserved_bytes) for b in (32, 64, 128, 256)}  # type: ignore[union-attr]
-    counts = dict.fromkeys(("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes_per_sample"), 1)
-    return Footprint(**counts, fixed_bytes=1, peaks=peaks)
-
-
-@pytest.mark.parametrize("scale", [0.5, 1.0, 1.6])
-def test_the_estimates_error_is_relative_to_what_was_measured(scale: float) -> None:
-    profiles = summary(ok(1, 32), ok(1, 100), ok(1, 1024)).profiles
-    assert estimate_error(footprint(scale), profiles) == pytest.approx(abs(scale - 1), abs=1e-3)
-    assert estimate_error(footprint(scale), ()) is None
 
 
 def test_what_a_single_worker_takes_in_parts_says_what_a_part_takes_on_several() -> None:
