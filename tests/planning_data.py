@@ -56,7 +56,6 @@ def memory(local_batch: int, **changes: int) -> MemoryUse:
         "parameter_bytes": 40 * MIB,
         "gradient_bytes": 40 * MIB,
         "optimizer_bytes": 40 * MIB,
-        "batch_bytes": 12_288 * local_batch,
     }
     return MemoryUse.model_validate(fields | changes)
 

@@ -144,7 +144,6 @@ def memory_use(local_batch: int, noise: float = 1.0) -> MemoryUse:
         parameter_bytes=37_080_000,
         gradient_bytes=37_080_000,
         optimizer_bytes=37_080_000,
-        batch_bytes=local_batch * 2 * 3 * 32 * 32 * 4,
     )
 
 

@@ -30,8 +30,6 @@ class Models(NamedTuple):
     step_time: StepTimeModel
     # bytes that count against the limit, per worker
     memory: MemoryModel
-    # the loader's batches on the host; None where it holds none
-    batch_memory: MemoryModel | None
     # of AGS's gradient scale
     update_time_s: UpdateTime
 
@@ -57,25 +55,14 @@ class Models(NamedTuple):
                 "spread": step.spread_,
                 "departures": step.departures_,
             },
-            "memory": _describe_memory(self.memory),
-            "batch_memory": _describe_memory(self.batch_memory),
+            "memory": {
+                "parameters": self.memory.parameters_,
+                "pinned": self.memory.pinned_,
+                "residual_median": self.memory.residual_median_,
+                "oom_local_batch": self.memory.oom_local_batch_,
+                "oom_contradicts": self.memory.oom_contradicts_,
+            },
         }
-
-
-def _describe_memory(model: MemoryModel | None) -> dict[str, Any]:
-    if model is None:
-        return {
-            "parameters": {"fixed_bytes": 0.0, "bytes_per_sample": 0.0},
-            "pinned": [],
-            "residual_median": 0.0,
-        }
-    return {
-        "parameters": model.parameters_,
-        "pinned": model.pinned_,
-        "residual_median": model.residual_median_,
-        "oom_local_batch": model.oom_local_batch_,
-        "oom_contradicts": model.oom_contradicts_,
-    }
 
 
 def fit_models(
@@ -84,7 +71,7 @@ def fit_models(
     form: FormName = "auto",
     possible: Collection[int] | None = None,
 ) -> Models:
-    """Fit step time, memory and the loader's batch memory to all configurations that ran.
+    """Fit step time, memory and updates to all configurations that ran.
 
     `reserved_bytes` count against a memory limit: on CUDA those that the allocator reserved on the
     device, on CPU the resident set of the whole process, interpreter and libraries included
@@ -102,24 +89,7 @@ def fit_models(
     """
     _check_enough(summary, possible)
     step_time = fit_step_time(summary.profiles, form, summary.passes)
-    return with_step_time(summary, memory_limit_bytes, step_time)
-
-
-def with_step_time(
-    summary: Summary, memory_limit_bytes: float | None, step_time: StepTimeModel
-) -> Models:
-    """Fit the other models beside a fitted step time; needs at least one profile."""
-    local_batches = np.array(
-        [row.configuration.local_batch for row in summary.of_one_pass], dtype=np.float64
-    )
-    batch_bytes = np.array([row.memory.batch_bytes for row in summary.profiles], dtype=np.float64)
-    loads = batch_bytes > 0
-    batch_memory = None
-    if loads.any():
-        batch_memory = MemoryModel().fit(local_batches[loads], batch_bytes[loads])
-        batch_memory.passes = summary.passes
-    memory = fit_memory(summary, memory_limit_bytes)
-    return Models(step_time, memory, batch_memory, update_time(summary))
+    return Models(step_time, fit_memory(summary, memory_limit_bytes), update_time(summary))
 
 
 def _check_enough(summary: Summary, possible: Collection[int] | None) -> None:

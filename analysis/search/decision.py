@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tula_hpc.analysis.costs.pricing import NodePower
-from tula_hpc.analysis.models.fitted import with_step_time
-from tula_hpc.analysis.models.profiles import Summary
+from tula_hpc.analysis.models.fitted import Models
+from tula_hpc.analysis.models.memory import fit_memory
+from tula_hpc.analysis.models.profiles import Summary, update_time
 from tula_hpc.analysis.models.step_time import StepTimeModel
 from tula_hpc.analysis.planning.candidates import (
     FEASIBLE,
@@ -205,7 +206,8 @@ def _curves_through(points: Sequence[Configuration], model: StepTimeModel) -> Ti
 
 
 def _part(sweep: SweepSpec, cluster: ClusterSpec, summary: Summary, model: StepTimeModel) -> Part:
-    models = with_step_time(summary, fitting_limit(cluster, summary), model)
+    memory = fit_memory(summary, fitting_limit(cluster, summary))
+    models = Models(model, memory, update_time(summary))
     part = part_of("", sweep, cluster, summary, models)
     noise = part.critical_batch or NO_NOISE
     return part._replace(power=part.power or SOME_POWER, critical_batch=noise)

@@ -164,8 +164,6 @@ def test_loader_processes_are_seen(tmp_path: Path) -> None:
     assert outcome.said.result["loader_workers"] == 2
     # whole turns of the loader's processes
     assert measured.round_steps["step"] % 2 == 0
-    assert measured.memory is not None
-    assert measured.memory.batch_bytes == 2 * 2 * (4 * 64 * 4 + 4 * 8)
 
 
 def test_batches_without_a_number_of_them_are_taken_as_they_come(tmp_path: Path) -> None:

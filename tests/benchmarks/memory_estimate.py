@@ -89,7 +89,7 @@ def measure(case: Case, local_batch: int, device: str) -> MemoryUse:
         for _ in range(STEPS):
             worker.train_step(*next(batches))
         meter.stop()
-        return meter.use(worker, 0)
+        return meter.use(worker.model, worker.parameters, worker.optimizer)
 
 
 def measure_apart(case: Case, local_batch: int, device: str) -> MemoryUse | None:

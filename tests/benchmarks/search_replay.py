@@ -41,7 +41,7 @@ KNOWN = ("step", "computation", "smaller batches")
 LEAST_POINTS = 8
 # name: file, GPUs a node
 MORE = {"K80": ("gavel_k80.csv", 1), "2080Ti": ("sia_rtx2080ti.csv", 8)}
-NO_MEMORY = dict.fromkeys(("baseline_bytes", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "batch_bytes"), 0)
+NO_MEMORY = dict.fromkeys(("baseline_bytes", "parameter_bytes", "gradient_bytes", "optimizer_bytes"), 0)
 
 
 class Table(NamedTuple):

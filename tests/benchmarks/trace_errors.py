@@ -130,7 +130,6 @@ def as_measurement(trace: Trace, row: int, order: int, *, sync: bool) -> Measure
             parameter_bytes=0,
             gradient_bytes=0,
             optimizer_bytes=0,
-            batch_bytes=0,
         ),
     )
 

@@ -26,11 +26,11 @@ from tula_hpc.attach.hooks.find_model import is_sharded, name_of
 from tula_hpc.attach.hooks.passes import Apart
 from tula_hpc.attach.reporting import ChildSpec, Mode
 from tula_hpc.attach.train.peers import Peers
-from tula_hpc.batches import LoaderPass, tensors_of
+from tula_hpc.batches import LoaderPass
 from tula_hpc.ddp.process_group import PROFILE_COLLECTIVE_TIMEOUT
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import InputError
-from tula_hpc.profiling.meters import ProcessorSeconds, bytes_of, processor_seconds
+from tula_hpc.profiling.meters import ProcessorSeconds, processor_seconds
 from tula_hpc.profiling.timing import LoaderWaits
 
 
@@ -52,9 +52,8 @@ class MeasuredSteps(Mode):
         # of training passes so far: samples of each, and passes of each step
         self.forward_samples = Counter[int]()
         self.step_forwards = Counter[int]()
-        # iterator that gave out the last batch of training, and the bytes of such a batch
+        # iterator that gave out the last batch of training
         self.loader: Any = None
-        self.batch_bytes = 0
         # gradients are not reduced in the steps to come
         self.unsynchronized = False
         # the optimizer's part of each step to come is timed
@@ -99,8 +98,6 @@ class MeasuredSteps(Mode):
         """Note the wait for a batch."""
         self.waits.arrived(waited_s)
         self._loaded = True
-        if not self.batch_bytes:
-            self.batch_bytes = bytes_of(tensors_of(batch))
 
     def forward_begins(self, samples: int) -> None:
         """Note a training pass; the first of a step ends the pause before it."""

@@ -355,8 +355,7 @@ class ScriptProfile(MeasuredSteps):
 
     def _memory_use(self) -> MemoryUse:
         model, optimizer = self.found
-        batch_bytes = self.batch_bytes * max(1, self.prefetched)
-        return self.memory.use_by(model, self.parameters, optimizer, batch_bytes)
+        return self.memory.use(model, self.parameters, optimizer)
 
     def _identity(self) -> Identity:
         """Return the identity of the model and its code, by the parameters that are trained.

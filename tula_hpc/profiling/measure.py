@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from tula_hpc.batches import Batch, samples_in, take, tensors_of
+from tula_hpc.batches import Batch, samples_in, take
 from tula_hpc.config import ClusterSpec, SweepSpec, batches_timed_apart
 from tula_hpc.ddp.methods import pass_interval
 from tula_hpc.ddp.stop_signals import Suspensions
@@ -23,7 +23,6 @@ from tula_hpc.profiling.measured_rounds import MOST_ATTEMPTS, Course
 from tula_hpc.profiling.meters import (
     MemoryMeter,
     NodePower,
-    bytes_of,
     largest_over_workers,
     prefetched_batches,
 )
@@ -133,7 +132,9 @@ def _measure(
     facts: dict[str, Any] = {
         **describe(configuration, cluster, env),
         **profile.measured(),
-        "memory": largest_over_workers(worker, memory.use(worker, profile.batch_bytes)),
+        "memory": largest_over_workers(
+            worker, memory.use(worker.model, worker.parameters, worker.optimizer)
+        ),
         "watts_per_node": power.mean(),
         "dataset_samples": worker.samples,
         "test_samples": len(worker.workload.test),  # type: ignore[arg-type] # checked when the data was built
@@ -185,7 +186,6 @@ class StepProfile(Course):
         super().__init__(worker, rule, LoaderWaits(worker.device), self.shared.allreduce_s)
         # smaller batches with a timed computation
         self.computed: list[int] = []
-        self.batch_bytes = 0
         # of the last whole step
         self.loss = torch.zeros(())
         for group in worker.optimizer.param_groups:
@@ -207,7 +207,6 @@ class StepProfile(Course):
             self._refuse_loss()
         driven(self.whole_steps(memory, power), self._whole_step)
         inputs, targets = next(self.batches)
-        self.batch_bytes = bytes_of(tensors_of(self.worker.as_loaded(inputs, targets)))
         self.time_apart("compute", lambda: self._compute(inputs, targets))
         self._time_smaller_computes(inputs, targets)
         self._time_optimizer()

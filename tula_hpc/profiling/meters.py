@@ -301,30 +301,12 @@ class MemoryMeter:
             self.peak_bytes = max(0, process - self.baseline_bytes)
             self.reserved_bytes = process
 
-    def use(self, worker: Worker, batch_bytes: int) -> MemoryUse:
-        """Return this worker's memory use.
-
-        Args:
-            worker: Holds the model and the optimizer.
-            batch_bytes: Size of one batch.
-        """
-        batch_bytes *= max(1, prefetched_batches(worker))
-        return self.use_by(worker.model, worker.parameters, worker.optimizer, batch_bytes)
-
-    def use_by(
-        self,
-        model: nn.Module,
-        trained: Iterable[Tensor],
-        optimizer: Optimizer,
-        batch_bytes: int,
+    def use(
+        self, model: nn.Module, trained: Iterable[Tensor], optimizer: Optimizer
     ) -> MemoryUse:
         """Return the metered memory with the sizes of its known parts.
 
-        Args:
-            model: Of the training.
-            trained: Its parameters with a gradient.
-            optimizer: Has states.
-            batch_bytes: Of the batches that are loaded at once.
+        `trained` are the model's parameters with a gradient.
         """
         states = bytes_of(tensors_of(own_states(optimizer)))
         return MemoryUse(
@@ -339,7 +321,6 @@ class MemoryMeter:
             gradient_bytes=bytes_of(trained),
             optimizer_bytes=states,
             sharded_bytes=states if is_divided(optimizer) else 0,
-            batch_bytes=batch_bytes,
         )
 
 

@@ -100,8 +100,6 @@ class MemoryUse(Record):
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    # the loader's prefetched batches on the host
-    batch_bytes: int
     # part of optimizer_bytes that the workers divide among them (ZeRO)
     sharded_bytes: int = 0
     # what follows is CUDA's alone: memory of the device, the least of any worker's; None: unknown
