@@ -824,10 +824,6 @@ def test_epochs_with_another_batch_do_not_count_for_the_time_in_training(finishe
 def test_what_an_earlier_version_wrote_is_passed_over(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     before = read_run(run)
-    frozen = run.sweep_file.read_text()
-    run.sweep_file.write_text(
-        frozen.replace("[training]\n", "[training]\ntune_delta = [0.1]\ncurvature_epochs = [0]\n")
-    )
     with run.train().metrics_file.open("a") as file:
         file.writelines(line.decode() + '"attempt":7}\n' for line in OLD_LINES)
     result = json.loads(run.train().result_file.read_text())

@@ -7,10 +7,8 @@ mistake and the expected value.
 from tula_hpc.config.cluster import ClusterSpec, ContainerSpec, PartitionSpec, PricingSpec
 from tula_hpc.config.gpus import hidden_peers
 from tula_hpc.config.loading import (
-    FORMER_DEFAULTS,
     MAX_FILE_BYTES,
     PUT_BACK,
-    REMOVED_KEYS,
     load_cluster,
     load_frozen_sweep,
     load_sweep,
@@ -47,13 +45,11 @@ from tula_hpc.config.workload import WorkloadSpec
 
 __all__ = [
     "CHECKPOINT_MINUTES",
-    "FORMER_DEFAULTS",
     "GIB",
     "JOB_NAMES",
     "MAX_FILE_BYTES",
     "PUT_BACK",
     "REFERENCE_COLUMN",
-    "REMOVED_KEYS",
     "AgsOptions",
     "ClusterSpec",
     "ContainerSpec",

@@ -190,22 +190,6 @@ MOST_MISTAKES = 20
 DEFAULT = "the default cluster (this machine)"
 # no number of an input is larger
 LARGEST = 1e30
-# keys that earlier versions wrote into the sweep.toml of each run, with the values at which they
-# did nothing
-REMOVED_KEYS: dict[tuple[str, ...], object] = {
-    ("training", "tune_delta"): [],
-    ("training", "tune_small_batch"): [],
-    ("training", "tune_every_epochs"): 2,
-    ("training", "tune_holdout"): 0.05,
-    ("training", "max_rollbacks"): 8,
-    ("training", "curvature_epochs"): [],
-    ("training", "curvature_samples"): 512,
-}
-# values that earlier versions wrote into a run's files where nothing was set, and today's do not
-FORMER_DEFAULTS: dict[tuple[str, ...], object] = {
-    ("pricing", "checkpoint_write_s"): 5.0,
-    ("search", "max_seconds"): 60.0,
-}
 OPTION = "--set"
 S = TypeVar("S", bound=Spec)
 Loaded = TypeVar("Loaded")
@@ -225,30 +209,14 @@ def load_sweep(path: Path, overrides: Sequence[str] = (), *, check_paths: bool =
         raise InputError(
             "is a cluster file (it has executor); expected a sweep file, see sweeps/", source=path
         )
-    return _sweep_of(path, tables, overrides, check_paths=check_paths)
-
-
-def load_frozen_sweep(
-    path: Path, overrides: Sequence[str] = (), *, check_paths: bool = False
-) -> SweepSpec:
-    """Read the sweep of a run as `load_sweep` does, without keys that have been removed since."""
-
-    def load(given: Sequence[str]) -> SweepSpec:
-        tables = read_toml(path)
-        for table, key in REMOVED_KEYS:
-            if isinstance(tables.get(table), dict):
-                tables[table].pop(key, None)
-        return _sweep_of(path, tables, given, check_paths=check_paths)
-
-    return _naming_overrides(load, overrides)
-
-
-def _sweep_of(
-    path: Path, tables: dict[str, Any], overrides: Sequence[str], *, check_paths: bool
-) -> SweepSpec:
     sweep = _parse(SweepSpec, path, tables, overrides, check_paths=check_paths)
     check_columns(sweep, path, check_paths=check_paths)
     return sweep
+
+
+def load_frozen_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepSpec:
+    """Read the sweep of a run, whose data and modules may be on another machine."""
+    return _naming_overrides(lambda given: load_sweep(path, given, check_paths=False), overrides)
 
 
 # keys that only jobs of Slurm heed
