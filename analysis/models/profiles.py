@@ -6,7 +6,10 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tula_hpc.analysis.models.accumulation import Passes, times_of_one_pass
 from tula_hpc.analysis.models.critical_batch import profiled_batch
@@ -20,10 +23,6 @@ from tula_hpc.records import (
     StepTimes,
     is_usable,
 )
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 
 class Profile(NamedTuple):
@@ -198,12 +197,6 @@ def is_out_of_memory(measurement: Measurement) -> bool:
     return measurement.status == "oom" or (failure is not None and failure.is_oom)
 
 
-def is_short_of_memory(measurement: Measurement) -> bool:
-    """Tell whether it ran only because the allocator freed its cache and tried again."""
-    memory = measurement.memory
-    return is_usable(measurement) and memory is not None and memory.ran_short
-
-
 # a configuration may have been measured in several numbers of passes
 Groups = dict[tuple[Configuration, int], list[Measurement]]
 
@@ -365,9 +358,6 @@ class UpdateTime(NamedTuple):
 
     def predict(self, workers: NDArray[np.float64]) -> NDArray[np.float64]:
         """Interpolate between measured numbers of workers, constant beyond; 0 without any."""
-        # NumPy, which few commands need
-        import numpy as np
-
         if not self.workers:
             return np.zeros_like(workers)
         return np.interp(workers, self.workers, self.seconds)

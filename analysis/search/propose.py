@@ -3,8 +3,8 @@
 Steps from the sweep file to a job:
 
 1. `candidates`, here: cluster sizes × powers of two as local batch within the bounds of [search].
-2. `believed_to_fit`, here: those below every batch that ran out of memory (`_below_bound`), or that
-   by the memory model surely would (`_within_memory`).
+2. `believed_to_fit`, here: those below every batch that ran out of memory, or that by the memory
+   model surely would (`_within_memory`).
 3. `propose`, here: all of them (mode "full"), the corners ("partial"), or those that narrow the
    predictions that matter most for the root of their cost (`adaptive.py`); without those measured
    or given up (`_settled`, by `retry_policy.py`).
@@ -21,22 +21,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from tula_hpc.analysis.models.profiles import (
-    equivalent_batches,
-    is_out_of_memory,
-    is_short_of_memory,
-)
+from tula_hpc.analysis.models.memory import fit_memory
+from tula_hpc.analysis.models.profiles import Summary, is_out_of_memory, summarize
 from tula_hpc.analysis.planning.memory_limit import memory_limit_bytes
+from tula_hpc.analysis.planning.partitions import with_passes
+from tula_hpc.analysis.search.adaptive import AdaptiveSearch
+from tula_hpc.analysis.search.decision import DecisionModel
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, local_batches
 from tula_hpc.records import Configuration, Measurement, corners, is_usable
 from tula_hpc.retry_policy import is_configuration_given_up
-
-if TYPE_CHECKING:
-    from tula_hpc.analysis.search.adaptive import AdaptiveSearch
-
 
 # measured local batches that show the memory of larger ones
 MEMORY_BATCHES = 2
@@ -74,7 +69,9 @@ def propose(
         fitting = [c for c in fitting if c.local_batch <= trusted_batch] or fitting[:1]
     done = _settled(measurements)
     if search.mode == "adaptive":
-        return _adaptive(sweep, cluster, fitting).propose(measurements, frozenset(done))
+        decision = DecisionModel(sweep.objective.kind, sweep, cluster)
+        adaptive = AdaptiveSearch(fitting, decision, search.max_profiles, search.form)
+        return adaptive.propose(measurements, frozenset(done))
     wanted = fitting if search.mode == "full" else corners(fitting)
     return [configuration for configuration in wanted if configuration not in done]
 
@@ -92,8 +89,11 @@ def believed_to_fit(
         out = [row for row in measurements if is_out_of_memory(row)]
         hopeless = any(row.local_batch <= (row.accumulation or 1) for row in out)
         return [] if hopeless else every
-    below = _below_bound(every, measurements)
-    return _within_memory(below, cluster, measurements)
+    summary = summarize(measurements)
+    alone = summary.oom_bound(alone=True)
+    several = summary.oom_bound(alone=False)
+    below = [c for c in every if c.local_batch < (alone if c.world_size == 1 else several)]
+    return _within_memory(below, cluster, summary)
 
 
 def largest_pass(
@@ -102,23 +102,8 @@ def largest_pass(
     """Return the largest batch of one forward pass of a script that fits; None: any is tried."""
     if not sweep.workload.accumulates:
         return None
-    # late: they pull in the numeric libraries
-    from tula_hpc.analysis.models.profiles import summarize
-    from tula_hpc.analysis.planning.partitions import with_passes
-
     most = with_passes(sweep, cluster, summarize(measurements)).passes.most
     return None if math.isinf(most) else most
-
-
-def _adaptive(
-    sweep: SweepSpec, cluster: ClusterSpec, fitting: Sequence[Configuration]
-) -> AdaptiveSearch:
-    # late: it pulls in the numeric libraries
-    from tula_hpc.analysis.search.adaptive import AdaptiveSearch
-    from tula_hpc.analysis.search.decision import DecisionModel
-
-    decision = DecisionModel(sweep.objective.kind, sweep, cluster)
-    return AdaptiveSearch(fitting, decision, sweep.search.max_profiles, sweep.search.form)
 
 
 def _settled(measurements: Sequence[Measurement]) -> set[Configuration]:
@@ -136,34 +121,19 @@ def _settled(measurements: Sequence[Measurement]) -> set[Configuration]:
     return settled
 
 
-def _below_bound(
-    wanted: Iterable[Configuration], measurements: Sequence[Measurement]
-) -> list[Configuration]:
-    out = [m.configuration for m in measurements if is_out_of_memory(m) or is_short_of_memory(m)]
-    parts = max((row.parts for row in measurements if is_usable(row)), default=1)
-    alone = min(equivalent_batches(out, parts, alone=True), default=math.inf)
-    several = min(equivalent_batches(out, parts, alone=False), default=math.inf)
-    return [c for c in wanted if c.local_batch < (alone if c.world_size == 1 else several)]
-
-
 def _within_memory(
-    wanted: list[Configuration], cluster: ClusterSpec, measurements: Sequence[Measurement]
+    wanted: list[Configuration], cluster: ClusterSpec, summary: Summary
 ) -> list[Configuration]:
     """Leave out candidates with all of the 90 % interval above the limit, if it is known."""
-    usable = [row for row in measurements if is_usable(row)]
-    measured = {row.local_batch for row in usable}
-    limit = memory_limit_bytes(cluster, (row.memory for row in usable if row.memory))
+    measured = {row.configuration.local_batch for row in summary.profiles}
+    limit = memory_limit_bytes(cluster, summary.memory_uses)
     if limit is None or len(measured) < MEMORY_BATCHES:
         return wanted
     largest = max(measured)
     larger = [c for c in wanted if c.local_batch > largest]
     if not larger:
         return wanted
-    # late: it pulls in the numeric libraries
-    from tula_hpc.analysis.models.memory import fit_memory
-    from tula_hpc.analysis.models.profiles import summarize
-
-    model = fit_memory(summarize(measurements), limit)
+    model = fit_memory(summary, limit)
     low, _ = model.interval([c.local_batch for c in larger], workers=[c.world_size for c in larger])
     beyond = {c for c, least in zip(larger, low.tolist(), strict=True) if least > limit}
     return [c for c in wanted if c not in beyond]

@@ -7,8 +7,8 @@ Where memory runs out:
    process: `_fail` in `attach/script_profile_job.py`.
 2. Where the kernel or Slurm killed the job before it could, `stages/profile.py` writes that record
    in its place (`_record_end`), for the configuration that `died_of` finds to blame.
-3. The next round proposes no such batch and no larger one on any number of nodes (`_below_bound` in
-   `analysis/search/propose.py`); a script that can takes it in more forward passes. The
+3. The next round proposes no such batch and no larger one on any number of nodes (`believed_to_fit`
+   in `analysis/search/propose.py`); a script that can takes it in more forward passes. The
    configurations that the job had not measured yet are submitted again, unless that bound rules
    them out.
 
