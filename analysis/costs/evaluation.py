@@ -3,23 +3,13 @@
     t_evaluation = correction × ⌈samples / W⌉ × (forward_time(b) + data_time(b)) / b
 
 for W workers that share the test samples, in batches of b = max(local batch, `LEAST_BATCH`) as
-training evaluates. forward_time is that of a batch as evaluation takes it, timed at each profiled
-batch; data_time is the wait for the loader in training. Between the profiled batches the time of a
-batch is interpolated over b, which is exact where it is affine; beyond them times per sample are
-those of the nearest one. Compared with measured evaluations, that was -8 to 5 % off
-(tests/benchmarks/evaluation_share.py, nine configurations on a CPU with the loader in the process).
-
-Records of former versions have no forward_time. It is then a share of compute_time, forward and
-backward as they were profiled: the share that other records of the run have, or `FORWARD_SHARE`. By
-operations the forward pass is a third: the backward pass multiplies for the gradients of
-activations and of weights (D. Narayanan et al., "Efficient Large-Scale Language Model Training on
-GPU Clusters Using Megatron-LM", 2021, appendix). An evaluation keeps nothing for a backward pass
-and has no statistics to reduce; measured shares are from 0.15 (depthwise convolutions) to 0.45 (a
-large head), the median 0.25 to 0.27 by the run (the same command), which puts predictions off by
--40 to 76 %. A recomputing backward pass adds another forward pass.
-
-The correction is the ratio of the evaluations that trainings of the same run measured to their
-predictions, on the kind of nodes where they ran, or 1. It is the same for all kinds.
+training evaluates. forward_time is that of a batch as evaluation takes it, data_time the wait for
+the loader in training. Between the profiled batches the time of a batch is interpolated over b,
+beyond them times per sample are those of the nearest one: -8 to 5 % off
+(tests/benchmarks/evaluation_share.py). A forward pass that was not timed, as one that ran out of
+memory, is a share of the computation: the median of those that were, or `FORWARD_SHARE`. The
+correction is the ratio of the evaluations that trainings of the run measured to their predictions,
+or 1; it is the same for all kinds of nodes.
 
 A script's work between its epochs (evaluation, saving, start of loaders) has no known samples:
 
@@ -28,14 +18,10 @@ A script's work between its epochs (evaluation, saving, start of loaders) has no
 as profiles saw it where they met the end of an epoch, else as the training's own epochs did. It
 stands in place of the evaluation; where neither saw it, it is unknown, and the plan says so.
 
-A job's start lasts until its first step: interpreter, torch, rendezvous, model and data. Every
-restart pays it. Profile jobs measure it, each with its first configuration; `pricing.restart_s`
-overrides that.
-
-A job's end lasts from its last work until the scheduler has its nodes back: interpreters end, the
-step and the job are cleaned up. No job can measure its own. In twelve jobs of the test cluster, whose
-starts took 7.4 to 16.8 s, it took 0.13 to 0.21 of a start by the controller's log. `END_SHARE` of it
-is added where starts were measured; a stated start is taken to hold it.
+A job's start lasts until its first step, and every restart pays it: as profile jobs measure it,
+each with its first configuration, or `pricing.restart_s`. A job's end, from its last work until the
+scheduler has its nodes back, no job can measure: where starts were measured it is `END_SHARE` of
+one; a stated start is taken to hold it.
 """
 
 from __future__ import annotations
@@ -54,17 +40,16 @@ from tula_hpc.records import EpochMetrics, StepTimes
 
 Array = NDArray[np.float64]
 
-# of forward and backward, where it was not measured
+# of forward and backward, where no forward pass was timed: a third by operations (D. Narayanan et
+# al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021,
+# appendix); 0.15 to 0.45 as measured, as an evaluation keeps nothing for a backward pass
 FORWARD_SHARE = 0.27
-# with activation checkpointing
-RECOMPUTED_SHARE = FORWARD_SHARE / (1.0 + FORWARD_SHARE)
 LEAST_BATCH = 64.0
 # longer ones are from damaged records
 MOST_EVALUATION_S = 1e7
-# of a start
+# of a start: 0.13 to 0.21 by the controller's log, in twelve jobs whose starts took 7.4 to 16.8 s
 END_SHARE = 0.18
-# what evaluations took over what was predicted, where forward passes were timed, and where not: the
-# module says what was measured
+# what evaluations took over what was predicted, where forward passes were timed, and where not
 TIMED_FACTORS = (0.85, 1.18)
 ASSUMED_FACTORS = (0.57, 1.67)
 # of the training samples, as if four fifths of all were trained on
@@ -177,8 +162,7 @@ def evaluation_of(
         forward_s = _forward_time_s(row.times)
         if forward_s is not None and row.times.compute_time_s > 0.0:
             shares.append(forward_s / row.times.compute_time_s)
-    assumed = RECOMPUTED_SHARE if workload.activation_checkpointing else FORWARD_SHARE
-    share = median(shares) if shares else assumed
+    share = median(shares) if shares else FORWARD_SHARE
     by_batch: dict[int, list[float]] = {}
     for row in profiles:
         forward_s = _forward_time_s(row.times) or row.times.compute_time_s * share

@@ -326,11 +326,8 @@ def _half_the_batch(plan: Plan) -> Iterator[str]:
 
 
 def _what_would_change(plan: Plan, *, has_trained: bool) -> Iterator[str]:
-    """Yield the deciding facts: constraints, unsettled steps, and choices of other objectives."""
+    """Yield the deciding facts: constraints, and choices of other objectives."""
     yield from (as_sentence(text) for text in plan.binding)
-    if not has_trained:
-        # else the training measures what was not settled
-        yield from (as_sentence(text) for text in plan.hangs_on)
     is_decided = True
     for other in alternatives(plan):
         roles = " and ".join(f"the {role}" for role in other.roles)

@@ -48,17 +48,15 @@ class Unsteady(NamedTuple):
         """Change from the first half of the rounds to the second; 0 where there is none."""
         return self.profile.times.drift
 
-    @property
-    def between(self) -> str:
-        """Range of the step time: "takes between 0.5 s and 1.1 s"."""
-        return f"takes between {format_duration(self.low_s)} and {format_duration(self.high_s)}"
-
     def describe(self) -> str:
         """Describe the measurement."""
         times = self.profile.times
         if not self.drift or times.first_half_s is None or times.second_half_s is None:
-            step = f"the step of {self.profile.configuration}"
-            return f"{step} {self.between}: its measurement was too short for its noise"
+            return (
+                f"the step of {self.profile.configuration} takes between "
+                f"{format_duration(self.low_s)} and {format_duration(self.high_s)}: its measurement "
+                "was too short for its noise"
+            )
         halves = (
             f"{format_duration(times.first_half_s)}, then {format_duration(times.second_half_s)}"
         )
@@ -97,7 +95,6 @@ def with_steadiness(
     summary = decision.known(summarize(usable))
     chosen = plan.chosen.configuration
     found: list[tuple[Unsteady, str]] = []
-    instead: dict[str, list[tuple[Unsteady, float]]] = {}
     # other partitions may have a better one still
     alone = len(cluster.parts()) == 1
     choice = "the plan would choose" if alone else "the best there would be"
@@ -109,8 +106,8 @@ def with_steadiness(
             usual = usual or _choice(decision, sweep.search, summary)
             seconds, other = _effect(one, usual, decision, sweep.search, summary)
             if other:
-                effect = _with_it(seconds, f"{choice} {other}")
-                instead.setdefault(f"{choice} {other}", []).append((one, seconds))
+                took = format_duration(seconds)
+                effect = f"if it takes {took}, predictions change, and {choice} {other}"
         is_chosen = one.profile.configuration == chosen
         if not effect and is_chosen and abs(one.drift) >= NOTABLE_DRIFT:
             effect = _on_training(one)
@@ -125,26 +122,7 @@ def with_steadiness(
         others = ", ".join(str(one.profile.configuration) for one, _ in found[1:])
         more = f"The steps of {others} are as uncertain. "
     text = f"{first.describe()}; {effect}. {more}{_what_to_do(first, sweep.search, usable)}"
-    hangs_on = [prefixed(name, _hanging(steps, other)) for other, steps in instead.items()]
-    plan = plan.model_copy(update={"hangs_on": hangs_on})
     return plan.with_doubts(to_measure([prefixed(name, text)]))
-
-
-def _hanging(steps: Sequence[tuple[Unsteady, float]], other: str) -> str:
-    """Say in a sentence with which steps another choice would be made."""
-    if len(steps) > 1:
-        which = ", ".join(str(one.profile.configuration) for one, _ in steps)
-        return (
-            f"the steps of {which}, which are uncertain: if any of them came out at the end of "
-            f"its range, {other}"
-        )
-    ((one, seconds),) = steps
-    return f"the step of {one.profile.configuration} {one.between}: {_with_it(seconds, other)}"
-
-
-def _with_it(seconds: float, other: str) -> str:
-    took = format_duration(seconds)
-    return f"if it takes {took}, predictions change, and {other}"
 
 
 def _effect(

@@ -168,8 +168,6 @@ class Plan(Record):
     # share of the training's node-seconds that a profile of the chosen configuration would cost,
     # which is why it was not measured; None where it was, or a warning has another reason
     profile_share: float | None = None
-    # measurements that were not settled, and the choice with another of their values
-    hangs_on: list[str] = Field(default=[])
     # constraints that rule out a better candidate
     binding: list[str] = Field(default=[])
     knee: Knee | None = None

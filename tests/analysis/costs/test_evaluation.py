@@ -97,9 +97,9 @@ def test_an_affine_forward_pass_is_known_between_the_profiled_batches(fixed: flo
     assert predicted(1, batch, found) == pytest.approx(512 / batch * (fixed + each * batch))
 
 
-def test_rows_of_former_versions_take_the_share_that_the_others_measured() -> None:
-    former = ok(1, 256, times=times(1, 256, compute_time_s=1.0, data_time_s=0.0))
-    found = of_rows(timed(64, 0.06), timed(128, 0.12), timed(512, 0.18), former)
+def test_a_pass_that_was_not_timed_takes_the_share_that_the_others_measured() -> None:
+    untimed = ok(1, 256, times=times(1, 256, compute_time_s=1.0, data_time_s=0.0))
+    found = of_rows(timed(64, 0.06), timed(128, 0.12), timed(512, 0.18), untimed)
     assert predicted(1, 256, found) == pytest.approx(512 / 256 * 0.2 * 1.0)
 
 
