@@ -85,8 +85,8 @@ def fit_parts(
     grids: list[Grid] = []
     warnings = _too_large(sweep, cluster)
     errors: list[NotEnoughDataError] = []
-    names = cluster.part_names()
-    for name, spec in zip(names, cluster.parts(), strict=True):
+    by_name = cluster.by_name()
+    for name, spec in by_name.items():
         try:
             part = _fit(name, sweep, spec, of_partition(measurements, name), trained)
             grid, left_out = plannable(sweep, part)
@@ -98,7 +98,7 @@ def fit_parts(
         grids.append(grid)
         warnings += [prefixed(name, text) for text in left_out]
     if not parts:
-        lacks = [prefixed(name, str(e)) for name, e in zip(names, errors, strict=True)]
+        lacks = [prefixed(name, str(e)) for name, e in zip(by_name, errors, strict=True)]
         raise NotEnoughDataError(f"plan: {'; '.join(lacks)}")
     critical = critical_batch(measurements, trained.metrics)
     _require_noise(sweep, critical)

@@ -182,8 +182,7 @@ def _often(every_s: float, epoch_s: float) -> str:
 
 def without_price(plan: Plan, cluster: ClusterSpec) -> list[str]:
     """Say that the costs are by no price of the user's; empty where one is set."""
-    parts = dict(zip(cluster.part_names(), cluster.parts(), strict=True))
-    part = parts.get(plan.chosen.partition)
+    part = cluster.by_name().get(plan.chosen.partition)
     if part is None or not part.pricing.is_default:
         return []
     price = format_money(part.pricing.usd_per_node_hour)

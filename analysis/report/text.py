@@ -52,7 +52,7 @@ def _outdated_notes(run: RunContents) -> set[str]:
     if run.cluster is None or interruptions.measured_save_s(run.events) is None:
         return set()
     notes = set()
-    for name, part in zip(run.cluster.part_names(), run.cluster.parts(), strict=True):
+    for name, part in run.cluster.by_name().items():
         note = interruptions.describe(None, part.pricing)
         notes |= {note, prefixed(name, note)}
     return notes
@@ -79,7 +79,7 @@ def _doubts_before_plan(run: RunContents) -> list[Doubt]:
         return []
     cluster = run.cluster or ClusterSpec()
     found: list[Doubt] = []
-    for name, part in zip(cluster.part_names(), cluster.parts(), strict=True):
+    for name, part in cluster.by_name().items():
         rows = of_partition(run.measurements, name)
         summary = summarize(rows)
         sweep = sweep_for(run.sweep, part)
@@ -216,7 +216,7 @@ def _noted_of_profiling(run: RunContents) -> dict[str, float]:
 
 def _usd_per_node_hour(cluster: ClusterSpec) -> dict[str, float]:
     prices = {}
-    for name, part in zip(cluster.part_names(), cluster.parts(), strict=True):
+    for name, part in cluster.by_name().items():
         if part.pricing.basis == "node-hour":
             prices[name] = part.pricing.usd_per_node_hour
     return prices

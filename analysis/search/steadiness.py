@@ -89,7 +89,7 @@ def with_steadiness(
 ) -> Plan:
     """Add a warning about unsteady steps on the partition that the plan chose."""
     name = plan.chosen.partition
-    part = dict(zip(cluster.part_names(), cluster.parts(), strict=True))[name]
+    part = cluster.part(name)
     usable = [row for row in of_partition(measurements, name) if is_usable(row)]
     decision = DecisionModel(sweep.objective.kind, sweep, part)
     summary = decision.known(summarize(usable))

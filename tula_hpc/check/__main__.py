@@ -103,7 +103,7 @@ def _run(options: argparse.Namespace) -> int:
     run = _make_run_directory()
     checks = [
         _Check(name, part, workload, run, looks_here=looks_here)
-        for name, part in zip(cluster.part_names(), cluster.parts(), strict=True)
+        for name, part in cluster.by_name().items()
     ]
     try:
         for check in checks:

@@ -274,8 +274,7 @@ def _cost(sweep: Sweep, plan: Plan, bill: TrainingBill | None) -> str:
     spent = sum(seconds * _price_s(plan, partition) for partition, seconds in used.items())
     profiling = f"profiling about {format_money(spent, chosen.currency)}"
     by = ""
-    parts = dict(zip(sweep.cluster.part_names(), sweep.cluster.parts(), strict=True))
-    part = parts.get(chosen.partition)
+    part = sweep.cluster.by_name().get(chosen.partition)
     if part is not None and part.pricing.is_default:
         money = format_money(part.pricing.usd_per_node_hour)
         by = f"; by {money} a node and hour, the default of pricing.usd_per_node_hour"

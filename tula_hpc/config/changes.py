@@ -47,8 +47,8 @@ def refuse_other_sweep(path: Path, measured: SweepSpec, wanted: SweepSpec) -> No
 
 def refuse_other_cluster(path: Path, measured: ClusterSpec, wanted: ClusterSpec) -> None:
     """Refuse a plan for another cluster; a partition may be left out, but none can be added."""
-    before = dict(zip(measured.part_names(), measured.parts(), strict=True))
-    after = dict(zip(wanted.part_names(), wanted.parts(), strict=True))
+    before = measured.by_name()
+    after = wanted.by_name()
     on = " and ".join(filter(None, before)) or "a cluster without partitions"
     found: list[str] = []
     for name in after:

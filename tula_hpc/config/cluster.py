@@ -391,9 +391,13 @@ class ClusterSpec(Spec):
             )
         return self
 
+    def by_name(self) -> dict[str, ClusterSpec]:
+        """Return a complete cluster for each of `partitions`; without any this one, named ""."""
+        return {table.partition: _part(self, table) for table in self.partitions} or {"": self}
+
     def parts(self) -> tuple[ClusterSpec, ...]:
-        """Return a complete cluster for each of `partitions`; this one alone without any."""
-        return tuple(_part(self, table) for table in self.partitions) or (self,)
+        """Return the clusters of `by_name` alone."""
+        return tuple(self.by_name().values())
 
     def controller(self) -> ClusterSpec:
         """Return the cluster of controller jobs: one core of a node that others may share."""
@@ -434,18 +438,16 @@ class ClusterSpec(Spec):
         Raises:
             InputError: There is no such partition.
         """
-        if not name and not self.partitions:
-            return self
-        for table in self.partitions:
-            if table.partition == name:
-                return _part(self, table)
+        parts = self.by_name()
+        if name in parts:
+            return parts[name]
         remedy = "the cluster has no [[partitions]]"
         if self.partitions:
-            remedy = f"expected {' or '.join(self.part_names())}"
+            remedy = f"expected {' or '.join(parts)}"
         raise InputError(f"no partition {name!r}; {remedy}", key="partitions")
 
     def part_names(self) -> tuple[str, ...]:
-        """Return names as in `Candidate.partition`, in the order of `parts()`."""
+        """Return the names of `by_name` alone, as in `Candidate.partition`."""
         return tuple(table.partition for table in self.partitions) or ("",)
 
     @property

@@ -290,7 +290,7 @@ def loaders_without_cores(sweep: SweepSpec, cluster: ClusterSpec) -> Iterator[tu
         # it has its own, which nobody knows here
         return
     usual = int(WorkloadSpec.model_fields["loader_workers"].default)
-    for name, part in zip(cluster.part_names(), cluster.parts(), strict=True):
+    for name, part in cluster.by_name().items():
         table = f"partitions.{name}." if name else ""
         if part.executor == "local":
             key = "workload.loader_workers"
@@ -375,8 +375,8 @@ def _samples(sweep: SweepSpec) -> str:
 
 def study_part(study: StudySpec, cluster: ClusterSpec) -> tuple[str, ClusterSpec] | None:
     """Return name and cluster of the first partition with nodes enough for a study, or None."""
-    named = zip(cluster.part_names(), cluster.parts(), strict=True)
-    return next(((name, part) for name, part in named if part.max_nodes >= study.nodes), None)
+    fitting = (pair for pair in cluster.by_name().items() if pair[1].max_nodes >= study.nodes)
+    return next(fitting, None)
 
 
 def cluster_sizes(search: SearchSpec, part: ClusterSpec) -> tuple[int, ...]:

@@ -224,7 +224,7 @@ def _largest_jobs(sweep: Sweep) -> Iterator[tuple[str, ClusterSpec, int]]:
         if part := study_part(spec.study, cluster):
             yield *part, spec.study.nodes
         return
-    for name, own in zip(cluster.part_names(), cluster.parts(), strict=True):
+    for name, own in cluster.by_name().items():
         if sizes := cluster_sizes(spec.search, own):
             yield name, own, max(sizes)
 

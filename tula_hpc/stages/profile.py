@@ -149,7 +149,7 @@ def _wrong(failures: Sequence[Ended]) -> list[Ended]:
 
 def parts_of(sweep: Sweep) -> list[Sweep]:
     """Return the sweep on each partition with enough nodes, with the sizes that fit there."""
-    named = zip(sweep.cluster.part_names(), sweep.cluster.parts(), strict=True)
+    named = sweep.cluster.by_name().items()
     specs = ((sweep_for(sweep.spec, cluster), cluster, name) for name, cluster in named)
     return [
         sweep._replace(spec=spec, cluster=cluster, partition=name)

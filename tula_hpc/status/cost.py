@@ -189,7 +189,7 @@ def cost_so_far(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) -
     stages = {name: _priced(facts, name, use) for name, use in uses.items() if use is not None}
     costs = [stage.cost for stage in stages.values()]
     known = [cost for cost in costs if cost is not None]
-    parts = _parts(facts.cluster)
+    parts = facts.cluster.by_name() if facts.cluster else {}
     first = next(iter(parts.values()), None)
     price = ""
     if first and len(parts) == 1:
@@ -203,12 +203,6 @@ def cost_so_far(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) -
         train=stages.get("train"),
         control=stages.get("control"),
     )
-
-
-def _parts(cluster: ClusterSpec | None) -> dict[str, ClusterSpec]:
-    if not cluster:
-        return {}
-    return dict(zip(cluster.part_names(), cluster.parts(), strict=True))
 
 
 def _priced(facts: Facts, stage: str, use: _Use) -> StageCost:
@@ -227,7 +221,7 @@ def _price(facts: Facts, stage: str, partition: str) -> float | None:
     """Return the price of a node and hour there; an unknown partition counts as the first."""
     if facts.cluster is None:
         return None
-    parts = _parts(facts.cluster)
+    parts = facts.cluster.by_name() if facts.cluster else {}
     there = parts.get(partition) or next(iter(parts.values()))
     part = facts.cluster.controller() if stage == "control" else there
     rows = [row for row in facts.measurements if row.partition == partition]

@@ -298,9 +298,7 @@ def _partition_names(
     """
     if options.partition:
         return [options.partition]
-    names = [
-        name for name in cluster.part_names() if sweep_for(sweep, cluster.part(name)) is not None
-    ]
+    names = [name for name, part in cluster.by_name().items() if sweep_for(sweep, part) is not None]
     if options.json and len(names) > 1:
         expected = f"give {' or '.join(names)}"
         raise InputError(f"--json prints one of [[partitions]]; {expected}", source="--partition")
