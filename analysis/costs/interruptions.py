@@ -206,17 +206,6 @@ def under_time_limit(
     return Requeued(needed_s + np.where(requeues > 0.0, requeues * repeated, 0.0), requeues)
 
 
-def least_limit_s(work_s: Array, interval_s: Array, restart_s: float, requeues: int) -> Array:
-    """Return the shortest L under which a training is requeued at most k times.
-
-    By `under_time_limit`, for the same quantities:
-
-        L = (T + R + k (R + τ/2)) / (1 + k)
-    """
-    repeated = restart_s + interval_s / 2.0
-    return (work_s + restart_s + requeues * repeated) / (1.0 + requeues)
-
-
 def by_epochs_under_time_limit(
     work_s: Array, limit_s: float, epochs: Array | float, restart_s: float
 ) -> Requeued:

@@ -25,7 +25,6 @@ from tula_hpc.analysis.costs.interruptions import (
     Resume,
     anew_under_time_limit,
     by_epochs_under_time_limit,
-    least_limit_s,
     under_time_limit,
 )
 from tula_hpc.analysis.costs.spread import MOMENT_S
@@ -173,15 +172,13 @@ def bill(
 
 
 def enough_minutes(work_s: Array, interval_s: Array, cluster: ClusterSpec, requeues: int) -> Array:
-    """Return the least train_minutes under which trainings are requeued at most so many times.
+    """Return the least train_minutes under which trainings are requeued at most k times.
 
-    Args:
-        work_s: Steps, evaluations and checkpoints, without preemptions.
-        interval_s: Of steps between two checkpoints.
-        cluster: Delay of the warning, and the start of a job.
-        requeues: Of each training; 0 for one that begins anew, and for the work of one job.
+    By `under_time_limit`, for the same quantities, L = (T + R + k (R + τ/2)) / (1 + k). k is 0 for
+    a training that begins anew, and for the work of one job.
     """
-    limit_s = least_limit_s(work_s, interval_s, cluster.pricing.start_s, requeues)
+    start_s = cluster.pricing.start_s
+    limit_s = (work_s + start_s + requeues * (start_s + interval_s / 2.0)) / (1.0 + requeues)
     return np.ceil((limit_s + cluster.signal_delay_s) / 60.0)
 
 

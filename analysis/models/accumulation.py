@@ -47,17 +47,6 @@ class Passes(NamedTuple):
         return np.asarray(np.asarray(local_batch, dtype=np.float64) / self.of(local_batch))
 
 
-def largest_fitting(sizes: Array, fits: NDArray[np.bool_]) -> float:
-    """Return the largest batch of one pass up to which all fit; 1 if not even the least does.
-
-    Args:
-        sizes: (n,), ascending.
-        fits: (n,).
-    """
-    count = len(sizes) if fits.all() else int(np.argmin(fits))
-    return float(sizes[count - 1]) if count else 1.0
-
-
 def times_of_one_pass(times: StepTimes, passes: int) -> StepTimes:
     """Return the times that a step of one pass would have taken, by the module's equation.
 

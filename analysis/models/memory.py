@@ -187,7 +187,7 @@ class MemoryModel:
         broken = [
             (batch, limit)
             for batch, limit in self._bounds
-            if self._predicted_below_bounds(batch, world) < limit
+            if self._reserve.of(self._allocated(batch, world)) < limit
         ]
         if not broken:
             return
@@ -248,14 +248,11 @@ class MemoryModel:
         return np.where(np.asarray(workers) == 1, alone, together)
 
     def _predicted_together(self, local_batch: ArrayLike, workers: ArrayLike) -> Array:
-        line = self._predicted_below_bounds(local_batch, workers)
+        line = self._reserve.of(self._allocated(local_batch, workers))
         for batch, limit in self._bounds:
             beyond = np.asarray(local_batch) >= batch
             line = np.where(beyond, np.maximum(line, np.nextafter(limit, math.inf)), line)
         return np.asarray(line)
-
-    def _predicted_below_bounds(self, local_batch: ArrayLike, workers: ArrayLike) -> Array:
-        return self._reserve.of(self._allocated(local_batch, workers))
 
     def _allocated(self, local_batch: ArrayLike, workers: ArrayLike) -> Array:
         batch, world = np.broadcast_arrays(
@@ -370,7 +367,9 @@ def _problem(rows: Rows, weights: Array) -> Problem:
         gradients = np.where((line >= least)[:, None], design, at_floor)
         return np.maximum(line, least), gradients
 
-    return Problem(evaluate, rows.peak_bytes, weights, np.full(len(NAMES), np.inf))
+    unbounded = np.full(len(NAMES), np.inf)
+    zeros = np.zeros(len(NAMES))
+    return Problem(evaluate, rows.peak_bytes, weights, unbounded, zeros, believed=zeros, belief=zeros)
 
 
 def _best_fit(rows: Rows) -> tuple[Fit, NDArray[np.bool_]]:

@@ -79,12 +79,11 @@ class Problem(NamedTuple):
     weights: Array
     # (p,), of each coefficient
     upper: Array
-    # (p,); None: 0
-    lower: Array | None = None
-    # (p,), prior means; None: no prior
-    believed: Array | None = None
+    lower: Array
+    # (p,), prior means
+    believed: Array
     # (p,), strength of the prior: typical residual / standard deviation; 0: none
-    belief: Array | None = None
+    belief: Array
     # (p,), size of each coefficient that alone would explain a typical row; None: by the gradients
     scale: Array | None = None
     # residuals above this count linearly, not squared
@@ -177,7 +176,7 @@ def _descend(problem: Problem, start: Array, free: NDArray[np.bool_]) -> tuple[A
             np.zeros((len(problem.observed), 0)),
             0.5 * float(np.sum(residuals(start[free]) ** 2)),
         )
-    lower = np.zeros(len(scale)) if problem.lower is None else problem.lower[free] / scale
+    lower = problem.lower[free] / scale
     upper = problem.upper[free] / scale
     # the method needs a start inside the bounds
     margin = 1e-6 * np.where(np.isfinite(upper), upper - lower, 1.0)
@@ -217,11 +216,9 @@ class _Beliefs:
     """Residuals of the free coefficients from their priors."""
 
     def __init__(self, problem: Problem, free: NDArray[np.bool_]) -> None:
-        count = len(free)
-        firmness = np.zeros(count) if problem.belief is None else problem.belief
-        self.mean = np.zeros(count) if problem.believed is None else problem.believed
-        self.rows = np.flatnonzero((firmness > 0.0) & free)
-        self.firmness = firmness[self.rows]
+        self.mean = problem.believed
+        self.rows = np.flatnonzero((problem.belief > 0.0) & free)
+        self.firmness = problem.belief[self.rows]
         self.jacobian = np.zeros((len(self.rows), int(free.sum())))
         self.jacobian[np.arange(len(self.rows)), (np.cumsum(free) - 1)[self.rows]] = self.firmness
 

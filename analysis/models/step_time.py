@@ -27,7 +27,6 @@ from tula_hpc.analysis.models.regression import (
 from tula_hpc.analysis.models.step_time_fit import (
     BELIEFS,
     EFFECT_SPREAD,
-    MANY_ROWS,
     SCATTER,
     Backend,
     FormName,
@@ -383,16 +382,5 @@ def _rows(columns: Sequence[Array]) -> Rows:
     rows = Rows(kind, np.tile(count, 3), np.tile(per_node, 3), np.tile(batch, 3), seconds)
     measured = np.isfinite(rows.seconds) & (rows.seconds > 0.0)
     rows = rows.only(measured & ((kind != ALLREDUCE) | (rows.workers > 1.0)))
-    if len(rows.kind) > MANY_ROWS:
-        rows = _medians(rows)
     # sums of floats depend on the order; the model must not
     return rows.only(np.lexsort(rows[::-1]))
-
-
-def _medians(rows: Rows) -> Rows:
-    """Keep one row for each kind and configuration: most of very many measurements are repeats."""
-    keys, group = np.unique(np.stack(rows[:4], axis=1), axis=0, return_inverse=True)
-    order = np.lexsort((rows.seconds, group.ravel()))
-    first = np.searchsorted(group.ravel()[order], np.arange(len(keys) + 1))
-    middle = order[(first[:-1] + first[1:] - 1) // 2]
-    return rows.only(middle)

@@ -111,8 +111,6 @@ EFFECT_SPREAD = 0.15
 SCATTER = Scatter(error=0.0385, rows=8.0)
 # with more batches, or cluster sizes, their departures are not fitted
 MAX_KNOTS = 64
-# with more rows departures are not fitted, and repeats become their median before the fit
-MANY_ROWS = 5000
 # batches that tell a floor from a line
 FLOOR_BATCHES = 4
 # another term must lower the information criterion (AIC) by this
@@ -309,10 +307,9 @@ def _knots(rows: Rows) -> Knots:
     """Return the measured batches, and the cluster sizes of several workers, if few enough."""
     batches = np.unique(rows.batch[rows.kind != ALLREDUCE])
     sizes = np.unique(np.stack([rows.nodes, rows.per_node], axis=1)[rows.workers > 1.0], axis=0)
-    many_rows = len(rows.kind) > MANY_ROWS
-    if many_rows or len(batches) > MAX_KNOTS:
+    if len(batches) > MAX_KNOTS:
         batches = batches[:0]
-    if many_rows or len(sizes) > MAX_KNOTS:
+    if len(sizes) > MAX_KNOTS:
         sizes = sizes[:0]
     return Knots(batches, sizes)
 

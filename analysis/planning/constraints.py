@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +25,6 @@ class Constraint(NamedTuple):
     # of the table
     column: str
     why: Why
-    describe: Callable[[float, Candidate], str]
 
     def excess(self, table: CandidateTable) -> NDArray[np.float64]:
         """Return the share of the limit by which each candidate is over it; 0 or less inside."""
@@ -40,6 +38,14 @@ class Constraint(NamedTuple):
             return candidate.cost
         return float(candidate.global_batch)
 
+    def describe(self, amount: float, candidate: Candidate) -> str:
+        """Return such an amount in words, in the candidate's currency."""
+        if self.why is Why.DEADLINE:
+            return format_duration(amount)
+        if self.why is Why.BUDGET:
+            return format_money(amount, candidate.currency)
+        return f"B={amount:,.0f}"
+
     def is_broken_by(self, candidate: Candidate) -> bool:
         """Tell whether a candidate exceeds the limit."""
         return self.amount(candidate) > self.limit
@@ -51,32 +57,20 @@ def constraints_of(objective: ObjectiveSpec) -> list[Constraint]:
     if objective.deadline_hours is not None:
         limit_s = objective.deadline_hours * HOUR_S
         key = "objective.deadline_hours"
-        found.append(Constraint(key, limit_s, "wall_time_s", Why.DEADLINE, _duration))
+        found.append(Constraint(key, limit_s, "wall_time_s", Why.DEADLINE))
     if objective.budget is not None:
         key = "objective.budget"
-        found.append(Constraint(key, objective.budget, "cost", Why.BUDGET, _money))
+        found.append(Constraint(key, objective.budget, "cost", Why.BUDGET))
     if objective.max_global_batch is not None:
         key = "objective.max_global_batch"
         most = float(objective.max_global_batch)
-        found.append(Constraint(key, most, "global_batch", Why.BATCH, _batch))
+        found.append(Constraint(key, most, "global_batch", Why.BATCH))
     return found
 
 
 def unconstrained(table: CandidateTable) -> CandidateTable:
     """Return the table as if the user had set no constraint."""
     return table._replace(why=np.where(np.isin(table.why, CONSTRAINED), int(FEASIBLE), table.why))
-
-
-def _duration(amount: float, _: Candidate) -> str:
-    return format_duration(amount)
-
-
-def _money(amount: float, candidate: Candidate) -> str:
-    return format_money(amount, candidate.currency)
-
-
-def _batch(amount: float, _: Candidate) -> str:
-    return f"B={amount:,.0f}"
 
 
 def constrain(table: CandidateTable, objective: ObjectiveSpec) -> CandidateTable:

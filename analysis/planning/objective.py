@@ -104,16 +104,12 @@ def least_keys(objective: ObjectiveSpec, time_s: Array, cost: Array) -> tuple[Ar
     if objective.kind == "cost":
         return cost, time_s
     if objective.kind == "weighted":
-        return _weighted(objective, time_s, cost), time_s, cost
+        return weighted_score(objective, time_s, cost), time_s, cost
     return time_s, cost
 
 
-def weighted_score(objective: ObjectiveSpec, table: CandidateTable) -> Array:
-    """Return `a · log T + b · log C`, T in seconds."""
-    return _weighted(objective, table.wall_time_s, table.cost)
-
-
-def _weighted(objective: ObjectiveSpec, wall_time_s: Array, cost: Array) -> Array:
+def weighted_score(objective: ObjectiveSpec, wall_time_s: Array, cost: Array) -> Array:
+    """Return `a · log T + b · log C`."""
     log_time = np.log(np.maximum(wall_time_s, TINY_COST))
     log_cost = np.log(np.maximum(cost, TINY_COST))
     return np.asarray(objective.time_weight * log_time + objective.cost_weight * log_cost)
@@ -192,16 +188,9 @@ def _near_least_time(table: CandidateTable, feasible: NDArray[np.bool_], knee: K
 def pareto_front(first: Array, second: Array) -> NDArray[np.intp]:
     """Return the rows that no other row beats: none is smaller in one and at most as large in both.
 
-    Args:
-        first: (n,) finite numbers.
-        second: (n,) finite numbers.
-
-    Returns: Indices, ascending in `first`, so that `second` falls. Of equal points the one that
-        comes first.
+    Of finite numbers, (n,) each. The rows ascend in `first`, so that `second` falls; of equal
+    points it is the one that comes first.
     """
-    order = np.argsort(first, kind="stable")
-    improves = second[order] < np.concatenate([[np.inf], np.minimum.accumulate(second[order])[:-1]])
-    # equal values of `first` may still be in the wrong order here
-    few = np.sort(order[improves])
-    few = few[np.lexsort((second[few], first[few]))]
-    return few[second[few] < np.concatenate([[np.inf], np.minimum.accumulate(second[few])[:-1]])]
+    order = np.lexsort((second, first))
+    least_before = np.concatenate([[np.inf], np.minimum.accumulate(second[order])[:-1]])
+    return order[second[order] < least_before]

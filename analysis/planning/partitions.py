@@ -17,7 +17,7 @@ from tula_hpc.analysis.costs.spread import (
     start_factors,
     with_save,
 )
-from tula_hpc.analysis.models.accumulation import Passes, largest_fitting
+from tula_hpc.analysis.models.accumulation import Passes
 from tula_hpc.analysis.models.critical_batch import CriticalBatch, critical_batch
 from tula_hpc.analysis.models.fitted import Models, fit_models
 from tula_hpc.analysis.models.memory import fit_memory
@@ -273,7 +273,10 @@ def _largest_pass(sweep: SweepSpec, cluster: ClusterSpec, summary: Summary) -> f
         _, high = memory.interval(sizes, workers=workers)
         believed = (sizes <= BELIEVED_FACTOR * max(seen)) | (high <= allowed)
         fits &= believed & (memory.predict(sizes, workers) <= allowed)
-    return np.inf if fits.all() else largest_fitting(sizes, fits)
+    if fits.all():
+        return np.inf
+    # up to which all fit; a single sample is tried in any case
+    return float(sizes[max(0, int(np.argmin(fits)) - 1)])
 
 
 def fitting_limit(cluster: ClusterSpec, summary: Summary) -> float | None:

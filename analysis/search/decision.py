@@ -59,8 +59,6 @@ class Evaluated(NamedTuple):
     value: Array
     # share of a limit by which constraints are broken; 0 or less: allowed
     excess: Array
-    # can run, regardless of constraints
-    possible: NDArray[np.bool_]
 
     @property
     def eligible(self) -> NDArray[np.bool_]:
@@ -141,11 +139,7 @@ class DecisionModel(NamedTuple):
             counts = self.kind in {"cost", "weighted"}
             workers = grid.nodes * grid.workers_per_node if counts else 1
             power = 0.5 if self.kind == "weighted" else 1.0
-            return Evaluated(
-                per_sample_s * workers**power,
-                np.zeros_like(step_s),
-                np.ones(step_s.shape, dtype=bool),
-            )
+            return Evaluated(per_sample_s * workers**power, np.zeros_like(step_s))
         part = _part(self.sweep, self.cluster, summary, model)
         evaluated = _as_planned(self.sweep, part, grid, step_s)
         return evaluated._replace(value=per_sample_s) if self.has_knee else evaluated
@@ -238,14 +232,14 @@ def _as_planned(sweep: SweepSpec, part: Part, grid: Grid, step_s: Array) -> Eval
     possible = np.isin(table.why, [FEASIBLE, Why.UNSEEN, *CONSTRAINED])
     over = np.maximum(excess(table, sweep.objective), 0.0) + np.where(possible, 0.0, IMPOSSIBLE)
     value = _value(sweep.objective, table)
-    shape = step_s.shape
-    return Evaluated(value.reshape(shape), over.reshape(shape), possible.reshape(shape))
+    return Evaluated(value.reshape(step_s.shape), over.reshape(step_s.shape))
 
 
 def _value(objective: ObjectiveSpec, table: CandidateTable) -> Array:
     if objective.kind == "weighted":
         weights = objective.time_weight + objective.cost_weight
-        return np.asarray(np.exp(weighted_score(objective, table) / weights))
+        score = weighted_score(objective, table.wall_time_s, table.cost)
+        return np.asarray(np.exp(score / weights))
     # where nothing costs anything the plan takes the fastest
     if objective.kind == "cost" and table.cost.any():
         return table.cost

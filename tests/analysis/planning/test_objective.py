@@ -167,7 +167,7 @@ def test_weights_of_one_side_alone_are_time_and_cost(feasible: list[Row]) -> Non
 
 def test_what_is_free_can_be_weighed() -> None:
     free = table_of([Row(1, 8, 2.0, 0.0), Row(2, 8, 1.0, 0.0)])
-    assert np.all(np.isfinite(weighted_score(spec("weighted"), free)))
+    assert np.all(np.isfinite(weighted_score(spec("weighted"), free.wall_time_s, free.cost)))
     assert choose(spec("weighted"), free).ranking[0] == 1
 
 

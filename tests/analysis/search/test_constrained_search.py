@@ -123,7 +123,7 @@ def test_nothing_is_lost_by_the_best_allowed_and_something_by_breaking_a_limit(d
     numbers = st.lists(st.floats(0.1, 10.0), min_size=4, max_size=4)
     value = np.array([data.draw(numbers)] * 2)
     over = np.array([data.draw(st.lists(st.sampled_from([0.0, 0.5]), min_size=4, max_size=4))] * 2)
-    evaluated = Evaluated(value, over, np.ones_like(value, dtype=bool))
+    evaluated = Evaluated(value, over)
     best = int(np.argmin(np.where(evaluated.eligible[0], value[0], np.inf)))
     losses = [float(evaluated.loss(place)[0]) for place in range(4)]
     assert losses[best] == 0.0
