@@ -20,7 +20,7 @@ from tests.fake_slurm import put_commands
 from tests.planning_data import failed, ok
 from tests.run_factory import EPOCHS, make_run, write_training
 from tula_hpc.cli.changed_inputs import freeze
-from tula_hpc.config import PUT_BACK, ClusterSpec, SweepSpec, idle_keys, idle_reference, load_cluster, load_sweep
+from tula_hpc.config import PUT_BACK, ClusterSpec, SweepSpec, load_cluster, load_sweep
 from tula_hpc.errors import TrialError
 from tula_hpc.files import PLAN_ALONE
 from tula_hpc.formatting import command_line, format_duration
@@ -722,37 +722,6 @@ def test_a_reference_batch_above_every_batch_is_named(
     error = capsys.readouterr().err
     assert said in error
     assert len(error.splitlines()) == bool(said)
-
-
-def test_a_reference_batch_above_every_batch_of_a_study_is_named_once(sweep_file: Path) -> None:
-    study = '[study]\nmethods = ["ags", "lbt"]\nbatches = [64, 128]\nsmall_batch = 16\n'
-    study += "[study.variants.own]\ntraining.small_batch = 64\n[study.variants.large]\ntraining.small_batch = 256\n"
-    sweep_file.write_text(f"{sweep_file.read_text()}\n{study}")
-    named = [key for key, _ in idle_reference(load_sweep(sweep_file, ["training.small_batch=128"]))]
-    assert named == ["training.small_batch", "study.variants.large.training.small_batch"]
-
-
-@pytest.mark.parametrize(
-    ("method", "key", "variant", "said"),
-    [
-        ("static", "delta", {"method": "ags", "small_batch": 16}, []),  # the one is for static, the other for ags
-        ("static", "delta", {"method": "static", "delta": 0.2}, []),
-        ("lbt", "delta", {"method": "lrs"}, [("training.delta", '"lbt" makes no use of it; method = "lrs"')]),
-        ("ags", "s_max", {"method": "lbt"}, []),
-        ("lrs", "s_max", {"method": "lbt"}, [("training.s_max", '"lrs" makes no use of it; method = "lbt"')]),
-        ("ags", "s_max", {"method": "lbt", "s_min": 0.5}, [("study.variants.own.training.s_min", 'method = "lbt"')]),
-    ],
-)
-def test_a_key_that_changes_nothing_for_any_column_of_a_study_is_named(
-    sweep_file: Path, method: str, key: str, variant: dict[str, object], said: list[tuple[str, str]]
-) -> None:
-    own = "".join(f"training.{name} = {json.dumps(value)}\n" for name, value in variant.items())
-    study = f'[study]\nmethods = ["{method}"]\nbatches = [64]\nsmall_batch = 16\n[study.variants.own]\n{own}'
-    sweep_file.write_text(f"{sweep_file.read_text()}\n{study}")
-    spec = load_sweep(sweep_file, [f"training.{key}=4.0"])
-    named = list(idle_keys(spec))
-    assert [name for name, _ in named] == [name for name, _ in said]
-    assert all(words in why for (_, why), (_, words) in zip(named, said, strict=True))
 
 
 def test_who_stops_reading_hears_no_complaint(sweep_file: Path) -> None:

@@ -414,41 +414,17 @@ USED = {
 
 
 def idle_keys(sweep: SweepSpec) -> Iterator[tuple[str, str]]:
-    """Yield each dotted key of [training] and of variants that changes nothing, with the reason.
+    """Yield each dotted key of [training] that changes nothing, with the reason; none of a study.
 
-    A key with its default value counts as left out. A key of a study's [training] is yielded if it
-    changes nothing for any column.
+    A key with its default value counts as left out.
     """
-    if sweep.study is None:
-        for key, reason in _idle(sweep.training).items():
-            yield f"training.{key}", reason
+    if sweep.study is not None:
         return
-    of_columns = {
-        name: _idle(study_column(sweep, name, check_paths=False).training)
-        for name in sweep.study.columns
-    }
     for key in OF_METHODS:
-        reasons = dict.fromkeys(of_column.get(key, "") for of_column in of_columns.values())
-        if _is_given(sweep.training, key) and all(reasons):
-            yield f"training.{key}", "; ".join(reasons)
-    for name, values in sweep.study.variants.items():
-        for key, reason in of_columns[name].items():
-            if f"training.{key}" in values:
-                yield f"study.variants.{name}.training.{key}", reason
-
-
-def _idle(training: TrainingSpec) -> dict[str, str]:
-    """Return the keys of one training that are given and change nothing, each with the reason."""
-    reasons: dict[str, str] = {}
-    for key in OF_METHODS:
-        reason = _reason(training, key) if _is_given(training, key) else ""
-        if reason:
-            reasons[key] = reason
-    return reasons
-
-
-def _is_given(training: TrainingSpec, key: str) -> bool:
-    return bool(getattr(training, key) != TrainingSpec.model_fields[key].default)
+        is_given = getattr(sweep.training, key) != TrainingSpec.model_fields[key].default
+        reason = _reason(sweep.training, key)
+        if is_given and reason:
+            yield f"training.{key}", reason
 
 
 def _reason(training: TrainingSpec, key: str) -> str:
@@ -468,33 +444,17 @@ def _reason(training: TrainingSpec, key: str) -> str:
 
 
 def idle_reference(sweep: SweepSpec) -> Iterator[tuple[str, str]]:
-    """Yield each dotted key with a reference batch of AGS above all batches, with the reason."""
-    study = sweep.study
-    if study is None:
-        reason = _not_below(sweep.training, sweep.search.max_batch, "search.max_batch")
-        if reason:
-            yield "training.small_batch", reason
+    """Yield the key of a reference batch of AGS above all batches, with the reason; not of a study."""
+    given = sweep.training.small_batch
+    largest = sweep.search.max_batch
+    is_ags = sweep.study is None and sweep.training.method == "ags"
+    if not is_ags or given is None or given < largest:
         return
-    found: dict[str, str] = {}
-    for name in study.columns:
-        training = study_column(sweep, name, check_paths=False).training
-        own = f"study.variants.{name}." if "training.small_batch" in study.overrides(name) else ""
-        reason = _not_below(training, max(study.batches), "the largest of study.batches")
-        if reason:
-            found[f"{own}training.small_batch"] = reason
-    yield from found.items()
-
-
-def _not_below(training: TrainingSpec, largest: int, key: str) -> str:
-    """Return the reason why a given reference batch of AGS leaves nothing to scale, or ""."""
-    given = training.small_batch
-    shrink = training.ags.small_batch_shrink
-    if training.method != "ags" or given is None or given < largest:
-        return ""
     unless = ""
-    if shrink != 1.0:
+    if sweep.training.ags.small_batch_shrink != 1.0:
         unless = " until training.small_batch_shrink brings it below the batch"
-    return (
-        f"{given} is not below {key}, {largest}: gradients are compared with those of the same "
-        f"batch, which scales nothing{unless}"
+    yield (
+        "training.small_batch",
+        f"{given} is not below search.max_batch, {largest}: gradients are compared with those of "
+        f"the same batch, which scales nothing{unless}",
     )
