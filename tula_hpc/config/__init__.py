@@ -18,7 +18,7 @@ from tula_hpc.config.loading import (
     without_values,
 )
 from tula_hpc.config.search import ObjectiveSpec, SearchSpec, batches_timed_apart, local_batches
-from tula_hpc.config.study import REFERENCE_COLUMN, Family, StudyCell, StudySpec
+from tula_hpc.config.study import REFERENCE_COLUMN, StudyCell, StudySpec
 from tula_hpc.config.sweep import (
     JOB_NAMES,
     SweepSpec,
@@ -35,7 +35,6 @@ from tula_hpc.config.training import (
     CHECKPOINT_MINUTES,
     AgsOptions,
     Gate,
-    Granularity,
     LrScaling,
     Method,
     TrainingSpec,
@@ -53,9 +52,7 @@ __all__ = [
     "AgsOptions",
     "ClusterSpec",
     "ContainerSpec",
-    "Family",
     "Gate",
-    "Granularity",
     "LrScaling",
     "Method",
     "ObjectiveSpec",
