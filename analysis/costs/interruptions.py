@@ -61,14 +61,8 @@ def expected_time_s(
 
     Infinite where preemptions leave no progress. Work shorter than an interval is one segment, with
     as large a share of a checkpoint as it is of the interval: checkpoints cost the same share of
-    all work, see `pricing.bill`.
-
-    Args:
-        work_s: T_s, without preemptions and checkpoints.
-        interval_s: τ, of work between two checkpoints.
-        between_s: M, between two preemptions of the job.
-        write_s: δ.
-        restart_s: R, from the start of a job to its first step.
+    all work, see `pricing.bill`. In the module's letters: work T_s, interval τ, between M, write δ,
+    restart R.
     """
     segment_s = np.where(work_s > 0.0, np.minimum(interval_s, work_s), interval_s)
     saved_s = segment_s * (1.0 + write_s / interval_s)
@@ -89,12 +83,7 @@ class Resume(StrEnum):
 
 
 def resume_of(work: WorkloadSpec, kept: bool) -> Resume:
-    """Return from where a workload goes on.
-
-    Args:
-        work: The workload.
-        kept: A script was seen to keep its state for an exact resume.
-    """
+    """Return from where a workload goes on; `kept`: a script was seen to keep its state exactly."""
     if kept or not work.is_script:
         return Resume.CHECKPOINT
     return Resume.EPOCH if work.goes_on else Resume.NOTHING
@@ -143,10 +132,8 @@ def least_interval_s(cost_s: float) -> float:
 def with_epoch_ends_s(every_s: Array, epoch_s: Array, least_s: float) -> Array:
     """Return the mean seconds of training steps between saves, those at ends of epochs included.
 
-    Args:
-        every_s: T, positive.
-        epoch_s: Steps of an epoch, 0 or more.
-        least_s: An end of an epoch saves if the last save is so long ago; 0: always.
+    For T > 0 and the steps of an epoch. An end of an epoch saves if the last save is `least_s` ago;
+    0: always.
     """
     epoch_s = np.maximum(epoch_s, 1e-9)
     at_ends = epoch_s * np.maximum(np.ceil(least_s / epoch_s), 1.0)
@@ -190,12 +177,8 @@ def under_time_limit(
         time       = T + R + k (R + τ/2)
 
     Where training gets the warning, it saves before it ends, and the half interval is not repeated.
-
-    Args:
-        work_s: T, without interruption, checkpoints included.
-        limit_s: L, from the start of a job to that warning: its time limit less `signal_delay_s`.
-        interval_s: τ, between two checkpoints.
-        restart_s: R, from the start of a job to its first step.
+    T is the work without interruption, checkpoints included, and L lasts from the start of a job to
+    that warning: its time limit less `signal_delay_s`.
     """
     repeated = restart_s + interval_s / 2.0
     usable = limit_s - repeated

@@ -5,10 +5,8 @@ parts in quadrature, on either side by itself:
 
     high − T = √Σ (high_i − t_i)²        T − low = √Σ (t_i − low_i)²
 
-Parts are taken as independent: the error of the steps is that of their model, the error of a start
-is that of nodes and file system at that moment, the error of evaluations that of another model.
-For independent normal errors the sum is exact, and adding the ends themselves, as if all parts were
-late together, would be too wide by up to the square root of their number.
+which is exact for independent normal errors: those of steps are their model's, those of starts the
+nodes' and file system's at that moment, those of evaluations another model's.
 
 - Steps: the interval of the step time's model, see `step_factors`.
 - Starts: the factor e^(±z s √(1 + 1/n)) around the median of n measured starts. s² is their
@@ -85,13 +83,10 @@ class Spread(NamedTuple):
     def of_parts(
         self, parts_s: Mapping[str, float], pace: Ends, interruption_s: float
     ) -> dict[str, Ends]:
-        """Return the interval of each part, seconds.
+        """Return the interval of each part of `Candidate.wall_parts_s`, seconds.
 
-        Args:
-            parts_s: As `Candidate.wall_parts_s`; empty where a training would never end.
-            pace: Factors of the step time.
-            interruption_s: Work that one interruption repeats: a start, and half an interval
-                between checkpoints.
+        `pace` are the factors of the step time; one interruption repeats `interruption_s`, a start
+        and half an interval between checkpoints.
         """
         expected = parts_s.get(TimePart.REPEATED, 0.0) / max(interruption_s, MOMENT_S)
         more = Z_90 / math.sqrt(max(expected, FEWEST))
@@ -119,13 +114,9 @@ class Spread(NamedTuple):
 def step_factors(planned_s: Array, model_s: Array, ends_s: Array) -> Array:
     """Return the ends of the intervals around planned step times (n,), as factors (2, n) of them.
 
-    They are the model's. A planned time may be a single measurement, off by chance: where it and
-    the model lie within the reach of each other, both are inside.
-
-    Args:
-        planned_s: With measured ones as they were measured.
-        model_s: The model's predictions.
-        ends_s: Its 90 % interval, (2, n).
+    They are those of the model's 90 % interval, `ends_s` (2, n), around its prediction. A planned
+    time may be a single measurement, off by chance: where it and the model lie within the reach of
+    each other, both are inside.
     """
     low, high = np.clip(ends_s / model_s, 0.0, WIDEST)
     apart = model_s / planned_s

@@ -118,12 +118,8 @@ def training_bill(
 ) -> TrainingBill | None:
     """Compare a training with its plan; None for old plans, and for trainings without an end.
 
-    Args:
-        promised: The candidate that was trained, as planned.
-        result: Of the training.
-        events: Of this training alone.
-        accounts: Every run of its jobs, which are over; none where accounting does not tell.
-        epochs: Have the evaluations of results that do not tell them.
+    The events are of this training alone. `accounts` are every run of its jobs, none where
+    accounting does not tell; `epochs` have the evaluations of results that do not tell them.
     """
     whole_s = promised.wall_time_s
     if whole_s is None or not 0.0 < whole_s < FOREVER_S:

@@ -39,12 +39,10 @@ def job_runs(
     measurements: Iterable[Measurement] = (),
     cluster: ClusterSpec | None = None,
 ) -> list[JobRun]:
-    """Return the runs of all jobs.
+    """Return the runs of all jobs by their notes, job after job in the order of writing.
 
-    Args:
-        notes: In the order in which they were written, job after job.
-        measurements: Give the end of a job that was killed before it could write a note.
-        cluster: Has the jobs' time limit: a longer run is due to a clock that was set meanwhile.
+    Measurements give the end of a job that was killed before it could write a note, the cluster the
+    jobs' time limit: a longer run is due to a clock that was set meanwhile.
     """
     parts = cluster.parts() if cluster else ()
     limit_s = max((60.0 * part.profile_minutes for part in parts), default=math.inf)

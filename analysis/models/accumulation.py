@@ -50,9 +50,7 @@ class Passes(NamedTuple):
 def times_of_one_pass(times: StepTimes, passes: int) -> StepTimes:
     """Return the times that a step of one pass would have taken, by the module's equation.
 
-    Args:
-        times: Of a step in so many passes; its computation and its wait for data are theirs together.
-        passes: At least 1.
+    Computation and wait for data are those of all its passes together.
     """
     if passes == 1:
         return times

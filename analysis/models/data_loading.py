@@ -76,9 +76,7 @@ def _is_contradicted(profile: Profile, profiles: Sequence[Profile]) -> bool:
 def processes_needed(times: StepTimes, loader_workers: int) -> int:
     """Return how many loader processes would keep up, given cores for them.
 
-    Args:
-        times: Of a configuration for which the loader decides.
-        loader_workers: As profiled; 0: the worker loads by itself, which is its wait.
+    `loader_workers` as profiled; 0: the worker loads by itself, which is its wait.
     """
     loading_s = loader_workers * times.step_time_s if loader_workers else times.data_time_s
     # rounded: 96 must not become 97 by a last digit
@@ -111,9 +109,7 @@ def describe_slow_storage(profiles: Sequence[Profile]) -> str:
 def describe_slow_loader(profile: Profile, loader_workers: int | None) -> str:
     """Return a sentence on the wait and its remedy, where the loader decides.
 
-    Args:
-        profile: A configuration where it decides.
-        loader_workers: As profiled; None: a script's own, which it alone knows.
+    `loader_workers` as profiled; None: a script's own, which it alone knows.
     """
     share = f"{100 * wait_share(profile.times):.0f} %"
     found = (

@@ -77,12 +77,9 @@ def fit_models(
     device, on CPU the resident set of the whole process, interpreter and libraries included
     (baseline + peak).
 
-    Args:
-        summary: Measurements of one kind of nodes.
-        memory_limit_bytes: A configuration that ran out of memory needed more; None: unknown.
-        form: Of the step-time model.
-        possible: Local batches that can be asked for and did not run out of memory; None: any.
-            Where all of them are measured, one is enough.
+    A configuration that ran out of memory needed more than the limit; None: it is unknown.
+    `possible` are the local batches that can be asked for and did not run out of memory, None any:
+    where all of them are measured, one is enough.
 
     Raises:
         NotEnoughDataError: Nothing ran, or fewer than two local batches did although more can.

@@ -117,20 +117,18 @@ class MemoryModel:
         workers: ArrayLike = 1,
         allocated_bytes: ArrayLike | None = None,
     ) -> Self:
-        """Fit to measured peaks.
-
-        Every argument is a scalar or has the length of its group.
+        """Fit to measured peaks, all (n,) or scalars; out-of-memory records are (m,).
 
         Args:
-            local_batch: (n,), samples per worker.
-            peak_bytes: (n,), counted against a limit: reserved on CUDA, resident on CPU.
-            oom_local_batch: (m,), local batches that ran out of memory.
-            oom_limit_bytes: (m,), memory available then; None: they only bound `max_batch`.
-            static_bytes: (n,), baseline, parameters and optimizer states that are not divided.
-            sharded_bytes: (n,), this worker's share of optimizer states divided over all.
-            gradient_bytes: (n,).
-            workers: (n,), W.
-            allocated_bytes: (n,), held by tensors, where the allocator reserves more.
+            local_batch: Samples per worker.
+            peak_bytes: Counted against a limit: reserved on CUDA, resident on CPU.
+            oom_local_batch: Local batches that ran out of memory.
+            oom_limit_bytes: Memory available then; None: they only bound `max_batch`.
+            static_bytes: Baseline, parameters and optimizer states that are not divided.
+            sharded_bytes: This worker's share of optimizer states divided over all.
+            gradient_bytes: Of one worker.
+            workers: W.
+            allocated_bytes: Held by tensors, where the allocator reserves more.
 
         Raises:
             ValueError: No rows, lengths that do not fit, or values that are not positive and
@@ -420,18 +418,15 @@ def _fit_above(rows: Rows, censored: Rows, fit: Fit, free: NDArray[np.bool_]) ->
 
 
 def fit_memory(summary: Summary, limit_bytes: float | None = None) -> MemoryModel:
-    """Fit to the memory that a summary's profiles used, and to the configurations that ran out.
+    """Fit to the memory that at least one profile used, and to the configurations that ran out.
 
     On CUDA the allocator took `reserved_bytes`, of which tensors held `peak_bytes`; on CPU it is the
     process with interpreter and libraries, of which the smallest baseline counts as known.
 
     A single worker that takes its batch in micro-batches holds the activations of one of them.
     Several workers do not, so for them its profiles count as those of a micro-batch; for itself it
-    has a model of its own.
-
-    Args:
-        summary: At least one profile.
-        limit_bytes: Memory that there was for one worker; None where unknown.
+    has a model of its own. `limit_bytes` is the memory that there was for one worker; None where it
+    is unknown.
     """
     out, parts = summary.out_of_memory, summary.parts
     bounds = equivalent_batches(out, parts, alone=False)

@@ -144,11 +144,7 @@ class Summary(NamedTuple):
         return [row.memory for row in self.profiles]
 
     def oom_bound(self, *, alone: bool) -> float:
-        """Return the smallest local batch that lacks memory; infinite without any.
-
-        Args:
-            alone: For a single worker; else for several.
-        """
+        """Return the least local batch that lacks memory, of a single worker or several; or inf."""
         bounds = (*self.out_of_memory, *self.short_of_memory)
         return min(equivalent_batches(bounds, self.parts, alone=alone), default=math.inf)
 
@@ -176,10 +172,7 @@ def equivalent_batches(
 ) -> list[float]:
     """Return the local batches that hold as many samples at once as each configuration.
 
-    Args:
-        configurations: As they ran.
-        parts: Micro-batches per step of a single worker; several workers hold their whole batch.
-        alone: Return the batches of a single worker; else of several.
+    Of a single worker that takes its batch in so many parts, or of several, which hold all of it.
     """
     factor = parts if alone else 1.0 / parts
     return [

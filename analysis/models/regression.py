@@ -70,32 +70,27 @@ class Fit(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Model with its data; `evaluate(p)` gives predictions (n,) and their gradients (n, p)."""
+    """Model with its data: n rows, and p coefficients with bounds and prior means.
+
+    `evaluate` gives predictions (n,) and their gradients (n, p).
+    """
 
     evaluate: Callable[[Array], tuple[Array, Array]]
-    # (n,), positive
+    # positive
     observed: Array
-    # (n,)
     weights: Array
-    # (p,), of each coefficient
     upper: Array
     lower: Array
-    # (p,), prior means
     believed: Array
-    # (p,), strength of the prior: typical residual / standard deviation; 0: none
+    # strength of the prior: typical residual / standard deviation; 0: none
     belief: Array
-    # (p,), size of each coefficient that alone would explain a typical row; None: by the gradients
+    # of each coefficient that alone would explain a typical row; None: by the gradients
     scale: Array | None = None
-    # residuals above this count linearly, not squared
     robust_from: float = ROBUST_FROM
 
 
 def as_columns(*values: ArrayLike) -> list[Array]:
-    """Broadcast scalars and arrays to 1-D float arrays of one length.
-
-    Raises:
-        ValueError: The lengths do not fit together.
-    """
+    """Broadcast scalars and arrays to 1-D float arrays of one length, or raise ValueError."""
     return [np.array(column, dtype=np.float64).ravel() for column in np.broadcast_arrays(*values)]
 
 
@@ -246,8 +241,7 @@ def _scales(problem: Problem, start: Array) -> Array:
 def explaining_a_row(relative: Array) -> Array:
     """Return the size (p,) of each coefficient that alone explains a row; 1 where no row shows it.
 
-    Args:
-        relative: (n, p), gradients of the predictions over the observed values.
+    `relative` are the gradients (n, p) of the predictions over the observed values.
     """
     largest = np.max(np.abs(relative), axis=0, initial=0.0)
     return np.where(largest > 0.0, 1.0 / np.where(largest > 0.0, largest, 1.0), 1.0)
@@ -266,15 +260,9 @@ def relative_spread(
 
     `t × σ × sqrt(1 + g C gᵀ + unseen)`: Student's t on the degrees of freedom that the rows leave,
     σ from their residuals and the prior belief (inverse gamma), g the gradient of the prediction's
-    logarithm (m, p), C the covariance of the fit.
-
-    Args:
-        fit: The fit.
-        rows: (n,), true for rows of the predicted kind; only their residuals count.
-        relative_gradients: (m, p), the gradients at the new points over the predictions there.
-        level: Probability that the measurement lies inside, between 0 and 1.
-        unseen: (m,) or scalar, variance that no row could show, in units of σ².
-        prior: Belief in σ.
+    logarithm, `relative_gradients` (m, p), C the covariance of the fit, `unseen` (m,) the variance
+    that no row could show, in units of σ². Only residuals of `rows` (n,) count, those of the
+    predicted kind.
 
     Raises:
         ValueError: `level` is not between 0 and 1.

@@ -99,9 +99,7 @@ class StepTimeModel:
         *,
         storage_decides: bool = False,
     ) -> Self:
-        """Fit to measured steps, and to computation and all-reduce measured apart.
-
-        All arguments are scalars or (n,).
+        """Fit to measured steps, and to computation and all-reduce measured apart; (n,) or scalars.
 
         Args:
             nodes: K.
@@ -185,13 +183,10 @@ class StepTimeModel:
     ) -> Array:
         """Return the covariance of predictions, in units of a single measurement's variance.
 
-        Relative, without the noise of a measurement: a point known exactly has 0, and a point
-        measured once at most 1. Points of one batch or cluster size that was not measured share
-        its unknown departure from the law, and all of several nodes the network while a single
-        node was measured.
-
-        Returns:
-            (m, m), for m points after broadcasting and raveling.
+        (m, m) for m points after broadcasting and raveling; relative, without the noise of a
+        measurement: a point known exactly has 0, one measured once at most 1. Points of one batch
+        or cluster size that was not measured share its unknown departure from the law, and all of
+        several nodes the network while a single node was measured.
         """
         rows, more, _ = self._points(nodes, local_batch, workers_per_node)
         fitted = self._fitted
@@ -275,13 +270,10 @@ class StepTimeModel:
     ) -> Array:
         """Draw models from the fit's uncertainty and predict seconds per step, without noise.
 
-        A cluster size that was not measured departs from the law as a whole, in each model by a
-        draw of its own. Departures of single batches are left out, so that curves over the batch
-        stay smooth.
-
-        Returns:
-            (count, *shape), shape as the arguments broadcast. The same seed draws the same models
-            for all points.
+        (count, *shape), shape as the arguments broadcast; the same seed draws the same models for
+        all points. A cluster size that was not measured departs from the law as a whole, in each
+        model by a draw of its own. Departures of single batches are left out, so that curves over
+        the batch stay smooth.
         """
         rows, more, shape = self._points(nodes, local_batch, workers_per_node)
         fitted = self._fitted
@@ -305,13 +297,7 @@ def fit_step_time(
     form: FormName = "auto",
     passes: Passes = Passes(),  # noqa: B008 - immutable
 ) -> StepTimeModel:
-    """Fit the model of a run's step times.
-
-    Args:
-        profiles: At least one.
-        form: Of the collective.
-        passes: In which a script takes the batches that will be asked for.
-    """
+    """Fit the model to at least one profile; `passes` are those of batches that are asked for."""
     profiles = [profile.of_one_pass for profile in profiles]
     alone_s = wait_per_sample_s(profiles)
     rows = [row for profile in profiles for row in _observations(profile, alone_s)]
@@ -336,17 +322,14 @@ def fit_step_time(
 def _observations(profile: Profile, alone_s: float) -> Iterator[tuple[float, ...]]:
     """Yield nodes, workers per node, batch, and the seconds of step, computation and all-reduce.
 
-    Computation is the step without synchronization: waiting for data, forward and backward, and the
-    optimizer. Where a step takes its batch in micro-batches, that of the whole batch is unknown.
-
-    Args:
-        profile: Of one configuration.
-        alone_s: Wait for data per sample on the fewest workers; any further wait of others is
-            for storage that all share, which is a term of its own.
+    Computation is the step without synchronization. `alone_s` is the wait for data per sample on
+    the fewest workers.
     """
     nodes, per_node, batch = profile.configuration
     times = profile.times
+    # any further wait is for storage that all share, which is a term of its own
     wait_s = min(times.data_time_s, alone_s * batch)
+    # of a whole batch that is taken in micro-batches it is unknown
     whole_s = math.nan
     if profile.parts == 1:
         whole_s = wait_s + times.optimizer_time_s + times.compute_time_s

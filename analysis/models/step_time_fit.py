@@ -1,25 +1,10 @@
 """Choice of the step-time law's form and coefficients from measured rows.
 
-Coefficients are bounded by their signs. Some have a prior belief, which counts as far as the data
-leave them open:
-
-- the overlapped share of the computation: 0.4 ± 0.3 on GPUs, 0.1 ± 0.1 on CPUs, where the
-  collective needs the same cores (on the test cluster full fits of three networks find 0, 0 and
-  0.3);
-- contention between workers of a node: 0 ± 0.05 for each further worker;
-- straggling for each doubling of the workers: 0 ± 0.02 on GPUs, 0 ± 0.05 on CPUs;
-- the collective's shape where no form is given: a share of 0.8 ± 0.3 of a ring on GPUs, 1 ± 0.35 on
-  CPUs, congestion with exponent 0 ± 0.1;
-- latency: 0 ± 3 % of a typical step for each of its rounds;
-- departures u of batches and v of cluster sizes from the law: 0 ± 15 % where the typical residual
-  is 3 %.
-
-They were chosen on public step times of four clusters (T4, K80, RTX 2080 Ti, Quadro), see
-`tests.benchmarks.transfer`.
-
-The belief in departures makes this a mixed-effects model: a measurement of one batch on one cluster
-size informs about that batch on the others, and sizes that were not measured are as uncertain as
-the measured ones vary.
+Coefficients are bounded by their signs. Some have a prior belief, see `BELIEFS` and the spreads
+below it, which counts as far as the data leave them open. They were chosen on public step times of
+four clusters (T4, K80, RTX 2080 Ti, Quadro), see `tests.benchmarks.transfer`. That in departures
+makes this a mixed-effects model: a measurement of one batch on one cluster size informs about that
+batch on the others, and sizes that were not measured are as uncertain as the measured ones vary.
 """
 
 from __future__ import annotations
@@ -63,14 +48,16 @@ Backend = Literal["nccl", "gloo"]
 
 
 class Belief(NamedTuple):
-    """Prior belief in the behaviour of a collective library."""
+    """Prior belief in the behaviour of a collective library; spreads are standard deviations."""
 
     library: Backend
+    # of the collective's shape, where no form is given
     ring_share: float
     ring_spread: float
+    # of the computation; little on CPUs, where the collective needs the same cores
     overlap_share: float
-    # standard deviations
     overlap_spread: float
+    # around 0, of each doubling of the workers
     straggling_spread: float
 
     @property
@@ -91,9 +78,11 @@ BELIEFS: dict[Backend, Belief] = {
         "gloo", 1.0, 0.35, overlap_share=0.1, overlap_spread=0.1, straggling_spread=0.05
     ),
 }
+# around 0, of each further worker of a node
 CONTENTION_SPREAD = 0.05
+# around 0, of the exponent
 CONGESTION_SPREAD = 0.1
-# of a typical step
+# around 0, of each round, as a share of a typical step
 LATENCY_SPREAD = 0.03
 # networks between nodes, before one was measured: 20 Gbit/s, most of them from 2 to 200 Gbit/s
 NETWORK_BYTES_PER_S = 2.5e9
@@ -106,6 +95,7 @@ NETWORK_OVER_STEP = 0.3
 # typical relative residual of a step; the beliefs count in its units
 NOISE = 0.03
 LEAST_NOISE = 0.003
+# around 0, of departures u of batches and v of cluster sizes
 EFFECT_SPREAD = 0.15
 # of a measured step
 SCATTER = Scatter(error=0.0385, rows=8.0)

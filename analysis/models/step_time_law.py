@@ -150,11 +150,7 @@ class Knots(NamedTuple):
     sizes: Array
 
     def weights(self, rows: Rows) -> tuple[Array, Array]:
-        """Return the weight of each departure in each row.
-
-        Returns:
-            (n, i), interpolated over log b, and (n, j), 0 or 1.
-        """
+        """Return each departure's weight: (n, i), interpolated over log b, and (n, j), 0 or 1."""
         same_nodes = rows.nodes[:, None] == self.sizes[:, 0]
         same_per_node = rows.per_node[:, None] == self.sizes[:, 1]
         at_sizes = np.where(same_nodes & same_per_node, 1.0, 0.0)
@@ -167,17 +163,16 @@ class Knots(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """Predictions of the law at some rows, with derivatives."""
+    """Predictions of the law at some rows (n,), with derivatives."""
 
-    # (n,)
     seconds: Array
     # (n, p), over the coefficients, then u, then v, at the knots
     gradients: Array
-    # (n,), derivative by u there
+    # by u there
     by_batch_effect: Array
-    # (n,), derivative by v there
+    # by v there
     by_size_effect: Array
-    # (n,), derivative by the logarithm of storage_s
+    # by the logarithm of storage_s
     by_storage_effect: Array
 
 
@@ -240,10 +235,7 @@ class Law(NamedTuple):
         return Evaluation(seconds, np.concatenate(blocks, axis=1), by_u, by_v, of_storage)
 
     def design(self, rows: Rows) -> Array:
-        """Return the gradients (n, p) of the plain sum.
-
-        Those of floor, contention, overlap and departures, which it lacks, are 0.
-        """
+        """Return the gradients (n, p) of the plain sum; 0 of the terms that it lacks."""
         is_allreduce = np.where(rows.kind == ALLREDUCE, 1.0, 0.0)
         has_compute = 1.0 - is_allreduce
         has_sync = np.maximum(_is_together(rows), is_allreduce)
@@ -308,10 +300,9 @@ class Law(NamedTuple):
     def _join(
         self, share: float, compute: Array, sync: Array, rows: Rows
     ) -> tuple[Array, Array, Array, Array]:
-        """Join computation and synchronization to the time that each kind of row measures.
+        """Return the seconds that each kind of row measures, without overhead.
 
-        Returns:
-            Seconds without overhead, their derivatives by t_compute, t_sync and the share.
+        And their derivatives by t_compute, t_sync and the share.
         """
         is_step = _is_together(rows) > 0.0
         has_sync = np.where(rows.kind == ALLREDUCE, 1.0, 0.0)

@@ -159,10 +159,10 @@ class CandidateTable(NamedTuple):
     requeues: Array
     cost: Array
     energy_kwh: Array
+    # of steps between two checkpoints
     checkpoint_s: Array
-    # of wall_time_s: all evaluations
+    # all evaluations, and all checkpoints, of the wall time
     evaluation_s: Array
-    # of wall_time_s: all checkpoints
     saving_s: Array
     # wall time to the progress of as many epochs with `training.base_batch`; NaN: unknown
     progress_time_s: Array
@@ -231,9 +231,9 @@ def _nearness(some: Grid, others: Grid) -> Array:
 
 
 def priced(index: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) -> CandidateTable:
-    """Price configurations on one partition, whose steps take `step` seconds, (n,).
+    """Price configurations on the partition of this index, whose steps take `step` seconds, (n,).
 
-    An epoch is its steps and the updates of the gradient scale. `index`: of the partition.
+    An epoch is its steps and the updates of the gradient scale.
     """
     nodes, per_node, batch = grid.as_floats()
     workers = nodes * per_node
@@ -360,15 +360,10 @@ def _measured(summary: Summary, grid: Grid) -> NDArray[np.bool_]:
 def as_records(
     table: CandidateTable, parts: Sequence[Part], front: NDArray[np.bool_]
 ) -> list[Candidate]:
-    """Return candidates as records, with their 90 % intervals.
+    """Return candidates as records, with their 90 % intervals; `front` marks the Pareto front.
 
-    Those of steps are the model's around what is planned with, and hold the model's own prediction
-    where both agree; `spread` has those of the whole time and the cost.
-
-    Args:
-        table: The rows.
-        parts: The partitions, which the column `part` counts.
-        front: Marks rows on the Pareto front.
+    Intervals of steps are the model's around what is planned with, and hold the model's own
+    prediction where both agree; `spread` has those of the whole time and the cost.
     """
     lows = np.empty(table.rows)
     highs = np.empty(table.rows)

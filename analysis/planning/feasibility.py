@@ -39,11 +39,6 @@ FEWER_PREEMPTIONS = (
 def require_feasible(fitted: Fitted, objective: ObjectiveSpec, max_requeues: int) -> None:
     """Refuse a table without any feasible candidate.
 
-    Args:
-        fitted: Has the table.
-        objective: Has the constraints.
-        max_requeues: That a training may need.
-
     Raises:
         ConstraintsError: Says which constraint fails by how much at the nearest candidate.
         InfeasibleError: Says what the smallest candidate needs, or the one that needs least time.

@@ -94,10 +94,8 @@ def knee_curves(
 ) -> TimeCurves | None:
     """Return the curves to search for the objective's knee; None for objectives without one.
 
-    Args:
-        parts: Fitted partitions; each has a batch that is possible.
-        sweep: Objective, search and epochs.
-        with_draws: Also draw models from the uncertainty of each fit, for the interval.
+    Each partition has a batch that is possible. `with_draws` also draws models from the uncertainty
+    of each fit, for the interval.
     """
     if not sweep.objective.has_knee:
         return None
@@ -239,9 +237,7 @@ def _sampled(lines: Lines, train_time_s: TrainTime) -> Curve:
 def knee_of(kind: str, curves: TimeCurves) -> Knee:
     """Return the knee of the fitted curve, with its 90 % interval where models were drawn.
 
-    Args:
-        kind: "knee", or "kneedle", which may find none.
-        curves: By the fit and around it.
+    "kneedle" may find none.
     """
     nominal = lower_envelope(curves.lines, curves.nominal)
     knee = find_kneedle(nominal) if kind == "kneedle" else float(doubling_knees(nominal))

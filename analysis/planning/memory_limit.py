@@ -36,12 +36,7 @@ class SeenMemory(NamedTuple):
 
 
 def memory_limit_bytes(cluster: ClusterSpec, uses: Iterable[MemoryUse]) -> int | None:
-    """Return the limit of a worker by the module's equation; None where it is unknown.
-
-    Args:
-        cluster: The partition of the workers.
-        uses: Measured there; may be empty.
-    """
+    """Return the limit of a worker by the module's equation; None where it is unknown."""
     stated = cluster.memory_limit_bytes
     seen = _seen(cluster, uses)
     if seen is None:

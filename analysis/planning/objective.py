@@ -50,7 +50,7 @@ class Choice(NamedTuple):
 def choose(
     objective: ObjectiveSpec, table: CandidateTable, curves: TimeCurves | None = None
 ) -> Choice:
-    """Rank the feasible candidates.
+    """Rank the feasible candidates, of which there is at least one.
 
     "time", "progress", "cost" and "weighted" take the least. Of equal times the cheapest is taken,
     of equal costs, as where all is free, the fastest; ties in both go to fewer nodes, then to the
@@ -60,12 +60,7 @@ def choose(
     of the fitted curves. Where constraints leave none there, it is the smallest batch beyond.
     "kneedle" has its own knee, of the search's range, and counts batches up to half an octave
     beyond it. Without one the smallest global batch within 10 % of the least expected time is
-    taken, on as few nodes as possible, of those the fastest, then the cheapest.
-
-    Args:
-        objective: Kind and weights.
-        table: At least one row is feasible.
-        curves: That have the knee; needed for "knee" and "kneedle".
+    taken, on as few nodes as possible, of those the fastest, then the cheapest. Both need `curves`.
     """
     feasible = table.why == FEASIBLE
     if objective.has_knee:

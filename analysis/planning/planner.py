@@ -245,10 +245,7 @@ def fallback_rows(table: CandidateTable, choice: Choice) -> list[int]:
 def written_records(fitted: Fitted, choice: Choice, named: list[int]) -> dict[int, Candidate]:
     """Return the candidates that a plan holds, by row of the table, ascending.
 
-    Args:
-        fitted: The table.
-        choice: Its ranking.
-        named: Rows that the plan names besides, as its fallbacks.
+    `named` are rows that the plan names besides, as its fallbacks.
     """
     table = fitted.table
     front = front_rows(table)

@@ -97,12 +97,7 @@ def drifted_step_s(candidate: Candidate, drift: Drift, expected: StepParts) -> f
 
     The all-reduce takes longer by the same time for every batch, the wait for the loader by a time
     in proportion to the local batch, and computing by the measured factor. Time hidden behind
-    computing stays hidden.
-
-    Args:
-        candidate: As planned.
-        drift: As measured at another batch.
-        expected: Parts of the candidate's step before the drift.
+    computing stays hidden. `expected` are the parts of the candidate's step before the drift.
     """
     if drift.part == "network":
         extra = _extra_s(drift.measured.allreduce_time_s, drift.expected.allreduce_time_s)
@@ -127,13 +122,9 @@ def _extra_s(measured_s: float | None, expected_s: float | None) -> float:
 def slowed(candidate: Candidate, factor: float, evaluation: float = 1.0) -> Candidate:
     """Return a candidate after its steps slowed down, with all times and costs that follow.
 
-    Checkpoints and repeated work follow the steps, starts take as long as before. Plans without
-    `wall_parts_s` have steps alone. Only the intervals of steps stay.
-
-    Args:
-        candidate: As planned.
-        factor: Of the step time.
-        evaluation: Factor of the time of evaluations.
+    Checkpoints and repeated work follow the steps, evaluations have a factor of their own, starts
+    take as long as before. Plans without `wall_parts_s` have steps alone. Only the intervals of
+    steps stay.
     """
     other_factors = {"evaluation": evaluation, "starts": 1.0, "ends": 1.0}
     parts = {}

@@ -122,13 +122,9 @@ def about_samples(summary: Summary) -> list[str]:
 def about_missing(
     summary: Summary, search: SearchSpec, pending: Iterable[Configuration], how_to_profile: str
 ) -> list[str]:
-    """List wanted configurations that failed or are not measured yet, and how to profile these.
+    """List wanted configurations that failed, or that the search still proposes: how to profile them.
 
-    Args:
-        summary: Of the measurements on one partition.
-        search: Bounds of the configurations that are wanted.
-        pending: Configurations that the search still proposes there.
-        how_to_profile: Advice.
+    All of one partition.
     """
     found = []
     for configuration, failure in summary.failed.items():

@@ -1,11 +1,10 @@
 """The adaptive search: profile where a measurement is most likely to change the decision.
 
 It starts at cheap corners: the smallest and the largest local batch on the fewest nodes, and the
-smallest on the most. On the fewest nodes a profile also times the computation of the batches in
-between. From then on the model's own uncertainty decides (D. MacKay, "Information-based objective
-functions for active data selection", 1992): each candidate that was not measured is rated by how
-much its measurement would narrow the predictions that matter, over its cost in node-seconds. With Σ
-the covariance of all predictions, in units of a measurement's variance,
+smallest on the most. From then on the model's own uncertainty decides (D. MacKay, "Information-based
+objective functions for active data selection", 1992): a measurement is rated by how much it would
+narrow the predictions that matter, over its cost in node-seconds. With Σ the covariance of all
+predictions, in units of a measurement's variance,
 
     gain(j) = Σ_i w_i Σ_ij² / (1 + Σ_jj) / sqrt(cost_j)
     cost_j  = N_j × (steps × t_j + start, on other nodes)
@@ -17,14 +16,12 @@ batch, deadline and budget rule out in every draw weigh nothing and are not meas
 The search ends when the draws agree on the decision, the step times of the choice and of most
 candidates are known well enough, and the configuration that the plan would choose was measured
 itself. Where that measurement contradicts its prediction the search goes on: the refitted model
-decides again, and its choice has to be measured again. The last of `max_profiles`
-configurations are kept for that. Then the choice's rival in time or cost is measured, the best
-candidate on another number of nodes: how a step grows with the nodes is what a law knows least. Not
-measured is only a choice or rival whose profile would cost too much of the training (see
-`confirmation`), one that cannot be profiled, and one that appears after the last profile.
+decides again, for which the last of `max_profiles` configurations are kept. Then the choice's rival
+in time or cost is measured, the best candidate on another number of nodes: how a step grows with
+the nodes is what a law knows least. Not measured is only what would cost too much of the training
+(see `confirmation`), cannot be profiled, or appears after the last profile.
 
-Everything is a pure function of the measurements: replayed over recorded ones, the search proposes
-the same again. From candidates to a job `propose.py` tells the whole course.
+`propose.py` tells the whole course from candidates to a job.
 """
 
 from __future__ import annotations
@@ -81,13 +78,9 @@ MOST_POINTS = 400
 
 
 class AdaptiveSearch:
-    """Proposes the configuration to profile next.
+    """Proposes the configuration to profile next, of all that are believed to fit.
 
-    Args:
-        candidates: Configurations that may be profiled, all that are believed to fit.
-        decision: Objective and constraints.
-        max_profiles: Measured configurations that end the search.
-        form: Of the step-time model.
+    `max_profiles` measured configurations end the search.
     """
 
     def __init__(
@@ -248,10 +241,9 @@ class _Predictions:
         return bool(decision.regret <= decision.enough and is_known)
 
     def rivals(self, near: float) -> list[Chosen]:
-        """Return the best candidate on another number of nodes than the choice's, if it is near.
+        """Return the best candidate on another number of nodes than the choice's, if any is near.
 
-        Args:
-            near: Times the choice's time or cost, which it must not take.
+        That is, takes less than so many times the choice's time or cost.
         """
         chosen = self.decision.chosen
         values = np.where(self.nodes == self.nodes[chosen], np.inf, self._value)

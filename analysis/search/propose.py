@@ -1,17 +1,11 @@
 """Candidates of a search, and those to profile next.
 
-Steps from the sweep file to a job:
-
-1. `candidates`, here: cluster sizes × powers of two as local batch within the bounds of [search].
-2. `believed_to_fit`, here: those below every batch that ran out of memory, or that by the memory
-   model surely would (`_within_memory`).
-3. `propose`, here: all of them (mode "full"), the corners ("partial"), or those that narrow the
-   predictions that matter most for the root of their cost (`adaptive.py`); without those measured
-   or given up (`_settled`, by `retry_policy.py`).
-4. `stages/profile.py` asks once a round (`propose_on`), and submits those that do not disturb each
-   other (`first_wave`). It ends where nothing is proposed.
-5. A job goes on by itself: `Agenda` in `profiling/work_queue.py` measures its list, then asks here
-   again for its own number of nodes, or fewer, until its time is up.
+From the sweep file to a job: of the `candidates` those that are `believed_to_fit` and neither
+measured nor given up (by `retry_policy.py`) are proposed, all of them (mode "full"), the corners
+("partial"), or those that narrow the predictions that matter (`adaptive.py`). `stages/profile.py`
+asks once a round (`propose_on`), and submits those that do not disturb each other (`first_wave`). A
+job goes on by itself: `Agenda` in `profiling/work_queue.py` measures its list, then asks here again
+for its own number of nodes, or fewer, until its time is up.
 
 Everything is a pure function of the measurements so far: replayed over recorded ones, a search
 proposes the same again.
