@@ -225,11 +225,7 @@ _OPTIONS_OF = {
 
 
 def _refuse_two_values(cluster: ClusterSpec) -> None:
-    """Refuse an option of [sbatch] that would replace the value of a key.
-
-    Raises:
-        ValueError: With the option in front.
-    """
+    """Refuse an option of [sbatch] that would replace the value of a key."""
     for name, value in cluster.sbatch.items():
         for key, option in _OPTIONS_OF.items():
             own = getattr(cluster, key)
@@ -433,11 +429,7 @@ class ClusterSpec(Spec):
         return self.model_copy(update=fields)
 
     def part(self, name: str) -> ClusterSpec:
-        """Return the cluster of one partition; "" names a cluster without `partitions`.
-
-        Raises:
-            InputError: There is no such partition.
-        """
+        """Return one of `by_name`; raise InputError where there is no such partition."""
         parts = self.by_name()
         if name in parts:
             return parts[name]

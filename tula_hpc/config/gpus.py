@@ -36,10 +36,8 @@ def parse_weights(weights: str | Mapping[str, object]) -> dict[str, float]:
     buffers "bb/…") one MiB. A suffix K, M, G, T or P divides the weight by the ratio of that unit
     to the base unit, in powers of 1024: "0.25G" of memory is 0.25 / 1024 per MiB. A suffix at or
     below the base unit changes nothing, so that "Mem=1K" is 1 per MiB (slurm.conf(5);
-    `get_convert_unit_val` in Slurm's source).
-
-    Args:
-        weights: Text as in slurm.conf, or a table such as {"CPU": 1.0, "Mem": "0.25G"}.
+    `get_convert_unit_val` in Slurm's source). A table such as {"CPU": 1.0, "Mem": "0.25G"} says the
+    same.
 
     Raises:
         ValueError: An entry is not NAME=WEIGHT, a weight is negative, or a TRES is listed twice.
@@ -103,11 +101,7 @@ class _Option(NamedTuple):
 
 
 def check_gpus(cluster: ClusterSpec) -> None:
-    """Refuse a cluster file whose jobs do not give every worker of a node a GPU of its own.
-
-    Raises:
-        ValueError: With the key in front.
-    """
+    """Refuse a cluster file whose jobs do not give every worker of a node a GPU of its own."""
     options = _options(cluster)
     workers = cluster.workers_per_node
     _check_shares(options, workers)
@@ -164,14 +158,7 @@ def _options(cluster: ClusterSpec) -> dict[str, _Option]:
 def _gpus_of_node(
     options: Mapping[str, _Option], cluster: ClusterSpec
 ) -> Iterator[tuple[_Option, int]]:
-    """Yield every option that asks for GPUs, with the number that it gives a node.
-
-    Options for GPUs replace the GPUs in gres. A gres without "gpu" yields nothing: a site may have
-    given its GPUs another name.
-
-    Raises:
-        ValueError: The number depends on how many nodes a job has, or only Slurm can know it.
-    """
+    """Yield every option that asks for GPUs, with the number that it gives a node."""
     workers = cluster.workers_per_node
     if "gpus-per-node" in options:
         yield options["gpus-per-node"], _count(options["gpus-per-node"].value)
@@ -186,6 +173,7 @@ def _gpus_of_node(
                 f"{cluster.max_nodes} nodes, and gpus is a job's sum"
             )
         yield options["gpus"], _count(options["gpus"].value)
+    # options for GPUs replace those in gres, which may have another name at a site
     others = any(name.startswith("gpus") or name == "tres-per-task" for name in options)
     if "gres" in options and not others:
         named = [count for name, _, count in requested_gres(options["gres"].value) if name == "gpu"]
@@ -218,11 +206,7 @@ def _count(value: str) -> int:
 
 
 def _check_shares(options: Mapping[str, _Option], workers: int) -> None:
-    """Refuse options that give one of several workers more than its own GPU, or less.
-
-    Raises:
-        ValueError: With the key in front.
-    """
+    """Refuse options that give one of several workers more than its own GPU, or less."""
     if workers == 1:
         return
     for option, count in _gpus_of_task(options):

@@ -107,12 +107,7 @@ _IN_KEY = re.compile(r"[^\[\]{}=,#\n]+")
 
 
 def _tables(text: str) -> dict[str, Any]:
-    """Parse TOML; refuse dotted keys with too many parts.
-
-    Raises:
-        ValueError: It is not TOML.
-        RecursionError: It is nested too deeply.
-    """
+    """Parse TOML, or raise ValueError; RecursionError where it is nested too deeply."""
     parts = 0
     for part in _STRING.sub("q", text).split("."):
         parts = parts + 1 if part.strip() and _IN_KEY.fullmatch(part) else 0
@@ -335,11 +330,7 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _refuse_without_effect(cluster: ClusterSpec, overrides: Sequence[str]) -> None:
-    """Refuse an override of a key that every partition overrides.
-
-    Raises:
-        InputError: There is one.
-    """
+    """Refuse an override of a key that every partition overrides."""
     for text in overrides:
         key = text.partition("=")[0].strip()
         if cluster.partitions and all(table.has(key) for table in cluster.partitions):
@@ -402,11 +393,7 @@ def _as_json(path: Path | str, tables: dict[str, Any]) -> str:
 
 
 def _refuse_absurd(path: Path | str, value: object, place: tuple[str, ...] = ()) -> None:
-    """Refuse numbers that nothing can be computed with, anywhere; some keys have closer bounds.
-
-    Raises:
-        InputError: There is one.
-    """
+    """Refuse numbers that nothing can be computed with, anywhere; some keys have closer bounds."""
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, inner in items:

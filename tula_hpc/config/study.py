@@ -141,11 +141,7 @@ class StudySpec(Spec):
 
 
 def check_accuracy(work: WorkloadSpec, study: StudySpec) -> None:
-    """Refuse a workload without an accuracy of the kind that the study compares.
-
-    Raises:
-        ValueError: With the key in front.
-    """
+    """Refuse a workload without an accuracy of the kind that the study compares."""
     if work.is_script:
         _check_script_study(work, study)
         return
@@ -161,11 +157,7 @@ def check_accuracy(work: WorkloadSpec, study: StudySpec) -> None:
 
 
 def _check_script_study(work: WorkloadSpec, study: StudySpec) -> None:
-    """Refuse keys that a study of a training script cannot compare, or set, from outside.
-
-    Raises:
-        ValueError: With the key in front.
-    """
+    """Refuse keys that a study of a training script cannot compare, or set, from outside."""
     if study.base_lrs:
         raise ValueError("study.base_lrs: a script has its own rate; remove it")
     if study.evaluate_every != 1:

@@ -136,12 +136,9 @@ class SweepSpec(Spec):
         return int(scales or self.training.method == "adascale")
 
     def updates_per_epoch(self, steps: int) -> float:
-        """Return the mean number of scale updates of AGS that cost a pass.
+        """Return the mean number of scale updates of AGS that cost a pass, of so many steps.
 
         The first comes after a whole interval, and none after the end.
-
-        Args:
-            steps: Of an epoch.
         """
         options = self.training.ags
         epochs = self.workload.epochs

@@ -15,9 +15,9 @@ LrScaling = Literal["none", "sqrt", "linear"]
 
 
 class AgsOptions(NamedTuple):
-    """Form of adaptive gradient scaling: the preset with the keys that are given.
+    """Form of adaptive gradient scaling; `TrainingSpec` explains each key.
 
-    `TrainingSpec` explains each. Without `small_batch` see `following_batch`, without
+    Without `small_batch` see `following_batch`, without
     `small_batch_shrink` see `following_shrink`.
     """
 
@@ -286,14 +286,8 @@ _OUTSIDE = {
 def check_script(training: TrainingSpec, *, scales: bool, of_study: bool = False) -> None:
     """Refuse keys of `[training]` that cannot act on a training script from outside.
 
-    Args:
-        training: The table.
-        scales: Whether the script takes a factor of its rate, {lr_scale}.
-        of_study: Whether other columns of a study have the same arguments, so that the factor may
-            be 1 for this one.
-
-    Raises:
-        ValueError: With the key in front.
+    `scales`: the script takes a factor of its rate, {lr_scale}. `of_study`: other columns of a
+    study have the same arguments, so that the factor may be 1 for this one.
     """
     method = training.method
     if method in _OUTSIDE:

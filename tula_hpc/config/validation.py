@@ -7,7 +7,8 @@ How the keys of a file are checked, in this order:
 2. `_parse` there hands them to the type of the file, a `Spec` of this module: `SweepSpec` in
    `sweep.py` with the tables of `workload.py`, `search.py`, `training.py` and `study.py`;
    `ClusterSpec` in `cluster.py`, with `gpus.py`. Each field has its type and bounds; validators in
-   these types check how keys of one table or one file fit together. Unknown keys are refused.
+   these types, and functions that they call, check how keys of one table or one file fit
+   together: they raise a ValueError whose message begins with the key. Unknown keys are refused.
 3. Here, `explain` makes one line of each mistake: file, key, expected value, likely intention.
 4. `check_columns` in `sweep.py` checks each column of a study, and `check_together` there the sweep
    against the cluster. A resumed run also against what it has measured: `changes.py`.
@@ -70,8 +71,7 @@ VALUE = "a value that is not shown"
 def is_hidden(key: Sequence[str]) -> bool:
     """Tell whether the value of a key is never shown.
 
-    Args:
-        key: Its parts as in TOML; for a partition "partitions", the partition's name, and the key.
+    By its parts as in TOML; of a partition "partitions", the partition's name, and the key.
     """
     # a typed name may hold dots and thus be several parts
     own = key[2:] if key and key[0] == PARTITIONS else key[:1]
@@ -283,13 +283,9 @@ def known_or_entry_point(
 ) -> str:
     """Return the value if it is one of the known names or a user's "package.module:function".
 
-    Args:
-        value: From the sweep.
-        known: The package's own names.
-        what: Kind of the named thing, with its article.
-        called_with: Names of the arguments of the user's function.
-        context: Of the validation: `check_paths` looks the function up, too, unless it is False,
-            and `beside` is the folder of the sweep file.
+    `what` is the kind of the named thing, with its article. By the validation's context the
+    function is looked up, too, unless its `check_paths` is False; `beside` is the folder of the
+    sweep file.
 
     Raises:
         ValueError: It is neither, or the function does not exist or takes other arguments.

@@ -424,11 +424,7 @@ def _placeholders_in(arguments: Iterable[str]) -> list[str]:
 
 
 def _check_placeholders(arguments: Sequence[str], resuming: Sequence[str]) -> None:
-    """Refuse unknown names in braces, and arguments without the batch.
-
-    Raises:
-        ValueError: With the key in front.
-    """
+    """Refuse unknown names in braces, and arguments without the batch."""
     known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
     for key, texts in (("arguments", arguments), ("resume_arguments", resuming)):
         for text in texts:
@@ -450,11 +446,7 @@ def _check_placeholders(arguments: Sequence[str], resuming: Sequence[str]) -> No
 
 
 def _check_script(script: Path | None, module: str | None, beside: Path | None) -> None:
-    """Refuse a script that is not there, or is not valid Python; nothing is imported.
-
-    Raises:
-        ValueError: With the key in front.
-    """
+    """Refuse a script that is not there, or is not valid Python; nothing is imported."""
     key = "script" if script is not None else "module"
     path = script if script is not None else program_of(str(module))
     if path is None:
