@@ -45,7 +45,6 @@ class NodeResources(NamedTuple):
 
     # counts by TRES name in lower case: cores, MiB, GPUs, …
     tres: dict[str, float]
-    # notes for the user
     assumed: tuple[str, ...]
 
 

@@ -81,7 +81,6 @@ class TrainingBill(NamedTuple):
     # in the currency
     cost: Compared
     currency: str
-    # of whole time and cost
     source: Source
     # of the job, restarts included
     runs: int

@@ -30,7 +30,6 @@ class Models(NamedTuple):
     step_time: StepTimeModel
     # bytes that count against the limit, per worker
     memory: MemoryModel
-    # of AGS's gradient scale
     update_time_s: UpdateTime
 
     def train_time_s(

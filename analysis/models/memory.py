@@ -65,12 +65,12 @@ HINGE_ERROR = 1e-5
 
 
 class Rows(NamedTuple):
-    """Measured peaks with the counted bytes of each, all (n,)."""
+    """Measured peaks with the counted bytes of each, all (n,); see `MemoryModel.fit`."""
 
     local_batch: Array
     # allocated on CUDA, resident on CPU
     peak_bytes: Array
-    # baseline, parameters and optimizer states
+    # sharded ones included
     static_bytes: Array
     gradient_bytes: Array
     # 1 where there is more than one worker, else 0

@@ -26,7 +26,7 @@ from tula_hpc.records import (
 
 
 class Profile(NamedTuple):
-    """Medians over the repeated measurements of one configuration that ran."""
+    """Medians over the repeated measurements of one configuration; 0 or None where none has it."""
 
     configuration: Configuration
     times: StepTimes
@@ -40,21 +40,19 @@ class Profile(NamedTuple):
     emulated: bool
     # collective library: nccl, gloo, none for one worker
     backend: str = ""
-    # over the repeats that have it; 0: unknown
     watts_per_node: float = 0.0
     # micro-batches in which a step takes the local batch
     parts: int = 1
     # smaller batches, and seconds of forward and backward of each
     smaller_computes: tuple[tuple[int, float], ...] = ()
-    # None: no repeat has it
     processor: ProcessorUse | None = None
     # a script goes on exactly where it was
     kept: bool = False
     # forward passes in which a script that is told their number took the local batch
     accumulation: int = 1
-    # of an epoch of a script, and not of its steps; None: no repeat has it
+    # of an epoch of a script, and not of its steps
     between_epochs_s: float | None = None
-    # that a script's loaders give out in an epoch; 0: not known
+    # that a script's loaders give out in an epoch
     epoch_samples: int = 0
 
     @property
@@ -102,14 +100,12 @@ class Summary(NamedTuple):
     out_of_memory: tuple[Configuration, ...]
     # configurations that only failed, with the last reason
     failed: dict[Configuration, str]
-    # D; the most frequent one, 0 if unknown
+    # D, and those of the model; the most frequent one, 0 if unknown
     dataset_samples: int
-    # of the model; likewise
     parameters: int
     warnings: tuple[str, ...]
     # of an evaluation; likewise
     test_samples: int = 0
-    # see `Measurement`
     short_batch: bool = False
     # from the start of a job to its first step, of each job that measured it, and their median
     starts_s: tuple[float, ...] = ()

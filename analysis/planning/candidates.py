@@ -120,7 +120,6 @@ class Part(NamedTuple):
     models: Models
     power: NodePower | None
     evaluation: Evaluation
-    # of the parts of a training's time
     spread: Spread
     # of each job, see `evaluation`
     end_s: float = 0.0

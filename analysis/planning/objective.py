@@ -40,7 +40,6 @@ class Choice(NamedTuple):
 
     # rows of the table, at least one, at most about `RANKED`
     ranking: NDArray[np.intp]
-    # one sentence
     reason: str
     # None for objectives without one
     knee: Knee | None

@@ -46,7 +46,6 @@ from tula_hpc.formatting import format_bytes, plural
 from tula_hpc.records import Candidate, Configuration, Doubt, Measurement, Plan
 
 RUNNERS_UP = 3
-# advice on missing measurements
 AGAIN = "run the sweep again"
 
 
@@ -55,7 +54,6 @@ class Profiling(NamedTuple):
 
     # returns the configurations that the search still proposes on a partition
     pending: Callable[[ClusterSpec, Sequence[Measurement]], Sequence[Configuration]]
-    # advice for the user
     how: str
 
 
@@ -213,7 +211,6 @@ WRITTEN = 4096
 BEST = 256
 # those on the chosen nodes, and those with the chosen batch
 NEIGHBOURS = 64
-# fallbacks
 FALLBACKS = 256
 # evenly spread ones of the Pareto front
 FRONT = 512

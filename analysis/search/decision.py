@@ -100,7 +100,6 @@ class Chosen(NamedTuple):
 class DecisionModel(NamedTuple):
     """Objective and constraints of the plan."""
 
-    # as in `[objective]`
     kind: str = "knee"
     # with the constraints; None: there are none, and cost is node-seconds
     sweep: SweepSpec | None = None

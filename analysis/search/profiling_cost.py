@@ -25,7 +25,6 @@ class ProfilingCost(NamedTuple):
     startup_node_seconds: float
     # in which at least one job waited and none ran
     queue_s: float
-    # measured ones
     configurations: int
 
 

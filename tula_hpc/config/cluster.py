@@ -42,7 +42,6 @@ class PartitionSpec(Spec):
     qos: SlurmWord | None = None
     gres: SlurmWord | None = None
     constraint: SlurmWord | None = None
-    # keys of [pricing]
     pricing: dict[str, Any] = Field(default={})
 
     def overrides(self) -> dict[str, Any]:
@@ -59,7 +58,6 @@ class PartitionSpec(Spec):
 
 # characters of TRES weights
 MOST_WEIGHTS = 2000
-# where nothing was measured
 ASSUMED_START_S = 60.0
 ASSUMED_SAVE_S = 5.0
 
