@@ -367,7 +367,9 @@ def _problem(rows: Rows, weights: Array) -> Problem:
 
     unbounded = np.full(len(NAMES), np.inf)
     zeros = np.zeros(len(NAMES))
-    return Problem(evaluate, rows.peak_bytes, weights, unbounded, zeros, believed=zeros, belief=zeros)
+    return Problem(
+        evaluate, rows.peak_bytes, weights, unbounded, zeros, believed=zeros, belief=zeros
+    )
 
 
 def _best_fit(rows: Rows) -> tuple[Fit, NDArray[np.bool_]]:

@@ -67,9 +67,7 @@ def test_a_plan_and_status_of_very_many_measurements_take_little_memory(tmp_path
     assert run.measurements().records[-1].samples == {}
 
 
-def test_of_very_many_measurements_all_but_the_samples_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_very_many_measurements_all_but_the_samples_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "run", stage="profile")
     row = run.measurements().records[0]
     changes = {

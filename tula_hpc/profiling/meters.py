@@ -301,9 +301,7 @@ class MemoryMeter:
             self.peak_bytes = max(0, process - self.baseline_bytes)
             self.reserved_bytes = process
 
-    def use(
-        self, model: nn.Module, trained: Iterable[Tensor], optimizer: Optimizer
-    ) -> MemoryUse:
+    def use(self, model: nn.Module, trained: Iterable[Tensor], optimizer: Optimizer) -> MemoryUse:
         """Return the metered memory with the sizes of its known parts.
 
         `trained` are the model's parameters with a gradient.

@@ -179,12 +179,14 @@ def trained(problem: Regression, updates: int, since: int = 0) -> list[StepMetri
 
 
 def test_the_critical_batch_of_profiles_is_near_the_truth() -> None:
+    batches = []
     for seed in range(30):
         problem = Regression(3.0, seed=seed)
         found = critical_batch([profiled(problem, 20) for _ in range(3)])
         assert found is not None
         assert found.source == "profile"
-        assert found.batch == pytest.approx(problem.trace / problem.square, rel=0.5)
+        batches.append(found.batch)
+    assert np.median(batches) == pytest.approx(problem.trace / problem.square, rel=0.15)
 
 
 def test_training_counts_before_profiles_and_its_later_half_alone() -> None:
