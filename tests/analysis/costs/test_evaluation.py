@@ -67,13 +67,6 @@ def test_a_forward_pass_over_the_test_set_takes_its_share_of_the_computation() -
     assert predicted(1, 128, with_data) - predicted(1, 128, found) == pytest.approx(512 / 128 * 0.1)
 
 
-def test_what_recomputes_in_the_backward_pass_spends_less_of_it_forward() -> None:
-    recomputing = WORKLOAD.model_copy(update={"activation_checkpointing": True})
-    found = evaluation_of(summarize(grid()).profiles, recomputing, SAMPLES)
-    assert predicted(1, 128, found) < predicted(1, 128)
-    assert "take 21.3 % of" in found.describe()
-
-
 @given(st.floats(1e-6, 1e6), st.floats(0.0, 10.0), st.booleans())
 def test_a_timed_forward_pass_goes_before_the_share(forward_s: float, data_s: float, recomputes: bool) -> None:
     workload = WORKLOAD.model_copy(update={"activation_checkpointing": recomputes})
