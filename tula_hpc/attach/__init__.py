@@ -16,34 +16,20 @@ plain loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from tula_hpc.attach.train.keeping import Keeper
 
 T = TypeVar("T")
 
-
-class _Around(Protocol):
-    """Runner of the script; see `attach.train.keeping`."""
-
-    def keep(self, things: Mapping[str, Any]) -> None:
-        """See `keep`."""
-
-    def epochs(self, count: int) -> Iterator[int]:
-        """See `epochs`."""
-
-    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """See `batches`."""
-
-    def report(self, scores: Mapping[str, Any]) -> None:
-        """See `report`."""
-
-
 # set before the script runs; None: it was started in another way
-_around: _Around | None = None
+_around: Keeper | None = None
 _is_kept = False
 
 
-def be_around(around: _Around) -> None:
+def be_around(around: Keeper) -> None:
     """Have the script's calls go to its runner."""
     global _around  # noqa: PLW0603 - a script's process has one
     _around = around

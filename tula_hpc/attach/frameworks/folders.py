@@ -12,90 +12,37 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from tula_hpc.checkpoint.store import CheckpointStore, file_name
+from tula_hpc.checkpoint.store import file_name
 from tula_hpc.errors import CheckpointError, InputError
 from tula_hpc.files import in_words, make_private
+
+if TYPE_CHECKING:
+    from tula_hpc.attach.train.keeping import Keeper
 
 _KEYS = frozenset(("folder", "batch", "files"))
 _NAME = re.compile(r"checkpoint-r(\d{4,})-\d{12,}\.\w+")
 
 
-class Keeper(Protocol):
-    """Keeper of a script's state, as frameworks see it; see `attach.train.keeping`."""
-
-    store: CheckpointStore
-    restart_count: int
-    # of the training
-    settings: Any
-    # done to a wrapped model after a resume
-    rehearse: Callable[..., None]
-
-    @property
-    def progress(self) -> Any:
-        """Progress of the script."""
-
-    @property
-    def samples_seen(self) -> int:
-        """Samples trained on so far."""
-
-    def meet(self) -> bool:
-        """Wait for the other workers; tell whether this one is rank 0. Collective."""
-
-    def keep(self, things: Mapping[str, Any]) -> None:
-        """Keep these, and give them the states of the checkpoint."""
-
-    def begin_epoch(self) -> None:
-        """Note that an epoch begins, or the rest of one. Collective."""
-
-    def begin_draws(self) -> None:
-        """Give random numbers the states that they had at this epoch's beginning."""
-
-    def open(self, loader: Iterable[Any], around: Iterable[Any]) -> Any:
-        """Begin to go through a loader where it stopped."""
-
-    def end_batch(self) -> None:
-        """Save or stop after a batch. Collective."""
-
-    def end_epoch(self, *, is_last: bool, saves: bool = True) -> None:
-        """Count an epoch; save or stop. Collective."""
-
-    def end(self) -> None:
-        """Note that no epoch follows."""
-
-    def report(self, scores: Mapping[str, Any]) -> None:
-        """Take scores of this epoch, or of the last one."""
-
-
+@dataclass
 class FolderState:
-    """State that a framework keeps in a folder; kept as other things are by their states.
+    """State that a framework keeps in a folder; kept as other things are by their states."""
 
-    Args:
-        kind: Name of the framework's object, one word.
-        save: Writes into a folder that is there and empty. All workers call it.
-        load: Takes such a folder, whole.
-        holder: Keeps it.
-        batch: Global batch of the training, where the framework counts by it; 0: it does not.
-    """
-
-    def __init__(
-        self,
-        kind: str,
-        save: Callable[[Path], object],
-        load: Callable[[Path], object],
-        holder: Keeper,
-        batch: int = 0,
-    ) -> None:
-        self.kind = kind
-        self.save = save
-        self.load = load
-        self.holder = holder
-        self.batch = batch
-        # by this process: at an epoch's end the same samples may be saved once more
-        self.saves = 0
+    # name of the framework's object, one word
+    kind: str
+    # writes into a folder that is there and empty; all workers call it
+    save: Callable[[Path], object]
+    # takes such a folder, whole
+    load: Callable[[Path], object]
+    holder: Keeper
+    # global batch of the training, where the framework counts by it; 0: it does not
+    batch: int = 0
+    # by this process: at an epoch's end the same samples may be saved once more
+    saves: int = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Save, and return the folder and its files; {} on other ranks than 0. Collective.

@@ -12,12 +12,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer, TrainerCallback
 
-from tula_hpc.attach.frameworks.folders import FolderState, Keeper
+from tula_hpc.attach.frameworks.folders import FolderState
 from tula_hpc.errors import InputError
+
+if TYPE_CHECKING:
+    from tula_hpc.attach.train.keeping import Keeper
 
 # of its evaluations, as records have them
 SCORES = {

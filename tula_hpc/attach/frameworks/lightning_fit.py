@@ -13,15 +13,18 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities import CombinedLoader
 
-from tula_hpc.attach.frameworks.folders import FolderState, Keeper
+from tula_hpc.attach.frameworks.folders import FolderState
 from tula_hpc.errors import InputError
+
+if TYPE_CHECKING:
+    from tula_hpc.attach.train.keeping import Keeper
 
 # names under which people log them in a validation, best first
 SCORES = {
