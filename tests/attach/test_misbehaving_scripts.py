@@ -68,7 +68,7 @@ def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, scri
         (
             "calls its closure",
             Failure.BAD_INPUT,
-            "misbehaving.py: LBFGS calls its closure several times in a step; exp",
+            "misbehaving.py has an optimizer, LBFGS, that calls its closure several times in a step; exp",
         ),
         (
             "calls a method",

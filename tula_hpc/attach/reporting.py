@@ -251,34 +251,9 @@ class Mode(Listener):
         """Count from the next step on."""
         self.steps = 0
 
-    def spawns_workers(self) -> None:
-        """Refuse a script that starts its workers itself: each worker is a process already."""
-        self.fail(
-            InputError(
-                f"{self.spec.program.name} starts workers of its own (torch.multiprocessing.spawn); "
-                "here each worker is a process already, as under torchrun: call the function that "
-                "trains without spawn, with RANK, LOCAL_RANK and WORLD_SIZE from the environment"
-            )
-        )
-
-    def changes_by_hand(self) -> None:
-        """Refuse a script whose steps no hook sees."""
-        self.fail(
-            InputError(
-                f"{self.spec.program.name} changes its parameters by hand, or by an optimizer of "
-                "another library, as fastai's; expected optimizer.step() of one of torch.optim"
-            )
-        )
-
-    def repeats_closure(self, optimizer: object) -> None:
-        """Refuse an optimizer of which a step is any number of passes over its batch."""
-        self.fail(
-            InputError(
-                f"{self.spec.program.name}: {type(optimizer).__name__} calls its closure several "
-                "times in a step; expected an optimizer that takes a step from one pass over a "
-                "batch, as SGD or AdamW do"
-            )
-        )
+    def refuse(self, why: str) -> None:
+        """See `Listener`."""
+        self.fail(InputError(f"{self.spec.program.name} {why}"))
 
     def meets(self) -> None:
         """Let the workers meet where they can, whatever place the script has set."""

@@ -76,11 +76,11 @@ class BackwardPasses:
         is_stepped: An optimizer of torch has taken a step.
 
     Args:
-        changes_by_hand: Called at such a change.
+        refuse: Called at such a change, with what follows the script's name.
     """
 
-    def __init__(self, changes_by_hand: Callable[[], None]) -> None:
-        self.changes_by_hand = changes_by_hand
+    def __init__(self, refuse: Callable[[str], None]) -> None:
+        self.refuse = refuse
         self.count = 0
         self.is_stepped = False
         self._sums: list[tuple[Tensor, float]] = []
@@ -104,7 +104,11 @@ class BackwardPasses:
             trained = [p for p in objects_of(nn.Parameter) if p.grad is not None]
             self._sums = [(p, _sum_of(p)) for p in trained]
         elif self.count == 2 * FEW_STEPS and any(_sum_of(p) != was for p, was in self._sums):
-            self.changes_by_hand()
+            why = (
+                "changes its parameters by hand, or by an optimizer of another library, as fastai's; "
+                "expected optimizer.step() of one of torch.optim"
+            )
+            self.refuse(why)
 
 
 def _sum_of(parameter: Tensor) -> float:

@@ -21,7 +21,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -87,17 +87,11 @@ class Listener:
         """Return numbers of samples of which a pass should have one; none: it is not known."""
         return ()
 
-    def changes_by_hand(self) -> None:
-        """Note that parameters change, and no optimizer of torch has taken a step."""
-
-    def repeats_closure(self, optimizer: object) -> None:
-        """Note that an optimizer asks for the loss several times in a step."""
+    def refuse(self, why: str) -> None:
+        """Note that the script cannot be watched; `why` follows its name."""
 
     def begins_anew(self) -> None:
         """Note that another optimizer counts from now, or a larger model than that of the steps so far."""
-
-    def spawns_workers(self) -> None:
-        """Note that the script is about to start workers of its own, which nobody watches."""
 
     def meets(self) -> None:
         """Note that the script's process is about to meet the others."""
@@ -131,7 +125,7 @@ class Hooks:
         self.has_repeated = False
         self.further_steps = 0
         self._forward_hook: Any = None
-        self.backward = BackwardPasses(listener.changes_by_hand)
+        self.backward = BackwardPasses(listener.refuse)
         # samples of the batch that a loader of torch has last given out; 0: not known
         self._batch = 0
         # of each loader since the last step, the last one last: itself, not kept alive, and its items
@@ -168,7 +162,12 @@ class Hooks:
         # of all that starts workers; the second module is no attribute, as its function has its name
         starters = ("torch.multiprocessing", "torch.multiprocessing.spawn")
         starting = [sys.modules[name] for name in starters]
-        _before(starting, "start_processes", self.listener.spawns_workers)
+        why = (
+            "starts workers of its own (torch.multiprocessing.spawn); here each worker is a process "
+            "already, as under torchrun: call the function that trains without spawn, with RANK, "
+            "LOCAL_RANK and WORLD_SIZE from the environment"
+        )
+        _before(starting, "start_processes", partial(self.listener.refuse, why))
         _before((dist, dist.distributed_c10d), "init_process_group", self.listener.meets)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
@@ -334,7 +333,12 @@ class Hooks:
         @wraps(closure)
         def told() -> Any:
             if losses:
-                self.listener.repeats_closure(optimizer)
+                why = (
+                    f"has an optimizer, {type(optimizer).__name__}, that calls its closure several "
+                    "times in a step; expected one that takes a step from one pass over a batch, as "
+                    "SGD or AdamW do"
+                )
+                self.listener.refuse(why)
             losses.append(closure())
             self.listener.gradients_ready()
             return losses[0]
