@@ -19,16 +19,14 @@ class Script:
 
     def __init__(self) -> None:
         self.now = self.sign_at = 0.0
-        self.stepped = True
+        self.has_stepped = True
 
     def monotonic(self) -> float:
         return self.now
 
-    def silent_s(self) -> float:
-        return self.now - self.sign_at
-
-    def said(self) -> object | None:
-        return self if self.stepped else None
+    @property
+    def silent_s(self) -> float | None:
+        return self.now - self.sign_at if self.has_stepped else None
 
 
 @pytest.fixture
@@ -42,7 +40,7 @@ def silent_for(seconds: int, script: Script, *watches: HangWatch) -> tuple[int, 
     """After how many seconds of silence a watch said what; None: all were content. A sign of life follows."""
     for silent in range(seconds):
         script.now += 1.0
-        said = [watch.look(script) for watch in watches]
+        said = [watch.look(script.silent_s) for watch in watches]
         if any(said):
             return silent + 1, next(filter(None, said))
     script.sign_at = script.now
@@ -75,21 +73,21 @@ def test_a_worker_that_waits_for_another_does_not_hang(script: Script) -> None:
         script.now += 1.0
         # evaluates
         other.now = other.sign_at = script.now
-        assert (waiting.look(script), busy.look(other)) == (None, None)
+        assert (waiting.look(script.silent_s), busy.look(other.silent_s)) == (None, None)
     found = None
     for _ in range(500):
         script.now += 1.0
         other.now = script.now
-        found = found or waiting.look(script) or busy.look(other)
+        found = found or waiting.look(script.silent_s) or busy.look(other.silent_s)
     assert found is not None
     assert "any of its 2 workers" in found
 
 
 def test_before_the_first_step_after_a_suspension_and_switched_off_nothing_hangs(script: Script) -> None:
     watch = HangWatch(Peers(None, "x"), 0, 1, LEAST_S)
-    script.stepped = False
+    script.has_stepped = False
     assert silent_for(500, script, watch) is None
-    script.stepped = True
+    script.has_stepped = True
     script.now += 5000.0
     assert silent_for(50, script, watch) is None
     assert silent_for(500, script, HangWatch(Peers(None, "x"), 0, 1, 0.0)) is None

@@ -20,11 +20,14 @@ import time
 import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from tula_hpc.formatting import format_duration, plural
 from tula_hpc.own_sources import is_own
 from tula_hpc.records.base import Record
+
+if TYPE_CHECKING:
+    from tula_hpc.attach.processes import Peers
 
 # the longest pause so far is not unusual up to so many times
 TIMES = 10.0
@@ -126,26 +129,6 @@ def are_in_different_collectives(places: Iterable[Place]) -> bool:
     return len(found) > 1 and all(place.is_collective for place in found)
 
 
-class Quiet(Protocol):
-    """A script's process that is silent."""
-
-    def silent_s(self) -> float:
-        """Return the seconds since its last sign of life."""
-
-    def said(self) -> object | None:
-        """Return its last message; None before its first step."""
-
-
-class Told(Protocol):
-    """Messages between the workers."""
-
-    def tell_quiet(self, rank: int, *, is_quiet: bool) -> None:
-        """Tell the others whether this worker's script is quiet."""
-
-    def are_all_quiet(self, world_size: int) -> bool:
-        """Tell whether those of all workers are."""
-
-
 class HangWatch:
     """One worker's part of the watch.
 
@@ -156,7 +139,7 @@ class HangWatch:
         least_s: Silence that is never too long; 0: any may be.
     """
 
-    def __init__(self, peers: Told, rank: int, world_size: int, least_s: float) -> None:
+    def __init__(self, peers: Peers, rank: int, world_size: int, least_s: float) -> None:
         self.peers = peers
         self.rank = rank
         self.world_size = world_size
@@ -167,15 +150,20 @@ class HangWatch:
         self._looked_at = self._since = time.monotonic()
         self._is_quiet = False
 
-    def look(self, child: Quiet) -> str | None:
-        """Return a sentence once all workers' scripts hang; else None."""
-        if not self.least_s or child.said() is None:
+    def look(self, silent_s: float | None) -> str | None:
+        """Return a sentence once all workers' scripts hang; else None.
+
+        Args:
+            silent_s: Since the last sign of life of this worker's script; None: before its first
+                step.
+        """
+        if not self.least_s or silent_s is None:
             return None
         now = time.monotonic()
         if now - self._looked_at > SUSPENDED_S:
             self._since = now
         self._looked_at = now
-        quiet_s = min(child.silent_s(), now - self._since)
+        quiet_s = min(silent_s, now - self._since)
         if quiet_s < self._last_s:
             self.longest_s = max(self.longest_s, self._last_s)
         self._last_s = quiet_s

@@ -153,10 +153,6 @@ class Child:
         select.select([self._end], [], [], seconds)
         return self.process.poll()
 
-    def signal(self, number: signal.Signals) -> None:
-        """Send it a signal, if it lives."""
-        self.process.send_signal(number)
-
     def end(self) -> None:
         """Kill it, its process group, and whatever else it has started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -303,18 +299,17 @@ def watch(
     peers: Peers,
     step_s: float,
     look: Callable[[Child], str | None] | None = None,
-    *,
-    in_training: bool = False,
 ) -> Outcome:
     """Wait until a process ends, by itself or because it has to; return how.
 
     Args:
         child: The process.
         peers: Those of the other workers.
-        step_s: Limit of the time until its first step, and between two.
-        look: Called a few times a second; returns a reason to end the process, if there is one.
-        in_training: An evaluation or a save between two steps may take any time.
+        step_s: Limit of the time until its first step; without `look` also between two.
+        look: Of a training, in which an evaluation or a save between two steps may take any time:
+            called a few times a second; returns a reason to end the process, if there is one.
     """
+    in_training = look is not None
     try:
         while (code := child.wait(POLL_S)) is None:
             if look is not None and (reason := look(child)):

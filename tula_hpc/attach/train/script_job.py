@@ -197,9 +197,9 @@ class ScriptJob:
                 def look(child: Child) -> str | None:
                     self._pass_on(child, peers)
                     scores.write()
-                    return hangs.look(child)
+                    return hangs.look(None if child.said() is None else child.silent_s())
 
-                return processes.watch(child, peers, first_step_s, look, in_training=True)
+                return processes.watch(child, peers, first_step_s, look)
 
     def _spec(self, start: Start, own: Path) -> ChildSpec:
         from tula_hpc.attach.reporting import ChildSpec
@@ -267,7 +267,7 @@ class ScriptJob:
             if child.said() is None:
                 # before its first step it may not be prepared, and loses nothing
                 number = signal.SIGTERM
-            child.signal(number)
+            child.process.send_signal(number)
 
     def _judged(self, mine: Outcome, peers: Any) -> Outcome:
         """Return the outcome of this worker's script, judged as stopped, failed or done.
