@@ -254,15 +254,16 @@ def test_a_worker_that_ends_early_is_told_with_those_that_wait_for_it(tmp_path: 
 def test_of_workers_that_lose_one_that_has_finished_the_number_of_batches_is_told() -> None:
     """As with shares of different sizes; trying again would end alike."""
     place = Place(file=MISBEHAVING, line=1, is_collective=True)
-    done = Outcome(0, Said(state="done", steps=33, result={"end": "exited"}), "log")
+    done = Outcome(rank=0, said=Said(state="done", steps=33, result={"end": "exited"}), log="log")
     failed = Said(state="failed", failure=Failure.KILLED, detail="lost a peer: Broken pipe", follows=True, at=place)
-    said = worst([done, Outcome(1, failed, "log")]).said
+    lost = Outcome(rank=1, said=failed, log="log")
+    said = worst([done, lost]).said
     assert said.failure is Failure.BAD_INPUT
     assert said.detail.startswith("rank 0 ended after 33 steps, while rank 1 is at misbehaving.py:1, `")
     assert said.detail.endswith("give each worker as many batches as the others, as DistributedSampler does")
     # one that was stopped is no reason
-    stopped = done._replace(said=done.said.model_copy(update={"result": {"end": "stopped"}}))
-    assert worst([stopped, Outcome(1, failed, "log")]).said.failure is Failure.KILLED
+    stopped = done.model_copy(update={"said": done.said.model_copy(update={"result": {"end": "stopped"}})})
+    assert worst([stopped, lost]).said.failure is Failure.KILLED
 
 
 def test_a_syntax_error_that_only_a_job_sees(tmp_path: Path) -> None:

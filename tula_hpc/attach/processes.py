@@ -20,7 +20,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, NamedTuple, NoReturn
 
-from torch.distributed import Store  # type: ignore[attr-defined] # documented, though not in __all__
+from torch.distributed import (  # type: ignore[attr-defined] # documented, though not in __all__
+    HashStore,
+    Store,
+)
 
 from tula_hpc.attach.hangs import are_in_different_collectives, ask_where, told
 from tula_hpc.attach.own_folder import own_folder
@@ -40,6 +43,7 @@ from tula_hpc.launch.diagnosis import without_chatter
 from tula_hpc.process_memory import descendants
 from tula_hpc.python_path import start_of_python
 from tula_hpc.records import Configuration, parse_record, write_atomically
+from tula_hpc.records.base import Record
 
 POLL_S = 0.5
 # after its last word a process has nothing left to do
@@ -75,7 +79,7 @@ def meeting_from(text: str) -> Meeting:
     return Meeting(*json.loads(text))
 
 
-class Outcome(NamedTuple):
+class Outcome(Record):
     """End of a script's process, by its last message or as its worker saw it."""
 
     rank: int
@@ -87,15 +91,6 @@ class Outcome(NamedTuple):
     def is_done(self) -> bool:
         """True if the process completed its task."""
         return self.said.state == "done"
-
-    def to_json(self) -> str:
-        """Return it for other workers."""
-        return json.dumps([self.rank, json.loads(self.said.model_dump_json()), self.log])
-
-
-def _outcome_from(text: str) -> Outcome:
-    rank, said, log = json.loads(text)
-    return Outcome(rank, parse_record(Said, json.dumps(said).encode()), log)
 
 
 class Child:
@@ -172,7 +167,7 @@ class Child:
         """Return its outcome where it lives and is to be ended, with the place where it is."""
         at = ask_where(self.process.pid, self._answers)
         said = Said(state="failed", failure=failure, detail=detail, follows=follows, at=at)
-        return Outcome(self.spec.rank, said, str(self.log))
+        return Outcome(rank=self.spec.rank, said=said, log=str(self.log))
 
     def outcome(self, code: int) -> Outcome:
         """Return how it ended, once it has."""
@@ -187,7 +182,7 @@ class Child:
             if said.remedy:
                 parts.append(f"if that is not why: {said.remedy}" if printed else said.remedy)
             said = said.model_copy(update={"detail": "; ".join(parts)})
-        return Outcome(self.spec.rank, said, str(self.log))
+        return Outcome(rank=self.spec.rank, said=said, log=str(self.log))
 
 
 # ids of the scripts' processes that this process has started and not ended yet
@@ -248,50 +243,42 @@ class Peers:
     """
 
     def __init__(self, store: Store | None, run_id: str) -> None:
-        self.store = store
+        self.store = HashStore() if store is None else store
         self.run_id = run_id
 
     def announce(self, outcome: Outcome) -> None:
         """Tell the others how this worker's process ended."""
-        if self.store is None:
-            return
-        self.store.set(f"outcome/{self.run_id}/{outcome.rank}", outcome.to_json())
+        self.store.set(f"outcome/{self.run_id}/{outcome.rank}", outcome.model_dump_json())
         if not outcome.is_done:
             self.store.set(f"failed/{self.run_id}", "")
 
     def ask_to_stop(self) -> None:
         """Tell the others that this worker was asked to stop."""
-        if self.store is not None:
-            self.store.set(f"stop/{self.run_id}", "")
+        self.store.set(f"stop/{self.run_id}", "")
 
     def are_asked_to_stop(self) -> bool:
         """Tell whether any worker was asked to stop."""
-        return self.store is not None and self.store.check([f"stop/{self.run_id}"])
+        return self.store.check([f"stop/{self.run_id}"])
 
     def have_failed(self) -> bool:
         """Tell whether another's has failed: this one would wait for it."""
-        return self.store is not None and self.store.check([f"failed/{self.run_id}"])
+        return self.store.check([f"failed/{self.run_id}"])
 
     def tell_quiet(self, rank: int, *, is_quiet: bool) -> None:
         """Tell the others whether this worker's script gives no sign of life."""
-        if self.store is not None:
-            self.store.set(f"quiet/{self.run_id}/{rank}", str(is_quiet))
+        self.store.set(f"quiet/{self.run_id}/{rank}", str(is_quiet))
 
     def are_all_quiet(self, world_size: int) -> bool:
-        """Tell whether the scripts of all workers are quiet; True where there is one worker."""
-        if self.store is None:
-            return True
+        """Tell whether the scripts of all workers are quiet."""
         keys = [f"quiet/{self.run_id}/{rank}" for rank in range(world_size)]
         if not self.store.check(keys):
             return False
         return all(self.store.get(key).decode() == str(True) for key in keys)
 
-    def outcomes(self, world_size: int, mine: Outcome | None) -> list[Outcome]:
+    def outcomes(self, world_size: int) -> list[Outcome]:
         """Return those of all workers of the start, once all have announced theirs."""
-        if self.store is None:
-            return [] if mine is None else [mine]
         keys = [f"outcome/{self.run_id}/{rank}" for rank in range(world_size)]
-        return [_outcome_from(self.store.get(key).decode()) for key in keys]
+        return [parse_record(Outcome, self.store.get(key)) for key in keys]
 
 
 def watch(
@@ -372,7 +359,7 @@ def worst(outcomes: list[Outcome]) -> Outcome:
                 failure = Failure.BAD_INPUT
             detail = f"{detail}; {EVERY_WORKER}"
     said = found.said.model_copy(update={"detail": detail, "failure": failure})
-    return found._replace(said=said)
+    return found.model_copy(update={"said": said})
 
 
 @contextlib.contextmanager

@@ -133,13 +133,11 @@ class Session:
         meeting = meeting_from(self.allocation.broadcast(lambda: self._prepare(configuration)))
         peers = Peers(self.allocation.store, meeting.run_id)
         place = place_among(self.env, configuration.nodes, configuration.workers_per_node)
-        mine = None
         if place is not None:
-            mine = self._watch(configuration, place, meeting, peers)
-            peers.announce(mine)
+            peers.announce(self._watch(configuration, place, meeting, peers))
         # all have announced theirs by now
         self.allocation.broadcast(str)
-        outcomes = peers.outcomes(configuration.world_size, mine)
+        outcomes = peers.outcomes(configuration.world_size)
         if loss := self.folder.loss("measured"):
             raise StorageError(loss)
         return outcomes, meeting

@@ -110,10 +110,9 @@ class ScriptJob:
         start = Start(**json.loads(self.allocation.broadcast(lambda: json.dumps(self._start()))))
         self.compared_with = json.loads(self.allocation.broadcast(self._planned_steps))
         peers = Peers(self.allocation.store, meeting.run_id)
-        mine = self._judged(self._watch(start, meeting, peers), peers)
-        peers.announce(mine)
+        peers.announce(self._judged(self._watch(start, meeting, peers), peers))
         self.allocation.broadcast(str)
-        outcomes = peers.outcomes(self.place.world_size, mine)
+        outcomes = peers.outcomes(self.place.world_size)
         found = worst(outcomes)
         if not found.is_done:
             self._fail(found)
@@ -283,13 +282,14 @@ class ScriptJob:
             # ended by the signal, or by what its own handler raised
             if is_asked and not (said.failure and said.failure.is_oom):
                 so_far = {**said.result, "end": "stopped"}
-                return mine._replace(said=Said(state="done", steps=said.steps, result=so_far))
+                stopped = Said(state="done", steps=said.steps, result=so_far)
+                return mine.model_copy(update={"said": stopped})
             return mine
         if said.result.get("end") != "exited":
             return mine
         if is_asked and not self._is_whole(said.result):
             stopped = said.model_copy(update={"result": {**said.result, "end": "stopped"}})
-            return mine._replace(said=stopped)
+            return mine.model_copy(update={"said": stopped})
         how = ""
         if code := said.result.get("code"):
             how = f"ended with exit code {code} after {said.steps} steps"
@@ -301,7 +301,8 @@ class ScriptJob:
         if not how:
             return mine
         detail = f"{self.job.sweep.workload.script_name} {how}"
-        return mine._replace(said=Said(state="failed", failure=Failure.BAD_INPUT, detail=detail))
+        failed = Said(state="failed", failure=Failure.BAD_INPUT, detail=detail)
+        return mine.model_copy(update={"said": failed})
 
     def _is_whole(self, result: dict[str, Any]) -> bool:
         return bool(result["epoch"] >= self.job.sweep.workload.epochs and not result["code"])
