@@ -254,7 +254,7 @@ STAGES: dict[str, tuple[Any, str, Callable[..., Any], int]] = {
     "in the middle": (checkpoint._HashingWriter, "write", die_in_the_middle, 1),
     "before the fsync": (os, "fsync", die, 1),
     "before the rename": (Path, "replace", die, 1),
-    "after the rename": (checkpoint, "_sync_folder", die, 2),
+    "after the rename": (checkpoint, "sync_folder", die, 2),
     "before the old ones go": (CheckpointStore, "_prune", die, 2),
 }
 

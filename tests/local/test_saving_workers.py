@@ -123,7 +123,7 @@ def die(*_: Any) -> None:
 
 
 def die_after_the_rename() -> None:
-    pytest.MonkeyPatch().setattr(checkpoint, "_sync_folder", die)
+    pytest.MonkeyPatch().setattr(checkpoint, "sync_folder", die)
 
 
 def stop_now() -> None:

@@ -364,11 +364,7 @@ def captured(parameters: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
 
     def note(index: int, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            gradient = parameter.grad.detach()
-            # of an embedding, perhaps
-            if gradient.is_sparse:
-                gradient = gradient.to_dense()
-            found[index] = gradient.float().clone()
+            found[index] = parameter.grad.detach().float().clone()
 
     for index, parameter in enumerate(parameters):
         hook = partial(note, index)

@@ -39,7 +39,7 @@ from tula_hpc.env import (
 )
 from tula_hpc.errors import Failure, InputError, TulaError, error_for
 from tula_hpc.formatting import plural
-from tula_hpc.launch.diagnosis import without_chatter
+from tula_hpc.launch.diagnosis import last_bytes, without_chatter
 from tula_hpc.process_memory import descendants
 from tula_hpc.python_path import start_of_python
 from tula_hpc.records import Configuration, parse_record, write_atomically
@@ -52,9 +52,9 @@ GRACE_S = 10.0
 TRAINED_GRACE_S = 60.0
 # a signal that ended a script's process reaches its worker as well, which knows what to do
 SIGNAL_GRACE_S = 3.0
-# of a script's output, shown where it failed
+# of a script's output, shown where it failed: lines, and characters of them
 SHOWN_LINES = 12
-MOST_SHOWN_BYTES = 20_000
+MOST_SHOWN = 20_000
 
 
 class Meeting(NamedTuple):
@@ -405,7 +405,6 @@ def error_of(outcome: Outcome, key: str) -> TulaError:
 
 def end_as(
     found: Outcome,
-    key: str,
     configuration: Configuration,
     rank: int | None,
     record_oom: Callable[[Failure], object],
@@ -414,7 +413,6 @@ def end_as(
 
     Args:
         found: How that process ended.
-        key: Of the sweep file, for mistakes of the script.
         configuration: Of the process, nodes and batch.
         rank: Of the process that this worker started; None: it started none.
         record_oom: Called where memory ran out, by the worker of that process.
@@ -432,7 +430,7 @@ def end_as(
     if is_mine:
         sys.stderr.write(end_of(Path(found.log)))
     sys.stderr.flush()
-    error = error_of(found, key)
+    error = error_of(found, "workload.script")
     if failure is Failure.KILLED and is_mine and found.said.detail.endswith("SIGKILL"):
         # as the kernel kills for lack of memory: the scheduler, and peers, are to see the same
         sys.stderr.write(f"{error}\n")
@@ -445,11 +443,7 @@ def end_as(
 
 def end_of(log: Path) -> str:
     """Return the last lines of a script's output."""
-    try:
-        with log.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - MOST_SHOWN_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return ""
+    text = ""
+    with contextlib.suppress(OSError):
+        text = last_bytes(log)[-MOST_SHOWN:]
     return "".join(f"{line}\n" for line in text.splitlines()[-SHOWN_LINES:])

@@ -6,7 +6,6 @@ Exit codes and output carry no meaning by themselves: a script may end and print
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import signal
@@ -26,7 +25,7 @@ from tula_hpc.attach.script import Script
 from tula_hpc.ddp.device_errors import broken_device
 from tula_hpc.env import meeting_variables, set_back
 from tula_hpc.errors import DeviceError, Failure, InputError, MeetingError, TulaError
-from tula_hpc.files import full_disk
+from tula_hpc.files import NO_SPACE, full_disk
 from tula_hpc.launch.diagnosis import lost_a_peer
 from tula_hpc.process_memory import keep_freed, out_of_memory
 from tula_hpc.records import parse_record, write_atomically
@@ -100,9 +99,6 @@ def read_said(path: Path) -> Said | None:
         return None
 
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-
-
 def failed_by(error: BaseException) -> Said:
     """Return the failure that an exception in a script's process means, in one sentence."""
     own = error.failure if isinstance(error, TulaError) else None
@@ -113,7 +109,7 @@ def failed_by(error: BaseException) -> Said:
         return lost.model_copy(update={"follows": True, "at": place_of(error)})
     device = broken_device(error)
     failure = out_of_memory(error) or (Failure.DEVICE_FAILED if device else None)
-    if failure is None and isinstance(error, OSError) and error.errno in _FULL:
+    if failure is None and isinstance(error, OSError) and error.errno in NO_SPACE:
         failure = Failure.NO_SPACE
     if failure is not None:
         return _failed(failure, device or _first_line(error))

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from tula_hpc.attach.processes import Meeting, Outcome
     from tula_hpc.ddp.process_group import Allocation
 
-KEY = "workload.script"
-
 
 def run(job: ProfileJob) -> int:
     """Measure and append; every worker calls this. Return how many configurations it measured."""
@@ -270,7 +268,7 @@ class Session:
             partition=job.partition,
             accumulation=self._told_passes,
         )
-        end_as(found, KEY, configuration, self._rank_in(configuration), record)
+        end_as(found, configuration, self._rank_in(configuration), record)
 
     def _rank_in(self, configuration: Configuration) -> int | None:
         from tula_hpc.ddp.process_group import place_among

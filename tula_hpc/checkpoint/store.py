@@ -224,7 +224,7 @@ class CheckpointStore:
             # again: writing may have taken minutes
             self._refuse_left_over(restart_count)
             temporary.replace(path)
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
 
     def _prune(self) -> None:
         """Delete files older than the `keep` newest, of which rejected ones do not count."""
@@ -305,7 +305,8 @@ def _temporary_file(path: Path) -> Iterator[tuple[Path, IO[bytes]]]:
             Path(name).unlink(missing_ok=True)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Wait until the entries of a folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

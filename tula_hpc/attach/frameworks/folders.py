@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tula_hpc.checkpoint.store import file_name
+from tula_hpc.checkpoint.store import file_name, sync_folder
 from tula_hpc.errors import CheckpointError, InputError
 from tula_hpc.files import in_words, make_private
 
@@ -65,7 +65,8 @@ class FolderState:
             if not holder.meet():
                 return {}
             files = {str(file.relative_to(folder)): _noted(file) for file in _files(folder)}
-            _sync_folders(folder)
+            for each in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
+                sync_folder(each)
         except OSError as error:
             raise CheckpointError(f"{folder}: cannot be saved: {in_words(error)}") from error
         if not files:
@@ -145,12 +146,3 @@ def _noted(file: Path) -> list[Any]:
     with file.open("rb") as content:
         os.fsync(content.fileno())
         return [file.stat().st_size, hashlib.file_digest(content, "sha256").hexdigest()]
-
-
-def _sync_folders(folder: Path) -> None:
-    for each in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
-        number = os.open(each, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)

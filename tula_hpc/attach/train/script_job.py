@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from tula_hpc.attach.reporting import ChildSpec
     from tula_hpc.ddp.process_group import Allocation
 
-KEY = "workload.script"
 # of waiting for the other workers, before the script's first step and after its last
 PATIENCE = timedelta(minutes=10)
 # by which Slurm may send a signal before its time
@@ -320,7 +319,7 @@ class ScriptJob:
         from tula_hpc.training.ending import record_oom
 
         at, rank = self.job.configuration, self.place.rank
-        end_as(found, KEY, at, rank, lambda failure: record_oom(self.job, self.env, failure))
+        end_as(found, at, rank, lambda failure: record_oom(self.job, self.env, failure))
 
     def _leave(self) -> str:
         """Ask for a requeue; see `ending.leave`.
@@ -373,9 +372,7 @@ class ScriptJob:
         is_whole = told.epoch >= epochs - int(start.resumes)
         result = TrainResult(
             label=job.label,
-            nodes=job.configuration.nodes,
-            workers_per_node=job.configuration.workers_per_node,
-            local_batch=job.configuration.local_batch,
+            **job.configuration._asdict(),
             global_batch=job.configuration.global_batch,
             method=job.sweep.training.method,
             epochs=epochs if is_whole else told.epoch,
