@@ -20,11 +20,11 @@ from tula_hpc.env import be_child_of, loading_libraries
 from tula_hpc.launch.job_specs import resolve
 from tula_hpc.records import parse_record
 
-# function(spec) -> Mode
+# subclasses of Mode
 MODES = {
-    "profile": "tula_hpc.attach.script_profile:profiling",
-    "look": "tula_hpc.attach.script_profile:profiling",
-    "train": "tula_hpc.attach.train.keeping:training",
+    "profile": "tula_hpc.attach.script_profile:ScriptProfile",
+    "look": "tula_hpc.attach.script_profile:ScriptProfile",
+    "train": "tula_hpc.attach.train.keeping:KeptTraining",
 }
 
 

@@ -103,15 +103,11 @@ class Settings(Record):
     job_began_at: float | None = None
 
 
-def profiling(spec: ChildSpec) -> ScriptProfile:
-    """Return the mode "profile"."""
-    return ScriptProfile(spec, Settings.model_validate(spec.settings))
-
-
 class ScriptProfile(MeasuredSteps):
     """Times of a script's step and its parts, and memory."""
 
-    def __init__(self, spec: ChildSpec, settings: Settings) -> None:
+    def __init__(self, spec: ChildSpec) -> None:
+        settings = Settings.model_validate(spec.settings)
         super().__init__(spec, settings.place, settings.cluster.device)
         self.settings, self.configuration = settings, settings.configuration
         self.suspensions = Suspensions()

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from tula_hpc.attach import be_around
 from tula_hpc.attach.frameworks.folders import batch_of, check_folders, kept_in_folder
-from tula_hpc.attach.reporting import ChildSpec, Mode, Said
+from tula_hpc.attach.reporting import Said
 from tula_hpc.attach.train.first_pass import rehearse_first_pass
 from tula_hpc.attach.train.loaders import (
     Passed,
@@ -493,8 +493,3 @@ class KeptTraining(ScriptTraining):
             "; this epoch was resumed after its last batch, so that the loop over tula.batches was "
             "empty: what is summed up there has to allow for that"
         )
-
-
-def training(spec: ChildSpec) -> Mode:
-    """Return the mode "train"."""
-    return KeptTraining(spec)
