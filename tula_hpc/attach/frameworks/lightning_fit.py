@@ -21,6 +21,7 @@ from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities import CombinedLoader
 
 from tula_hpc.attach.frameworks.folders import FolderState
+from tula_hpc.attach.hooks.step_hooks import after
 from tula_hpc.errors import InputError
 
 if TYPE_CHECKING:
@@ -110,9 +111,9 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
             {"lightning": FolderState("lightning", self._save, self._note, self.keeper, batch)}
         )
         loop = trainer.fit_loop
-        _after(loop.epoch_loop, "on_run_start", self._set_accumulation)
-        _after(loop.epoch_loop, "on_advance_end", self._end_batch)
-        _after(loop, "on_advance_end", self._end_epoch)
+        after(loop.epoch_loop, "on_run_start", self._set_accumulation)
+        after(loop.epoch_loop, "on_advance_end", self._end_batch)
+        after(loop, "on_advance_end", self._end_epoch)
         if self.found is None:
             return None
         for each in trainer.callbacks:
@@ -237,18 +238,6 @@ def _samplers(loaders: Iterable[Any]) -> Iterator[Any]:
     for loader in loaders:
         yield getattr(loader, "sampler", None)
         yield getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-
-
-def _after(thing: Any, name: str, then: Callable[..., None]) -> None:
-    """Call a function with the same arguments after a method of a thing has run."""
-    original = getattr(thing, name)
-
-    @wraps(original)
-    def method(*args: Any) -> None:
-        original(*args)
-        then(*args)
-
-    setattr(thing, name, method)
 
 
 @contextmanager

@@ -153,10 +153,10 @@ class Hooks:
 
     def install(self) -> Hooks:
         """Watch from now on, and return the hooks; to be called before the script runs."""
-        _after(DistributedDataParallel, "__init__", self._note_wrapped)
+        after(DistributedDataParallel, "__init__", self._note_wrapped)
         # one that keeps its processes is not made anew for an epoch, but reset
         for name in ("__init__", "_reset"):
-            _after(dataloader._BaseDataLoaderIter, name, self._begin_loading)
+            after(dataloader._BaseDataLoaderIter, name, self._begin_loading)
         _around_next(self)
         self.backward.install()
         # of all that starts workers; the second module is no attribute, as its function has its name
@@ -173,7 +173,7 @@ class Hooks:
         register_optimizer_step_post_hook(self._after_step)
         return self
 
-    def _note_wrapped(self, model: DistributedDataParallel) -> None:
+    def _note_wrapped(self, model: DistributedDataParallel, *_: Any) -> None:
         # or the same one once more, as by a script that begins again with a smaller batch
         again = model.module is self.inner_model
         larger = self.model is None or again or size_of(model) > size_of(self.model)
@@ -309,7 +309,7 @@ class Hooks:
         if (unused := next((each for each in self._unused if each[0] == data), None)) is not None:
             self._unused.remove(unused)
 
-    def _begin_loading(self, loader: object) -> None:
+    def _begin_loading(self, loader: object, *_: Any) -> None:
         # those of training that an evaluation comes between stay
         data = _data_of(loader)
         self._unused = deque((each for each in self._unused if each[0] != data), MOST_AHEAD)
@@ -426,16 +426,16 @@ class Hooks:
         _at_first_call(whole, begin)
 
 
-def _after(kind: type, name: str, then: Callable[[Any], None]) -> None:
-    """Call a function with each object of a class after a method of it has run."""
-    original = getattr(kind, name)
+def after(thing: Any, name: str, then: Callable[..., None]) -> None:
+    """Call a function after a method of an object, or of a class, with the same arguments."""
+    original = getattr(thing, name)
 
     @wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        then(self)
+    def method(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        then(*args)
 
-    setattr(kind, name, method)
+    setattr(thing, name, method)
 
 
 def _around_next(hooks: Hooks) -> None:
