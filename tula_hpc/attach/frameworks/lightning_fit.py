@@ -164,7 +164,7 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
         only = combined.flattened[0] if len(combined.flattened) == 1 else combined
-        self.stream = self.keeper.open(only, _Begun(begin))
+        self.stream = self.keeper.open(only, begin)
 
     # what Lightning tells
 
@@ -222,16 +222,6 @@ def _begin_and_end(loop: Any) -> None:
     loop.setup_data()
     loop.on_run_start()
     loop.on_run_end()
-
-
-class _Begun:
-    """Something that is gone through by a function."""
-
-    def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
-        self._begin = begin
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._begin()
 
 
 def _samplers(loaders: Iterable[Any]) -> Iterator[Any]:

@@ -263,17 +263,17 @@ class Keeper(SafePoints):
         self.in_epoch, self._stepped = True, self.progress.step
         self.marked = time.perf_counter()
 
-    def open(self, loader: Iterable[Any], around: Iterable[Any]) -> Stream:
+    def open(self, loader: Iterable[Any], begin: Callable[[], Iterator[Any]]) -> Stream:
         """Begin to go through a loader, in an epoch that was interrupted where it stopped.
 
         Args:
             loader: Of the training.
-            around: See `Stream`.
+            begin: See `Stream`.
         """
         self.loaders[self.calls] = loader
         self._restore_generators(loader)
         self.begin_draws()
-        return self._stream(loader, around)
+        return self._stream(loader, begin)
 
     def end_batch(self) -> None:
         """Save or stop after a batch, unless gradients are being accumulated. Collective."""
@@ -310,7 +310,9 @@ class Keeper(SafePoints):
         """Samples trained on so far, over all workers."""
         return self.progress.samples_seen
 
-    def _stream(self, loader: Iterable[Any], around: Iterable[Any] | None = None) -> Stream:
+    def _stream(
+        self, loader: Iterable[Any], begin: Callable[[], Iterator[Any]] | None = None
+    ) -> Stream:
         progress, passed = self.progress, None
         if progress.epoch and progress.restarts:
             start_processes(loader)
@@ -318,7 +320,7 @@ class Keeper(SafePoints):
             set_random_state(self.found.pop("loader"), loader)
             passed = Passed(progress.batches, progress.batch_size, progress.workers)
         self.began["loader"] = random_state(loader)
-        stream = Stream(loader, passed, self.spec.world_size, around)
+        stream = Stream(loader, passed, self.spec.world_size, begin)
         if "now" in self.found:
             set_random_state(self.found.pop("now"), loader)
         self._recount(loader, passed)

@@ -17,7 +17,8 @@ import contextlib
 import itertools
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
@@ -150,7 +151,7 @@ class Stream:
         loader: Any iterable.
         passed: To be left out; None: nothing.
         workers: Of the script now.
-        around: Wrapper of the loader, to be iterated in its place; None: there is none.
+        begin: Begins to go through the loader, as a wrapper of it does; None: `iter` does.
     """
 
     def __init__(
@@ -158,12 +159,13 @@ class Stream:
         loader: Iterable[Any],
         passed: Passed | None,
         workers: int,
-        around: Iterable[Any] | None = None,
+        begin: Callable[[], Iterator[Any]] | None = None,
     ) -> None:
         self.loader = loader
-        self.around = loader if around is None else around
+        self.is_wrapped = begin is not None
+        self.begin = begin or partial(iter, loader)
         self._sampled: tuple[BatchSampler, Any] | None = None
-        self.batches = self._begin(passed, workers) if passed else _begun(self.around)
+        self.batches = self._begin(passed, workers) if passed else _begun(self.begin)
 
     def close(self) -> None:
         """Leave the loader as it was."""
@@ -177,7 +179,7 @@ class Stream:
         size = batch_size_of(loader)
         is_same = (passed.batch_size, passed.workers) == (size, workers)
         # what counts how often it was gone through has to come to its end
-        is_plain = self.around is loader and not hasattr(loader, "iteration")
+        is_plain = not self.is_wrapped and not hasattr(loader, "iteration")
         length = length_of(loader)
         indexed: DataLoader[Any] | None = None
         if _is_indexed(loader) and not (is_same and loader.num_workers):
@@ -193,7 +195,7 @@ class Stream:
         batches = passed.batches
         if not is_same and size:
             batches = passed.batches * passed.batch_size * passed.workers // (size * workers)
-        stream = _begun(self.around)
+        stream = _begun(self.begin)
         with contextlib.suppress(StopIteration):
             for _ in range(batches):
                 # not by islice, which asks for an iterator again: Lightning's loader would begin anew
@@ -205,16 +207,16 @@ class Stream:
         rest = _Rest(batch_sampler.sampler, samples)
         self._sampled = (batch_sampler, batch_sampler.sampler)
         batch_sampler.sampler = rest
-        stream = _begun(self.around)
+        stream = _begun(self.begin)
         # the sampler draws its numbers here, as it did before the first batch
         rest.begin()
         return stream
 
 
-def _begun(loader: Iterable[Any]) -> Iterator[Any]:
+def _begun(begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
     # a stop is obeyed at a step's end, for which loader processes have to live
     with stop_signals_blocked():
-        return iter(loader)
+        return begin()
 
 
 def start_processes(loader: object) -> None:
