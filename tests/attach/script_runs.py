@@ -21,6 +21,7 @@ from tula_hpc.attach.processes import (
     watch,
 )
 from tula_hpc.attach.reporting import ChildSpec
+from tula_hpc.attach.script import Script
 from tula_hpc.attach.script_profile import Settings
 from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.env import WorkerEnvironment
@@ -46,8 +47,7 @@ def profiled(
         with own_output(folder, place.rank, Path.cwd()) as (work, output):
             spec = ChildSpec(
                 mode="profile",
-                script=script,
-                arguments=arguments,
+                program=Script(script, None, arguments),
                 home=Path.cwd(),
                 said=folder / f"rank-{place.rank}.said",
                 parent=os.getpid(),

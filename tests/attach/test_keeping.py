@@ -16,6 +16,7 @@ import torch
 from tests.forked import context_of_workers
 from tula_hpc.attach import child
 from tula_hpc.attach.reporting import ChildSpec, read_said
+from tula_hpc.attach.script import Script
 from tula_hpc.attach.train import script_training
 from tula_hpc.attach.train.keeping import KeptTraining
 from tula_hpc.attach.train.script_training import ScriptTraining, TrainSettings
@@ -111,10 +112,11 @@ class Story:
             log_interval_steps=1, restart_count=self.starts, between_s=3600.0, fixed_s=1e-6,
             sweep=self.sweep, configuration=(1, self.workers, batch),
         )  # fmt: skip
+        arguments = ("--batch-size", str(batch), "--epochs", "2", *self.arguments)
         return ChildSpec(
-            mode="train", script=self.script, home=SCRIPT.parent, said=self.run.root / f"{rank}.json", parent=0,
-            rank=rank, world_size=self.workers, settings=settings.model_dump(mode="json"),
-            arguments=("--batch-size", str(batch), "--epochs", "2", *self.arguments),
+            mode="train", program=Script(self.script, None, arguments), home=SCRIPT.parent, parent=0,
+            said=self.run.root / f"{rank}.json", rank=rank, world_size=self.workers,
+            settings=settings.model_dump(mode="json"),
         )  # fmt: skip
 
     def lines(self, rank: int) -> list[str]:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.attach.scripts.plain import Streamed
 from tests.run_factory import candidate, measurement, plan, write_plan
 from tula_hpc.attach.reporting import ChildSpec
+from tula_hpc.attach.script import Script
 from tula_hpc.attach.train import script_drift, script_training
 from tula_hpc.attach.train.script_drift import DriftSettings, drift_settings
 from tula_hpc.attach.train.script_training import ScriptTraining, TrainSettings
@@ -58,8 +59,9 @@ class Told:
         )  # fmt: skip
         said = folder / "said.json"
         spec = ChildSpec(
-            mode="train", script=Path("x.py"), home=folder, said=said, parent=0, settings=settings.model_dump()
-        )
+            mode="train", program=Script(Path("x.py"), None, ()), home=folder, said=said, parent=0,
+            settings=settings.model_dump(),
+        )  # fmt: skip
         self.training = ScriptTraining(spec)
         self.training.hooks.inner_model = torch.nn.Linear(2, 2)
 

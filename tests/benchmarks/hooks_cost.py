@@ -32,6 +32,7 @@ from torch.optim import optimizer as optimizers
 from torch.utils.data import DataLoader, TensorDataset, dataloader
 
 from tula_hpc.attach.reporting import ChildSpec
+from tula_hpc.attach.script import Script
 from tula_hpc.attach.train.script_training import ScriptTraining, TrainSettings
 from tula_hpc.records import RunDirectory
 from tula_hpc.workloads.small_cnns import compact_cnn
@@ -57,8 +58,9 @@ class Watch:
         )  # fmt: skip
         said = folder / f"said-{batch}.json"
         spec = ChildSpec(
-            mode="train", script=Path("x.py"), home=folder, said=said, parent=0, settings=settings.model_dump()
-        )
+            mode="train", program=Script(Path("x.py"), None, ()), home=folder, said=said, parent=0,
+            settings=settings.model_dump(),
+        )  # fmt: skip
         self.plain = dataloader._BaseDataLoaderIter.__next__
         self.training = ScriptTraining(spec)
         self.training.hooks.install()

@@ -40,7 +40,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tula_hpc.attach.script import ParsedOptions, with_placeholders
+from tula_hpc.attach.script import ParsedOptions, Script, with_placeholders
 from tula_hpc.command_errors import CommandParser, exit_code_of
 from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.config.validation import shown
@@ -220,9 +220,7 @@ def _look(
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     spec = ChildSpec(
         mode="look",
-        script=script,
-        module=module,
-        arguments=tuple(options.arguments),
+        program=Script(script, module, tuple(options.arguments)),
         home=Path.cwd(),
         said=folder / "first.said",
         parent=os.getpid(),

@@ -44,9 +44,7 @@ class ChildSpec(Record):
     """Specification of a script's process, written by its worker."""
 
     mode: Literal["profile", "train", "look"]
-    script: Path | None = None
-    module: str | None = None
-    arguments: tuple[str, ...] = ()
+    program: Script
     # the working directory of the command, where a module is found
     home: Path
     # where it writes what it has to say
@@ -63,11 +61,6 @@ class ChildSpec(Record):
     counted_model: str | None = None
     # of the mode
     settings: dict[str, Any] = Field(default={})
-
-    @property
-    def program(self) -> Script:
-        """The script with its arguments."""
-        return Script(self.script, self.module, self.arguments)
 
 
 class Said(Record):

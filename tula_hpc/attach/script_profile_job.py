@@ -159,12 +159,9 @@ class Session:
         home = Path.cwd()
         folder = self._folder(configuration, meeting)
         with own_output(folder, place.rank, home) as (own, output):
-            script = script_of(self._long_enough(configuration), configuration, own)
             spec = ChildSpec(
                 mode="profile",
-                script=script.path,
-                module=script.module,
-                arguments=script.arguments,
+                program=script_of(self._long_enough(configuration), configuration, own),
                 home=home,
                 said=folder / f"rank-{place.rank}.said",
                 parent=os.getpid(),

@@ -205,9 +205,7 @@ class ScriptJob:
         script = script_of(self.job.sweep, self.job.configuration, own)
         return ChildSpec(
             mode="train",
-            script=script.path,
-            module=script.module,
-            arguments=(*script.arguments, *start.resuming),
+            program=script._replace(arguments=(*script.arguments, *start.resuming)),
             home=Path.cwd(),
             said=self.folder / f"rank-{self.place.rank}.said",
             parent=os.getpid(),
