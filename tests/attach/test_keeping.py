@@ -39,6 +39,10 @@ Arguments = Sequence[str]
 def run_script(place: dict[str, str], spec: ChildSpec, struck: tuple[int, int] | None) -> None:
     """One process of torchrun's, with the project around it if a signal may come before one of its steps."""
     os.environ |= place
+    # beside the folder of a script is noted where it saved
+    folder = spec.said.parent / "script"
+    folder.mkdir(exist_ok=True)
+    os.chdir(folder)
     if struck is None:
         spec.program.run(spec.home)
         return
