@@ -136,7 +136,7 @@ def _read(job: TrainJob, job_id: str) -> DriftStart:
         )
         return DriftStart(again.configuration, prediction_of(again), 0, update_s)
     prediction = predict(plan, job.configuration, job.partition)
-    return DriftStart(job.configuration, prediction, _side(drift, job.configuration), update_s)
+    return DriftStart(job.configuration, prediction, side_of(drift, job.configuration), update_s)
 
 
 def _choose_again(
@@ -167,7 +167,8 @@ def _is_of(drift: Drift, job: TrainJob) -> bool:
     )
 
 
-def _side(drift: Drift | None, configuration: Configuration) -> int:
+def side_of(drift: Drift | None, configuration: Configuration) -> int:
+    """Return the side of an open episode, see `Detector`; 0 where it is of another configuration."""
     if drift is None or drift.configuration != configuration:
         return 0
     return 1 if drift.measured_s > drift.predicted_s else -1

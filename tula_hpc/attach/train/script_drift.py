@@ -29,7 +29,7 @@ from tula_hpc.errors import RunDirectoryError
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import Configuration, Drift, Plan, RunDirectory, StepParts, measurements_of
 from tula_hpc.records.base import Record
-from tula_hpc.training.drift import all_reduce_s, put_on_record, read_drift
+from tula_hpc.training.drift import all_reduce_s, put_on_record, read_drift, side_of
 
 
 class DriftSettings(Record):
@@ -60,9 +60,6 @@ def drift_settings(job: TrainJob) -> DriftSettings | None:
     if prediction is None or _in_other_parts(plan, job):
         return None
     drift = read_drift(run.train(job.label).drift_file)
-    side = 0
-    if drift is not None and drift.configuration == job.configuration:
-        side = 1 if drift.measured_s > drift.predicted_s else -1
     passes = job.sweep.workload.accumulation
     measured = [
         row
@@ -72,7 +69,7 @@ def drift_settings(job: TrainJob) -> DriftSettings | None:
     return DriftSettings(
         prediction=prediction,
         window_s=window_seconds(job.sweep.training.drift_minutes),
-        side=side,
+        side=side_of(drift, job.configuration),
         expected=expected_parts(measured, job.configuration),
         configuration=job.configuration,
         partition=job.partition,
