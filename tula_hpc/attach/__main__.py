@@ -119,14 +119,15 @@ def _run(options: argparse.Namespace) -> int:
         _check_script(script)
     elif find_module(module) is None:
         raise InputError(f"no module {module!r} here or installed", source="SCRIPT")
+    counted = None
     if options.into is not None:
-        _check_into(options.into, script or module)
+        counted = _check_into(options.into, script or module)
     folder = Path(tempfile.mkdtemp(prefix="tula-attach-"))
     sys.stderr.write(
         f"running {options.script} until it is measured, with learning rates of 0; its output: "
         f"{folder} ...\n"
     )
-    result = _look(script, module, options, folder)
+    result = _look(Script(script, module, tuple(options.arguments)), counted, options, folder)
     if isinstance(result, TulaError):
         sys.stderr.write(f"{result}\n")
         return 1
@@ -186,8 +187,11 @@ def _check_script(script: Path) -> None:
         raise InputError(str(error), source="SCRIPT") from None
 
 
-def _check_into(path: Path, run: Path | str) -> None:
-    """Refuse a file that is not the sweep of the script, or of the module, that is run."""
+def _check_into(path: Path, run: Path | str) -> str | None:
+    """Refuse a file that is not the sweep of the script, or of the module, that is run.
+
+    It may lack what it needs yet. Return its `workload.counted_model`; None: it has none.
+    """
     from tula_hpc.config.loading import read_toml
     from tula_hpc.config.workload import find_script
 
@@ -206,10 +210,12 @@ def _check_into(path: Path, run: Path | str) -> None:
         found = "is missing" if named is None else f"is {shown(named)}"
         message = f"{found}; expected the sweep file of {run}, which is run here"
         raise InputError(message, source=path, key=f"workload.{key}")
+    counted = workload.get("counted_model") if isinstance(workload, dict) else None
+    return counted if isinstance(counted, str) else None
 
 
 def _look(
-    script: Path | None, module: str | None, options: argparse.Namespace, folder: Path
+    script: Script, counted: str | None, options: argparse.Namespace, folder: Path
 ) -> dict[str, Any] | TulaError:
     """Return the result of the script's process, or the reason why it could not be measured."""
     import torch
@@ -220,12 +226,12 @@ def _look(
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     spec = ChildSpec(
         mode="look",
-        program=Script(script, module, tuple(options.arguments)),
+        program=script,
         home=Path.cwd(),
         said=folder / "first.said",
         parent=os.getpid(),
         device=device,
-        counted_model=None if options.into is None else _counted(options.into),
+        counted_model=counted,
     )
     outcome = _run_script(spec, SearchSpec(), folder / "first")
     if shorter := outcome.said.result.get("search"):
@@ -266,15 +272,6 @@ def _run_script(spec: ChildSpec, search: SearchSpec, folder: Path) -> Outcome:
         variables = variables_of(place, 1, meeting, spec.device)
         child = start(spec, variables, work, folder / "rank-0.log", output)
         return watch(child, Peers(None, meeting.run_id), PATIENCE_S)
-
-
-def _counted(file: Path) -> str | None:
-    """Return `workload.counted_model` of a sweep file, which may lack what it needs yet."""
-    from tula_hpc.config.loading import read_toml
-
-    workload = read_toml(file).get("workload")
-    counted = workload.get("counted_model") if isinstance(workload, dict) else None
-    return counted if isinstance(counted, str) else None
 
 
 def _told(result: dict[str, Any]) -> Iterator[str]:
