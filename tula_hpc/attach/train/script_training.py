@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NoReturn, cast
@@ -188,20 +188,14 @@ class ScriptTraining(Mode):
 
     def told(self, end: Literal["stopped", "exited"], code: int = 0) -> Said:
         """Return the message of an end."""
-        so_far = TrainedSoFar(
-            end=end,
-            code=code,
-            is_kept=self.is_kept,
-            epoch=self.progress.epoch,
-            step=self.progress.step,
-            samples_seen=self.progress.samples_seen,
-            train_time_s=self.progress.train_time_s,
-            starts_s=self.progress.starts_s,
-            saving_s=self.progress.saving_s,
-            started_at=self.progress.started_at,
-            restarts=self.progress.restarts,
-            further_steps=self.hooks.further_steps,
-        )
+        facts = {
+            **asdict(self.progress),
+            "end": end,
+            "code": code,
+            "is_kept": self.is_kept,
+            "further_steps": self.hooks.further_steps,
+        }
+        so_far = TrainedSoFar.model_validate(facts)
         return Said(state="done", steps=self.steps, result=so_far.model_dump())
 
     def leave_stopped(self) -> NoReturn:
