@@ -1,4 +1,4 @@
-"""Notes on the passes of a script's model: pauses, gaps between steps, changes by hand."""
+"""Notes on the passes of a script's model: pauses, changes by hand."""
 
 from __future__ import annotations
 
@@ -53,19 +53,6 @@ class Apart:
             return is_epoch
         self._steps += 1
         return 2 * self._steps < max(steps, FEW_STEPS)
-
-
-class Gaps:
-    """Times from the end of a step to the next forward pass."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.mean_s = 0.0
-
-    def add(self, seconds: float) -> None:
-        """Count one."""
-        self.count += 1
-        self.mean_s += (seconds - self.mean_s) / self.count
 
 
 class BackwardPasses:

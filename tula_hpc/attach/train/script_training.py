@@ -22,7 +22,7 @@ from typing import Any, Literal, NoReturn, cast
 from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
 
-from tula_hpc.attach.hooks.passes import Apart, Gaps
+from tula_hpc.attach.hooks.passes import Apart
 from tula_hpc.attach.own_folder import Saved
 from tula_hpc.attach.reporting import ChildSpec, Mode, Said, leave
 from tula_hpc.attach.train.going_on import TrainedSoFar
@@ -131,7 +131,9 @@ class ScriptTraining(Mode):
             spec.world_size,
         )
         self.window = StepWindow()
-        self.gaps = Gaps()
+        # from the end of a step to the next forward pass, so far: how many, and their mean
+        self._gaps = 0
+        self._gap_s = 0.0
         self._apart = Apart()
         self._agreed: Agreed | None = None
         # samples of an epoch, and how many still make a step at its end
@@ -247,10 +249,11 @@ class ScriptTraining(Mode):
         self._loading_before_s = 0.0
         now = time.perf_counter()
         # after a pause the gap may have been as long as others, which is not seen
-        gap_s = self.gaps.mean_s
+        gap_s = self._gap_s
         if self._ended is not None:
             gap_s = now - self._ended
-            self.gaps.add(gap_s)
+            self._gaps += 1
+            self._gap_s += (gap_s - self._gap_s) / self._gaps
         elif self._stepped_at is not None:
             self._count_pause(now - self._stepped_at)
         self._began = now - gap_s
