@@ -32,20 +32,13 @@ class Worker:
         return [max(value, self.others) for value in values]
 
 
-class Nothing:
-    """All is in rank 0's checkpoint."""
-
-    def save(self, *, samples_seen: int, restart_count: int) -> dict[str, int]:
-        return {}
-
-
 class Training:
     """A state that steps change in place, as an optimizer does."""
 
     def __init__(self, folder: Path, restart: int = 0) -> None:
         self.store, self.restart, self.step = CheckpointStore(folder), restart, 0
         self.cadence = Cadence(Interruptions(1e5), fixed_s=1.0)
-        self.saving = Saving(Worker(), self.store, Nothing(), self.cadence)
+        self.saving = Saving(Worker(), self.store, None, self.cadence)
         self.weights, self.losses = torch.zeros(50_000), [0.0]
 
     def train(self, steps: int) -> None:
@@ -144,7 +137,7 @@ def test_what_has_landed_is_noted_once_and_measured(training: Training) -> None:
 
 
 def test_a_worker_that_writes_nothing_wishes_nothing(tmp_path: Path) -> None:
-    other = Saving(Worker(), None, Nothing(), Cadence(Interruptions(1e5), fixed_s=1e-9))
+    other = Saving(Worker(), None, None, Cadence(Interruptions(1e5), fixed_s=1e-9))
     other.cadence.worked(1.0)
     assert other.wish() is Wish.NOTHING
     other.save(dict, samples_seen=1, restart_count=0, wait=True)
@@ -192,7 +185,7 @@ def test_the_next_save_says_so_where_no_look_came_before(training: Training, mon
 
 
 def test_the_others_end_as_well(tmp_path: Path) -> None:
-    other = Saving(Worker(others=1.0), None, Nothing(), Cadence(Interruptions(1e5)))
+    other = Saving(Worker(others=1.0), None, None, Cadence(Interruptions(1e5)))
     with pytest.raises(CheckpointError, match="rank 0 could not save a checkpoint"):
         other.settle()
 

@@ -103,7 +103,7 @@ class Saving:
     Args:
         worker: For the collective.
         store: Of the checkpoints; None if this worker writes none.
-        own: See `OwnState`.
+        own: See `OwnState`; None: rank 0 has it all.
         cadence: Read and updated on the worker that writes.
         folder: The training's folder, on the worker that writes: if it is deleted the training
             fails, before it could write into a later one's.
@@ -113,7 +113,7 @@ class Saving:
         self,
         worker: Saver,
         store: CheckpointStore | None,
-        own: OwnState,
+        own: OwnState | None,
         cadence: Cadence,
         folder: HeldFolder | None = None,
     ) -> None:
@@ -178,7 +178,7 @@ class Saving:
         started = time.perf_counter()
         self.settle()
         position = {"samples_seen": samples_seen, "restart_count": restart_count}
-        extra = self.own.save(**position)
+        extra = {} if self.own is None else self.own.save(**position)
         content = state()
         if self.writer is not None:
             self.writer.begin({**content, **extra}, **position)

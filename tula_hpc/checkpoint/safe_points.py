@@ -143,14 +143,18 @@ class SafePoints:
     # save and stop
 
     def begin_saving(
-        self, interruptions: Interruptions, fixed_s: float | None, own: OwnState, root: Path
+        self,
+        interruptions: Interruptions,
+        fixed_s: float | None,
+        own: OwnState | None,
+        root: Path,
     ) -> None:
         """Save from now on.
 
         Args:
             interruptions: Decide the interval.
             fixed_s: The user's interval.
-            own: State that each worker saves by itself.
+            own: State that each worker saves by itself; None: rank 0 has it all.
             root: The training's folder.
         """
         is_main = self.is_main

@@ -29,7 +29,7 @@ from tula_hpc.attach.train.loaders import (
     set_random_state,
     start_processes,
 )
-from tula_hpc.attach.train.peers import NothingOfItsOwn, Peers, state_of
+from tula_hpc.attach.train.peers import Peers, state_of
 from tula_hpc.attach.train.script_training import ScriptProgress, ScriptTraining
 from tula_hpc.checkpoint.interval import Interruptions
 from tula_hpc.checkpoint.safe_points import SafePoints
@@ -408,8 +408,7 @@ class Keeper(SafePoints):
             seen=progress.interruptions,
             over_s=progress.train_time_s + progress.epoch_time_s,
         )
-        root = self.steps.files.root
-        self.begin_saving(interruptions, settings.fixed_s, NothingOfItsOwn(), root)
+        self.begin_saving(interruptions, settings.fixed_s, None, self.steps.files.root)
         self.agreed = Agreed(self.worker, self.stop, self.saving.wish, self.steps.look_every_s)
         if self.loaded is not None:
             for model in self.steps.models:

@@ -94,14 +94,6 @@ def _unpadded(content: bytes) -> str:
     return content[8 : 8 + length].decode()
 
 
-class NothingOfItsOwn:
-    """Other workers' share of a checkpoint: rank 0 has it all."""
-
-    def save(self, *, samples_seen: int, restart_count: int) -> dict[str, int]:
-        """See `OwnState`."""
-        return {}
-
-
 def state_of(thing: Any) -> Any:
     """Return the state of a kept thing; a sharded optimizer's is gathered on rank 0. Collective."""
     if isinstance(thing, torch.optim.Optimizer):
