@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from tula_hpc.attach.hooks.find_model import is_sharded, name_of
 from tula_hpc.attach.hooks.passes import Apart
 from tula_hpc.attach.reporting import ChildSpec, Mode
+from tula_hpc.attach.train.loaders import length_of
 from tula_hpc.attach.train.peers import Peers
 from tula_hpc.batches import LoaderPass
 from tula_hpc.ddp.process_group import PROFILE_COLLECTIVE_TIMEOUT
@@ -274,12 +275,12 @@ class MeasuredSteps(Mode):
         """Samples of the training's data set; 0 where it does not say."""
         if self._gives_batches:
             return 0
-        return _length(getattr(self.loader, "_dataset", None))
+        return length_of(getattr(self.loader, "_dataset", None)) or 0
 
     @property
     def loader_batches(self) -> int:
         """Batches of an epoch that the loader of this worker gives out; 0 where it does not say."""
-        return _length(self.loader)
+        return length_of(self.loader) or 0
 
     @property
     def loader_samples(self) -> int:
@@ -304,13 +305,6 @@ class MeasuredSteps(Mode):
             next(self.loader)
         self.waits.take()
         self._mark = self.waits.mark()
-
-
-def _length(thing: Any) -> int:
-    try:
-        return len(thing)
-    except (TypeError, AttributeError, NotImplementedError):
-        return 0
 
 
 def _synchronize_again(model: DistributedDataParallel) -> None:

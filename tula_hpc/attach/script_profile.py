@@ -341,13 +341,9 @@ class ScriptProfile(MeasuredSteps):
         """Return the longest time of any worker between two epochs. Collective."""
         steps = self.settings.samples // self.configuration.global_batch
         mine = between_epochs_s(self.pauses, steps)
-        if mine is None:
-            # below the time of any worker that has seen one
-            mine = -1.0
-        (longest,) = self.agree(mine)
-        if longest < 0.0:
-            return None
-        return longest
+        # below the time of any worker that has seen one
+        (longest,) = self.agree(-1.0 if mine is None else mine)
+        return None if longest < 0.0 else longest
 
     def _memory_use(self) -> MemoryUse:
         model, optimizer = self.found

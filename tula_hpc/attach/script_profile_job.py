@@ -63,6 +63,8 @@ class Session:
     def __init__(self, job: ProfileJob, allocation: Allocation, agenda: Agenda) -> None:
         self.job, self.allocation, self.agenda = job, allocation, agenda
         self.env = allocation.env
+        # among the workers of the configuration that is measured; None: it is none of them
+        self.place: WorkerEnvironment | None = None
         # with the number of forward passes of the configuration that is measured
         self.sweep = job.sweep
         # of this measurement; seconds of a first run of the script that ended early
@@ -115,7 +117,7 @@ class Session:
         found = worst(outcomes)
         if not found.is_done:
             self._fail(configuration, found)
-        self.measured += self._rank_in(configuration) is not None
+        self.measured += self.place is not None
         first = next(each for each in outcomes if each.rank == 0)
         self._record(configuration, first.said.result, meeting)
 
@@ -130,9 +132,10 @@ class Session:
 
         meeting = meeting_from(self.allocation.broadcast(lambda: self._prepare(configuration)))
         peers = Peers(self.allocation.store, meeting.run_id)
-        place = place_among(self.env, configuration.nodes, configuration.workers_per_node)
-        if place is not None:
-            peers.announce(self._watch(configuration, place, meeting, peers))
+        nodes, per_node, _ = configuration
+        self.place = place_among(self.env, nodes, per_node)
+        if self.place is not None:
+            peers.announce(self._watch(configuration, self.place, meeting, peers))
         # all have announced theirs by now
         self.allocation.broadcast(str)
         outcomes = peers.outcomes(configuration.world_size)
@@ -192,16 +195,13 @@ class Session:
         longer = work.model_copy(update={"epochs": max(work.epochs, epochs)})
         return sweep.model_copy(update={"workload": longer})
 
-    def _training_steps(self, configuration: Configuration) -> float:
-        work = self.job.sweep.workload
-        return work.epochs * (work.samples or 0) / configuration.global_batch
-
     def _settings(self, configuration: Configuration, place: WorkerEnvironment) -> dict[str, Any]:
         from tula_hpc.attach.script_profile import Settings
 
         job = self.job
         # values that may be passwords stay here
         cluster = job.cluster.model_copy(update={"environment": {}, "setup": ()})
+        work = job.sweep.workload
         settings = Settings(
             search=self.search,
             cluster=cluster,
@@ -209,9 +209,9 @@ class Session:
             place=place,
             forward_batch=forward_batch(self.sweep, configuration),
             accumulation=self.sweep.workload.accumulation,
-            samples=job.sweep.workload.samples or 0,
-            counts_epochs=any("{epochs}" in text for text in job.sweep.workload.arguments),
-            training_steps=self._training_steps(configuration),
+            samples=work.samples or 0,
+            counts_epochs=any("{epochs}" in text for text in work.arguments),
+            training_steps=work.epochs * (work.samples or 0) / configuration.global_batch,
             hooked_by=job.sweep.training.method if job.sweep.training.adapts else "",
             sources=self.sources,
             allreduce_s=self.allreduce_s.get(configuration.world_size),
@@ -265,13 +265,8 @@ class Session:
             partition=job.partition,
             accumulation=self._told_passes,
         )
-        end_as(found, configuration, self._rank_in(configuration), record)
-
-    def _rank_in(self, configuration: Configuration) -> int | None:
-        from tula_hpc.ddp.process_group import place_among
-
-        place = place_among(self.env, configuration.nodes, configuration.workers_per_node)
-        return None if place is None else place.rank
+        rank = None if self.place is None else self.place.rank
+        end_as(found, configuration, rank, record)
 
 
 def _which_counts(result: dict[str, Any]) -> str:

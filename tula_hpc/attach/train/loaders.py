@@ -136,11 +136,11 @@ def batch_size_of(loader: object) -> int:
 
 
 def length_of(loader: Any) -> int | None:
-    """Return the number of batches; None where it is unknown."""
+    """Return the number of batches, or samples of a data set; None where it is unknown."""
     try:
         return len(loader)
     # Lightning's have none before they are gone through
-    except (TypeError, NotImplementedError, RuntimeError):
+    except (TypeError, AttributeError, NotImplementedError, RuntimeError):
         return None
 
 

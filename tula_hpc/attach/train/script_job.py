@@ -131,9 +131,7 @@ class ScriptJob:
         from tula_hpc.attach.train.script_drift import drift_settings
 
         found = drift_settings(self.job)
-        if found is None:
-            return "null"
-        return found.model_dump_json()
+        return "null" if found is None else found.model_dump_json()
 
     def any(self, mine: bool) -> bool:
         """Tell whether it is true on rank 0, which alone asks. Collective."""
