@@ -384,11 +384,8 @@ def _complete(
 ) -> str:
     """Write values that a sweep file lacks; return a sentence on what it has got and still lacks.
 
-    Args:
-        path: The file.
-        table: What is known of the script, and `base_batch` of one worker, 0 where it is not.
-        arguments: Of the run, with placeholders.
-        names: Of each of its options by any of its names: the longest.
+    `table` has what is known of the script, and `base_batch` of one worker, 0 where it is not.
+    `arguments` have placeholders; `names` has the longest of each option by any of its names.
     """
     text = path.read_text()
     table = {**table, "base_batch": table["base_batch"] * workers_in(text)}

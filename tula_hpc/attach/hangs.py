@@ -60,20 +60,14 @@ class Place(Record):
 
 
 def answer_where(answers: int) -> None:
-    """Answer the signal from now on, by the frames of the main thread.
-
-    Args:
-        answers: Descriptor of a pipe.
-    """
+    """Answer the signal from now on, by the frames of the main thread, through this pipe."""
     faulthandler.register(ASK, file=answers, all_threads=False)
 
 
 def ask_where(process: int, answers: int) -> Place | None:
-    """Ask a process that lives where it is; None where it does not tell, or is in no own code.
+    """Ask a process that lives where it is, by its id and the other end of its pipe.
 
-    Args:
-        process: Its id.
-        answers: Other end of its pipe.
+    Return None where it does not tell, or is in no own code.
     """
     os.kill(process, ASK)
     text = b""
@@ -130,19 +124,13 @@ def are_in_different_collectives(places: Iterable[Place]) -> bool:
 
 
 class HangWatch:
-    """One worker's part of the watch.
-
-    Args:
-        peers: The other workers.
-        rank: Of this one.
-        world_size: Number of workers.
-        least_s: Silence that is never too long; 0: any may be.
-    """
+    """One worker's part of the watch."""
 
     def __init__(self, peers: Peers, rank: int, world_size: int, least_s: float) -> None:
         self.peers = peers
         self.rank = rank
         self.world_size = world_size
+        # silence that is never too long; 0: nothing is watched
         self.least_s = least_s
         # between two signs of life
         self.longest_s = 0.0
@@ -153,9 +141,7 @@ class HangWatch:
     def look(self, silent_s: float | None) -> str | None:
         """Return a sentence once all workers' scripts hang; else None.
 
-        Args:
-            silent_s: Since the last sign of life of this worker's script; None: before its first
-                step.
+        `silent_s` is since the last sign of life of this one's; None: before its first step.
         """
         if not self.least_s or silent_s is None:
             return None

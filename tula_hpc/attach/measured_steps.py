@@ -36,13 +36,7 @@ from tula_hpc.profiling.timing import LoaderWaits
 
 
 class MeasuredSteps(Mode):
-    """Times of a script's steps, and agreement with the other workers' processes.
-
-    Args:
-        spec: Specification of the process.
-        env: Place of this process among those that run the script.
-        device: Kind of the device on which it has to train.
-    """
+    """Times of a script's steps, and agreement with the other workers' processes."""
 
     def __init__(self, spec: ChildSpec, env: WorkerEnvironment, device: str) -> None:
         super().__init__(spec)
@@ -330,11 +324,7 @@ def _synchronize_again(model: DistributedDataParallel) -> None:
 def between_epochs_s(pauses: Sequence[tuple[int, float]], epoch_steps: int) -> float | None:
     """Return the seconds of an epoch that are none of its steps'; None where nothing was seen.
 
-    A script may evaluate several times an epoch.
-
-    Args:
-        pauses: Before which step each was, and its seconds.
-        epoch_steps: Steps of an epoch.
+    A script may evaluate several times an epoch. Of each pause the next step is given, and seconds.
     """
     if not pauses:
         return None

@@ -145,11 +145,9 @@ def _make_anew(path: Path, folder: Path) -> None:
 
 
 def spare_files(folder: Path, place: Callable[[], Saved | None]) -> None:
-    """Keep this process, until it ends, from writing to the user's files through links.
+    """Keep this process, until it ends, from writing to the user's files by links in its folder.
 
-    Args:
-        folder: The script's own, which has the links.
-        place: Called where the script saves, for the place of its training; None: it has none.
+    Where the script saves, `place` tells the place of its training; None: it has none.
     """
     sparing = _Sparing(folder, place)
     sys.addaudithook(sparing)
@@ -199,9 +197,7 @@ class _Sparing:
     def spare(self, file: Any, *, is_read: bool) -> None:
         """Put a file of the script's own in the place of a link to one of the user's.
 
-        Args:
-            file: Its path; of anything else, as a descriptor, nothing is known.
-            is_read: Its content counts, and is copied.
+        Its content is copied if it is read. Of what is no path, as a descriptor, nothing is known.
         """
         if not isinstance(file, str | bytes | os.PathLike):
             return

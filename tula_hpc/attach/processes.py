@@ -2,7 +2,7 @@
 
 Each worker starts one, in a process group of its own, and watches it: whether it ends, whether it
 steps, and whether another worker's has failed, for which it would wait in a collective. Whatever
-happens, nothing of it is left when `run_together` returns.
+happens, nothing of it is left when `watch` returns.
 """
 
 from __future__ import annotations
@@ -94,11 +94,7 @@ class Outcome(Record):
 
 
 class Child:
-    """A script's process.
-
-    Attributes:
-        process: For its pipes, if any.
-    """
+    """A script's process."""
 
     def __init__(
         self,
@@ -204,14 +200,9 @@ def _kill(process: int) -> None:
 def start(
     spec: ChildSpec, variables: dict[str, str], folder: Path, log: Path, output: int | IO[bytes]
 ) -> Child:
-    """Start a script's process.
+    """Start a script's process in a folder, with variables on top of those of this process.
 
-    Args:
-        spec: Of the process; it is written to a file beside `spec.said`.
-        variables: Of the environment, on top of this process's.
-        folder: Where it runs.
-        log: Where its output can be found.
-        output: Takes stdout and stderr: a file, or subprocess.PIPE.
+    Its output is found in `log`. It goes to `output`, a file or subprocess.PIPE.
     """
     adopt_orphans()
     others = set(descendants("self"))
@@ -235,12 +226,7 @@ def start(
 
 
 class Peers:
-    """Messages between the workers of one start about their processes.
-
-    Args:
-        store: Shared by all workers; None: there are no others.
-        run_id: Of the start.
-    """
+    """Messages between a start's workers about their processes; store None: there is one worker."""
 
     def __init__(self, store: Store | None, run_id: str) -> None:
         self.store = HashStore() if store is None else store
@@ -289,12 +275,9 @@ def watch(
 ) -> Outcome:
     """Wait until a process ends, by itself or because it has to; return how.
 
-    Args:
-        child: The process.
-        peers: Those of the other workers.
-        step_s: Limit of the time until its first step; without `look` also between two.
-        look: Of a training, in which an evaluation or a save between two steps may take any time:
-            called a few times a second; returns a reason to end the process, if there is one.
+    It may take `step_s` until its first step and between two. Only a training has a `look`: between
+    its steps an evaluation or a save may take any time, and `look`, called a few times a second,
+    returns a reason to end the process, if there is one.
     """
     in_training = look is not None
     try:
@@ -389,11 +372,9 @@ def variables_of(
 
 
 def error_of(outcome: Outcome, key: str) -> TulaError:
-    """Return the error of this package that a failed process means, with its log's place.
+    """Return the error that the end of a process means, with its log; not for lack of memory.
 
-    Args:
-        outcome: Of a process that failed, and not for lack of memory.
-        key: Of the sweep, that names the script.
+    `key` is that of the sweep which names the script.
     """
     said = outcome.said
     words = f"{said.detail}; its output: {outcome.log}"
@@ -411,11 +392,8 @@ def end_as(
 ) -> NoReturn:
     """End a job's worker as the script's process that failed has ended.
 
-    Args:
-        found: How that process ended.
-        configuration: Of the process, nodes and batch.
-        rank: Of the process that this worker started; None: it started none.
-        record_oom: Called where memory ran out, by the worker of that process.
+    `rank` is that of the process which this worker started; None: it started none. Where memory ran
+    out, the worker of that process calls `record_oom`.
 
     Raises:
         TulaError: With the reason, and where the script's output is.

@@ -121,11 +121,7 @@ def failed_by(error: BaseException) -> Said:
 def unexplained(script: Script, said: Said | None, code: int, printed: str = "") -> Said:
     """Return the failure of a process that ended without a report, by its exit code.
 
-    Args:
-        script: Which ran.
-        said: The last that it said.
-        code: Exit code, or less than 0 the signal.
-        printed: End of its output.
+    A signal's is less than 0. `said` is the last that it said, `printed` the end of its output.
     """
     steps = said.steps if said is not None else 0
     if code == -signal.SIGABRT and (found := _MISMATCH.search(printed)):
@@ -186,11 +182,7 @@ def kill_daemons() -> None:
 
 
 class Mode(Listener):
-    """Work of a script's process beside running the script: base of all modes.
-
-    Args:
-        spec: Specification of the process.
-    """
+    """Work of a script's process beside running the script: base of all modes."""
 
     def __init__(self, spec: ChildSpec) -> None:
         self.spec = spec

@@ -43,10 +43,7 @@ class Script(NamedTuple):
         return self.path.name if self.path is not None else str(self.module)
 
     def run(self, home: Path) -> None:
-        """Run it as `python FILE ARGUMENTS` or `python -m MODULE ARGUMENTS` would.
-
-        Args:
-            home: The working directory of the command, where a module is found.
+        """Run it as `python FILE ARGUMENTS` or, from `home`, `python -m MODULE ARGUMENTS` would.
 
         Raises:
             SystemExit: It ends so, or raises whatever it raises.
@@ -61,13 +58,7 @@ class Script(NamedTuple):
 
 
 def script_of(sweep: SweepSpec, configuration: Configuration, run_dir: Path) -> Script:
-    """Return the script of a sweep as it is started for a configuration.
-
-    Args:
-        sweep: Names it, with its arguments.
-        configuration: Nodes and batch to train with.
-        run_dir: Folder of this profile or training.
-    """
+    """Return the script of a sweep as it is started for a configuration, in the folder `run_dir`."""
     work = sweep.workload
     values = values_of(sweep, configuration, run_dir)
     return Script(work.script, work.module, filled(work.arguments, values))
@@ -115,14 +106,7 @@ def typical_batch(sizes: Counter[int], asked: int | None) -> int:
 
 
 def remedy_of_batch(script: str, asked: int, got: int, configuration: Configuration) -> str:
-    """Return advice where a script's model gets another batch than was asked for.
-
-    Args:
-        script: Its name.
-        asked: Samples of a forward pass that a worker shall take.
-        got: What it takes.
-        configuration: With the workers that may share a batch.
-    """
+    """Return advice where a worker's forward pass got other samples than were asked for."""
     nodes = configuration.nodes
     of_node = "{local_batch}"
     if configuration.workers_per_node > 1:
@@ -141,14 +125,9 @@ def remedy_of_batch(script: str, asked: int, got: int, configuration: Configurat
 
 
 def remedy_of_passes(passes: int, parts: int, batch: int, asked: int | None, world: int) -> str:
-    """Return advice for a script that takes other passes in a step than were asked for.
+    """Return advice for a script that takes `passes` in a step where `parts` were asked for.
 
-    Args:
-        passes: That it takes.
-        parts: That were asked for.
-        batch: Samples of a pass.
-        asked: Samples of a pass that were asked for; None: as they are found.
-        world: Number of workers.
+    A pass has `batch` samples where `asked` were asked for; None: any.
     """
     if asked is not None and batch != asked and batch * passes == asked * parts:
         return (
@@ -217,11 +196,8 @@ def torchrun_variables(
 ) -> dict[str, str]:
     """Return the variables by which a worker finds its place, as torchrun and as srun set them.
 
-    Args:
-        env: Rank of the worker among those that run the script, node by node.
-        local_world_size: Workers of a node.
-        master: Host and free port of rank 0.
-        run_id: The same for all workers, another one for each start.
+    Ranks go node by node. `master` has the host and a free port of rank 0; `run_id` is the same for
+    all workers, another one for each start.
     """
     node, local_rank = divmod(env.rank, local_world_size)
     nodes = -(-env.world_size // local_world_size)
@@ -322,13 +298,8 @@ def with_placeholders(
 ) -> list[str]:
     """Return arguments with the batch and the epochs, or all steps, in braces.
 
-    Those that the script's parser had by default are added.
-
-    Args:
-        arguments: Of one worker that got this batch.
-        batch: Samples of a forward pass.
-        passes: Forward passes of a step.
-        options: Of the script's parser.
+    Those that the script's parser had by default are added. They are of one worker, whose steps had
+    so many forward passes of `batch` samples.
     """
     found = list(arguments)
     flags = [

@@ -230,11 +230,7 @@ class ScriptProfile(MeasuredSteps):
         self._check_batch(is_last=True)
 
     def _check_passes(self) -> None:
-        """Refuse another number of passes than was asked for.
-
-        Raises:
-            InputError: The script does something else.
-        """
+        """Refuse another number of passes than was asked for."""
         name = self.spec.program.name
         passes = self.step_forwards.most_common(1)[0][0] if self.step_forwards else 0
         asked = self.settings.forward_batch
@@ -256,11 +252,7 @@ class ScriptProfile(MeasuredSteps):
             self.configuration = self.configuration._replace(local_batch=max(1, batch) * passes)
 
     def _check_batch(self, *, is_last: bool) -> None:
-        """Refuse another batch than was asked for; of batches that differ, once all were seen.
-
-        Raises:
-            InputError: The script does something else.
-        """
+        """Refuse another batch than was asked for; of batches that differ, once all were seen."""
         name = self.spec.program.name
         sizes = self.forward_samples
         asked = self.settings.forward_batch
@@ -281,11 +273,7 @@ class ScriptProfile(MeasuredSteps):
         )
 
     def _check_share(self) -> None:
-        """Refuse workers that each go through all samples in an epoch.
-
-        Raises:
-            InputError: An epoch has as many times the steps that were planned as there are workers.
-        """
+        """Refuse workers that each go through all samples in an epoch."""
         samples = self.settings.samples
         world = self.env.world_size
         if world == 1 or not self.settings.counts_epochs:

@@ -52,13 +52,7 @@ def run(job: ProfileJob) -> int:
 
 
 class Session:
-    """Profiles of a script in one allocation, as one of its workers sees them.
-
-    Args:
-        job: Sweep and configurations to be measured.
-        allocation: Of all workers.
-        agenda: Gives the next configuration.
-    """
+    """Profiles of a script in one allocation, as one of its workers sees them."""
 
     def __init__(self, job: ProfileJob, allocation: Allocation, agenda: Agenda) -> None:
         self.job, self.allocation, self.agenda = job, allocation, agenda
@@ -98,10 +92,6 @@ class Session:
         """Measure a configuration on the first nodes; all workers learn how that went. Collective.
 
         A script that ends early is run once more, for a measurement that has room in its steps.
-
-        Raises:
-            TulaError: It failed, for another reason than lack of memory.
-            SystemExit: Memory ran out, which is recorded.
         """
         from tula_hpc.attach.processes import worst
 
@@ -122,11 +112,7 @@ class Session:
         self._record(configuration, first.said.result, meeting)
 
     def _run(self, configuration: Configuration) -> tuple[list[Outcome], Meeting]:
-        """Run the script's processes to their end; return how each ended. Collective.
-
-        Raises:
-            StorageError: The folder of the measurements is gone.
-        """
+        """Run the script's processes to their end; return how each ended. Collective."""
         from tula_hpc.attach.processes import Peers, meeting_from
         from tula_hpc.ddp.process_group import place_among
 
@@ -246,12 +232,7 @@ class Session:
         return work.accumulation if work.accumulates else None
 
     def _fail(self, configuration: Configuration, found: Outcome) -> None:
-        """End the job as a worker's process has ended.
-
-        Raises:
-            TulaError: With the reason, and where the script's output is.
-            SystemExit: Memory ran out, which is recorded; or another worker tells the reason.
-        """
+        """End the job as a worker's process has ended, see `end_as`."""
         from tula_hpc.attach.processes import end_as
         from tula_hpc.profiling.record import record_oom
 

@@ -44,11 +44,7 @@ def callback_for(keeper: Any) -> TrainerCallback:
 
 
 class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read from transformers
-    """Callback of a Trainer whose training is kept.
-
-    Args:
-        keeper: Of this process.
-    """
+    """Callback of a Trainer whose training is kept."""
 
     def __init__(self, keeper: Keeper) -> None:
         self.keeper = keeper

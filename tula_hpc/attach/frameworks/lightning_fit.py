@@ -43,11 +43,7 @@ def callback_for(keeper: Any) -> Callback:
 
 
 class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightning
-    """Callback of a Trainer whose training is kept.
-
-    Args:
-        keeper: Of this process.
-    """
+    """Callback of a Trainer whose training is kept."""
 
     def __init__(self, keeper: Keeper) -> None:
         self.keeper = keeper

@@ -58,17 +58,14 @@ class Apart:
 class BackwardPasses:
     """Counts backward passes, and finds out that parameters change though no optimizer has stepped.
 
-    Attributes:
-        count: Passes so far.
-        is_stepped: An optimizer of torch has taken a step.
-
-    Args:
-        refuse: Called at such a change, with what follows the script's name.
+    At such a change `refuse` is called, with what follows the script's name.
     """
 
     def __init__(self, refuse: Callable[[str], None]) -> None:
         self.refuse = refuse
+        # passes so far
         self.count = 0
+        # an optimizer of torch has taken a step
         self.is_stepped = False
         self._sums: list[tuple[Tensor, float]] = []
 

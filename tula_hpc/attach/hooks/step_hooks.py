@@ -108,14 +108,12 @@ class Hooks:
         backward: Backward passes so far.
         has_repeated: A pass took the batch of the one before, and did not count.
         further_steps: Steps of those others since the last one that counts, as of another training.
-
-    Args:
-        listener: Is told.
-        counted: Name of the class of the model that counts; None: the largest that is wrapped.
     """
 
     def __init__(self, listener: Listener, counted: str | None = None) -> None:
-        self.listener, self.counted = listener, counted
+        self.listener = listener
+        # name of the class of the model that counts; None: the largest that is wrapped
+        self.counted = counted
         self.model: nn.Module | None = None
         self.inner_model: nn.Module | None = None
         self.optimizer: Optimizer | None = None

@@ -27,10 +27,8 @@ def rehearse_first_pass(
 ) -> None:
     """Have a model pass its first batch in training twice; nothing is left of the first time.
 
-    Args:
-        model: Wrapped, and not passed yet.
-        then: Called after the first time.
-        around: Entered for the first time, to undo its effects on others.
+    The model is wrapped, and not passed yet. `around` is entered for the first time, to undo its
+    effects on others, and `then` is called after it.
     """
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

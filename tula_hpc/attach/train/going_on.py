@@ -90,10 +90,7 @@ class Start:
 def begin_where_the_script_does(start: Start, job: TrainJob, work: Path) -> str:
     """Find out where a script with checkpoints of its own goes on, and return it in words.
 
-    Args:
-        start: Of a training that was started before; it is completed.
-        job: The training.
-        work: The script's folder.
+    `start`, of a training that was started before, is completed. `work` is the script's folder.
     """
     run = RunDirectory(job.root)
     metrics_file = run.train(job.label).metrics_file
@@ -161,10 +158,7 @@ def _written_at(file: Path, work: Path) -> float:
 def _should_be_saved(file: Path, name: str, work: Path) -> bool:
     """Tell whether a script cannot go on without a file that it has not written in this training.
 
-    Args:
-        file: That an argument names.
-        name: The same as the argument has it. An option or a word is no file.
-        work: The script's folder.
+    An argument has it as `name`, which may be an option or a word, and no file.
     """
     if "*" in name:
         return True
@@ -218,10 +212,7 @@ def _go_on_from(
 def _was_saved(row: EpochMetrics, saved_at: float | None, last_step: int) -> bool:
     """Tell whether a script that saves at the ends of its epochs has saved this one.
 
-    Args:
-        row: Of the epoch.
-        saved_at: Unix time of its newest file; None: not known.
-        last_step: The last one that is logged.
+    `saved_at` is the Unix time of its newest file, None: not known; `last_step` the last logged.
     """
     if saved_at is None or row.ended_at is None:
         # what it saves it saves before its next step
@@ -232,17 +223,11 @@ def _was_saved(row: EpochMetrics, saved_at: float | None, last_step: int) -> boo
 def without_repeated(
     told: TrainedSoFar, start: Start, epochs: int, rows: Sequence[EpochMetrics]
 ) -> TrainedSoFar:
-    """Return the progress without what a script went through again as it went on.
+    """Return the progress at the end without what a script went through again as it went on.
 
     Some save an epoch's number before its end. Which epochs were repeated is not known; they are
     taken to be as long as the last ones. Others save in mid-epoch, and begin that epoch anew: at
     the end as many steps are left over.
-
-    Args:
-        told: At the end of the training.
-        start: Of its last job.
-        epochs: That were asked for.
-        rows: All epochs' lines.
     """
     if not start.resumes or not rows:
         return told

@@ -44,11 +44,7 @@ SCALING = "gradient scaling"
 
 
 class Keeper(SafePoints):
-    """One worker's part of an exact resume.
-
-    Args:
-        steps: Counts the script's steps; its progress is saved and restored.
-    """
+    """One worker's part of an exact resume: the progress of `steps` is saved and restored."""
 
     # all workers, since `has_begun`
     worker: Peers
@@ -264,12 +260,7 @@ class Keeper(SafePoints):
         self.marked = time.perf_counter()
 
     def open(self, loader: Iterable[Any], begin: Callable[[], Iterator[Any]]) -> Stream:
-        """Begin to go through a loader, in an epoch that was interrupted where it stopped.
-
-        Args:
-            loader: Of the training.
-            begin: See `Stream`.
-        """
+        """Begin to go through the training's loader where it stopped; see `Stream`."""
         self.loaders[self.calls] = loader
         self._restore_generators(loader)
         self.begin_draws()
@@ -285,9 +276,7 @@ class Keeper(SafePoints):
     def end_epoch(self, *, is_last: bool, saves: bool = True) -> None:
         """Count an epoch with all that belongs to it; save or stop. Collective.
 
-        Args:
-            is_last: The training is over.
-            saves: The framework goes on exactly from here.
+        A framework that would not go on exactly from here does not save.
         """
         self.in_epoch = False
         self.steps.end_epoch()

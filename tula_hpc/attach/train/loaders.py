@@ -83,10 +83,7 @@ def generator_states(loader: object) -> list[str]:
 def set_generator_states(loader: Any, states: list[str], done: list[object] | None = None) -> None:
     """Go back to states that `generator_states` returned.
 
-    Args:
-        loader: Has the generators.
-        states: Theirs.
-        done: Generators and loaders that are left out, to which these are added; None: none.
+    Generators and loaders in `done` are left out, and these are added to it; None: there are none.
     """
     known = [] if done is None else done
     numbers = [state for state in states if not state.startswith(PASSES)]
@@ -145,13 +142,9 @@ def length_of(loader: Any) -> int | None:
 
 
 class Stream:
-    """Batches of a loader from some place on.
+    """Batches of a loader, any iterable, without those that have passed.
 
-    Args:
-        loader: Any iterable.
-        passed: To be left out; None: nothing.
-        workers: Of the script now.
-        begin: Begins to go through the loader, as a wrapper of it does; None: `iter` does.
+    A wrapper of the loader begins to go through it by `begin`; None: there is no wrapper.
     """
 
     def __init__(

@@ -18,11 +18,7 @@ class Peers:
     """All workers of the script that this process runs. Building it is collective.
 
     They agree by gloo and on the host: collectives of the script's own group, which may be nccl's,
-    keep their order.
-
-    Args:
-        started: Processes of the script.
-        patience: They wait so long for each other; None: as torch has it.
+    keep their order. For each other they wait as `patience` says; None: as long as torch does.
 
     Attributes:
         device: Of the script's tensors.

@@ -35,15 +35,10 @@ def as_share(name: str, value: float) -> float:
 
 
 class Scores:
-    """Reader of a script's output; without an expression the script writes to its log itself.
-
-    Args:
-        pattern: With groups that are named as `SCORES`; None: nothing is read.
-        files: Of the training.
-        log: Of the script.
-    """
+    """Reader of a script's output; without an expression the script writes to its log itself."""
 
     def __init__(self, pattern: str | None, files: TrainDirectory, log: IO[bytes]) -> None:
+        # with groups that are named as `SCORES`
         self.pattern = None if pattern is None else re.compile(pattern)
         self.files, self.log = files, log
         # with the size that the metrics had when each was printed: the last epoch by then counts

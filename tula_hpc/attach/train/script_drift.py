@@ -101,14 +101,7 @@ class _Probed(NamedTuple):
 
 
 class ScriptDrift:
-    """One worker's part of the watch; all workers reach the same verdict at the same step.
-
-    Args:
-        told: The plan's step.
-        run: Of the training.
-        label: Its name there.
-        job_id: Slurm's.
-    """
+    """One worker's part of the watch; all workers reach the same verdict at the same step."""
 
     def __init__(self, told: DriftSettings, run: RunDirectory, label: str, job_id: str) -> None:
         self.told, self.run, self.label, self.job_id = told, run, label, job_id
@@ -138,8 +131,7 @@ class ScriptDrift:
     def look(self, shared: tuple[float, ...], peers: Peers, parameters: Sequence[Tensor]) -> bool:
         """Observe agreed readings, and log the begin or end of an episode. Collective.
 
-        Returns:
-            Time was spent that is none of the script's.
+        Return whether time was spent that is none of the script's.
         """
         if not shared:
             return False

@@ -70,13 +70,7 @@ def run(job: TrainJob) -> str:
 
 
 class ScriptJob:
-    """A script's training, as one worker of its job sees it.
-
-    Args:
-        job: The training.
-        allocation: Of all workers.
-        stop: Passed on to the script.
-    """
+    """A script's training, as one worker of its job sees it."""
 
     def __init__(self, job: TrainJob, allocation: Allocation, stop: StopRequest) -> None:
         from tula_hpc.ddp.process_group import place_among
@@ -305,12 +299,7 @@ class ScriptJob:
     # end
 
     def _fail(self, found: Outcome) -> NoReturn:
-        """End the job as a worker's process has ended.
-
-        Raises:
-            TulaError: With the reason, and where the script's output is.
-            SystemExit: Memory ran out, which is recorded; or another worker tells the reason.
-        """
+        """End the job as a worker's process has ended, see `end_as`."""
         from tula_hpc.attach.processes import end_as
         from tula_hpc.training.ending import record_oom
 
@@ -318,11 +307,7 @@ class ScriptJob:
         end_as(found, at, rank, lambda failure: record_oom(self.job, self.env, failure))
 
     def _leave(self) -> str:
-        """Ask for a requeue; see `ending.leave`.
-
-        Raises:
-            StageError: A time limit ended it, and another job would begin anew and get as far.
-        """
+        """Ask for a requeue, see `ending.leave`; fail where another job would only get as far."""
         from tula_hpc.training.ending import leave
 
         # one that a signal has killed does not say so

@@ -43,12 +43,7 @@ def scaling_of(
 
 
 class ScriptScaling:
-    """Scaling of one script's steps; every worker has one.
-
-    Args:
-        sweep: The method, and the samples of an epoch.
-        configuration: Of the training.
-    """
+    """Scaling of one script's steps; every worker has one."""
 
     def __init__(self, sweep: SweepSpec, configuration: Configuration) -> None:
         self.sweep, self.configuration = sweep, configuration
@@ -88,10 +83,7 @@ class ScriptScaling:
     def gradients_ready(self, optimizer: Optimizer, model: nn.Module, epochs_seen: float) -> None:
         """Observe the gradients, then do the part of the scaling that comes before the step.
 
-        Args:
-            optimizer: The script's, about to step.
-            model: As the script defines it.
-            epochs_seen: Before this step, fractional.
+        The model is as the script defines it. `epochs_seen`, before this step, is fractional.
         """
         if self.scaling is None or self.scaling.base is not optimizer:
             self.scaling = self._around(optimizer, model)
@@ -174,9 +166,7 @@ def _factor_since(averaged: Tensor, parameters: list[Tensor]) -> Tensor:
 def refuse_nan(optimizer: Optimizer | None, steps: int) -> None:
     """End a training whose weights are lost: a script's loss is not seen from outside.
 
-    Args:
-        optimizer: Of the weights; None if the script has none yet.
-        steps: Taken so far, for the message.
+    A script has no optimizer before its first step.
 
     Raises:
         DivergedError: A weight is nan.

@@ -101,11 +101,7 @@ class ScriptProgress(Progress):
 
 
 class ScriptTraining(Mode):
-    """Counts the steps of a script and logs them, and ends it at a stop. Every worker has one.
-
-    Args:
-        spec: Specification of this process.
-    """
+    """Counts the steps of a script and logs them, and ends it at a stop. Every worker has one."""
 
     def __init__(self, spec: ChildSpec) -> None:
         super().__init__(spec)
