@@ -76,10 +76,7 @@ def profiled_batch(measurements: Iterable[Measurement]) -> float | None:
 
 
 def _ratio_of_means(terms: Array, weights: Array) -> float | None:
-    """Return tr(Σ)/|G|² of weighted means; None for too few, and where noise hides the gradient.
-
-    `terms` are (n, 2): |G|² and tr(Σ).
-    """
+    """Return tr(Σ)/|G|² of weighted means of terms (n, 2); None for too few, or noise alone."""
     known = np.isfinite(terms).all(axis=1)
     if np.sum(known) < MIN_TERMS:
         return None

@@ -72,10 +72,6 @@ def fit_models(
 ) -> Models:
     """Fit step time, memory and updates to all configurations that ran.
 
-    `reserved_bytes` count against a memory limit: on CUDA those that the allocator reserved on the
-    device, on CPU the resident set of the whole process, interpreter and libraries included
-    (baseline + peak).
-
     A configuration that ran out of memory needed more than the limit; None: it is unknown.
     `possible` are the local batches that can be asked for and did not run out of memory, None any:
     where all of them are measured, one is enough.

@@ -235,10 +235,7 @@ def _sampled(lines: Lines, train_time_s: TrainTime) -> Curve:
 
 
 def knee_of(kind: str, curves: TimeCurves) -> Knee:
-    """Return the knee of the fitted curve, with its 90 % interval where models were drawn.
-
-    "kneedle" may find none.
-    """
+    """Return the fitted curve's knee, if any, with its 90 % interval where models were drawn."""
     nominal = lower_envelope(curves.lines, curves.nominal)
     knee = find_kneedle(nominal) if kind == "kneedle" else float(doubling_knees(nominal))
     if curves.drawn is None:

@@ -240,10 +240,7 @@ def fallback_rows(table: CandidateTable, choice: Choice) -> list[int]:
 
 
 def written_records(fitted: Fitted, choice: Choice, named: list[int]) -> dict[int, Candidate]:
-    """Return the candidates that a plan holds, by row of the table, ascending.
-
-    `named` are rows that the plan names besides, as its fallbacks.
-    """
+    """Return the candidates that a plan holds, by row, ascending; `named` among them."""
     table = fitted.table
     front = front_rows(table)
     rows = np.arange(table.rows)

@@ -122,10 +122,7 @@ def about_samples(summary: Summary) -> list[str]:
 def about_missing(
     summary: Summary, search: SearchSpec, pending: Iterable[Configuration], how_to_profile: str
 ) -> list[str]:
-    """List wanted configurations that failed, or that the search still proposes: how to profile them.
-
-    All of one partition.
-    """
+    """List a partition's wanted configurations that failed or are pending, and what to do."""
     found = []
     for configuration, failure in summary.failed.items():
         within = search.min_batch <= configuration.global_batch <= search.max_batch

@@ -114,11 +114,7 @@ class AdaptiveSearch:
         return self._by_uncertainty(summary, usable, open_)
 
     def choice(self, measurements: Sequence[Measurement]) -> Configuration | None:
-        """Return the choice from these measurements; None where nothing can be chosen.
-
-        Raises:
-            ValueError: Nothing was measured.
-        """
+        """Return the choice from at least one measurement; None where nothing can be chosen."""
         summary = self.decision.known(summarize(measurements))
         if not summary.profiles:
             raise ValueError("measurements: expected at least one with times and memory")
@@ -241,10 +237,7 @@ class _Predictions:
         return bool(decision.regret <= decision.enough and is_known)
 
     def rivals(self, near: float) -> list[Chosen]:
-        """Return the best candidate on another number of nodes than the choice's, if any is near.
-
-        That is, takes less than so many times the choice's time or cost.
-        """
+        """Return the best candidate on other nodes, if below `near` times the choice's value."""
         chosen = self.decision.chosen
         values = np.where(self.nodes == self.nodes[chosen], np.inf, self._value)
         best = int(np.argmin(values))

@@ -65,10 +65,7 @@ def with_confirmation(
     measurements: Sequence[Measurement],
     pending: Collection[Configuration],
 ) -> Plan:
-    """Add a note or a warning on a choice that was not measured.
-
-    `pending` are the configurations that the search still proposes.
-    """
+    """Add a note or a warning on a choice that was not measured, if the search proposes no more."""
     rows = of_partition(measurements, plan.chosen.partition)
     usable = [row for row in rows if is_usable(row)]
     too_dear: float | None = None

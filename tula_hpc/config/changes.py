@@ -33,11 +33,7 @@ MEASURED_OF_CLUSTER = (
 
 
 def refuse_other_sweep(path: Path, measured: SweepSpec, wanted: SweepSpec) -> None:
-    """Refuse a plan for another workload than the one that was measured.
-
-    Raises:
-        InputError: One line for each key that differs.
-    """
+    """Refuse a plan for another workload than was measured: a line for each key that differs."""
     found = [
         *_changed(path, ("workload",), MEASURED_OF_WORKLOAD, measured.workload, wanted.workload),
         *_changed(path, ("training",), MEASURED_OF_TRAINING, measured.training, wanted.training),

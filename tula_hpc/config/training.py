@@ -17,8 +17,7 @@ LrScaling = Literal["none", "sqrt", "linear"]
 class AgsOptions(NamedTuple):
     """Form of adaptive gradient scaling; `TrainingSpec` explains each key.
 
-    Without `small_batch` see `following_batch`, without
-    `small_batch_shrink` see `following_shrink`.
+    Without `small_batch` see `following_batch`, without `small_batch_shrink` `following_shrink`.
     """
 
     small_batch: int | None
