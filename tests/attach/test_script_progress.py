@@ -242,11 +242,11 @@ def test_what_a_loader_takes_is_waiting_and_the_rest_of_a_gap_is_not(tmp_path: P
     told = Told(tmp_path, clock, samples=4 * 8)
     told.step()
     # of an evaluation
-    told.training.batch_loaded(None, None, 50.0)
+    told.training.batch_loaded(None, 50.0)
     told.training.evaluating()
     for _ in range(3):
-        told.training.batch_loaded(None, None, 0.0625)
-        told.training.batch_loaded(None, None, 0.0625)
+        told.training.batch_loaded(None, 0.0625)
+        told.training.batch_loaded(None, 0.0625)
         told.step(parts=2)
     first, second = told.metrics().steps
     assert (first.step, second.step) == (3, 4)

@@ -32,7 +32,7 @@ class Told(Listener):
     def loading_begins(self, loader: object) -> None:
         self.told.append("begin")
 
-    def batch_loaded(self, loader: object, batch: object, waited_s: float) -> None:
+    def batch_loaded(self, loader: object, waited_s: float) -> None:
         self.told.append("batch")
 
     def evaluating(self) -> None:

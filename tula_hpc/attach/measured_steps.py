@@ -89,7 +89,7 @@ class MeasuredSteps(Mode):
         """Note that the device's queue is not filled from now on."""
         self.waits.launched()
 
-    def batch_loaded(self, loader: object, batch: object, waited_s: float) -> None:
+    def batch_loaded(self, loader: object, waited_s: float) -> None:
         """Note the wait for a batch."""
         self.waits.arrived(waited_s)
         self._loaded = True

@@ -68,8 +68,8 @@ class Listener:
     def batch_wanted(self) -> None:
         """Note that the script now waits for a batch."""
 
-    def batch_loaded(self, loader: object, batch: object, waited_s: float) -> None:
-        """Note that it has got this one from an iterator, after so many seconds."""
+    def batch_loaded(self, loader: object, waited_s: float) -> None:
+        """Note that it has got one from an iterator, after so many seconds."""
 
     def evaluating(self) -> None:
         """Note a forward pass of the model that is none of training."""
@@ -448,7 +448,7 @@ def _around_next(hooks: Hooks) -> None:
         started = time.perf_counter()
         batch = original(self)
         hooks.next_batch(self, batch)
-        listener.batch_loaded(self, batch, time.perf_counter() - started)
+        listener.batch_loaded(self, time.perf_counter() - started)
         return batch
 
     kind.__next__ = following  # type: ignore[method-assign] # to be told of each

@@ -225,7 +225,7 @@ class ScriptTraining(Mode):
         self._loading_before_s += self._loading_s or 0.0
         self._loading_s = None
 
-    def batch_loaded(self, loader: object, batch: object, waited_s: float) -> None:
+    def batch_loaded(self, loader: object, waited_s: float) -> None:
         """See `Listener`."""
         self.give_sign()
         self._loading_s = (self._loading_s or 0.0) + waited_s
