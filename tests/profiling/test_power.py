@@ -33,7 +33,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_packages_are_added_and_neither_their_parts_nor_the_whole(tmp_path: Path, clock: list[float]) -> None:
     for name in ("intel-rapl:0", "intel-rapl:1", "intel-rapl:0:0", "intel-rapl:9"):
         zone(tmp_path, name, 5_000_000)
-    meter = PowerMeter(tmp_path, smi=lambda: "", nvml=no_nvml).start()
+    meter = PowerMeter(tmp_path, nvml=no_nvml).start()
     for name in ("intel-rapl:0", "intel-rapl:1", "intel-rapl:0:0", "intel-rapl:9"):
         zone(tmp_path, name, 505_000_000)
     power = meter.stop()
@@ -44,7 +44,7 @@ def test_packages_are_added_and_neither_their_parts_nor_the_whole(tmp_path: Path
 
 def test_a_counter_that_wraps_goes_on(tmp_path: Path, clock: list[float]) -> None:
     zone(tmp_path, "intel-rapl:0", 900_000_000)
-    meter = PowerMeter(tmp_path, smi=lambda: "", nvml=no_nvml).start()
+    meter = PowerMeter(tmp_path, nvml=no_nvml).start()
     zone(tmp_path, "intel-rapl:0", 100_000_000)
     assert meter.stop().watts == pytest.approx(20.0)
 
@@ -54,15 +54,8 @@ def test_what_may_not_be_read_is_unknown(tmp_path: Path) -> None:
     (tmp_path / "intel-rapl:1").mkdir()
     (tmp_path / "intel-rapl:1" / "energy_uj").write_text("n/a")
     assert read_rapl(tmp_path) == {}
-    assert PowerMeter(tmp_path / "none", smi=lambda: "", nvml=no_nvml).start().stop() == Power(None, None)
+    assert PowerMeter(tmp_path / "none", nvml=no_nvml).start().stop() == Power(None, None)
     assert Power(None, None).watts == 0.0
-
-
-@pytest.mark.parametrize(
-    ("printed", "watts"), [("70.5\n69.5\n", 140.0), ("", None), ("70.5\n[N/A]\n", None), ("nan\n", None), ("\n", None)]
-)
-def test_nvidia_smi_is_asked_for_all_gpus(tmp_path: Path, printed: str, watts: float | None) -> None:
-    assert PowerMeter(tmp_path, smi=lambda: printed, nvml=no_nvml).start().stop().gpus_w == watts
 
 
 def test_nvml_counts_energy_where_it_is_there(tmp_path: Path, clock: list[float]) -> None:
@@ -75,17 +68,17 @@ def test_nvml_counts_energy_where_it_is_there(tmp_path: Path, clock: list[float]
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetTotalEnergyConsumption=lambda _: energy.pop(0),
     )
-    assert PowerMeter(tmp_path, smi=lambda: "9", nvml=lambda: nvml).start().stop().gpus_w == pytest.approx(300.0)
+    assert PowerMeter(tmp_path, nvml=lambda: nvml).start().stop().gpus_w == pytest.approx(300.0)
 
 
-def test_an_old_nvml_leaves_it_to_nvidia_smi(tmp_path: Path) -> None:
+def test_an_old_nvml_leaves_it_unknown(tmp_path: Path) -> None:
     def broken() -> None:
         raise RuntimeError
 
     nvml = SimpleNamespace(NVMLError=RuntimeError, nvmlInit=broken)
-    assert PowerMeter(tmp_path, smi=lambda: "55\n", nvml=lambda: nvml).start().stop().gpus_w == 55.0
+    assert PowerMeter(tmp_path, nvml=lambda: nvml).start().stop().gpus_w is None
 
 
 def test_stop_needs_a_start(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="start"):
-        PowerMeter(tmp_path, smi=lambda: "", nvml=no_nvml).stop()
+        PowerMeter(tmp_path, nvml=no_nvml).stop()

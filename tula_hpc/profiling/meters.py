@@ -1,20 +1,17 @@
 """Meters of a profile: power of the nodes, memory, and processor time.
 
-Power is read as far as possible: of processors by RAPL, of GPUs by NVML or nvidia-smi. RAPL counts
-the energy of processor packages in `/sys/class/powercap/intel-rapl:*` (AMD's too); the counters are
-often readable by root alone (since CVE-2020-8694), and then that part is unknown. NVML counts the
-energy of each GPU since the driver was loaded, from Volta on; nvidia-smi only shows the present
-power, which is read at both ends. Power supplies, fans, memory and network are in neither: a node
-draws more, by some tens of per cent.
+Power is read as far as possible: of processors by RAPL, of GPUs by NVML. RAPL counts the energy of
+processor packages in `/sys/class/powercap/intel-rapl:*` (AMD's too); the counters are often
+readable by root alone (since CVE-2020-8694), and then that part is unknown. NVML counts the energy
+of each GPU since the driver was loaded, from Volta on. Power supplies, fans, memory and network are
+in neither: a node draws more, by some tens of per cent.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
-import math
 import os
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -36,8 +33,6 @@ from tula_hpc.workloads.optimizers import is_divided, own_states
 POWERCAP = Path("/sys/class/powercap")
 MICRO = 1e-6
 MILLI = 1e-3
-SMI = ("nvidia-smi", "--query-gpu=power.draw", "--format=csv,noheader,nounits")
-SMI_TIMEOUT_S = 10.0
 
 
 class Power(NamedTuple):
@@ -59,18 +54,11 @@ class PowerMeter:
 
     Args:
         powercap: Folder in which the kernel shows RAPL; for tests.
-        smi: Runs nvidia-smi and returns its output; for tests.
         nvml: Loads pynvml; for tests.
     """
 
-    def __init__(
-        self,
-        powercap: Path = POWERCAP,
-        smi: Callable[[], str] | None = None,
-        nvml: Callable[[], Any] | None = None,
-    ) -> None:
+    def __init__(self, powercap: Path = POWERCAP, nvml: Callable[[], Any] | None = None) -> None:
         self.powercap = powercap
-        self._smi = smi or _run_smi
         self._nvml = nvml or _load_nvml
         self._began: _Reading | None = None
 
@@ -90,22 +78,19 @@ class PowerMeter:
         began, ended = self._began, self._read()
         elapsed_s = max(ended.time_s - began.time_s, 1e-9)
         return Power(
-            _rapl_watts(began.rapl, ended.rapl, elapsed_s), _gpu_watts(began, ended, elapsed_s)
+            _rapl_watts(began.rapl, ended.rapl, elapsed_s),
+            _gpu_watts(began.gpu_joules, ended.gpu_joules, elapsed_s),
         )
 
     def _read(self) -> _Reading:
         joules = _nvml_joules(self._nvml)
-        watts: float | None = None
-        if joules is None:
-            watts = _parse_watts(self._smi())
-        return _Reading(time.monotonic(), read_rapl(self.powercap), joules, watts)
+        return _Reading(time.monotonic(), read_rapl(self.powercap), joules)
 
 
 class _Reading(NamedTuple):
     time_s: float
     rapl: Mapping[str, RaplCounter]
     gpu_joules: float | None
-    gpu_watts: float | None
 
 
 class RaplCounter(NamedTuple):
@@ -155,12 +140,11 @@ def _used(began: RaplCounter, ended: RaplCounter) -> int:
     return difference
 
 
-def _gpu_watts(began: _Reading, ended: _Reading, elapsed_s: float) -> float | None:
-    if began.gpu_joules is not None and ended.gpu_joules is not None:
-        return max(0.0, ended.gpu_joules - began.gpu_joules) / elapsed_s
-    if began.gpu_watts is not None and ended.gpu_watts is not None:
-        return (began.gpu_watts + ended.gpu_watts) / 2.0
-    return None
+def _gpu_watts(began: float | None, ended: float | None, elapsed_s: float) -> float | None:
+    """Return the mean power from joules at both ends."""
+    if began is None or ended is None:
+        return None
+    return max(0.0, ended - began) / elapsed_s
 
 
 def _load_nvml() -> Any:
@@ -184,25 +168,6 @@ def _nvml_joules(load: Callable[[], Any]) -> float | None:
     except nvml.NVMLError:
         return None
     return sum(energy) * MILLI if energy else None
-
-
-def _run_smi() -> str:
-    try:
-        done = subprocess.run(
-            SMI, capture_output=True, text=True, check=False, timeout=SMI_TIMEOUT_S
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
-
-
-def _parse_watts(printed: str) -> float | None:
-    """Return the sum over the lines of nvidia-smi; None for "[N/A]" or without a GPU."""
-    try:
-        watts = [float(line) for line in printed.splitlines() if line.strip()]
-    except ValueError:
-        return None
-    return sum(watts) if watts and all(map(math.isfinite, watts)) else None
 
 
 class Metered(Protocol):
