@@ -21,7 +21,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,21 +70,8 @@ class MixedSamplesWarning(UserWarning):
     """The user's loss of a sample depends on the other samples of its batch."""
 
 
-class OneSample(NamedTuple):
-    """Global batch of which each worker has one sample, on which BatchNorm may refuse to train."""
-
-    batch: int
-    key: str
-    """Key of the sweep file that asks for it."""
-
-
 def try_workload(
-    spec: WorkloadSpec,
-    data: Data,
-    *,
-    for_gpus: bool = False,
-    several: bool = False,
-    single: OneSample | None = None,
+    spec: WorkloadSpec, data: Data, *, for_gpus: bool = False, several: bool = False
 ) -> Identity:
     """Take a job's first actions as a trial.
 
@@ -93,7 +80,6 @@ def try_workload(
         data: Its data.
         for_gpus: Training is for GPUs.
         several: Several workers train, so that every parameter needs a gradient.
-        single: The largest batch of one sample a worker that a job may meet.
 
     Raises:
         InputError: Something of it is wrong.
@@ -109,8 +95,6 @@ def try_workload(
         workload = workload_of(spec, data, CPU, TRIED_BEFORE)
         if spec.entry_points:
             _try_step(spec, workload, several=several)
-        if single is not None:
-            _try_one_sample(spec, workload, single)
     except InputError as error:
         if not for_gpus or torch.cuda.is_available() or not _SPEAKS_OF_DEVICE.search(str(error)):
             raise
@@ -133,15 +117,6 @@ def _try_step(spec: WorkloadSpec, workload: Workload, *, several: bool) -> None:
     _take_step(spec, workload, positions)
     if several:
         refuse_unused(workload.model)
-
-
-def _try_one_sample(spec: WorkloadSpec, workload: Workload, single: OneSample) -> None:
-    try:
-        _take_step(spec, workload, [0])
-    except InputError as error:
-        message = f"a batch of {single.batch} is one sample for each worker, but {error}"
-        expected = f"expected two samples or more for each, {2 * single.batch} in all"
-        raise InputError(f"{message}; {expected}", key=single.key) from error
 
 
 def _take_step(spec: WorkloadSpec, workload: Workload, positions: Sequence[int]) -> None:
@@ -266,8 +241,7 @@ def _trial_of(sweep: SweepSpec, cluster: ClusterSpec, partitions: Sequence[str])
         _refuse_other_data(sweep.workload, data)
     for_gpus = any(part.device == "cuda" for part in cluster.parts())
     several = max(_worlds(sweep, cluster), default=1) > 1
-    single = _one_sample(sweep, cluster)
-    identity = try_workload(sweep.workload, data, for_gpus=for_gpus, several=several, single=single)
+    identity = try_workload(sweep.workload, data, for_gpus=for_gpus, several=several)
     found: dict[str, Footprint] = {}
     reasons: dict[str, str] = {}
     for name, host in host_bytes.items():
@@ -337,18 +311,6 @@ def _worlds(sweep: SweepSpec, cluster: ClusterSpec) -> list[int]:
         for part in cluster.parts()
         for nodes in cluster_sizes(sweep.search, part)
     ]
-
-
-def _one_sample(sweep: SweepSpec, cluster: ClusterSpec) -> OneSample | None:
-    worlds = _worlds(sweep, cluster)
-    if sweep.study is None:
-        key = "search.min_batch"
-        # local batches are powers of two: one sample is the smallest of a large enough cluster
-        asked = [w for w in worlds if sweep.search.min_batch <= w <= sweep.search.max_batch]
-    else:
-        key = "study.batches"
-        asked = [w for w in worlds if w in sweep.study.batches]
-    return OneSample(max(asked), key) if asked else None
 
 
 def _parser() -> argparse.ArgumentParser:
