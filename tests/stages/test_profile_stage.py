@@ -30,7 +30,7 @@ from tula_hpc.records import (
     write_atomically,
 )
 from tula_hpc.stages.batches_that_fit import none_fits, out_of_memory
-from tula_hpc.stages.context import LineProgress, Sweep, stage_progress
+from tula_hpc.stages.context import StageProgress, Sweep, stage_progress
 from tula_hpc.stages.profile import (
     _broken_rounds,
     _profile_part,
@@ -97,7 +97,7 @@ def test_one_allocation_for_all_needs_packing() -> None:
         spec(nest=True, pack="never")
 
 
-class Said(LineProgress):
+class Said(StageProgress):
     """Keeps what was said."""
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ from tula_hpc.records import (
     write_atomically,
 )
 from tula_hpc.records.events import JobFailure, SubmissionData, setup_failures
-from tula_hpc.stages.context import LineProgress, Sweep, describe_failures, profiling_left_s
+from tula_hpc.stages.context import StageProgress, Sweep, describe_failures, profiling_left_s
 from tula_hpc.stages.plan import AS_BEGUN, plan_stage, training_began
 from tula_hpc.stages.train import next_candidate, time_limit_advice, training_tick
 from tula_hpc.status.run_files import read_facts
@@ -139,7 +139,7 @@ def test_who_waits_for_a_training_that_went_on_hears_from_where(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RunDirectory(tmp_path / "run").create()
-    tick = training_tick(Sweep(SweepSpec(name="x"), ClusterSpec(), run), LineProgress("training"))
+    tick = training_tick(Sweep(SweepSpec(name="x"), ClusterSpec(), run), StageProgress("training"))
     place = {"samples_seen": 5120, "step": 40}
     for data in ({}, place, {**place, "epochs_seen": 3.125}):
         run.log_event("resumed", "train", job_id="2", data={"label": "main", **data})
@@ -161,7 +161,7 @@ def test_progress_says_what_is_left_at_the_pace_of_what_was_logged(
     epoch = {"epoch": 5, "step": 50, "samples_seen": 3200, "global_batch": 64, "epoch_time_s": 120.0, "steps": 10}
     scores = {"train_loss": 1.0, "test_loss": 1.0, "test_accuracy": 0.645, "test_top5_accuracy": None}
     append_record(metrics, EpochMetrics.model_validate({**epoch, **scores, "evaluation_time_s": 60.0}))
-    tick = training_tick(Sweep(SweepSpec(name="x"), ClusterSpec(), run), LineProgress("training"))
+    tick = training_tick(Sweep(SweepSpec(name="x"), ClusterSpec(), run), StageProgress("training"))
     tick(JobsNow(1, "1 running"))
     bad = "checkpoint-r0000-000000000128.tula: is truncated"
     run.log_event("resumed", "train", data={"label": "main", "passed_over": bad})
@@ -180,7 +180,7 @@ def test_a_log_has_no_line_more_often_than_an_epoch_and_a_minute_and_keeps_the_l
     monkeypatch.setattr("tula_hpc.stages.context.time.monotonic", lambda: clock[0])
     run = RunDirectory(tmp_path / "run").create()
     metrics = run.make_train().metrics_file
-    tick = training_tick(Sweep(SweepSpec(name="x"), ClusterSpec(), run), LineProgress("training"))
+    tick = training_tick(Sweep(SweepSpec(name="x"), ClusterSpec(), run), StageProgress("training"))
     epoch = {"samples_seen": 3200, "global_batch": 64, "epoch_time_s": 120.0, "steps": 10, "train_loss": 1.0}
 
     def told(epochs: float, after_s: float, *, running: int = 1) -> list[str]:

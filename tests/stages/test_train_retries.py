@@ -30,7 +30,7 @@ from tula_hpc.records import (
     append_record,
 )
 from tula_hpc.stages import train as stages
-from tula_hpc.stages.context import LineProgress, Sweep, stage_progress
+from tula_hpc.stages.context import StageProgress, Sweep, stage_progress
 from tula_hpc.stages.train import keep_accounting, train_stage, training_tick, unmatched_metric
 from tula_hpc.stages.train_many import Trainings
 
@@ -158,7 +158,7 @@ def test_a_script_that_goes_on_from_nothing_is_said_to_begin_from_the_start(
         files.checkpoints.mkdir()
         (files.checkpoints / "checkpoint-r0000-1.tula").touch()
     told: list[float] = []
-    monkeypatch.setattr(LineProgress, "update", lambda _, done, *__, **___: told.append(done))
+    monkeypatch.setattr(StageProgress, "update", lambda _, done, *__, **___: told.append(done))
     _, error = train(monkeypatch, tmp_path, lambda _: Failure.CANCELLED)
     assert ("This training then begins from the start" in error) == is_lost
     assert told == [0.0 if is_lost else STEP.epoch]

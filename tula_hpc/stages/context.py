@@ -10,8 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from tula_hpc.config import ClusterSpec, SweepSpec, local_batches
 from tula_hpc.env import unix_time
@@ -44,18 +43,20 @@ TIMES_ASKED = 5
 LOG_EVERY_S = 60.0
 
 
-class StageProgress(Protocol):
-    """Display of one stage while it runs; a context manager."""
+class StageProgress:
+    """Progress of one stage, a line on standard error whenever something changes."""
+
+    def __init__(self, stage: str) -> None:
+        self.stage = stage
+        self.last: tuple[str, ...] = ()
+        self.printed_at = 0.0
+        self.done = 0.0
 
     def __enter__(self) -> StageProgress:
         """Start showing."""
+        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop showing."""
 
     def update(
@@ -81,17 +82,33 @@ class StageProgress(Protocol):
             state: States of the jobs, if a log shows only changes of these at once, and of counts
                 at most once a whole count and minute.
         """
+        left = [] if left_s is None else [format_left(left_s, is_most=is_most)]
+        shown = "; ".join([", ".join([text, *left]), *notes])
+        # the time left changes always
+        said = (text if state is None else state, *notes)
+        self._show(shown, said, done, total, is_by_count=state is not None)
+
+    def _show(
+        self, shown: str, said: tuple[str, ...], done: float, total: float, *, is_by_count: bool
+    ) -> None:
+        """Print a line of which `said` changed, or any after a long silence."""
+        is_due = time.monotonic() - self.printed_at >= LOG_EVERY_S
+        if is_by_count:
+            is_due = is_due and math.floor(done) > math.floor(self.done)
+        if said == self.last and not is_due:
+            return
+        self.last = said
+        self.printed_at = time.monotonic()
+        self.done = done
+        sys.stderr.write(f"{self.stage}: {shown}\n")
+        sys.stderr.flush()
 
 
-def stage_progress(stage: str) -> StageProgress:
-    """Return a bar on a terminal, lines elsewhere."""
-    return BarProgress(stage) if sys.stderr.isatty() else LineProgress(stage)
-
-
-class BarProgress:
+class BarProgress(StageProgress):
     """Progress bar on standard error, by rich."""
 
     def __init__(self, stage: str) -> None:
+        super().__init__(stage)
         from rich.console import Console
         from rich.progress import (
             BarColumn,
@@ -118,81 +135,20 @@ class BarProgress:
         self.cleaning.enter_context(printable_output())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Leave the bar as it is."""
         self.cleaning.close()
         self.bar.stop()
 
-    def update(
-        self,
-        done: float,
-        total: float,
-        text: str,
-        left_s: float | None = None,
-        notes: Sequence[str] = (),
-        *,
-        is_most: bool = False,
-        state: str | None = None,
+    def _show(
+        self, shown: str, said: tuple[str, ...], done: float, total: float, *, is_by_count: bool
     ) -> None:
-        """Redraw."""
-        shown = printable(_in_a_line(text, left_s, notes, is_most=is_most))
-        self.bar.update(self.task, completed=done, total=total, description=shown)
+        self.bar.update(self.task, completed=done, total=total, description=printable(shown))
 
 
-class LineProgress:
-    """Line on standard error whenever something changes."""
-
-    def __init__(self, stage: str) -> None:
-        self.stage = stage
-        self.last: tuple[str, ...] = ()
-        self.printed_at = 0.0
-        self.done = 0.0
-
-    def __enter__(self) -> LineProgress:
-        """Nothing to start."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Nothing to stop."""
-
-    def update(
-        self,
-        done: float,
-        total: float,
-        text: str,
-        left_s: float | None = None,
-        notes: Sequence[str] = (),
-        *,
-        is_most: bool = False,
-        state: str | None = None,
-    ) -> None:
-        """Print a line that changed, or any after a long silence; the time left changes always."""
-        said = (text if state is None else state, *notes)
-        is_due = time.monotonic() - self.printed_at >= LOG_EVERY_S
-        if state is not None:
-            is_due = is_due and math.floor(done) > math.floor(self.done)
-        if said == self.last and not is_due:
-            return
-        self.last = said
-        self.printed_at = time.monotonic()
-        self.done = done
-        sys.stderr.write(f"{self.stage}: {_in_a_line(text, left_s, notes, is_most=is_most)}\n")
-        sys.stderr.flush()
-
-
-def _in_a_line(text: str, left_s: float | None, notes: Sequence[str], *, is_most: bool) -> str:
-    left = [] if left_s is None else [format_left(left_s, is_most=is_most)]
-    return "; ".join([", ".join([text, *left]), *notes])
+def stage_progress(stage: str) -> StageProgress:
+    """Return a bar on a terminal, lines elsewhere."""
+    return BarProgress(stage) if sys.stderr.isatty() else StageProgress(stage)
 
 
 def most_profiled(sweep: SweepSpec, workers_per_node: int) -> int | None:
