@@ -26,7 +26,7 @@ from tula_hpc.records import (
 )
 from tula_hpc.records.events import JobFailure, SubmissionData, setup_failures
 from tula_hpc.stages.context import StageProgress, Sweep, describe_failures, profiling_left_s
-from tula_hpc.stages.plan import AS_BEGUN, plan_stage, training_began
+from tula_hpc.stages.plan import AS_BEGUN, plan_stage
 from tula_hpc.stages.train import next_candidate, time_limit_advice, training_tick
 from tula_hpc.status.run_files import read_facts
 
@@ -106,13 +106,13 @@ def test_a_plan_is_kept_once_training_began(run: RunDirectory) -> None:
 
 def test_a_training_that_left_nothing_is_none(run: RunDirectory) -> None:
     """So that other inputs are measured after one that failed at once, or was moved away."""
-    assert not training_began(run)
+    assert not run.has_trained()
     run.log_event("submitted", "train", job_id="1")
-    assert training_began(run)
+    assert run.has_trained()
     run.log_event("ended", "train", job_id="1")
-    assert not training_began(run)
+    assert not run.has_trained()
     run.train().checkpoints.mkdir(parents=True)
-    assert training_began(run)
+    assert run.has_trained()
 
 
 def test_a_lost_plan_of_a_training_is_made_again_which_status_and_the_command_say(

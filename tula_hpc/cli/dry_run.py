@@ -24,7 +24,7 @@ from tula_hpc.records import (
 )
 from tula_hpc.stages.batches_that_fit import Estimate, none_fits
 from tula_hpc.stages.context import Sweep
-from tula_hpc.stages.plan import plan_is_good, training_began
+from tula_hpc.stages.plan import plan_is_good
 from tula_hpc.stages.preview import Preview, Script, script_of
 from tula_hpc.stages.profile import (
     allocated_nodes,
@@ -70,7 +70,7 @@ def describe_submission(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Pr
             [],
         )
     begun = []
-    if not training_began(sweep.run):
+    if not sweep.run.has_trained():
         tried = try_dry(sweep)
         begun = [_beginning(part, tried) for part in parts_of(sweep)]
     lines = [head, *_container(sweep), *_on_their_way(sweep)]
@@ -104,7 +104,7 @@ def _container(sweep: Sweep) -> Iterator[str]:
 
 
 def _on_their_way(sweep: Sweep) -> Iterator[str]:
-    for stage in ("train",) if training_began(sweep.run) else ("profile",):
+    for stage in ("train",) if sweep.run.has_trained() else ("profile",):
         jobs = [job.job_id for job in sweep.run.history().unsettled(stage)]
         if jobs:
             more = f" and {len(jobs) - 1} more" if len(jobs) > 1 else ""

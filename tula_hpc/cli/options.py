@@ -223,11 +223,10 @@ def refuse_impossible(
     """
     from tula_hpc.records import RunDirectory
     from tula_hpc.stages.context import Sweep
-    from tula_hpc.stages.plan import training_began
     from tula_hpc.stages.preview import impossible
 
     sweep = Sweep(spec, cluster, RunDirectory(root))
-    if cluster.executor != "slurm" or training_began(sweep.run):
+    if cluster.executor != "slurm" or sweep.run.has_trained():
         return
     # Slurm's commands would look for it for a minute each
     if (file := slurm_conf()) and not os.access(file, os.R_OK):

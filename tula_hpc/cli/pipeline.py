@@ -126,11 +126,11 @@ def carry_out(sweep: Sweep, until: str) -> int:
 def _run_stages(sweep: Sweep, last: int) -> int:
     from tula_hpc.records.events import setup_failures
     from tula_hpc.stages.notify import tell
-    from tula_hpc.stages.plan import plan_stage, training_began
+    from tula_hpc.stages.plan import plan_stage
     from tula_hpc.stages.rehearsal import try_before_jobs, warn_of_sources
     from tula_hpc.stages.train import train_stage
 
-    has_profiled = not training_began(sweep.run)
+    has_profiled = not sweep.run.has_trained()
     is_tried = True
     if has_profiled:
         is_tried = _profile(sweep)
@@ -140,7 +140,7 @@ def _run_stages(sweep: Sweep, last: int) -> int:
         return 0
     before = _contents(sweep.run.plan_file)
     plan = plan_stage(sweep)
-    if not training_began(sweep.run):
+    if not sweep.run.has_trained():
         tell(sweep, "stage_ended", f"planned: {plan.chosen.configuration}: {plan.reason}", "plan")
     is_new = _contents(sweep.run.plan_file) != before
     _say_plan(sweep, plan, is_new=is_new)

@@ -247,7 +247,7 @@ class RunDirectory:
         return files
 
     def has_trained(self) -> bool:
-        """Tell whether a training left files, or was submitted and not seen to end."""
+        """Tell whether a training left files, or is on its way: nothing is planned again then."""
         left = any((self.root / "train").glob("*/*"))
         return left or bool(self.history().unsettled("train"))
 

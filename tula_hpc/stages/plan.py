@@ -99,19 +99,11 @@ def obstacle(run: RunDirectory, measured: Sequence[Measurement]) -> str:
     return ""
 
 
-def training_began(run: RunDirectory) -> bool:
-    """Tell whether a training is there: as long as it is, nothing is profiled or planned again.
-
-    One that was moved away, or that failed before it left anything, is not.
-    """
-    return run.has_trained()
-
-
 def plan_is_good(run: RunDirectory) -> bool:
     """Tell whether training began with the plan, or nothing was measured after it."""
     if not run.plan_file.exists():
         return False
     written = run.plan_file.stat().st_mtime
-    return training_began(run) or all(
+    return run.has_trained() or all(
         path.stat().st_mtime <= written for path in run.profile.glob("*.jsonl")
     )

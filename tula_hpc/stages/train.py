@@ -10,7 +10,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from tula_hpc.analysis.drift import describe_drift
@@ -78,7 +77,7 @@ def train_stage(sweep: Sweep, plan: Plan) -> TrainResult:
             jobs = sweep.run.history().unsettled("train")
             for job in jobs:
                 if job.label == MAIN_LABEL:
-                    _see_to(sweep, _completed(job, plan), policy, tick)
+                    _see_to(sweep, job, policy, tick)
             if not any(job.label == MAIN_LABEL for job in jobs):
                 candidate = next_candidate(plan, sweep.run, sweep.spec.training.max_fallbacks)
                 _submit_training(sweep, candidate, tick)
@@ -156,14 +155,6 @@ def _starts_over(sweep: Sweep) -> bool:
     """Tell whether the plan's training, stopped now, would have nothing to go on from."""
     work = sweep.spec.workload
     return work.is_script and not work.goes_on and not sweep.run.train().newest_checkpoint
-
-
-def _completed(job: Submission, plan: Plan) -> Submission:
-    """Replace a configuration that is missing or no candidate by the chosen one."""
-    for candidate in (plan.chosen, *plan.fallbacks, *plan.candidates):
-        if (candidate.configuration, candidate.partition) == (job.configuration, job.partition):
-            return job
-    return replace(job, configuration=plan.chosen.configuration, partition=plan.chosen.partition)
 
 
 class Outcome(NamedTuple):
