@@ -6,7 +6,6 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -28,9 +27,7 @@ from tula_hpc.optim import local_gradient, reference_gradient
 from tula_hpc.records import Configuration
 from tula_hpc.user_code import seed_random_numbers
 from tula_hpc.workloads.optimizers import consolidate
-from tula_hpc.workloads.workload import build_workload, refuse_unused
-
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+from tula_hpc.workloads.workload import autocast_on, build_workload, refuse_unused
 
 
 class Worker:
@@ -145,11 +142,6 @@ class Worker:
             inputs = image.repeat(len(inputs), 1, 1, 1)
         return inputs, targets
 
-    def autocast(self) -> AbstractContextManager[object]:
-        """Return the context of a forward pass in the workload's precision."""
-        dtype = DTYPES[self.sweep.workload.precision]
-        return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
-
     @property
     def parts(self) -> int:
         """Return the number of micro-batches in which a step takes its local batch."""
@@ -179,7 +171,7 @@ class Worker:
         return loss
 
     def _backward(self, inputs: Batch, targets: Batch, share: float = 1.0) -> Tensor:
-        with self.autocast():
+        with autocast_on(self.sweep.workload, self.device):
             loss = self.workload.criterion.loss(self.parallel(inputs), targets) * share
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
@@ -203,7 +195,7 @@ class Worker:
         precision.
         """
         criterion, count = self.workload.criterion, samples_in(targets)
-        with self.autocast():
+        with autocast_on(self.sweep.workload, self.device):
             inputs, targets = self.to_device(inputs, targets)
             outputs = self.model(inputs)
             if isinstance(outputs, Tensor):
@@ -216,25 +208,22 @@ class Worker:
         """Return the all-reduced gradient of a reference batch, a part of every worker's batch."""
         part = reference_share(self.sweep.training, self.configuration)
         inputs, targets = take((inputs, targets), 0, part)
-        return reference_gradient(
-            self.model,
-            self.workload.criterion.loss,
-            inputs,
-            targets,
-            self.parameters,
-            autocast=self.autocast(),
-            loss_scale=self.scaler.get_scale(),
-        )
+        return self._gradient(reference_gradient, inputs, targets)
 
     def local_gradient(self, inputs: Batch, targets: Batch) -> list[Tensor | None]:
         """Return this worker's own unscaled gradient; `.grad`, buffers and random numbers stay."""
-        return local_gradient(
+        return self._gradient(local_gradient, inputs, targets)
+
+    def _gradient(
+        self, gradient: Callable[..., list[Tensor | None]], inputs: Batch, targets: Batch
+    ) -> list[Tensor | None]:
+        return gradient(
             self.model,
             self.workload.criterion.loss,
             inputs,
             targets,
             self.parameters,
-            autocast=self.autocast(),
+            autocast=autocast_on(self.sweep.workload, self.device),
             loss_scale=self.scaler.get_scale(),
         )
 
@@ -319,7 +308,7 @@ class Worker:
 
     @torch.no_grad()
     def load_model_state(self, state: dict[str, Any]) -> None:
-        """Restore a `model_state`. Older checkpoints lack its buffers."""
+        """Restore a `model_state`."""
         self.model.load_state_dict(state["model"])
         saved = state.get("buffers", {})
         for name, buffer in self.model.named_buffers():
@@ -363,18 +352,17 @@ class Worker:
 
     def agree(self, *values: float) -> list[float]:
         """Return the largest of each value over all workers. Collective."""
-        if self.env.world_size == 1:
-            return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return [float(value) for value in tensor.tolist()]
+        return self._reduced(values, dist.ReduceOp.MAX)
 
     def total(self, *values: float) -> list[float]:
         """Return the sum of each value over all workers. Collective."""
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def _reduced(self, values: Sequence[float], how: dist.ReduceOp.RedOpType) -> list[float]:
         if self.env.world_size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, op=how)
         return [float(value) for value in tensor.tolist()]
 
 
