@@ -526,31 +526,6 @@ def test_after_a_fall_back_warm_up_and_interval_go_on_with_the_data_seen() -> No
     assert (after.steps, after.update_due) == (8, True)
 
 
-@pytest.mark.parametrize("granularity", ["element", "tensor"])
-def test_state_of_the_first_version_still_loads(granularity: str) -> None:
-    model, other = make_model(), make_model()
-    optimizer, restored = wrap(model, granularity=granularity), wrap(other, granularity=granularity)
-    small = [torch.full_like(p, 2.0) for p in model.parameters()]
-    optimizer.update_gradscale(small, [torch.ones_like(p) for p in model.parameters()])
-    for step in range(3):
-        optimizer.zero_grad()
-        torch.autograd.backward(loss_of(model, step))
-        optimizer.step()
-    state = copy.deepcopy(optimizer.state_dict())
-    for name in ("averages", "batches"):
-        del state[STATE_KEY][name]
-    del state[STATE_KEY]["sensitivity"]["used"]
-    state[STATE_KEY]["version"] = 1
-    other.load_state_dict(model.state_dict())
-    restored.load_state_dict(state)
-    for each, its_model in ((optimizer, model), (restored, other)):
-        each.zero_grad()
-        torch.autograd.backward(loss_of(its_model, 3))
-        each.step()
-    assert torch.equal(weights(model), weights(other))
-    assert restored.statistics()[:6] == optimizer.statistics()[:6]
-
-
 @pytest.mark.parametrize("shape", [(3, 7), (2, 4), (3,), (3, 4, 1)])
 def test_averages_of_other_parameters_are_refused_before_anything_changes(shape: tuple[int, ...]) -> None:
     model = make_model()

@@ -118,8 +118,6 @@ class Sensitivity:
         if state is None:
             self._seen = None
             return
-        # older states have no sum of shares, only the count of steps with any
-        state = {"used": state["quiet_steps"], **state}
         self._seen = _Seen(*(state[name].to(device, copy=True) for name in _Seen._fields))
 
     def _average(self, norm_squared: Tensor, average: Tensor) -> Tensor:

@@ -606,27 +606,23 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
 
     def _check_own_state(self, own: Mapping[str, Any]) -> None:
         version = own.get("version")
-        known = version in (1, VERSION)
         require(
-            known,
-            f"state_dict: expected version 1 or {VERSION} of the {STATE_KEY!r} entry, got {version}",
+            version == VERSION,
+            f"state_dict: expected version {VERSION} of the {STATE_KEY!r} entry, got {version}",
         )
         self._estimates.check_state(self.parameters(), own)
 
     def _load_own_state(self, own: Mapping[str, Any]) -> None:
         parameters = self.parameters()
         self._shortened, self._squares = 1.0, None
-        if own.get("reference") is not None and own.get("batches") == [
-            self.small_batch,
-            self.large_batch,
-        ]:
+        if own["batches"] == [self.small_batch, self.large_batch]:
             # the factors are within its bounds
             self.set_reference(own["reference"])
         self._estimates.load_state_dict(parameters, own)
         self._sensitivity.load_state_dict(own["sensitivity"], parameters[0].device)
         # warm-up and interval are steps of today's batch: they go on with the data seen, not with
         # another batch's steps
-        batch = own["batches"][1] if "batches" in own else self.large_batch
+        batch = own["batches"][1]
         self.steps = round(own["steps"] * batch / self.large_batch)
         self._steps_since_update = round(own["steps_since_update"] * batch / self.large_batch)
         self._steps_since_statistics = own["steps_since_statistics"]

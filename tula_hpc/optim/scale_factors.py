@@ -451,7 +451,7 @@ class Estimates:
 
         Parameters that were added since the last update are not in the averages yet.
         """
-        factors, averages = state["gradscale"], state.get("averages")
+        factors, averages = state["gradscale"], state["averages"]
         fits = len(factors) == len(parameters) and all(
             factor is None or factor.shape in (parameter.shape, torch.Size())
             for factor, parameter in zip(factors, parameters, strict=True)
@@ -461,17 +461,15 @@ class Estimates:
             (3, count) for count in range(len(parameters) + 1)
         ]
         require(fits, "state_dict: averages belong to other parameters")
-        reference, (_, largest) = state.get("reference"), state.get("batches", self.batches)
-        fits = reference is None or (
-            isinstance(reference, int | float) and 1 <= reference <= largest
-        )
+        reference, (_, largest) = state["reference"], state["batches"]
+        fits = isinstance(reference, int | float) and 1 <= reference <= largest
         require(fits, f"state_dict: expected a reference from 1 to {largest}, got {reference!r}")
 
     def load_state_dict(self, parameters: Sequence[Tensor], state: Mapping[str, Any]) -> None:
-        """Restore a `state_dict` as copies. Older ones lack some of its entries."""
+        """Restore a `state_dict` as copies."""
         place = parameters[0].device
         self.forget()
         self.scale.load(parameters, state["gradscale"])
-        self.noise.load_state_dict(state.get("noise"), place)
-        self.scale.norms.load(state.get("averages"), place)
-        self.scale.norms.carry(Batches(*state.get("batches", self.batches)), self.batches)
+        self.noise.load_state_dict(state["noise"], place)
+        self.scale.norms.load(state["averages"], place)
+        self.scale.norms.carry(Batches(*state["batches"]), self.batches)

@@ -64,7 +64,7 @@ class StepMetrics(Record):
     # share of the steps since the last line whose gradient was scaled
     scaled: float | None = None
     # mean share of the scale that those steps used, from 0 to 1: gate "smooth" and warm-up leave a
-    # part of it None in older files
+    # part of it
     scale_share: float | None = None
     # of the scale as last estimated, over all elements; see `applied_scale`
     scale_mean: float | None = None
@@ -85,15 +85,10 @@ class StepMetrics(Record):
 
     @property
     def applied_scale(self) -> float | None:
-        """Return the mean factor on the gradient since the last line, 1 for unscaled steps.
-
-        In older files, which lack `scale_share`, each step that used any of the scale counts as one
-        that used all.
-        """
-        if self.scale_mean is None:
+        """Return the mean factor on the gradient since the last line, 1 for unscaled steps."""
+        if self.scale_mean is None or self.scale_share is None:
             return None
-        share = self.scaled if self.scale_share is None else self.scale_share
-        return 1.0 + (1.0 if share is None else share) * (self.scale_mean - 1.0)
+        return 1.0 + self.scale_share * (self.scale_mean - 1.0)
 
     @property
     def scaled_nothing(self) -> bool:

@@ -44,8 +44,7 @@ class TrainingLog:
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint's content."""
-        if "critical_batch" in state:
-            self.metrics.critical_batch.load_state_dict(state["critical_batch"])
+        self.metrics.critical_batch.load_state_dict(state["critical_batch"])
         self.epoch_loss.fill_(self.training.progress.epoch_loss)
 
     def restart_window(self) -> None:

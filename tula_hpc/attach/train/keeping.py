@@ -151,8 +151,7 @@ class Keeper(SafePoints):
             return
         self.steps.progress = ScriptProgress(**loaded.state["progress"])
         self.go_on_from(loaded)
-        if "critical_batch" in loaded.state:
-            self.steps.metrics.critical_batch.load_state_dict(loaded.state["critical_batch"])
+        self.steps.metrics.critical_batch.load_state_dict(loaded.state["critical_batch"])
         # of this worker; another number of workers draws other numbers
         self.found = {
             moment: texts[self.spec.rank % len(texts)]
@@ -191,7 +190,7 @@ class Keeper(SafePoints):
             self.steps.end_epoch()
             self._end_epoch(is_last=epoch + 1 >= count)
         if place == len(loops):
-            # of no epochs, or done at a start of an earlier version
+            # of no epochs
             loops.append(min(self.progress.epoch, first + count))
 
     def begin_draws(self) -> None:
