@@ -593,7 +593,7 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
     def _warm_share(self) -> float:
         return 1.0 if self.steps >= self.scale_warmup else self.steps / self.scale_warmup
 
-    def _own_state(self) -> dict[str, Any]:
+    def own_state(self) -> dict[str, Any]:
         """Return factors, averages and counts; δ, bounds and batches stay the constructor's."""
         return {
             "version": VERSION,
@@ -612,7 +612,13 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         )
         self._estimates.check_state(self.parameters(), own)
 
-    def _load_own_state(self, own: Mapping[str, Any]) -> None:
+    def load_own_state(self, own: Mapping[str, Any]) -> None:
+        """Restore an `own_state`.
+
+        Raises:
+            ValueError: It belongs to other parameters. Nothing has been changed.
+        """
+        self._check_own_state(own)
         parameters = self.parameters()
         self._shortened, self._squares = 1.0, None
         if own["batches"] == [self.small_batch, self.large_batch]:

@@ -27,12 +27,6 @@ class WrappingOptimizer(Optimizer, ABC):
 
     Schedulers, GradScaler and `zero_grad` therefore work as on the base. Subclasses define `step`
     and their own state.
-
-    Args:
-        base: The optimizer to wrap; do not use it directly any more.
-
-    Raises:
-        TypeError: `base` is not an optimizer.
     """
 
     def __init__(self, base: Optimizer) -> None:
@@ -83,7 +77,7 @@ class WrappingOptimizer(Optimizer, ABC):
         """Return the base's state_dict with, under "tula", this optimizer's own plain state."""
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        state = {**self.base.state_dict(), STATE_KEY: self._own_state()}
+        state = {**self.base.state_dict(), STATE_KEY: self.own_state()}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, state)
             state = state if replaced is None else replaced
@@ -104,22 +98,25 @@ class WrappingOptimizer(Optimizer, ABC):
         require(isinstance(own, Mapping), absent)
         self._check_own_state(own)
         self.base.load_state_dict(state_dict)
-        self._load_own_state(own)
+        self.load_own_state(own)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    @abstractmethod
     def own_state(self) -> dict[str, Any]:
         """Return the state beside the base's, where somebody else keeps that."""
-        return self._own_state()
 
+    @abstractmethod
     def load_own_state(self, own: Mapping[str, Any]) -> None:
         """Restore an `own_state`.
 
         Raises:
             ValueError: It belongs to other parameters. Nothing has changed.
         """
-        self._check_own_state(own)
-        self._load_own_state(own)
+
+    @abstractmethod
+    def _check_own_state(self, own: Mapping[str, Any]) -> None:
+        """Raise ValueError where it cannot be loaded; change nothing."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out hooks and a scheduler's patch of `step`, as every torch optimizer does."""
@@ -133,15 +130,3 @@ class WrappingOptimizer(Optimizer, ABC):
     def parameters(self) -> list[Tensor]:
         """Return all parameters of all groups, in order."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
-
-    @abstractmethod
-    def _own_state(self) -> dict[str, Any]:
-        """Return the state that this optimizer adds."""
-
-    @abstractmethod
-    def _check_own_state(self, own: Mapping[str, Any]) -> None:
-        """Raise ValueError where it cannot be loaded; change nothing."""
-
-    @abstractmethod
-    def _load_own_state(self, own: Mapping[str, Any]) -> None:
-        """Restore an `_own_state`."""
