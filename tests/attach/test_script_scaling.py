@@ -19,7 +19,8 @@ from tula_hpc.attach.train.script_scaling import ScriptScaling
 from tula_hpc.config import SweepSpec
 from tula_hpc.ddp.methods import ReferenceBatch, scaling_options
 from tula_hpc.errors import InputError
-from tula_hpc.optim import LocalNorms, TulaOptimizer
+from tula_hpc.gradients.small_batch_norms import LocalNorms
+from tula_hpc.optim import TulaOptimizer
 from tula_hpc.records import Configuration
 
 WORKERS, STEPS, BATCH, SAMPLES = 2, 12, 16, 128

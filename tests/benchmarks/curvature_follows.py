@@ -33,7 +33,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 
 from tests.benchmarks.curvature import LocalHessian, measure_curvature
-from tula_hpc.optim import relative_change, squared_norm
+from tula_hpc.gradients.norms import squared_norm
+from tula_hpc.optim.gate import relative_change
 from tula_hpc.workloads.small_cnns import compact_cnn
 
 ROOT = Path(__file__).parents[2]

@@ -46,8 +46,8 @@ from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec
 from tula_hpc.ddp.process_group import describe_versions, leave_group
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
+from tula_hpc.gradients.small_batch_norms import LocalNorms
 from tula_hpc.launch.job_specs import ProfileJob
-from tula_hpc.optim import LocalNorms
 from tula_hpc.profiling.measure import measure
 from tula_hpc.profiling.profile_job import run_profile
 from tula_hpc.profiling.work_queue import Agenda

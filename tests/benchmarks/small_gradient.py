@@ -45,8 +45,10 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.forked import fork_workers, run_workers
+from tula_hpc.gradients.noise_scale import gradient_square, noise_trace, square_at
 from tula_hpc.gradients.norms import norms_where_present, squares
-from tula_hpc.optim import LocalNorms, PartNorms, gradient_square, noise_trace, reference_gradient, square_at
+from tula_hpc.gradients.reference_gradient import reference_gradient
+from tula_hpc.gradients.small_batch_norms import LocalNorms, PartNorms
 
 Array = NDArray[np.float64]
 RESULT = Path(__file__).parent / "results" / "small_gradient.json"

@@ -16,15 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
-from tula_hpc.optim import (
-    LocalNorms,
-    PartNorms,
-    TulaOptimizer,
-    gradient_square,
-    looks_at_whole_batch,
-    noise_trace,
-    square_at,
-)
+from tula_hpc.gradients.noise_scale import gradient_square, noise_trace, square_at
+from tula_hpc.gradients.small_batch_norms import LocalNorms, PartNorms, looks_at_whole_batch
+from tula_hpc.optim import TulaOptimizer
 from tula_hpc.profiling.measure import measure
 from tula_hpc.records import Configuration
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.examples.branches import Branches
 from tests.forked import start_workers
-from tula_hpc.optim import reference_gradient
+from tula_hpc.gradients.reference_gradient import reference_gradient
 
 WORKERS = 2
 loss = nn.CrossEntropyLoss()

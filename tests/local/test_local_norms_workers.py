@@ -28,7 +28,10 @@ from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.gradients.norms import foreach_norms
-from tula_hpc.optim import LocalNorms, StepObserver, TulaOptimizer, local_gradient
+from tula_hpc.gradients.reference_gradient import local_gradient
+from tula_hpc.gradients.small_batch_norms import LocalNorms
+from tula_hpc.optim import TulaOptimizer
+from tula_hpc.optim.observer import StepObserver
 from tula_hpc.records import Configuration
 
 WORKERS = 3  # not a power of two: an average by another operation would differ in the last bit

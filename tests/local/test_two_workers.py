@@ -26,8 +26,8 @@ from tula_hpc.ddp.rendezvous import LOOPBACK, candidate_ports
 from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
+from tula_hpc.gradients.reference_gradient import local_gradient
 from tula_hpc.launch.job_specs import TrainJob
-from tula_hpc.optim import local_gradient
 from tula_hpc.profiling import probes as noise_probe
 from tula_hpc.profiling.measure import measure
 from tula_hpc.records import Configuration, RunDirectory

@@ -13,7 +13,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, AdamW, Optimizer
 
 from tests.optim.test_optimizer_options import LARGE, LOCAL, Still, give, gradients, parameters, squares_of, wrap
-from tula_hpc.optim import StepObserver, TulaOptimizer
+from tula_hpc.optim import TulaOptimizer
+from tula_hpc.optim.observer import StepObserver
 
 STEPS = 6
 

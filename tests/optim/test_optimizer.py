@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tula_hpc.optim import TulaOptimizer, squared_norm
+from tula_hpc.gradients.norms import squared_norm
+from tula_hpc.optim import TulaOptimizer
 
 SHAPES = ((3, 2), (4,), ())
 BASES: dict[str, Callable[[Sequence[nn.Parameter]], Optimizer]] = {

@@ -19,8 +19,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import LBFGS, SGD, AdamW, Optimizer, lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tula_hpc.optim import STATE_KEY, TulaOptimizer
+from tula_hpc.optim import TulaOptimizer
 from tula_hpc.optim import scaled_step as applying
+from tula_hpc.optim.wrapper import STATE_KEY
 
 SMALL, LARGE, LOCAL = 8, 128, 32
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from tula_hpc.optim import TulaOptimizer, element_ratio
+from tula_hpc.optim import TulaOptimizer
 from tula_hpc.optim import scaled_step as applying
+from tula_hpc.optim.scale_factors import element_ratio
 
 anything = st.floats(width=32, allow_nan=True, allow_infinity=True)
 pairs = st.lists(st.tuples(anything, anything), min_size=1, max_size=8)

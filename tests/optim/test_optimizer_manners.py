@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, lr_scheduler
 
-from tula_hpc.optim import STATE_KEY, TulaOptimizer
+from tula_hpc.optim import TulaOptimizer
+from tula_hpc.optim.wrapper import STATE_KEY
 
 
 def make_model() -> nn.Sequential:

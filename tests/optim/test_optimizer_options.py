@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from tula_hpc.optim import TulaOptimizer, norm_ratio
+from tula_hpc.optim import TulaOptimizer
+from tula_hpc.optim.norm_ratio import norm_ratio
 
 SHAPES = ((3, 2), (4,), (), (5,))
 LAYERS = ((0, 1), (2,))  # the last parameter is in none

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from tula_hpc import records
 from tula_hpc.analysis.figures import gradients as figures_scale
-from tula_hpc.optim import ScaleHistogram, TulaOptimizer
+from tula_hpc.optim import TulaOptimizer
 from tula_hpc.optim import observer as scale_histogram
-from tula_hpc.optim.observer import BINS, BINS_PER_OCTAVE, OCTAVES, ONE
+from tula_hpc.optim.observer import BINS, BINS_PER_OCTAVE, OCTAVES, ONE, ScaleHistogram
 
 scales = st.floats(-5.9, 5.9).map(lambda octaves: 2.0**octaves)
 

@@ -17,8 +17,8 @@ from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
+from tula_hpc.gradients.noise_scale import CriticalBatch, NoiseReading
 from tula_hpc.launch.job_specs import TrainJob
-from tula_hpc.optim import CriticalBatch, NoiseReading
 from tula_hpc.records import Configuration, Metrics, RunDirectory, read_metrics
 from tula_hpc.records.metrics import SCALE_BINS_PER_OCTAVE, SCALE_OCTAVES
 from tula_hpc.training import loop as trainer_module

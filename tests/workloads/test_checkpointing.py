@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from tula_hpc.config import WorkloadSpec
 from tula_hpc.errors import InputError
-from tula_hpc.optim import reference_gradient
+from tula_hpc.gradients.reference_gradient import reference_gradient
 from tula_hpc.workloads.activation_checkpointing import checkpoint_activations
 from tula_hpc.workloads.fake_steps import Shapes, count
 from tula_hpc.workloads.torchvision_models import build_model

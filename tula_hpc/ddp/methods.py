@@ -22,13 +22,9 @@ from torch.optim import Optimizer
 
 from tula_hpc.config import SweepSpec, TrainingSpec, WorkloadSpec
 from tula_hpc.config.training import PASS_SHARE, LrScaling, following_shrink
-from tula_hpc.optim import (
-    GradientObserver,
-    NoObserver,
-    StaticScaleObserver,
-    StepObserver,
-    TulaOptimizer,
-)
+from tula_hpc.optim import TulaOptimizer
+from tula_hpc.optim.observer import GradientObserver, NoObserver, StepObserver
+from tula_hpc.optim.optimizer import StaticScaleObserver
 from tula_hpc.records import Configuration
 from tula_hpc.workloads.optimizers import base_optimizer, layers, norms_and_biases, shards
 

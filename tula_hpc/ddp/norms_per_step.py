@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc.batches import Batch
 from tula_hpc.config import TrainingSpec
-from tula_hpc.optim import GradientObserver, LocalNorms, PartNorms, looks_at_whole_batch
+from tula_hpc.gradients.small_batch_norms import LocalNorms, PartNorms, looks_at_whole_batch
+from tula_hpc.optim.observer import GradientObserver
 
 
 class SmallNorms:

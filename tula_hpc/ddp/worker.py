@@ -23,7 +23,7 @@ from tula_hpc.ddp.methods import ReferenceBatch, build_stepper, reference_share
 from tula_hpc.ddp.norms_per_step import small_norms
 from tula_hpc.ddp.process_group import check_kernels, check_precision, choose_kernels, pick_device
 from tula_hpc.env import WorkerEnvironment
-from tula_hpc.optim import local_gradient, reference_gradient
+from tula_hpc.gradients.reference_gradient import local_gradient, reference_gradient
 from tula_hpc.records import Configuration
 from tula_hpc.user_code import seed_random_numbers
 from tula_hpc.workloads.optimizers import consolidate

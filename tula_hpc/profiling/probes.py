@@ -21,8 +21,8 @@ from torch import Tensor
 from tula_hpc.batches import Batch, map_tensors, samples_in, take
 from tula_hpc.data.loader import SMALLEST_TEST_BATCH
 from tula_hpc.ddp.worker import Worker
+from tula_hpc.gradients.noise_scale import gradient_square, noise_scale, noise_trace
 from tula_hpc.gradients.reference_gradient import flatten
-from tula_hpc.optim import gradient_square, noise_scale, noise_trace
 from tula_hpc.process_memory import out_of_memory
 from tula_hpc.profiling.meters import Metered
 from tula_hpc.profiling.timing import round_s

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tula_hpc.checkpoint.safe_points import Progress
 from tula_hpc.env import unix_time
-from tula_hpc.optim import CriticalBatch, NoiseReading
+from tula_hpc.gradients.noise_scale import CriticalBatch, NoiseReading
 from tula_hpc.records import MAX_LINE_BYTES, EpochMetrics, StepMetrics, append_record
 from tula_hpc.records.metrics import parse_metrics
 

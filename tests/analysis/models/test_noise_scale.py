@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tula_hpc.analysis.models.critical_batch import critical_batch
-from tula_hpc.optim import NoiseScale, TulaOptimizer, gradient_square, noise_scale, noise_trace
+from tula_hpc.gradients.noise_scale import NoiseScale, gradient_square, noise_scale, noise_trace
+from tula_hpc.optim import TulaOptimizer
 from tula_hpc.records import Configuration, Measurement, Metrics, StepMetrics
 
 Array = NDArray[np.float64]

@@ -24,7 +24,9 @@ from tula_hpc.attach.reporting import own_hook
 from tula_hpc.config import SweepSpec
 from tula_hpc.ddp.methods import ReferenceBatch, scaling_options
 from tula_hpc.errors import DivergedError
-from tula_hpc.optim import LocalNorms, NoObserver, TulaOptimizer
+from tula_hpc.gradients.small_batch_norms import LocalNorms
+from tula_hpc.optim import TulaOptimizer
+from tula_hpc.optim.observer import NoObserver
 from tula_hpc.records import Configuration
 from tula_hpc.training.metrics_writer import Readings
 

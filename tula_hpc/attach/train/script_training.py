@@ -35,7 +35,7 @@ from tula_hpc.ddp.agreement import CHECK_EVERY_S, Agreed, Wish
 from tula_hpc.ddp.stop_signals import StopRequest, Suspensions
 from tula_hpc.env import unix_time
 from tula_hpc.errors import InputError
-from tula_hpc.optim import NoObserver
+from tula_hpc.optim.observer import NoObserver
 from tula_hpc.records import RunDirectory
 from tula_hpc.records.base import Record
 from tula_hpc.records.events import EventName
