@@ -8,6 +8,7 @@ from enum import IntEnum
 from typing import NamedTuple, Protocol, TypeVar
 
 from tula_hpc.ddp.stop_signals import StopRequest
+from tula_hpc.process_memory import out_of_memory
 
 
 class Agreement(Protocol):
@@ -27,6 +28,19 @@ FIRST_CHECKS = 10
 # of the steps between two agreements, at most
 GROWTH = 2
 T = TypeVar("T")
+
+
+def if_memory_suffices(worker: Agreement, make: Callable[[], T]) -> T | None:
+    """Return what is made, or None on every worker if memory ran out on any. Collective."""
+    made: T | None = None
+    try:
+        made = make()
+    except (RuntimeError, MemoryError) as error:
+        if out_of_memory(error) is None:
+            raise
+    # a worker that went on alone would wait for ever
+    (missing,) = worker.agree(float(made is None))
+    return None if missing else made
 
 
 class Wish(IntEnum):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tula_hpc.batches import Batch, map_tensors, samples_in, take
 from tula_hpc.data.loader import SMALLEST_TEST_BATCH
+from tula_hpc.ddp.agreement import if_memory_suffices
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.gradients.noise_scale import gradient_square, noise_scale, noise_trace
 from tula_hpc.gradients.reference_gradient import flatten
@@ -139,17 +140,8 @@ def _norms(
     worker: Worker, inputs: Batch, targets: Batch, pieces: int, piece: int
 ) -> tuple[float, float] | None:
     """Return the parts' mean |g|² and |mean g|²; None if any worker ran out of memory."""
-    mine = None
-    try:
-        mine = _sums(worker, inputs, targets, pieces, piece)
-    except (RuntimeError, MemoryError) as error:
-        if out_of_memory(error) is None:
-            raise
-    # a worker that went on alone would wait for ever
-    (failed,) = worker.agree(float(mine is None))
-    if failed or mine is None:
-        return None
-    return shared_norms(worker, *mine, pieces)
+    mine = if_memory_suffices(worker, lambda: _sums(worker, inputs, targets, pieces, piece))
+    return None if mine is None else shared_norms(worker, *mine, pieces)
 
 
 def _sums(

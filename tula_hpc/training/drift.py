@@ -35,13 +35,12 @@ from tula_hpc.analysis.drift import (
     window_seconds,
 )
 from tula_hpc.batches import Batch, split
-from tula_hpc.ddp.agreement import CHECK_EVERY_S, Agreement
+from tula_hpc.ddp.agreement import CHECK_EVERY_S, Agreement, if_memory_suffices
 from tula_hpc.ddp.process_group import pick_device
 from tula_hpc.ddp.worker import Trained, Worker, bare_all_reduce
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import RunDirectoryError
 from tula_hpc.launch.job_specs import TrainJob
-from tula_hpc.process_memory import out_of_memory
 from tula_hpc.profiling.timing import LoaderWaits, agreed_s, round_s
 from tula_hpc.records import (
     Candidate,
@@ -190,21 +189,10 @@ BLOCK_S = 0.2
 SECONDS = 5.0
 
 
-class Extent(NamedTuple):
-    """Extent of a probe."""
-
-    blocks: int
-    passes: int
-
-
-def extent_of(pass_s: float) -> Extent:
-    """Return many passes a block where they are short, fewer blocks where they are long.
-
-    Args:
-        pass_s: Seconds of one pass, about.
-    """
+def extent_of(pass_s: float) -> tuple[int, int]:
+    """Return blocks and passes of one: many where a pass is short, fewer blocks where it is long."""
     passes = max(1, math.ceil(BLOCK_S / max(pass_s, 1e-3)))
-    return Extent(max(1, min(BLOCKS, int(SECONDS / max(pass_s, BLOCK_S)))), passes)
+    return max(1, min(BLOCKS, int(SECONDS / max(pass_s, BLOCK_S)))), passes
 
 
 class Probe(NamedTuple):
@@ -250,20 +238,12 @@ def _compute_s(worker: Worker, inputs: Batch, targets: Batch) -> float:
     """
     micro_batches = split((inputs, targets), worker.parts)
 
-    def compute() -> None:
+    def compute() -> bool:
         for micro_batch in micro_batches:
             worker.local_gradient(*micro_batch)
+        return True
 
-    try:
-        compute()
-        fits = True
-    except (RuntimeError, MemoryError) as error:
-        if out_of_memory(error) is None:
-            raise
-        fits = False
-    # a worker that went on alone would wait for ever
-    (missing,) = worker.agree(float(not fits))
-    return -1.0 if missing else _pass_s(worker, compute)
+    return _pass_s(worker, compute) if if_memory_suffices(worker, compute) else -1.0
 
 
 class Probed(Trained, Agreement, Protocol):
@@ -277,15 +257,8 @@ def all_reduce_s(worker: Probed, workers: int) -> float | None:
     """
     if workers == 1:
         return 0.0
-    step = None
-    try:
-        step = bare_all_reduce(worker)
-    except (RuntimeError, MemoryError) as error:
-        if out_of_memory(error) is None:
-            raise
-    # a worker that went on alone would wait for ever
-    (missing,) = worker.agree(float(step is None))
-    if missing or step is None:
+    step = if_memory_suffices(worker, lambda: bare_all_reduce(worker))
+    if step is None:
         return None
     step()
     (slowest_s,) = worker.agree(_pass_s(worker, step))
@@ -295,12 +268,10 @@ def all_reduce_s(worker: Probed, workers: int) -> float | None:
 def _pass_s(worker: Agreement, step: Callable[[], object]) -> float:
     """Return the seconds of one pass: the median over blocks of their means. Collective.
 
-    Args:
-        worker: Gives the device to wait for.
-        step: A pass that was taken once, as the first may have something to set up.
+    It was taken once before, as the first may have something to set up.
     """
-    extent = extent_of(agreed_s(worker, step))
-    return median(round_s(worker, step, extent.passes) for _ in range(extent.blocks))
+    blocks, passes = extent_of(agreed_s(worker, step))
+    return median(round_s(worker, step, passes) for _ in range(blocks))
 
 
 def _by_rank(worker: Worker, mine: float) -> list[float]:
