@@ -108,7 +108,7 @@ def in_the_loop(rank: int, name: str) -> list[Tensor]:
     reference = ReferenceBatch(sweep, configuration, SAMPLES)
     norms = None
     if sweep.training.adapts:
-        norms = LocalNorms(owned, BATCH, averages=True).attach(parallel)
+        norms = LocalNorms(owned, BATCH).attach(parallel)
     for step in range(STEPS):
         optimizer.zero_grad()
         passes(parallel, inputs[step], targets[step], accumulation)

@@ -84,9 +84,9 @@ class Bench:
         self.save(way)
         for _ in range(steps):
             self.step()
-        landed = self.writer.finish()
-        if landed is not None and landed.error is not None:
-            raise landed.error
+        _, error = self.writer.finish() or (0.0, None)
+        if error is not None:
+            raise error
         return self.now() - started
 
     def save(self, way: str) -> None:

@@ -129,7 +129,7 @@ def _step_through_hook(device: torch.device, seed: int) -> Counter[str]:
     model = nn.Sequential(nn.Flatten(), nn.Linear(48, 32), nn.ReLU(), nn.Linear(32, 10)).to(device)
     ddp = DistributedDataParallel(model, device_ids=[0] if device.type == "cuda" else None)
     parameters = list(model.parameters())
-    norms = OneWorkersNorms(parameters, 8, averages=True).attach(ddp)
+    norms = OneWorkersNorms(parameters, 8).attach(ddp)
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     inputs, targets = torch.randn(8, 3, 4, 4, device=device), torch.arange(8, device=device)
     for step in range(3):
@@ -192,7 +192,8 @@ def _trained_in_pair(rank: int, kind: str, folder: Path) -> dict[str, Tensor]:
             writer.begin(state, samples_seen=number, restart_count=0)
     landed = writer.finish()
     assert landed is not None
-    assert landed.error is None, landed.error
+    _, error = landed
+    assert error is None, error
     loaded = saved.load_latest()
     assert loaded is not None
     names = {id(parameter): name for name, parameter in worker.model.named_parameters()}

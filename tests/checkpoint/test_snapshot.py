@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tula_hpc.checkpoint.snapshot import Gpu, Pending, Snapshots, each_tensor
+from tula_hpc.checkpoint.snapshot import Gpu, Snapshots, each_tensor
 
 
 def training_state() -> dict[str, Any]:
@@ -63,7 +63,7 @@ def test_what_is_shared_stays_shared_and_is_copied_once() -> None:
     assert type(taken["in"]) is Tensor
 
 
-class Later:
+class Later(Gpu):
     """A device that copies only when it is waited for."""
 
     def __init__(self, room: bool) -> None:
@@ -79,7 +79,7 @@ class Later:
     def buffer(self, tensor: Tensor) -> Tensor:
         return torch.zeros_like(tensor)
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], *, block: bool) -> Pending:
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], *, block: bool) -> Any:
         self.pairs, self.blocked = pairs, block
         return self
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tula_hpc.data.loader import StreamCopies, one_ahead
 from tula_hpc.ddp.worker import Worker
 
 
-class Diary:
+class Diary(StreamCopies):
     """A loader and copies that note what is asked of them."""
 
     def __init__(self, count: int) -> None:
@@ -27,12 +28,12 @@ class Diary:
             self.notes.append(f"load {batch}")
             yield batch
 
-    def begin(self, batch: int) -> int:
+    def begin(self, batch: int) -> Any:
         """Note it."""
         self.notes.append(f"begin {batch}")
         return batch
 
-    def arrive(self, copying: int) -> int:
+    def arrive(self, copying: Any) -> Any:
         """Note it."""
         self.notes.append(f"arrive {copying}")
         return copying

@@ -103,7 +103,7 @@ def train(case: Case, rank: int, *, hook: bool) -> dict[str, Any]:
     ddp = new_ddp(case)
     seen: dict[str, list[Any]] = {"gradients": [], "squares": [], "expected": [], "averaged": []}
     parameters = list(ddp.parameters())
-    norms = LocalNorms(parameters, BATCH * case.passes, averages=True)
+    norms = LocalNorms(parameters, BATCH * case.passes)
     if hook:
         norms.attach(ddp)
     optimizer = torch.optim.SGD(parameters, lr=0.1)
@@ -149,7 +149,7 @@ def scaled_and_overflown(rank: int) -> dict[str, Tensor]:
     for name, scale in (("plain", 1.0), ("scaled", 1024.0), ("overflown", 1.0)):
         ddp = new_ddp(Case())
         parameters = list(ddp.parameters())
-        norms = LocalNorms(parameters, BATCH, averages=True).attach(ddp)
+        norms = LocalNorms(parameters, BATCH).attach(ddp)
         if name == "overflown" and rank == 1:
             parameters[1].register_hook(infinite)  # type: ignore[no-untyped-call] # torch's
         backward(ddp, 0, rank, 1, scale)
@@ -173,7 +173,7 @@ def frozen_and_foreign(rank: int) -> Tensor:
 def only_sparse() -> list[Tensor]:
     """Of a model that has no other gradients."""
     ddp = DistributedDataParallel(nn.Embedding(4, 3, sparse=True))
-    norms = LocalNorms(list(ddp.parameters()), BATCH, averages=True).attach(ddp)
+    norms = LocalNorms(list(ddp.parameters()), BATCH).attach(ddp)
     torch.autograd.backward(ddp(torch.tensor([1, 2])).sum())
     return [norms.squares()[0], norms.averaged()]
 
@@ -181,7 +181,7 @@ def only_sparse() -> list[Tensor]:
 def uneven(rank: int, *, hook: bool) -> dict[str, list[Tensor]]:
     """Trained under `Join`, each worker with one batch more than the one before: weights, and what is told of norms."""
     ddp = new_ddp(Case())
-    norms, told = LocalNorms(list(ddp.parameters()), BATCH, averages=True), []
+    norms, told = LocalNorms(list(ddp.parameters()), BATCH), []
     if hook:
         norms.attach(ddp)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -202,7 +202,7 @@ def of_another_model(rank: int) -> list[str]:
     model = plain()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.bias"])  # type: ignore[no-untyped-call]
     ignoring = DistributedDataParallel(model)
-    norms = LocalNorms(list(model.parameters()), BATCH, averages=True).attach(ignoring)
+    norms = LocalNorms(list(model.parameters()), BATCH).attach(ignoring)
     backward(ignoring, 0, rank, 1)
     return [twice, refused(norms.averaged)]
 
@@ -237,7 +237,7 @@ def exchanged(rank: int) -> list[int]:
 def misuse(rank: int) -> list[str]:
     """What is said when there is nothing to read."""
     ddp, said = new_ddp(Case()), []
-    norms = LocalNorms(list(ddp.parameters()), BATCH, averages=True).attach(ddp)
+    norms = LocalNorms(list(ddp.parameters()), BATCH).attach(ddp)
     for _ in range(2):
         said += [refused(norms.squares), refused(norms.averaged)]
         backward(ddp, 0, rank, 1)
@@ -252,7 +252,7 @@ def while_waiting(rank: int) -> list[Tensor]:
     """The gradients as they are when norms of the averages are taken: DDP copies the averages to them in the end."""
     ddp = new_ddp(Case())
     seen: list[Tensor] = []
-    norms = LocalNorms(list(ddp.parameters()), BATCH, averages=True).attach(ddp)
+    norms = LocalNorms(list(ddp.parameters()), BATCH).attach(ddp)
     take = norms._finish
 
     def spied() -> None:
@@ -313,7 +313,7 @@ def train_observed(rank: int, method: str, *, observe: bool) -> dict[str, Any]:
     losses = [float(worker.train_step(*pair)) for pair in islice(worker.batches(), STEPS_OF_WORKER)]
     watch, seen = worker.observer, None
     if isinstance(watch, StepObserver):
-        seen = (list(watch.statistics()), list(watch.noise()))
+        seen = (list(watch.step_metrics(1).values()), list(watch.noise()))
     weights, kept = torch.cat([p.detach().flatten() for p in worker.parameters]), weakref.ref(worker.model)
     worker.release()
     del worker

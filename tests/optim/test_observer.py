@@ -53,9 +53,9 @@ def test_it_tells_what_the_scaling_optimizer_would(norms: bool, clipped: float, 
             give(params, values)
             tell(each, values, clipped, norms=norms)
             optimizer.step()
-        assert tuple(observer.statistics()) == pytest.approx(tuple(scaling.statistics()[:2]), nan_ok=True)
+        assert tuple(observer.step_metrics(1).values()) == pytest.approx(tuple(scaling.statistics()[:2]), nan_ok=True)
         assert tuple(observer.noise()) == pytest.approx(tuple(scaling.noise()), nan_ok=True)
-    assert observer.statistics().gradient_norm == pytest.approx(
+    assert observer.step_metrics(1)["gradient_norm"] == pytest.approx(
         math.sqrt(sum(squares_of([g for g in values if g is not None]))) / clipped
     )
 
@@ -87,7 +87,7 @@ def test_a_step_that_is_skipped_is_not_seen_and_what_was_told_of_it_not_used() -
         give(params, gradients(step))
         tell(other, gradients(step), 1.0, norms=True)
         again.step()
-    assert observer.statistics() == other.statistics()
+    assert observer.step_metrics(1) == other.step_metrics(1)
     assert observer.noise() == other.noise()
 
 
@@ -106,7 +106,7 @@ def test_of_a_fused_step_the_loss_scale_is_divided_out_and_an_overflow_is_not_se
         scaler.step(stepped)
         scaler.update()
     expected = math.sqrt(sum(squares_of(gradients(STEPS - 2))))
-    assert observer.statistics().gradient_norm == pytest.approx(expected, rel=1e-5)
+    assert observer.step_metrics(1)["gradient_norm"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_what_is_forgotten_of_a_step_is_not_used_at_the_next() -> None:
@@ -116,7 +116,7 @@ def test_what_is_forgotten_of_a_step_is_not_used_at_the_next() -> None:
     tell(observer, [g * math.inf for g in gradients(1)], 0.5, norms=True)
     observer.forget()
     stepped.step()
-    assert observer.statistics().gradient_norm == pytest.approx(math.sqrt(sum(squares_of(gradients(0)))))
+    assert observer.step_metrics(1)["gradient_norm"] == pytest.approx(math.sqrt(sum(squares_of(gradients(0)))))
     assert math.isnan(observer.noise().noise_scale)
 
 
@@ -128,7 +128,7 @@ def test_while_it_is_idle_it_sees_nothing() -> None:
         give(params, [g * (1 + step) for g in gradients(0)])
         tell(observer, gradients(step), 1.0, norms=False)
         stepped.step()
-    assert observer.statistics().sensitivity == pytest.approx(8.0)
+    assert observer.step_metrics(1)["sensitivity"] == pytest.approx(8.0)
 
 
 def test_what_was_told_holds_for_one_step() -> None:
@@ -139,7 +139,7 @@ def test_what_was_told_holds_for_one_step() -> None:
     stepped.step()
     first = observer.noise()
     stepped.step()
-    assert observer.statistics().gradient_norm == pytest.approx(math.sqrt(sum(squares_of(gradients(0)))))
+    assert observer.step_metrics(1)["gradient_norm"] == pytest.approx(math.sqrt(sum(squares_of(gradients(0)))))
     assert observer.noise().noise_scale == first.noise_scale
 
 
@@ -151,11 +151,11 @@ def test_an_overflow_is_not_remembered(norms: bool) -> None:
         give(params, values)
         tell(observer, values, 1.0, norms=norms)
         stepped.step()
-    assert not math.isfinite(observer.statistics().sensitivity)
+    assert not math.isfinite(observer.step_metrics(1)["sensitivity"])
     assert math.isfinite(observer.noise().noise_scale)
     give(params, [2 * g for g in gradients(0)])
     stepped.step()
-    assert observer.statistics().sensitivity == pytest.approx(3.0)
+    assert observer.step_metrics(1)["sensitivity"] == pytest.approx(3.0)
 
 
 def test_it_goes_on_from_its_state() -> None:
@@ -171,7 +171,7 @@ def test_it_goes_on_from_its_state() -> None:
             give(params, gradients(step))
             tell(observer, gradients(step), 1.0, norms=False)
             stepped.step()
-        runs.append((observer.statistics(), observer.noise()))
+        runs.append((observer.step_metrics(1), observer.noise()))
     assert runs[0] == runs[1]
 
 
@@ -181,7 +181,7 @@ def test_a_training_that_was_not_observed_is_observed_from_then_on() -> None:
     give(params, gradients(0))
     stepped.step()
     observer.load_extra_state(None)
-    assert math.isnan(observer.statistics().gradient_norm)
+    assert math.isnan(observer.step_metrics(1)["gradient_norm"])
 
 
 def test_sparse_gradients_are_none_of_its_business() -> None:
@@ -192,10 +192,10 @@ def test_sparse_gradients_are_none_of_its_business() -> None:
     before = embedding.weight.detach().clone()
     optimizer.step()
     assert not torch.equal(embedding.weight, before)
-    assert math.isnan(observer.statistics().gradient_norm)
+    assert math.isnan(observer.step_metrics(1)["gradient_norm"])
 
 
 def test_without_gradients_there_is_nothing_to_see() -> None:
     observer, stepped = observed(parameters())
     stepped.step()
-    assert math.isnan(observer.statistics().gradient_norm)
+    assert math.isnan(observer.step_metrics(1)["gradient_norm"])

@@ -10,24 +10,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from tula_hpc.checkpoint.interval import Cadence
 from tula_hpc.checkpoint.snapshot import Gpu, Snapshot, Snapshots
 from tula_hpc.checkpoint.store import CheckpointStore
-from tula_hpc.ddp.agreement import Wish
+from tula_hpc.ddp.agreement import Agreement, Wish
 from tula_hpc.errors import CheckpointError
 from tula_hpc.files import HeldFolder
-
-
-class Landed(NamedTuple):
-    """A write that is over."""
-
-    # duration
-    seconds: float = 0.0
-    error: BaseException | None = None
 
 
 class BackgroundWriter:
@@ -70,24 +62,19 @@ class BackgroundWriter:
         """Tell whether that write failed."""
         return self.write is not None and self.write.done() and self.write.exception() is not None
 
-    def finish(self) -> Landed | None:
-        """Wait for the write that was begun; None if there is none."""
+    def finish(self) -> tuple[float, BaseException | None] | None:
+        """Wait for the write that was begun; return its seconds and error, None if there is none."""
         write, self.write = self.write, None
         if write is None:
             return None
         error = write.exception()
-        if error is not None:
-            return Landed(error=error)
-        return Landed(write.result())
+        return (0.0, error) if error is not None else (write.result(), None)
 
 
-class Saver(Protocol):
-    """The worker that saves."""
+class Member(Agreement, Protocol):
+    """A worker, as saving and stopping need it."""
 
     device: torch.device
-
-    def agree(self, *values: float) -> list[float]:
-        """Return the largest of each value over all workers."""
 
 
 class OwnState(Protocol):
@@ -111,7 +98,7 @@ class Saving:
 
     def __init__(
         self,
-        worker: Saver,
+        worker: Member,
         store: CheckpointStore | None,
         own: OwnState | None,
         cadence: Cadence,
@@ -150,7 +137,8 @@ class Saving:
         """Record the cost of the checkpoint that is on disk."""
         landed = self._finish()
         if landed is not None:
-            self.cadence.ended(landed.seconds)
+            seconds, _ = landed
+            self.cadence.ended(seconds)
 
     def save(
         self,
@@ -199,9 +187,7 @@ class Saving:
                 the reason.
         """
         landed = self._finish()
-        error: BaseException | None = None
-        if landed is not None:
-            error = landed.error
+        seconds, error = landed or (0.0, None)
         error = error or self._folder_error()
         (failed,) = self.worker.agree(float(error is not None))
         if error is not None:
@@ -209,16 +195,14 @@ class Saving:
         if failed:
             raise CheckpointError("rank 0 could not save a checkpoint; its own error says why")
         if landed is not None and measured:
-            self.cadence.ended(landed.seconds)
+            self.cadence.ended(seconds)
 
     def abandon(self) -> BaseException | None:
         """Wait for the write after training has failed, and return its error; not collective."""
-        landed = self._finish()
-        if landed is None:
-            return None
-        return landed.error
+        _, error = self._finish() or (0.0, None)
+        return error
 
-    def _finish(self) -> Landed | None:
+    def _finish(self) -> tuple[float, BaseException | None] | None:
         if self.writer is None:
             return None
         return self.writer.finish()

@@ -9,12 +9,12 @@ import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from tula_hpc.checkpoint.background import OwnState, Saver, Saving
+from tula_hpc.checkpoint.background import Member, OwnState, Saving
 from tula_hpc.checkpoint.interval import Cadence, Interruptions
 from tula_hpc.checkpoint.store import CheckpointStore, LoadedCheckpoint
-from tula_hpc.ddp.agreement import Agreement, Decision
+from tula_hpc.ddp.agreement import Decision
 from tula_hpc.ddp.stop_signals import Suspensions
 from tula_hpc.errors import StageError, StorageError
 from tula_hpc.files import HeldFolder
@@ -85,10 +85,6 @@ class Progress:
         """Return the share of the epoch's whole batches that are trained on; 1 at its end."""
         left = max(0, samples - self.offset) // batch * batch
         return self.offset / (self.offset + left) if self.offset > 0 else 0.0
-
-
-class Member(Agreement, Saver, Protocol):
-    """A worker, as saving and stopping need it."""
 
 
 class SafePoints:

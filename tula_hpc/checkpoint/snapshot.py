@@ -15,17 +15,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-
-class Pending(Protocol):
-    """Work that a device was given."""
-
-    def synchronize(self) -> None:
-        """Wait until it is done."""
 
 
 class Snapshot(NamedTuple):
@@ -33,7 +26,7 @@ class Snapshot(NamedTuple):
 
     state: dict[str, Any]
     # None: it is complete
-    copied: Pending | None
+    copied: torch.cuda.Event | None
     # clones on the device, until they are copied
     held: list[Tensor]
 
@@ -45,38 +38,19 @@ class Snapshot(NamedTuple):
         return self.state
 
 
-class Device(Protocol):
-    """Device from which tensors are copied while the host goes on."""
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Tell whether the tensor is there, and not on the host."""
-
-    def has_room(self, size_bytes: int) -> bool:
-        """Tell whether so much may be cloned."""
-
-    def buffer(self, tensor: Tensor) -> Tensor:
-        """Return host memory for a tensor."""
-
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], *, block: bool) -> Pending:
-        """Begin to copy to each first tensor from the second.
-
-        With `block`, later work of the training waits for the copy.
-        """
-
-
 class Gpu:
-    """A CUDA device."""
+    """A CUDA device, from which tensors are copied while the host goes on."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def holds(self, tensor: Tensor) -> bool:
-        """See `Device.holds`."""
+        """Tell whether the tensor is there, and not on the host."""
         return tensor.device.type != "cpu"
 
     def has_room(self, size_bytes: int) -> bool:
-        """See `Device.has_room`.
+        """Tell whether so much may be cloned.
 
         torch keeps memory that the training has used before: no step so far needed the memory that
         is free now.
@@ -88,8 +62,11 @@ class Gpu:
         """Return page-locked memory: the device copies by itself only to and from there."""
         return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], *, block: bool) -> Pending:
-        """See `Device.copy`."""
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], *, block: bool) -> torch.cuda.Event:
+        """Begin to copy to each first tensor from the second.
+
+        With `block`, later work of the training waits for the copy.
+        """
         training = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(training)
         with torch.cuda.stream(self.stream):
@@ -106,7 +83,7 @@ class Gpu:
 class Snapshots:
     """Taker of snapshots, one at a time: a GPU's reuse the memory of the one before."""
 
-    def __init__(self, device: Device | None = None) -> None:
+    def __init__(self, device: Gpu | None = None) -> None:
         self.device = device
         self.buffers: list[Tensor] = []
 
@@ -144,7 +121,7 @@ class Snapshots:
         pairs.append((target, tensor))
         return target
 
-    def _buffer(self, index: int, tensor: Tensor, device: Device) -> Tensor:
+    def _buffer(self, index: int, tensor: Tensor, device: Gpu) -> Tensor:
         """Return the last snapshot's memory if it fits: page-locking takes longer than filling."""
         if index == len(self.buffers):
             self.buffers.append(device.buffer(tensor))
@@ -155,7 +132,7 @@ class Snapshots:
         return self.buffers[index]
 
     @staticmethod
-    def _clones(tensors: Sequence[Tensor], device: Device) -> list[Tensor]:
+    def _clones(tensors: Sequence[Tensor], device: Gpu) -> list[Tensor]:
         """Return clones on the device, none if they might take memory that steps need."""
         if not device.has_room(sum(tensor.nbytes for tensor in tensors)):
             return []

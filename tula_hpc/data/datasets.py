@@ -12,7 +12,7 @@ import itertools
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,7 @@ from tula_hpc.data.image_tree import (
 from tula_hpc.data.images import (
     ArraySource,
     Bytes,
+    ImageDataset,
     Indices,
     Jitter,
     PixelDataset,
@@ -132,11 +133,6 @@ class Data(NamedTuple):
     image_size: int
 
 
-@runtime_checkable
-class _Takes(Protocol):
-    def take(self, indices: Indices) -> Dataset[Any]: ...
-
-
 def build_data(spec: WorkloadSpec, tried: int = TRIED_BY_JOBS) -> Data:
     """Return training and test set of the workload.
 
@@ -214,7 +210,7 @@ def _subset(data: Dataset[Any], which: str, samples: int, seed: int) -> Dataset[
 
 
 def _take(data: Dataset[Any], chosen: Indices) -> Dataset[Any]:
-    return data.take(chosen) if isinstance(data, _Takes) else Subset(data, chosen.tolist())
+    return data.take(chosen) if isinstance(data, ImageDataset) else Subset(data, chosen.tolist())
 
 
 def _length(data: Dataset[Any]) -> int:

@@ -159,6 +159,10 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
 
     preprocessing: Preprocessing
 
+    def take(self, indices: Indices) -> ImageDataset:
+        """Return the data set of these samples only."""
+        raise NotImplementedError
+
 
 def prepared(dataset: Dataset[Any], inputs: Batch) -> Batch:
     """Return a model's inputs for collated inputs of a data set; keep those of a user's own."""

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -342,25 +342,12 @@ def _collate_prepared(
     return preprocessing.apply(torch.stack(images)), torch.tensor(labels)
 
 
-C = TypeVar("C")
-
-
-class Copies(Protocol[C]):
-    """Copies of batches to a device."""
-
-    def begin(self, batch: Batch) -> C:
-        """Begin to copy a batch, and do not wait for it."""
-
-    def arrive(self, copying: C) -> Batch:
-        """Return the batch; work that the device is given from now on finds it there."""
-
-
-def one_ahead(batches: Iterator[Batch], copies: Copies[C]) -> Iterator[Batch]:
+def one_ahead(batches: Iterator[Batch], copies: StreamCopies) -> Iterator[Batch]:
     """Yield batches on the device in their order, each after the copy of the next has begun.
 
     Each request waits for the loader to have the next batch. Yielded batches are not kept.
     """
-    under_way: deque[C] = deque()
+    under_way: deque[Copying] = deque()
     for batch in batches:
         under_way.append(copies.begin(batch))
         # or host memory of one more batch would be held during a step

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from tula_hpc.config import SweepSpec, TrainingSpec, WorkloadSpec
 from tula_hpc.config.training import PASS_SHARE, LrScaling, following_shrink
 from tula_hpc.optim import TulaOptimizer
-from tula_hpc.optim.observer import GradientObserver, NoObserver, StepObserver
+from tula_hpc.optim.observer import GradientObserver, StepObserver
 from tula_hpc.optim.optimizer import StaticScaleObserver
 from tula_hpc.records import Configuration
 from tula_hpc.workloads.optimizers import base_optimizer, layers, norms_and_biases, shards
@@ -89,7 +89,7 @@ def build_stepper(
         options = scaling_options(sweep, model, parameters, configuration, samples)
         scaling = TulaOptimizer(base, **options)
         return Stepper(scaling, scaling, NoAverager())
-    observer = StepObserver(base, batch) if training.observe_gradients else NoObserver()
+    observer = StepObserver(base, batch) if training.observe_gradients else GradientObserver()
     if training.method == "polo" and configuration.world_size > 1:
         # here, since few need it, and torch takes a while to import its own
         from tula_hpc.optim.post_local_sgd import EpochAverager, PostLocalSGD

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,15 +17,6 @@ from torch.optim import Optimizer
 from tula_hpc.gradients.noise_scale import NO_READING, STEP_DECAY, NoiseReading, NoiseScale
 from tula_hpc.gradients.norms import norms_where_present, squared, squares
 from tula_hpc.optim.gate import Sensitivity
-
-
-class Seen(NamedTuple):
-    """Numbers of the last observed step."""
-
-    # Δ(G); NaN before the second step, inf or NaN where the norm is not finite
-    sensitivity: float
-    # ‖G‖; NaN before the first step
-    gradient_norm: float
 
 
 class GradientObserver:
@@ -92,10 +83,6 @@ class GradientObserver:
         """Restore `extra_state` from copies; None (the training was not observed): start afresh."""
 
 
-class NoObserver(GradientObserver):
-    """Null object of a training whose gradients are not watched."""
-
-
 class StepObserver(GradientObserver):
     """Observer of the gradients right before each step of an optimizer; it changes nothing.
 
@@ -143,14 +130,15 @@ class StepObserver(GradientObserver):
         self._squares = None
         self._clipping = 1.0
 
-    def statistics(self) -> Seen:
-        """Return numbers of the last step. Waits for the device, so call it now and then only."""
-        sensitivity, norm, *_ = self._sensitivity.read()
-        return Seen(sensitivity, norm)
-
     def step_metrics(self, steps: int) -> dict[str, float]:
-        """Return Δ(G) and ‖G‖ of the last step, by name; nothing while idle."""
-        return {} if self.idle else self.statistics()._asdict()
+        """Return Δ(G) and ‖G‖ of the last step, by name; nothing while idle.
+
+        Δ(G) is NaN before the second step, ‖G‖ before the first.
+        """
+        if self.idle:
+            return {}
+        sensitivity, norm, *_ = self._sensitivity.read()
+        return {"sensitivity": sensitivity, "gradient_norm": norm}
 
     def noise(self) -> NoiseReading:
         """Return the noise scale and restart its recent means. Waits for the device."""

@@ -50,22 +50,6 @@ def record_oom(job: TrainJob, env: WorkerEnvironment, failure: Failure) -> None:
     )
 
 
-class SoFar(Protocol):
-    """Progress of a training that leaves."""
-
-    @property
-    def step(self) -> int:
-        """Steps taken."""
-
-    @property
-    def samples_seen(self) -> int:
-        """Samples seen."""
-
-    @property
-    def restarts(self) -> int:
-        """Starts after the first one."""
-
-
 class Leaving(Protocol):
     """A training that leaves, as one of its workers sees it."""
 
@@ -73,8 +57,8 @@ class Leaving(Protocol):
     env: WorkerEnvironment
 
     @property
-    def progress(self) -> SoFar:
-        """How far it came."""
+    def progress(self) -> Any:
+        """How far it came: `step`, `samples_seen`, and the `restarts` after the first start."""
 
     @property
     def is_main(self) -> bool:

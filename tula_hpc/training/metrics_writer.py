@@ -5,14 +5,9 @@
                       `attach/train/script_training.py`.
     `write_scores`    scores that `attach/train/scores.py` has read in a script's output
 
-`put_aside` of `records/metrics.py` keeps the file of a script's training that begins anew.
-`records/metrics.py` has the types of its lines. It is read
-
-- whole, by `read_metrics`: `stages/train.py` (progress), `cli/pipeline.py` (last words of the
-  command), `attach/train/script_job.py` (a script's scores), `analysis/plan.py`,
-  `analysis/run_contents.py` (report) and `analysis/study_results.py`;
-- as it grows: `tracking/follow.py` (trackers);
-- from its end: `status/run_files.py` (the page about a run).
+`put_aside` of `records/metrics.py` keeps the file of a script's training that begins anew, and
+`read_metrics` there reads it whole. It is read as it grows by `tracking/follow.py`, and from its
+end by `status/run_files.py`.
 """
 
 from __future__ import annotations
@@ -21,13 +16,14 @@ import contextlib
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from torch import Tensor
 
 from tula_hpc.checkpoint.safe_points import Progress
 from tula_hpc.env import unix_time
-from tula_hpc.gradients.noise_scale import CriticalBatch, NoiseReading
+from tula_hpc.gradients.noise_scale import CriticalBatch
+from tula_hpc.optim.observer import GradientObserver
 from tula_hpc.records import MAX_LINE_BYTES, EpochMetrics, StepMetrics, append_record
 from tula_hpc.records.metrics import parse_metrics
 
@@ -57,19 +53,6 @@ class StepWindow:
         return math.nan if self.total is None else float(self.total) / self.steps
 
 
-class Readings(Protocol):
-    """Part of `GradientObserver` that lines show."""
-
-    def step_metrics(self, steps: int) -> dict[str, float]:
-        """Return numbers for a line of that many steps."""
-
-    def noise(self) -> NoiseReading:
-        """Return the noise scale and restart its recent means."""
-
-    def read_scales(self) -> list[int] | None:
-        """Return and reset counts of applied factors."""
-
-
 class MetricsWriter:
     """Writer of one training's metrics.jsonl.
 
@@ -91,7 +74,7 @@ class MetricsWriter:
         self,
         progress: Progress,
         window: StepWindow,
-        readings: Readings,
+        readings: GradientObserver,
         *,
         lr: float,
         loss: float | None = None,
@@ -122,7 +105,7 @@ class MetricsWriter:
         self,
         progress: Progress,
         epoch: int,
-        readings: Readings,
+        readings: GradientObserver,
         scores: Mapping[str, Any],
         evaluation_time_s: float | None = None,
     ) -> None:

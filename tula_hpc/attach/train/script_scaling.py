@@ -26,9 +26,8 @@ from tula_hpc.ddp.methods import ReferenceBatch, scaling_options
 from tula_hpc.errors import DivergedError
 from tula_hpc.gradients.small_batch_norms import LocalNorms
 from tula_hpc.optim import TulaOptimizer
-from tula_hpc.optim.observer import NoObserver
+from tula_hpc.optim.observer import GradientObserver
 from tula_hpc.records import Configuration
-from tula_hpc.training.metrics_writer import Readings
 
 # relative: two sums of the same squares in another order differ by less
 ROUNDING = 1e-5
@@ -76,7 +75,7 @@ class ScriptScaling:
         if self.configuration.world_size == 1:
             return
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.norms = LocalNorms(trained, self.configuration.local_batch, averages=True)
+        self.norms = LocalNorms(trained, self.configuration.local_batch)
         try:
             self.norms.attach(model)
         except RuntimeError:
@@ -140,9 +139,9 @@ class ScriptScaling:
         scaling.observe_norms(averaged * factor)
 
     @property
-    def readings(self) -> Readings:
+    def readings(self) -> GradientObserver:
         """Statistics of the steps; none before the first."""
-        return self.scaling or NoObserver()
+        return self.scaling or GradientObserver()
 
     def state_dict(self) -> dict[str, Any]:
         """Return factors, averages and counts."""

@@ -35,11 +35,11 @@ from tula_hpc.ddp.agreement import CHECK_EVERY_S, Agreed, Wish
 from tula_hpc.ddp.stop_signals import StopRequest, Suspensions
 from tula_hpc.env import unix_time
 from tula_hpc.errors import InputError
-from tula_hpc.optim.observer import NoObserver
+from tula_hpc.optim.observer import GradientObserver
 from tula_hpc.records import RunDirectory
 from tula_hpc.records.base import Record
 from tula_hpc.records.events import EventName
-from tula_hpc.training.metrics_writer import MetricsWriter, Readings, StepWindow
+from tula_hpc.training.metrics_writer import MetricsWriter, StepWindow
 
 # times a step's batch; batches that are drawn anew vary by less
 MUCH_MORE = 1.5
@@ -426,8 +426,8 @@ class ScriptTraining(Mode):
             self.metrics.write_steps(self.progress, window, self._readings, lr=lr)
 
     @property
-    def _readings(self) -> Readings:
-        return NoObserver() if self.scaling is None else self.scaling.readings
+    def _readings(self) -> GradientObserver:
+        return GradientObserver() if self.scaling is None else self.scaling.readings
 
     @property
     def _epoch_share(self) -> float:
