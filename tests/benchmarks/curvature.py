@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tula_hpc.batches import Batch
-from tula_hpc.gradients.norms import squared_norm
+from tula_hpc.gradients.norms import foreach_norms, sum_of_squares
 from tula_hpc.gradients.reference_gradient import average_over_workers, flat_kind, flatten, traceless_loss, unflatten
 
 TOLERANCE = 0.02  # residual over the eigenvalue's magnitude at which the iteration ends
@@ -130,7 +130,8 @@ def measure_curvature(
 
     with torch.no_grad():
         gradients = average_over_workers(hessian.gradients, parameters, group)
-        norm = squared_norm([gradient for gradient in gradients if gradient is not None]).sqrt()
+        present = [gradient for gradient in gradients if gradient is not None]
+        norm = sum_of_squares(foreach_norms(present).values(), present[0].device).sqrt()
         first = start_vector(parameters) if start is None else start
         find = partial(power_iteration, start=first, tolerance=tolerance, max_iterations=max_iterations, group=group)
         dominant, direction = find(product)

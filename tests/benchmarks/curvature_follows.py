@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 
 from tests.benchmarks.curvature import LocalHessian, measure_curvature
-from tula_hpc.gradients.norms import squared_norm
+from tula_hpc.gradients.norms import foreach_norms, sum_of_squares
 from tula_hpc.optim.gate import relative_change
 from tula_hpc.workloads.small_cnns import compact_cnn
 
@@ -168,7 +168,8 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, ta
     optimizer.zero_grad()
     loss = cross_entropy(model(inputs), targets)
     torch.autograd.backward(loss)
-    square = squared_norm([p.grad for p in model.parameters() if p.grad is not None])
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    square = sum_of_squares(foreach_norms(gradients).values(), gradients[0].device)
     optimizer.step()
     return float(loss.detach()), square
 

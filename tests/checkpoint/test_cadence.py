@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tula_hpc.analysis.costs import interruptions
 from tula_hpc.analysis.costs.interruptions import MAX_SHARE, MIN_INTERVAL_S, MOST_S, best_interval_s
 from tula_hpc.checkpoint.interval import (
     FIRST_S,
@@ -14,13 +15,17 @@ from tula_hpc.checkpoint.interval import (
     Cadence,
     Interruptions,
     expected_interruptions,
-    interval_s,
 )
 from tula_hpc.config import PricingSpec, TrainingSpec
 
 DAY_S = 86_400.0
 costs = st.floats(0.0, 1e4)
 betweens = st.floats(1.0, 1e9)
+
+
+def interval_s(cost_s: float, between_s: float) -> float:
+    """Seconds of steps between two saves."""
+    return float(interruptions.interval_s(cost_s, np.array([between_s]))[0])
 
 
 @given(cost_s=costs, between_s=betweens)

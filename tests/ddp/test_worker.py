@@ -266,7 +266,7 @@ def test_a_profile_changes_no_weight() -> None:
     spec = sweep()
     worker = Worker(spec, ClusterSpec(), CONFIGURATION, ALONE)
     before = [p.detach().clone() for p in worker.parameters]
-    profile = StepProfile(worker, StoppingRule.of(spec.search, math.inf))
+    profile = StepProfile(worker, StoppingRule.of(spec.search, math.inf), SharedTimes.none())
     for _ in range(3):
         worker.train_step(*next(profile.batches))
     assert all(torch.equal(old, new) for old, new in zip(before, worker.parameters, strict=True))
@@ -285,7 +285,7 @@ def test_timing_the_optimizer_lets_no_gradient_grow(
     worker = Worker(_without_updates(spec), ClusterSpec(), CONFIGURATION._replace(local_batch=64), ALONE)
     before = [p.detach().clone() for p in worker.parameters]
     looked_at = noted_gradients(monkeypatch)
-    profile = StepProfile(worker, StoppingRule(40, 40, 60.0, 0.02))
+    profile = StepProfile(worker, StoppingRule(40, 40, 60.0, 0.02), SharedTimes.none())
     profile.run(MemoryMeter(ClusterSpec()), NodePower(ClusterSpec(), worker))
     assert all(torch.equal(old, new) for old, new in zip(before, worker.parameters, strict=True))
     assert all(p.grad is not None and p.grad.isfinite().all() for p in worker.parameters)

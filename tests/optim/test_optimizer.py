@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tula_hpc.gradients.norms import squared_norm
+from tula_hpc.gradients.norms import foreach_norms, sum_of_squares
 from tula_hpc.optim import TulaOptimizer
 
 SHAPES = ((3, 2), (4,), ())
@@ -201,6 +201,10 @@ def test_gate_off_still_leaves_non_finite_gradients_unscaled() -> None:
     take_steps(optimizer, params, [[torch.ones(2)], [torch.tensor([math.inf, 1.0])]])
     assert parameter.grad is not None
     assert parameter.grad.tolist() == [math.inf, 1.0]
+
+
+def squared_norm(gradients: Sequence[Tensor]) -> Tensor:
+    return sum_of_squares(foreach_norms(gradients).values(), gradients[0].device)
 
 
 def test_half_precision_norms_do_not_overflow() -> None:

@@ -15,7 +15,7 @@ import torch
 
 from tula_hpc.analysis.drift import Detector, Prediction, Watch
 from tula_hpc.ddp.worker import Worker
-from tula_hpc.profiling.measure import StepProfile
+from tula_hpc.profiling.measure import SharedTimes, StepProfile
 from tula_hpc.profiling.timing import LoaderWaits, StoppingRule, driven, mean_interval
 from tula_hpc.training.drift import StepClock
 
@@ -68,7 +68,7 @@ class FakeWorker:
 def profiled(monkeypatch: pytest.MonkeyPatch, fake: FakeWorker) -> StepProfile:
     """After a warm-up in which the loader gets ahead, the part of a profile that times whole steps."""
     monkeypatch.setattr(time, "perf_counter", lambda: fake.now)
-    profile = StepProfile(cast(Worker, fake), StoppingRule(15, 200, 60.0, 0.02))
+    profile = StepProfile(cast(Worker, fake), StoppingRule(15, 200, 60.0, 0.02), SharedTimes.none())
     for _ in range(5):
         next(profile.batches)
         fake.now += 10 * STEP_S * fake.loader.num_workers

@@ -73,11 +73,6 @@ def expected_interruptions(
     return Interruptions(training.interruption_hours * HOUR_S, seen=seen, over_s=over_s)
 
 
-def interval_s(cost_s: float, between_s: float) -> float:
-    """Return the seconds of steps between two saves; see `interruptions.interval_s`."""
-    return float(interruption_costs.interval_s(cost_s, np.array([between_s]))[0])
-
-
 class Work(NamedTuple):
     """Training steps, and the time that they took."""
 
@@ -143,7 +138,8 @@ class Cadence:
             return self.fixed_s
         if self.cost_s is None:
             return FIRST_S
-        return interval_s(self.cost_s, self.interruptions.mean_s(self.work.seconds))
+        between_s = np.array([self.interruptions.mean_s(self.work.seconds)])
+        return float(interruption_costs.interval_s(self.cost_s, between_s)[0])
 
     def due(self) -> bool:
         """Tell whether the interval is over."""

@@ -93,7 +93,7 @@ def small_norms(
     if not (is_observed or training.free_reference):
         return SmallNorms()
     if isinstance(model, DistributedDataParallel):
-        norms = WorkerNorms(parameters, local_batch, averages=True)
+        norms = WorkerNorms(parameters, local_batch)
         norms.attach(model)
         return norms
     if is_observed or looks_at_whole_batch(model) or local_batch < 2:

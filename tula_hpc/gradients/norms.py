@@ -65,21 +65,6 @@ def sum_of_squares(norms: Iterable[Tensor], device: torch.device) -> Tensor:
     return torch.stack([norm.to(device) for norm in norms]).square().sum()
 
 
-def squared_norm(gradients: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
-    """Return ‖G‖² over all gradients taken as one vector.
-
-    Args:
-        gradients: As for `foreach_norms`.
-        device: Of the result; the first gradient's device if None.
-
-    Returns:
-        0-dim tensor, float32 or float64; 0 without gradients.
-    """
-    if not gradients:
-        return torch.zeros((), device=device)
-    return sum_of_squares(foreach_norms(gradients).values(), device or gradients[0].device)
-
-
 def dense_gradients(parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
     """Return the gradients by parameter; a parameter without one is left out.
 

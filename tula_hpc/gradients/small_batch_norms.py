@@ -59,9 +59,9 @@ class LocalNorms:
 
     A communication hook takes the norms of each bucket when its gradients are complete, then
     averages the bucket as DDP itself does. After the last bucket one small all-reduce averages the
-    workers' norms. With `averages`, each bucket's norms are also taken once it is averaged, while
-    the buckets behind it are still exchanged: at the end of the backward pass, where DDP only
-    waits. Norms and exchange thus overlap; on a GPU the stream waits, not the host.
+    workers' norms. Each bucket's norms are also taken once it is averaged, while the buckets behind
+    it are still exchanged: at the end of the backward pass, where DDP only waits. Norms and
+    exchange thus overlap; on a GPU the stream waits, not the host.
 
     Gradients are those of DDP without a hook, bit for bit; the one exception are gradients that are
     accumulated in DDP's own buckets (`gradient_as_bucket_view`) over a number of workers that is no
@@ -76,13 +76,11 @@ class LocalNorms:
     Args:
         parameters: In the optimizer's order; frozen ones are allowed.
         batch: Samples in the mean that each worker's gradient is before the all-reduce.
-        averages: Whether `averaged` is wanted.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], batch: int, *, averages: bool = False) -> None:
+    def __init__(self, parameters: Sequence[Tensor], batch: int) -> None:
         self.parameters = list(parameters)
         self.batch = batch
-        self.averages = averages
         self.workers = 1
         self._device = self.parameters[0].device
         self._ddp: DistributedDataParallel | None = None
@@ -172,7 +170,7 @@ class LocalNorms:
             (n,), float64, in parameter order; NaN where a parameter has no gradient.
 
         Raises:
-            RuntimeError: No gradient was all-reduced since the last call, or `averages` is off.
+            RuntimeError: No gradient was all-reduced since the last call.
             ValueError: A parameter has a gradient and is none of this model's: its norm would be
                 missing in ‖G‖.
         """
@@ -233,11 +231,11 @@ class LocalNorms:
         averaged: list[Tensor] = []
         for exchange in exchanges:
             exchange.work.wait()
-            if self.averages and exchange.gradients:
+            if exchange.gradients:
                 averaged.append(self._squares_of(exchange.gradients))
             if exchange.finished is not None:
                 exchange.finished.set_result(exchange.buffer)
-        self._averaged = averaged if self.averages else None
+        self._averaged = averaged
 
     def _squares_of(self, gradients: Sequence[Tensor]) -> Tensor:
         # a bucket has one type, so that the norms come in its order

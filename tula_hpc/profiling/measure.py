@@ -89,10 +89,11 @@ def measure(
             too.
         on_built: Takes the workload's identity, before memory may run out.
     """
+    shared = shared or SharedTimes.none()
     suspensions = Suspensions().install()
     attempt = partial(_measure, sweep, cluster, configuration, env)
     for left in reversed(range(MOST_ATTEMPTS)):
-        known = (shared or SharedTimes.none()).copy()
+        known = shared.copy()
         with suspensions.blamed():
             measured, suspended = attempt(
                 known, job_began_at=job_began_at, suspensions=suspensions, on_built=on_built
@@ -103,8 +104,7 @@ def measure(
             todo = "measuring again" if left else f"taken as it is after {MOST_ATTEMPTS} attempts"
             sys.stderr.write(f"{configuration}: the job was suspended meanwhile; {todo}\n")
         job_began_at = None
-    if shared is not None:
-        shared.update(known)
+    shared.update(known)
     return measured
 
 
@@ -179,10 +179,8 @@ class StepProfile(Course):
 
     worker: Worker
 
-    def __init__(
-        self, worker: Worker, rule: StoppingRule, shared: SharedTimes | None = None
-    ) -> None:
-        self.shared = shared or SharedTimes.none()
+    def __init__(self, worker: Worker, rule: StoppingRule, shared: SharedTimes) -> None:
+        self.shared = shared
         super().__init__(worker, rule, LoaderWaits(worker.device), self.shared.allreduce_s)
         # smaller batches with a timed computation
         self.computed: list[int] = []
