@@ -15,7 +15,7 @@ import stat
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -113,6 +113,34 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
     if too_large or len(content) > most_bytes:
         raise OSError(errno.EOVERFLOW, f"expected at most {most_bytes:,} bytes", str(path))
     return content
+
+
+@contextlib.contextmanager
+def whole_file(
+    path: Path, prefix: str, suffix: str = "", *, check: Callable[[], None] = lambda: None
+) -> Iterator[BinaryIO]:
+    """Open a file that takes the place of `path` after the block: write, fsync, check, rename.
+
+    Readers see the old file or the new one, mode 0600, never half of one. It is not mapped: a full
+    disk is an error then, not a SIGBUS. Where the block or the check raises, `path` stays as it is.
+
+    Args:
+        path: The file.
+        prefix: Of the name under which it is written, in the same folder.
+        suffix: Likewise.
+        check: Called right before the rename, as writing may take minutes.
+    """
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=prefix, suffix=suffix)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        check()
+        Path(temporary).replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            Path(temporary).unlink(missing_ok=True)
 
 
 def full_disk(folder: Path) -> str:

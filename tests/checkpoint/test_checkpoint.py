@@ -27,6 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tula_hpc import files
 from tula_hpc.checkpoint import store as checkpoint
 from tula_hpc.checkpoint.store import CheckpointStore, load_model
 from tula_hpc.errors import CheckpointError
@@ -549,7 +550,7 @@ def test_a_failed_deletion_does_not_spoil_the_save(store: Store, monkeypatch: py
 
 
 # the functions that touch the disk; a kill amid the many small writes is tested by time below
-STAGES = {"save", "_prepare_folder", "_remove_temporaries", "_write", "_temporary_file", "_write_checkpoint", "_prune"}
+STAGES = {"save", "_prepare_folder", "_remove_temporaries", "_write", "whole_file", "_write_checkpoint", "_prune"}
 
 
 def killed_after(lines: int, action: Callable[[], object]) -> bool:
@@ -560,7 +561,8 @@ def killed_after(lines: int, action: Callable[[], object]) -> bool:
 
         def trace(frame: FrameType, event: str, _: Any) -> Any:
             nonlocal left
-            if frame.f_code.co_filename != checkpoint.__file__ or frame.f_code.co_name not in STAGES:
+            is_own = frame.f_code.co_filename in (checkpoint.__file__, files.__file__)
+            if not is_own or frame.f_code.co_name not in STAGES:
                 return None
             left -= event == "line"
             if left < 0:

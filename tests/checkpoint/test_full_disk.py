@@ -340,9 +340,8 @@ def test_every_write_of_a_run_goes_through_one_of_these() -> None:
     }
     assert writers == {
         "attach/processes.py",  # opens the file of a script's own output
-        "checkpoint/store.py",
-        "data/image_tree.py",
+        "data/image_tree.py",  # a lock
+        "files.py",
         "process_memory.py",  # /proc/self/clear_refs
-        "records/storage.py",
         "tracking/follow.py",  # its log; what fails there ends the follower alone
     }

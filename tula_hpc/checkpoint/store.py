@@ -20,10 +20,10 @@ import pickle
 import re
 import stat
 import struct
-import tempfile
 import zipfile
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -37,7 +37,7 @@ from tula_hpc.checkpoint.payload import (
     why_not_plain,
 )
 from tula_hpc.errors import CheckpointError
-from tula_hpc.files import in_words, make_private, mistrust
+from tula_hpc.files import in_words, make_private, mistrust, whole_file
 
 MAGIC = b"TULACKPT"
 VERSION = 1
@@ -217,13 +217,9 @@ class CheckpointStore:
                 path.unlink(missing_ok=True)
 
     def _write(self, path: Path, state: dict[str, Any], restart_count: int) -> None:
-        with _temporary_file(path) as (temporary, file):
+        refuse = partial(self._refuse_left_over, restart_count)
+        with whole_file(path, f".{path.name}.", ".tmp", check=refuse) as file:
             _write_checkpoint(file, state)
-            file.flush()
-            os.fsync(file.fileno())
-            # again: writing may have taken minutes
-            self._refuse_left_over(restart_count)
-            temporary.replace(path)
         sync_folder(self.folder)
 
     def _prune(self) -> None:
@@ -291,18 +287,6 @@ def file_name(restart_count: int, samples_seen: int) -> str:
     if restart_count < 0 or samples_seen < 0:
         raise ValueError(f"expected counts of 0 or more, got {restart_count=}, {samples_seen=}")
     return f"checkpoint-r{restart_count:04d}-{samples_seen:012d}.tula"
-
-
-@contextlib.contextmanager
-def _temporary_file(path: Path) -> Iterator[tuple[Path, IO[bytes]]]:
-    """Open a new file beside `path`, mode 0600; remove it unless it was renamed."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            yield Path(name), file
-    finally:
-        with contextlib.suppress(OSError):
-            Path(name).unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -12,23 +12,23 @@ import hashlib
 import logging
 import os
 import weakref
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from tula_hpc.data.image_tree import (
+    WRITING,
     ImageTree,
     cache_folders,
     data_error,
     locked,
-    make_private,
+    make_own,
     remove_left,
-    write_whole,
 )
 from tula_hpc.data.images import Bytes, Indices, open_rgb, to_square
 from tula_hpc.errors import InputError
+from tula_hpc.files import whole_file
 
 # larger trees are decoded at each read: the file would crowd out the node's page cache
 MAX_BYTES = 2 * 1024**3
@@ -121,7 +121,7 @@ def decoded(tree: ImageTree, edge: int) -> RecordFiles:
 
 
 def _decoded_in(folder: Path, name: str, tree: ImageTree, edge: int) -> RecordFiles:
-    make_private(folder)
+    make_own(folder)
     path = folder / name
     if not path.exists():
         # the other workers of this node wait for the one that decodes
@@ -129,7 +129,8 @@ def _decoded_in(folder: Path, name: str, tree: ImageTree, edge: int) -> RecordFi
             if not path.exists():
                 _log.info("decoding %d images of %s once, into %s", len(tree), tree.root, path)
                 remove_left(folder)
-                write_whole(path, partial(_write_array, tree=tree, edge=edge))
+                with whole_file(path, WRITING) as file:
+                    _write_array(file, tree, edge)
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError):
@@ -139,7 +140,7 @@ def _decoded_in(folder: Path, name: str, tree: ImageTree, edge: int) -> RecordFi
     return RecordFiles((path,), len(tree), edge, start=array.offset)
 
 
-def _write_array(file: BinaryIO, *, tree: ImageTree, edge: int) -> None:
+def _write_array(file: BinaryIO, tree: ImageTree, edge: int) -> None:
     shape = (len(tree), 3, edge, edge)
     header = {"descr": "|u1", "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(file, header)

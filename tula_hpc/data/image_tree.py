@@ -17,7 +17,6 @@ import hashlib
 import io
 import logging
 import os
-import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -30,7 +29,7 @@ from numpy.typing import NDArray
 
 from tula_hpc.data.images import Indices
 from tula_hpc.errors import InputError
-from tula_hpc.files import read_bounded
+from tula_hpc.files import make_private, mistrust, read_bounded, whole_file
 
 # Changed later than this before it was listed, a folder may change again without another time:
 # clocks of file servers are coarse and differ from ours, and nodes see times up to a minute late.
@@ -53,17 +52,15 @@ def cache_folders() -> Iterator[Path]:
     yield Path(tempfile.gettempdir()) / f"tula_hpc-{os.geteuid()}"
 
 
-def make_private(folder: Path) -> None:
-    """Create the folder with mode 0700: others must not be able to replace its files.
+def make_own(folder: Path) -> None:
+    """Make a private folder: others must not be able to replace its files.
 
     Raises:
-        OSError: It cannot be made, or belongs to somebody else.
+        OSError: It cannot be made, is somebody else's, or others may write to it.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-        raise PermissionError(0, "not a folder of yours")
-    folder.chmod(0o700)
+    make_private(folder)
+    if reason := mistrust(folder):
+        raise PermissionError(0, reason)
 
 
 @contextlib.contextmanager
@@ -73,25 +70,6 @@ def locked(path: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def write_whole(path: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Write a temporary file, fsync, rename.
-
-    The file is not mapped: a full disk is an error then, not a SIGBUS.
-
-    Raises:
-        OSError: It cannot be written.
-    """
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=WRITING)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
 
 
 def remove_left(folder: Path) -> None:
@@ -148,7 +126,7 @@ def listed_once(
 def _listed_in(
     folder: Path, name: str, root: Path, make: Callable[[], tuple[Listing, bool]]
 ) -> Listing:
-    make_private(folder)
+    make_own(folder)
     path = folder / name
     listing = _read(path, root)
     if listing is not None:
@@ -161,7 +139,8 @@ def _listed_in(
         started_ns = time.time_ns()
         listing, complete = make()
         if complete and listing.modified_ns.max() < started_ns - SETTLED_S * 1e9:
-            write_whole(path, lambda file: _write(file, listing))
+            with whole_file(path, WRITING) as file:
+                _write(file, listing)
         return listing
 
 

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import resource
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, get_args
@@ -16,7 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from tula_hpc.errors import RunDirectoryError, StorageError
-from tula_hpc.files import in_words, open_regular, read_bounded
+from tula_hpc.files import in_words, open_regular, read_bounded, whole_file
 
 MAX_LINE_BYTES = 4_000_000
 # of a JSON Lines file
@@ -317,7 +316,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         StorageError: It cannot be written; the old file is still there.
     """
     try:
-        _replace(path, content.encode() if isinstance(content, str) else content)
+        with whole_file(path, f".{path.name}.") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
     except OSError as error:
         raise _unwritten(path, error) from error
 
@@ -335,19 +335,6 @@ def _unwritten(path: Path, error: OSError) -> StorageError:
     if isinstance(error, FileNotFoundError) and not path.parent.exists():
         return folder_gone(path.parent)
     return StorageError(f"{path}: cannot be written: {in_words(error)}")
-
-
-def _replace(path: Path, content: bytes) -> None:
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def rank_file(path: Path, rank: int) -> Path:
