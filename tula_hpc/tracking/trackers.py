@@ -112,8 +112,8 @@ class Tracker(Protocol):
         """End the run, or leave it as it is for a later job."""
 
 
-class TensorBoard:
-    """Event files of TensorBoard.
+class _Run:
+    """Run of a training in a tracker.
 
     Args:
         root: The run directory.
@@ -122,9 +122,13 @@ class TensorBoard:
     """
 
     def __init__(self, root: Path, label: str, files: TrainDirectory) -> None:
-        self.folder = files.root / "tensorboard"
-        self.writer: Any = None
-        self.begun = 0
+        self.root, self.label, self.files = root, label, files
+
+
+class TensorBoard(_Run):
+    """Event files of TensorBoard."""
+
+    writer: Any = None
 
     def begin(self, position: Position) -> Position:
         """Open a new event file, at which readers drop lines after the position."""
@@ -133,15 +137,19 @@ class TensorBoard:
 
         self.close()
         run = position.run or self._new_run()
-        self.writer = EventFileWriter(str(self.folder / run))
+        self.writer = EventFileWriter(str(self._folder / run))
         start = SessionLog(status=SessionLog.START)
         self.writer.add_event(
             Event(wall_time=time.time(), step=position.step + 1, session_log=start)
         )
         return position.model_copy(update={"run": run})
 
+    @property
+    def _folder(self) -> Path:
+        return self.files.root / "tensorboard"
+
     def _new_run(self) -> str:
-        there = len(list(self.folder.glob("*"))) if self.folder.exists() else 0
+        there = len(list(self._folder.glob("*"))) if self._folder.exists() else 0
         return "metrics" if not there else f"metrics-{there + 1}"
 
     def write(self, points: Sequence[Point], position: Position) -> None:
@@ -161,20 +169,10 @@ class TensorBoard:
             self.writer.close()
 
 
-class WeightsAndBiases:
-    """Offline runs of Weights & Biases: each job's has the same id, so that they are one run there.
+class WeightsAndBiases(_Run):
+    """Offline runs of Weights & Biases: each job's has the same id, so that they are one run there."""
 
-    Args:
-        root: The run directory.
-        label: Of the training.
-        files: Of the training.
-    """
-
-    def __init__(self, root: Path, label: str, files: TrainDirectory) -> None:
-        self.name = f"{root.name}-{label.replace('/', '-')}"
-        self.project = root.name
-        self.folder = files.root
-        self.run: Any = None
+    run: Any = None
 
     def begin(self, position: Position) -> Position:
         """Open an offline run, with the id of the former."""
@@ -183,10 +181,10 @@ class WeightsAndBiases:
         self.close()
         quiet = wandb.Settings(console="off", silent=True, disable_git=True, save_code=False)
         self.run = wandb.init(
-            project=self.project,
-            name=self.name,
+            project=self.root.name,
+            name=f"{self.root.name}-{self.label.replace('/', '-')}",
             id=position.run or None,
-            dir=str(self.folder),
+            dir=str(self.files.root),
             mode="offline",
             settings=quiet,
         )
@@ -209,19 +207,11 @@ class WeightsAndBiases:
             wandb.teardown()
 
 
-class MLflow:
-    """Run of MLflow, in an experiment of the run directory's name.
+class MLflow(_Run):
+    """Run of MLflow, in an experiment of the run directory's name."""
 
-    Args:
-        root: The run directory.
-        label: Of the training.
-        files: Of the training.
-    """
-
-    def __init__(self, root: Path, label: str, files: TrainDirectory) -> None:
-        self.root, self.label, self.files = root, label, files
-        self.client: Any = None
-        self.run = ""
+    client: Any = None
+    run = ""
 
     def begin(self, position: Position) -> Position:
         """Create a run, or ask one how far it came."""
