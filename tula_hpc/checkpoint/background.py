@@ -87,13 +87,9 @@ class OwnState(Protocol):
 class Saving:
     """One worker's share of saving; every worker has one, and rank 0's decides when.
 
-    Args:
-        worker: For the collective.
-        store: Of the checkpoints; None if this worker writes none.
-        own: See `OwnState`; None: rank 0 has it all.
-        cadence: Read and updated on the worker that writes.
-        folder: The training's folder, on the worker that writes: if it is deleted the training
-            fails, before it could write into a later one's.
+    `store` and `folder` are None on workers that write no checkpoints, `own` where rank 0 has it
+    all. If the training's folder is deleted the training fails, before it could write into a later
+    one's.
     """
 
     def __init__(
@@ -154,11 +150,8 @@ class Saving:
         gathered or written before this returns: a thread beside the training could not exchange
         anything, as collectives have one order for all.
 
-        Args:
-            state: Returns a checkpoint's content, whole on rank 0; collective, called once.
-            samples_seen: See `CheckpointStore.save`.
-            restart_count: Likewise.
-            wait: Return when it is on disk.
+        `state` returns the content, whole on rank 0; it is collective, and called once. With `wait`
+        this returns when the checkpoint is on disk.
 
         Raises:
             CheckpointError: This one if it was waited for, or the one before, could not be saved.

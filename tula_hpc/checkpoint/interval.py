@@ -60,12 +60,7 @@ def expected_interruptions(
 ) -> Interruptions:
     """Take the rate from spot prices, else from the configuration and past interruptions.
 
-    Args:
-        pricing: Of the cluster; spot prices tell how often nodes are taken away.
-        training: Its `interruption_hours`.
-        nodes: Of the training.
-        seen: Interruptions of this training so far.
-        over_s: Seconds of training in which they were seen.
+    `seen` interruptions of this training fell into `over_s` seconds of it.
     """
     if pricing.basis == "spot":
         (between_s,) = between_preemptions_s(pricing, np.array([float(nodes)]))

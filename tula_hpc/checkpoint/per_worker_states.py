@@ -25,12 +25,7 @@ KEPT = 3
 
 
 class LocalStates:
-    """One worker's part of such checkpoints.
-
-    Args:
-        folder: Of the checkpoints.
-        worker: Has the state.
-    """
+    """One worker's part of such checkpoints."""
 
     def __init__(self, folder: Path, worker: Worker) -> None:
         self.folder, self.worker = folder, worker

@@ -90,10 +90,7 @@ class Progress:
 class SafePoints:
     """One worker's part of that; every worker has one. A subclass gives a checkpoint's content.
 
-    Args:
-        store: Of the checkpoints.
-        restart_count: Of the job.
-        suspensions: Of this process; a step with one says nothing about the time of steps.
+    A step with one of the `suspensions` says nothing about the time of steps.
     """
 
     worker: Member
@@ -145,13 +142,9 @@ class SafePoints:
         own: OwnState | None,
         root: Path,
     ) -> None:
-        """Save from now on.
+        """Save from now on, at the user's interval, `fixed_s`, or as interruptions decide.
 
-        Args:
-            interruptions: Decide the interval.
-            fixed_s: The user's interval.
-            own: State that each worker saves by itself; None: rank 0 has it all.
-            root: The training's folder.
+        `own` is the state that each worker saves by itself; None: rank 0 has it all.
         """
         is_main = self.is_main
         self.saving = Saving(
@@ -163,11 +156,9 @@ class SafePoints:
         )
 
     def step_ended(self, started: float, decision: Decision) -> None:
-        """Count a step's time, and carry out the decision after it. Collective.
+        """Count a step's time, and carry out the decision after it; a stop is left to the caller.
 
-        Args:
-            started: When it began, by `perf_counter`.
-            decision: Of all workers; a stop is left to the caller.
+        Collective. The step has `started` then, by `perf_counter`.
         """
         landed = self.saving.has_landed
         if decision.save or landed:
@@ -188,11 +179,7 @@ class SafePoints:
             self.save(wait=decision.stop)
 
     def save(self, *, wait: bool = False) -> None:
-        """Save this moment. Collective.
-
-        Args:
-            wait: Return when the checkpoint is on disk, not while it is being written.
-        """
+        """Save this moment; with `wait`, return when the checkpoint is on disk. Collective."""
         started = time.perf_counter()
         self.flush()
         self.saving.save(

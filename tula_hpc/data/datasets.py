@@ -136,10 +136,6 @@ class Data(NamedTuple):
 def build_data(spec: WorkloadSpec, tried: int = TRIED_BY_JOBS) -> Data:
     """Return training and test set of the workload.
 
-    Args:
-        spec: Names the data.
-        tried: Items of each set of a user's own that are read and checked.
-
     Raises:
         InputError: The data folder, or the user's function, is not as expected.
     """
@@ -245,11 +241,7 @@ class _Nowhere:
 
 
 def _refuse_unsendable(spec: WorkloadSpec, which: str, dataset: Dataset[Any]) -> None:
-    """Refuse a set that loader processes cannot be given, which start without a fork.
-
-    Raises:
-        InputError: It cannot be pickled; the message names the attribute.
-    """
+    """Refuse a set that loader processes cannot be given, which start without a fork."""
     error = _why_unsendable(dataset)
     if error is None:
         return

@@ -34,11 +34,8 @@ _EVALUATION_RESIZE = 256 / 224
 class DecodedOnRead(ImageDataset):
     """Images of a tree, decoded and transformed at each read.
 
-    Args:
-        tree: The images.
-        transform: From a PIL image to bytes (3, edge, edge); its random parts draw from torch's
-            random numbers.
-        preprocessing: From bytes to the model's inputs.
+    `transform` makes bytes, (3, edge, edge), of a PIL image; its random parts draw from torch's
+    random numbers.
     """
 
     def __init__(
@@ -77,13 +74,7 @@ def folder_images(
     literature). Otherwise: a random crop of 8 to 100 % of the area and a flip for training, the
     centre of a slightly larger image for evaluation (as for ImageNet).
 
-    Args:
-        tree: The images.
-        image_size: Edge that the model wants, pixels.
-        augment: Whether to augment.
-        scaling: From bytes to floats.
-        stored_edge: Edge of the images in their files; they are resized to `image_size` after
-            augmentation.
+    Images whose files have edges of `stored_edge` are resized to `image_size` after augmentation.
     """
     edge = stored_edge or image_size
     if edge > LARGEST_CACHED_EDGE or not fits(tree, edge):

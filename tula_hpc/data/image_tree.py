@@ -104,10 +104,8 @@ def listed_once(
 ) -> Listing:
     """Return the kept listing of a tree where it still holds, else a new one.
 
-    Args:
-        root: The tree.
-        leave_out: Class folders that do not count.
-        make: Lists the tree, and tells whether all of it could be read.
+    Class folders in `leave_out` do not count. `make` lists the tree, and tells whether all of it
+    could be read.
     """
     try:
         facts = [str(_VERSION), str(root.resolve()), *sorted(leave_out)]
@@ -270,11 +268,7 @@ def find_subfolder(data_dir: Path, *names: str) -> Path:
 
 
 def check_same_classes(train: ImageTree, test: ImageTree) -> None:
-    """Refuse a test set of other classes: its labels would mean something else.
-
-    Raises:
-        InputError: The class folders differ.
-    """
+    """Refuse a test set of other classes: its labels would mean something else."""
     if train.classes == test.classes:
         return
     differences = []

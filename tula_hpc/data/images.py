@@ -170,16 +170,7 @@ def prepared(dataset: Dataset[Any], inputs: Batch) -> Batch:
 
 
 class PixelDataset(ImageDataset):
-    """Small labelled images that lie decoded.
-
-    Args:
-        source: The bytes.
-        positions: Position of each sample in the source, (n,).
-        labels: Class of each sample, (n,).
-        scaling: From bytes to floats.
-        image_size: Edge that the model wants, pixels.
-        jitter: Augmentation.
-    """
+    """Small labelled images that lie decoded: position in the source and class of each, (n,)."""
 
     def __init__(
         self,

@@ -242,10 +242,7 @@ class TrainLoader(TellingLoader):
     def not_finite(self, epoch: int, offset: int, batches: int) -> int | None:
         """Return the position of a sample of this worker that holds inf or nan; None without one.
 
-        Args:
-            epoch: The batches' epoch.
-            offset: Global samples of the epoch before them.
-            batches: So many are looked at, to the epoch's end at most.
+        So many batches are looked at, to the epoch's end at most, from `offset` global samples on.
         """
         for index in self.order.own(epoch, offset)[: batches * self.order.local_batch].tolist():
             if not is_finite(collate([self.dataset[(epoch, index)]])):
@@ -266,15 +263,9 @@ def make_train_loader(
 ) -> TrainLoader:
     """Return one worker's loader of a data-parallel training; see `ResumableSampler`.
 
-    Args:
-        dataset: Items (inputs, targets) by index.
-        local_batch: Samples a step and worker.
-        rank: Of this worker among `world_size`.
-        world_size: Number of workers.
-        seed: Of order and augmentation.
-        loader_workers: Processes that load; 0 loads in this process.
-        pin_memory: Whether batches are for a GPU: in pinned memory, images as bytes.
-        classes: Labels are checked against so many; None: they are no labels.
+    The seed is that of order and augmentation. `loader_workers` processes load; 0: this one. With
+    `pin_memory` batches are for a GPU: in pinned memory, images as bytes. Labels are checked
+    against so many classes; None: they are no labels.
 
     Raises:
         InputError: The data set is smaller than one global batch.

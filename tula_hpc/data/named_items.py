@@ -25,10 +25,7 @@ KILLED_WORKER = re.compile(r"DataLoader worker \(pid")
 class NamedItems(Dataset[Any]):
     """Items of a data set; one that cannot be loaded is named.
 
-    Args:
-        dataset: The items.
-        what: Of the set, for messages.
-        classes: Labels are checked against so many; None: they are no labels.
+    Labels are checked against so many classes; None: they are no labels.
     """
 
     def __init__(self, dataset: Dataset[Any], what: str, classes: int | None = None) -> None:
@@ -137,11 +134,7 @@ class TellingLoader(DataLoader[Any]):
 
 
 class _Watched(Iterator[Any]):
-    """Batches of loader processes; one that was killed is told.
-
-    Args:
-        batches: Of torch's loader.
-    """
+    """Batches of loader processes; one that was killed is told."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self.batches = batches

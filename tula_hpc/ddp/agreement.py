@@ -76,14 +76,7 @@ GOES_ON = Decision(stop=False, save=False)
 
 
 class Agreed:
-    """Agreement, about once a second and at the same step on every worker, to stop or to save.
-
-    Args:
-        worker: For the collective.
-        stop: This worker's stop request.
-        wish: Called at every agreement for this worker's request.
-        every_s: Seconds between agreements.
-    """
+    """Agreement, every `every_s` and at the same step on every worker, to stop or to save."""
 
     def __init__(
         self,
@@ -137,12 +130,9 @@ class EvaluationStopped(Exception):  # noqa: N818 # no error: the training has b
 
 
 def until_stopped(batches: Iterable[T], most: int, agreed: Agreed) -> Iterator[T]:
-    """Yield batches of an evaluation until all workers agree to stop.
+    """Yield this worker's batches of an evaluation until all workers agree to stop.
 
-    Args:
-        batches: This worker's.
-        most: Batches of the worker that has most of them: all workers agree as often.
-        agreed: Called before each batch.
+    They agree before each batch, as often as the worker that has `most` of them.
 
     Raises:
         EvaluationStopped: On every worker.

@@ -44,10 +44,6 @@ def broken_device(error: BaseException) -> str:
 def telling_broken_devices(root: Path, stage: str) -> Iterator[None]:
     """Log the name of this host where the block fails with an error of a broken device.
 
-    Args:
-        root: The run directory.
-        stage: Of the event.
-
     Raises:
         DeviceError: In place of that error.
     """

@@ -62,12 +62,7 @@ def build_stepper(
 ) -> Stepper:
     """Build the method's optimizer with its observer.
 
-    Args:
-        sweep: Optimizer and method.
-        model: The plain module.
-        parameters: Its trained parameters.
-        configuration: Gives the large batch and the number of workers.
-        samples: Training samples in an epoch; some intervals are stated in epochs.
+    Some intervals are stated in epochs, of so many training samples.
     """
     training = sweep.training
     batch = configuration.global_batch
@@ -193,10 +188,7 @@ class ReferenceBatch:
 
         b_small(e) = b_small / shrink^(e / E),  at least 1
 
-    Args:
-        sweep: The method and its options, and the number of epochs E.
-        configuration: Of the training.
-        samples: Of an epoch.
+    E is the number of epochs.
     """
 
     def __init__(self, sweep: SweepSpec, configuration: Configuration, samples: int) -> None:

@@ -83,11 +83,7 @@ def small_norms(
     reference pass, at its interval. A single worker whose gradients are only observed has no norms:
     its training must not change by that.
 
-    Args:
-        training: The method.
-        model: As a step calls it: wrapped where there are several workers.
-        parameters: In the optimizer's order.
-        local_batch: Of this worker.
+    The model is the one that a step calls: wrapped where there are several workers.
     """
     is_observed = training.observe_gradients and not training.adapts
     if not (is_observed or training.free_reference):

@@ -32,9 +32,6 @@ _MODULE_CALLS = frozenset({nn.Module._call_impl.__code__, nn.Module._wrapped_cal
 def telling_own_mistakes(spec: WorkloadSpec) -> Iterator[None]:
     """Turn an exception of the user's own code in the block into one sentence.
 
-    Args:
-        spec: Names the user's functions.
-
     Raises:
         InputError: In place of such an exception.
     """

@@ -41,15 +41,11 @@ def process_group(
 ) -> Iterator[None]:
     """Run the block in a process group: nccl on GPUs, gloo on CPUs; none for a single worker.
 
-    Args:
-        cluster: The device.
-        env: This worker's rank in the group.
-        store: Shared by the workers of the group; None: they make one of their own.
-        timeout: Of a collective.
+    The workers of the group share `store`; None: they make one of their own.
 
     Raises:
-        InputError: This worker has no GPU of its own, torch has no kernels for it, or its node lacks
-            the network interface.
+        InputError: This worker has no GPU of its own, torch has no kernels for it, or its node
+            lacks the network interface.
     """
     torch.set_num_threads(cluster.cpus_per_worker)
     device = pick_device(cluster, env.local_rank)

@@ -3,19 +3,15 @@
 torch's TCPStore does not authenticate anybody. On a shared node or network a stranger could take
 the place of a rank, or sit on a rank's port and collect the others. So rank 0 first opens a *door*,
 a socket of our own: both sides show by HMAC-SHA256 over fresh random numbers that they know the
-job's secret, a file in the submission's private folder. Neither side sends the secret. Only when all
-ranks are in does rank 0 start the store. It listens on the one address at which the ranks came
-(127.0.0.1 for a job on this machine), takes connections from the ranks' addresses alone, and its
-keys begin with a random prefix that goes through the door.
+job's secret, a file in the submission's private folder. Neither side sends it. Only when all ranks
+are in does rank 0 start the store. It listens on the one address at which the ranks came (127.0.0.1
+for a job on this machine), takes connections from the ranks' addresses alone, and its keys begin
+with a random prefix that goes through the door. What processes on those hosts, and the open sockets
+of gloo and NCCL, leave possible is in README.md.
 
 torch's env:// also knows one port only. Here a job has several, in an order of its own: rank 0
 listens on the first that is free, and the others try them in turn until a listener knows the
 secret.
-
-The sockets of gloo and NCCL stay open: the network between the nodes is trusted. So are processes
-on the ranks' hosts: torch's store has no password, and lists its keys to them. They cannot run code
-in a rank, as nothing that comes from a peer is unpickled, but they can disturb a training or feed
-it numbers.
 """
 
 from __future__ import annotations

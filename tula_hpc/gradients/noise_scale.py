@@ -182,12 +182,7 @@ class CriticalBatch:
         self._square = self._trace = self._weight = 0.0
 
     def add(self, reading: NoiseReading, weight: float) -> None:
-        """Add a reading, unless it covers no new steps.
-
-        Args:
-            reading: Means of |G|² and tr(Σ) since the reading before.
-            weight: Steps since then.
-        """
+        """Add a reading of the last `weight` steps, unless it covers no new ones."""
         if math.isfinite(reading.recent_square) and math.isfinite(reading.recent_trace):
             self._square += weight * reading.recent_square
             self._trace += weight * reading.recent_trace

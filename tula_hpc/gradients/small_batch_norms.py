@@ -164,7 +164,7 @@ class LocalNorms:
     def averaged(self, loss_scale: Tensor | float = 1.0) -> Tensor:
         """Return each averaged gradient's squared norm, for `TulaOptimizer.observe_norms`.
 
-        Call it as `squares`; the two do not affect each other.
+        See `squares`, of which it is independent.
 
         Returns:
             (n,), float64, in parameter order; NaN where a parameter has no gradient.

@@ -244,10 +244,7 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
     def before_step(self) -> None:
         """Gate and scale the gradients, where somebody else steps the base; then `after_step`.
 
-        Both together equal the work of `step` around the base's step, to the bit.
-
-        Raises:
-            TypeError: A gradient is sparse or complex. Nothing has been changed.
+        Both together equal `step`, to the bit, with the same error.
         """
         look = self._look()
         if self.apply == "gradient":
@@ -613,11 +610,7 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         self._estimates.check_state(self.parameters(), own)
 
     def load_own_state(self, own: Mapping[str, Any]) -> None:
-        """Restore an `own_state`.
-
-        Raises:
-            ValueError: It belongs to other parameters. Nothing has been changed.
-        """
+        """Restore an `own_state`, or raise ValueError and change nothing."""
         self._check_own_state(own)
         parameters = self.parameters()
         self._shortened, self._squares = 1.0, None
@@ -635,12 +628,7 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
 
 
 class StaticScaleObserver(StepObserver):
-    """Observer of the gradients of a `TulaOptimizer` with a static scale, which estimates no noise.
-
-    Args:
-        optimizer: Logs the scale, and knows of clipping too.
-        large_batch: See `StepObserver`.
-    """
+    """Observer of gradients that a `TulaOptimizer` scales by a constant; it estimates no noise."""
 
     def __init__(self, optimizer: TulaOptimizer, large_batch: int) -> None:
         super().__init__(optimizer, large_batch)

@@ -77,17 +77,11 @@ def measure(
 ) -> Measurement:
     """Measure one configuration: times of a step's parts, and memory.
 
-    Collective; the result is whole on rank 0.
+    Collective; the result is whole on rank 0. `env` is the rank among those that measure.
 
-    Args:
-        sweep: The workload, and how long to measure.
-        cluster: The device.
-        configuration: Nodes and local batch.
-        env: This worker's rank among those that measure.
-        shared: Times from earlier configurations of the job; this one's are added.
-        job_began_at: Unix time, for the first configuration of a job: the start's time is measured
-            too.
-        on_built: Takes the workload's identity, before memory may run out.
+    `shared` has times from earlier configurations of the job; this one's are added. The first one
+    is given `job_began_at`, Unix time: the start's time is measured too. `on_built` takes the
+    workload's identity, before memory may run out.
     """
     shared = shared or SharedTimes.none()
     suspensions = Suspensions().install()

@@ -52,11 +52,7 @@ class Profiled(Agreement, Metered, Trained, Protocol):
 class Course:
     """Times of whole steps, and of parts by themselves.
 
-    Args:
-        worker: Its steps are timed.
-        rule: Tells when enough steps were.
-        waits: Is told of the waits for batches.
-        allreduce_s: Bare all-reduces by world size that are known; this one's is added.
+    `allreduce_s` has the bare all-reduces by world size that are known; this one's is added.
     """
 
     def __init__(
@@ -151,11 +147,9 @@ class Course:
         self.round_steps |= {"step": steps, "data": steps}
 
     def rounds(self, steps: int, apart_s: float | None = None) -> Steps[tuple[list[float], ...]]:
-        """Return mean seconds of a step in rounds of so many, and of the waits in it. Collective.
+        """Return mean seconds of a step, and of its wait, in rounds of so many. Collective.
 
-        Args:
-            steps: In a round.
-            apart_s: Leave this out of each step, and its wait.
+        `apart_s` is left out of each step, and of its wait.
         """
         waits: list[float] = []
 

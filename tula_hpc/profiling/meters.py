@@ -52,9 +52,7 @@ class PowerMeter:
 
     It covers the whole node: meaningful where the job has its nodes to itself.
 
-    Args:
-        powercap: Folder in which the kernel shows RAPL; for tests.
-        nvml: Loads pynvml; for tests.
+    The arguments are for tests: the folder in which the kernel shows RAPL, and what loads pynvml.
     """
 
     def __init__(self, powercap: Path = POWERCAP, nvml: Callable[[], Any] | None = None) -> None:

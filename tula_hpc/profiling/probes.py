@@ -56,12 +56,9 @@ def probe_noise(worker: Worker, batches: Batches, steps: int = 0) -> NoiseEstima
 
     Model and `.grad` stay. Where memory does not suffice for a second gradient, it is unknown.
 
-    Args:
-        worker: Model, loss and parameters.
-        batches: Training batches of one size.
-        steps: Steps to train first, at a tenth of the learning rate: at the initial weights the
-            noise scale is far below that of most of training. Weights and buffers are restored
-            afterwards, the optimizer is not.
+    So many steps are trained first, at a tenth of the learning rate: at the initial weights the
+    noise scale is far below that of most of training. Weights and buffers are restored afterwards,
+    the optimizer is not.
     """
     with _trained(worker, batches, steps):
         return _estimate(worker, batches)
@@ -101,13 +98,7 @@ def _estimate(worker: Worker, batches: Batches) -> NoiseEstimate:
 
 
 def estimate_from(norms: Sequence[tuple[float, float]], part: int, whole: int) -> NoiseEstimate:
-    """Return the estimate from some passes.
-
-    Args:
-        norms: Of each pass, see `shared_norms`.
-        part: Samples of a part.
-        whole: Samples of a pass.
-    """
+    """Return the estimate from the `shared_norms` of passes over `whole` samples in equal parts."""
     terms = [
         (gradient_square(*each, part, whole), noise_trace(*each, part, whole)) for each in norms
     ]
@@ -123,11 +114,8 @@ def shared_norms(
 ) -> tuple[float, float]:
     """Return all workers' parts' mean |g|² and |mean g|². Collective.
 
-    Args:
-        worker: One of them.
-        gradient: Sum of its parts' gradients; becomes that of all workers.
-        squares: Sum of their squared norms.
-        parts: As many each worker has.
+    `gradient` is the sum of this worker's parts' gradients, and becomes that of all workers;
+    `squares` is the sum of their squared norms.
     """
     if worker.env.world_size > 1:
         dist.all_reduce(gradient)
@@ -178,11 +166,6 @@ def time_forward(worker: Worker, inputs: Batch, targets: Batch) -> list[float]:
     batch below `SMALLEST_TEST_BATCH` is taken as many times over as reach it, and counts for its
     share: small batches pay a cost for each call that an evaluation does not. Weights, buffers,
     modes and random numbers stay.
-
-    Args:
-        worker: Gives the model.
-        inputs: A batch on the device.
-        targets: Its targets.
     """
     gpus = [worker.device.index or 0] if worker.device.type == "cuda" else []
     try:

@@ -75,11 +75,7 @@ def try_workload(
 ) -> Identity:
     """Take a job's first actions as a trial.
 
-    Args:
-        spec: The workload.
-        data: Its data.
-        for_gpus: Training is for GPUs.
-        several: Several workers train, so that every parameter needs a gradient.
+    Where several workers train, every parameter needs a gradient.
 
     Raises:
         InputError: Something of it is wrong.
@@ -120,11 +116,7 @@ def _try_step(spec: WorkloadSpec, workload: Workload, *, several: bool) -> None:
 
 
 def _take_step(spec: WorkloadSpec, workload: Workload, positions: Sequence[int]) -> None:
-    """Take a forward and backward pass in training mode, with the samples at these positions.
-
-    Raises:
-        InputError: It fails.
-    """
+    """Take a forward and backward pass in training mode, with the samples at these positions."""
     train = workload.train
     words = f"{spec.model} cannot take a training step"
     with torch.random.fork_rng(devices=[]), autocast_on(spec, CPU):
@@ -162,11 +154,7 @@ def _warn_of_mixed_samples(name: str, workload: Workload, outputs: Any, targets:
 
 
 def _refuse_infinite(spec: WorkloadSpec, inputs: Any, positions: Sequence[int]) -> None:
-    """Refuse inputs that hold inf or nan.
-
-    Raises:
-        InputError: They do.
-    """
+    """Refuse inputs that hold inf or nan."""
     for place, position in enumerate(positions):
         if not is_finite(take(inputs, place, place + 1)):
             message = f"{spec.dataset}: training item {position} holds inf or nan"
@@ -174,11 +162,7 @@ def _refuse_infinite(spec: WorkloadSpec, inputs: Any, positions: Sequence[int]) 
 
 
 def _refuse_other_data(spec: WorkloadSpec, data: Data) -> None:
-    """Refuse data sets whose samples change from call to call: each worker calls anew.
-
-    Raises:
-        InputError: They do.
-    """
+    """Refuse data sets whose samples change from call to call: each worker calls anew."""
     again = build_data(spec, TRIED_BEFORE)
     found = [
         f"{len(each.train)} and {len(each.test)}"  # type: ignore[arg-type] # checked before

@@ -235,10 +235,7 @@ def round_of(
 ) -> Steps[float]:
     """Wait for a number of steps in a row; return the mean seconds of one, the device's included.
 
-    Args:
-        worker: Gives the device to wait for.
-        steps: In the round.
-        left_out_s: Returns the seconds so far that are none of steps; by default 0.
+    `left_out_s` returns the seconds so far that are none of steps; by default 0.
     """
     worker.synchronize_device()
     before_s = left_out_s()
@@ -261,12 +258,7 @@ def rounds_of(
 
     Collective, and every worker takes as many steps: they may be collective too.
 
-    Args:
-        worker: For agreements.
-        rule: Of the measurement.
-        steps: In a round.
-        counted: Returns the part of a round's mean that counts, after the round.
-        left_out_s: See `round_of`.
+    `counted` returns the part of a round's mean that counts, after the round.
     """
     rounds: list[float] = []
     unfinished = 1.0
@@ -311,12 +303,8 @@ def rounds_apart(
 ) -> tuple[list[float], int]:
     """Return mean seconds of a call in each round, and the calls in a round. Collective.
 
-    Args:
-        worker: For agreements.
-        rule: Of the measurement.
-        step: Does a part of a training step once.
-        briefly: Take the fewest rounds, and short ones, for a part that only guides the model or is
-            small.
+    `briefly` takes the fewest rounds, and short ones, for a part that only guides the model or is
+    small.
     """
     steps = calls_in_round(worker, rule, step, BRIEF_ROUND_S if briefly else ROUND_S)
     if briefly:
@@ -342,9 +330,6 @@ class LoaderWaits:
     of a wait for which the device is idle: the time on the device between the end of the last
     step's work and the arrival of the batch, by two events. It is at most the host's own wait: any
     other idle time in between is no wait for data.
-
-    Args:
-        device: Of the training.
     """
 
     def __init__(self, device: torch.device) -> None:

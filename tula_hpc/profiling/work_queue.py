@@ -105,10 +105,7 @@ class Agenda:
     The notes are on disk before the work begins. When the job is killed, as by the memory limit of
     a node, they show the configuration that did it.
 
-    Args:
-        job: The list, and whether to ask the search for more.
-        env: This worker's rank; only rank 0 decides and writes.
-        ask: Asks the search; a test may put its own answers here.
+    Only rank 0 decides and writes. `ask` asks the search; a test may put its own answers here.
     """
 
     def __init__(

@@ -43,10 +43,7 @@ def run_apart(
 ) -> subprocess.CompletedProcess[str] | str:
     """Run a process that has the user's code in it; return its end, or why there is none.
 
-    Args:
-        command: Of the process.
-        timeout_s: Give up after so many seconds.
-        variables: Its environment; None: that of this process.
+    `variables` are its environment; None: that of this process.
     """
     try:
         # a debugger in the code would wait for an answer to a question that is not shown
@@ -72,12 +69,7 @@ def last_line(text: str) -> str:
 
 
 def none_fits(part: Sweep, footprint: Footprint | None) -> str:
-    """Say why no batch fits on a partition, by an estimate that is wanted; "" if one may.
-
-    Args:
-        part: The sweep on the partition.
-        footprint: Its estimate of memory, if there is one.
-    """
+    """Say why no batch fits on a partition, by an estimate that is wanted; "" if one may."""
     wanted = part.spec.search.estimate and not measured_anything(part)
     if footprint is None or footprint.largest_local_batch != 0 or not wanted:
         return ""

@@ -254,12 +254,7 @@ def why_interrupted(sweep: Sweep) -> dict[str, list[str]]:
 
 
 class Interruptions:
-    """Says why jobs that ran wait again, while a command waits for them.
-
-    Args:
-        sweep: Of the jobs.
-        stage: In words, as "training".
-    """
+    """Says why jobs that ran wait again, while a command waits for them."""
 
     def __init__(self, sweep: Sweep, stage: str) -> None:
         self.sweep = sweep

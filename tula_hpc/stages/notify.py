@@ -47,11 +47,7 @@ class Told(Record):
 def tell(sweep: Sweep, event: str, message: str, name: str = "") -> None:
     """Run the command for an event, unless that was done for the same name and the same jobs.
 
-    Args:
-        sweep: The run, and its cluster file.
-        event: See the module.
-        message: A sentence on the event.
-        name: Distinguishes events of a kind.
+    `name` distinguishes events of a kind.
     """
     if sweep.cluster.on_event is None:
         return

@@ -81,12 +81,7 @@ def why_no_model(run: RunDirectory, spec: SweepSpec | None) -> str:
 
 
 def obstacle(run: RunDirectory, measured: Sequence[Measurement]) -> str:
-    """Name a file of the run that stops every command, and the remedy; "" if there is none.
-
-    Args:
-        run: The run.
-        measured: Its measurements.
-    """
+    """Name a file of the run that stops every command, and the remedy; "" if there is none."""
     if words := lost_inputs(run):
         return words
     try:

@@ -1,9 +1,4 @@
-"""Profile stage: rounds of jobs for the proposals of the search, until it proposes nothing more.
-
-Its progress line, such as "profiling: 3 done, at most 5 more, 1 running", is put together in
-`_settle`, with the states of jobs by `describe_states` of `launch/launcher.py`, and shown by
-`StageProgress` of `stages/context.py`.
-"""
+"""Profile stage: rounds of jobs for the proposals of the search, until it proposes nothing more."""
 
 from __future__ import annotations
 

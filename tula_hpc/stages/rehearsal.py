@@ -55,12 +55,7 @@ def rehearse(
 ) -> Trial | str:
     """Try the workload; return the findings, or the reason why it could not be tried.
 
-    Args:
-        spec: The sweep.
-        cluster: Where it is to run.
-        files: Of these two.
-        memory: Partitions for which memory is estimated as well.
-        timeout_s: Give up after so many seconds.
+    `memory` names partitions for which memory is estimated as well.
 
     Raises:
         TrialError: The workload has a mistake, which the message names.
@@ -106,11 +101,7 @@ def with_remedy(said: str, cluster: ClusterSpec) -> str:
 
 
 def _refuse_large_batches(spec: SweepSpec, cluster: ClusterSpec, found: Identity) -> None:
-    """Refuse global batches above the training set, which a job would refuse.
-
-    Raises:
-        TrialError: There is one.
-    """
+    """Refuse global batches above the training set, which a job would refuse."""
     key = "search.max_batch" if spec.study is None else "study.batches"
     largest = max(_batches(spec, cluster), default=0)
     if largest > found.train_samples:

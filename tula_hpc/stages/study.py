@@ -62,11 +62,8 @@ def _job(sweep: Sweep, partition: str, batch: int, spec: SweepSpec, label: str) 
 def cell_spec(sweep: SweepSpec, cell: StudyCell, rates: Mapping[str, float]) -> SweepSpec:
     """Return the sweep of one cell: the column's keys, the cell's seed, and the chosen rate.
 
-    Args:
-        sweep: With its study.
-        cell: Which one.
-        rates: By family, see `TunedRates`, for columns that have none; they were chosen at the
-            small batch, where lr scaling then starts.
+    Rates are by family, see `TunedRates`, for columns that have none; they were chosen at the
+    small batch, where lr scaling then starts.
     """
     column = study_column(sweep, cell.column, check_paths=False)
     workload: dict[str, object] = {"seed": cell.seed}

@@ -35,9 +35,7 @@ class Trainings:
     A training that has a result is not run again. One whose job died goes on from its checkpoint in
     a new job, so often as its failure allows; one that failed for good does not hold up the others.
 
-    Args:
-        sweep: The run directory, and the part of the cluster that trains.
-        jobs: All of as many nodes.
+    All jobs take as many nodes.
     """
 
     def __init__(self, sweep: Sweep, jobs: Sequence[TrainJob]) -> None:
@@ -169,11 +167,7 @@ class Trainings:
         return f"{said}; {advice}"
 
     def _refuse_hopeless(self, outcome: Outcome) -> None:
-        """Stop where no training has logged a step and the failure would end all of them.
-
-        Raises:
-            StageError: That is so.
-        """
+        """Stop where no training has logged a step and the failure would end all of them."""
         if any(self.run_directory.train(label).metrics_file.exists() for label in self.jobs):
             return
         kind, job_id = outcome.failure.kind, outcome.end.job.job_id

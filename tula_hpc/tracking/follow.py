@@ -56,11 +56,7 @@ class Positions(Record):
 
 
 class Lines:
-    """Whole lines of a growing metrics.jsonl, each once.
-
-    Args:
-        path: It may not be there yet, and may be replaced.
-    """
+    """Whole lines of a growing metrics.jsonl, each once; it may come late, and be replaced."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -99,12 +95,7 @@ class Lines:
 
 
 class Follower:
-    """Passes on the lines of one training.
-
-    Args:
-        files: Of the training.
-        trackers: By name.
-    """
+    """Passes on the lines of one training."""
 
     def __init__(self, files: TrainDirectory, trackers: Mapping[str, Tracker]) -> None:
         self.lines = Lines(files.metrics_file)

@@ -101,25 +101,14 @@ class Tracker(Protocol):
         """Begin a run, or go on with it, and return the position from which on it lacks lines."""
 
     def write(self, points: Sequence[Point], position: Position) -> None:
-        """Write points so that they are there when the process dies.
-
-        Args:
-            points: They follow the position.
-            position: Before them.
-        """
+        """Write points that follow the position, so that they are there when the process dies."""
 
     def close(self) -> None:
         """End the run, or leave it as it is for a later job."""
 
 
 class _Run:
-    """Run of a training in a tracker.
-
-    Args:
-        root: The run directory.
-        label: Of the training.
-        files: Of the training.
-    """
+    """Run of a training in a tracker."""
 
     def __init__(self, root: Path, label: str, files: TrainDirectory) -> None:
         self.root, self.label, self.files = root, label, files

@@ -24,11 +24,6 @@ from tula_hpc.training.training_log import TrainingLog
 class Checkpoints(SafePoints):
     """One worker's part of saving and resuming. Building it resumes the training. Collective.
 
-    Args:
-        training: Gets the state and the progress of the newest good checkpoint, if there is one.
-        log: Its part of a checkpoint.
-        suspensions: Of this process.
-
     Raises:
         StageError: Workers see different checkpoints, or the state of one cannot be used.
     """

@@ -210,11 +210,6 @@ def probe_parts(worker: Worker, inputs: Batch, targets: Batch) -> Probe:
     Collective. Weights, gradients, buffers and random numbers stay: gradients are taken beside
     `.grad`, see `Worker.local_gradient`, and the all-reduced tensor is one of its own. A part for
     which memory does not suffice stays unknown.
-
-    Args:
-        worker: Gives the model.
-        inputs: A batch of the training's size.
-        targets: Its targets.
     """
     by_rank = _by_rank(worker, _compute_s(worker, inputs, targets))
     compute_s = None
@@ -319,13 +314,7 @@ class StepClock:
 
 
 class DriftGuard:
-    """One worker's part of the watch; all workers reach the same verdict at the same step.
-
-    Args:
-        worker: Its steps are watched.
-        job: The training, with the configuration in force.
-        start: Expected step times.
-    """
+    """One worker's part of the watch; all workers reach the same verdict at the same step."""
 
     def __init__(self, worker: Worker, job: TrainJob, start: DriftStart) -> None:
         self.worker, self.job = worker, job
@@ -413,16 +402,7 @@ class DriftGuard:
 def put_on_record(  # noqa: PLR0917 - of one event
     run: RunDirectory, label: str, job_id: str, verdict: Verdict, drift: Drift, host: str = ""
 ) -> None:
-    """Log the begin or end of an episode of a training, and keep it while it lasts.
-
-    Args:
-        run: Of the training.
-        label: Its name there.
-        job_id: Slurm's.
-        verdict: Begin or end of the episode.
-        drift: The episode.
-        host: The slowest, if that matters.
-    """
+    """Log the begin or end of an episode of a training, and keep it while it lasts."""
     path = run.train(label).drift_file
     if verdict == "drifted":
         write_atomically(path, drift.model_dump_json(indent=1))

@@ -74,10 +74,7 @@ class Leaving(Protocol):
 def leave(training: Leaving, stop: StopRequest, saved: str = "saved at step") -> str:
     """Ask for a requeue of a training that was stopped and saved, and end. Collective.
 
-    Args:
-        training: Is stopped.
-        stop: By which signal.
-        saved: Words before the number of its last step, in the event.
+    `saved` are the words before the number of its last step, in the event.
 
     Returns:
         `stopped` if the requeue was refused; `cancelled` or `preempted` if the job is on its way

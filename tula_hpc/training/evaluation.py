@@ -39,12 +39,7 @@ NO_EVALUATION = Evaluation(0.0, 0.0, 0.0)
 
 
 class Evaluator:
-    """Evaluation by one worker of its share of the samples; every worker has one.
-
-    Args:
-        training: Gives the worker and the samples.
-        stop: Obeyed between two batches.
-    """
+    """Evaluation by one worker of its share of the samples; every worker has one."""
 
     def __init__(self, training: Training, stop: StopRequest) -> None:
         self.training = training

@@ -48,14 +48,7 @@ def run_training(job: TrainJob, stop: StopRequest) -> str:
 
 
 class Trainer:
-    """One worker's training loop; every worker has one. Building it resumes the training.
-
-    Args:
-        job: The training, with the configuration in force.
-        env: This process's rank in the job.
-        stop: Obeyed at the next step boundary.
-        start: Expected step times.
-    """
+    """One worker's training loop; every worker has one. Building it resumes the training."""
 
     def __init__(
         self, job: TrainJob, env: WorkerEnvironment, stop: StopRequest, start: DriftStart

@@ -54,13 +54,9 @@ class StepWindow:
 
 
 class MetricsWriter:
-    """Writer of one training's metrics.jsonl.
+    """Writer of one training's metrics.jsonl; `file` is None where another worker writes it.
 
-    Args:
-        file: Is written to; None: by another worker.
-        samples: Of an epoch, over all workers.
-        global_batch: Of a step.
-        workers: Over all nodes.
+    An epoch has `samples`, a step `global_batch` of them, over all workers.
     """
 
     def __init__(self, file: Path | None, samples: int, global_batch: int, workers: int) -> None:
@@ -111,12 +107,7 @@ class MetricsWriter:
     ) -> None:
         """Write a line for an epoch; a later one for the same epoch takes its place.
 
-        Args:
-            progress: At the epoch's end.
-            epoch: Counted from 1.
-            readings: Of the gradients.
-            scores: Losses and accuracies of `EpochMetrics`, None where they are not known.
-            evaluation_time_s: See `EpochMetrics`.
+        Epochs count from 1. Scores that are not known are None.
         """
         if self.file is None:
             return

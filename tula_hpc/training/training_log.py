@@ -20,12 +20,7 @@ from tula_hpc.training.progress import Training
 
 
 class TrainingLog:
-    """Log of one worker's training; rank 0 writes it.
-
-    Args:
-        training: Its progress is logged.
-        hooks: Asked whether a loss ends the training.
-    """
+    """Log of one worker's training; rank 0 writes it."""
 
     def __init__(self, training: Training, hooks: TrainingHooks) -> None:
         self.training = training

@@ -218,14 +218,9 @@ def count(
 ) -> Counts:
     """Go through training steps at two local batches and count bytes.
 
-    Args:
-        workload: Model, precision, memory format, optimizer.
-        shapes: Of a sample.
-        world: Workers; with several, gradients live in buckets and ZeRO divides the optimizer's
-            states.
-        device: "cpu" or "cuda", for operators that keep other tensors there.
-        batches: Two local batches, ascending, so large that activations make the peak.
-        fake: Whether tensors have no contents.
+    With several workers gradients live in buckets, and ZeRO divides the optimizer's states.
+    Operators keep other tensors on "cuda" than on "cpu". The batches ascend, and are so large that
+    activations make the peak. Fake tensors have no contents.
     """
     build = build_without_memory if fake else build_model
     model = build(workload, shapes.classes, shapes.image_size)

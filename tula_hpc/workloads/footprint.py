@@ -89,11 +89,8 @@ def estimate_footprint(
 ) -> Footprint:
     """Count one worker's memory; see the module.
 
-    Args:
-        sweep: The sweep.
-        cluster: Device and memory limit.
-        host_bytes: See `host_baseline`; None: as this process is now.
-        data: Of the workload, where they are loaded already.
+    `host_bytes` is a `host_baseline`; None: as this process is now. `data` are the workload's where
+    they are loaded already.
 
     Raises:
         InputError: The model or data set is not as expected.

@@ -44,11 +44,6 @@ _SMALLEST_INCEPTION = 75
 def build_model(spec: WorkloadSpec, classes: int, image_size: int) -> nn.Module:
     """Return the workload's model on the CPU, its weights drawn from `spec.seed` alone.
 
-    Args:
-        spec: Model and seed.
-        classes: Width of the output.
-        image_size: Edge of the square images, pixels.
-
     Returns:
         A module that maps (batch, 3, image_size, image_size) to (batch, classes).
 

@@ -75,10 +75,7 @@ def build_workload(
 ) -> Workload:
     """Build a sweep's `[workload]`; the same spec gives the same weights and samples everywhere.
 
-    Args:
-        spec: The table.
-        device: Where the user's own code is tried.
-        tried: Items of each set that it is tried with.
+    The user's own code is tried on the device, with so many items of each set.
 
     Raises:
         InputError: The data folder, or something of the user's own, is not as expected.
