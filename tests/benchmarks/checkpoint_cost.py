@@ -24,14 +24,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torchvision
 from torch import nn
 from torch.optim import SGD
 
-from tula_hpc.analysis.costs.interruptions import MOST_S
+from tula_hpc.analysis.costs.interruptions import MOST_S, interval_s
 from tula_hpc.checkpoint.background import BackgroundWriter
-from tula_hpc.checkpoint.interval import interval_s
 from tula_hpc.checkpoint.store import CheckpointStore
 
 MODELS = ("resnet18", "resnet50", "vgg11")
@@ -136,7 +136,7 @@ def cost(extra_s: Sequence[float]) -> dict[str, Any]:
     medians = sorted(statistics.median(generator.choices(extra_s, k=len(extra_s))) for _ in range(RESAMPLES))
     median = statistics.median(extra_s)
     least_s = max(0.0, median)
-    chosen_s = interval_s(least_s, DAY_S)
+    chosen_s = float(interval_s(least_s, np.array([DAY_S]))[0])
     return {
         "cost_s": median,
         "interval_90": [medians[RESAMPLES // 20], medians[-RESAMPLES // 20]],

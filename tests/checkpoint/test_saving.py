@@ -31,6 +31,9 @@ class Worker:
     def agree(self, *values: float) -> list[float]:
         return [max(value, self.others) for value in values]
 
+    def synchronize_device(self) -> None:
+        """Nothing to wait for."""
+
 
 class Training:
     """A state that steps change in place, as an optimizer does."""
