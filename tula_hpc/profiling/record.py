@@ -24,7 +24,13 @@ def record_oom(
 ) -> None:
     """Record that a configuration does not fit into memory; see `profile_job` for the consequences.
 
-    The record goes into this worker's own file beside `output`.
+    Args:
+        output: Of the job; the record goes into this worker's own file beside it.
+        cluster: Where it was measured.
+        configuration: Of the profile or training.
+        env: This worker.
+        failure: The kind of memory.
+        of_job: Further fields of the `Measurement`: its partition, passes, identity.
     """
     facts = describe(configuration, cluster, env)
     record = Measurement(status="oom", failure=failure, detail=f"rank {env.rank}", **facts)
