@@ -86,7 +86,7 @@ def _log(run: RunDirectory, spec: SweepSpec, cell: StudyCell, reached: float) ->
         common = {"epoch": epoch, "step": 5 * epoch, "samples_seen": 5 * epoch * cell.batch}
         if cell.column.startswith("ags"):
             scale = 1 + (top - 1) * chance.betavariate(3, 5)
-            scaled = {"scale_mean": scale, "scale_min": 0.1, "scale_max": top, "scaled": 0.8}
+            scaled = {"scale_mean": scale, "scale_min": 0.1, "scale_max": top, "scaled": 0.8, "scale_share": 0.8}
             lines.append(StepMetrics(loss=1.0, lr=0.05, step_time_s=0.1, **common, **scaled))
         metrics = EpochMetrics(
             global_batch=cell.batch,

@@ -147,14 +147,6 @@ def test_the_optimizer_learns_it_from_the_scales_own_gradients_and_saves_it() ->
     assert other.noise() == reading
 
 
-def test_an_older_checkpoint_without_it_still_loads() -> None:
-    optimizer = TulaOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), small_batch=4, large_batch=32)
-    state = optimizer.state_dict()
-    del state["tula"]["noise"]
-    optimizer.load_state_dict(state)
-    assert math.isnan(optimizer.noise().noise_scale)
-
-
 # analysis/models/critical_batch.py
 
 
