@@ -313,7 +313,7 @@ def train_observed(rank: int, method: str, *, observe: bool) -> dict[str, Any]:
     losses = [float(worker.train_step(*pair)) for pair in islice(worker.batches(), STEPS_OF_WORKER)]
     watch, seen = worker.observer, None
     if isinstance(watch, StepObserver):
-        seen = (list(watch.step_metrics(1).values()), list(watch.noise()))
+        seen = (list(watch.step_metrics(1).values())[:2], list(watch.noise()))
     weights, kept = torch.cat([p.detach().flatten() for p in worker.parameters]), weakref.ref(worker.model)
     worker.release()
     del worker
