@@ -43,28 +43,22 @@ class SummaryRow(NamedTuple):
 
     # "chosen", "smaller batch", "larger batch", "same batch, 2 nodes"
     role: str
-    configuration: Configuration
-    feasible: bool
-    # at 90 %
-    predicted_epoch_s: Interval
+    candidate: Candidate
     # by the profile
     measured_epoch_s: float | None
-    # predicted / measured − 1: of the training where it ran, else the model's on the profile
-    relative_error: float | None
-    # predicted, all epochs: of the steps, and from start to end
-    train_time_s: float
-    expected_time_s: float
-    cost: float
-    currency: str
-    # predicted, per worker
-    peak_memory_bytes: int
-    # median of the training that ran at this configuration
+    # of the training that ran at this configuration
+    result: TrainResult | None = None
+    # median of that training
     trained_epoch_s: float | None = None
-    test_accuracy: float | None = None
-    test_loss: float | None = None
-    # of that training: seconds of all steps, and what it cost
-    trained_s: float | None = None
+    # what that training cost
     paid: float | None = None
+
+    @property
+    def relative_error(self) -> float | None:
+        """Predicted / trained epoch time − 1; None without a training."""
+        if not self.trained_epoch_s:
+            return None
+        return self.candidate.epoch_time_s / self.trained_epoch_s - 1
 
 
 OFF = "than predicted"
@@ -95,10 +89,14 @@ def summary_rows(
     measured = measured_epochs(
         of_partition(measurements, plan.chosen.partition), plan.dataset_samples
     )
-    return [
-        _with_training(_summary_row(role, item, measured), item, result, trained_epoch_s, bill)
-        for role, item in _chosen_and_neighbours(plan)
-    ]
+    rows = []
+    for role, item in _chosen_and_neighbours(plan):
+        row = SummaryRow(role, item, measured.get(item.configuration))
+        if result and (result.nodes, result.global_batch) == (item.nodes, item.global_batch):
+            paid = bill.cost.actual if bill else None
+            row = row._replace(result=result, trained_epoch_s=trained_epoch_s, paid=paid)
+        rows.append(row)
+    return rows
 
 
 def _chosen_and_neighbours(plan: Plan) -> Iterator[tuple[str, Candidate]]:
@@ -117,77 +115,36 @@ def _chosen_and_neighbours(plan: Plan) -> Iterator[tuple[str, Candidate]]:
             yield f"same batch, {plural(item.nodes, 'node')}", item
 
 
-def _summary_row(
-    role: str,
-    item: Candidate,
-    measured: Mapping[Configuration, float],
-) -> SummaryRow:
-    epoch = measured.get(item.configuration)
-    return SummaryRow(
-        role=role,
-        configuration=item.configuration,
-        feasible=item.feasible,
-        predicted_epoch_s=predicted(item, "epoch_time_s"),
-        measured_epoch_s=epoch,
-        relative_error=None,
-        train_time_s=item.train_time_s,
-        expected_time_s=item.expected_time_s,
-        cost=item.cost,
-        currency=item.currency,
-        peak_memory_bytes=item.peak_memory_bytes,
-    )
-
-
-def _with_training(
-    row: SummaryRow,
-    item: Candidate,
-    result: TrainResult | None,
-    trained_epoch_s: float | None,
-    bill: TrainingBill | None,
-) -> SummaryRow:
-    """Return the row with the measurements of a training at its configuration."""
-    if not result or (result.nodes, result.global_batch) != (item.nodes, item.global_batch):
-        return row
-    if trained_epoch_s:
-        # the model was not fitted to it
-        row = row._replace(relative_error=item.epoch_time_s / trained_epoch_s - 1)
-    if bill:
-        row = row._replace(paid=bill.cost.actual)
-    return row._replace(
-        trained_epoch_s=trained_epoch_s,
-        test_accuracy=result.test_accuracy,
-        test_loss=result.test_loss,
-        trained_s=result.train_time_s,
-    )
-
-
 def summary_cells(row: SummaryRow) -> tuple[str, ...]:
     """Return the cells of SUMMARY_COLUMNS and the accuracy; a second line in a cell is a remark."""
+    item = row.candidate
     role = row.role
-    if not row.feasible:
+    if not item.feasible:
         role += ", not feasible"
     measured = format_duration(row.measured_epoch_s)
     off = _off(row.relative_error)
     if row.trained_epoch_s is not None:
         measured += f"\n{format_duration(row.trained_epoch_s)} in training"
         off += "\nin training"
-    steps, whole, cost = _times_and_cost(row, row.cost)
-    if row.trained_s:
-        steps += f"\n{format_duration(row.trained_s)} in training"
+    steps, whole, cost = _times_and_cost(item, item.cost)
+    reached = UNKNOWN
+    if row.result is not None:
+        if row.result.train_time_s:
+            steps += f"\n{format_duration(row.result.train_time_s)} in training"
+        reached = format_percent(row.result.test_accuracy)
+        if row.result.test_accuracy is None and row.result.test_loss is not None:
+            reached = format_number(row.result.test_loss, 3)
     if row.paid is not None:
-        cost += f"\n{format_money(row.paid, row.currency)} paid"
-    reached = format_percent(row.test_accuracy)
-    if row.test_accuracy is None and row.test_loss is not None:
-        reached = format_number(row.test_loss, 3)
+        cost += f"\n{format_money(row.paid, item.currency)} paid"
     return (
-        f"N = {row.configuration.nodes}, B = {row.configuration.global_batch:,}\n{role}",
-        format_interval(row.predicted_epoch_s),
+        f"N = {item.nodes}, B = {item.global_batch:,}\n{role}",
+        format_interval(predicted(item, "epoch_time_s")),
         measured,
         off,
         steps,
         whole,
         cost,
-        format_bytes(row.peak_memory_bytes),
+        format_bytes(item.peak_memory_bytes),
         reached,
     )
 
@@ -199,7 +156,7 @@ def _off(relative_error: float | None) -> str:
     return in_comparison(1.0 / (1.0 + relative_error))
 
 
-def _times_and_cost(item: SummaryRow | Candidate, cost: float | None) -> tuple[str, str, str]:
+def _times_and_cost(item: Candidate, cost: float | None) -> tuple[str, str, str]:
     """Return cells of the predicted steps, the whole time, and the cost, which is that of the whole.
 
     Dashes stand where no full batch fits into an epoch.
@@ -231,9 +188,10 @@ class TextTable(NamedTuple):
 def summary_table(rows: Sequence[SummaryRow], *, with_score: bool = True) -> TextTable:
     """Return the table of the chosen configuration, with the accuracy of a training."""
     columns: tuple[str, ...] = SUMMARY_COLUMNS
-    if with_score and any(row.test_accuracy is not None for row in rows):
+    results = [row.result for row in rows if row.result and with_score]
+    if any(result.test_accuracy is not None for result in results):
         columns = (*columns, "accuracy")
-    elif with_score and any(row.test_loss is not None for row in rows):
+    elif any(result.test_loss is not None for result in results):
         columns = (*columns, "test loss")
     cells = [summary_cells(row)[: len(columns)] for row in rows]
     shown = list(range(len(columns)))

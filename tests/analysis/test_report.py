@@ -379,7 +379,7 @@ def test_summary_rows_are_the_chosen_one_and_its_neighbours(finished: Written) -
     made, measured = finished.run.read_plan(), finished.run.measurements().records
     rows = summary_rows(made, measured, None)
     chosen = made.chosen.configuration
-    assert [row.configuration for row in rows] == [
+    assert [row.candidate.configuration for row in rows] == [
         chosen,
         Configuration(4, 1, chosen.local_batch // 2),
         Configuration(4, 1, chosen.local_batch * 2),
@@ -388,13 +388,15 @@ def test_summary_rows_are_the_chosen_one_and_its_neighbours(finished: Written) -
     ]
     for row in rows:
         known = row.measured_epoch_s is not None
-        assert known == (row.configuration in {item.configuration for item in measured if item.status == "ok"})
+        item = row.candidate
+        assert known == (item.configuration in {item.configuration for item in measured if item.status == "ok"})
         # the model was fitted to what was measured
         assert row.relative_error is None
-        assert row.train_time_s == pytest.approx(EPOCHS * row.predicted_epoch_s.value)
-        assert row.test_accuracy is None
-    assert not rows[3].feasible
-    none = rows[3]._replace(train_time_s=0.0)  # as of a batch that holds more samples than there are
+        assert item.train_time_s == pytest.approx(EPOCHS * item.epoch_time_s)
+        assert row.result is None
+    assert not rows[3].candidate.feasible
+    # as of a batch that holds more samples than there are
+    none = rows[3]._replace(candidate=rows[3].candidate.model_copy(update={"train_time_s": 0.0}))
     assert summary_cells(none)[4:7] == ("–", "–", "–")
     assert "–" not in summary_cells(rows[3])[4:7]
     assert all(len(summary_cells(row)) >= len(SUMMARY_COLUMNS) for row in rows)
@@ -621,11 +623,11 @@ def test_a_training_counts_only_where_it_ran(finished: Written) -> None:
     made, measured = finished.run.read_plan(), finished.run.measurements().records
     result = TrainResult.model_validate_json(finished.run.train().result_file.read_bytes())
     rows = summary_rows(made, measured, result, 12.5)
-    assert [row.test_accuracy for row in rows] == [result.test_accuracy, *[None] * (len(rows) - 1)]
+    assert [row.result for row in rows] == [result, *[None] * (len(rows) - 1)]
     assert [row.trained_epoch_s for row in rows] == [12.5, *[None] * (len(rows) - 1)]
     assert summary_table(rows).columns[-1] == "accuracy"
     moved = result.model_copy(update={"global_batch": result.global_batch // 2, "local_batch": result.local_batch // 2})
-    assert [row.test_accuracy is not None for row in summary_rows(made, measured, moved)] == [False, True, *[False] * 3]
+    assert [row.result is not None for row in summary_rows(made, measured, moved)] == [False, True, *[False] * 3]
 
 
 @pytest.mark.usefixtures("no_figure", "no_pages")
@@ -713,7 +715,7 @@ def test_repeated_measurements_count_by_their_median() -> None:
     repeats = [measurement(where, seed) for seed in range(3)]
     rows = summary_rows(plan([candidate(where), candidate(Configuration(1, 1, 64))]), repeats, None)
     middle = sorted(item.times.step_time_s for item in repeats if item.times)[1]
-    assert rows[0].configuration == where
+    assert rows[0].candidate.configuration == where
     assert rows[0].measured_epoch_s == pytest.approx(50_000 // 32 * middle)
 
 
