@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
+from scipy.optimize import isotonic_regression
 
 from tula_hpc.analysis.figures.style import INK, SIZES, Key
 
@@ -116,25 +117,15 @@ def _within(wanted: Sequence[float], bottom: float, top: float) -> list[float]:
     return heights
 
 
-def spread(wanted: Sequence[float] | npt.NDArray[np.float64], gap: float) -> list[float]:
+def spread(wanted: Sequence[float], gap: float) -> list[float]:
     """Return ascending positions, `gap` apart, as near to the wanted ones as possible.
 
-    Positions that would overlap form a crowd, which keeps its centre.
+    Positions that would overlap form a crowd, which keeps its centre. Less their ranks times the
+    gap, positions need only be ascending: isotonic regression.
     """
-    crowds: list[list[float]] = []
-    for position in wanted:
-        crowds.append([float(position)])
-        while len(crowds) > 1 and _overlap(crowds[-2], crowds[-1], gap):
-            crowds[-2:] = [crowds[-2] + crowds[-1]]
-    positions = []
-    for crowd in crowds:
-        centre = float(np.mean(crowd))
-        positions += [centre + (i - (len(crowd) - 1) / 2) * gap for i in range(len(crowd))]
-    return positions
-
-
-def _overlap(lower: Sequence[float], upper: Sequence[float], gap: float) -> bool:
-    return float(np.mean(upper) - np.mean(lower)) < gap * (len(lower) + len(upper)) / 2
+    steps = gap * np.arange(len(wanted))
+    fit = isotonic_regression(np.asarray(wanted, dtype=np.float64) - steps)
+    return [float(position) for position in fit.x + steps]
 
 
 def mark_chosen(
