@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +13,6 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from tula_hpc.analysis.figures import style
 from tula_hpc.analysis.figures.drawing import CONFIGURATION_COLUMNS, Cell, Drawing, Missing, Table
 from tula_hpc.analysis.figures.step_time.step_breakdown import short_name
-from tula_hpc.analysis.models.profiles import summarize
-from tula_hpc.analysis.models.step_time import fit_step_time
 from tula_hpc.analysis.run_contents import (
     RunContents,
     candidate_of,
@@ -23,10 +20,7 @@ from tula_hpc.analysis.run_contents import (
     used_bytes,
 )
 from tula_hpc.formatting import format_percent
-from tula_hpc.records import Configuration, corners
-
-# other configurations, below which the median of their errors says nothing
-LEAST_ELSEWHERE = 2
+from tula_hpc.records import Configuration
 
 
 class Error(NamedTuple):
@@ -40,8 +34,6 @@ class Error(NamedTuple):
     training: str = ""
     # the model was fitted to this measurement
     fitted: bool = False
-    # the model was fitted to the four corners alone
-    by_corners: bool = False
 
     @property
     def relative(self) -> float:
@@ -50,23 +42,19 @@ class Error(NamedTuple):
 
 
 def draw_prediction_error(run: RunContents) -> Drawing | Missing:
-    """Draw relative errors of predicted step times by cluster size, and of trainings' epochs.
-
-    Beside them stand those of a partial search, where enough was measured to tell.
-    """
+    """Draw relative errors of predicted step times by cluster size, and of trainings' epochs."""
     if run.plan is None:
         why = "there are no predictions before the plan"
         return Missing("prediction_error", "prediction error", why)
     steps = list(_step_errors(run))
-    elsewhere = list(_corner_errors(run))
     trainings = list(_training_errors(run))
     if not steps and not trainings:
         why = "no candidate of the plan has been measured"
         return Missing("prediction_error", "prediction error", why)
-    title = _error_title(steps, trainings, elsewhere)
+    title = _error_title(steps, trainings)
     with style.styled():
         figure, (axes,) = style.new_figure(title, 3.4)
-        _draw_errors(axes, [*steps, *elsewhere], trainings, run.cluster_sizes)
+        _draw_errors(axes, steps, trainings, run.cluster_sizes)
     caption = (
         "Predicted over measured time of a step, minus one: above zero the model is too slow, "
         "below too fast. One marker per profiled configuration, from the smallest batch (left) to "
@@ -74,12 +62,6 @@ def draw_prediction_error(run: RunContents) -> Drawing | Missing:
         "half. The model was fitted to the filled markers, so that their errors are those of the "
         "fit and not of predictions."
     )
-    if elsewhere:
-        caption += (
-            " “4 corners alone” is what a search of mode partial would have predicted of all other "
-            "configurations: the same model fitted only to the smallest and the largest batch on "
-            "the fewest and on the most nodes."
-        )
     if not all(error.fitted for error in steps):
         caption += " Hollow markers above a number of nodes were measured after the plan."
     if trainings:
@@ -87,7 +69,7 @@ def draw_prediction_error(run: RunContents) -> Drawing | Missing:
             " The star compares an epoch of the real training, which the model has not seen, with "
             "its prediction."
         )
-    table = _error_table([*steps, *elsewhere, *trainings])
+    table = _error_table([*steps, *trainings])
     return Drawing("prediction_error", title, caption, figure, table)
 
 
@@ -137,23 +119,6 @@ def _step_errors(run: RunContents) -> Iterable[Error]:
             yield Error(item.configuration, *times, fitted=candidate.measured)
 
 
-def _corner_errors(run: RunContents) -> Iterable[Error]:
-    """Yield errors of the model of the four corners at all other configurations; of few, none."""
-    # a batch in several passes is no corner of one model
-    profiles = [row for row in summarize(run.measurements).profiles if row.accumulation == 1]
-    ends = corners(row.configuration for row in profiles)
-    if len(ends) < 4 or len(profiles) < len(ends) + LEAST_ELSEWHERE:
-        return
-    few = [row for row in profiles if row.configuration in ends]
-    model = fit_step_time(few, run.sweep.search.form if run.sweep else "auto")
-    for row in profiles:
-        nodes, per_node, batch = row.configuration
-        if row.configuration not in ends:
-            predicted_s = float(model.predict(nodes, batch, per_node))
-            times = predicted_s, row.times.step_time_s
-            yield Error(row.configuration, *times, by_corners=True)
-
-
 def _training_errors(run: RunContents) -> Iterable[Error]:
     for training in run.trainings:
         candidate = candidate_of(run.plan, training)
@@ -167,13 +132,10 @@ def _draw_errors(
 ) -> None:
     axes.axhline(0, color=style.MUTED.light, linewidth=1)
     names: list[str] = []
-    groups: dict[str, list[Error]] = {}
-    for error in sorted(steps, key=attrgetter("by_corners", "configuration.nodes")):
-        name = "4 corners\nalone" if error.by_corners else f"N = {error.configuration.nodes}"
-        groups.setdefault(name, []).append(error)
-    for name, group in groups.items():
-        _draw_group(axes, len(names), group, sizes)
-        names.append(name)
+    for nodes in sorted({error.configuration.nodes for error in steps}):
+        group = [error for error in steps if error.configuration.nodes == nodes]
+        _draw_group(axes, len(names), group, style.size_style(sizes, nodes))
+        names.append(f"N = {nodes}")
     for error in trainings:
         look = style.size_style(sizes, error.configuration.nodes)
         _draw_training(axes, len(names), error, look)
@@ -190,10 +152,9 @@ def _draw_errors(
     axes.set_ylabel("error of the model's time")
 
 
-def _draw_group(axes: Axes, x: int, group: Sequence[Error], sizes: list[int]) -> None:
+def _draw_group(axes: Axes, x: int, group: Sequence[Error], look: style.SizeStyle) -> None:
     errors = [100 * error.relative for error in group]
-    looks = [style.size_style(sizes, error.configuration.nodes) for error in group]
-    colour = looks[0].colour if len(set(looks)) == 1 else style.MUTED.light
+    colour = look.colour
     if len(errors) >= 4:
         low, _, high = statistics.quantiles(errors, n=4, method="inclusive")
         (box,) = axes.bar(x, high - low, bottom=low, width=0.62, color=colour, linewidth=0)
@@ -201,8 +162,8 @@ def _draw_group(axes: Axes, x: int, group: Sequence[Error], sizes: list[int]) ->
     middle = statistics.median(errors)
     axes.plot([x - 0.31, x + 0.31], [middle, middle], "-", color=colour, linewidth=2, zorder=2)
     places = np.linspace(x - 0.25, x + 0.25, len(errors)) if len(errors) > 1 else [float(x)]
-    for place, error, value, look in zip(places, group, errors, looks, strict=True):
-        (mark,) = axes.plot([place], [value], look.marker, color=look.colour, markersize=6)
+    for place, error, value in zip(places, group, errors, strict=True):
+        (mark,) = axes.plot([place], [value], look.marker, color=colour, markersize=6)
         if error.fitted:
             mark.set(markeredgecolor=style.PAPER.light, markeredgewidth=0.6)
         else:
@@ -217,9 +178,7 @@ def _draw_training(axes: Axes, x: int, error: Error, look: style.SizeStyle) -> N
     style.write_beside(axes, text, (x, value), (9, 0), va="center", size=8.5)
 
 
-def _error_title(
-    steps: Sequence[Error], trainings: Sequence[Error], elsewhere: Sequence[Error]
-) -> str:
+def _error_title(steps: Sequence[Error], trainings: Sequence[Error]) -> str:
     """Tell errors of the fit from those of predictions: the former say little of the latter."""
     clauses = []
     fitted = [error for error in steps if error.fitted]
@@ -238,8 +197,6 @@ def _error_title(
         worst = max(steps, key=lambda error: abs(error.relative))
         at_most = f"{format_percent(abs(worst.relative))} at most"
         clauses.append(f"{at_most} ({short_name(worst.configuration)})")
-    if elsewhere:
-        clauses.append(f"from 4 corners alone it predicts the others {_median(elsewhere)} off")
     title = "; ".join(clauses)
     return title[:1].upper() + title[1:]
 
@@ -261,9 +218,7 @@ def _error_table(
     )
     rows: list[tuple[Cell, ...]] = []
     for error in errors:
-        quantity = f"{profiled} by 4 corners" if error.by_corners else profiled
-        if error.training:
-            quantity = f"training_epoch {error.training}"
+        quantity = f"training_epoch {error.training}" if error.training else profiled
         where = (*error.configuration, error.configuration.global_batch)
         times = (error.predicted, error.measured, 100 * error.relative)
         rows.append((quantity, *where, *times, error.fitted))

@@ -29,7 +29,6 @@ from tests.run_factory import (
     oom,
     peak_bytes,
     plan,
-    step_time_s,
     write_plan,
     write_training,
 )
@@ -618,43 +617,12 @@ def test_exposed_synchronization_is_never_negative() -> None:
 
 def test_errors_are_predicted_over_measured_minus_one(run: RunContents, drawings: dict[str, Drawing]) -> None:
     table = rows(drawings["prediction_error"])
-    assert len(table) == len(run.ok) + (len(run.ok) - 4) + 1
+    assert len(table) == len(run.ok) + 1
     for row in table:
         relative = float(row["predicted_s"]) / float(row["measured_s"]) - 1
         assert float(row["relative_error_percent"]) == pytest.approx(100 * relative)
     assert table[-1]["quantity"] == "training_epoch main"
     assert float(table[-1]["measured_s"]) == run.trainings[0].epoch_time_s
-
-
-def exactly(configuration: Configuration, factor: float = 1.0) -> Measurement:
-    """A measurement of the synthetic cluster without noise, or so many times as long."""
-    row = measurement(configuration)
-    assert row.times is not None
-    seconds = factor * step_time_s(configuration)
-    return row.model_copy(update={"times": row.times.model_copy(update={"step_time_s": seconds})})
-
-
-def test_four_corners_alone_are_as_good_as_the_law_and_show_what_departs_from_it(run: RunContents) -> None:
-    points = configurations(batches=(64, 256, 1024))
-    odd = Configuration(2, 1, 128)
-    for factor in (1.0, 1.5):
-        measured = [exactly(item, factor if item == odd else 1.0) for item in points]
-        drawing = drawn(run._replace(measurements=measured), "prediction_error")
-        found = {
-            (int(row["nodes"]), 1, int(row["local_batch_samples"])): float(row["relative_error_percent"])
-            for row in rows(drawing)
-            if row["quantity"] == "profiled_step by 4 corners"
-        }
-        assert set(found) == {item for item in points if item.nodes == 2 or item.global_batch == 256}
-        assert found.pop(odd) == pytest.approx(100 * (1 / factor - 1), abs=3)
-        assert list(found.values()) == pytest.approx([0.0] * len(found), abs=3)
-        assert "from 4 corners alone it predicts the others " in drawing.title
-
-
-def test_of_a_single_further_point_the_corners_say_nothing(run: RunContents) -> None:
-    for points in (configurations((1, 4), (64, 256)), [*configurations((1, 4), (64, 256)), Configuration(2, 1, 64)]):
-        drawing = drawn(run._replace(measurements=[exactly(item) for item in points]), "prediction_error")
-        assert "corners" not in drawing.title + drawing.caption + drawing.table.to_csv()
 
 
 def test_errors_of_memory_are_predicted_over_measured_minus_one(run: RunContents, drawings: dict[str, Drawing]) -> None:
