@@ -11,10 +11,7 @@ from tula_hpc.analysis.figures.gradients import (
     draw_variability,
 )
 from tula_hpc.analysis.figures.memory import draw_memory
-from tula_hpc.analysis.figures.scaling.scaling_panels import (
-    draw_strong_scaling,
-    draw_weak_scaling,
-)
+from tula_hpc.analysis.figures.scaling_panels import draw_strong_scaling, draw_weak_scaling
 from tula_hpc.analysis.figures.step_time.computation import draw_computation
 from tula_hpc.analysis.figures.step_time.prediction_error import (
     draw_memory_error,

@@ -13,7 +13,7 @@ from tests.run_factory import make_run
 from tula_hpc.analysis import scaling as scaling_module
 from tula_hpc.analysis.figures import all as figures
 from tula_hpc.analysis.figures.drawing import Drawing, Missing
-from tula_hpc.analysis.figures.scaling.scaling_panels import COLOUR, draw_strong_scaling, draw_weak_scaling
+from tula_hpc.analysis.figures.scaling_panels import COLOUR, draw_strong_scaling, draw_weak_scaling
 from tula_hpc.analysis.figures.style import INK, named_ticks, new_figure, styled
 from tula_hpc.analysis.planning.partitions import fit_parts
 from tula_hpc.analysis.run_contents import RunContents, read_run

@@ -13,7 +13,7 @@ from tests.study_factory import SWEEP, make_study
 from tula_hpc.analysis.figures.all import FIGURES
 from tula_hpc.analysis.figures.drawing import Drawing
 from tula_hpc.analysis.figures.gradients import BINS, ONE, Used, draw_used
-from tula_hpc.analysis.figures.scaling.scaling_findings import finding
+from tula_hpc.analysis.figures.scaling_panels import finding
 from tula_hpc.analysis.figures.study.accuracy import draw_study_delta
 from tula_hpc.analysis.figures.study.scales import draw_study_scale
 from tula_hpc.analysis.run_contents import Interval, RunContents, read_run

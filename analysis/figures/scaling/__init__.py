@@ -1,1 +1,0 @@
-"""Draw strong and weak scaling."""
