@@ -37,7 +37,7 @@ from tula_hpc.analysis.planning.partitions import fit_parts
 from tula_hpc.analysis.run_contents import Interval, RunContents, evenly, predicted
 from tula_hpc.config import ClusterSpec, SweepSpec, cluster_sizes
 from tula_hpc.errors import InputError, NotEnoughDataError
-from tula_hpc.formatting import HOUR_S
+from tula_hpc.formatting import HOUR_S, listed
 from tula_hpc.records import Candidate
 
 Kind = Literal["strong", "weak"]
@@ -264,10 +264,10 @@ def describe_left_out(left_out: Mapping[str, Sequence[int]]) -> str:
 
 def listed_sizes(nodes: Sequence[int]) -> str:
     """Return for example "1, 2 and 4"; of many the first ones and the last."""
-    *first, last = (f"{count:,}" for count in nodes)
+    texts = [f"{count:,}" for count in nodes]
     if len(nodes) > MOST_LISTED:
-        return f"{first[0]}, {first[1]}, ..., {last}"
-    return f"{', '.join(first)} and {last}" if first else last
+        return f"{texts[0]}, {texts[1]}, ..., {texts[-1]}"
+    return listed(texts)
 
 
 def _rows(table: CandidateTable, part: Part) -> list[ScalingRow]:

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from tula_hpc.config import REFERENCE_COLUMN, StudyCell, StudySpec, SweepSpec, load_frozen_sweep
 from tula_hpc.errors import RunDirectoryError
 from tula_hpc.files import not_a_run
-from tula_hpc.formatting import UNKNOWN, command_line, in_percent
+from tula_hpc.formatting import UNKNOWN, command_line, in_percent, listed
 from tula_hpc.records import (
     EpochMetrics,
     Event,
@@ -44,7 +44,6 @@ class Outcome(NamedTuple):
 class StudyContents(NamedTuple):
     """Contents of the files of a study."""
 
-    name: str
     sweep: SweepSpec
     study: StudySpec
     outcomes: list[Outcome]
@@ -95,7 +94,6 @@ def read_study(run: RunDirectory) -> StudyContents:
     events = run.events()
     cells = sweep.study.cells()
     return StudyContents(
-        name=sweep.name,
         sweep=sweep,
         study=sweep.study,
         outcomes=list(_outcomes(run, sweep.study, _failures(events))),
@@ -357,11 +355,6 @@ def points(difference: float) -> str:
     if amount == "0.0":
         amount = "less than 0.1"
     return f"{amount} points"
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return for example "a, b and c"."""
-    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 def answer(table: StudyTable) -> str:

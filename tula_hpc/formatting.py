@@ -14,7 +14,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -283,6 +283,12 @@ def plural(count: int, noun: str) -> str:
         return f"1 {noun}"
     ending = "es" if noun.endswith(("s", "x", "tch", "sh")) else "s"
     return f"{count:,} {noun}{ending}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return for example "a, b and c"; "" for none."""
+    *others, last = names or ("",)
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 # characters that are shown of a line of a log

@@ -94,7 +94,7 @@ def _page(
     contents: StudyContents, table: StudyTable, drawn: Figures, svgs: Sequence[str]
 ) -> dict[str, Any]:
     return {
-        **shared_content(contents.name, contents.events, drawn, svgs),
+        **shared_content(contents.sweep.name, contents.events, drawn, svgs),
         "subtitle": "Methods of large-batch training, compared at equal epochs",
         "answer": answer(table),
         "warnings": cautions(contents, table),

@@ -14,14 +14,13 @@ from tula_hpc.analysis.study_results import (
     StudyContents,
     StudyTable,
     least_loss,
-    listed,
     percent,
     points,
     signed,
     within_one_deviation,
 )
 from tula_hpc.config import REFERENCE_COLUMN
-from tula_hpc.formatting import plural
+from tula_hpc.formatting import listed, plural
 from tula_hpc.records import EpochMetrics, Metrics
 
 SMALLER_RATES = "lower workload.lr, or give smaller rates in study.base_lrs"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from tula_hpc.errors import Failure
+from tula_hpc.formatting import listed
 from tula_hpc.records.base import Configuration, Record
 from tula_hpc.records.events import EndData, Event, hosts_in
 
@@ -49,12 +50,7 @@ def list_hosts(broken: Sequence[BrokenHost]) -> str:
     hosts: dict[str, list[str]] = {}
     for each in broken:
         hosts.setdefault(first_line(each.said), []).append(each.host)
-    return "; ".join(f"{_in_a_row(names)} reported {said!r}" for said, names in hosts.items())
-
-
-def _in_a_row(names: Sequence[str]) -> str:
-    *others, last = names
-    return f"{', '.join(others)} and {last}" if others else last
+    return "; ".join(f"{listed(names)} reported {said!r}" for said, names in hosts.items())
 
 
 def first_line(text: str) -> str:

@@ -17,13 +17,12 @@ from tula_hpc.analysis.study_results import (
     Spread,
     StudyContents,
     StudyTable,
-    listed,
     no_result,
     percent,
     within_one_deviation,
 )
 from tula_hpc.config import REFERENCE_COLUMN, SweepSpec, study_column
-from tula_hpc.formatting import format_number, in_percent
+from tula_hpc.formatting import format_number, in_percent, listed
 
 MOST_PANELS = 3
 # the first quarter of the epochs may lie below the panel: the ends are compared
