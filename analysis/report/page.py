@@ -90,6 +90,7 @@ def write_report(run: RunDirectory) -> list[Path]:
 
 def _page(contents: RunContents, drawn: Figures, svgs: Sequence[str]) -> dict[str, Any]:
     shown, more = _shown_and_more(grouped(doubts(contents)))
+    others = what_if(contents)
     page = {
         **shared_content(contents.name, contents.events, drawn, svgs),
         "subtitle": _subtitle(contents),
@@ -103,7 +104,9 @@ def _page(contents: RunContents, drawn: Figures, svgs: Sequence[str]) -> dict[st
         "accounts": account_table(contents.accounts),
         "failed": sum(item.status != "ok" for item in contents.measurements),
         "models": [],
-        **_what_if(contents),
+        "what_if": what_if_table(others),
+        "nothing_changes": nothing_changes(others),
+        "remarks": not_possible(others),
         "fallbacks": None,
         "candidates": None,
         "inputs": [("sweep.toml", contents.sweep_text), ("cluster.toml", contents.cluster_text)],
@@ -117,15 +120,6 @@ def _page(contents: RunContents, drawn: Figures, svgs: Sequence[str]) -> dict[st
         if total := contents.plan.candidates_total:
             page["candidates_told"] = f"Candidates ({known:,} of {total:,})"
     return page
-
-
-def _what_if(contents: RunContents) -> dict[str, Any]:
-    rows = what_if(contents)
-    return {
-        "what_if": what_if_table(rows),
-        "nothing_changes": nothing_changes(rows),
-        "remarks": not_possible(rows),
-    }
 
 
 def _shown_and_more(

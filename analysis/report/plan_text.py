@@ -93,18 +93,6 @@ def sentences(plan: Plan, profiling: str = "") -> list[str]:
         f"Chosen by {plan.objective}: {plan.reason}.",
         *why_not_better(plan),
         *unmeasured(plan),
-        *background(plan),
-    ]
-    if profiling:
-        found.append(f"Profiling: {profiling}.")
-    for heading, texts in grouped(plan.doubts).items():
-        found += [f"{heading}: {text}." for text in texts]
-    return found
-
-
-def background(plan: Plan) -> list[str]:
-    """Return alternatives, constraints that decide, the knee, and assumptions."""
-    return [
         *_alternatives(plan),
         *(f"Constraint: {text}." for text in plan.binding),
         *knee_sentences(plan),
@@ -112,6 +100,11 @@ def background(plan: Plan) -> list[str]:
         *critical_batch_sentences(plan),
         *(f"Note: {note}." for note in plan.notes),
     ]
+    if profiling:
+        found.append(f"Profiling: {profiling}.")
+    for heading, texts in grouped(plan.doubts).items():
+        found += [f"{heading}: {text}." for text in texts]
+    return found
 
 
 def why_not_better(plan: Plan) -> list[str]:

@@ -19,14 +19,8 @@ STEMS = ("strong_scaling", "weak_scaling")
 GAP = "  "
 
 
-class Unit(NamedTuple):
-    """Unit of a column of times."""
-
-    name: str
-    seconds: float
-
-
-UNITS = (Unit("ms", 1e-3), Unit("s", 1.0), Unit("min", MINUTE_S), Unit("h", HOUR_S))
+# seconds of each unit of a column of times, ascending
+UNITS = {"ms": 1e-3, "s": 1.0, "min": MINUTE_S, "h": HOUR_S}
 
 
 class ScalingSection(NamedTuple):
@@ -90,8 +84,8 @@ def scaling_table(curve: Curve) -> TextTable:
     columns = (
         "nodes",
         batch_name,
-        f"{time_name}, {unit.name}",
-        f"measured, {unit.name}",
+        f"{time_name}, {unit}",
+        f"measured, {unit}",
         "speed-up",
         "efficiency, %",
         "node-hours",
@@ -100,9 +94,9 @@ def scaling_table(curve: Curve) -> TextTable:
     for row, batch, time, seconds in zip(curve.rows, batches, times, measured, strict=True):
         measured_cell = UNKNOWN
         if seconds is not None:
-            measured_cell = _number(seconds / unit.seconds)
+            measured_cell = _number(seconds / UNITS[unit])
         cells = (
-            _cell(time.times(1.0 / unit.seconds)),
+            _cell(time.times(1.0 / UNITS[unit])),
             measured_cell,
             _cell(row.speed_up),
             _cell(row.efficiency.times(100.0)),
@@ -113,10 +107,10 @@ def scaling_table(curve: Curve) -> TextTable:
     return TextTable(columns, rows)
 
 
-def _unit(times: Sequence[Interval]) -> Unit:
+def _unit(times: Sequence[Interval]) -> str:
     """Return the largest unit of which the shortest time has one at least."""
     shortest = min(time.value for time in times)
-    return [UNITS[0], *(unit for unit in UNITS if unit.seconds <= shortest)][-1]
+    return ["ms", *(unit for unit, seconds in UNITS.items() if seconds <= shortest)][-1]
 
 
 def _cell(interval: Interval) -> str:
