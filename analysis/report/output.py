@@ -31,11 +31,11 @@ PLAN_WIDTH = 120
 SUFFIXES = ("svg", "png", "csv", "txt", "tex")
 
 
-def figure_files(drawings: Sequence[Drawing], svgs: Sequence[str]) -> dict[str, bytes]:
+def figure_files(drawings: Iterable[Drawing]) -> dict[str, bytes]:
     """Return each figure as SVG, PNG and CSV, by file name."""
     files: dict[str, bytes] = {}
-    for drawing, svg in zip(drawings, svgs, strict=True):
-        files[f"{drawing.name}.svg"] = svg.encode()
+    for drawing in drawings:
+        files[f"{drawing.name}.svg"] = drawing.svg().encode()
         files[f"{drawing.name}.png"] = drawing.png()
         files[f"{drawing.name}.csv"] = drawing.table.to_csv().encode()
     return files

@@ -72,15 +72,14 @@ def write_report(run: RunDirectory) -> list[Path]:
 
     contents = read_run(run)
     drawn = draw_all(contents)
-    svgs = [drawing.svg() for drawing in drawn.drawings]
+    figures = figure_files(drawn.drawings)
     summary = _summary(contents)
-    page = _page(contents, drawn, svgs)
+    page = _page(contents, drawn, figures)
     # the first page tells the accuracy
     page["summary"] = summary_table(summary, with_score=False)
     page |= {"deciding": DECIDING, "study_title": STUDY_TITLE}
     page["bills"] = list(_bills(contents))
-    files: dict[str, bytes] = {"report.html": render_page(TEMPLATE, page).encode()}
-    files |= figure_files(drawn.drawings, svgs)
+    files = {"report.html": render_page(TEMPLATE, page).encode()} | figures
     if drawn.scaling:
         files |= scaling_files(drawn.scaling)
     # last: it changes the layout of the figures
@@ -88,11 +87,11 @@ def write_report(run: RunDirectory) -> list[Path]:
     return replace_files(run.report, {*FIGURES, *STEMS}, files)
 
 
-def _page(contents: RunContents, drawn: Figures, svgs: Sequence[str]) -> dict[str, Any]:
+def _page(contents: RunContents, drawn: Figures, files: Mapping[str, bytes]) -> dict[str, Any]:
     shown, more = _shown_and_more(grouped(doubts(contents)))
     others = what_if(contents)
     page = {
-        **shared_content(contents.name, contents.events, drawn, svgs),
+        **shared_content(contents.name, contents.events, drawn, files),
         "subtitle": _subtitle(contents),
         "first": first_page(contents),
         "groups": shown,
@@ -139,16 +138,20 @@ def _shown_and_more(
 
 
 def shared_content(
-    title: str, events: Sequence[Event], drawn: Figures, svgs: Sequence[str]
+    title: str, events: Sequence[Event], drawn: Figures, files: Mapping[str, bytes]
 ) -> dict[str, Any]:
-    """Return the content that all templates have; they escape everything but the SVG."""
+    """Return the content that all templates have; they escape everything but the SVG.
+
+    `files` are those of the figures.
+    """
     from markupsafe import Markup
 
     from tula_hpc.analysis.figures.style import COLOURS
 
     figures = []
-    for drawing, svg in zip(drawn.drawings, svgs, strict=True):
-        figures.append((drawing, Markup(drawing.inline_svg(svg))))  # noqa: S704
+    for drawing in drawn.drawings:
+        svg = drawing.inline_svg(files[f"{drawing.name}.svg"].decode())
+        figures.append((drawing, Markup(svg)))  # noqa: S704
     return {
         "title": title,
         "figures": figures,

@@ -6,7 +6,7 @@ means.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,17 +60,17 @@ def write_study_report(run: RunDirectory) -> list[Path]:
 
     contents, table = _read(run)
     drawn = draw_study(contents, table)
-    svgs = [drawing.svg() for drawing in drawn.drawings]
+    figures = figure_files(drawn.drawings)
     runs: list[tuple[str | int | float | None, ...]] = [
         (*outcome.cell, outcome.status, outcome.test, outcome.train, outcome.why)
         for outcome in contents.outcomes
     ]
     files: dict[str, bytes] = {
-        "study.html": render_page(TEMPLATE, _page(contents, table, drawn, svgs)).encode(),
+        "study.html": render_page(TEMPLATE, _page(contents, table, drawn, figures)).encode(),
         "study_table.tex": printable(latex(table)).encode(),
         "study_runs.csv": Table(RUN_COLUMNS, runs).to_csv().encode(),
     }
-    return replace_files(run.report, STUDY_FIGURES, files | figure_files(drawn.drawings, svgs))
+    return replace_files(run.report, STUDY_FIGURES, files | figures)
 
 
 def study_text(run: RunDirectory) -> str:
@@ -91,10 +91,10 @@ def _read(run: RunDirectory) -> tuple[StudyContents, StudyTable]:
 
 
 def _page(
-    contents: StudyContents, table: StudyTable, drawn: Figures, svgs: Sequence[str]
+    contents: StudyContents, table: StudyTable, drawn: Figures, files: Mapping[str, bytes]
 ) -> dict[str, Any]:
     return {
-        **shared_content(contents.sweep.name, contents.events, drawn, svgs),
+        **shared_content(contents.sweep.name, contents.events, drawn, files),
         "subtitle": "Methods of large-batch training, compared at equal epochs",
         "answer": answer(table),
         "warnings": cautions(contents, table),

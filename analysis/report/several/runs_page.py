@@ -79,11 +79,10 @@ def write_runs_report(runs: Sequence[RunDirectory], folder: Path | None = None) 
     drawn = Figures([], [])
     curves = [curve_of(run.name, run.contents.in_figures()) for run in named]
     drawn.add(attempt(NAME, draw_run_curves, curves))
-    svgs = [drawing.svg() for drawing in drawn.drawings]
-    page = shared_content(" · ".join(run.name for run in named), (), drawn, svgs)
+    figures = figure_files(drawn.drawings)
+    page = shared_content(" · ".join(run.name for run in named), (), drawn, figures)
     page |= runs_content(named)
-    files = {"runs.html": render_page(TEMPLATE, page).encode()}
-    files |= figure_files(drawn.drawings, svgs)
+    files = {"runs.html": render_page(TEMPLATE, page).encode()} | figures
     return replace_files(folder or runs[0].report, [NAME], files)
 
 
