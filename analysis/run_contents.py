@@ -101,7 +101,6 @@ MOST_POINTS = 2_000
 MOST_ROWS = 1_000
 
 T = TypeVar("T")
-Gap = TypeVar("Gap")
 
 
 def drawn(measurements: list[Measurement]) -> list[Measurement]:
@@ -135,11 +134,11 @@ def evenly(rows: Sequence[T], most: int) -> list[T]:
     return [rows[index * (len(rows) - 1) // (most - 1)] for index in range(most)]
 
 
-def ends(rows: Sequence[T], gap: Gap, most: int = MOST_ROWS) -> list[T | Gap]:
-    """Return all, or the first and the last of them with `gap` between."""
+def ends(rows: Sequence[T], most: int = MOST_ROWS) -> list[T]:
+    """Return all, or the first and the last of them, equally many."""
     if len(rows) <= most:
         return list(rows)
-    return [*rows[: most // 2], gap, *rows[-(most // 2) :]]
+    return [*rows[: most // 2], *rows[-(most // 2) :]]
 
 
 class Interval(NamedTuple):

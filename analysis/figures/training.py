@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tula_hpc.analysis.figures import labels, style
 from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
-from tula_hpc.analysis.run_contents import MOST_ROWS, RunContents, Training, ends
+from tula_hpc.analysis.run_contents import RunContents, Training, ends
 from tula_hpc.config import Gate, TrainingSpec
 from tula_hpc.formatting import format_number, format_percent, format_score, in_percent, plural
 from tula_hpc.records import EpochMetrics, Event, Metrics, RunHistory, StepMetrics
@@ -247,9 +247,10 @@ def _training_table(trainings: Sequence[Training], marks: Sequence[Mark]) -> Tab
         for row in training.metrics.epochs:
             scores = (in_percent(row.test_accuracy), row.test_loss, row.train_loss)
             rows.append((training.label, row.epoch, row.global_batch, *scores))
-    left_out: tuple[Cell, ...] = (f"{len(marks) - MOST_ROWS:,} more events", None, *nothing)
-    found: list[tuple[Cell, ...]] = [(f"event {m.what}", m.epoch, *nothing) for m in marks]
-    return Table(("mark", "epochs", *values), rows + ends(found, left_out))
+    found: list[tuple[Cell, ...]] = [(f"event {m.what}", m.epoch, *nothing) for m in ends(marks)]
+    if left_out := len(marks) - len(found):
+        found.insert(len(found) // 2, (f"{left_out:,} more events", None, *nothing))
+    return Table(("mark", "epochs", *values), rows + found)
 
 
 def draw_sensitivity(run: RunContents) -> Drawing | Missing:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from tula_hpc.analysis.costs.training_bill import TrainingBill
 from tula_hpc.analysis.planning.partitions import name_of, of_partition
 from tula_hpc.analysis.run_contents import (
-    MOST_ROWS,
     Interval,
     ends,
     measured_epochs,
@@ -328,30 +327,31 @@ def failure_table(measurements: Iterable[Measurement]) -> TextTable:
     """Return profiles that ended without times; of very many the first and the last."""
     failed = [item for item in measurements if item.status != "ok"]
     rows: list[tuple[str, ...]] = []
-    for item in ends(failed, None):
-        if item is None:
-            left_out = f"{len(failed) - MOST_ROWS:,} more are in profile/*.jsonl"
-            rows.append(("", "", "", left_out, ""))
-            continue
+    for item in ends(failed):
         reason = str(item.failure or UNKNOWN)
         configuration = str(item.configuration)
         rows.append((configuration, item.status, reason, cut(item.detail), item.job_id))
+    _count_rest(rows, len(failed), "more are in profile/*.jsonl")
     return TextTable(("configuration", "status", "reason", "detail", "job"), rows)
+
+
+def _count_rest(rows: list[tuple[str, ...]], total: int, more: str) -> None:
+    """Add a row between the first and the last ones that says how many are left out."""
+    if total > len(rows):
+        count = f"{total - len(rows):,} {more}"
+        rows.insert(len(rows) // 2, (count, *[""] * (len(rows[0]) - 1)))
 
 
 def account_table(accounts: Sequence[JobAccount]) -> TextTable:
     """Return every run of every job as accounting has it; of very many the first and the last."""
     rows: list[tuple[str, ...]] = []
-    for account in ends(accounts, None):
-        if account is None:
-            left_out = f"{len(accounts) - MOST_ROWS:,} more are in accounting.jsonl"
-            rows.append((left_out, "", "", "", "", ""))
-            continue
+    for account in ends(accounts):
         state = account.state
         if not account.over:
             state += ", when it was asked"
         used = (format_duration(account.elapsed_s), format_number(account.node_seconds))
         rows.append((account.job_id, account.stage, str(account.nodes), *used, state))
+    _count_rest(rows, len(accounts), "more are in accounting.jsonl")
     return TextTable(("job", "stage", "nodes", "time", "node-seconds", "state"), rows)
 
 
@@ -367,13 +367,10 @@ def cut(text: str) -> str:
 def event_table(events: Sequence[Event]) -> TextTable:
     """Return the events in order; of very many the first and the last."""
     rows: list[tuple[str, ...]] = []
-    for event in ends(events, None):
-        if event is None:
-            left_out = f"{len(events) - MOST_ROWS:,} more are in events.jsonl"
-            rows.append(("", "", "", left_out, ""))
-            continue
+    for event in ends(events):
         detail = cut(event.detail or str(event.failure or ""))
         rows.append((format_time(event.time), event.stage, event.title, detail, event.job_id))
+    _count_rest(rows, len(events), "more are in events.jsonl")
     return TextTable(("time (UTC)", "stage", "event", "detail", "job"), rows)
 
 
@@ -383,13 +380,8 @@ MOST_NUMBERS = 40
 
 def numbers_as_text(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> TextTable:
     """Return the numbers below a figure; of many rows the first and the last."""
-    found: list[tuple[str, ...]] = []
-    for row in ends(rows, None, MOST_NUMBERS):
-        if row is None:
-            left_out = f"… {len(rows) - MOST_NUMBERS:,} more"
-            found.append((left_out, *[""] * (len(columns) - 1)))
-        else:
-            found.append(tuple(cut(_plain(cell)) for cell in row))
+    found = [tuple(cut(_plain(cell)) for cell in row) for row in ends(rows, MOST_NUMBERS)]
+    _count_rest(found, len(rows), "more")
     return TextTable(tuple(name.replace("_", " ") for name in columns), found)
 
 
