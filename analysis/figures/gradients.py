@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from numpy.typing import NDArray
 
 from tula_hpc.analysis.figures import labels, style
@@ -109,7 +109,7 @@ def draw_gradient_norm(run: RunContents) -> Drawing | Missing:
             ends.append(labels.EndLabel(*end, f"B = {batch:,}", colour.light))
             rows += [(batch, *point) for point in zip(*curve, strict=True)]
         style.value_axis(axes, heights, label="gradient norm")
-        _epoch_axis(axes)
+        style.epoch_axis(axes)
         labels.label_ends(axes, ends)
     caption = (
         "The norm of the gradient of a whole batch, before any scaling. Dots: logged steps. "
@@ -175,7 +175,7 @@ def draw_variability(run: RunContents) -> Drawing | Missing:
         below.plot(at, reached, "o-", color=style.SIZES[2].light, markersize=3.5)
         below.set_ylabel(f"{score},{unit}" if unit else score)
         style.from_zero(below)
-        _epoch_axis(below)
+        style.epoch_axis(below)
         draw_marks([above, below], rate_drops(training.metrics.steps))
     caption = (
         "Above: Δ(G), by which share the squared norm of the gradient changed from one step to the "
@@ -210,13 +210,6 @@ def _draw_curve(axes: Axes, curve: Curve, colour: str) -> Curve:
     axes.plot(*curve, "o", color=colour, markersize=2.6, markeredgewidth=0, alpha=0.45)
     axes.plot(*medians, "-", color=colour)
     return medians
-
-
-def _epoch_axis(axes: Axes) -> None:
-    axes.set_xlabel("epochs of training")
-    axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
-    axes.set_xlim(left=0)
-    axes.margins(x=0.03)
 
 
 Array = NDArray[np.float64]

@@ -7,10 +7,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 from tula_hpc.analysis.figures import style
 from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
+from tula_hpc.analysis.figures.training import accuracies_of, losses_of
 from tula_hpc.analysis.planning.partitions import of_partition
 from tula_hpc.analysis.run_contents import Interval, RunContents, measured_epochs, predicted
 from tula_hpc.formatting import format_duration
@@ -49,11 +49,11 @@ def curve_of(name: str, run: RunContents) -> RunCurve:
     for name_of_part in {row.partition for row in run.ok}:
         for where, seconds in measured_epochs(of_partition(run.ok, name_of_part), samples).items():
             _keep_least(measured, where.global_batch, seconds)
-    epochs = run.trainings[0].metrics.epochs if run.trainings else []
-    accuracies = [
-        (row.epoch, 100 * row.test_accuracy) for row in epochs if row.test_accuracy is not None
-    ]
-    losses = [(row.epoch, row.test_loss) for row in epochs if row.test_loss is not None]
+    accuracies: list[tuple[int, float]] = []
+    losses: list[tuple[int, float]] = []
+    for training in run.trainings[:1]:
+        accuracies = accuracies_of(training)
+        losses = losses_of(training, "test_loss")
     return RunCurve(name, least, measured, chosen, accuracies or losses, bool(accuracies))
 
 
@@ -125,9 +125,7 @@ def _draw_scores(axes: Axes, curves: Sequence[RunCurve], *, has_accuracy: bool) 
             axes.plot(*np.array(curve.scores).T, line, marker=mark, color=colour, linewidth=1.6)
     axes.set_ylabel("test accuracy, %" if has_accuracy else "test loss")
     style.from_zero(axes)
-    axes.set_xlabel("epochs of training")
-    axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
-    axes.set_xlim(left=0)
+    style.epoch_axis(axes)
 
 
 def _title(curves: Sequence[RunCurve]) -> str:

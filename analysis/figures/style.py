@@ -342,6 +342,13 @@ def amount_axis(axes: Axes, values: Iterable[float], label: str) -> None:
     axes.set_xlabel(label)
 
 
+def epoch_axis(axes: Axes) -> None:
+    """Set an x axis for the epochs of a training, from zero on."""
+    axes.set_xlabel("epochs of training")
+    axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
+    axes.set_xlim(left=0)
+
+
 def _round_ticks(axis: Axis, limits: tuple[float, float], ticks: Sequence[float] = ()) -> None:
     """Set eight ticks at most: of these, if any lie within the limits, or else round numbers."""
     first = math.floor(math.log10(limits[0]))

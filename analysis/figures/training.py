@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter
 
 from tula_hpc.analysis.figures import labels, style
 from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
@@ -52,13 +52,13 @@ def draw_training(run: RunContents) -> Drawing | Missing:
     if len(trainings) > 1:
         title = f"{trainings[0].label}: {title[:1].lower()}{title[1:]}"
     marks = list(training_marks(trainings[0].metrics, run.events))
-    has_accuracy = all(_accuracies(training) for training in trainings)
-    has_losses = any(_losses(training, "test_loss") for training in trainings)
+    has_accuracy = all(accuracies_of(training) for training in trainings)
+    has_losses = any(losses_of(training, "test_loss") for training in trainings)
     if not has_accuracy and not has_losses:
         why = "the script's output shows no score; set workload.metric, or call tula.report"
         return Missing("training", "training", why, optional=True)
     # an accuracy without any loss, as some scripts report it, has no second panel
-    has_losses = has_losses or any(_losses(training, "train_loss") for training in trainings)
+    has_losses = has_losses or any(losses_of(training, "train_loss") for training in trainings)
     with style.styled():
         height, ratios = (5.0, (1, 1)) if has_accuracy and has_losses else (3.2, (1,))
         figure, panels = style.new_figure(title, height, ratios=ratios)
@@ -70,7 +70,8 @@ def draw_training(run: RunContents) -> Drawing | Missing:
             ends_of_lines = list(_draw_all(panels[0], trainings, _draw_accuracy))
             panels[0].set_ylabel("test accuracy, %")
             style.from_zero(panels[0])
-        _dress(panels, marks)
+        style.epoch_axis(panels[-1])
+        draw_marks(panels, marks)
         labels.label_ends(panels[0], ends_of_lines)
     caption = _caption(has_accuracy=has_accuracy, has_losses=has_losses, has_marks=bool(marks))
     return Drawing("training", title, caption, figure, _training_table(trainings, marks))
@@ -133,8 +134,8 @@ def _epochs_of(metrics: Metrics, seen: Sequence[int]) -> list[float]:
     return [float(epoch) for epoch in np.interp(seen, samples, epochs)]
 
 
-def _accuracies(training: Training) -> list[tuple[int, float]]:
-    """Return epochs that have an accuracy, with that, percent."""
+def accuracies_of(training: Training) -> list[tuple[int, float]]:
+    """Return the epochs that have an accuracy, with that, percent."""
     known = []
     for row in training.metrics.epochs:
         if row.test_accuracy is not None:
@@ -142,22 +143,22 @@ def _accuracies(training: Training) -> list[tuple[int, float]]:
     return known
 
 
-def _losses(training: Training, name: str) -> list[tuple[int, float]]:
-    """Return epochs of which this loss is known, with it."""
+def losses_of(training: Training, name: str) -> list[tuple[int, float]]:
+    """Return the epochs of which this loss is known, with it."""
     rows = [(row.epoch, getattr(row, name)) for row in training.metrics.epochs]
     return [(epoch, loss) for epoch, loss in rows if loss is not None]
 
 
 def _draw_accuracy(axes: Axes, training: Training, colour: str) -> labels.EndLabel:
     """Draw one curve; return a label for its end."""
-    epochs, percent = zip(*_accuracies(training), strict=True)
+    epochs, percent = zip(*accuracies_of(training), strict=True)
     axes.plot(epochs, percent, "o-", color=colour, markersize=3.5)
     return labels.EndLabel(epochs[-1], percent[-1], f"{percent[-1]:.1f} %", colour)
 
 
 def _draw_losses(axes: Axes, training: Training, colour: str) -> labels.EndLabel:
     """Draw two curves; return a label for the one of the test samples."""
-    test, train = _losses(training, "test_loss"), _losses(training, "train_loss")
+    test, train = losses_of(training, "test_loss"), losses_of(training, "train_loss")
     axes.plot(*np.array(test or NOTHING).T, "o-", color=colour, markersize=3.5)
     axes.plot(*np.array(train or NOTHING).T, "--", **style.lone_mark(train), color=colour)
     epoch, last = (test or NOTHING)[-1]
@@ -169,15 +170,6 @@ def _dress_loss(loss: Axes) -> None:
     style.from_zero(loss)
     keys = [style.Key("test", marker="o", line="-"), style.Key("training", line="--")]
     style.legend(loss, keys, left=-0.01)
-
-
-def _dress(panels: Sequence[Axes], marks: Sequence[Mark]) -> None:
-    lowest = panels[-1]
-    lowest.set_xlabel("epochs of training")
-    lowest.xaxis.set_major_locator(MaxNLocator(10, integer=True))
-    lowest.set_xlim(left=0)
-    lowest.margins(x=0.03)
-    draw_marks(panels, marks)
 
 
 def draw_marks(panels: Sequence[Axes], marks: Sequence[Mark]) -> None:
