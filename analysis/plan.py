@@ -14,7 +14,7 @@ import contextlib
 import json
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -35,7 +35,6 @@ from tula_hpc.errors import InputError, NotEnoughDataError, RunDirectoryError
 from tula_hpc.files import MEASUREMENTS_GONE, not_a_run, write_out
 from tula_hpc.formatting import command_line, printable, printable_output, with_own_escapes
 from tula_hpc.records import (
-    MAIN_LABEL,
     Configuration,
     Event,
     Measurement,
@@ -235,11 +234,8 @@ def _sweep_again(run: RunDirectory) -> tuple[str, ...]:
 
 def _how_to_train(options: argparse.Namespace, run: RunDirectory, trains_otherwise: str) -> str:
     """Say whether a training would follow the plan that is shown, and how it is begun."""
-    from tula_hpc.analysis.report.output import PLAN_WIDTH
-
     if run.has_trained():
-        own = "The training of this run follows its own plan, not this one."
-        return textwrap.fill(" ".join([own, *_steps_of_training(run)]), PLAN_WIDTH)
+        return "The training of this run follows its own plan, not this one."
     train = command_line(*_sweep_again(run))
     told = "To train by it, without measuring again:"
     if trains_otherwise:
@@ -248,17 +244,6 @@ def _how_to_train(options: argparse.Namespace, run: RunDirectory, trains_otherwi
     elif (options.set or options.objective) and not options.write:
         told = "With --write the run follows it; to train then:"
     return f"{told}\n  {train}"
-
-
-def _steps_of_training(run: RunDirectory) -> Iterator[str]:
-    """Yield a sentence where the steps of the run's training were not as its plan had them."""
-    from tula_hpc.analysis.report.bill_text import steps_off
-    from tula_hpc.analysis.run_contents import read_run
-
-    contents = read_run(run)
-    for training in contents.trainings:
-        if training.label == MAIN_LABEL:
-            yield from steps_off(contents.plan, contents.events, training)
 
 
 def _damaged_plan(run: RunDirectory) -> list[str]:
