@@ -29,8 +29,6 @@ COLUMNS = ("row", "job", "kind", "begin_s", "end_s", "ended_by")
 MOST_ROWS = 24
 # waits and runs that are drawn; of more, evenly spread ones
 MOST_STRETCHES = 1000
-# of these the names fit beside the rows
-MOST_NAMES = 16
 ROW_IN = 0.27
 # share of the whole below which a bar could not be seen
 LEAST_WIDTH = 0.004
@@ -207,10 +205,7 @@ def _draw(axes: Axes, one: Stretch, y: int, first: float, whole_s: float) -> Non
 
 def _dress(axes: Axes, rows: Sequence[str], whole_s: float, found: Sequence[Stretch]) -> None:
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    names = rows
-    if len(rows) > MOST_NAMES:
-        names = [""] * len(rows)
-    axes.set_yticks(range(len(rows)), names)
+    axes.set_yticks(range(len(rows)), rows)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x")
