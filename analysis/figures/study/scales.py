@@ -89,21 +89,14 @@ def _scales_by_batch(contents: StudyContents, table: StudyTable) -> dict[int, di
     for batch in table.batches:
         for name in table.columns:
             values = used_scales(contents.of(name, batch))
-            if len(values) > 1 and np.ptp(values) > 0:
+            if len(values) > 1 and np.ptp(values) > LEAST_SPREAD * np.abs(values).max():
                 scales.setdefault(batch, {})[name] = values
     return scales
 
 
 def density(values: Values, at: Values) -> Values:
-    """Return a Gaussian kernel density at these places, with Scott's bandwidth.
-
-    That of nearly equal values is a narrow bell.
-    """
-    if np.ptp(values) > LEAST_SPREAD * max(1.0, float(np.abs(values).max())):
-        return np.asarray(gaussian_kde(values)(at), dtype=np.float64)
-    width = max((at[-1] - at[0]) / 60, LEAST_SPREAD)
-    bell = np.exp(-0.5 * ((at - values.mean()) / width) ** 2)
-    return np.asarray(bell / (width * np.sqrt(2 * np.pi)))
+    """Return a Gaussian kernel density at these places, with Scott's bandwidth."""
+    return np.asarray(gaussian_kde(values)(at), dtype=np.float64)
 
 
 def _draw_scales_of_batch(
