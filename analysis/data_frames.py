@@ -48,12 +48,7 @@ class Frames(NamedTuple):
 
 
 def read_frames(run: str | Path) -> Frames:
-    """Read a run directory; see `Frames`.
-
-    Raises:
-        InputError: pandas is not installed.
-        RunDirectoryError: There is no such directory, or it holds no run.
-    """
+    """Read a run directory; see `Frames`, and for errors `tula_hpc.analysis.frames`."""
     try:
         pandas = importlib.import_module("pandas")
     except ImportError as error:

@@ -99,10 +99,7 @@ class Detector:
 
     An episode begins when step times lie beyond the prediction's interval by a further factor
     `MARGIN`, and is over when they lie inside the interval again: between the two nothing changes.
-
-    Args:
-        prediction: Windows are compared with it.
-        side: +1 (slower) or −1 (faster) to go on with an episode after a restart, else 0.
+    `side` is +1 (slower) or −1 (faster) to go on with an episode after a restart, else 0.
     """
 
     def __init__(self, prediction: Prediction, side: int = 0) -> None:
@@ -155,10 +152,6 @@ class Watch:
 
     Loader processes that started together deliver in bursts, which may be longer than a look. A
     pause of the machine spoils one window, which is no alarm.
-
-    Args:
-        detector: Gets the windows.
-        window_s: Length of a window.
     """
 
     def __init__(self, detector: Detector, window_s: float) -> None:
@@ -267,10 +260,7 @@ def attribute(measured: StepParts, expected: StepParts, deviation_s: float) -> s
     of it. A busy processor slows a whole step more than its parts by themselves: where the
     computation takes `STARVED_TIMES` as long, less of the deviation has to be explained.
 
-    Args:
-        measured: Parts as they are now.
-        expected: Parts as they were in the profile.
-        deviation_s: Measured step time less the predicted one.
+    `deviation_s` is the measured step time less the predicted one.
     """
     if deviation_s == 0.0:
         return "unknown"

@@ -213,10 +213,7 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
 def _trains_otherwise(
     run: RunDirectory, options: argparse.Namespace, sweep: SweepSpec, cluster: ClusterSpec
 ) -> str:
-    """Return the command that trains with other values than the run's.
-
-    Empty where [objective] alone has others, which a plan keeps.
-    """
+    """Return the command that trains with other values; empty for those that a plan keeps."""
     own = load_frozen_sweep(run.sweep_file)
     others = sweep.model_copy(update={"objective": own.objective})
     if (others, cluster) == (own, load_cluster(run.cluster_file)):
@@ -282,7 +279,6 @@ def _refuse_trained(run: RunDirectory) -> None:
 
 
 def _other_objective(own: ObjectiveSpec, wanted: ObjectiveSpec) -> list[str]:
-    """Return the keys of [objective] that differ from the run's sweep.toml, as assignments."""
     values = {key: getattr(wanted, key) for key in ObjectiveSpec.model_fields}
     differing = {key: value for key, value in values.items() if value != getattr(own, key)}
     return [f"objective.{key} = {json.dumps(value)}" for key, value in differing.items()]
@@ -291,13 +287,7 @@ def _other_objective(own: ObjectiveSpec, wanted: ObjectiveSpec) -> list[str]:
 def _inputs(
     run: RunDirectory, sweep_overrides: Sequence[str], cluster_overrides: Sequence[str]
 ) -> tuple[SweepSpec, ClusterSpec, str | None]:
-    """Return the run's own inputs with overrides, and how to profile more where these change them.
-
-    Raises:
-        RunDirectoryError: It is no run directory.
-        InputError: A mistake, nothing to plan, or an override for which the run's measurements do
-            not hold.
-    """
+    """Return the run's inputs with overrides, and how to profile more where these change them."""
     from tula_hpc.config.changes import refuse_other_cluster, refuse_other_sweep
 
     if words := lost_inputs(run):
@@ -340,11 +330,7 @@ def lost_inputs(run: RunDirectory) -> str:
 
 
 def refuse_lost_measurements(run: RunDirectory, measured: Sequence[Measurement]) -> None:
-    """Refuse a run that has trained and lost its measurements: nothing is measured there again.
-
-    Raises:
-        RunDirectoryError: It is one.
-    """
+    """Refuse a run that has trained and lost its measurements: nothing is measured there again."""
     if not measured and run.has_trained():
         raise RunDirectoryError(MEASUREMENTS_GONE, source=run.profile)
 

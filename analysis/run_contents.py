@@ -401,11 +401,9 @@ def measured_epoch(measurement: Measurement, dataset_samples: int) -> Interval |
 def measured_epochs(
     measurements: Iterable[Measurement], dataset_samples: int
 ) -> dict[Configuration, float]:
-    """Return the median measured epoch time of each configuration, seconds.
+    """Return the median measured epoch time of each configuration of one partition, seconds.
 
-    Args:
-        measurements: Of one partition.
-        dataset_samples: Training samples in an epoch, for records without them.
+    `dataset_samples` are the training samples in an epoch, for records without them.
     """
     found: dict[tuple[int, int, int], list[float]] = {}
     for item in measurements:

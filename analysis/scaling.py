@@ -306,7 +306,6 @@ def _ends(table: CandidateTable, part: Part, value: Array) -> tuple[Array, Array
 
 
 def _basis(candidate: Candidate, part: Part) -> Basis:
-    """Tell whether a configuration was measured, lies within the measured range, or beyond it."""
     if candidate.measured:
         return "measured"
     known = [profile.configuration for profile in part.summary.profiles]

@@ -241,10 +241,7 @@ def make_table(
 ) -> StudyTable:
     """Aggregate the outcomes over seeds, mark the best and the worst at each batch.
 
-    Args:
-        study: Methods, batches and seeds.
-        outcomes: Ends of its trainings.
-        test_samples: Size of the test set, where it is known; see `least_loss`.
+    `test_samples` is the size of the test set, where it is known; see `least_loss`.
     """
     grouped: dict[tuple[str, int], list[Outcome]] = {}
     for outcome in outcomes:

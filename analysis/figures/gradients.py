@@ -205,7 +205,6 @@ def rate_drops(steps: Sequence[StepMetrics]) -> list[Mark]:
 
 
 def _draw_curve(axes: Axes, curve: Curve, colour: str) -> Curve:
-    """Draw values as faint dots, their medians as a line; return the medians."""
     medians = curve.medians()
     axes.plot(*curve, "o", color=colour, markersize=2.6, markeredgewidth=0, alpha=0.45)
     axes.plot(*medians, "-", color=colour)

@@ -53,16 +53,9 @@ def have_room(names: Sequence[str], most: int = len(SIZES)) -> bool:
 def label_ends(axes: Axes, labels: Iterable[EndLabel], *, across: float | None = None) -> Points:
     """Write names at the ends of lines, moved apart where they would overlap.
 
-    Call it when the axis limits are set.
-
-    Args:
-        axes: The panel.
-        labels: The names.
-        across: Height, in data units, of a line across the whole panel with text above it: no name
-            lies on them.
-
-    Returns:
-        (points, 2): places of the names, in axes fractions.
+    Call it when the axis limits are set. `across` is the height, in data units, of a line across
+    the whole panel with text above it: no name lies on them. Returned are places of the names in
+    axes fractions, (points, 2).
     """
     to_axes = axes.transData + axes.transAxes.inverted()
     ordered = sorted(labels, key=lambda item: item.y)
@@ -138,14 +131,8 @@ def mark_chosen(
 ) -> None:
     """Ring a point and label it where lines and other labels leave most room.
 
-    Call it when the axis limits are set.
-
-    Args:
-        axes: The panel.
-        point: In data units.
-        text: The label, of one line or more.
-        lines: Corners of the lines, in data units.
-        taken: (points, 2) places of other labels, in axes fractions.
+    Call it when the axis limits are set. The point and the corners of the lines are in data units,
+    `taken` are (points, 2) places of other labels in axes fractions.
     """
     ring = axes.plot([point[0]], [point[1]], "o", color=INK.light, fillstyle="none", zorder=6)
     ring[0].set(markersize=13, markeredgewidth=1.6)

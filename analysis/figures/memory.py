@@ -303,7 +303,6 @@ def _draw_largest(axes: Axes, largest: int, batches: list[int]) -> None:
 
 
 def _draw_out_of_memory(axes: Axes, usage: Usage, unit_bytes: int, sizes: list[int]) -> None:
-    """Draw crosses at the limit, which was passed, or else at the upper edge."""
     y = axes.get_ylim()[1]
     if usage.limit is not None:
         y = min(y, usage.limit / unit_bytes)

@@ -221,7 +221,6 @@ def _outdo(curve: Curve, row: ScalingRow, *, would: bool = False) -> str:
 
 
 def _caption(curve: Curve, chosen: int | None) -> str:
-    """Describe the figure, and how to read it."""
     base = curve.base.nodes
     shares = f"The global batch of {curve.batch:,} samples is split over N nodes."
     if curve.kind == "weak":
@@ -244,7 +243,6 @@ def _caption(curve: Curve, chosen: int | None) -> str:
 
 
 def _table(curve: Curve, chosen: int | None) -> Table:
-    """Return all rows, each quantity with its 90 % interval."""
     columns = [*CONFIGURATION_COLUMNS, "basis"]
     for name in INTERVALS:
         columns += [name, f"low_{name}", f"high_{name}"]

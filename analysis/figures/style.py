@@ -175,12 +175,7 @@ def new_figure(
 ) -> tuple[Figure, list[Axes]]:
     """Return a figure with a title, and panels row by row.
 
-    Args:
-        title: The finding.
-        body_in: Height of all rows together, inches.
-        ratios: Heights of the rows, relative.
-        columns: Panels in a row.
-        share_x: They have one x axis.
+    All rows together are `body_in` inches high; `ratios` are their relative heights.
     """
     height = body_in + title_band_in(title)
     layout = ConstrainedLayoutEngine(rect=(0, 0, 1, body_in / height), h_pad=0.06, w_pad=EDGE_IN)
@@ -203,14 +198,7 @@ def new_figure(
 
 
 def batch_axis(axes: Axes, batches: Iterable[int], label: str, *, right: float = 0.05) -> None:
-    """Set a log2 x axis with plain batch numbers.
-
-    Args:
-        axes: The panel.
-        batches: All that occur.
-        label: Name of the axis.
-        right: Share of it left free on the right, for labels of lines.
-    """
+    """Set a log2 x axis with plain batch numbers, of which a share `right` is free for labels."""
     ticks = sorted(set(batches))
     left = 0.05
     # half an octave more: one batch alone has a width too
@@ -376,11 +364,7 @@ class Key(NamedTuple):
 
 
 def legend(axes: Axes, keys: Sequence[Key], *, left: float = -0.09) -> int:
-    """Explain the marks above the panel, from `left` (a share of its width) on.
-
-    Returns:
-        The number of rows, as few as fit.
-    """
+    """Explain the marks above the panel, from `left` (a share of its width) on; return the rows."""
     handles = []
     for key in keys:
         handle = Line2D([], [], color=key.colour, markersize=5, solid_capstyle="butt")

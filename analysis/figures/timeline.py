@@ -94,7 +94,6 @@ def _profiling(run: RunContents, history: RunHistory) -> Iterator[Stretch]:
 def _training(
     run: RunContents, label: str, jobs: Sequence[Submission], signs: Sequence[Sign]
 ) -> Iterator[Stretch]:
-    """Yield the waits and runs of one training, job by job."""
     row = "training" if label == MAIN_LABEL else f"training {label}"
     submitted = {job.job_id: job.submitted_at for job in jobs}
     of_job: dict[str, list[Sign]] = {job_id: [] for job_id in submitted}

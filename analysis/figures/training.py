@@ -82,7 +82,6 @@ def _draw_all(
     trainings: Sequence[Training],
     draw: Callable[[Axes, Training, str], labels.EndLabel],
 ) -> Iterator[labels.EndLabel]:
-    """Draw every training; yield the labels of the ends of their lines."""
     for training, colour in zip(trainings, itertools.cycle(style.SIZES)):
         end = draw(axes, training, colour.light)
         name = f" {training.label}" if len(trainings) > 1 else ""
@@ -150,14 +149,12 @@ def losses_of(training: Training, name: str) -> list[tuple[int, float]]:
 
 
 def _draw_accuracy(axes: Axes, training: Training, colour: str) -> labels.EndLabel:
-    """Draw one curve; return a label for its end."""
     epochs, percent = zip(*accuracies_of(training), strict=True)
     axes.plot(epochs, percent, "o-", color=colour, markersize=3.5)
     return labels.EndLabel(epochs[-1], percent[-1], f"{percent[-1]:.1f} %", colour)
 
 
 def _draw_losses(axes: Axes, training: Training, colour: str) -> labels.EndLabel:
-    """Draw two curves; return a label for the one of the test samples."""
     test, train = losses_of(training, "test_loss"), losses_of(training, "train_loss")
     axes.plot(*np.array(test or NOTHING).T, "o-", color=colour, markersize=3.5)
     axes.plot(*np.array(train or NOTHING).T, "--", **style.lone_mark(train), color=colour)

@@ -313,7 +313,6 @@ def _reason(plan: Plan) -> str:
 
 
 def _half_the_batch(plan: Plan) -> Iterator[str]:
-    """Say what half the batch would take, where that is longer."""
     half = [
         c for c in plan.candidates if c.feasible and 2 * c.global_batch == plan.chosen.global_batch
     ]
@@ -367,7 +366,6 @@ def _open_trainings(run: RunContents) -> list[str]:
 
 
 def _of_open_trainings(run: RunContents, labels: Iterable[str]) -> str:
-    """Return what to do where trainings have no result."""
     failures = RunHistory(run.events).last_failures()
     failure = next((failures[label] for label in labels if label in failures), None)
     if failure is None:

@@ -176,13 +176,10 @@ def _least(columns: Sequence[TextColumn]) -> int:
 def add_columns(
     table: Table, columns: Sequence[TextColumn], width: int, styles: Sequence[str]
 ) -> None:
-    """Fill an empty table that has neither box nor edges.
+    """Fill an empty table that has neither box nor edges, for a terminal of `width` characters.
 
-    Args:
-        table: Gets the columns.
-        columns: Their texts may look like markup or hold escapes of the terminal: both are shown.
-        width: Of the terminal, characters.
-        styles: Of the rows.
+    Texts may look like markup or hold escapes of the terminal: both are shown. `styles` are those
+    of the rows.
     """
     from rich.text import Text
 

@@ -48,21 +48,13 @@ MOST_WARNINGS = 4
 
 
 def write_report(run: RunDirectory) -> list[Path]:
-    """Write RUN/report: report.html, report.pdf, and each figure as SVG, PNG and CSV.
+    """Write RUN/report and return its files, report.html first.
 
-    Both tables of scaling are written as plain text and as LaTeX, too.
-
-    Figures without data yet are left out, and the report names them. Every file is replaced as a
-    whole.
-
-    Returns:
-        The files, report.html first.
-
-    Raises:
-        RunDirectoryError: There is no such directory, it holds no run, or it has trained and the
-            measurements are gone: a report that knew them is not replaced.
-        OSError: The folder cannot be written.
+    The others are report.pdf, each figure as SVG, PNG and CSV, and both tables of scaling as plain
+    text and as LaTeX. Figures without data yet are left out, and the report names them. Every file
+    is replaced as a whole.
     """
+    # a report that knew them is not replaced
     if run.has_trained() and not any(run.profile.glob("*.jsonl")):
         raise RunDirectoryError(MEASUREMENTS_GONE, source=run.profile)
     # matplotlib takes half a second; the tables do without
@@ -176,7 +168,6 @@ def _summary(contents: RunContents) -> list[SummaryRow]:
 
 
 def _bills(contents: RunContents) -> Iterator[tuple[str, TextTable]]:
-    """Yield expected against actual of each training that ended, with a heading."""
     for training in contents.trainings:
         bill = bill_of(contents.plan, contents.events, training)
         if bill is not None and bill.whole.actual is not None:

@@ -62,9 +62,7 @@ OBJECTIVES = {FASTEST: "time", CHEAPEST: "cost", SOONEST: "progress"}
 def describe_plan(plan: Plan, profiling: str = "") -> str:
     """Return the plan as lines; coloured only where standard output is a terminal.
 
-    Args:
-        plan: The plan.
-        profiling: Cost of profiling, a sentence without its full stop.
+    `profiling` is the cost of profiling, a sentence without its full stop.
     """
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -166,7 +164,6 @@ def expectation(plan: Plan) -> str:
 
 
 def _often(every_s: float, epoch_s: float) -> str:
-    """Say how often that is, in epochs where it is a multiple."""
     epochs = every_s / epoch_s
     if round(epochs) < 1 or abs(epochs - round(epochs)) > 0.01:
         return f"every {format_duration(every_s)}"
@@ -228,7 +225,6 @@ class Alternative(NamedTuple):
 
 
 def _to_progress(candidate: Candidate) -> str:
-    """Return time and cost to the progress of all epochs at training.base_batch."""
     needs = _to_same_progress(candidate)
     if needs.expected_time_s >= FOREVER_S:
         return "more time than train_minutes leaves"
@@ -276,7 +272,6 @@ def alternatives(plan: Plan) -> list[Alternative]:
 
 
 def _alternatives(plan: Plan) -> list[str]:
-    """Compare each alternative with the chosen one, once, the next best first."""
     found = not_told_apart(plan)
     for other in alternatives(plan):
         # the fastest that is also cheaper has a sentence of its own

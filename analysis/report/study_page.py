@@ -42,16 +42,10 @@ RUN_COLUMNS = (
 
 
 def write_study_report(run: RunDirectory) -> list[Path]:
-    """Write RUN/report: study.html, study_table.tex, study_runs.csv, and the figures.
+    """Write RUN/report and return its files, study.html first.
 
-    Each figure is written as SVG, PNG and CSV; the CSV file of the table's figure is the table.
-
-    Returns:
-        The files, study.html first.
-
-    Raises:
-        RunDirectoryError: There is no such directory, or it holds no study.
-        OSError: The folder cannot be written.
+    The others are study_table.tex, study_runs.csv, and each figure as SVG, PNG and CSV; the CSV
+    file of the table's figure is the table.
     """
     # matplotlib takes half a second
     with loaded_elsewhere():
@@ -74,11 +68,7 @@ def write_study_report(run: RunDirectory) -> list[Path]:
 
 
 def study_text(run: RunDirectory) -> str:
-    """Return the table for a terminal, and the answer below it.
-
-    Raises:
-        RunDirectoryError: There is no such directory, or it holds no study.
-    """
+    """Return the table for a terminal, and the answer below it."""
     contents, table = _read(run)
     doubts = [f"warning: {doubt}" for doubt in cautions(contents, table)]
     return "\n".join([plain_text(table), "", answer(table), *doubts])

@@ -104,7 +104,6 @@ def _breakdown_caption(*, exchanged: bool) -> str:
 
 
 def _with_gaps(bars: Sequence[Bar]) -> list[Bar | None]:
-    """Return the bars from the top down, with an empty row between cluster sizes."""
     rows: list[Bar | None] = []
     for bar in bars:
         previous = rows[-1] if rows else None

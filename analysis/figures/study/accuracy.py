@@ -100,7 +100,6 @@ def draw_study_accuracy(contents: StudyContents, table: StudyTable) -> Drawing |
 
 
 def _in_percent(spread: Spread | None) -> tuple[float, float]:
-    """Return mean and deviation; 0 where there is none."""
     if spread is None:
         return 0.0, 0.0
     return 100 * spread.mean, 100 * (spread.deviation or 0.0)

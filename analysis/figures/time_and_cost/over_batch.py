@@ -93,7 +93,6 @@ class Curves(NamedTuple):
 
 
 def _on(nodes: int, points: Iterable[Point]) -> list[Point]:
-    """Return the points of one cluster size, by batch."""
     mine = [point for point in points if point.configuration.nodes == nodes]
     return sorted(mine, key=lambda point: point.configuration)
 
@@ -267,7 +266,6 @@ def _shade_infeasible(axes: Axes, curves: Curves) -> None:
 
 
 def _draw_knee(axes: Axes, curves: Curves) -> None:
-    """Draw a line at a knee among the batches, in a band as wide as its interval."""
     if curves.knee is None or curves.knee_batch is None:
         return
     grey = style.MUTED.light
@@ -278,7 +276,6 @@ def _draw_knee(axes: Axes, curves: Curves) -> None:
 
 
 def _draw_out_of_memory(axes: Axes, curves: Curves, sizes: list[int]) -> None:
-    """Draw crosses on the predicted line, or at the upper edge where there is no prediction."""
     known = dict(point[:2] for point in curves.predicted)
     for configuration in curves.out_of_memory:
         y = axes.get_ylim()[1]

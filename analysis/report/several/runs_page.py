@@ -56,19 +56,9 @@ class NamedRun(NamedTuple):
 
 
 def write_runs_report(runs: Sequence[RunDirectory], folder: Path | None = None) -> list[Path]:
-    """Write runs.html with its figure as SVG, PNG and CSV.
+    """Write runs.html with its figure as SVG, PNG and CSV, and return the files, runs.html first.
 
-    Args:
-        runs: At least two.
-        folder: Where it is written; None: the first run's report.
-
-    Returns:
-        The files, runs.html first.
-
-    Raises:
-        InputError: They cannot be compared.
-        RunDirectoryError: One of them holds no run.
-        OSError: The folder cannot be written.
+    `folder` is where; None means the first run's report.
     """
     with loaded_elsewhere():
         from tula_hpc.analysis.figures.all import Figures
@@ -87,11 +77,7 @@ def write_runs_report(runs: Sequence[RunDirectory], folder: Path | None = None) 
 
 
 def read_runs(runs: Sequence[RunDirectory]) -> list[NamedRun]:
-    """Read runs that can be compared.
-
-    Raises:
-        InputError: One is a study or named twice, or their work is not the same.
-    """
+    """Read runs; refuse a study, one that is named twice, and work that is not the same."""
     roots = [run.root.resolve() for run in runs]
     for run, root in zip(runs, roots, strict=True):
         if roots.count(root) > 1:
@@ -221,10 +207,7 @@ def knees_apart(named: Sequence[NamedRun]) -> str:
 
 
 def _predicted(run: NamedRun, quantity: str) -> str:
-    """Return a quantity of the plan's choice with its interval.
-
-    With all digits: rounded by its own interval, the larger of two runs could seem the smaller.
-    """
+    """Write with all digits: rounded by its own interval, the larger could seem the smaller."""
     chosen = run.chosen
     if chosen is None or getattr(chosen, quantity) is None:
         return UNKNOWN
@@ -250,7 +233,6 @@ def _measured_epoch(run: NamedRun) -> str:
 
 
 def _bill(run: NamedRun) -> TrainingBill | None:
-    """Return the bill of the first training that has one."""
     contents = run.contents
     found = (bill_of(contents.plan, contents.events, each) for each in contents.trainings)
     return next((bill for bill in found if bill and bill.whole.actual is not None), None)
