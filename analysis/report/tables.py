@@ -52,13 +52,6 @@ class SummaryRow(NamedTuple):
     # what that training cost
     paid: float | None = None
 
-    @property
-    def relative_error(self) -> float | None:
-        """Predicted / trained epoch time − 1; None without a training."""
-        if not self.trained_epoch_s:
-            return None
-        return self.candidate.epoch_time_s / self.trained_epoch_s - 1
-
 
 OFF = "than predicted"
 SUMMARY_COLUMNS = (
@@ -121,8 +114,10 @@ def summary_cells(row: SummaryRow) -> tuple[str, ...]:
     if not item.feasible:
         role += ", not feasible"
     measured = format_duration(row.measured_epoch_s)
-    off = _off(row.relative_error)
+    off = UNKNOWN
     if row.trained_epoch_s is not None:
+        if row.trained_epoch_s and item.epoch_time_s:
+            off = in_comparison(row.trained_epoch_s / item.epoch_time_s)
         measured += f"\n{format_duration(row.trained_epoch_s)} in training"
         off += "\nin training"
     steps, whole, cost = _times_and_cost(item, item.cost)
@@ -146,13 +141,6 @@ def summary_cells(row: SummaryRow) -> tuple[str, ...]:
         format_bytes(item.peak_memory_bytes),
         reached,
     )
-
-
-def _off(relative_error: float | None) -> str:
-    """Return how much longer or shorter than predicted an epoch took."""
-    if relative_error is None or relative_error <= -1.0:
-        return UNKNOWN
-    return in_comparison(1.0 / (1.0 + relative_error))
 
 
 def _times_and_cost(item: Candidate, cost: float | None) -> tuple[str, str, str]:
@@ -194,7 +182,7 @@ def summary_table(rows: Sequence[SummaryRow], *, with_score: bool = True) -> Tex
         columns = (*columns, "test loss")
     cells = [summary_cells(row)[: len(columns)] for row in rows]
     shown = list(range(len(columns)))
-    if all(row.relative_error is None for row in rows):
+    if not any(row.trained_epoch_s for row in rows):
         # only a training tells how far a prediction was off
         shown.remove(columns.index(OFF))
     return TextTable(

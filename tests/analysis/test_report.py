@@ -45,7 +45,7 @@ from tula_hpc.cli.pipeline import carry_out, print_summary, report_stage
 from tula_hpc.config import ClusterSpec, PricingSpec, load_cluster, load_sweep
 from tula_hpc.errors import RunDirectoryError, StorageError
 from tula_hpc.files import MEASUREMENTS_GONE
-from tula_hpc.formatting import format_duration
+from tula_hpc.formatting import format_duration, in_comparison
 from tula_hpc.launch.slurm import AccountedRun
 from tula_hpc.records import (
     Configuration,
@@ -390,10 +390,10 @@ def test_summary_rows_are_the_chosen_one_and_its_neighbours(finished: Written) -
         known = row.measured_epoch_s is not None
         item = row.candidate
         assert known == (item.configuration in {item.configuration for item in measured if item.status == "ok"})
-        # the model was fitted to what was measured
-        assert row.relative_error is None
         assert item.train_time_s == pytest.approx(EPOCHS * item.epoch_time_s)
         assert row.result is None
+    # the model was fitted to what was measured
+    assert "than predicted" not in summary_table(rows).columns
     assert not rows[3].candidate.feasible
     # as of a batch that holds more samples than there are
     none = rows[3]._replace(candidate=rows[3].candidate.model_copy(update={"train_time_s": 0.0}))
@@ -612,11 +612,10 @@ def test_the_error_of_what_was_trained_is_the_trainings(finished: Written) -> No
     result = TrainResult.model_validate_json(finished.run.train().result_file.read_bytes())
     for rows in (measured, []):
         chosen, *others = summary_rows(made, rows, result, 12.5)
-        assert chosen.relative_error == pytest.approx(made.chosen.epoch_time_s / 12.5 - 1)
         assert others == summary_rows(made, rows, None)[1:]
         cells = summary_cells(chosen)
         assert cells[2].endswith("\n12.5 s in training")
-        assert "–" not in cells[3]
+        assert cells[3] == f"{in_comparison(12.5 / made.chosen.epoch_time_s)}\nin training"
 
 
 def test_a_training_counts_only_where_it_ran(finished: Written) -> None:
