@@ -255,19 +255,14 @@ SCALING: Mapping[str, LrScaling] = {
 def learning_rate(sweep: SweepSpec, global_batch: int, epoch: float) -> float:
     """Return the rate at an epoch: linear warm-up to the method's, then constant, steps or cosine.
 
-    torch's schedulers count steps; after an out-of-memory restart with a smaller batch a step is
-    less data, and the schedule would run ahead. This one counts data, and the method's rate follows
-    the batch in force.
+    The epoch is samples seen over samples per epoch, fractional. torch's schedulers count steps;
+    after an out-of-memory restart with a smaller batch a step is less data, and the schedule would
+    run ahead. This one counts data, and the method's rate follows the batch in force.
 
     Warm-up begins at a tenth of the method's rate, or at workload.lr where that is lower: a rate
     that was scaled up more than tenfold starts from the base rate (P. Goyal et al. 2017, "Accurate,
-    large minibatch SGD", section 2.2), and no warm-up starts above it.
-
-    Args:
-        sweep: [workload]: lr, schedule, milestones (epochs), gamma, warmup_epochs. [training]: see
-            `lr_scale` and `warmup_epochs`.
-        global_batch: Over all workers.
-        epoch: Samples seen over samples per epoch, fractional.
+    large minibatch SGD", section 2.2), and no warm-up starts above it. See also `lr_scale` and
+    `warmup_epochs`.
     """
     rate = sweep.workload.lr * lr_scale(sweep.training, global_batch)
     warmup = warmup_epochs(sweep, global_batch)

@@ -35,11 +35,6 @@ class SmallNorms:
 
         They are multiplied as clipping has multiplied the large gradient, so that it leaves their
         ratio alone; the observer, which knows of it, takes the noise of the gradient before.
-
-        Args:
-            observer: Of the step that comes.
-            loss_scale: Of that backward pass.
-            clipping: Factor of the large gradient.
         """
 
     def release(self) -> None:

@@ -206,13 +206,8 @@ def describe_versions() -> dict[str, str]:
 class Allocation:
     """Workers of a job that form process groups of some of its nodes, one after another.
 
-    Rank 0 decides, and the others follow.
-
-    Args:
-        cluster: The device, and the workers on each node.
-        env: This worker's rank in the whole job.
-        patience: Limit of waiting for rank 0's next decision. A rank 0 that died is noticed at
-            once: it keeps the store.
+    Rank 0 decides, and the others follow; they wait for its next decision as long as `patience`. A
+    rank 0 that died is noticed at once: it keeps the store.
 
     Raises:
         InputError: This worker's node lacks the network interface.

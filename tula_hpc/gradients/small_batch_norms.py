@@ -338,13 +338,10 @@ class PartNorms:
                 parameter.register_hook(hook)  # type: ignore[no-untyped-call] # torch's
 
     def parts(self, inputs: Batch, targets: Batch) -> Iterator[tuple[Batch, Batch, float]]:
-        """Yield the micro-batches of a batch, each with its share of the samples.
+        """Yield the micro-batches of a batch, samples first, each with its share of the samples.
 
-        Multiply each one's mean loss with its share and call `backward` before the next is taken.
-
-        Args:
-            inputs: The batch, samples first; at least as many as there are micro-batches.
-            targets: As many.
+        Multiply each one's mean loss with its share and call `backward` before the next is taken. A
+        batch has at least as many samples as micro-batches.
         """
         self._parts = []
         self.batch = samples_in(targets)

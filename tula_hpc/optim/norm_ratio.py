@@ -35,11 +35,7 @@ def norm_ratio(
 ) -> Tensor:
     """Return (√small / (√large + ε))^exponent; 1 where it is not finite or both are 0.
 
-    Args:
-        small: Squared norms; negative estimates count as 0.
-        large: Squared norms of the same shape.
-        exponent: Of the ratio of norms.
-        dtype: Of the result and of the division.
+    Both are squared norms of one shape; negative estimates count as 0. The division is in `dtype`.
     """
     norms = [square.clamp_min(0).sqrt().to(dtype) for square in (small, large)]
     ratio = norms[0] / (norms[1] + EPSILON)

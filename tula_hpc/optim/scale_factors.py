@@ -176,12 +176,7 @@ class GradScale:
 
 
 class StaticScale:
-    """Constant factor s for all parameters: U(s) of the paper's static scaling, without bounds.
-
-    Args:
-        scale: The factor, positive.
-        exclude: Parameters that never have a factor.
-    """
+    """Constant factor s for all parameters: U(s) of the paper's static scaling, without bounds."""
 
     def __init__(self, scale: float, exclude: Collection[Tensor] = ()) -> None:
         self.scale, self.exclude = scale, frozenset(exclude)
@@ -313,12 +308,7 @@ class _Small(NamedTuple):
 
 
 class Estimates:
-    """Estimation of the factors and of the noise scale from pairs of gradients or norms.
-
-    Args:
-        scale: The factors.
-        batches: b_small and b_large.
-    """
+    """Estimation of the factors and of the noise scale from pairs of gradients or norms."""
 
     def __init__(self, scale: GradScale, batches: Batches) -> None:
         self.scale, self.batches = scale, batches

@@ -139,7 +139,6 @@ def _used(began: RaplCounter, ended: RaplCounter) -> int:
 
 
 def _gpu_watts(began: float | None, ended: float | None, elapsed_s: float) -> float | None:
-    """Return the mean power from joules at both ends."""
     if began is None or ended is None:
         return None
     return max(0.0, ended - began) / elapsed_s

@@ -154,7 +154,6 @@ def _warn_of_mixed_samples(name: str, workload: Workload, outputs: Any, targets:
 
 
 def _refuse_infinite(spec: WorkloadSpec, inputs: Any, positions: Sequence[int]) -> None:
-    """Refuse inputs that hold inf or nan."""
     for place, position in enumerate(positions):
         if not is_finite(take(inputs, place, place + 1)):
             message = f"{spec.dataset}: training item {position} holds inf or nan"

@@ -167,13 +167,9 @@ def most_profiled(sweep: SweepSpec, workers_per_node: int) -> int | None:
 def profiling_left_s(measured: Sequence[Measurement], left: int, now: float) -> float | None:
     """Estimate the seconds until so many more are measured; None before the first one.
 
-    One that takes longer than those before it slows the pace while it still runs, so that the
-    estimate does not fall until it ends and then jump.
-
-    Args:
-        measured: Those of the jobs that are at work, whose pace is taken.
-        left: How many are left.
-        now: Unix time.
+    The pace is that of `measured`, of the jobs that are at work; `now` is Unix time. One that takes
+    longer than those before it slows the pace while it still runs, so that the estimate does not
+    fall until it ends and then jump.
     """
     if not measured:
         return None

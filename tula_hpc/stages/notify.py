@@ -61,9 +61,7 @@ def tell(sweep: Sweep, event: str, message: str, name: str = "") -> None:
 def tell_news(sweep: Sweep, running: int = 0) -> None:
     """Run the command for all that trainings have written down since the last time.
 
-    Args:
-        sweep: The run, and its cluster file.
-        running: Jobs of the plan's training that run.
+    `running` counts the jobs of the plan's training that run.
     """
     if sweep.cluster.on_event is None:
         return

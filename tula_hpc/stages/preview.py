@@ -89,7 +89,6 @@ def _show(scripts: Sequence[Script]) -> Iterator[str]:
 
 
 def _options(text: str) -> dict[str, str]:
-    """Return the options of a script's #SBATCH lines."""
     return dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
 
 

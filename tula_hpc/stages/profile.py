@@ -113,7 +113,6 @@ def _profile_parts(sweep: Sweep) -> None:
 
 
 def _at_its_limit(sweep: Sweep, job: Submitted) -> str:
-    """Say that a job reached its time limit."""
     minutes = sweep.cluster.profile_minutes
     return (
         f"job {job.job_id} reached its time limit (profile_minutes = {minutes} in the cluster file)"
@@ -121,7 +120,6 @@ def _at_its_limit(sweep: Sweep, job: Submitted) -> str:
 
 
 def _requeues(sweep: Sweep, jobs: Sequence[Submitted]) -> list[str]:
-    """Say which jobs were requeued at their time limit."""
     return [
         f"{_at_its_limit(sweep, job)}: requeued {count} of at most {TIME_OUTS} times"
         for job in jobs
@@ -130,7 +128,6 @@ def _requeues(sweep: Sweep, jobs: Sequence[Submitted]) -> list[str]:
 
 
 def _on_arguments(sweep: Sweep, wrong: Sequence[Ended]) -> str:
-    """Say, in a line of its own, that other arguments of a script need another run."""
     is_scripts = sweep.spec.workload.is_script and wrong[-1].failure is Failure.BAD_INPUT
     return f"\n{OTHER_ARGUMENTS}" if is_scripts else ""
 

@@ -120,7 +120,6 @@ def _see_to(
 
 
 def _going_on(sweep: Sweep, outcome: Outcome) -> str:
-    """Say how a job ended without a result, what follows, and how to prevent that."""
     ended = outcome.failure.detail or str(outcome.failure.kind).replace("_", " ")
     how = "from its last checkpoint"
     if outcome.verdict is Verdict.SMALLER_BATCH:
@@ -169,11 +168,8 @@ class Outcome(NamedTuple):
 def settle(sweep: Sweep, job: Submission, end: Ended, policy: RetryPolicy) -> Outcome:
     """Put on record how a training's job ended, and decide the next step.
 
-    Args:
-        sweep: On the partition where the job ran.
-        job: As submitted; with its configuration where the policy knows smaller batches.
-        end: As the scheduler tells it.
-        policy: Of the training.
+    The sweep is on the partition where the job ran. The job has its configuration where the policy
+    knows smaller batches.
     """
     run, files, job_id = sweep.run, sweep.run.train(job.label), end.job.job_id
     events = run.history().job(job_id)
@@ -442,7 +438,6 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
 
 
 def _too_long(done: float, epochs: int) -> list[str]:
-    """Say that a script trains on after all samples that were planned."""
     if done <= MANY_EPOCHS * epochs:
         return []
     return [

@@ -140,11 +140,8 @@ def write_result(
 ) -> None:
     """Write the training's result on rank 0.
 
-    Args:
-        training: The training, which is over.
-        test: Evaluation of the final weights.
-        on_training_samples: The same, where it is wanted.
-        diverged: Error text of a training that ends with a loss that is not finite.
+    `test` is the evaluation of the final weights, `on_training_samples` the same, where it is
+    wanted. `diverged` is the error of a training that ends with a loss that is not finite.
     """
     if not training.is_main:
         return

@@ -82,12 +82,7 @@ def _are_scores(outputs: Any, targets: Any) -> bool:
 def labels_without_score(outputs: Any, targets: Any) -> str:
     """Say that labels are beyond a model's scores, for the message of a loss or metric that failed.
 
-    Args:
-        outputs: Of the model.
-        targets: Of the data set.
-
-    Returns:
-        "" where all labels have a score, or these are no scores and labels.
+    "" where all labels have a score, or these are no scores and labels.
     """
     if not _are_scores(outputs, targets):
         return ""

@@ -140,7 +140,6 @@ def _checkpoint_bytes(sweep: SweepSpec, world: int, counts: Counts) -> int:
 
 
 def _with_limit(found: Footprint, cluster: ClusterSpec) -> Footprint:
-    """Add the memory limit and the largest local batch below it."""
     limit = cluster.memory_limit_bytes
     if limit is None:
         return found

@@ -198,7 +198,6 @@ def _with_weights(model: nn.Module) -> nn.Module:
 
 
 def _vision_transformer(name: str, classes: int, image_size: int) -> nn.Module:
-    """Build `vit_*` with its own patch."""
     patch = int(name.rsplit("_", 1)[1])
     if image_size % patch:
         below = image_size // patch * patch
