@@ -66,16 +66,9 @@ class ScaleSummary(NamedTuple):
 class GradScale:
     """Adaptive factors, `gradscale` of Algorithm 1. A parameter without a factor counts as 1.
 
-    Args:
-        granularity: Scope of a factor: an element, a tensor, a layer or the whole model.
-        s_min: Lower bound of a factor.
-        s_max: Upper bound of a factor.
-        exponent: Of the ratio.
-        smoothing: Decay, for each update, of the averages of squared norms; at "element", of the
-            factor itself, as averages would take more memory.
-        layers: See `NormRatios`.
-        exclude: Parameters that never have a factor.
-        spike_guard: See `NormRatios`; not at "element".
+    `smoothing` is the decay, for each update, of the averages of squared norms; at "element", of
+    the factor itself, as averages would take more memory. For the other arguments see `NormRatios`;
+    at "element" there is no spike guard.
     """
 
     def __init__(
