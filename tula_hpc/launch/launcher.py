@@ -40,20 +40,6 @@ from tula_hpc.records import JobAccount, RunDirectory, read_document, write_atom
 from tula_hpc.records.broken_hosts import BrokenHost, broken_hosts, list_hosts
 from tula_hpc.records.events import CONTROL
 
-__all__ = [
-    "NOTICE",
-    "REFUSED",
-    "Ended",
-    "JobsNow",
-    "Launcher",
-    "Notice",
-    "Request",
-    "StillRunningError",
-    "Submitted",
-    "describe_states",
-    "lost",
-]
-
 LOG_TAIL_LINES = 15
 # of each log, for the reason of an end: before the last lines there may be a long traceback
 LOG_READ_LINES = 100

@@ -16,12 +16,14 @@ from typing import NamedTuple, TypeVar
 
 from tula_hpc.env import restart_count
 from tula_hpc.errors import LaunchError, NotStartedError
-from tula_hpc.launch.slurm_command import COMMAND_TIMEOUT_S, count_in, no_answer
-
-# for others, who ask other questions
-from tula_hpc.launch.slurm_command import in_one_line as in_one_line  # noqa: PLC0414
-from tula_hpc.launch.slurm_command import run_command as run_command  # noqa: PLC0414
-from tula_hpc.launch.slurm_command import unreached as unreached  # noqa: PLC0414
+from tula_hpc.launch.slurm_command import (
+    COMMAND_TIMEOUT_S,
+    count_in,
+    in_one_line,
+    no_answer,
+    run_command,
+    unreached,
+)
 
 # pauses in which a controller may come back
 PATIENCE_S = (2, 5, 10, 30, 60, 120, 300)
