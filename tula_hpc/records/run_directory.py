@@ -48,35 +48,23 @@ from tula_hpc.records.storage import (
 from tula_hpc.records.training import TrainResult, TunedRates
 
 
-class TrainDirectory(NamedTuple):
+class TrainDirectory:
     """Files of one training."""
 
-    root: Path
-
-    @property
-    def metrics_file(self) -> Path:
-        """Return the file with one line per logged step and per epoch."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Return the folder of checkpoints."""
-        return self.root / "checkpoints"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        # a line for each logged step and each epoch
+        self.metrics_file = root / "metrics.jsonl"
+        self.checkpoints = root / "checkpoints"
+        # a `Drift`, there while step times differ from the plan's
+        self.drift_file = root / "drift.json"
+        # written once, at the end of training
+        self.result_file = root / "result.json"
 
     @property
     def newest_checkpoint(self) -> Path | None:
         """Return the file with the model, which is the trained one at the end of training."""
         return max(self.checkpoints.glob("checkpoint-*.tula"), default=None)
-
-    @property
-    def drift_file(self) -> Path:
-        """Return the file of a `Drift`, there while step times differ from the plan's."""
-        return self.root / "drift.json"
-
-    @property
-    def result_file(self) -> Path:
-        """Return the file that is written once, at the end of training."""
-        return self.root / "result.json"
 
     def read_result(self) -> TrainResult | None:
         """Read result.json; None where training has not ended.
@@ -110,6 +98,26 @@ class RunDirectory:
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
+        # measurements, one file per array task
+        self.profile = self.root / "profile"
+        # submitit's: scripts, pickles, stdout, stderr
+        self.slurm = self.root / "slurm"
+        # figures, tables and the report
+        self.report = self.root / "report"
+        # frozen
+        self.sweep_file = self.root / "sweep.toml"
+        self.cluster_file = self.root / "cluster.toml"
+        # how trying the workload on the login node went
+        self.trial_file = self.root / "trial.json"
+        self.plan_file = self.root / "plan.json"
+        # learning rates that a study chose
+        self.rates_file = self.root / "study_rates.json"
+        # log of all stages
+        self.events_file = self.root / "events.jsonl"
+        # events for which `on_event` was run
+        self.told_file = self.root / "told.json"
+        # the scheduler's records of the run's jobs
+        self.accounting_file = self.root / "accounting.jsonl"
 
     def create(self) -> RunDirectory:
         """Make the directory and its folders; check those that exist first.
@@ -259,50 +267,10 @@ class RunDirectory:
         trained = any(path.is_file() for path in (self.root / "train").rglob("*"))
         return trained or self.plan_file.exists() or self.rates_file.exists()
 
-    @property
-    def profile(self) -> Path:
-        """Return the folder of measurements, one file per array task."""
-        return self.root / "profile"
-
-    @property
-    def slurm(self) -> Path:
-        """Return submitit's folder: scripts, pickles, stdout, stderr."""
-        return self.root / "slurm"
-
-    @property
-    def report(self) -> Path:
-        """Return the folder of figures, tables and the report."""
-        return self.root / "report"
-
-    @property
-    def sweep_file(self) -> Path:
-        """Return the file of the frozen sweep."""
-        return self.root / "sweep.toml"
-
-    @property
-    def cluster_file(self) -> Path:
-        """Return the file of the frozen cluster."""
-        return self.root / "cluster.toml"
-
     def footprint_file(self, partition: str = "") -> Path:
         """Return the file of the estimate of memory on one partition."""
         name = f"footprint-{partition}" if partition else "footprint"
         return self.root / f"{name.replace('/', '_')}.json"
-
-    @property
-    def trial_file(self) -> Path:
-        """Return the file with the result of trying the workload on the login node."""
-        return self.root / "trial.json"
-
-    @property
-    def plan_file(self) -> Path:
-        """Return the file of the plan."""
-        return self.root / "plan.json"
-
-    @property
-    def rates_file(self) -> Path:
-        """Return the file of the learning rates that a study chose."""
-        return self.root / "study_rates.json"
 
     def footprints(self, partitions: Iterable[str]) -> dict[str, Footprint]:
         """Return the estimates that are there and not damaged, by partition."""
@@ -317,21 +285,6 @@ class RunDirectory:
         with contextlib.suppress(FileNotFoundError, RunDirectoryError):
             return read_document(Trial, self.trial_file)
         return None
-
-    @property
-    def events_file(self) -> Path:
-        """Return the log of all stages."""
-        return self.root / "events.jsonl"
-
-    @property
-    def told_file(self) -> Path:
-        """Return the file that lists the events for which `on_event` was run."""
-        return self.root / "told.json"
-
-    @property
-    def accounting_file(self) -> Path:
-        """Return the file of the scheduler's accounting records of the run's jobs."""
-        return self.root / "accounting.jsonl"
 
     def train(self, label: str = MAIN_LABEL) -> TrainDirectory:
         """Return the files of one training.
