@@ -174,6 +174,7 @@ def candidate(configuration: Configuration, *, error: float = 0.02, measured: bo
         local_batch=configuration.local_batch,
         global_batch=configuration.global_batch,
         step_time_s=step,
+        model_step_time_s=step,
         epoch_time_s=epoch,
         train_time_s=train,
         progress_time_s=train * (1 + configuration.global_batch / 4000),

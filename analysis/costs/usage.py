@@ -132,9 +132,9 @@ class Use(NamedTuple):
 def actual_use(events: Iterable[Event], result: TrainResult) -> Use:
     """Add up the node-seconds of a finished training over all its runs, without queueing.
 
-    A run lasts from its first event ("started", "resumed"; for the first run the beginning in the
-    result) to its last ("preempted", "requeued", "finished", …). One of them tells when the job
-    began; events of former versions do not, and the start of Python is then not included.
+    A run lasts from "resumed" (the first one from the beginning in the result) to its last event
+    ("preempted", "requeued", "finished", …). One of them tells when the job began; where none does,
+    the start of Python is not included.
     """
     signs = RunHistory(events).signs()
     end = max((sign.time for sign in signs if sign.kind == "finished"), default=None)
@@ -146,8 +146,7 @@ def actual_use(events: Iterable[Event], result: TrainResult) -> Use:
     # of the job, as the event of its first work has it
     began_at: float | None = None
     for sign in signs:
-        begins = sign.kind == "resumed" or (sign.kind == "started" and runs > 1)
-        if begins and sign.time > (begin or 0.0):
+        if sign.kind == "resumed" and sign.time > (begin or 0.0):
             runs += 1
             unknown_runs += begin is not None
             begin = sign.time

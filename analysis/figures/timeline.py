@@ -22,7 +22,6 @@ COLOURS: dict[Kind, style.Colour] = {
     "profiling": style.COMPUTE,
     "training": style.SIZES[0],
 }
-BEGINNINGS = ("started", "resumed")
 STOPS = ("stopped", "finished")
 COLUMNS = ("row", "job", "kind", "begin_s", "end_s", "ended_by")
 # jobs with a row each; of more, evenly spread ones
@@ -141,8 +140,7 @@ def _runs(signs: Iterable[Sign]) -> list[list[Sign]]:
     groups: list[list[Sign]] = []
     has_stopped = True
     for sign in signs:
-        begins = sign.kind in BEGINNINGS
-        if not groups or (begins and has_stopped):
+        if not groups or (sign.kind == "resumed" and has_stopped):
             groups.append([])
             has_stopped = False
         groups[-1].append(sign)
@@ -156,7 +154,7 @@ def _begin(signs: Sequence[Sign], elapsed_s: float | None, reached: float | None
         if sign.began_at is not None:
             return sign.began_at if reached is None else max(reached, sign.began_at)
     known = []
-    if signs[0].kind in BEGINNINGS:
+    if signs[0].kind == "resumed":
         known.append(signs[0].time)
     if elapsed_s:
         known.append(signs[-1].time - elapsed_s)

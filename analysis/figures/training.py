@@ -350,9 +350,7 @@ def _sensitivity_title(steps: Sequence[StepMetrics], gate: _Gate) -> str:
     means = [row.applied_scale for row in steps if row.applied_scale is not None]
     scaled = ""
     if means:
-        # older files have the largest share of the scale that a step used
-        most = "up to " if any(row.scale_share is None for row in steps) else ""
-        scaled = f"scaled by {most}{format_number(statistics.fmean(means), 3)} on average"
+        scaled = f"scaled by {format_number(statistics.fmean(means), 3)} on average"
         # a mean of 1 may hide that all were scaled
         scaled += describe_range(means)
     if gate.delta is None or not known:

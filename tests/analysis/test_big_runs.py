@@ -219,7 +219,7 @@ def test_records_that_need_too_much_memory_are_refused(tmp_path: Path, monkeypat
     """Empty lists in an event take thirty times their bytes."""
     run = make_run(tmp_path / "run")
     inside = ",".join(["[]"] * 200_000)
-    line = f'{{"time":1.0,"event":"started","stage":"train","data":{{"lists":[{inside}]}}}}\n'
+    line = f'{{"time":1.0,"event":"resumed","stage":"train","data":{{"lists":[{inside}]}}}}\n'
     with run.events_file.open("a") as file:
         file.writelines([line] * 30)
     monkeypatch.setattr(reading, "MAX_HELD_BYTES", 50 * MB)

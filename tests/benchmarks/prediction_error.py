@@ -47,9 +47,9 @@ def epoch_rows(plan: Plan, measured: list[Measurement]) -> list[dict[str, Any]]:
         {
             "nodes": c.nodes,
             "global_batch": c.global_batch,
-            "predicted_s": c.epoch_time_s * c.model_s / c.step_time_s,
+            "predicted_s": c.epoch_time_s * c.model_step_time_s / c.step_time_s,
             "measured_s": times[c.configuration],
-            "error": c.epoch_time_s * c.model_s / c.step_time_s / times[c.configuration] - 1,
+            "error": c.epoch_time_s * c.model_step_time_s / c.step_time_s / times[c.configuration] - 1,
         }
         for c in plan.candidates
         if c.configuration in times

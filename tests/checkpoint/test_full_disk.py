@@ -103,7 +103,7 @@ def fill(folder: Path) -> Path:
 
 
 def event(detail: str) -> Event:
-    return Event(time=1.0, event="started", stage="train", detail=detail)
+    return Event(time=1.0, event="resumed", stage="train", detail=detail)
 
 
 def details(path: Path) -> list[str]:
@@ -198,7 +198,7 @@ def actions(run: RunDirectory) -> dict[str, Callable[[], object]]:
     store = CheckpointStore(run.make_train().checkpoints)
     store.save({"x": torch.ones(10)}, samples_seen=1)
     return {
-        "event": lambda: run.log_event("started", "train", detail="x" * 20_000),
+        "event": lambda: run.log_event("resumed", "train", detail="x" * 20_000),
         "record": lambda: append_record(run.profile / "new.jsonl", event("x")),
         "plan": lambda: write_atomically(run.plan_file, "x" * 20_000),
         "checkpoint": lambda: store.save({"x": torch.ones(10_000)}, samples_seen=2),
@@ -218,7 +218,7 @@ def test_a_full_disk_is_said_leaves_nothing_half_written_and_with_space_it_goes_
 ) -> None:
     disk: Path = request.getfixturevalue(place)
     run = RunDirectory(disk / "run").create()
-    run.log_event("started", "train", detail="before")
+    run.log_event("resumed", "train", detail="before")
     todo = actions(run)
     ballast = fill(disk)
     assert words == ("Disk quota exceeded" if os.statvfs(disk).f_bavail else "No space left on device")
@@ -279,7 +279,7 @@ def test_a_command_on_a_full_disk_says_so_and_later_goes_on(
 
 def _use(run: RunDirectory) -> int:
     with run.locked():
-        run.log_event("started", "train")
+        run.log_event("resumed", "train")
     return 0
 
 

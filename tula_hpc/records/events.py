@@ -33,8 +33,6 @@ GUARD = "guard"
 
 EventName = Literal[
     "submitted",
-    # in older runs only
-    "started",
     "oom",
     "preempted",
     "requeued",
@@ -253,17 +251,7 @@ class JobFailure(NamedTuple):
 
 
 def _failure_in(event: Event) -> JobFailure:
-    stop = EndData.of(event).stop
-    return JobFailure(event.failure, event.detail, stop or _stop_in_sentence(event.detail))
-
-
-def _stop_in_sentence(detail: str) -> StopReason | None:
-    """Read the events of runs from before the reason was a field: these sentences are fixed."""
-    if detail.startswith("requeue refused: "):
-        return StopReason.REQUEUE_REFUSED
-    if detail.startswith("restarted ") and detail.endswith(" training.max_requeues allows"):
-        return StopReason.REQUEUES_EXHAUSTED
-    return None
+    return JobFailure(event.failure, event.detail, EndData.of(event).stop)
 
 
 class JobEnd(NamedTuple):
@@ -437,7 +425,7 @@ class Sign(NamedTuple):
 
     # Unix time
     time: float
-    kind: Literal["started", "resumed", "stopped", "finished"]
+    kind: Literal["resumed", "stopped", "finished"]
     # to be shown: the name of the event
     title: str = ""
     job_id: str = ""
@@ -456,8 +444,7 @@ class News(NamedTuple):
     text: str
 
 
-_SIGNS: Mapping[EventName, Literal["started", "resumed", "stopped", "finished"]] = {
-    "started": "started",
+_SIGNS: Mapping[EventName, Literal["resumed", "stopped", "finished"]] = {
     "resumed": "resumed",
     "preempted": "stopped",
     "requeued": "stopped",
@@ -689,7 +676,7 @@ class RunHistory:
         """Return the drift of a training's last job, or of any; None while steps are as predicted."""
         events = self.events if label is None else self.of_training(label)
         for event in reversed(events):
-            if event.event in ("recovered", "started", "resumed", "submitted"):
+            if event.event in ("recovered", "resumed", "submitted"):
                 return None
             if event.event == "drifted":
                 return _drift_of(event)

@@ -33,10 +33,7 @@ SmallerCompute = tuple[Batch, Annotated[float, Field(gt=MOMENT_S, lt=CREDIBLE_S)
 
 
 class StepTimes(Record):
-    """Means over rounds of free-running steps or passes, seconds; of the slowest worker.
-
-    Records of earlier versions hold medians of steps that were timed one by one.
-    """
+    """Means over rounds of free-running steps or passes, seconds; of the slowest worker."""
 
     # a whole training step: data wait, forward, backward with all-reduce, optimizer
     step_time_s: float
@@ -173,7 +170,7 @@ class Measurement(Record):
     epoch_samples: int = Field(default=0, ge=0)
     # a script keeps its state here, so that it goes on exactly where it was
     kept: bool = False
-    # of model, code and data; None: a record of an earlier version, or of a job that was killed
+    # of model, code and data; None: of a job that was killed
     identity: Identity | None = None
     # in so many a step takes the local batch, one after another
     parts: int = Field(default=1, ge=1, le=10**6)

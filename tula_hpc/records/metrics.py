@@ -50,8 +50,7 @@ class StepMetrics(Record):
     # optimizer steps taken since the start of training
     step: int
     samples_seen: int
-    # of its whole batches, so that the last step's is a whole number; in older files of all its
-    # samples
+    # of its whole batches, so that the last step's is a whole number
     epoch: float
     # None: of a script that does not tell
     loss: float | None

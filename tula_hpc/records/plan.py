@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterable
 from enum import StrEnum
 from hashlib import sha256
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -36,8 +35,8 @@ class Candidate(Record):
     accumulation: int = Field(default=1, ge=1, le=2**31)
     # as measured, where it was
     step_time_s: float
-    # of the fitted model, measured or not; None in older plans, where step_time_s is that
-    model_step_time_s: float | None = None
+    # of the fitted model, measured or not
+    model_step_time_s: float
     epoch_time_s: float
     # steps alone
     train_time_s: float
@@ -80,11 +79,6 @@ class Candidate(Record):
     def in_parts(self) -> str:
         """Return " in 4 parts" where a script takes its batch so; else ""."""
         return f" in {self.accumulation} parts" if self.accumulation > 1 else ""
-
-    @property
-    def model_s(self) -> float:
-        """Return the seconds of a step by the fitted model alone."""
-        return self.step_time_s if self.model_step_time_s is None else self.model_step_time_s
 
     @property
     def expected_time_s(self) -> float:
@@ -179,7 +173,7 @@ class Plan(Record):
     notes: list[str] = Field(default=[])
     models: dict[str, Any]
     warnings: list[str] = Field(default=[])
-    # of each of them, in their order; empty in older plans
+    # of each of them, in their order
     remedies: list[Remedy] = Field(default=[])
     dataset_samples: int
     epochs: int
@@ -195,9 +189,8 @@ class Plan(Record):
 
     @property
     def doubts(self) -> list[Doubt]:
-        """Return the warnings with their remedies; in older plans there is nothing to do."""
-        pairs = zip_longest(self.warnings, self.remedies[: len(self.warnings)])
-        return [Doubt(text, remedy or Remedy.KNOW) for text, remedy in pairs]
+        """Return the warnings with their remedies."""
+        return [Doubt(*pair) for pair in zip(self.warnings, self.remedies, strict=False)]
 
     def with_doubts(self, doubts: Iterable[Doubt]) -> Self:
         """Return the plan with more warnings at the end."""

@@ -115,7 +115,7 @@ def _step_errors(run: RunContents) -> Iterable[Error]:
     for item in run.ok:
         candidate = find_candidate(run.plan, item.configuration)
         if candidate is not None and item.times is not None and item.times.step_time_s > 0:
-            times = candidate.model_s, item.times.step_time_s
+            times = candidate.model_step_time_s, item.times.step_time_s
             yield Error(item.configuration, *times, fitted=candidate.measured)
 
 
