@@ -426,12 +426,8 @@ def predicted(candidate: Candidate, quantity: str) -> Interval:
     """Return a predicted quantity of a candidate with its 90 % interval, where the plan has one.
 
     Step, epoch and training time are multiples of one another: the interval of one gives those of
-    the others, and in older plans that of the cost.
+    the others.
     """
-    if quantity == "cost" and not candidate.part_intervals_90:
-        time = predicted(candidate, "train_time_s")
-        paces = [seconds / time.value if time.value > 0 else 1.0 for seconds in time]
-        return Interval(*(cost_at(candidate, pace) for pace in paces))
     value = float(getattr(candidate, quantity))
     same_spread = _TIMES if quantity in _TIMES else ()
     for known in (quantity, *same_spread):

@@ -152,7 +152,7 @@ def _changes(question: _Question, chosen: Candidate) -> Iterator[WhatIf]:
         yield question.on_nodes(nodes).ask(f"on {plural(nodes, 'node')}")
     yield from _other_prices(question, chosen)
     for share in DEADLINES:
-        seconds = share * chosen.expected_time_s
+        seconds = share * chosen.wall_time_s
         sooner = question.with_objective(deadline_hours=seconds / HOUR_S)
         answer = sooner.ask(f"done within {format_duration(seconds)}")
         yield answer

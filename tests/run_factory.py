@@ -166,6 +166,7 @@ def candidate(configuration: Configuration, *, error: float = 0.02, measured: bo
     step = step_time_s(configuration) * (1 + error)
     epoch = DATASET_SAMPLES // configuration.global_batch * step
     train = EPOCHS * epoch
+    cost = train / 3600 * configuration.nodes * USD_PER_NODE_HOUR
     peak = peak_bytes(configuration.local_batch)
     fits = peak <= MEMORY_LIMIT * 0.9
     return Candidate(
@@ -177,10 +178,15 @@ def candidate(configuration: Configuration, *, error: float = 0.02, measured: bo
         model_step_time_s=step,
         epoch_time_s=epoch,
         train_time_s=train,
+        wall_time_s=train,
         progress_time_s=train * (1 + configuration.global_batch / 4000),
-        cost=train / 3600 * configuration.nodes * USD_PER_NODE_HOUR,
+        cost=cost,
         peak_memory_bytes=peak,
-        interval_90={"train_time_s": (train * 0.93, train * 1.08)},
+        interval_90={
+            "train_time_s": (train * 0.93, train * 1.08),
+            "wall_time_s": (train * 0.93, train * 1.08),
+            "cost": (cost * 0.93, cost * 1.08),
+        },
         feasible=fits,
         measured=measured,
         why="" if fits else "needs more memory than the limit leaves",
@@ -369,6 +375,8 @@ def _result(label: str, made: Plan, last: EpochMetrics) -> TrainResult:
         test_top5_accuracy=last.test_top5_accuracy,
         train_time_s=made.epochs * last.epoch_time_s,
         wall_time_s=made.epochs * last.epoch_time_s + 180,
+        starts_s=0.0,
+        saving_s=0.0,
         restarts=1,
     )
 

@@ -72,6 +72,8 @@ def result(spec: SweepSpec, cell: StudyCell, reached: float | None) -> TrainResu
         test_top5_accuracy=reached or 0.0,
         train_time_s=1.0,
         wall_time_s=1.0,
+        starts_s=0.0,
+        saving_s=0.0,
         restarts=0,
         diverged=reached is None,
         train_accuracy=None if reached is None else min(1.0, reached + 0.2),

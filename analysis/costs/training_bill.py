@@ -44,7 +44,6 @@ class Source(StrEnum):
 
     ACCOUNTING = "accounting"
     NOTES = "notes"
-    UNKNOWN = "unknown"
 
 
 class Compared(NamedTuple):
@@ -115,17 +114,16 @@ def training_bill(
     accounts: Sequence[JobAccount] = (),
     epochs: Sequence[EpochMetrics] = (),
 ) -> TrainingBill | None:
-    """Compare a training with its plan; None for old plans, and for trainings without an end.
+    """Compare a training with its plan; None for a plan without an end.
 
     The events are of this training alone. `accounts` are every run of its jobs, none where
     accounting does not tell; `epochs` have the evaluations of results that do not tell them.
     """
     whole_s = promised.wall_time_s
-    if whole_s is None or not 0.0 < whole_s < FOREVER_S:
+    if not 0.0 < whole_s < FOREVER_S:
         return None
     used = _used(result, events, accounts)
     price = promised.cost / (whole_s * promised.nodes)
-    paid = None if used.node_seconds is None else used.node_seconds * price
     history = RunHistory(events)
     failed_s = 0.0
     if used.source is Source.ACCOUNTING:
@@ -135,7 +133,7 @@ def training_bill(
     return TrainingBill(
         whole=Compared(whole_s, promised.interval_90.get("wall_time_s"), used.seconds),
         parts=parts,
-        cost=Compared(promised.cost, promised.interval_90.get("cost"), paid),
+        cost=Compared(promised.cost, promised.interval_90.get("cost"), used.node_seconds * price),
         currency=promised.currency,
         source=used.source,
         runs=used.runs,
@@ -144,8 +142,8 @@ def training_bill(
 
 
 class _Used(NamedTuple):
-    seconds: float | None
-    node_seconds: float | None
+    seconds: float
+    node_seconds: float
     source: Source
     runs: int
     unknown_runs: int = 0
@@ -154,14 +152,12 @@ class _Used(NamedTuple):
 def _used(result: TrainResult, events: Sequence[Event], accounts: Sequence[JobAccount]) -> _Used:
     seconds = sum(account.elapsed_s for account in accounts)
     # of a node that failed, Slurm may note less than was done
-    parts_s = (result.starts_s, result.evaluation_s, result.saving_s)
-    done_s = result.train_time_s + sum(each or 0.0 for each in parts_s)
-    if seconds > 0.0 and (seconds >= LEAST_SHARE * done_s or result.starts_s is None):
+    evaluation_s = result.evaluation_s or 0.0
+    done_s = result.train_time_s + result.starts_s + evaluation_s + result.saving_s
+    if seconds > 0.0 and seconds >= LEAST_SHARE * done_s:
         node_seconds = sum(account.node_seconds for account in accounts)
         return _Used(seconds, node_seconds, Source.ACCOUNTING, len(accounts))
     use = actual_use(events, result)
-    if result.starts_s is None:
-        return _Used(None, None, Source.UNKNOWN, use.runs, use.unknown_runs)
     work_s = use.node_seconds / result.nodes
     without_start = use.without_start / use.runs
     if work_s <= 0.0:
@@ -214,14 +210,14 @@ def _actual_parts_s(
     if result.evaluation_s is None and timed_s:
         found[TimePart.EVALUATION] = sum(timed_s)
     known_s = [found[part] for part in list(TimePart)[:4]]
-    if used.seconds is None or None in known_s:
+    if None in known_s:
         return found
     rest_s = max(0.0, used.seconds - sum(seconds or 0.0 for seconds in known_s))
     # of a run that left no event it is not known which one it was
     found[TimePart.FAILED] = failed_s = min(failed_s, rest_s)
     rest_s -= failed_s
     if repeating > 0:
-        found[TimePart.REPEATED] = max(0.0, rest_s - END_SHARE * (result.starts_s or 0.0))
+        found[TimePart.REPEATED] = max(0.0, rest_s - END_SHARE * result.starts_s)
     else:
         found[TimePart.REPEATED] = 0.0
         # notes end with the last work

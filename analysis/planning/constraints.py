@@ -33,7 +33,7 @@ class Constraint(NamedTuple):
     def amount(self, candidate: Candidate) -> float:
         """Return the limited quantity of one candidate."""
         if self.why is Why.DEADLINE:
-            return candidate.expected_time_s
+            return candidate.wall_time_s
         if self.why is Why.BUDGET:
             return candidate.cost
         return float(candidate.global_batch)

@@ -160,7 +160,7 @@ def _score(
     if not objective.has_knee:
 
         def keys(candidate: Candidate) -> tuple[float, ...]:
-            time_s = candidate.expected_time_s
+            time_s = candidate.wall_time_s
             if objective.kind == "progress" and candidate.progress_time_s is not None:
                 time_s = candidate.progress_time_s
             return tuple(
@@ -171,8 +171,8 @@ def _score(
     knee = knee_batch(objective.kind, candidates)
     if knee is not None:
         return lambda c: (abs(math.log2(c.global_batch / knee)),)
-    limit_s = NEAR_LEAST_TIME * min(c.expected_time_s for c in candidates)
-    return lambda c: (float(c.global_batch) if c.expected_time_s <= limit_s else math.inf,)
+    limit_s = NEAR_LEAST_TIME * min(c.wall_time_s for c in candidates)
+    return lambda c: (float(c.global_batch) if c.wall_time_s <= limit_s else math.inf,)
 
 
 def knee_batch(kind: str, candidates: Iterable[Candidate]) -> float | None:

@@ -30,7 +30,6 @@ COLUMNS = ("", "predicted (90 %)", "actual", "verdict")
 SOURCES = {
     Source.ACCOUNTING: "by Slurm's accounting",
     Source.NOTES: "by the run's own notes",
-    Source.UNKNOWN: "",
 }
 VERDICTS = {
     Verdict.WITHIN: "as predicted",
@@ -60,7 +59,7 @@ FEW_SAMPLES, MANY_SAMPLES = 0.45, 1.1
 
 
 def bill_of(plan: Plan | None, events: Iterable[Event], training: Training) -> TrainingBill | None:
-    """Return the bill of a training that ended; None where it has not, or the plan is too old.
+    """Return the bill of a training that ended; None where it has not.
 
     A training that changed its batch is compared with the plan's choice: that was the promise.
     """
@@ -79,8 +78,6 @@ def bill_sentences(
     With `parts` each part that was off as well, which `bill_table` has, too.
     """
     whole, cost = bill.whole, bill.cost
-    if whole.actual is None:
-        return
     took = f"{name} took {format_duration(whole.actual)} in all {SOURCES[bill.source]}"
     yield f"{took}, {_judged(whole, _promised_times(whole))}."
     paid = f"It cost {format_money(cost.actual, bill.currency)}"

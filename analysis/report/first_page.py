@@ -77,7 +77,7 @@ def first_page(run: RunContents) -> FirstPage:
         price = without_price(run.plan, run.cluster) if run.cluster else []
         took = list(_took(run))
         bills = [bill_of(run.plan, run.events, one) for one in run.trainings]
-        is_billed = any(bill and bill.whole.actual is not None for bill in bills)
+        is_billed = any(bills)
         if is_billed:
             took += price
         else:
@@ -148,19 +148,18 @@ def _decision(run: RunContents, plan: Plan) -> str:
 
 def _expected(plan: Plan) -> str:
     chosen = plan.chosen
-    time = predicted(chosen, chosen.expected_quantity)
+    time = predicted(chosen, "wall_time_s")
     cost = predicted(chosen, "cost")
     memory = format_bytes(chosen.peak_memory_bytes)
     if plan.memory_limit_bytes:
         memory += f" of {format_bytes(plan.memory_limit_bytes)}"
-    # the next sentence has the parts
-    contents = "the steps alone" if chosen.wall_time_s is None else "from start to end"
     energy = ""
     if chosen.energy_kwh is not None:
         energy = f", {format_number(chosen.energy_kwh, 2)} kWh"
+    # the next sentence has the parts
     return (
         f"About {duration_within(*time)} and {money_within(*cost, chosen.currency)}{energy} for "
-        f"{plural(plan.epochs, 'epoch')}, {contents}; {memory} of memory per worker."
+        f"{plural(plan.epochs, 'epoch')}, from start to end; {memory} of memory per worker."
     )
 
 
@@ -278,7 +277,7 @@ def _how_sure(run: RunContents, plan: Plan, *, is_billed: bool) -> Iterator[str]
     chosen = plan.chosen
     for training in run.trainings:
         yield from steps_off(plan, run.events, training, _name(run, training.label))
-    time = predicted(chosen, chosen.expected_quantity)
+    time = predicted(chosen, "wall_time_s")
     cost = predicted(chosen, "cost")
     # the bill tells what was predicted
     if time.low < time.high and not is_billed:
@@ -316,8 +315,8 @@ def _half_the_batch(plan: Plan) -> Iterator[str]:
     half = [
         c for c in plan.candidates if c.feasible and 2 * c.global_batch == plan.chosen.global_batch
     ]
-    best = min(half, key=lambda c: (c.expected_time_s, c.cost), default=None)
-    if best is not None and best.expected_time_s > plan.chosen.expected_time_s:
+    best = min(half, key=lambda c: (c.wall_time_s, c.cost), default=None)
+    if best is not None and best.wall_time_s > plan.chosen.wall_time_s:
         yield (
             f"Half the batch takes longer for as many epochs: {name_of(best)} is "
             f"{against(best, plan.chosen)}."

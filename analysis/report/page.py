@@ -170,7 +170,7 @@ def _summary(contents: RunContents) -> list[SummaryRow]:
 def _bills(contents: RunContents) -> Iterator[tuple[str, TextTable]]:
     for training in contents.trainings:
         bill = bill_of(contents.plan, contents.events, training)
-        if bill is not None and bill.whole.actual is not None:
+        if bill is not None:
             label = "" if len(contents.trainings) == 1 else f" (training {training.label})"
             yield f"Predicted and actual{label}", bill_table(bill)
 

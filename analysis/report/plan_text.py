@@ -111,7 +111,7 @@ def why_not_better(plan: Plan) -> list[str]:
     better = [c for c in plan.candidates if c.feasible and beats(c, chosen)]
     if not better:
         return []
-    best = min(better, key=lambda c: (c.expected_time_s, c.cost))
+    best = min(better, key=lambda c: (c.wall_time_s, c.cost))
     why = "the plan takes the smallest batch within 10 % of the least time, on the fewest nodes"
     if plan.knee and plan.knee.global_batch:
         further = "further " if chosen.global_batch > plan.knee.global_batch else ""
@@ -140,20 +140,18 @@ def unmeasured(plan: Plan) -> list[str]:
 
 def beats(candidate: Candidate, chosen: Candidate) -> bool:
     """Tell whether a candidate is faster and no dearer."""
-    return candidate.expected_time_s < chosen.expected_time_s and candidate.cost <= chosen.cost
+    return candidate.wall_time_s < chosen.wall_time_s and candidate.cost <= chosen.cost
 
 
 def expectation(plan: Plan) -> str:
     """Say how long the training should take, and what it should cost."""
     chosen = plan.chosen
-    interval = predicted(chosen, chosen.expected_quantity)
+    interval = predicted(chosen, "wall_time_s")
     time, low, high = (duration_within(s, interval.low, interval.high) for s in interval)
     between = f" (between {low} and {high} with 90 % probability)" if low != high else ""
     cost = money_within(*predicted(chosen, "cost"), chosen.currency)
-    text = f"Training should take {time}{between} and cost {cost}"
-    if chosen.wall_time_s is not None:
-        steps = format_duration(chosen.train_time_s)
-        text += f"; its steps alone take {steps}"
+    steps = format_duration(chosen.train_time_s)
+    text = f"Training should take {time}{between} and cost {cost}; its steps alone take {steps}"
     every_s = 60.0 * (chosen.checkpoint_minutes or math.inf)
     # of steps, as the interval is
     if every_s < chosen.train_time_s:
@@ -226,16 +224,16 @@ class Alternative(NamedTuple):
 
 def _to_progress(candidate: Candidate) -> str:
     needs = _to_same_progress(candidate)
-    if needs.expected_time_s >= FOREVER_S:
+    if needs.wall_time_s >= FOREVER_S:
         return "more time than train_minutes leaves"
     cost = format_money(needs.cost, candidate.currency)
-    return f"about {format_duration(needs.expected_time_s)} and {cost}"
+    return f"about {format_duration(needs.wall_time_s)} and {cost}"
 
 
 def _to_same_progress(candidate: Candidate) -> Candidate:
     """Return it with times and cost to the progress of all epochs at training.base_batch."""
     progress_s = candidate.progress_time_s or 0.0
-    more = progress_s / candidate.expected_time_s
+    more = progress_s / candidate.wall_time_s
     ends = {name: (more * low, more * high) for name, (low, high) in candidate.interval_90.items()}
     times = {"train_time_s": more * candidate.train_time_s, "wall_time_s": progress_s}
     changes = {**times, "cost": more * candidate.cost, "interval_90": ends}
@@ -247,8 +245,8 @@ def alternatives(plan: Plan) -> list[Alternative]:
     chosen = plan.chosen
     # the chosen one wins ties
     feasible = [chosen, *(candidate for candidate in plan.candidates if candidate.feasible)]
-    fastest = min(feasible, key=lambda c: (c.expected_time_s, c.cost))
-    cheapest = min(feasible, key=lambda c: (c.cost, c.expected_time_s))
+    fastest = min(feasible, key=lambda c: (c.wall_time_s, c.cost))
+    cheapest = min(feasible, key=lambda c: (c.cost, c.wall_time_s))
     named = [(NEXT_BEST, candidate) for candidate in plan.runners_up[:1]]
     named += [(FASTEST, fastest), (CHEAPEST, cheapest)]
     named += [(FEWER if c.nodes < chosen.nodes else MORE, c) for c in plan.other_nodes]
@@ -291,7 +289,7 @@ def not_told_apart(plan: Plan) -> list[str]:
     chosen = plan.chosen
     other = plan.runners_up[0]
     takes = "takes less time"
-    name = chosen.expected_quantity
+    name = "wall_time_s"
     compared = against(other, chosen)
     if plan.objective == "cost":
         takes = "costs less"
@@ -308,7 +306,7 @@ def not_told_apart(plan: Plan) -> list[str]:
             return []
     # nothing speaks for one that is also dearer
     choose = "; choose by what matters more to you"
-    if other.expected_time_s >= chosen.expected_time_s and other.cost >= chosen.cost:
+    if other.wall_time_s >= chosen.wall_time_s and other.cost >= chosen.cost:
         choose = ""
     return [
         f"The next best, {name_of(other)}, is predicted to be {compared}. The "
@@ -322,14 +320,14 @@ def _by_steps(candidate: Candidate) -> tuple[float, float]:
     When jobs start and end is as uncertain, but alike for all candidates.
     """
     train_s = candidate.train_time_s
-    share = train_s / candidate.expected_time_s
+    share = train_s / candidate.wall_time_s
     low_s, high_s = candidate.interval_90.get("train_time_s", (math.inf, -math.inf))
     return 1.0 + share * (low_s / train_s - 1.0), 1.0 + share * (high_s / train_s - 1.0)
 
 
 def against(candidate: Candidate, chosen: Candidate) -> str:
     """Compare with the chosen one, for example "12 % slower, 3 % cheaper"."""
-    time = _compared(candidate.expected_time_s, chosen.expected_time_s, "slower", "faster")
+    time = _compared(candidate.wall_time_s, chosen.wall_time_s, "slower", "faster")
     return f"{time}, {_compared(candidate.cost, chosen.cost, 'dearer', 'cheaper')}"
 
 
@@ -383,7 +381,7 @@ def critical_batch_sentences(plan: Plan) -> list[str]:
 def progress_sentences(plan: Plan) -> list[str]:
     """Say what the chosen batch costs in learning; empty where that is little, or not known."""
     chosen = plan.chosen
-    factor = (chosen.progress_time_s or 0.0) / chosen.expected_time_s
+    factor = (chosen.progress_time_s or 0.0) / chosen.wall_time_s
     if factor < NOTABLE_FACTOR:
         return []
     return [
@@ -401,7 +399,7 @@ def _epochs_to_progress(plan: Plan) -> str:
     longer_s = (chosen.progress_time_s or 0.0) - once_s
     if not parts or longer_s + once_s >= FOREVER_S:
         return ""
-    epochs = round(plan.epochs * longer_s / (chosen.expected_time_s - once_s))
+    epochs = round(plan.epochs * longer_s / (chosen.wall_time_s - once_s))
     return f"{epochs:,} epochs, " if epochs > plan.epochs else ""
 
 
@@ -451,7 +449,7 @@ def _columns(plan: Plan, shown: Sequence[Candidate]) -> list[TextColumn]:
         numbers("step", lambda c: format_duration(c.step_time_s), spare=3),
         numbers("epoch", lambda c: format_duration(c.epoch_time_s), spare=1),
         # the time that the cost beside it is for, not that of the steps alone
-        numbers("whole time", lambda c: format_duration(c.expected_time_s)),
+        numbers("whole time", lambda c: format_duration(c.wall_time_s)),
         numbers("cost", lambda c: format_money(c.finite_cost, c.currency)),
         numbers("memory", lambda c: format_bytes(c.peak_memory_bytes), spare=2),
     ]

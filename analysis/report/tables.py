@@ -150,7 +150,7 @@ def _times_and_cost(item: Candidate, cost: float | None) -> tuple[str, str, str]
     """
     if item.train_time_s <= 0:
         return UNKNOWN, UNKNOWN, UNKNOWN
-    times = format_duration(item.train_time_s), format_duration(item.expected_time_s)
+    times = format_duration(item.train_time_s), format_duration(item.wall_time_s)
     return *times, format_money(cost, item.currency)
 
 
@@ -271,7 +271,7 @@ def what_if_table(rows: Sequence[WhatIf]) -> TextTable:
         where = f" on {item.partition}" if item.partition else ""
         choice = f"N = {item.nodes}, B = {item.global_batch:,}{where}"
         # beside each other, rounded by their intervals, values that are 2 % apart could seem far
-        time = format_duration(item.expected_time_s)
+        time = format_duration(item.wall_time_s)
         cells.append((row.change, choice, time, format_money(item.cost, item.currency)))
     return TextTable(WHAT_IF_COLUMNS, cells)
 
@@ -283,7 +283,7 @@ def not_possible(rows: Sequence[WhatIf]) -> list[str]:
         if row.chosen is None:
             nearest = ""
             if row.nearest is not None:
-                time = format_duration(row.nearest.expected_time_s)
+                time = format_duration(row.nearest.wall_time_s)
                 nearest = f"; {name_of(row.nearest)} comes nearest, with {time}"
             found.append(f"Not possible: {row.change}{nearest}.")
     return found

@@ -72,7 +72,7 @@ def with_confirmation(
     doubts: list[Doubt] = []
     # a warning names what the search has yet to measure
     if not plan.chosen.measured and not pending:
-        share = profile_share(usable, plan.chosen.step_time_s, plan.chosen.expected_time_s)
+        share = profile_share(usable, plan.chosen.step_time_s, plan.chosen.wall_time_s)
         if share > PROFILE_SHARE:
             too_dear = share
         else:

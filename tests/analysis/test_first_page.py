@@ -57,7 +57,7 @@ def test_what_would_change_the_choice_is_said_or_that_nothing_would(plan: Plan, 
     assert next_best == "The next best is N=1 b=256 (B=256): 20 % slower, 40 % cheaper."
     assert fastest.endswith(", compared above; tula plan RUN --objective time --write chooses it."), "beside the reason"
     assert cheapest.endswith(" cheaper; tula plan RUN --objective cost --write chooses it.")
-    worse = {"local_batch": 8, "wall_time_s": 2 * plan.chosen.expected_time_s, "cost": 2 * plan.chosen.cost}
+    worse = {"local_batch": 8, "wall_time_s": 2 * plan.chosen.wall_time_s, "cost": 2 * plan.chosen.cost}
     other = plan.chosen.model_copy(update=worse)
     assert would(other_nodes=[other.model_copy(update={"nodes": 9})])[-1].startswith(
         "The best on more nodes is N=9 b=8 "
@@ -87,7 +87,7 @@ def test_why_not_half_the_batch_is_said_where_it_is_slower(plan: Plan, tmp_path:
     contents = read_run(run)
     half = next(c for c in plan.candidates if 2 * c.global_batch == plan.chosen.global_batch)
     for ratio, is_said in ((1.5, True), (0.9, False)):
-        other = half.model_copy(update={"wall_time_s": ratio * plan.chosen.expected_time_s})
+        other = half.model_copy(update={"wall_time_s": ratio * plan.chosen.wall_time_s})
         compared = plan.model_copy(update={"candidates": [plan.chosen, other]})
         reasons = next(s for s in first_page(contents._replace(plan=compared)).sections if s.heading == "Why this one")
         said = f"Half the batch takes longer for as many epochs: {name_of(other)} is 50 % slower, "

@@ -71,7 +71,8 @@ def part_of(rows: list[Measurement], spec: SweepSpec, where: ClusterSpec = ROOMY
 def chosen(nodes: int, global_batch: int, workers_per_node: int = 1) -> Candidate:
     local = global_batch // (nodes * workers_per_node)
     where = {"nodes": nodes, "workers_per_node": workers_per_node, "local_batch": local, "global_batch": global_batch}
-    numbers = dict.fromkeys(("step_time_s", "epoch_time_s", "train_time_s", "cost", "peak_memory_bytes"), 1)
+    times = ("step_time_s", "model_step_time_s", "epoch_time_s", "train_time_s", "wall_time_s")
+    numbers = dict.fromkeys((*times, "cost", "peak_memory_bytes"), 1)
     return Candidate.model_validate(where | numbers)
 
 

@@ -34,7 +34,7 @@ def with_objective(**changes: Any) -> SweepSpec:
 def alike(one: Candidate | None, other: Candidate) -> None:
     assert one is not None
     assert one.configuration == other.configuration
-    assert one.expected_time_s == pytest.approx(other.expected_time_s)
+    assert one.wall_time_s == pytest.approx(other.wall_time_s)
     assert one.cost == pytest.approx(other.cost)
 
 
@@ -56,7 +56,7 @@ def test_on_other_nodes_the_knee_is_the_plans(found: dict[str, WhatIf]) -> None:
     assert {words for words in found if words.startswith("on ")} == {f"on {plural(n, 'node')}" for n in others}
     for nodes in others:
         allowed = [c for c in plan.candidates if c.feasible and c.nodes == nodes and c.global_batch <= most]
-        alike(found[f"on {plural(nodes, 'node')}"].chosen, min(allowed, key=lambda c: c.expected_time_s))
+        alike(found[f"on {plural(nodes, 'node')}"].chosen, min(allowed, key=lambda c: c.wall_time_s))
 
 
 def test_another_price_is_paid(found: dict[str, WhatIf]) -> None:
@@ -75,10 +75,10 @@ def test_a_deadline_is_kept_or_said_to_be_impossible(found: dict[str, WhatIf]) -
     for share, row in zip((0.75, 0.5), deadlines, strict=False):
         assert row.chosen is not None or row is deadlines[-1], "a shorter one is not kept, either"
         if row.chosen is not None:
-            assert row.chosen.expected_time_s <= share * planned.expected_time_s
+            assert row.chosen.wall_time_s <= share * planned.wall_time_s
         else:
             assert row.nearest is not None
-            assert row.nearest.expected_time_s > share * planned.expected_time_s
+            assert row.nearest.wall_time_s > share * planned.wall_time_s
 
 
 def test_a_plan_of_other_measurements_is_asked_nothing() -> None:
@@ -129,7 +129,7 @@ def test_where_no_change_leads_to_another_choice_a_sentence_says_so(found: dict[
     planned = found["as planned"].chosen
     rows = [WhatIf("as planned", planned), WhatIf("on 1 node", planned), WhatIf("a deadline", None, planned)]
     assert planned is not None
-    nearest = f"{planned.configuration} comes nearest, with {format_duration(planned.expected_time_s)}"
+    nearest = f"{planned.configuration} comes nearest, with {format_duration(planned.wall_time_s)}"
     impossible = f"Not possible: a deadline; {nearest}."
     assert nothing_changes(rows) == f"None of these changes the choice: on 1 node. {impossible}"
     assert nothing_changes(rows[::2]) == impossible

@@ -216,7 +216,7 @@ def _trainings(full: Searched) -> dict[Configuration, float]:
     """Seconds of a whole training at each configuration, its steps as measured."""
     epochs = measured_epochs(full.measured, full.measured[0].dataset_samples)
     plan = make_plan(full.sweep, full.cluster, full.measured)
-    beside = {c.configuration: (c.wall_time_s or 0.0) - c.train_time_s for c in plan.candidates}
+    beside = {c.configuration: c.wall_time_s - c.train_time_s for c in plan.candidates}
     return {c: beside[c] + full.sweep.workload.epochs * seconds for c, seconds in epochs.items()}
 
 

@@ -290,7 +290,7 @@ def _price_s(plan: Plan, partition: str) -> float:
     """Return the plan's price of a node and second there; of the chosen partition if unknown."""
     there = [plan.chosen, *(item for item in plan.candidates if item.finite_cost)]
     priced = next((item for item in there if item.partition == partition), plan.chosen)
-    node_seconds = priced.nodes * priced.expected_time_s
+    node_seconds = priced.nodes * priced.wall_time_s
     return priced.cost / node_seconds if node_seconds else 0.0
 
 
@@ -434,7 +434,7 @@ def _say_what_it_takes(sweep: Sweep, plan: Plan) -> None:
         print(f"planned: {why[0]} A model predicts it.")
     measured = sweep.run.measurements().records
     spent = profiling_cost(measured, sweep.run.job_notes(), sweep.cluster).node_seconds
-    takes = chosen.nodes * chosen.expected_time_s
+    takes = chosen.nodes * chosen.wall_time_s
     if spent > takes:
         print(
             f"planned: profiling took {format_number(spent, 3)} node-seconds, more than this "

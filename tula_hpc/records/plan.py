@@ -40,11 +40,8 @@ class Candidate(Record):
     epoch_time_s: float
     # steps alone
     train_time_s: float
-    wall_time_s: float | None = (
-        # expected, with starts, checkpoints and what restarts repeat; not the queue. This is paid
-        # for
-        None
-    )
+    # expected, with starts, checkpoints and what restarts repeat; not the queue. This is paid for
+    wall_time_s: float
     # expected, to the progress of as many epochs with `training.base_batch`: a larger batch needs
     # more samples; None: the gradient's noise was not measured
     progress_time_s: float | None = None
@@ -59,7 +56,7 @@ class Candidate(Record):
     # of wall_time_s: steps, evaluation, checkpoints, starts and ends of jobs, repeated (what restarts
     # do again)
     wall_parts_s: dict[str, float] = Field(default={})
-    # of each of them, seconds; empty in older plans
+    # of each of them, seconds
     part_intervals_90: dict[str, tuple[float, float]] = Field(default={})
     peak_memory_bytes: int
     interval_90: dict[str, tuple[float, float]] = Field(default={})
@@ -81,19 +78,9 @@ class Candidate(Record):
         return f" in {self.accumulation} parts" if self.accumulation > 1 else ""
 
     @property
-    def expected_time_s(self) -> float:
-        """Return the expected wall time, or the time of the steps in plans without it."""
-        return self.train_time_s if self.wall_time_s is None else self.wall_time_s
-
-    @property
     def finite_cost(self) -> float | None:
         """Return the cost; None where the training would never end."""
-        return None if self.expected_time_s >= FOREVER_S else self.cost
-
-    @property
-    def expected_quantity(self) -> str:
-        """Return the name of the field, also in `interval_90`, that `expected_time_s` is."""
-        return "train_time_s" if self.wall_time_s is None else "wall_time_s"
+        return None if self.wall_time_s >= FOREVER_S else self.cost
 
 
 class Knee(Record):
@@ -185,7 +172,7 @@ class Plan(Record):
     def pareto(self) -> list[Candidate]:
         """Return the Pareto front of expected wall time and cost, fastest first."""
         front = (candidate for candidate in self.candidates if candidate.pareto)
-        return sorted(front, key=lambda candidate: (candidate.expected_time_s, candidate.cost))
+        return sorted(front, key=lambda candidate: (candidate.wall_time_s, candidate.cost))
 
     @property
     def doubts(self) -> list[Doubt]:

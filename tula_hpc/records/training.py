@@ -41,12 +41,13 @@ class TrainResult(Record):
     # of a study: on a fixed choice of training samples, not augmented
     train_accuracy: float | None = None
     train_top5_accuracy: float | None = None
-    # beside train_time_s, over all runs as far as checkpoints remember them; None in results of
-    # earlier versions. From the start of a job to that of its training loop
-    starts_s: float | None = None
+    # beside train_time_s, over all runs as far as checkpoints remember them: from the start of a job
+    # to that of its training loop
+    starts_s: float
+    # None: of a script
     evaluation_s: float | None = None
     # for which steps stood still while a checkpoint was copied, or waited for
-    saving_s: float | None = None
+    saving_s: float
     # of a script's other optimizers after the last step, as in further trainings
     further_steps: int = 0
 

@@ -85,8 +85,8 @@ class PlanStatus(Record):
     cost: float
     currency: str
     reason: str
-    # what the cost is for; None in plans that do not have it
-    wall_time_s: float | None = None
+    # what the cost is for
+    wall_time_s: float
     # ends of 90 % intervals, by field
     interval_90: dict[str, tuple[float, float]] = Field(default={})
 

@@ -194,10 +194,9 @@ def _plan(plan: PlanStatus) -> str:
     where = f" on {plan.partition}" if plan.partition else ""
     chosen = Configuration(plan.nodes, plan.workers_per_node, plan.local_batch)
     parts = f" in {plan.accumulation} parts" if plan.accumulation > 1 else ""
-    whole = "train_time_s" if plan.wall_time_s is None else "wall_time_s"
     return (
         f"{chosen}{parts}{where}: predicted {format_duration(plan.epoch_time_s)} an epoch, "
-        f"{duration_within(*plan.with_interval(whole))} and "
+        f"{duration_within(*plan.with_interval('wall_time_s'))} and "
         f"{money_within(*plan.with_interval('cost'), plan.currency)} in all"
     )
 

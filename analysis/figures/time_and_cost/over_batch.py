@@ -172,7 +172,7 @@ def _curves(run: RunContents, measured: list[Point], field: str) -> Curves:
     line = []
     for item in run.plan.candidates:
         # an epoch of less than one full batch takes no time
-        if item.train_time_s > 0 and (item.wall_time_s or 0) < FOREVER_S:
+        if item.train_time_s > 0 and item.wall_time_s < FOREVER_S:
             line.append(Point(item.configuration, predicted(item, field), item.feasible))
     return Curves(measured, line, run.plan.chosen, run.out_of_memory)
 
@@ -407,10 +407,10 @@ def _cost_title(plan: Plan) -> str:
 
 def _compare_times(item: Candidate, chosen: Candidate) -> str:
     # rounded by their intervals, times that are 2 % apart could seem far
-    time, other = (format_duration(each.expected_time_s) for each in (item, chosen))
+    time, other = (format_duration(each.wall_time_s) for each in (item, chosen))
     if time == other:
         return "and be as fast"
-    verb = "but" if item.expected_time_s > chosen.expected_time_s else "and"
+    verb = "but" if item.wall_time_s > chosen.wall_time_s else "and"
     return f"{verb} take {time} instead of {other}"
 
 

@@ -36,13 +36,13 @@ def draw_pareto(run: RunContents) -> Drawing | Missing:
     drawn = _near_the_front(plan)
     marks: dict[tuple[str, int], list[Candidate]] = {}
     costs, times = [], []
-    front = [(item.cost, item.expected_time_s) for item in plan.pareto]
+    front = [(item.cost, item.wall_time_s) for item in plan.pareto]
     lines = [front]
     for item in drawn:
         marks.setdefault((item.partition, item.nodes), []).append(item)
         costs.append(item.cost)
-        times.append(item.expected_time_s)
-        lines.append([(item.cost, item.expected_time_s)])
+        times.append(item.wall_time_s)
+        lines.append([(item.cost, item.wall_time_s)])
     with style.styled():
         figure, (axes,) = style.new_figure(title, 3.7)
         style.value_axis(axes, times, label="expected time of the training", durations=True)
@@ -53,7 +53,7 @@ def draw_pareto(run: RunContents) -> Drawing | Missing:
         text = f"chosen: N = {chosen.nodes}, B = {chosen.global_batch:,}"
         if chosen.partition:
             text += f"\non {chosen.partition}"
-        here = (chosen.cost, chosen.expected_time_s)
+        here = (chosen.cost, chosen.wall_time_s)
         labels.mark_chosen(axes, here, text, lines=lines, taken=labels.label_ends(axes, []))
         keys = _front_keys(run, plan, drawn)
         style.legend(axes, keys)
@@ -63,12 +63,12 @@ def draw_pareto(run: RunContents) -> Drawing | Missing:
 
 def _near_the_front(plan: Plan) -> list[Candidate]:
     """Return the candidates to draw; one far from the front would press all else into a corner."""
-    slowest = TALLEST * plan.pareto[-1].expected_time_s
+    slowest = TALLEST * plan.pareto[-1].wall_time_s
     # a front that is free bounds nothing
     dearest = TALLEST * max(item.cost for item in plan.pareto) or math.inf
     near = []
     for item in plan.candidates:
-        if 0 <= item.cost <= dearest and 0 < item.expected_time_s <= slowest:
+        if 0 <= item.cost <= dearest and 0 < item.wall_time_s <= slowest:
             near.append(item)
     return near
 
@@ -90,7 +90,7 @@ def _look(run: RunContents, plan: Plan, item: Candidate) -> style.SizeStyle:
 
 def _draw_alike(axes: Axes, items: list[Candidate], look: style.SizeStyle) -> None:
     for feasible in (True, False):
-        mine = [(item.cost, item.expected_time_s) for item in items if item.feasible == feasible]
+        mine = [(item.cost, item.wall_time_s) for item in items if item.feasible == feasible]
         costs, times = np.array(mine).reshape(-1, 2).T
         (marks,) = axes.plot(costs, times, look.marker, color=look.colour, markersize=5.5, zorder=3)
         marks.set_alpha(1.0)
@@ -130,8 +130,8 @@ def _title(plan: Plan) -> str:
     currency = plan.chosen.currency
     least_cost = format_money(cheapest.cost, currency)
     most_cost = format_money(fastest.cost, currency)
-    least_time = duration_within(*predicted(fastest, fastest.expected_quantity))
-    most_time = duration_within(*predicted(cheapest, cheapest.expected_quantity))
+    least_time = duration_within(*predicted(fastest, "wall_time_s"))
+    most_time = duration_within(*predicted(cheapest, "wall_time_s"))
     if most_time == least_time:
         return (
             f"The cheapest of the front costs {least_cost} and takes about as long as the fastest: "
@@ -159,12 +159,12 @@ def _caption(plan: Plan) -> str:
     )
     if chosen.pareto:
         return f"{text}on it."
-    better = min(plan.pareto, key=lambda item: (item.cost > chosen.cost, item.expected_time_s))
-    sooner = format_percent(1.0 - better.expected_time_s / chosen.expected_time_s)
+    better = min(plan.pareto, key=lambda item: (item.cost > chosen.cost, item.wall_time_s))
+    sooner = format_percent(1.0 - better.wall_time_s / chosen.wall_time_s)
     return f"{text}not: {_where(better)} would take {sooner} less time for no more money."
 
 
 def _row(plan: Plan, item: Candidate) -> tuple[Cell, ...]:
     where = (item.partition, *item.configuration, item.global_batch)
-    costs = (item.expected_time_s, item.cost, item.currency)
+    costs = (item.wall_time_s, item.cost, item.currency)
     return (*where, *costs, item.feasible, item.pareto, item == plan.chosen)

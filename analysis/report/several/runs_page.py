@@ -235,7 +235,7 @@ def _measured_epoch(run: NamedRun) -> str:
 def _bill(run: NamedRun) -> TrainingBill | None:
     contents = run.contents
     found = (bill_of(contents.plan, contents.events, each) for each in contents.trainings)
-    return next((bill for bill in found if bill and bill.whole.actual is not None), None)
+    return next((bill for bill in found if bill), None)
 
 
 def _actual_time(run: NamedRun) -> str:

@@ -201,7 +201,6 @@ def test_lines_without_a_time_change_nothing() -> None:
 
 def test_the_parts_of_the_expected_time_add_up_to_it() -> None:
     for candidate in planned().candidates:
-        assert candidate.wall_time_s is not None
         assert sum(candidate.wall_parts_s.values()) == pytest.approx(candidate.wall_time_s)
         assert candidate.wall_parts_s["steps"] == candidate.train_time_s
         evaluations = 5 * predicted(candidate.nodes, candidate.local_batch)
@@ -236,8 +235,6 @@ def test_where_nobody_saw_it_the_plan_says_so_until_the_training_has() -> None:
 
 def test_longer_evaluation_is_paid_for() -> None:
     plain, slow = planned().chosen, planned([epoch(1000.0)]).chosen
-    assert plain.wall_time_s is not None
-    assert slow.wall_time_s is not None
     more = slow.wall_parts_s["evaluation"] - plain.wall_parts_s["evaluation"]
     assert more > 1000.0
     assert slow.train_time_s == plain.train_time_s

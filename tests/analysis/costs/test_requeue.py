@@ -43,6 +43,7 @@ def test_a_limit_that_leaves_no_time_for_work_is_never_met() -> None:
 def result(wall_time_s: float, nodes: int = 2) -> TrainResult:
     numbers = dict.fromkeys(("epochs", "steps", "samples_seen", "workers_per_node", "local_batch", "global_batch"), 1)
     shares = dict.fromkeys(("final_loss", "test_accuracy", "test_top5_accuracy", "train_time_s"), 0.0)
+    shares |= {"starts_s": 0.0, "saving_s": 0.0}
     known = {"label": "main", "method": "ags", "nodes": nodes, "wall_time_s": wall_time_s, "restarts": 0}
     return TrainResult.model_validate(known | numbers | shares)
 

@@ -178,18 +178,7 @@ def test_notes_that_were_lost_leave_the_results_own_time() -> None:
     assert bill.whole.actual == pytest.approx(127.0 + 9.0 * (1 + END_SHARE))
 
 
-def test_a_result_of_old_has_no_bill_but_its_parts() -> None:
-    old = result(**dict.fromkeys(("starts_s", "evaluation_s", "saving_s")))
-    line = dict.fromkeys(EpochMetrics.model_fields, 1) | {"kind": "epoch", "evaluation_time_s": 11.0}
-    epochs = [EpochMetrics.model_validate(line)] * 2
-    bill = training_bill(promised(), old, [], (), epochs)
-    assert bill is not None
-    assert (bill.source, bill.whole.actual, bill.cost.actual) == (Source.UNKNOWN, None, None)
-    assert bill.parts[TimePart.EVALUATION].actual == 22.0
-    assert list(bill_sentences(bill)) == []
-
-
-@pytest.mark.parametrize("whole_s", [None, 0.0, 1e12])
+@pytest.mark.parametrize("whole_s", [0.0, 1e12])
 def test_a_plan_without_a_whole_promises_none(whole_s: float | None) -> None:
     assert training_bill(promised(wall_time_s=whole_s), result(), [], accounted(1.0)) is None
 

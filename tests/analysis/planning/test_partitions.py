@@ -107,7 +107,7 @@ def test_candidates_of_all_parts_compete_at_their_own_speed_and_price() -> None:
         if partition == FAST:
             assert candidate.step_time_s == pytest.approx(0.25 * by_key[SLOW, key].step_time_s, rel=0.25)
         price = {SLOW: 1.0, FAST: 10.0}[partition]
-        assert candidate.cost == pytest.approx((candidate.wall_time_s or 0) / 3600 * candidate.nodes * price)
+        assert candidate.cost == pytest.approx(candidate.wall_time_s / 3600 * candidate.nodes * price)
     assert set(plan.models["partitions"]) == {SLOW, FAST}
     assert f"on {FAST}" in plan.reason
 

@@ -144,7 +144,6 @@ def test_a_limit_below_the_knee_leaves_the_allowed_choice_nearest_to_it() -> Non
     """A limit that the choice keeps does not move it, and one that rules it out is said to."""
     rows = everything(0.0)
     free = make_plan(constrained("knee"), CLUSTER, rows)
-    assert free.chosen.wall_time_s is not None
     most = free.chosen.global_batch
     for factor in (1.01, 1.5, 2.0, 3.0):
         late = constrained("knee", deadline_hours=factor * free.chosen.wall_time_s / 3600, max_global_batch=most)
