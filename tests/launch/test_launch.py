@@ -96,7 +96,7 @@ def test_a_job_whose_shell_alone_is_killed_is_not_over_until_the_rest_is(tmp_pat
         time.sleep(0.05)
     os.kill(int(job.job_id), sent)
     os.waitpid(int(job.job_id), 0)
-    assert local.active([job])
+    assert local.executor.states([job])
     for process in processes_of(job):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
@@ -117,16 +117,16 @@ def test_the_command_that_cancels_local_jobs_hits_them_and_nobody_else(tmp_path:
         time.sleep(0.05)
     try:
         # dash and bash understand other forms of it
-        subprocess.run(["sh", "-c", local.cancel_command([job])], check=True)
+        subprocess.run(["sh", "-c", local.executor.cancel_command([job])], check=True)
         (end,) = local.wait([job])
         assert end.failure is Failure.KILLED
-        assert local.active([other])
+        assert local.executor.states([other])
         assert reader.poll() is None
     finally:
         reader.kill()
         reader.wait()
-        local.cancel([other])
-    assert not local.active([job])
+        local.executor.cancel([other])
+    assert not local.executor.states([job])
 
 
 def test_a_process_that_has_the_number_of_a_job_is_not_that_job(tmp_path: Path) -> None:

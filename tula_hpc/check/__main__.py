@@ -269,9 +269,9 @@ class _Check:
         if self.job is None:
             return
         with contextlib.suppress(LaunchError):
-            self.launcher.cancel([self.job])
+            self.launcher.executor.cancel([self.job])
             ends = time.monotonic() + CANCEL_S
-            while self.launcher.active([self.job], CANCEL_S) and time.monotonic() < ends:
+            while self.launcher.executor.states([self.job], CANCEL_S) and time.monotonic() < ends:
                 time.sleep(POLL_S / 2)
 
     @property
@@ -319,7 +319,7 @@ class _Watch:
         ends = time.monotonic() + wait_s
         gone = 0
         while gone < self.launcher.executor.limits.gone_polls:
-            state = self.launcher.active([self.job]).get(self.job.job_id)
+            state = self.launcher.executor.states([self.job]).get(self.job.job_id)
             self.reports = self.task.reports()
             if self.is_complete:
                 return []
@@ -360,7 +360,7 @@ class _Watch:
     def _ended_early(self) -> Verdict:
         from tula_hpc.check.site_verdicts import Topic, failed
 
-        self.launcher.cancel([self.job])
+        self.launcher.executor.cancel([self.job])
         (end,) = self.launcher.wait([self.job])
         last = end.log_tail.strip().rpartition("\n")[2]
         found = f"ended early ({end.failure.value.replace('_', ' ')})"

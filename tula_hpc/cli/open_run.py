@@ -153,7 +153,8 @@ def _jobs_left(run: RunDirectory) -> list[Submitted]:
     if not jobs:
         return []
     try:
-        active = Launcher(load_cluster(run.cluster_file), run, "").active(jobs, LAST_ANSWER_S)
+        launcher = Launcher(load_cluster(run.cluster_file), run, "")
+        active = launcher.executor.states(jobs, LAST_ANSWER_S)
     except (LaunchError, InputError):
         return jobs
     return [job for job in jobs if job.job_id in active]
@@ -343,7 +344,7 @@ def _to_cancel(run: RunDirectory, left: Sequence[Submitted]) -> str:
 
     # its own file may be damaged
     with contextlib.suppress(InputError):
-        return Launcher(load_cluster(run.cluster_file), run, "").cancel_command(left)
+        return Launcher(load_cluster(run.cluster_file), run, "").executor.cancel_command(left)
     return ""
 
 
@@ -405,7 +406,7 @@ def say_interrupted(sweep: Sweep, until: str = "report") -> None:
     jobs = jobs_on_record(sweep.run, "profile", "train", "control")
     states, unless = "", ", unless they are over: Slurm does not answer"
     with contextlib.suppress(LaunchError):
-        active = sweep.launcher.active(jobs, LAST_ANSWER_S)
+        active = sweep.launcher.executor.states(jobs, LAST_ANSWER_S)
         jobs, unless = [job for job in jobs if job.job_id in active], ""
         at_work = {job.job_id for job in jobs_on_record(sweep.run, "profile", "train")}
         states = describe_states({key: active[key] for key in active if key in at_work})
@@ -426,7 +427,7 @@ def say_interrupted(sweep: Sweep, until: str = "report") -> None:
         if sweep.run.history().detached():
             sys.stderr.write("no controller job is left: nothing goes on unattended\n")
     if jobs:
-        cancel = sweep.launcher.cancel_command(jobs)
+        cancel = sweep.launcher.executor.cancel_command(jobs)
         told = f" ({states})" if states else ""
         sys.stderr.write(f"jobs are left as they are{told}{unless}; to cancel them: {cancel}\n")
     else:

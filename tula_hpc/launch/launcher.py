@@ -32,7 +32,7 @@ from tula_hpc.launch.diagnosis import (
     setup_failure,
     waits,
 )
-from tula_hpc.launch.executor import Executor, Notice, Request, Submitted
+from tula_hpc.launch.executor import Notice, Request, Submitted
 from tula_hpc.launch.local_executor import LocalJobs
 from tula_hpc.launch.slurm import JobState, accounted_runs
 from tula_hpc.launch.slurm_executor import SlurmJobs
@@ -49,6 +49,7 @@ ROOM_PAUSE_S = 30.0
 ACCOUNTING_S = 8.0
 NOTICE = "submission.json"
 REFUSED = "never_submitted.json"
+Executor = LocalJobs | SlurmJobs
 EXECUTORS: Mapping[str, Callable[[ClusterSpec, Folders], Executor]] = {
     "local": LocalJobs,
     "slurm": SlurmJobs,
@@ -320,7 +321,7 @@ class Launcher:
         looked = 0
         while True:
             looked += 1
-            active = self.active(jobs)
+            active = self.executor.states(jobs)
             for job_id in missing:
                 missing[job_id] = 0 if job_id in active else missing[job_id] + 1
             over = [job for job in jobs if missing[job.job_id] >= limits.gone_polls]
@@ -334,7 +335,7 @@ class Launcher:
 
     def jobs_now(self, jobs: Sequence[Submitted]) -> JobsNow:
         """Return where these jobs stand, in words."""
-        active = self.active(jobs)
+        active = self.executor.states(jobs)
         return self._described(active) if active else JobsNow(0, "no job")
 
     def _described(self, active: Mapping[str, JobState]) -> JobsNow:
@@ -347,24 +348,6 @@ class Launcher:
             waited_s = {key: now - jobs[key].last_sign_at for key in waiting if key in jobs}
         running = len(active) - len(waiting)
         return JobsNow(running, describe_states(active, waited_s), len(waiting))
-
-    def active(
-        self, jobs: Sequence[Submitted], timeout_s: float | None = None
-    ) -> dict[str, JobState]:
-        """Return the states of those that are not over; see `Executor.states`."""
-        return self.executor.states(jobs, timeout_s)
-
-    def cancel_command(self, jobs: Sequence[Submitted]) -> str:
-        """Return the shell command that cancels these jobs."""
-        return self.executor.cancel_command(jobs)
-
-    def cancel(self, jobs: Sequence[Submitted]) -> None:
-        """Cancel these jobs, as a user would; those that are over do not matter.
-
-        Raises:
-            LaunchError: Slurm does not answer.
-        """
-        self.executor.cancel(jobs)
 
     def note_accounts(self) -> bool:
         """Write down the accounting records of all jobs so far, for those who cannot ask for them.

@@ -169,7 +169,14 @@ class SlurmJobs:
     def submit(
         self, tasks: Sequence[Callable[[], Any]], request: Request, folder: Path
     ) -> list[str]:
-        """Submit a job or an array exactly once, see `submit_once`."""
+        """Submit a job or an array exactly once, see `submit_once`; return the jobs' ids.
+
+        Raises:
+            SubmitLimitError: Fewer at a time, or later, may be accepted.
+            RefusedError: The scheduler refused for another reason.
+            LaunchError: It did not answer; whether there is a job is open.
+            OSError: A job cannot be written.
+        """
         sha256 = write_setup(folder, self.cluster)
         hashes = write_pickles(folder, tasks, request.minutes, time_outs(request))
         setup = [*run_setup(folder, sha256), know_pickles(hashes)]
@@ -184,7 +191,14 @@ class SlurmJobs:
     def states(
         self, jobs: Sequence[Submitted], timeout_s: float | None = None
     ) -> dict[str, JobState]:
-        """Return squeue's states, without the jobs that are over."""
+        """Return squeue's states, without the jobs that are over.
+
+        With `timeout_s` one answer is waited for; else a controller that does not answer for a
+        while, too.
+
+        Raises:
+            LaunchError: It has not answered.
+        """
         ids = [job.job_id for job in jobs]
         if timeout_s is not None:
             return _active(slurm.queue(ids, timeout_s))
@@ -203,7 +217,11 @@ class SlurmJobs:
         return "scancel " + " ".join(job.job_id for job in jobs)
 
     def cancel(self, jobs: Sequence[Submitted]) -> None:
-        """Cancel them."""
+        """Cancel them, as a user would; those that are over do not matter.
+
+        Raises:
+            LaunchError: Slurm does not answer.
+        """
         slurm.cancel(job.job_id for job in jobs)
 
     def parameters(self, request: Request) -> dict[str, Any]:
@@ -285,7 +303,13 @@ class SlurmJobs:
         return self._script(request, folder, python="python", setup=setup, tasks=tasks)
 
     def find_lost(self, path: Path, notice: Notice, known: Collection[str]) -> list[str]:
-        """Return the ids of the array's tasks; [] where Slurm has none of that name."""
+        """Return the ids of the array's tasks; [] where Slurm has none of that name.
+
+        Args:
+            path: Of the notice of a command that was killed as it submitted them.
+            notice: Its content.
+            known: Ids of its jobs that are on record.
+        """
         # by two clocks, where a server keeps the file
         submitted_s = max(0.0, time.time() - path.stat().st_mtime)
         # its sbatch may still be at work
