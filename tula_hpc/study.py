@@ -50,9 +50,6 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="print trainings, script, and Slurm's answer to it; submit nothing",
     )
-    parser.add_argument(
-        "--report-only", action="store_true", help="write the report again; submit nothing"
-    )
     return parser
 
 
@@ -69,10 +66,7 @@ def run(
     if spec.study is None:
         message = f"expected a [study] table; without one use {command_line('sweep')}"
         raise InputError(message, source=options.sweep)
-    # of `tula study` alone
-    report_only = getattr(options, "report_only", False)
-    if not report_only:
-        refuse_impossible(options, spec, cluster, root)
+    refuse_impossible(options, spec, cluster, root)
     if options.dry_run:
         from tula_hpc.cli.dry_run import try_dry
         from tula_hpc.records import RunDirectory
@@ -83,12 +77,6 @@ def run(
         try_dry(Sweep(spec, cluster, RunDirectory(root)))
         describe_study(spec, cluster, root).show()
         return 0
-    if report_only:
-        from tula_hpc.cli.pipeline import report_study
-        from tula_hpc.records import RunDirectory
-
-        with status_at_end(root, wanted=options.json):
-            return report_study(RunDirectory(root))
     sweep, until = open_run(spec, cluster, root), "report" if report else "train"
     with status_at_end(root, wanted=options.json):
         return work(sweep, until, detach=options.detach, here=options.take_over)
