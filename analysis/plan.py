@@ -45,6 +45,7 @@ from tula_hpc.records import (
     refuse_several,
     write_plan,
 )
+from tula_hpc.records.measurement import damaged_footprints
 from tula_hpc.records.run_directory import holder_of
 
 if TYPE_CHECKING:
@@ -177,13 +178,14 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
             message = f"--write may change [objective] alone; to train with these values: {trains_otherwise}"
             raise InputError(message, source=run.plan_file)
     read = run.measurements()
-    damage = run.damage(lines=bool(read.skipped))
+    told = run.read_events()
+    damage = [*damaged_footprints(run.root), *read.damage, *told.damage]
     if not options.write:
         damage += _damaged_plan(run)
     for words in damage:
         print(f"warning: {words}", file=sys.stderr)
     refuse_several(run, read.records)
-    trained = Trained(read_metrics(run.train().metrics_file), run.events())
+    trained = Trained(read_metrics(run.train().metrics_file), told.records)
     refuse_lost_measurements(run, read.records)
     try:
         plan = make_plan(

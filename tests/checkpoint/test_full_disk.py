@@ -107,7 +107,7 @@ def event(detail: str) -> Event:
 
 
 def details(path: Path) -> list[str]:
-    found, skipped = read_records(Event, [path])
+    found, skipped, _ = read_records(Event, [path])
     assert skipped == 0
     return [record.detail for record in found]
 
@@ -144,7 +144,7 @@ def test_half_a_line_stays_where_another_writer_went_on(tmp_path: Path, monkeypa
     monkeypatch.setattr(os, "write", fill_up)
     with pytest.raises(StorageError, match="No space left on device; make space"):
         append_record(path, event("mine"))
-    found, skipped = read_records(Event, [path])
+    found, skipped, _ = read_records(Event, [path])
     assert ([record.detail for record in found], skipped) == (["other"], 1)
 
 

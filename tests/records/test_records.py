@@ -50,7 +50,7 @@ def test_a_torn_last_line_is_skipped_counted_and_spoils_no_later_one(tmp_path: P
     with path.open("a") as file:
         file.write('{"status": "ok", "nodes": 1, "wor')  # the writer was killed here
     append_record(path, oom(16))
-    records, skipped = read_records(Measurement, [path])
+    records, skipped, _ = read_records(Measurement, [path])
     assert [record.local_batch for record in records] == [8, 16]
     assert skipped == 1
 

@@ -202,7 +202,7 @@ def test_what_is_damaged_is_told_alike_by_status_and_plan_with_what_to_do(
     assert "delete it, and" in doubt
     assert plan_command([str(run.root)]) == 0
     assert f"warning: {doubt}\n" in capsys.readouterr().err
-    assert run.damage(lines=False) == ([doubt] if name == "footprint.json" else [])
+    assert run.damage() == ([doubt] if name == "footprint.json" else [])
     if name == "plan.json":
         assert obstacle(run, run.measurements().records) == doubt, "the sweep ends with it"
 

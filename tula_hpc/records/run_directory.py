@@ -40,7 +40,6 @@ from tula_hpc.records.plan import Plan, read_plan
 from tula_hpc.records.storage import (
     ReadResult,
     append_record,
-    damaged_lines,
     note_owner,
     read_document,
     read_records,
@@ -324,16 +323,10 @@ class RunDirectory:
         """Return all events that can be read."""
         return self.read_events().records
 
-    def damage(self, *, lines: bool = True) -> list[str]:
-        """Name lines of measurements and events, and estimates of memory, that cannot be read.
-
-        To look for `lines` is to read all their files once more.
-        """
-        found = damaged_footprints(self.root)
-        if lines:
-            found += damaged_lines(Measurement, sorted(self.profile.glob("*.jsonl")))
-            found += damaged_lines(Event, [self.events_file])
-        return found
+    def damage(self) -> list[str]:
+        """Name estimates of memory, and lines of measurements and events, that cannot be read."""
+        lines = [*self.measurements().damage, *self.read_events().damage]
+        return damaged_footprints(self.root) + lines
 
     def history(self) -> RunHistory:
         """Return the history that all events make up."""

@@ -28,16 +28,21 @@ MAX_HELD_BYTES = 500_000_000
 MAX_DOCUMENT_BYTES = 64 * 1024**2
 # records
 MANY = 10_000
+# damaged lines of one file that are named one by one
+NAMED_LINES = 3
 # beyond it products overflow
 MAX_FLOAT = 1e100
 R = TypeVar("R", bound=BaseModel)
 
 
 class ReadResult(NamedTuple, Generic[R]):
-    """Readable records, and the number of lines that could not be read."""
+    """Readable records, and the lines that could not be read."""
 
     records: list[R]
+    # number of the others
     skipped: int
+    # of each file the first ones, in words
+    damage: list[str]
 
 
 def read_records(
@@ -55,13 +60,18 @@ def read_records(
         RunDirectoryError: A file is there and cannot be read, or is out of all bounds.
     """
     records: list[R] = []
+    damage: list[str] = []
     skipped, bounds = 0, Bounds()
     for path in paths:
-        for line in lines_of(path):
+        bad = 0
+        for number, line in enumerate(lines_of(path), 1):
             try:
                 record = parse(line) if parse else parse_record(kind, line)
-            except ValueError:
-                skipped += 1
+            except ValueError as error:
+                bad += 1
+                if bad <= NAMED_LINES:
+                    words = f"is damaged ({_reason(error)}), and passed over"
+                    damage.append(f"{path}, line {number}: {words}")
                 continue
             records.append(_light(record))
             bounds.check(path, len(records), len(line))
@@ -69,37 +79,19 @@ def read_records(
                 # they will stay: the collector of cycles would look through all of them again and
                 # again
                 gc.freeze()
-    return ReadResult(records, skipped)
-
-
-# lines of one file that are named one by one
-NAMED_LINES = 3
-
-
-def damaged_lines(kind: type[R], paths: Iterable[Path]) -> list[str]:
-    """Name the lines that `read_records` skips."""
-    told: list[str] = []
-    for path in paths:
-        bad = 0
-        for number, line in enumerate(lines_of(path), 1):
-            if damage := _damage_of(kind, line):
-                bad += 1
-                if bad <= NAMED_LINES:
-                    told.append(f"{path}, line {number}: is damaged ({damage}), and passed over")
+        skipped += bad
         if bad > NAMED_LINES:
-            told.append(f"{path}: so are {bad - NAMED_LINES} more lines")
-    return told
+            damage.append(f"{path}: so are {bad - NAMED_LINES} more lines")
+    return ReadResult(records, skipped, damage)
 
 
-def _damage_of(kind: type[R], line: bytes) -> str:
-    """Return the first thing that is wrong with a record's line, or ""."""
-    try:
-        parse_record(kind, line)
-    except ValidationError as error:
-        return _first_of(error)
-    except ValueError as error:
+def _reason(error: ValueError) -> str:
+    """Return the first thing that is wrong with a record."""
+    if not isinstance(error, ValidationError):
         return str(error)
-    return ""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(map(str, first["loc"][:6]))
+    return " ".join(f"{where[:200]}: {first['msg']}".removeprefix(": ").split())[:500]
 
 
 class Bounds:
@@ -242,16 +234,8 @@ def read_document(kind: type[R], path: Path) -> R:
         raise
     except OSError as error:
         raise RunDirectoryError(f"cannot be read: {in_words(error)}", source=path) from None
-    except ValidationError as error:
-        raise RunDirectoryError(f"is damaged: {_first_of(error)}; {_ANEW}", source=path) from None
     except ValueError as error:
-        raise RunDirectoryError(f"is damaged: {error}; {_ANEW}", source=path) from None
-
-
-def _first_of(error: ValidationError) -> str:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = ".".join(map(str, first["loc"][:6]))
-    return " ".join(f"{where[:200]}: {first['msg']}".removeprefix(": ").split())[:500]
+        raise RunDirectoryError(f"is damaged: {_reason(error)}; {_ANEW}", source=path) from None
 
 
 def append_record(path: Path, record: BaseModel | dict[str, Any], *, durable: bool = True) -> None:

@@ -39,9 +39,9 @@ from tula_hpc.records import (
     TrainDirectory,
     TrainResult,
     parse_record,
-    read_document,
 )
 from tula_hpc.records.events import setup_failures
+from tula_hpc.records.measurement import damaged_footprints
 from tula_hpc.records.run_directory import Holder, holder_of
 from tula_hpc.records.training import WITHOUT_SCORES
 from tula_hpc.stages.context import jobs_of_original
@@ -84,8 +84,8 @@ class Facts(NamedTuple):
     history: RunHistory
     notes: list[JobNote]
     measurements: list[Measurement]
-    # lines of them, when no command was at work any more
-    damaged_after: bool
+    # the first damaged line of them, in words, where it became so when no command was at work
+    damaged_after: str
     plan: Plan | None
     # Unix time; 0 without a plan
     plan_at: float
@@ -138,7 +138,7 @@ def _read(run: RunDirectory) -> Facts:
     spec = _try(lambda: load_frozen_sweep(run.sweep_file), doubts)
     measured = run.measurements()
     told = run.read_events()
-    doubts += run.damage(lines=bool(measured.skipped or told.skipped))
+    doubts += [*damaged_footprints(run.root), *measured.damage, *told.damage]
     doubts += (
         f"this is a copy of {home}, where its job {job_id} writes, and not here"
         for job_id, home in jobs_of_original(run).items()
@@ -167,7 +167,7 @@ def _read(run: RunDirectory) -> Facts:
         history=history,
         notes=notes,
         measurements=measured.records,
-        damaged_after=bool(measured.skipped) and _is_newer(run, told.records),
+        damaged_after=next(iter(measured.damage), "") if _is_newer(run, told.records) else "",
         plan=_try(run.read_plan, doubts) if run.plan_file.exists() else None,
         plan_at=run.plan_file.stat().st_mtime if run.plan_file.exists() else 0.0,
         trainings=trainings,
@@ -264,7 +264,7 @@ def _is_training(path: Path) -> bool:
 
 
 def _training(files: TrainDirectory, label: str, doubts: list[str]) -> TrainingFacts:
-    result = _result(files, doubts)
+    result = _try(files.read_result, doubts)
     return TrainingFacts(
         label=label,
         result=result,
@@ -272,16 +272,6 @@ def _training(files: TrainDirectory, label: str, doubts: list[str]) -> TrainingF
         checkpoint_at=_newest(files.checkpoints.glob("checkpoint-*.tula")),
         logged_at=_newest([files.metrics_file]),
     )
-
-
-def _result(files: TrainDirectory, doubts: list[str]) -> TrainResult | None:
-    try:
-        return read_document(TrainResult, files.result_file)
-    except FileNotFoundError:
-        return None
-    except RunDirectoryError as error:
-        doubts.append(str(error))
-        return None
 
 
 def _newest(paths: Iterable[Path]) -> float | None:

@@ -141,8 +141,7 @@ def _finished_early(parts: Parts) -> StateAndText | None:
         return None
     stage = parts.facts.history.ended_stage()
     if stage in ("profile", "plan") and parts.facts.damaged_after:
-        named = next(each for each in parts.facts.doubts if ", line " in each)
-        return "stopped", f"{named}: {AGAIN} to measure it again"
+        return "stopped", f"{parts.facts.damaged_after}: {AGAIN} to measure it again"
     if parts.facts.plan is not None and (
         stage == "plan" or (parts.detached and parts.detached.until == "plan")
     ):
