@@ -197,7 +197,7 @@ ASKED: tuple[Callable[[], object], ...] = (
     lambda: slurm.leaving("12"),
     lambda: slurm.avoid_host("12", "12_0", "n1", 5),
     slurm.largest_array,
-    lambda: accounted_runs({"12_0"}, name_prefix="x-", since=1e9, timeout_s=5),
+    lambda: accounted_runs({"12_0": "train"}, name_prefix="x-", since=1e9, timeout_s=5),
     lambda: ask_site(Launcher(ClusterSpec(executor="slurm", partition="cpu"), RunDirectory(Path("/nowhere")), "x"), 2),
 )
 

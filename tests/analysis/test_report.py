@@ -46,7 +46,6 @@ from tula_hpc.config import ClusterSpec, PricingSpec, load_cluster, load_sweep
 from tula_hpc.errors import RunDirectoryError, StorageError
 from tula_hpc.files import MEASUREMENTS_GONE
 from tula_hpc.formatting import format_duration, in_comparison
-from tula_hpc.launch.slurm import AccountedRun
 from tula_hpc.records import (
     Configuration,
     EpochMetrics,
@@ -774,8 +773,11 @@ def test_a_sweep_writes_down_what_accounting_has_before_its_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path / "run")
-    ids = [job.job_id for job in run.history().submissions()]
-    known = {job_id: [AccountedRun(job_id, "COMPLETED", 90.0, 4)] for job_id in ids}
+    ended = {"state": "COMPLETED", "over": True, "nodes": 4, "elapsed_s": 90.0}
+    known = {
+        job.job_id: [JobAccount.model_validate({"job_id": job.job_id, "stage": job.stage, **ended})]
+        for job in run.history().submissions()
+    }
     monkeypatch.setattr("tula_hpc.launch.launcher.accounted_runs", lambda *_, **__: known)
     report_stage(Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run))
     assert "by Slurm's accounting" in Page((run.report / "report.html").read_text()).words

@@ -242,7 +242,7 @@ def test_the_largest_array_is_read_or_slurms_own(
 def test_runs_are_read_from_accounting(answer: Callable[[Answers], None]) -> None:
     waited = "14_[1-3%1]|x-a|CANCELLED by 0|0|2"
     answer({"sacct": f"12|x-a|PREEMPTED|3|2\n12|x-a|CANCELLED by 1000|70|2\n{waited}\n13|y|FAILED||1\n"})
-    runs = accounted_runs({"12", "13", "14_2"}, name_prefix="x", since=0.0, timeout_s=5)
+    runs = accounted_runs({"12": "train", "13": "train", "14_2": "train"}, name_prefix="x", since=0.0, timeout_s=5)
     assert [(run.state, run.node_seconds) for run in runs["12"]] == [("PREEMPTED", 6.0), ("CANCELLED", 140.0)]
     assert [run.state for run in runs["14_2"]] == ["CANCELLED"]
     assert runs.keys() == {"12", "14_2"}

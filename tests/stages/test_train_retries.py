@@ -18,7 +18,6 @@ from tula_hpc.errors import Failure, LaunchError, StageError
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.launch.launcher import Ended, JobsNow
-from tula_hpc.launch.slurm import AccountedRun
 from tula_hpc.records import (
     Configuration,
     EpochMetrics,
@@ -464,14 +463,14 @@ def test_a_study_names_the_key_of_a_time_limit_as_a_sweep_does_with_what_would_d
     assert said == (f"timed out: the log; {key}" if failure is Failure.TIMED_OUT else "bug: the log")
 
 
-def accounted(run: RunDirectory, *answers: list[AccountedRun], executor: str = "slurm") -> tuple[JobAccount, ...]:
+def accounted(run: RunDirectory, *answers: list[JobAccount], executor: str = "slurm") -> tuple[JobAccount, ...]:
     """What is kept of a training that two jobs did, where accounting gives these answers in turn."""
     for job_id in ("7", "8"):
         run.log_event("submitted", "train", job_id=job_id, data={"label": "main"})
     run.make_train()
     asked = iter(answers)
 
-    def ask(job_ids: set[str], **_: object) -> dict[str, list[AccountedRun]]:
+    def ask(job_ids: set[str], **_: object) -> dict[str, list[JobAccount]]:
         assert set(job_ids) == {"7", "8"}
         if (rows := next(asked, None)) is None:
             raise LaunchError("Slurm accounting storage is disabled")
@@ -484,19 +483,24 @@ def accounted(run: RunDirectory, *answers: list[AccountedRun], executor: str = "
     return run.history().accounted("main", run.accounts())
 
 
-FIRST = [AccountedRun("7", "REQUEUED", 60.0, 4), AccountedRun("7", "TIMEOUT", 100.0, 4)]
-ENDED = AccountedRun("8", "COMPLETED", 40.0, 2)
+def account(job_id: str, state: str, elapsed_s: float, nodes: int) -> JobAccount:
+    over = state != "RUNNING"
+    return JobAccount(job_id=job_id, stage="train", state=state, over=over, elapsed_s=elapsed_s, nodes=nodes)
+
+
+FIRST = [account("7", "REQUEUED", 60.0, 4), account("7", "TIMEOUT", 100.0, 4)]
+ENDED = account("8", "COMPLETED", 40.0, 2)
 
 
 def test_what_accounting_knows_of_a_training_is_kept_once_all_its_jobs_are_over(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run").create()
-    found = accounted(run, [*FIRST, ENDED._replace(state="RUNNING", elapsed_s=39.0)], [*FIRST, ENDED])
+    found = accounted(run, [*FIRST, account("8", "RUNNING", 39.0, 2)], [*FIRST, ENDED])
     assert len(found) == 3
     assert sum(account.node_seconds for account in found) == 4 * 160.0 + 2 * 40.0
     assert accounted(run) == found, "it is not asked again"
 
 
 def test_without_accounting_or_with_a_part_of_it_nothing_is_kept(tmp_path: Path) -> None:
-    for number, answers in enumerate(([], [FIRST], [[*FIRST, ENDED._replace(nodes=0, state="RUNNING")], FIRST])):
+    for number, answers in enumerate(([], [FIRST], [[*FIRST, account("8", "RUNNING", 40.0, 0)], FIRST])):
         assert accounted(RunDirectory(tmp_path / str(number)).create(), *answers) == ()
     assert accounted(RunDirectory(tmp_path / "here").create(), [*FIRST, ENDED], executor="local") == ()

@@ -36,7 +36,7 @@ from tula_hpc.launch.executor import Notice, Request, Submitted
 from tula_hpc.launch.local_executor import LocalJobs
 from tula_hpc.launch.slurm import JobState, accounted_runs
 from tula_hpc.launch.slurm_executor import SlurmJobs
-from tula_hpc.records import JobAccount, RunDirectory, read_document, write_atomically
+from tula_hpc.records import RunDirectory, read_document, write_atomically
 from tula_hpc.records.broken_hosts import BrokenHost, broken_hosts, list_hosts
 from tula_hpc.records.events import CONTROL
 
@@ -354,20 +354,19 @@ class Launcher:
 
         Return False where it knows of none, does not answer in seconds, or is not there.
         """
-        jobs = {job.job_id: job for job in self.run.history().submissions()}
+        jobs = self.run.history().submissions()
         if self.cluster.executor != "slurm" or not jobs:
             return False
-        since = min(job.submitted_at for job in jobs.values())
-        prefix = f"{self.name}-"
         try:
-            known = accounted_runs(jobs, name_prefix=prefix, since=since, timeout_s=ACCOUNTING_S)
+            known = accounted_runs(
+                {job.job_id: job.stage for job in jobs},
+                name_prefix=f"{self.name}-",
+                since=min(job.submitted_at for job in jobs),
+                timeout_s=ACCOUNTING_S,
+            )
         except LaunchError:
             return False
-        lines = []
-        for job_id, runs in known.items():
-            for run in runs:
-                fields = {**run._asdict(), "stage": jobs[job_id].stage, "over": run.is_over}
-                lines.append(f"{JobAccount.model_validate(fields).model_dump_json()}\n")
+        lines = [f"{run.model_dump_json()}\n" for runs in known.values() for run in runs]
         if lines:
             write_atomically(self.run.accounting_file, "".join(lines))
         return bool(lines)

@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple, TypeVar
 
@@ -24,6 +24,7 @@ from tula_hpc.launch.slurm_command import (
     run_command,
     unreached,
 )
+from tula_hpc.records.events import JobAccount, Stage
 
 # pauses in which a controller may come back
 PATIENCE_S = (2, 5, 10, 30, 60, 120, 300)
@@ -446,32 +447,13 @@ SLACK_S = 3600.0
 FIELDS = ("JobID", "JobName", "State", "ElapsedRaw", "NNodes")
 
 
-class AccountedRun(NamedTuple):
-    """One run of a job."""
-
-    job_id: str
-    state: str
-    elapsed_s: float
-    nodes: int
-
-    @property
-    def is_over(self) -> bool:
-        """Tell whether this run has ended, requeued runs included."""
-        return self.state not in UNDER_WAY
-
-    @property
-    def node_seconds(self) -> float:
-        """Nodes × seconds of the allocation."""
-        return self.nodes * self.elapsed_s
-
-
 def accounted_runs(
-    job_ids: Collection[str], *, name_prefix: str, since: float, timeout_s: float
-) -> dict[str, list[AccountedRun]]:
+    stages: Mapping[str, Stage], *, name_prefix: str, since: float, timeout_s: float
+) -> dict[str, list[JobAccount]]:
     """Return the runs of these jobs, oldest first; a job that accounting does not know is missing.
 
     Args:
-        job_ids: As Slurm shows them, tasks of arrays as `12_3`.
+        stages: By job id, as Slurm shows it, tasks of arrays as `12_3`.
         name_prefix: Of the jobs' names. An id may have been another's, where a controller began to
             count from 1 again.
         since: Unix time of the first submission.
@@ -480,22 +462,29 @@ def accounted_runs(
     Raises:
         LaunchError: There is no accounting, or it does not answer.
     """
-    if not job_ids:
+    if not stages:
         return {}
-    parents = sorted({job_id.partition("_")[0] for job_id in job_ids})
+    parents = sorted({job_id.partition("_")[0] for job_id in stages})
     start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since - SLACK_S))
     where = ["-S", start, "-j", ",".join(parents)]
     text = run_command(["sacct", "-D", "-n", "-P", "-X", *where, "-o", ",".join(FIELDS)], timeout_s)
-    found: dict[str, list[AccountedRun]] = {}
+    found: dict[str, list[JobAccount]] = {}
     for line in text.splitlines():
         fields = line.split("|")
         if len(fields) != len(FIELDS):
             continue
-        shown, name, state, elapsed, nodes = fields
+        shown, name, words, elapsed, nodes = fields
         if not name.startswith(name_prefix):
             continue
-        for job_id in _ids_shown(shown, job_ids):
-            elapsed_s = float(count_in(elapsed) or 0)
-            run = AccountedRun(job_id, state.partition(" ")[0], elapsed_s, count_in(nodes) or 0)
+        state = words.partition(" ")[0]
+        for job_id in _ids_shown(shown, stages):
+            run = JobAccount(
+                job_id=job_id,
+                stage=stages[job_id],
+                state=state,
+                over=state not in UNDER_WAY,
+                nodes=count_in(nodes) or 0,
+                elapsed_s=count_in(elapsed) or 0,
+            )
             found.setdefault(job_id, []).append(run)
     return found

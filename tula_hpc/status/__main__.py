@@ -54,7 +54,7 @@ from tula_hpc.files import write_out
 from tula_hpc.formatting import printable_output
 
 if TYPE_CHECKING:
-    from tula_hpc.launch.slurm import AccountedRun
+    from tula_hpc.records import JobAccount
     from tula_hpc.status.jobs import Answer, JobStatus
     from tula_hpc.status.run_files import Facts
     from tula_hpc.status.run_status import RunStatus
@@ -131,7 +131,7 @@ def status_of(root: Path) -> RunStatus:
     return status.model_copy(update={"failures": failures})
 
 
-def ask(facts: Facts) -> tuple[Answer, dict[str, list[AccountedRun]]]:
+def ask(facts: Facts) -> tuple[Answer, dict[str, list[JobAccount]]]:
     """Ask the scheduler for the jobs that the files leave open, and accounting for all."""
     from tula_hpc.status.jobs import Answer
 
@@ -158,7 +158,7 @@ def _ask_this_machine(facts: Facts) -> Answer:
     return Answer(dict.fromkeys(alive, JobState("RUNNING", "")))
 
 
-def _ask_slurm(facts: Facts) -> tuple[Answer, dict[str, list[AccountedRun]]]:
+def _ask_slurm(facts: Facts) -> tuple[Answer, dict[str, list[JobAccount]]]:
     from tula_hpc.errors import LaunchError
     from tula_hpc.launch import slurm
     from tula_hpc.status.jobs import Answer, undecided
@@ -184,7 +184,7 @@ def _ask_slurm(facts: Facts) -> tuple[Answer, dict[str, list[AccountedRun]]]:
     ), known
 
 
-def _ask_accounting(facts: Facts) -> dict[str, list[AccountedRun]] | None:
+def _ask_accounting(facts: Facts) -> dict[str, list[JobAccount]] | None:
     from tula_hpc.config import JOB_NAMES
     from tula_hpc.errors import LaunchError
     from tula_hpc.launch.slurm import accounted_runs
@@ -194,7 +194,7 @@ def _ask_accounting(facts: Facts) -> dict[str, list[AccountedRun]] | None:
         return None
     try:
         return accounted_runs(
-            {job.job_id for job in submitted},
+            {job.job_id: job.stage for job in submitted},
             name_prefix=f"{facts.spec.job_name}-" if facts.spec else JOB_NAMES,
             since=submitted[0].submitted_at,
             timeout_s=ACCOUNTING_TIMEOUT_S,

@@ -17,8 +17,7 @@ from tula_hpc.analysis.costs.usage import actual_use, job_runs, only_waiting_s
 from tula_hpc.analysis.run_contents import find_candidate
 from tula_hpc.config import ClusterSpec
 from tula_hpc.formatting import HOUR_S, format_money, format_number
-from tula_hpc.launch.slurm import AccountedRun
-from tula_hpc.records import MAIN_LABEL, Configuration, Measurement, Record
+from tula_hpc.records import MAIN_LABEL, Configuration, JobAccount, Measurement, Record
 from tula_hpc.status.jobs import JobPhase, JobStatus
 from tula_hpc.status.run_files import Facts, TrainingFacts
 
@@ -170,7 +169,7 @@ class _Use(NamedTuple):
     queue_s: float | None = None
 
 
-Accounted = Mapping[str, Sequence[AccountedRun]]
+Accounted = Mapping[str, Sequence[JobAccount]]
 
 
 def cost_so_far(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) -> CostStatus:
