@@ -23,14 +23,14 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 LARGEST_IN_HEAP = 32 * 1024**2
 
 
-def resident_bytes(pid: int | str = "self") -> int:
-    """Return the resident set of a process, bytes."""
-    return _status(pid, "VmRSS")
+def resident_bytes() -> int:
+    """Return the resident set of this process, bytes."""
+    return _status("VmRSS")
 
 
 def peak_resident_bytes() -> int:
     """Return the largest resident set of this process since `reset_peak`, bytes."""
-    return _status("self", "VmHWM")
+    return _status("VmHWM")
 
 
 def reset_peak() -> None:
@@ -83,8 +83,8 @@ def descendants_processor_s() -> float:
     return ended.children_user + ended.children_system + going
 
 
-def _status(pid: int | str, field: str) -> int:
-    status = (PROC / str(pid) / "status").read_text()
+def _status(field: str) -> int:
+    status = (PROC / "self" / "status").read_text()
     match = re.search(rf"^{field}:\s+(\d+) kB", status, re.MULTILINE)
     return int(match.group(1)) * 1024 if match else 0
 

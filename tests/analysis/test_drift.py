@@ -445,6 +445,6 @@ def test_progress_shows_an_open_episode_and_no_other() -> None:
 
 
 def test_the_batch_in_force_is_the_last_that_was_planned_anew() -> None:
-    assert JobEvents("7").replanned_batch is None
+    assert JobEvents(job_id="7").replanned_batch is None
     events = [event("replanned", local_batch=8), event("replanned", local_batch=16)]
-    assert JobEvents("7", events).replanned_batch == 16
+    assert JobEvents(job_id="7", events=events).replanned_batch == 16

@@ -193,10 +193,10 @@ def test_a_stopped_training_is_started_again_and_ends_the_same(finished: RunDire
     events = {event.event: event for event in RunDirectory(tmp_path / "cut").events()}
     stopped_at = events["resumed"].data["step"]
     assert events["preempted"].data["step"] == stopped_at >= 16
-    begun = RunDirectory(tmp_path / "cut").history().resumed_from("main")
-    assert begun is not None
-    assert begun[0] == pytest.approx(stopped_at * 2 * 8 / 1024)
-    assert begun[1] == stopped_at
+    restart = RunDirectory(tmp_path / "cut").history().last_restart("main")
+    assert restart is not None
+    assert restart.epochs_seen == pytest.approx(stopped_at * 2 * 8 / 1024)
+    assert restart.step == stopped_at
 
 
 def stop_when(run: RunDirectory, step: int, shell: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Self
@@ -155,7 +154,7 @@ class EventData(Record):
 class SubmissionData(EventData):
     """Data of "submitted"."""
 
-    # path of the run directory; "" in older runs
+    # path of the run directory
     run: str = ""
     # in the run directory: scripts and logs
     folder: str = ""
@@ -262,12 +261,11 @@ class JobEnd(NamedTuple):
     failure: Failure | None
 
 
-@dataclass(frozen=True)
-class JobEvents:
+class JobEvents(Record):
     """Events of one job since its latest submission, that one left out."""
 
     job_id: str
-    events: list[Event] = field(default_factory=list)
+    events: list[Event] = Field(default=[])
 
     def _named(self, name: EventName) -> list[Event]:
         return [event for event in self.events if event.event == name]
@@ -343,34 +341,12 @@ class JobEvents:
         return batches[-1] if batches else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Submission(JobEvents):
+class Submission(JobEvents, SubmissionData):
     """One submitted job."""
 
     stage: Stage
     # Unix time
     submitted_at: float
-    # of a training
-    label: str = ""
-    # of a control job
-    role: str = ""
-    # None: not on record
-    partition: str | None = None
-    nodes: int | None = None
-    # path of the run directory; "" in older runs
-    run: str = ""
-    # in the run directory: scripts and logs
-    folder: str = ""
-    # of a training
-    configuration: Configuration | None = None
-    # of a script, see `Measurement`
-    accumulation: int | None = None
-    # of a training whose files were moved away: another one begins
-    anew: bool = False
-    # to be profiled
-    configurations: tuple[Configuration, ...] = ()
-    # in the run directory: measurements of a profile job
-    output: str = ""
 
     @property
     def last_sign_at(self) -> float:
@@ -454,14 +430,12 @@ _SIGNS: Mapping[EventName, Literal["resumed", "stopped", "finished"]] = {
 }
 
 
-class Restart(NamedTuple):
-    """A job of a training that runs again."""
+class Restart(ProgressData):
+    """A job of a training that runs again; with 0 samples seen it begins anew."""
 
     job_id: str
     # in words
     from_where: str
-    # by then; 0: it begins anew; None: not told
-    samples_seen: int | None
 
 
 class RunHistory:
@@ -497,7 +471,7 @@ class RunHistory:
             self._submissions.append(job)
             self._jobs[job.job_id] = self._unsettled[key] = job
         else:
-            self._jobs.setdefault(event.job_id, JobEvents(event.job_id)).events.append(event)
+            self._jobs.setdefault(event.job_id, JobEvents(job_id=event.job_id)).events.append(event)
         label = ""
         if "label" in event.data:
             label = EndData.of(event).label
@@ -528,7 +502,7 @@ class RunHistory:
 
     def job(self, job_id: str) -> JobEvents:
         """Return the events of a job."""
-        return self._jobs.get(job_id, JobEvents(job_id))
+        return self._jobs.get(job_id, JobEvents(job_id=job_id))
 
     def reached(self, stage: Stage) -> bool:
         """Tell whether anything of a stage is on record."""
@@ -648,20 +622,8 @@ class RunHistory:
         last = next(resumed, None)
         if last is None:
             return None
-        return Restart(last.job_id, last.detail, ProgressData.of(last).samples_seen)
-
-    def passed_over(self, label: str) -> str:
-        """Return the checkpoints that a training last passed over as damaged, and why."""
-        resumed = (e for e in reversed(self.of_training(label)) if e.event == "resumed")
-        return next((ProgressData.of(event).passed_over for event in resumed), "")
-
-    def resumed_from(self, label: str) -> tuple[float, int] | None:
-        """Return epochs and steps of the checkpoint that a training last went on from."""
-        resumed = (e for e in reversed(self.of_training(label)) if e.event == "resumed")
-        data = next(map(ProgressData.of, resumed), None)
-        if data is None or data.epochs_seen is None or data.step is None:
-            return None
-        return data.epochs_seen, data.step
+        reached = dict(ProgressData.of(last))
+        return Restart(job_id=last.job_id, from_where=last.detail, **reached)
 
     def fallbacks(self, label: str) -> int:
         """Count how often a training went on with a smaller batch for want of memory."""
@@ -672,10 +634,9 @@ class RunHistory:
         trained = [event for event in self.events if event.stage == "train"]
         return bool(trained) and trained[-1].event == "fell_back"
 
-    def drift(self, label: str | None = None) -> DriftState | None:
-        """Return the drift of a training's last job, or of any; None while steps are as predicted."""
-        events = self.events if label is None else self.of_training(label)
-        for event in reversed(events):
+    def drift(self) -> DriftState | None:
+        """Return the drift of the last job; None while steps are as predicted."""
+        for event in reversed(self.events):
             if event.event in ("recovered", "resumed", "submitted"):
                 return None
             if event.event == "drifted":

@@ -401,11 +401,12 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
         tell_news(sweep, now.running)
         interruptions.tell(now.waiting)
         history = sweep.run.history()
+        restart = history.last_restart(MAIN_LABEL)
         if (count := history.restarts(MAIN_LABEL)) > restarts[0]:
             restarts[0] = count
-            if words := _restarted(sweep, history.last_restart(MAIN_LABEL)):
+            if words := _restarted(sweep, restart):
                 sys.stderr.write(f"training: {words}\n")
-        if (words := history.passed_over(MAIN_LABEL)) not in told:
+        if restart and (words := restart.passed_over) not in told:
             told.append(words)
             sys.stderr.write(
                 f"warning: a checkpoint cannot be used, and its work is done again: {words}\n"
@@ -477,7 +478,9 @@ def unmatched_metric(sweep: Sweep, metrics: Metrics, *, running: bool = False) -
 
 def _notes(sweep: Sweep) -> Iterator[str]:
     history = sweep.run.history()
-    if begun := history.resumed_from(MAIN_LABEL):
-        yield f"went on from the checkpoint of epoch {begun[0]:.4g}, step {begun[1]:,}"
+    restart = history.last_restart(MAIN_LABEL)
+    if restart and restart.epochs_seen is not None and restart.step is not None:
+        where = f"epoch {restart.epochs_seen:.4g}, step {restart.step:,}"
+        yield f"went on from the checkpoint of {where}"
     if drift := describe_drift(history.events):
         yield drift

@@ -72,6 +72,7 @@ def _status(facts: Facts, label: str, jobs: Sequence[JobStatus]) -> TrainingStat
     epochs = facts.plan.epochs if facts.plan else None
     if facts.spec:
         epochs = facts.spec.workload.epochs
+    restart = facts.history.last_restart(label)
     known: dict[str, object] = {
         "label": label,
         "stand": _stand(files, jobs),
@@ -80,7 +81,7 @@ def _status(facts: Facts, label: str, jobs: Sequence[JobStatus]) -> TrainingStat
         "epochs": epochs,
         "restarts": facts.history.restarts(label),
         "fallbacks": facts.history.fallbacks(label),
-        "passed_over": facts.history.passed_over(label),
+        "passed_over": restart.passed_over if restart else "",
         "drift": describe_drift(facts.history.of_training(label)),
     }
     if files is not None:
