@@ -81,14 +81,16 @@ def _similar(path: Path) -> list[Path]:
     return [folder / name for name in dict.fromkeys([*longer, *close])]
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
     """Open a regular file for reading, without ever waiting for the writer of a pipe.
 
     Raises:
-        OSError: It is missing, may not be read, or is a folder, a pipe or a device.
+        OSError: It is missing, may not be read, or is a folder, a pipe or a device; or a link that
+            is not to be followed.
     """
+    more = 0 if follow else os.O_NOFOLLOW
     # the caller closes it; Path.open takes no opener
-    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115
+    file = open(path, "rb", opener=lambda name, flags: _without_waiting(name, flags | more))  # noqa: SIM115
     mode = os.fstat(file.fileno()).st_mode
     if not stat.S_ISREG(mode):
         file.close()

@@ -21,7 +21,7 @@ from tula_hpc.errors import PreemptedError
 from tula_hpc.launch.diagnosis import telling_line
 from tula_hpc.launch.job_files import SETUP_FILE, WHAT_TO_DO
 from tula_hpc.launch.job_specs import Requeueable
-from tula_hpc.launch.job_start import Requeue, main
+from tula_hpc.launch.job_start import main, requeue
 from tula_hpc.launch.launcher import Launcher
 from tula_hpc.records import RunDirectory
 
@@ -274,9 +274,8 @@ def test_a_job_on_this_machine_that_is_requeued_starts_from_the_same_pickle(tmp_
 def test_a_refused_requeue_is_a_preemption_or_a_time_out_and_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([None, "Requested operation is presently disabled", "Requested operation is presently disabled"])
     monkeypatch.setattr("tula_hpc.launch.slurm.requeue", lambda _: next(answers))
-    requeue = Requeue("7", time_outs_left=3)
-    requeue(3)
+    requeue("7", 3, 3)
     with pytest.raises(PreemptedError, match="requeue refused: Requested operation"):
-        requeue(3)
+        requeue("7", 3, 3)
     with pytest.raises(UncompletedJobError, match="because: timed-out, and requeue refused: Requested operation"):
-        requeue(2)
+        requeue("7", 3, 2)

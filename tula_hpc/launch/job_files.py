@@ -22,14 +22,12 @@ it; the file begins with a random number, so that short passwords cannot be foun
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import pickle
 import re
 import secrets
 import shlex
-import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +38,7 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 from tula_hpc.config import ClusterSpec
 from tula_hpc.env import SETUP_FAILED, SETUP_WORDS
 from tula_hpc.errors import LaunchError
-from tula_hpc.files import in_words, read_bounded
+from tula_hpc.files import in_words, open_regular, read_bounded
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.python_path import is_found_elsewhere
 from tula_hpc.records import write_atomically
@@ -137,23 +135,10 @@ def describe_setup(cluster: ClusterSpec) -> str:
 MOST_BYTES = 2**28
 
 
-def write_pickle(folder: Path, index: int, job: DelayedSubmission) -> str:
-    """Write `task-<index>.pkl`, for its owner alone; return the SHA-256 of the intended bytes.
-
-    Raises:
-        OSError: It cannot be written, or is there already.
-    """
-    content = cloudpickle.dumps(job, pickle.HIGHEST_PROTOCOL)
-    descriptor = os.open(folder / f"task-{index}.pkl", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-    return hashlib.sha256(content).hexdigest()
-
-
 def write_pickles(
     folder: Path, tasks: Sequence[Callable[[], Any]], minutes: int, time_outs: int
 ) -> list[str]:
-    """Write the pickle of every task; return their SHA-256.
+    """Write `task-<index>.pkl` of every task, for its owner alone; return the intended SHA-256.
 
     Raises:
         OSError: One cannot be written, or is there already.
@@ -162,7 +147,11 @@ def write_pickles(
     for index, task in enumerate(tasks):
         job = DelayedSubmission(task)
         job.set_timeout(minutes, time_outs)
-        hashes.append(write_pickle(folder, index, job))
+        content = cloudpickle.dumps(job, pickle.HIGHEST_PROTOCOL)
+        path = folder / f"task-{index}.pkl"
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(content)
+        hashes.append(hashlib.sha256(content).hexdigest())
     return hashes
 
 
@@ -181,7 +170,8 @@ def load_pickle(path: Path, sha256: str) -> DelayedSubmission:
         LaunchError: It is another one, or cannot be read.
     """
     try:
-        content = _read_unlinked(path)
+        with open_regular(path, follow=False) as file:
+            content = file.read(MOST_BYTES)
     except OSError as error:
         raise LaunchError(f"{path}: cannot be read: {in_words(error)}; {WHAT_TO_DO}") from None
     found = hashlib.sha256(content).hexdigest()
@@ -193,19 +183,6 @@ def load_pickle(path: Path, sha256: str) -> DelayedSubmission:
     # these bytes are the submitter's own
     job: DelayedSubmission = pickle.loads(content)  # noqa: S301
     return job
-
-
-def _read_unlinked(path: Path) -> bytes:
-    """Read a regular file that is not behind a link.
-
-    Raises:
-        OSError: It is something else, or cannot be read.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "expected a file, found a pipe or a device", str(path))
-        return file.read(MOST_BYTES)
 
 
 class TimeOutsLeft(DelayedSubmission):
@@ -227,20 +204,22 @@ class RequeuePaths(JobPaths):
 
 def with_time_outs_left(job: DelayedSubmission, paths: JobPaths) -> DelayedSubmission:
     """Give a requeued job its remaining time-outs, never more than it was submitted with."""
-    try:
-        noted = read_bounded(paths.submitted_pickle, 100)
-    except OSError:
-        return job
-    if re.fullmatch(rb"-?\d{1,9}\n", noted):
-        job.set_timeout(job._timeout_min, min(job._timeout_countdown, int(noted)))
+    left = _noted(paths.submitted_pickle)
+    if left is not None:
+        job.set_timeout(job._timeout_min, min(job._timeout_countdown, left))
     return job
 
 
 def times_out(job: Submitted) -> int:
     """Return how often a job was requeued at its time limit."""
+    left = _noted(job.folder / f"{job.job_id}_time_outs_left.txt")
+    return 0 if left is None or left < 0 else max(0, TIME_OUTS - left)
+
+
+def _noted(path: Path) -> int | None:
+    """Return the number of time-outs in a file; None without one, or where it is none."""
     try:
-        noted = read_bounded(job.folder / f"{job.job_id}_time_outs_left.txt", 100)
+        noted = read_bounded(path, 100)
     except OSError:
-        return 0
-    left = int(noted) if re.fullmatch(rb"\d{1,9}\n", noted) else TIME_OUTS
-    return max(0, TIME_OUTS - left)
+        return None
+    return int(noted) if re.fullmatch(rb"-?\d{1,9}\n", noted) else None

@@ -8,6 +8,7 @@ handles signals as there; the job's result is not pickled, since nothing would l
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -38,7 +39,9 @@ def main(arguments: Sequence[str]) -> None:
     enter_submission(folder)
     env, logger = JobEnvironment(), get_logger()
     logger.info(f"Starting with {env}")
-    path = _pickle_path(env, Path(folder), index)
+    # a job on this machine has renamed its pickle, see `local_executor.take_pickle`
+    name = f"{index}-{env.job_id}" if env.cluster == "local" else f"task-{index}"
+    path = Path(folder, f"{name}.pkl")
     logger.info(f"Loading pickle: {path}")
     _await(path)
     try:
@@ -48,9 +51,9 @@ def main(arguments: Sequence[str]) -> None:
     paths = RequeuePaths(folder, job_id=env.job_id, task_id=env.global_rank)
     job = with_time_outs_left(job, paths)
     if env.cluster == "slurm":
-        requeue = Requeue(env.job_id, job._timeout_countdown)
+        ask = functools.partial(requeue, env.job_id, job._timeout_countdown)
         # submitit calls it
-        env._requeue = requeue  # type: ignore[method-assign]
+        env._requeue = ask  # type: ignore[method-assign]
     env._handle_signals(paths, job)
     try:
         job.result()
@@ -60,36 +63,26 @@ def main(arguments: Sequence[str]) -> None:
     logger.info("Job completed successfully")
 
 
-class Requeue:
-    """Requeue of a job that has to leave, in place of submitit's, which takes a refusal for a bug.
+def requeue(job_id: str, time_outs_left: int, countdown: int) -> None:
+    """Requeue a job that has to leave, in place of submitit's, which takes a refusal for a bug.
 
     Args:
         job_id: Of the job.
         time_outs_left: Before the signal.
+        countdown: Time-outs left now; fewer than before if submitit counts this as one.
+
+    Raises:
+        UncompletedJobError: The job reached its time limit, and Slurm refused.
+        PreemptedError: Slurm refused.
     """
-
-    def __init__(self, job_id: str, time_outs_left: int) -> None:
-        self.job_id, self.time_outs_left = job_id, time_outs_left
-
-    def __call__(self, countdown: int) -> None:
-        """Ask for it.
-
-        Args:
-            countdown: Time-outs left now; fewer than before if submitit counts this as one.
-
-        Raises:
-            UncompletedJobError: The job reached its time limit, and Slurm refused.
-            PreemptedError: Slurm refused.
-        """
-        words = slurm.requeue(self.job_id)
-        if words is None:
-            get_logger().info(f"Requeued job {self.job_id} ({countdown} remaining timeouts)")
-        elif countdown < self.time_outs_left:
-            raise UncompletedJobError(
-                f"Job not requeued because: timed-out, and requeue refused: {words}"
-            )
-        else:
-            raise PreemptedError(f"requeue refused: {words}")
+    words = slurm.requeue(job_id)
+    if words is None:
+        get_logger().info(f"Requeued job {job_id} ({countdown} remaining timeouts)")
+    elif countdown < time_outs_left:
+        message = f"Job not requeued because: timed-out, and requeue refused: {words}"
+        raise UncompletedJobError(message)
+    else:
+        raise PreemptedError(f"requeue refused: {words}")
 
 
 def _await(path: Path) -> None:
@@ -97,12 +90,6 @@ def _await(path: Path) -> None:
     deadline = time.monotonic() + WAIT_S
     while not os.path.lexists(path) and time.monotonic() < deadline:
         time.sleep(1.0)
-
-
-def _pickle_path(env: JobEnvironment, folder: Path, index: str) -> Path:
-    # a job on this machine has renamed its pickle, see `local_executor.take_pickle`
-    name = f"{index}-{env.job_id}" if env.cluster == "local" else f"task-{index}"
-    return folder / f"{name}.pkl"
 
 
 if __name__ == "__main__":
