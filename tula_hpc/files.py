@@ -88,9 +88,9 @@ def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
         OSError: It is missing, may not be read, or is a folder, a pipe or a device; or a link that
             is not to be followed.
     """
-    more = 0 if follow else os.O_NOFOLLOW
+    opener = _without_waiting if follow else _without_link
     # the caller closes it; Path.open takes no opener
-    file = open(path, "rb", opener=lambda name, flags: _without_waiting(name, flags | more))  # noqa: SIM115
+    file = open(path, "rb", opener=opener)  # noqa: SIM115
     mode = os.fstat(file.fileno()).st_mode
     if not stat.S_ISREG(mode):
         file.close()
@@ -100,6 +100,10 @@ def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
 
 def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _without_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
 
 
 def read_bounded(path: Path, most_bytes: int) -> bytes:

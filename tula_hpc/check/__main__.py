@@ -390,8 +390,7 @@ def _networks(job: Submitted) -> list[str]:
 
     found: set[str] = set()
     for path in job.log_files():
-        with contextlib.suppress(OSError):
-            found.update(_NETWORK.findall(last_bytes(path)))
+        found.update(_NETWORK.findall(last_bytes(path)))
     return sorted(found)
 
 

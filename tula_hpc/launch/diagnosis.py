@@ -11,12 +11,13 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from tula_hpc.env import RUN_MARK, SETUP_WORDS
 from tula_hpc.errors import Failure, error_for
+from tula_hpc.files import open_regular
 from tula_hpc.launch.slurm import JobState, StepState
 
 # what Slurm calls cancelled
@@ -300,14 +301,10 @@ def _exceptions(log: str) -> list[str]:
 class Wait(NamedTuple):
     """Reason for which a job waits."""
 
-    # "" for a reason that is not known here
+    # JOB stands for the job's id; "" for a reason that is not known here
     words: str
     # whether it will not go away by itself
     stuck: bool
-
-    def words_for(self, job_id: str) -> str:
-        """Return the words with a job's id in the command that helps."""
-        return self.words.replace("JOB", job_id)
 
 
 class _Kind(NamedTuple):
@@ -440,23 +437,19 @@ MAX_LOG_BYTES = 200_000
 
 
 def last_bytes(path: Path) -> str:
-    """Return the end of a file as text."""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - MAX_LOG_BYTES))
-        return file.read().decode(errors="replace")
+    """Return the end of a file as text; "" of one that cannot be read, as a colleague's."""
+    try:
+        with open_regular(path) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - MAX_LOG_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
 
 
-def read_logs(
-    paths: Iterable[Path], read: Callable[[Path], str] = last_bytes
-) -> tuple[Path | None, list[str]]:
-    """Return the log that tells most about its job's end, and the text of all, of the last run.
-
-    Args:
-        paths: Of the logs.
-        read: Gives the end of a file.
-    """
-    logs = {path: _last_run(read(path)) for path in paths}
+def read_logs(paths: Iterable[Path]) -> tuple[Path | None, list[str]]:
+    """Return the log that tells most about its job's end, and the text of all, of the last run."""
+    logs = {path: _last_run(last_bytes(path)) for path in paths}
     return max(logs, key=lambda path: weight(logs[path]), default=None), list(logs.values())
 
 

@@ -463,7 +463,7 @@ def unmatched_metric(sweep: Sweep, metrics: Metrics, *, running: bool = False) -
     if not work.is_script or work.metric is None or any(row.is_scored for row in metrics.epochs):
         return ""
     output = sweep.run.train().root / "script" / "rank-0.log"
-    printed = last_bytes(output) if output.is_file() else ""
+    printed = last_bytes(output)
     # what was printed a moment ago is not in metrics.jsonl yet
     if any(re.search(work.metric, line) for line in printed.splitlines()):
         return ""

@@ -194,7 +194,7 @@ def _as_scheduled(job: JobStatus, active: Mapping[str, JobState], answer: Answer
     why = {
         "state": state.state,
         "reason": state.reason,
-        "waits_for": wait.words_for(job.job_id),
+        "waits_for": wait.words.replace("JOB", job.job_id),
         "stuck": wait.stuck,
     }
     return job.model_copy(update={"phase": JobPhase.WAITING, **why})

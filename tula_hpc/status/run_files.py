@@ -22,7 +22,7 @@ from tula_hpc.files import (
     not_a_run,
     open_regular,
 )
-from tula_hpc.launch.diagnosis import MAX_LOG_BYTES, read_logs, telling_line
+from tula_hpc.launch.diagnosis import read_logs, telling_line
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.launcher import NOTICE
 from tula_hpc.records import (
@@ -326,18 +326,5 @@ def _lines_from_end(path: Path) -> Iterator[bytes]:
 
 def find_log(folder: Path, job_id: str) -> tuple[str, str]:
     """Return the log that explains a job's end best, and its most telling line; "" without one."""
-    best, logs = read_logs(Submitted(job_id, folder).log_files(), _end_of)
+    best, logs = read_logs(Submitted(job_id, folder).log_files())
     return (str(best), telling_line("\n".join(logs))) if best else ("", "")
-
-
-def _end_of(path: Path) -> str:
-    # opening a pipe would wait for its writer
-    if not path.is_file():
-        return ""
-    try:
-        with open_regular(path) as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_LOG_BYTES))
-            return file.read().decode(errors="replace")
-    except OSError:
-        # a colleague's, perhaps; the rest can still be told
-        return ""
