@@ -14,6 +14,7 @@ import re
 import shlex
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -370,6 +371,18 @@ class _PrintableStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
+
+
+def wrapped(head: str, text: str, width: int, indent: int) -> list[str]:
+    """Return foreign text in lines: the first one after a head, the others after so many blanks."""
+    return textwrap.wrap(
+        in_short_lines(printable(text.replace("\n", " "))),
+        width,
+        initial_indent=head,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 @contextlib.contextmanager

@@ -21,7 +21,6 @@ import re
 import shutil
 import sys
 import tempfile
-import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from tula_hpc.command_errors import CommandParser, exit_code_of
 from tula_hpc.files import make_private, write_out
-from tula_hpc.formatting import in_short_lines, printable, printable_output
+from tula_hpc.formatting import printable_output, wrapped
 
 if TYPE_CHECKING:
     from tula_hpc.check.job import CheckJob
@@ -113,7 +112,7 @@ def _run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         for check in checks:
             if check.job is not None:
-                _say(f"job {check.job.job_id} is cancelled")
+                write_out(f"job {check.job.job_id} is cancelled\n", sys.stderr)
         raise
     finally:
         for check in checks:
@@ -128,7 +127,7 @@ def _run(options: argparse.Namespace) -> int:
         "logs": logs,
         "partitions": [check.as_json() for check in checks],
     }
-    width = shutil.get_terminal_size((110, 40)).columns
+    width = max(70, shutil.get_terminal_size((110, 40)).columns)
     write_out(_as_json(report) if options.json else _as_text(checks, logs, width))
     return int(failed)
 
@@ -222,7 +221,7 @@ class _Check:
             remedy = "fix the cause and run the check again"
             self.verdicts.append(failed(Topic.JOB, str(error), remedy))
             return
-        _say(f"job {self.job.job_id} is submitted: at most {MINUTES} minutes")
+        write_out(f"job {self.job.job_id} is submitted: at most {MINUTES} minutes\n", sys.stderr)
 
     def _ask_slurm(self) -> bool:
         """Judge the site; return whether it has a partition for the job."""
@@ -231,7 +230,7 @@ class _Check:
         from tula_hpc.errors import LaunchError
         from tula_hpc.launch.slurm import unreached
 
-        _say("asking Slurm")
+        write_out("asking Slurm\n", sys.stderr)
         try:
             self.site = ask_site(self._sweeps_launcher(), self.nodes)
         except LaunchError as error:
@@ -341,7 +340,7 @@ class _Watch:
 
     def _say(self, words: str) -> None:
         if words != self._shown:
-            _say(f"job {self.job.job_id} {words}")
+            write_out(f"job {self.job.job_id} {words}\n", sys.stderr)
             self._shown = words
 
     def _complete_requeued(self) -> None:
@@ -428,31 +427,16 @@ def _first_to_do(checks: Sequence[_Check], width: int) -> list[str]:
     order = list(Topic)
     first = min(failed, key=lambda verdict: order.index(verdict.topic))
     why = "the other failures may come from this one; then run the check again"
-    return _wrapped("first: ", f"{first.topic.value}: {first.remedy}; {why}", width)
+    head = "first: "
+    return wrapped(head, f"{first.topic.value}: {first.remedy}; {why}", width, len(head))
 
 
 def _table_lines(verdict: Verdict, width: int) -> Iterator[str]:
     head = f"{verdict.level.value:<{LEVEL_WIDTH}}{verdict.topic.value:<{TOPIC_WIDTH}}"
-    yield from _wrapped(head, verdict.found, width)
+    yield from wrapped(head, verdict.found, width, len(head))
     if verdict.remedy:
-        yield from _wrapped(f"{'':<{len(head)}}-> ", verdict.remedy, width)
-
-
-def _wrapped(head: str, text: str, width: int) -> list[str]:
-    # logs and Slurm may say anything
-    return textwrap.wrap(
-        in_short_lines(printable(text.replace("\n", " "))),
-        max(width, 70),
-        initial_indent=head,
-        subsequent_indent=" " * len(head),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
+        arrow = f"{'':<{len(head)}}-> "
+        yield from wrapped(arrow, verdict.remedy, width, len(arrow))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from pydantic import Field
 
-from tula_hpc.records import Record
+from tula_hpc.records import Record, in_short
 
 T = TypeVar("T")
 
@@ -227,7 +227,4 @@ def hosts_where(known: Iterable[tuple[RankReport, T]], holds: Callable[[T], bool
 
 def named(hosts: Iterable[str]) -> str:
     """Name hosts once each, of many only the first."""
-    names = sorted(set(hosts))
-    if len(names) <= 3:
-        return ", ".join(names)
-    return f"{', '.join(names[:3])} and {len(names) - 3} more"
+    return in_short(sorted(set(hosts)))

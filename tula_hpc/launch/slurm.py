@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 
 from tula_hpc.env import restart_count
 from tula_hpc.errors import LaunchError, NotStartedError
+from tula_hpc.files import write_out
 from tula_hpc.launch.slurm_command import (
     COMMAND_TIMEOUT_S,
     count_in,
@@ -94,19 +95,14 @@ def retry_until_answered(ask: Callable[[], T]) -> T:
                 raise LaunchError(
                     f"the Slurm controller has not answered for 9 minutes: {words}"
                 ) from None
-            say(f"Slurm does not answer ({words}); trying again in {pause_s} s")
+            line = f"Slurm does not answer ({words}); trying again in {pause_s} s\n"
+            write_out(line, sys.stderr)
             time.sleep(min(pause_s, max(0.0, ends - time.monotonic())))
             waited = True
         else:
             if waited:
-                say("Slurm answers again")
+                write_out("Slurm answers again\n", sys.stderr)
             return answer
-
-
-def say(line: str) -> None:
-    """Write a line to standard error at once."""
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
 
 
 # sbatch's words where it cannot know whether the controller has taken the job

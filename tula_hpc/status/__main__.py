@@ -32,7 +32,7 @@ seconds):
                     waits_for, stuck, failure, detail (last line of the log), log_file
     failures        those of the jobs that nothing has made up for, with their logs
     cost            currency, price, node_hours, cost; profile, train, control: node_hours, cost, source (sacct, notes,
-                    measurements, events, steps), queue_s
+                    events, steps), queue_s
     promise         of a training that ended: expected_s, interval_s (90 %), actual_s, verdict (within, more, less,
                     unknown), expected_cost, paid, promised_currency, told_by (accounting, notes)
     doubts          places that could not be read

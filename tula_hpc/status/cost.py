@@ -90,7 +90,7 @@ def profiled_bytes(measurements: Sequence[Measurement]) -> float | None:
     return fmean(used) if used else None
 
 
-Source = Literal["sacct", "notes", "measurements", "events", "steps", ""]
+Source = Literal["sacct", "notes", "events", "steps", ""]
 
 
 class StageCost(Record):
@@ -229,11 +229,11 @@ def _price(facts: Facts, stage: str, partition: str) -> float | None:
 
 
 def _profiling(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) -> _Use | None:
-    """Use accounting where it has every job, or else the jobs' notes, or the measurements."""
+    """Use accounting where it has every job, or else the jobs' notes."""
     runs = job_runs(facts.notes, facts.measurements, facts.cluster)
     by_accounting = _by_accounting(facts, jobs, "profile", accounted)
     if not runs:
-        return by_accounting or _measured(facts)
+        return by_accounting
     if by_accounting and _knows_all(jobs, "profile", accounted):
         return by_accounting._replace(queue_s=only_waiting_s(runs))
     running = {
@@ -261,18 +261,6 @@ def _knows_all(jobs: Iterable[JobStatus], stage: str, accounted: Accounted) -> b
     """Tell whether accounting has each job of a stage that has begun."""
     begun = [job for job in jobs if job.stage == stage and job.phase is not JobPhase.WAITING]
     return all(job.job_id in accounted for job in begun)
-
-
-def _measured(facts: Facts) -> _Use | None:
-    used: dict[str, float] = {}
-    for row in facts.measurements:
-        if row.stage == "profile":
-            used[row.partition] = used.get(row.partition, 0.0) + (
-                row.node_seconds or row.elapsed_s * row.nodes
-            )
-    if not used:
-        return None
-    return _Use(used, "measurements")
 
 
 def _by_accounting(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
@@ -19,6 +18,7 @@ from tula_hpc.formatting import (
     money_within,
     plural,
     printable,
+    wrapped,
 )
 from tula_hpc.records import Configuration
 from tula_hpc.records.broken_hosts import first_line
@@ -43,7 +43,6 @@ MOST_TRAININGS = 3
 SOURCES = {
     "sacct": "from sacct, every run of each job",
     "notes": "from the jobs' own notes",
-    "measurements": "an estimate: measuring alone, without the start of jobs",
     "events": "an estimate: from submission to the last sign of life",
     "steps": "an estimate: steps and events, without the start of jobs",
     "": "",
@@ -85,19 +84,11 @@ def _notes(status: RunStatus) -> Iterator[Line]:
 
 
 def _wrapped(label: str, text: str, width: int) -> str:
-    # logs may hold anything
-    text = in_short_lines(printable(text.replace("\n", " ")))
+    head = f"{label:<{LABEL_WIDTH}}"
     # a path is to be copied
     if text.startswith("log: "):
-        return f"{label:<{LABEL_WIDTH}}{text}"
-    return textwrap.fill(
-        text,
-        max(width, 60),
-        initial_indent=f"{label:<{LABEL_WIDTH}}",
-        subsequent_indent=" " * (LABEL_WIDTH + 2),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+        return head + in_short_lines(printable(text.replace("\n", " ")))
+    return "\n".join(wrapped(head, text, max(width, 60), LABEL_WIDTH + 2))
 
 
 def _head(status: RunStatus) -> Iterator[Line]:

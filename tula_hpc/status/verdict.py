@@ -236,7 +236,8 @@ def _failed(parts: Parts) -> StateAndText | None:
     if parts.profile is not None and parts.profile.stand == "failed":
         return "failed", "nothing could be measured; fix the cause and run the same command again"
     training, study = parts.training, parts.study
-    if training is not None and training.stand == "failed" and not _falls_back(parts):
+    falls_back = parts.facts.history.is_falling_back()
+    if training is not None and training.stand == "failed" and not falls_back:
         last = next(job for job in reversed(parts.jobs) if job.stage == "train")
         why = failure_words(last).rstrip(".")
         return "failed", f"training: {why}; {_trained_again(training, last)}"
@@ -256,10 +257,6 @@ def _trained_again(training: TrainingStatus, last: JobStatus) -> str:
         ", which trains from the start" if training.starts_over else " to go on where it was saved"
     )
     return f"{mend}{AGAIN}{how}"
-
-
-def _falls_back(parts: Parts) -> bool:
-    return parts.facts.history.is_falling_back()
 
 
 def _left_alone(parts: Parts) -> StateAndText | None:

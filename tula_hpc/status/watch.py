@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Protocol
 
 from tula_hpc.files import write_out
 from tula_hpc.formatting import format_left, plural, printable, with_own_escapes
@@ -29,13 +28,6 @@ LOG_EVERY_S = 300.0
 ENDED: frozenset[State] = frozenset({"finished", "failed", "stopped", "over"})
 # looks in a row: between two jobs of a sweep there may be a moment in which nothing is at work
 ENDED_LOOKS = 2
-
-
-class Display(Protocol):
-    """Shows a state after another."""
-
-    def show(self, status: RunStatus) -> None:
-        """Show a state in place of the one before."""
 
 
 def watch(look: Callable[[], RunStatus], pause: Callable[[float], None] = time.sleep) -> int:
@@ -65,7 +57,7 @@ def watch(look: Callable[[], RunStatus], pause: Callable[[float], None] = time.s
         return last
 
 
-def _display() -> AbstractContextManager[Display]:
+def _display() -> AbstractContextManager[ScreenDisplay | LogDisplay]:
     return ScreenDisplay() if sys.stdout.isatty() else nullcontext(LogDisplay())
 
 
