@@ -67,10 +67,7 @@ def exit_code_of(
 
     0: done; 1: a stage failed; 2: bad input; 130: interrupted; 141: the output was closed.
 
-    Args:
-        run: The command.
-        options: Its argument.
-        interrupted: Is said where nothing in the command takes the interrupt.
+    `interrupted` is said where nothing in the command takes the interrupt.
     """
     begin_process()
     # a killed login session ends like Ctrl-C: nothing is lost

@@ -45,11 +45,6 @@ def folders_of(work: WorkloadSpec) -> Folders:
 def mounts_of(cluster: ClusterSpec, folders: Folders, run: Path) -> list[str]:
     """Return the mounts: paths that are the same inside, and the user's own.
 
-    Args:
-        cluster: With a container.
-        folders: Of the workload.
-        run: The run directory.
-
     Raises:
         InputError: A path holds a character that separates mounts.
     """
@@ -70,14 +65,7 @@ def _outermost(paths: Iterable[Path]) -> list[Path]:
 
 
 def python_of(cluster: ClusterSpec, folders: Folders, run: Path, outside: str) -> str:
-    """Return the shell words that start Python for a worker.
-
-    Args:
-        cluster: With a container or without.
-        folders: Of the workload.
-        run: The run directory.
-        outside: Python where there is no container.
-    """
+    """Return the shell words that start Python for a worker."""
     container = cluster.container
     if container is None:
         return shlex.quote(outside)
@@ -95,11 +83,7 @@ def srun_options(
 ) -> list[str]:
     """Return the options by which pyxis has srun start a container.
 
-    Args:
-        cluster: With a container or without.
-        folders: Of the workload.
-        run: The run directory.
-        names: Variables that go before the image's own.
+    Variables of these names go before the image's own.
     """
     container = cluster.container
     if container is None or container.runtime != "pyxis":

@@ -31,21 +31,8 @@ kind), and in these two places:
 - `retry_policy.py` says how often its jobs are submitted again: without an entry a training's
   never are.
 
-Those who branch on kinds, all of them, to be looked through:
-
-- found where it happens: `process_memory.py` (memory), `ddp/device_errors.py` (devices),
-  `attach/reporting.py` and `attach/processes.py` (why a script's process failed, and how its
-  worker ends then), `attach/script_profile.py`, `attach/train/script_job.py`;
-- found by whoever waits: `launch/launcher.py` (a full disk, hosts of broken devices),
-  `stages/train.py` (the job's own record goes first);
-- followed by more than a retry: `stages/profile.py` (end of the whole stage),
-  `stages/train_many.py` (one that would end all), `stages/context.py` (records and messages),
-  `stages/batches_that_fit.py` (nothing but out of memory), `records/broken_hosts.py`,
-  `records/events.py` (`JobEvents`), `analysis/models/profiles.py` (bounds of memory),
-  `status/jobs.py`, `status/verdict.py`, `status/trainings.py` and `status/text.py` (words), and
-  `cli/detached.py` (no kind on record: a bug).
-
-`tests/test_retry_policy.py` fails until a new kind is in its table.
+Whoever else branches on kinds is found by `grep -r Failure.`. `tests/test_retry_policy.py` fails
+until a new kind is in its table.
 """
 
 from __future__ import annotations

@@ -256,10 +256,6 @@ def refusal_of_open(root: Path, rooms: Iterable[Path]) -> str:
     """Return a refusal of all folders that others may write to, above a run directory or in it.
 
     A single one in it is left to the check of that folder.
-
-    Args:
-        root: Run directory.
-        rooms: Folders in it.
     """
     above = open_to_all(root)
     # a folder that others made holds nothing yet
@@ -317,11 +313,7 @@ class HeldFolder:
         weakref.finalize(self, os.close, self._descriptor)
 
     def loss(self, doing: str) -> str:
-        """Return a message that the folder was lost to a job, else an empty string.
-
-        Args:
-            doing: Activity of the job, as in "while this job trained".
-        """
+        """Return a message that the folder was lost to a job, else an empty string."""
         if not self.is_lost:
             return ""
         return f"{self.folder}: was deleted or moved while this job {doing}; another run may be there now"

@@ -174,13 +174,7 @@ def money_within(
 
 
 def in_comparison(ratio: float, more: str = "longer", less: str = "shorter") -> str:
-    """Say how much more or less one value is than another: "3 % longer", "4.4 times longer".
-
-    Args:
-        ratio: Of the value to the other.
-        more: Comparative for a value above the other.
-        less: Comparative for a value below it.
-    """
+    """Say how much more or less one value is than another: "3 % longer", "4.4 times longer"."""
     if ratio >= 2.0:
         return f"{format_number(ratio, 2)} times {more}"
     percent = 100 * abs(ratio - 1.0)
@@ -411,9 +405,6 @@ def command_line(*words: str) -> str:
 
     The script is named with its folder where the shell would not find it; without a script, the
     interpreter is named.
-
-    Args:
-        words: The command and its arguments, unquoted.
     """
     return shlex.join([*_program(), *words])
 

@@ -23,20 +23,9 @@ earlier command do not count: the user may have removed the cause. `analysis/sea
 decides which larger ones lack of memory rules out; a partition where nothing could be measured
 is given up as a whole, see `is_partition_hopeless`.
 
-Who asks: `stages/train.py`, `stages/train_many.py` and `status/state.py` (`RetryPolicy.judge`);
-`stages/profile.py`; `analysis/search/propose.py`, which proposes a configuration once more or not.
-
-The user reads of it in the command's progress (`stages/train.py`, `stages/profile.py`), on the page
-of status (`status/jobs.py`: "was submitted again"), and by `on_event` (`stages/notify.py`).
-
-A job is also started again under its own id, by one of these:
-
-- the training itself after a stop, up to `training.max_requeues` times: `leave` in
-  `training/ending.py`, for scripts too;
-- submitit at the time limit of a profile (TIME_OUTS) or controller (`controller_time_outs`): in
-  `launch/job_start.py`, which reads the executor's files by `launch/job_files.py`;
-- the batch script of a controller whose process is killed (REVIVALS): `requeue_if_killed` in
-  `launch/slurm_executor.py`. Where the script dies too, its guard goes on: `cli/detached.py`.
+A job is also started again under its own id: by the training itself after a stop, up to
+`training.max_requeues` times; by submitit at the time limit of a profile (TIME_OUTS) or controller
+(`controller_time_outs`); and by a controller's batch script where its process is killed (REVIVALS).
 """
 
 from __future__ import annotations
@@ -103,11 +92,7 @@ class RetryPolicy:
     ) -> Verdict:
         """Decide the next step after a job that ended without a result and is on record.
 
-        Args:
-            history: Of the run, with that end.
-            label: Of the training.
-            failure: Of the job.
-            since: When the command began, Unix time.
+        Jobs of earlier commands, from before this one began (`since`, Unix time), do not count.
         """
         kind = failure.kind or Failure.BUG
         attempts = history.attempts(label, since)

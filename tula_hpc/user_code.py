@@ -1,44 +1,22 @@
 """Bring your own model, data, loss and metric: ``"package.module:function"`` in a sweep file.
 
-The whole protocol:
+`sweeps/README.md` has the table of what each is called with and returns. Beyond that:
 
-``model = "package.module:function"``
-    ``function(classes: int, image_size: int) -> torch.nn.Module``. The module maps a float batch
-    (N, C, H, W) to scores (N, classes). It is called on the CPU after torch's random numbers were
-    seeded with ``workload.seed``.
-
-``dataset = "package.module:function"``
-    ``function(spec: tula_hpc.config.WorkloadSpec) -> tuple[Dataset, Dataset, int]``: training set,
-    test set, number of classes. Both are map-style (``__len__`` and ``__getitem__``); an item is
-    ``(image, label)``: a float tensor C×H×W, as the model takes it, and an integer from 0 to
-    classes − 1. The function may use anything in the spec (``data_dir``, ``image_size``,
-    ``augment``). ``samples`` is applied afterwards, by the caller. Every process calls it, with
-    Python's, NumPy's and torch's random numbers seeded alike: all have to get the same split.
-
-    Draw augmentation from the default random numbers of torch (``torch.rand``,
-    ``torchvision.transforms``), NumPy (``np.random.rand``) or Python: they are seeded for each item
-    from (seed, epoch, index), so a resumed training or one with another number of workers sees the
-    same images. Generators of your own are left as they are.
-
-``loss = "package.module:function"``
-    ``function(outputs, targets) -> Tensor``: the loss of each sample, (N,); training minimizes the
-    mean. With it, workloads need not be classifications of images: an item of the data set is
-    ``(inputs, targets)``, each a tensor, a number, or a tuple, list or dict of such, of the same
-    shapes for every item (sequences padded or cut to one length). The model is called as
-    ``model(inputs)`` with N items in a batch of ``torch.utils.data.default_collate``, and its
-    output goes to the loss as it is. ``classes`` is any number that the model should get from the
-    data (a vocabulary), and ``image_size``, where the sweep does not give it, the last dimension of
-    the first input.
-
-``metric = "package.module:function"``
-    ``function(outputs, targets) -> Tensor``: the share of each sample that is right, (N,), from 0
-    to 1; it is reported as accuracy. Without it, accuracy is known where outputs are scores
-    (N, classes) and targets labels (N,); elsewhere the loss on the test set is reported.
-
-The module is looked for among the installed packages, then in the working directory in which the
-command was started: nothing there replaces an installed package. All functions run in every worker
-process of every job. Examples are ``tests/examples/own_workload.py`` and, for a language model,
-``tula_hpc/workloads/language_model.py``.
+- ``model`` is called on the CPU after torch's random numbers were seeded with ``workload.seed``.
+  Without ``loss``, it maps a float batch (N, C, H, W) to scores (N, classes).
+- Both sets of ``dataset`` are map-style (``__len__`` and ``__getitem__``). ``workload.samples`` is
+  applied afterwards, by the caller.
+- Draw augmentation from the default random numbers of torch, NumPy or Python: they are seeded for
+  each item from (seed, epoch, index), so a resumed training or one with another number of workers
+  sees the same images. Generators of your own are left as they are.
+- With ``loss`` an item is ``(inputs, targets)``, each a tensor, a number, or a tuple, list or dict
+  of such, of the same shapes for every item (sequences padded or cut to one length). The model is
+  called as ``model(inputs)`` with a batch of ``torch.utils.data.default_collate``; its output goes
+  to the loss as it is, and training minimizes the mean. ``classes`` is any number that the model
+  should get from the data (a vocabulary), and ``image_size``, where the sweep does not give it, the
+  last dimension of the first input.
+- ``metric`` is reported as accuracy. Without it, accuracy is known where outputs are scores
+  (N, classes) and targets labels (N,); elsewhere the loss on the test set is reported.
 
 Any exception of these functions becomes an `InputError` of one line, unless memory ran out or a
 file system failed. A command tries all of it on its own machine before it submits a job, with
@@ -177,10 +155,6 @@ def lacks_gpu(error: Exception | SystemExit) -> bool:
 def collate(items: list[Any], what: str = "has samples") -> Batch:
     """Put samples into one batch.
 
-    Args:
-        items: The samples.
-        what: Their place, for the message.
-
     Raises:
         InputError: They differ in shape or kind.
     """
@@ -227,11 +201,6 @@ def own_model(name: str, classes: int, image_size: int) -> nn.Module:
 def own_function(key: str, name: str, parameters: Sequence[str]) -> Callable[..., Any]:
     """Load a user's function and check its parameters, without calling it.
 
-    Args:
-        key: Key of the sweep file.
-        name: "package.module:function".
-        parameters: Names of its arguments, for the message.
-
     Raises:
         InputError: The function is missing, or cannot be called with so many arguments.
     """
@@ -247,9 +216,7 @@ def own_function(key: str, name: str, parameters: Sequence[str]) -> Callable[...
 def own_data(spec: WorkloadSpec, tried: int = TRIED_BY_JOBS) -> OwnData:
     """Call the user's data set function and check items of each set, and labels.
 
-    Args:
-        spec: Names the function, and is its argument.
-        tried: Items of each set that are read.
+    Of each set `tried` items are read.
 
     Raises:
         InputError: The function is missing, takes other arguments, fails, or departs from the

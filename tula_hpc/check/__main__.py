@@ -384,7 +384,6 @@ _NETWORK = re.compile(r"NCCL INFO .*Using network (\S+)")
 
 
 def _networks(job: Submitted) -> list[str]:
-    """Return the networks that nccl names in its log."""
     from tula_hpc.launch.diagnosis import last_bytes
 
     found: set[str] = set()

@@ -43,14 +43,7 @@ Known = Sequence[tuple[RankReport, Device]]
 def judge_job(
     cluster: ClusterSpec, workload: WorkloadSpec, reports: Sequence[RankReport], expected: int
 ) -> list[Verdict]:
-    """Judge the reports of the job's workers.
-
-    Args:
-        cluster: Where the job ran.
-        workload: Data and loader that it measured.
-        reports: One for each worker that came so far as to write one.
-        expected: Number of workers that were asked for.
-    """
+    """Judge the reports of the job's workers."""
     if not reports:
         return []
     judged = [
@@ -273,7 +266,6 @@ def _judge_cores(
 
 
 def _shares_cores(report: RankReport, host: Host, known: Sequence[tuple[RankReport, Host]]) -> bool:
-    """Tell whether a worker is bound to cores to which another of its node is bound, too."""
     if len(host.cores) == host.node_cores:
         return False
     for other, its_host in known:
@@ -381,7 +373,6 @@ def _lower_quartile(times: Sequence[float]) -> float:
 
 
 def _range(values: Sequence[float]) -> str:
-    """Show the least and the largest of sorted values, or one where they look the same."""
     ends = [format_number(values[0], 3), format_number(values[-1], 3)]
     return " to ".join(dict.fromkeys(ends))
 

@@ -90,10 +90,6 @@ class Site(Record):
 def ask_site(launcher: Launcher, nodes: int) -> Site:
     """Ask Slurm about a cluster, or one of its partitions; nothing is submitted.
 
-    Args:
-        launcher: Of the cluster.
-        nodes: Of the jobs that Slurm is asked about.
-
     Raises:
         LaunchError: There is no Slurm here, or it does not answer.
     """
@@ -253,7 +249,6 @@ def associations() -> tuple[Limits, ...]:
 
 
 def _nodes_in(tres: str) -> int | None:
-    """Read the nodes of a list such as cpu=40,node=4."""
     return next((count_in(item[5:]) for item in tres.split(",") if item.startswith("node=")), None)
 
 

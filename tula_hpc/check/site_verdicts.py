@@ -171,7 +171,6 @@ def _judge_qos(cluster: ClusterSpec, site: Site) -> Iterator[Verdict]:
 
 
 def _own_associations(cluster: ClusterSpec, site: Site) -> list[Limits]:
-    """Return the associations that hold for the cluster's jobs."""
     return [
         each
         for each in site.associations
@@ -180,7 +179,6 @@ def _own_associations(cluster: ClusterSpec, site: Site) -> list[Limits]:
 
 
 def _limits_in_force(cluster: ClusterSpec, site: Site) -> list[tuple[str, Limits]]:
-    """Return each limit with the name of who sets it."""
     partition = site.partition
     assert partition is not None  # noqa: S101 # an invariant of judge_site
     of_partition = Limits(
@@ -245,7 +243,6 @@ def _reasons(cluster: ClusterSpec, nodes: Nodes, site: Site) -> list[str]:
 
 
 def _misfits(cluster: ClusterSpec, nodes: Nodes, site: Site) -> list[str]:
-    """Return the demands of a job that nodes of this kind cannot meet."""
     misfits = []
     cores = cluster.workers_per_node * cluster.cpus_per_worker
     if cores > nodes.cpus:
@@ -324,10 +321,7 @@ def _judge_answers(site: Site) -> Iterator[Verdict]:
 def judge_data_here(folder: Path, readable: bool, needed: bool = True) -> Verdict:
     """Judge the workload's data folder as the login node sees it.
 
-    Args:
-        folder: The folder.
-        readable: Whether it can be read here.
-        needed: Whether a sweep would look into it here (search.estimate).
+    It is `needed` where a sweep would look into it here (search.estimate).
     """
     if readable:
         return ok(Topic.DATA_HERE, f"{folder} can be read")

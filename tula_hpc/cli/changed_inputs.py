@@ -70,7 +70,6 @@ def _filled(path: Path, inputs: SweepSpec | ClusterSpec) -> SweepSpec | ClusterS
 
 
 def _told(key: Key, was: Any, now: Any) -> tuple[Any, Any]:
-    """Return both values of a key, as far as they may be shown."""
     from tula_hpc.config import is_hidden
 
     if not is_hidden(key):

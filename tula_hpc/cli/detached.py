@@ -252,7 +252,6 @@ def look_on(sweep: Sweep) -> None:
 
 
 def _is_wanted_here(job: Submitted) -> bool:
-    """Ask who is there whether this command shall carry on."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return False
     sys.stderr.write(

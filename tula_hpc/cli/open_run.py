@@ -144,7 +144,6 @@ def _begins_anew(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> bo
 
 
 def _jobs_left(run: RunDirectory) -> list[Submitted]:
-    """Return the jobs of the run that are not over, or may not be."""
     from tula_hpc.config import load_cluster
     from tula_hpc.launch.launcher import Launcher
     from tula_hpc.stages.context import jobs_on_record
@@ -161,7 +160,6 @@ def _jobs_left(run: RunDirectory) -> list[Submitted]:
 
 
 def _begin_anew(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> None:
-    """Replace the inputs, and put the files of the earlier ones aside."""
     from tula_hpc.records import write_atomically
 
     with _locked_for_others(run):
@@ -203,7 +201,6 @@ def _files(
 
 
 def _refuse_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> None:
-    """Refuse changed inputs on which measurements or a training depend."""
     from tula_hpc.analysis.plan import lost_inputs
 
     if words := lost_inputs(run):
@@ -272,12 +269,7 @@ def _other_inputs(
 ) -> str:
     """Name the keys that differ from the run directory and may not, and the remedy.
 
-    Args:
-        refused: The keys.
-        run: The run directory.
-        kind: Of the file that has them: sweep or cluster.
-        is_sweep: It is not a study.
-        frees_up: No measurement depends on the keys.
+    It `frees_up` if no measurement depends on the keys.
     """
     was, now = refused.get(("executor",), ("", ""))
     if now == "local":
@@ -312,7 +304,6 @@ def _other_inputs(
 
 
 def _when_free(run: RunDirectory) -> str:
-    """Say when keys that no measurement depends on may change."""
     from tula_hpc.records.run_directory import holder_of
 
     if run.has_trained():
@@ -330,7 +321,6 @@ def _when_free(run: RunDirectory) -> str:
 
 
 def _in_the_way(run: RunDirectory, left: Sequence[Submitted]) -> str:
-    """Explain how to proceed with jobs of the earlier inputs that have no results yet."""
     how = _to_cancel(run, left)
     to_cancel = f"; to cancel: {how}" if how else ""
     over = f"other inputs are taken once job {left[0].job_id} is over"
@@ -338,7 +328,6 @@ def _in_the_way(run: RunDirectory, left: Sequence[Submitted]) -> str:
 
 
 def _to_cancel(run: RunDirectory, left: Sequence[Submitted]) -> str:
-    """Return the command that cancels these jobs; "" where it is not known."""
     from tula_hpc.config import load_cluster
     from tula_hpc.launch.launcher import Launcher
 
@@ -351,11 +340,7 @@ def _to_cancel(run: RunDirectory, left: Sequence[Submitted]) -> str:
 def work(sweep: Sweep, until: str, *, detach: bool = False, here: bool = False) -> int:
     """Work on an open run up to a stage; returns 0 when done or detached, 130 interrupted.
 
-    Args:
-        sweep: The run.
-        until: The last stage.
-        detach: Controller jobs carry on.
-        here: This command carries on, also where controller jobs do.
+    With `detach` controller jobs carry on; with `here` this command does, also where they do now.
 
     Raises:
         TulaError: It cannot be done; see `exit_code_of`.

@@ -123,11 +123,7 @@ def _slurm_is_here() -> bool:
 
 
 def _refuse_detached_here(options: argparse.Namespace, cluster: ClusterSpec) -> None:
-    """Refuse the options of a detached sweep where jobs do not go through Slurm.
-
-    Raises:
-        InputError: There is one.
-    """
+    """Refuse the options of a detached sweep where jobs do not go through Slurm."""
     if getattr(options, "detach", False) and cluster.executor != "slurm":
         raise InputError(
             'needs a cluster with executor = "slurm"; here use nohup or tmux', source="--detach"
@@ -140,11 +136,7 @@ def _refuse_detached_here(options: argparse.Namespace, cluster: ClusterSpec) -> 
 
 
 def _refuse_missing_trackers(options: argparse.Namespace, spec: SweepSpec) -> None:
-    """Refuse a tracker whose package is not here, unless only the nodes are to have it.
-
-    Raises:
-        InputError: There is one.
-    """
+    """Refuse a tracker whose package is not here, unless only the nodes are to have it."""
     from tula_hpc.tracking.trackers import missing
 
     if spec.search.estimate and (names := missing(spec.training.log_to)):

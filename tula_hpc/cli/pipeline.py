@@ -240,7 +240,6 @@ def _model_lines(sweep: Sweep) -> list[str]:
 
 
 def _decision(plan: Plan, result: TrainResult, bill: TrainingBill | None) -> str:
-    """Describe the chosen configuration, and the result of its training."""
     chosen = plan.chosen
     took_s = result.wall_time_s
     if bill is not None and bill.whole.actual is not None:
@@ -297,7 +296,6 @@ def _price_s(plan: Plan, partition: str) -> float:
 def _say_summary(
     sweep: Sweep, plan: Plan, trained: Training, profiling_cost: str
 ) -> TrainingBill | None:
-    """Print table and bill; returns the latter."""
     from tula_hpc.analysis.run_contents import trained_partition
 
     # which the table is about
@@ -407,7 +405,6 @@ def _say_plan(sweep: Sweep, plan: Plan, *, is_new: bool = True) -> None:
 
 
 def _say_what_it_takes(sweep: Sweep, plan: Plan) -> None:
-    """Print the planned training's time and cost, how they are known, and other choices."""
     from tula_hpc.analysis.planning.partitions import name_of
     from tula_hpc.analysis.report.plan_text import (
         alternatives,

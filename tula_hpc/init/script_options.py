@@ -136,7 +136,6 @@ def read_options(path: Path) -> ScriptOptions:
 
 
 def _best(role: str, options: Iterable[Option]) -> Option | None:
-    """Return the option of this role, the first of several."""
     pattern = re.compile(_ROLES[role])
     found = [each for each in options if any(pattern.fullmatch(name) for name in each.names)]
     if role == "batch":
@@ -288,7 +287,6 @@ def _imported(tree: ast.Module) -> set[str]:
 
 
 def _constants(tree: ast.Module) -> dict[str, Any]:
-    """Return the literals that the module binds to names."""
     found: dict[str, Any] = {}
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):

@@ -160,12 +160,8 @@ def search_and_training(
 ) -> list[str]:
     """Return the lines of the tables `[search]` and `[training]`.
 
-    Args:
-        cluster: Of the sweep.
-        base_batch: Global batch that the script has by itself.
-        passes: Forward passes of a step that the script always takes.
-        samples: Of an epoch, where they are known.
-        is_known: The base batch is the script's, and no usual one.
+    `passes` are forward passes that the script always takes for a step. The global batch is the
+    script's own where it `is_known`, else a usual one.
     """
     nodes = _most_nodes(cluster)
     sizes = [2**k for k in range(MOST_SIZES) if 2**k <= nodes]
@@ -199,7 +195,6 @@ def search_and_training(
 
 
 def _most_nodes(cluster: ClusterSpec) -> int:
-    """Return the nodes of the largest partition."""
     return max(_nodes_of(part) for part in cluster.parts())
 
 
@@ -328,10 +323,7 @@ def with_arguments(
 
     What its arguments name counts as known, whatever its value.
 
-    Args:
-        text: Of the file.
-        used: Arguments of the run.
-        names: Of each option of the script by any of its names: the longest.
+    `names` has the longest name of each option of the script by any of its names.
     """
     line, known = _arguments_in(text)
     if line is None:
@@ -372,12 +364,7 @@ def _arguments_in(text: str) -> tuple[re.Match[str] | None, list[str]]:
 
 
 def asked_batch(text: str, used: Sequence[str]) -> int | None:
-    """Return the samples of a forward pass that a run's arguments ask for; None where none do.
-
-    Args:
-        text: Of a sweep file, whose arguments tell by which option.
-        used: By the run.
-    """
+    """Return the samples of a forward pass that a run's arguments ask for; None where none do."""
     _, known = _arguments_in(text)
     placeholder = "{local_batch}"
     names = [before for before, each in itertools.pairwise(known) if each == placeholder]

@@ -3,7 +3,7 @@
 Slurm's words for a wait are those of "JOB REASON CODES" in squeue(1) and of the controller's own
 descriptions. Logs are read as far as they belong to the job's last run.
 
-The kinds of failures are in `errors.py`, which names everybody who has to know of a new one.
+The kinds of failures are in `errors.py`, with what a new one asks for.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ MOST_WORDS = 500
 
 
 class _Sign(NamedTuple):
-    """Sign of a failure: states of the job's steps, or words in its log."""
-
     failure: Failure
     states: frozenset[str]
     words: str

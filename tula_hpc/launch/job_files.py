@@ -2,22 +2,19 @@
 
 The batch script itself is made by `_script` of `launch/slurm_executor.py`.
 
-The pickle is written by who submits, with its SHA-256, and the job loads only bytes of that hash.
-Whoever may write to a folder above the run directory can put another folder in its place while a
-job waits, so the folder's owner proves nothing. The hash travels in the batch script, which Slurm
-keeps from the submission on, or in the environment of a local job. These risks remain: whoever can
-change the script (its owner, administrators, or somebody who exchanges the folder in the moment in
-which sbatch reads it) or the job's Python can run any code, and whoever can exchange the folder can
-keep the job from running.
+A job loads only bytes of the SHA-256 that its submitter wrote down: who may write to a folder above
+the run directory can put another folder in its place while a job waits, so the folder's owner
+proves nothing. The hash travels in the batch script, which Slurm keeps from the submission on, or
+in the environment of a local job. Whoever can change the script or the job's Python can still run
+any code.
 
-submitit pickles a job again when it requeues it, on the node, where no script knows that hash. All
-that differs is how many time-outs are left. Here only this number is written, as text, and a job
-never has more of them than its pickle says: a forged number ends its requeues early at worst.
+submitit pickles a job again when it requeues it, on the node, where no script knows that hash. Here
+only the number of time-outs that are left is written, as text, and a job never has more of them
+than its pickle says: a forged number ends its requeues early at worst.
 
-Setup lines may hold keys and passwords, but command lines are visible to everybody on the machine,
-and scripts to whoever they are mailed to. So the lines travel in a file of the submission's folder,
-for its owner alone. The job's shell knows the file's SHA-256 and evaluates the very text that has
-it; the file begins with a random number, so that short passwords cannot be found by trying hashes.
+Setup lines may hold passwords, and command lines and scripts are seen by others. So the lines
+travel in a file for the owner alone, whose SHA-256 the job's shell knows; the file begins with a
+random number, so that short passwords cannot be found by trying hashes.
 """
 
 from __future__ import annotations

@@ -414,12 +414,7 @@ NOT_KNOWN: Mapping[str, float] = {}
 def describe_states(
     active: Mapping[str, JobState], waited_s: Mapping[str, float] = NOT_KNOWN
 ) -> str:
-    """Summarize states, for example `3 running, 1 waiting for 12 min (other jobs go first)`.
-
-    Args:
-        active: The states by job id.
-        waited_s: For how long each job has waited, as far as known.
-    """
+    """Summarize states, for example `3 running, 1 waiting for 12 min (other jobs go first)`."""
     groups: dict[tuple[str, str], list[str]] = {}
     for job_id, state in active.items():
         groups.setdefault(_in_words(state), []).append(job_id)

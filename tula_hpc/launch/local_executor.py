@@ -1,13 +1,11 @@
 """Executor of jobs on this machine, of which none is lost if the command is killed meanwhile.
 
-submitit starts a process and then renames the pickle that it waits for: a command that is killed in
-between leaves a process that waits in vain, and one that is killed a little later an unknown job.
-Here a job takes its pickle itself, by a rename that tells which job of the submission it is, and
-of which process. If the pickle was taken away before, the job never runs.
+A job takes its pickle itself, by a rename that tells which job of the submission it is, and of which
+process. If the pickle was taken away before, the job never runs.
 
 A job that lives holds a lock on a file of its own, which the kernel releases when it ends. Its
-process number alone tells nothing: the shell that has the number may be killed while its children
-go on, the number may have passed to another process, and it means nothing on another host.
+process number alone tells nothing: the shell may be killed while its children go on, and the number
+may have passed to another process.
 """
 
 from __future__ import annotations
@@ -156,12 +154,7 @@ def start_controller(
 
 
 class LocalJobs:
-    """Executor of jobs on this machine, which take their pickles themselves.
-
-    Args:
-        cluster: Whose nodes are emulated: one machine runs all workers.
-        folders: Of the workload, for a container.
-    """
+    """Executor of jobs on this machine, which take their pickles themselves."""
 
     limits = Limits(gone_polls=1, poll_s=0.2, longest_poll_s=0.2, several_hosts=False)
 

@@ -192,11 +192,7 @@ def _queued(
 ) -> list[list[str]]:
     """Return squeue's rows; its headings tell an answer without jobs from no answer.
 
-    Args:
-        columns: squeue's formats; the first is a job's id.
-        options: Which jobs.
-        timeout_s: For the answer.
-        second: Pattern of the second column, which a site's own lines do not match.
+    The first column is a job's id, the second one matches a pattern, which a site's own lines do not.
 
     Raises:
         LaunchError: It does not answer.
@@ -410,12 +406,7 @@ def _shown_fields(job_id: str, timeout_s: float) -> dict[str, str]:
 
 
 def requeue(job_id: str, within_s: float = REQUEUE_S) -> str | None:
-    """Ask for a requeue of the running job until Slurm answers; None if granted, else its words.
-
-    Args:
-        job_id: Of the job that asks.
-        within_s: Time to try; a job that is preempted or at its time limit is killed soon.
-    """
+    """Ask for a requeue of the running job until Slurm answers; None if granted, else its words."""
     until = time.monotonic() + within_s
     while True:
         try:
@@ -448,12 +439,8 @@ def accounted_runs(
 ) -> dict[str, list[JobAccount]]:
     """Return the runs of these jobs, oldest first; a job that accounting does not know is missing.
 
-    Args:
-        stages: By job id, as Slurm shows it, tasks of arrays as `12_3`.
-        name_prefix: Of the jobs' names. An id may have been another's, where a controller began to
-            count from 1 again.
-        since: Unix time of the first submission.
-        timeout_s: For the answer.
+    Ids are as Slurm shows them, tasks of arrays as `12_3`. One may have been another job's, where a
+    controller began to count from 1 again: so names are compared, too.
 
     Raises:
         LaunchError: There is no accounting, or it does not answer.

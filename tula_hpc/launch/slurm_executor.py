@@ -1,13 +1,9 @@
 """Executor of jobs on Slurm: calls sbatch so that each array is made exactly once.
 
-`launch/launcher.py` cuts jobs into arrays and hands each to `SlurmJobs.submit`; `submit_once`
-calls sbatch.
-
-submitit calls sbatch once and takes any error for a refusal. But a controller that is paused,
-restarts or is overloaded lets sbatch fail although the job may have been accepted. So every
-submission has a name of its own, and that name is looked up before another attempt. Jobs find their
-pickles by array index: once sbatch was called nothing is left to do, and a submitter that is killed
-then has lost nothing.
+submitit takes any error of sbatch for a refusal. But a controller that is paused or overloaded lets
+sbatch fail although the job may have been accepted. So every submission has a name of its own,
+which is looked up before another attempt. Jobs find their pickles by array index: a submitter that
+is killed once sbatch was called has lost nothing.
 
 submitit's template of a batch script is private (`_make_sbatch_string`, `_convert_mem`); it is used
 here alone.
@@ -137,12 +133,7 @@ def requeue_if_killed(folder: Path) -> list[str]:
 
 
 class SlurmJobs:
-    """Executor of jobs on Slurm: each submission is a job or an array, made exactly once.
-
-    Args:
-        cluster: The resources that sbatch is asked for.
-        folders: Of the workload, for a container.
-    """
+    """Executor of jobs on Slurm: each submission is a job or an array, made exactly once."""
 
     limits = Limits(gone_polls=3, poll_s=2.0, longest_poll_s=30.0, several_hosts=True)
 
@@ -256,7 +247,6 @@ class SlurmJobs:
         return parameters
 
     def _options(self, request: Request) -> dict[str, str | int | bool]:
-        """Return options of sbatch as they are written, the user's own among them."""
         options: dict[str, str | int | bool] = {}
         if self.cluster.sbatch.keys().isdisjoint({"no-requeue", "no_requeue"}):
             # a preempted job is lost without it where the site's default is JobRequeue=0
@@ -270,7 +260,6 @@ class SlurmJobs:
         return {name: value for name, value in options.items() if value is not False}
 
     def _excluded(self) -> list[str]:
-        """Return the hosts that the user excludes."""
         own = str(self.cluster.sbatch.get("exclude", ""))
         if "/" not in own:
             return [own] if own else []

@@ -1,7 +1,4 @@
-"""Measurements of a configuration, and the estimate of its memory.
-
-An estimate of memory, before any profile.
-"""
+"""Measurements of a configuration, and the estimate of its memory before any profile."""
 
 from __future__ import annotations
 
@@ -320,11 +317,8 @@ class Footprint(Record):
     fixed_bytes: int
     # CPU: the process with its libraries, before the model
     host_baseline_bytes: int = 0
-    scaling_bytes: int = (
-        # AGS: reference gradient and scale factors, on top of `peaks` once training has updated
-        # them
-        0
-    )
+    # AGS: reference gradient and scale factors, on top of `peaks` once training has updated them
+    scaling_bytes: int = 0
     # host memory of the copy that a checkpoint is written from, on the first node
     checkpoint_bytes: int = 0
     # of these two, what counts towards the limit on top of `peaks`

@@ -250,13 +250,7 @@ def steps_left_s(steps: Sequence[StepMetrics], epochs: float) -> float | None:
 def training_left_s(
     steps: Sequence[StepMetrics], last: EpochMetrics | None, epochs: float
 ) -> float | None:
-    """Estimate the time that a training still takes: its steps, and evaluations as the last one.
-
-    Args:
-        steps: Logged so far.
-        last: Last epoch that ended.
-        epochs: To be trained.
-    """
+    """Estimate the time that a training still takes: its steps, and evaluations as the last one."""
     left_s = steps_left_s(steps[-RECENT_STEPS:], epochs)
     if left_s is None or last is None:
         return left_s

@@ -1,7 +1,7 @@
 """plan.json, and whether it is as it was written.
 
 A plan ends with the SHA-256 of its text above that: one that was edited since is refused wherever
-it is read. Plans of earlier versions, without, are taken as they are.
+it is read.
 """
 
 from __future__ import annotations

@@ -50,11 +50,7 @@ def read_records(
 ) -> ReadResult[R]:
     """Read JSON Lines files that exist; skip and count lines that are torn or of another kind.
 
-    Args:
-        kind: Of the records.
-        paths: The files.
-        parse: In place of `parse_record`; for those that leave out fields not needed of so many
-            records.
+    `parse` takes the place of `parse_record`, for those that leave out fields not needed of so many.
 
     Raises:
         RunDirectoryError: A file is there and cannot be read, or is out of all bounds.
@@ -241,11 +237,8 @@ def read_document(kind: type[R], path: Path) -> R:
 def append_record(path: Path, record: BaseModel | dict[str, Any], *, durable: bool = True) -> None:
     """Append one line with a single write, so that lines of several writers never mix.
 
-    Args:
-        path: A JSON Lines file; made if it is missing.
-        record: The content of the line.
-        durable: Whether to wait until the disk has it. Not for metrics: they are many, and the wait
-            would be a step's.
+    With `durable` the disk has it when this returns. Not for metrics: they are many, and the wait
+    would be a step's.
 
     Raises:
         StorageError: It cannot be written; the file then ends as it did before.

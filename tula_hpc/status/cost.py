@@ -162,8 +162,6 @@ def promise_kept(facts: Facts) -> PromiseStatus | None:
 
 
 class _Use(NamedTuple):
-    """Node-seconds by partition."""
-
     by_partition: Mapping[str, float]
     source: Source
     queue_s: float | None = None
@@ -173,13 +171,7 @@ Accounted = Mapping[str, Sequence[JobAccount]]
 
 
 def cost_so_far(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) -> CostStatus:
-    """Return the cost of all stages.
-
-    Args:
-        facts: The files.
-        jobs: Where each job stands: those that run are counted until now.
-        accounted: By job id; empty where there is no accounting.
-    """
+    """Return the cost of all stages."""
     uses = {
         "profile": _profiling(facts, jobs, accounted),
         "train": _training(facts, jobs, accounted),
@@ -258,7 +250,6 @@ def _training(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) -> 
 
 
 def _knows_all(jobs: Iterable[JobStatus], stage: str, accounted: Accounted) -> bool:
-    """Tell whether accounting has each job of a stage that has begun."""
     begun = [job for job in jobs if job.stage == stage and job.phase is not JobPhase.WAITING]
     return all(job.job_id in accounted for job in begun)
 

@@ -76,16 +76,12 @@ class Answer(NamedTuple):
 
 
 class _End(NamedTuple):
-    """End of a job as the files tell it."""
-
     phase: JobPhase
     failure: Failure | None = None
     detail: str = ""
 
 
 class _Records:
-    """Records of profile jobs, by job, and signs of later stages."""
-
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.jobs = facts.history.submissions()

@@ -50,14 +50,7 @@ NO_ACCOUNT: Accounted = {}
 def describe(
     facts: Facts, answer: Answer, rate_labels: Sequence[str] = (), accounted: Accounted = NO_ACCOUNT
 ) -> RunStatus:
-    """Return the whole state.
-
-    Args:
-        facts: The files.
-        answer: Of the scheduler.
-        rate_labels: Of the trainings that choose a study's rates; none for other runs.
-        accounted: Runs of its jobs as accounting knows them.
-    """
+    """Return the whole state."""
     jobs = job_statuses(facts, answer)
     parts = _parts(facts, answer, jobs, rate_labels)
     state, words = verdict(parts)
@@ -109,7 +102,6 @@ def _parts(
 
 
 def _without_idle_guards(jobs: Sequence[JobStatus]) -> list[JobStatus]:
-    """Leave out guards of controllers that need not act."""
     open_phases = (*ALIVE, JobPhase.UNKNOWN)
     is_led = any(job.kind == "control" and job.phase in open_phases for job in jobs)
     idle = {JobPhase.FINISHED}
@@ -217,7 +209,6 @@ def _went_on(facts: Facts) -> bool:
 
 
 def _wanted(spec: SweepSpec | None, cluster: ClusterSpec | None) -> int | None:
-    """Return an upper bound of the measured configurations; see `most_profiled`."""
     if spec is None or cluster is None or spec.search.mode == "partial":
         return None
     own = [(sweep_for(spec, part), part.workers_per_node) for part in cluster.parts()]

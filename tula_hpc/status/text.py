@@ -52,12 +52,7 @@ Line = tuple[str, str]
 
 
 def status_text(status: RunStatus, width: int = 110) -> str:
-    """Format the state.
-
-    Args:
-        status: Of the run.
-        width: Columns of the terminal.
-    """
+    """Format the state."""
     lines = [
         *_head(status),
         *_stages(status),

@@ -33,10 +33,6 @@ ENDED_LOOKS = 2
 def watch(look: Callable[[], RunStatus], pause: Callable[[float], None] = time.sleep) -> int:
     """Show the state until the run has ended, or Ctrl-C; return the last state's exit code.
 
-    Args:
-        look: Returns the present state.
-        pause: Waits for some seconds.
-
     Raises:
         RunDirectoryError: It is none, or may not be read.
     """
