@@ -62,7 +62,8 @@ def carry_on_detached(sweep: Sweep, until: str) -> int:
     # a controller that was submitted by a command that was killed
     sweep.launcher.find_lost()
     waiting = controllers(sweep)
-    if waiting and _detached_until(sweep.run) == until:
+    before = sweep.run.history().detached()
+    if waiting and before and before.until == until:
         print(
             f"already detached: job {waiting[0].job_id} carries on; see {sweep.run.status_command}"
         )
@@ -73,12 +74,6 @@ def carry_on_detached(sweep: Sweep, until: str) -> int:
         )
     sweep.run.log_event("detached", CONTROL, data={"until": until})
     return _step(sweep._replace(detached=True), until)
-
-
-def _detached_until(run: RunDirectory) -> str:
-    """Return the stage that the controllers of the run go to, "" without any."""
-    detached = run.history().detached()
-    return detached.until if detached else ""
 
 
 def _step(sweep: Sweep, until: str) -> int:

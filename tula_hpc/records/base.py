@@ -16,7 +16,10 @@ JobId = Annotated[str, Field(pattern=r"^(\w[\w.,:%+\[\]-]{0,99})?$")]
 
 
 class Record(BaseModel):
-    """Base of all records: immutable; unknown keys of newer versions are ignored."""
+    """Base of all records: immutable; unknown keys of newer versions are ignored.
+
+    A `time`, and what is called `…_at`, is Unix time in seconds.
+    """
 
     model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
 

@@ -57,7 +57,6 @@ class JobNote(Record):
 
     # ready: all workers have met
     note: Literal["began", "ready", "measuring", "ended"]
-    # Unix time
     time: float
     job_id: JobId = ""
     allocated_nodes: Nodes = 1
@@ -256,7 +255,6 @@ def _failure_in(event: Event) -> JobFailure:
 class JobEnd(NamedTuple):
     """End of a job, as the command that saw to it wrote it down."""
 
-    # Unix time
     time: float
     failure: Failure | None
 
@@ -345,7 +343,6 @@ class Submission(JobEvents, SubmissionData):
     """One submitted job."""
 
     stage: Stage
-    # Unix time
     submitted_at: float
 
     @property
@@ -383,7 +380,6 @@ class StageFailure(NamedTuple):
     stage: Stage
     # a sentence, with the stage before it where a job could not be submitted
     detail: str
-    # Unix time
     time: float
 
 
@@ -399,7 +395,6 @@ class Detached(NamedTuple):
 class Sign(NamedTuple):
     """Sign of life of a training."""
 
-    # Unix time
     time: float
     kind: Literal["resumed", "stopped", "finished"]
     # to be shown: the name of the event

@@ -187,7 +187,6 @@ class Measurement(Record):
     round_steps: dict[str, Annotated[int, Field(ge=1, le=2**31)]] = Field(default={})
     processor: ProcessorUse | None = None
     job_id: JobId = ""
-    # Unix time
     finished_at: float = 0.0
     # of the whole profile of this configuration
     elapsed_s: float = 0.0

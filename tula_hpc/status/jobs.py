@@ -41,7 +41,6 @@ class JobStatus(Record):
     what: str = ""
     partition: str = ""
     nodes: int | None = None
-    # Unix time
     submitted_at: float
     # in the run directory: scripts and logs
     folder: str = ""

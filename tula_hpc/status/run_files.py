@@ -77,7 +77,6 @@ class Facts(NamedTuple):
     """All that the files contain."""
 
     run: RunDirectory
-    # Unix time
     now: float
     spec: SweepSpec | None
     cluster: ClusterSpec | None

@@ -38,7 +38,6 @@ class DetachedStatus(Record):
     until: str
     # of the last controller job, or of its guard where that has to act
     job_id: str = ""
-    # its phase
     phase: JobPhase | None = None
 
 
@@ -130,7 +129,6 @@ class RunStatus(Record):
     schema_version: Literal[1] = 1
     name: str
     run_directory: str
-    # Unix time
     asked_at: float
     state: State
     # what that means here, and what to do
