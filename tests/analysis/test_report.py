@@ -418,15 +418,17 @@ def of_two_partitions(root: Path) -> RunDirectory:
     run.cluster_file.write_text(text)
     made = plan([candidate(where) for where in configurations()])
     here, there = ([item.model_copy(update={"partition": name}) for item in made.candidates] for name in "ab")
-    chosen = made.chosen.model_copy(update={"partition": "a", "wall_time_s": 3 * made.chosen.train_time_s})
+    of_steps = {"train_time_s": made.chosen.interval_90["train_time_s"]}
+    times = {"wall_time_s": 3 * made.chosen.train_time_s, "interval_90": of_steps}
+    chosen = made.chosen.model_copy(update={"partition": "a", **times})
     for path in run.profile.glob("*.jsonl"):
         path.unlink()
     for name, pace in (("a", 1.0), ("b", 10.0)):
         where = chosen.configuration
         row = measurement(where, partition=name)
         assert row.times is not None
-        times = row.times.model_copy(update={"step_time_s": pace * row.times.step_time_s})
-        append_record(run.profile / f"{name}.jsonl", row.model_copy(update={"times": times, "elapsed_s": 360.0}))
+        slow = row.times.model_copy(update={"step_time_s": pace * row.times.step_time_s})
+        append_record(run.profile / f"{name}.jsonl", row.model_copy(update={"times": slow, "elapsed_s": 360.0}))
     changes = {
         "chosen": chosen, "candidates": [*there, *here], "reason": f"{chosen.configuration} on a: it is best",
         "notes": ["prices are guesses"], "binding": ["without objective.budget, N=1 would be chosen"],

@@ -387,11 +387,11 @@ def test_a_command_that_is_killed_while_it_notes_lack_of_memory_does_not_try_tha
 SENTENCE = "restarted 6 times, as training.max_requeues allows"
 
 
-@pytest.fixture(params=["in a field", "in older runs"])
-def used_up(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[int], Failure]:
+@pytest.fixture
+def used_up(tmp_path: Path) -> Callable[[int], Failure]:
     """An end of jobs that say that their requeues are used up."""
     run = RunDirectory(tmp_path / "run")
-    data = {"stop": StopReason.REQUEUES_EXHAUSTED} if request.param == "in a field" else {}
+    data = {"stop": StopReason.REQUEUES_EXHAUSTED}
 
     def end_of(n: int) -> Failure:
         run.log_event("failed", "train", job_id=str(n), detail=SENTENCE, data=data)

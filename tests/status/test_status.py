@@ -1312,11 +1312,12 @@ def test_the_time_beside_the_planned_cost_is_the_whole_time(tmp_path: Path, clus
 def test_a_training_that_ended_is_held_against_its_plan(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = make_run(tmp_path / "run")
     made = run.read_plan()
-    assert status.status_of(run.root).promise is None, "its plan has no whole time"
     interval = {"wall_time_s": (3_400.0, 3_800.0)}
     chosen = made.chosen.model_copy(update={"wall_time_s": 3_600.0, "cost": 8.0, "interval_90": interval})
     write_plan(run, made.model_copy(update={"chosen": chosen, "candidates": [chosen]}))
-    assert status.status_of(run.root).promise is None, "nothing tells what it took"
+    by_notes = status.status_of(run.root).promise
+    assert by_notes is not None
+    assert (by_notes.told_by, by_notes.expected_s) == ("notes", 3_600.0)
     run.log_event("submitted", "train", job_id="21", data={"label": "main"})
     ids = [job.job_id for job in run.history().submissions("train") if job.label == "main"]
     for job_id, seconds in zip(ids, [5_400.0, *[0.0] * len(ids)], strict=False):

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 from enum import StrEnum
 from hashlib import sha256
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -176,8 +177,9 @@ class Plan(Record):
 
     @property
     def doubts(self) -> list[Doubt]:
-        """Return the warnings with their remedies."""
-        return [Doubt(*pair) for pair in zip(self.warnings, self.remedies, strict=False)]
+        """Return the warnings with their remedies; without one there is nothing to do."""
+        pairs = zip_longest(self.warnings, self.remedies[: len(self.warnings)])
+        return [Doubt(text, remedy or Remedy.KNOW) for text, remedy in pairs]
 
     def with_doubts(self, doubts: Iterable[Doubt]) -> Self:
         """Return the plan with more warnings at the end."""

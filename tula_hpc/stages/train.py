@@ -480,7 +480,7 @@ def _notes(sweep: Sweep) -> Iterator[str]:
     history = sweep.run.history()
     restart = history.last_restart(MAIN_LABEL)
     if restart and restart.epochs_seen is not None and restart.step is not None:
-        where = f"epoch {restart.epochs_seen:.4g}, step {restart.step:,}"
-        yield f"went on from the checkpoint of {where}"
+        epoch = f"{restart.epochs_seen:.4g}"
+        yield f"went on from the checkpoint of epoch {epoch}, step {restart.step:,}"
     if drift := describe_drift(history.events):
         yield drift

@@ -165,7 +165,7 @@ def seen(drawing: Drawing) -> set[tuple[float, float]]:
 def test_nodes_that_cost_nothing_are_drawn(run: RunContents, paid: int) -> None:
     """All of them, or those of one partition beside another's, which are slower and dear."""
     assert run.plan is not None
-    changes = {"partition": "cloud", "pareto": False, "feasible": True}
+    changes = {"partition": "cloud", "pareto": False, "feasible": True, "interval_90": {}}
     slow = [item.model_copy(update={**changes, "cost": 3.0 + item.cost}) for item in run.plan.candidates[:paid]]
     free = priced(run, 0.0, slow)
     assert free.plan is not None
@@ -272,7 +272,7 @@ def with_start_up(item: Candidate) -> Candidate:
     """The same with evaluation and starts that take as long, and cost as much, as the steps."""
     steps_s, cost = item.train_time_s, 2 * item.cost
     parts = {"steps": steps_s, "evaluation": 0.2 * steps_s, "starts": 0.8 * steps_s}
-    ends = {"cost": (0.93 * cost, 1.08 * cost)}  # scaled as the step time's, start-up included
+    ends = {"cost": (1.93 * item.cost, 2.08 * item.cost)}  # the steps' alone
     changes = {"wall_time_s": 2 * steps_s, "wall_parts_s": parts, "cost": cost}
     return item.model_copy(update={**changes, "interval_90": item.interval_90 | ends})
 
@@ -291,7 +291,8 @@ def test_start_up_costs_the_same_however_long_steps_take(run: RunContents) -> No
 
 def costing(where: Configuration, cost: float, seconds: float) -> Candidate:
     """A candidate of that cost and time, without intervals."""
-    return candidate(where).model_copy(update={"cost": cost, "train_time_s": seconds, "interval_90": {}})
+    changes = {"cost": cost, "train_time_s": seconds, "wall_time_s": seconds, "interval_90": {}}
+    return candidate(where).model_copy(update=changes)
 
 
 @pytest.mark.parametrize(
