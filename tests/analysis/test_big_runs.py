@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import subprocess
 import sys
@@ -19,10 +18,10 @@ from tula_hpc.analysis import plan
 from tula_hpc.analysis.report import __main__ as report
 from tula_hpc.analysis.run_contents import MOST_DRAWN, MOST_ROWS, drawn, ends, evenly
 from tula_hpc.errors import RunDirectoryError
-from tula_hpc.records import append_record, parse_record, read_metrics
+from tula_hpc.records import append_record, read_metrics
 from tula_hpc.records import metrics as metrics_records
 from tula_hpc.records import storage as reading
-from tula_hpc.records.metrics import MAX_STEPS, StepMetrics, even_choice, parse_metrics, split
+from tula_hpc.records.metrics import MAX_STEPS, StepMetrics, parse_metrics
 from tula_hpc.status import __main__ as status
 
 MB = 1_000_000
@@ -93,32 +92,43 @@ def test_many_steps_are_read_in_little_memory_and_some_of_them_evenly_chosen(tmp
     found = read_metrics(file)
 
     assert found.logged == 40_000
-    assert len(found.steps) == MAX_STEPS
+    assert MAX_STEPS / 2 <= len(found.steps) <= MAX_STEPS
     assert len(found.epochs) == 20
     steps = [row.step for row in found.steps]
     assert (steps[0], steps[-1]) == (1, 40_000)
-    assert max(np.diff(steps)) < 20
+    assert max(np.diff(steps)) <= 32
     assert min(np.diff(steps)) > 0
     assert held_mb(lambda: read_metrics(file)) < 60  # of 40,000 records it would be 200
 
 
-def test_steps_of_which_few_are_too_many_are_those_that_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restart, torn lines and those of an earlier version: the choice is from the same steps as without bounds."""
-    run = make_run(tmp_path / "run")
-    file = run.train().metrics_file
-    lines = file.read_bytes().splitlines(keepends=True)
-    step = next(parse_record(StepMetrics, line) for line in lines if b'"kind":"step"' in line)
-    again = [step.model_copy(update={"step": at, "samples_seen": at * 640, "loss": 9.0}) for at in (3, 4, 5)]
-    foreign = json.dumps(step.model_copy(update={"samples_seen": 77}).model_dump(), indent=None)
-    added = [*(row.model_dump_json() for row in (*again, *again)), '{"kind":"rollback","attempt":7}']
-    torn = ['{"kind":"step","step":5,"samples_seen":640,', '{"kind":"step","step":1,"samples_seen":1,"x":}', foreign]
-    file.write_bytes(b"".join(lines) + "".join(f"{line}\n" for line in (*torn, *added)).encode())
-    whole = read_metrics(file)
-    monkeypatch.setattr(metrics_records, "MAX_STEPS", 10)  # goes the other way, and chooses all of them
+def logged_line(step: int, **more: float) -> str:
+    known = {"step": step, "samples_seen": 64 * step, "epoch": step / 100, "loss": 1.0, "lr": 0.1, "step_time_s": 0.1}
+    return StepMetrics.model_validate(known | more).model_dump_json() + "\n"
 
-    assert read_metrics(file) == whole
-    assert whole.skipped == 2
-    assert not whole.logged
+
+def test_after_a_rollback_no_step_of_before_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_records, "MAX_STEPS", 10)
+    file = tmp_path / "metrics.jsonl"
+    again = [logged_line(step, loss=9.0) for step in range(40, 71)]
+    file.write_text("".join([*map(logged_line, range(1, 101)), "{torn\n", *again]))
+
+    found = read_metrics(file)
+
+    assert (found.steps[0].step, found.steps[-1].step, found.skipped, found.logged) == (1, 70, 1, 131)
+    assert len(found.steps) <= 11
+    assert all((row.loss == 9.0) == (row.step >= 40) for row in found.steps)
+
+
+def test_steps_with_a_reading_of_the_noise_are_chosen_first(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    rare = 50
+    lines = [logged_line(step, **({"noise_trace": 1.0} if step % rare == 0 else {})) for step in range(1, 20_001)]
+    file.write_text("".join(lines))
+
+    found = read_metrics(file)
+
+    assert sum(row.noise_trace is not None for row in found.steps) == 20_000 / rare
+    assert all(row.noise_trace is None or row.step % rare == 0 for row in found.steps)
 
 
 def test_whether_gradients_were_scaled_is_told_of_all_steps(tmp_path: Path) -> None:
@@ -138,21 +148,6 @@ def test_whether_gradients_were_scaled_is_told_of_all_steps(tmp_path: Path) -> N
     assert not read_metrics(run.train().metrics_file).scaled_nothing
 
 
-def test_what_is_rare_is_chosen_first() -> None:
-    rare = np.zeros(1_000_000, dtype=np.bool_)
-    rare[::100] = True
-
-    chosen = even_choice(rare, 1000)
-
-    assert len(chosen) == 1000
-    assert np.mean(rare[chosen]) > 0.99
-    assert even_choice(rare[:10], 1000).tolist() == list(range(10))
-    for count in (1001, 1999, 2000, 5003):
-        places = even_choice(np.zeros(count, dtype=np.bool_), 1000)
-        assert (places[0], places[-1]) == (0, count - 1)
-        assert len(np.unique(places)) == 1000
-
-
 def test_the_report_of_a_big_run_is_small_and_says_what_it_leaves_out(tmp_path: Path) -> None:
     run = make_big_run(tmp_path / "run", measurements=10_000, steps=20_000, events=10_000)
 
@@ -161,7 +156,8 @@ def test_the_report_of_a_big_run_is_small_and_says_what_it_leaves_out(tmp_path: 
     page = (run.report / "report.html").read_text().replace(NARROW, " ")
     assert len(page) < 5 * MB
     assert f"Of 10,021 measurements figures show the medians of each configuration ({MOST_DRAWN} at most)." in page
-    assert "Of 20,000 logged steps in train/main/metrics.jsonl 4,000 are shown, evenly spread." in page
+    held = len(read_metrics(run.train().metrics_file).steps)
+    assert f"Of 20,000 logged steps in train/main/metrics.jsonl {held:,} are shown, evenly spread." in page
     events = len(run.events())
     assert f"Events ({events})" in page
     assert page.count("<td>preempted</td>") <= MOST_ROWS
@@ -243,4 +239,3 @@ def test_numbers_out_of_bounds_are_found_and_long_fractions_are_none() -> None:
     for text in (b"[NaN]", b"-Infinity", b"[1e400]", b'{"a":-1E+0400}', b"[ -9999999999999999999.5]", b"1e100"):
         assert reading._is_suspect(text)
     assert not reading._is_suspect(b'{"a":0.014285714285714285,"b":[1e99,-3.0000000000000000001,17]}')
-    assert split([], 0).steps == []

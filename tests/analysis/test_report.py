@@ -55,7 +55,6 @@ from tula_hpc.records import (
     TrainResult,
     append_record,
 )
-from tula_hpc.records.metrics import OLD_LINES
 from tula_hpc.stages.context import Sweep
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
@@ -826,11 +825,9 @@ def test_epochs_with_another_batch_do_not_count_for_the_time_in_training(finishe
     assert median_epoch_s([*first, lasting(18.0, 1024, 2), lasting(30.0, 1024, 2)]) == 30.0
 
 
-def test_what_an_earlier_version_wrote_is_passed_over(tmp_path: Path) -> None:
+def test_what_another_version_wrote_of_a_training_is_passed_over(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     before = read_run(run)
-    with run.train().metrics_file.open("a") as file:
-        file.writelines(line.decode() + '"attempt":7}\n' for line in OLD_LINES)
     result = json.loads(run.train().result_file.read_text())
     run.train().result_file.write_text(json.dumps(result | {"tuning": {"rollbacks": 2}}))
     after = read_run(run)

@@ -25,7 +25,6 @@ from tula_hpc.records import (
     read_records,
     write_atomically,
 )
-from tula_hpc.records import metrics as metrics_module
 
 
 def oom(local_batch: int) -> Measurement:
@@ -120,9 +119,7 @@ def test_metrics_after_a_rollback_supersede_those_before(tmp_path: Path) -> None
     assert [epoch.epoch for epoch in metrics.epochs] == [1]
 
 
-def test_after_a_rollback_to_another_batch_nothing_of_the_former_one_is_ahead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_rollback_to_another_batch_nothing_of_the_former_one_is_ahead(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     common = {"epoch": 0.5, "loss": 1.0, "lr": 0.1, "step_time_s": 0.1}
     before = [(step, 64 * step) for step in range(10, 101, 10)]
@@ -131,9 +128,6 @@ def test_after_a_rollback_to_another_batch_nothing_of_the_former_one_is_ahead(
         append_record(path, StepMetrics(step=step, samples_seen=seen, **common))
     expected = [*before[:5], *after]
     assert [(row.step, row.samples_seen) for row in read_metrics(path).steps] == expected
-    # as of very many steps
-    monkeypatch.setattr(metrics_module, "MAX_STEPS", 15)
-    assert [(row.step, row.samples_seen) for row in metrics_module.read_chosen(path).steps] == expected
 
 
 def test_a_missing_plan_is_one_clear_line(tmp_path: Path) -> None:

@@ -5,22 +5,18 @@ It is written by `training/metrics_writer.py` alone, which names its readers too
 
 from __future__ import annotations
 
+import contextlib
 import re
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import count, islice
+from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import Field, RootModel
 
 from tula_hpc.records.base import Batch, Record
 from tula_hpc.records.storage import Bounds, lines_of, out_of_bounds, parse_record
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 # histograms of the scale reach so far on each side of 1
 SCALE_OCTAVES = 6
@@ -29,18 +25,14 @@ SCALE_BINS_PER_OCTAVE = 6
 MAX_STEPS = 4_000
 # factors so near to 1 come of norms in single precision alone
 ROUNDING = 1e-4
-# beginnings of lines that earlier versions wrote
-OLD_LINES = (b'{"kind":"rollback",', b'{"kind":"curvature",')
 MAX_LINES = 5_000_000
 # logged lines from which the present pace is taken
 RECENT_STEPS = 20
-# the same file gives the same choice
-SEED = 0
 
 
 # a line as the trainer writes it: fields in order, without blanks
 _STEP = re.compile(rb'\{"kind":"step","step":\d+,"samples_seen":(\d{1,15}),')
-_NOISE = b'"noise_trace":'
+_READING = re.compile(rb'"noise_trace":(?!null)')
 
 
 class StepMetrics(Record):
@@ -153,11 +145,15 @@ class Metrics(NamedTuple):
     skipped: int
     # steps, those that are not held included; 0 where all are
     logged: int = 0
+    # a gradient was scaled in steps that are not held
+    others_scaled: bool = False
 
     @property
     def scaled_nothing(self) -> bool:
         """Tell whether gradients should have been scaled, and none was in any logged step."""
-        return bool(self.steps) and all(row.scaled_nothing for row in self.steps)
+        if self.others_scaled or not self.steps:
+            return False
+        return all(row.scaled_nothing for row in self.steps)
 
 
 def put_aside(path: Path) -> None:
@@ -167,31 +163,114 @@ def put_aside(path: Path) -> None:
         path.replace(next(name for name in names if not name.exists()))
 
 
-def read_metrics(path: Path) -> Metrics:
-    """Read metrics.jsonl; lines after a rollback to a checkpoint replace the earlier ones.
+class _Steps:
+    """Logged steps that are held: all of them, or of very many an even choice.
 
-    Of very many steps only some are held, see `read_chosen`.
+    A step takes the place of all that had seen as many samples, or more: after a rollback to a
+    checkpoint, steps may be of another batch.
+    """
+
+    def __init__(self) -> None:
+        self.held: list[StepMetrics] = []
+        self.newest: StepMetrics | None = None
+        # since then at most, as it was written
+        self.passed = b""
+        self.count = 0
+        # samples from one to the next, at least; 0 while all are held
+        self.spacing = 0.0
+        self.others_scaled = False
+
+    def passes_over(self, line: bytes) -> bool:
+        """Tell of a line that it is not to be held, without parsing it, which takes far longer."""
+        found = _STEP.match(line)
+        # of all others it has to be seen whether they were scaled
+        if found is None or not line.endswith(b"}\n") or not self.others_scaled:
+            return False
+        last = self.held[-1]
+        is_near = 0 < int(found[1]) - last.samples_seen < self.spacing
+        if not is_near or (last.noise_trace is None and _READING.search(line)):
+            return False
+        self.count += 1
+        self.passed = line
+        return True
+
+    def add(self, row: StepMetrics) -> None:
+        """Take in the next line."""
+        self.count += 1
+        self.newest = row
+        self.passed = b""
+        while self.held and self.held[-1].samples_seen >= row.samples_seen:
+            self.held.pop()
+        self._hold(row)
+        if len(self.held) > MAX_STEPS:
+            self._thin()
+
+    def _hold(self, row: StepMetrics) -> None:
+        last = self.held[-1] if self.held else None
+        if last is not None and row.samples_seen - last.samples_seen < self.spacing:
+            left_out = row
+            # readings of the noise are rare
+            if row.noise_trace is not None and last.noise_trace is None:
+                left_out = last
+                self.held[-1] = row
+            self.others_scaled = self.others_scaled or not left_out.scaled_nothing
+        else:
+            self.held.append(row)
+
+    def _thin(self) -> None:
+        """Hold about every second one from now on."""
+        rows = self.held
+        samples = rows[-1].samples_seen - rows[0].samples_seen
+        self.spacing = 2 * samples / (len(rows) - 1)
+        self.held = []
+        for row in rows:
+            self._hold(row)
+
+    def with_newest(self) -> list[StepMetrics]:
+        """Return those that are held, and the newest of all at their end."""
+        with contextlib.suppress(ValueError):
+            if self.passed:
+                self.newest = parse_record(StepMetrics, self.passed)
+        if self.newest is None or self.held[-1] is self.newest:
+            return self.held
+        return [*self.held, self.newest]
+
+
+def read_metrics(path: Path) -> Metrics:
+    """Read metrics.jsonl; of very many steps only some are held, see `_Steps`.
+
+    Of two lines of an epoch the later counts. What it lacks is taken from the earlier one: a
+    script's scores and the time until its next epoch are known at different moments.
 
     Raises:
         RunDirectoryError: The file is there and cannot be read, or is out of all bounds.
     """
-    rows: list[AnyMetrics] = []
-    skipped, bounds, lines = 0, Bounds(), metrics_lines(path)
-    for line in islice(lines, MAX_STEPS):
+    steps = _Steps()
+    epochs: dict[int, EpochMetrics] = {}
+    skipped, bounds = 0, Bounds()
+    for number, line in enumerate(lines_of(path)):
+        if number >= MAX_LINES:
+            advice = "a larger training.log_interval_steps keeps it shorter"
+            raise out_of_bounds(path, f"at most {MAX_LINES:,} lines", advice)
+        if steps.passes_over(line):
+            continue
         try:
-            rows.append(parse_metrics(line))
+            row = parse_metrics(line)
         except ValueError:
             skipped += 1
-        bounds.check(path, len(rows), len(line))
-    if next(lines, None) is None:
-        return split(rows, skipped)
-    # NumPy, which few commands need
-    return read_chosen(path)
-
-
-def metrics_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a metrics.jsonl, except those of a kind that is no longer written."""
-    return (line for line in lines_of(path) if not line.startswith(OLD_LINES))
+            continue
+        if isinstance(row, StepMetrics):
+            steps.add(row)
+        else:
+            epochs[row.epoch] = _joined(epochs.get(row.epoch), row)
+            bounds.check(path, len(epochs), len(line))
+    return Metrics(
+        steps.with_newest(),
+        [epochs[number] for number in sorted(epochs)],
+        skipped,
+        steps.count if steps.spacing else 0,
+        steps.others_scaled,
+    )
 
 
 def parse_metrics(line: bytes) -> AnyMetrics:
@@ -201,25 +280,6 @@ def parse_metrics(line: bytes) -> AnyMetrics:
         ValueError: It is none.
     """
     return parse_record(_AnyMetrics, line).root
-
-
-def split(rows: Iterable[AnyMetrics], skipped: int) -> Metrics:
-    """Split lines by kind; a step takes the place of all that had seen as many samples, or more.
-
-    After a rollback steps may be of another batch. Of two lines of an epoch the later counts. What
-    it lacks is taken from the earlier one: a script's scores and the time until its next epoch are
-    known at different moments.
-    """
-    steps: list[StepMetrics] = []
-    epochs: dict[int, EpochMetrics] = {}
-    for row in rows:
-        if isinstance(row, StepMetrics):
-            while steps and steps[-1].samples_seen >= row.samples_seen:
-                steps.pop()
-            steps.append(row)
-        else:
-            epochs[row.epoch] = _joined(epochs.get(row.epoch), row)
-    return Metrics(steps, [epochs[number] for number in sorted(epochs)], skipped)
 
 
 def _joined(before: EpochMetrics | None, row: EpochMetrics) -> EpochMetrics:
@@ -255,125 +315,3 @@ def training_left_s(
     if left_s is None or last is None:
         return left_s
     return left_s + max(0.0, epochs - last.epoch) * (last.evaluation_time_s or 0.0)
-
-
-class _Index:
-    """Places of the logged steps in the file, and all other lines."""
-
-    def __init__(self) -> None:
-        self.line = array("q")
-        self.samples_seen = array("d")
-        # whether the line has a reading of it
-        self.noise = array("b")
-        self.others: list[AnyMetrics] = []
-        self.skipped = 0
-
-    def add(self, place: int, line: bytes) -> bool:
-        """Take a line in; tell whether it was one that is held as a record."""
-        found = _STEP.match(line)
-        if found is None or not line.endswith(b"}\n"):
-            return self._add_parsed(place, line)
-        noise_at = line.find(_NOISE)
-        has_noise = noise_at >= 0 and not line.startswith(b"null", noise_at + len(_NOISE))
-        self._add_step(place, int(found[1]), has_noise)
-        return False
-
-    def _add_parsed(self, place: int, line: bytes) -> bool:
-        try:
-            row = parse_metrics(line)
-        except ValueError:
-            self.skipped += 1
-            return False
-        if isinstance(row, StepMetrics):
-            self._add_step(place, row.samples_seen, row.noise_trace is not None)
-            return False
-        self.others.append(row)
-        return True
-
-    def _add_step(self, place: int, samples_seen: int, has_noise: bool) -> None:
-        self.line.append(place)
-        self.samples_seen.append(samples_seen)
-        self.noise.append(has_noise)
-
-    def kept(self) -> NDArray[np.int64]:
-        """Return the indices of the steps that count, by samples seen: see `read_metrics`."""
-        import numpy as np
-
-        seen = np.asarray(self.samples_seen)
-        # a step counts if all later ones had seen more samples
-        least_after = np.append(np.minimum.accumulate(seen[::-1])[::-1][1:], np.inf)[: len(seen)]
-        kept: NDArray[np.int64] = np.flatnonzero(seen < least_after)
-        return kept
-
-
-def read_chosen(path: Path) -> Metrics:
-    """Read like `read_metrics`, with an even choice of the steps beyond `MAX_STEPS`.
-
-    Two passes need little memory for millions of lines: the first looks at where each line belongs,
-    the second parses the chosen ones. Of each of `MAX_STEPS` parts with equally many steps one is
-    chosen by chance, so that nothing periodic is missed or doubled; one with a reading of the noise
-    scale, which are rare, goes first.
-
-    Raises:
-        RunDirectoryError: The file cannot be read, or is out of all bounds.
-    """
-    # late: a command's --help needs no numerics
-    import numpy as np
-
-    index = _indexed(path)
-    kept = index.kept()
-    chosen = kept[even_choice(np.asarray(index.noise)[kept] > 0)]
-    steps, skipped = _parsed(path, set(np.asarray(index.line)[chosen].tolist()))
-    if len(kept) > len(chosen) and steps and all(row.scaled_nothing for row in steps):
-        # whether any step was scaled is told of all of them
-        steps += _first_scaled(path, set(np.asarray(index.line)[kept].tolist()))
-    found = split([*index.others, *steps], index.skipped + skipped)
-    return found._replace(logged=len(kept) if len(kept) > len(chosen) else 0)
-
-
-def _indexed(path: Path) -> _Index:
-    index, bounds = _Index(), Bounds()
-    for place, line in enumerate(metrics_lines(path)):
-        if place >= MAX_LINES:
-            advice = "a larger training.log_interval_steps keeps it shorter"
-            raise out_of_bounds(path, f"at most {MAX_LINES:,} lines", advice)
-        if index.add(place, line):
-            bounds.check(path, len(index.others), len(line))
-    return index
-
-
-def even_choice(preferred: NDArray[np.bool_], most: int = MAX_STEPS) -> NDArray[np.int64]:
-    """Choose one element of each of `most` pieces, preferred ones first, and both ends always."""
-    import numpy as np
-
-    count = len(preferred)
-    if count <= most:
-        return np.arange(count)
-    random = np.random.default_rng(SEED)
-    edges = np.arange(most + 1) * count // most
-    chosen = random.integers(edges[:-1], edges[1:])
-    first = random.permutation(np.flatnonzero(preferred))
-    chosen[np.searchsorted(edges, first, side="right") - 1] = first
-    chosen[[0, -1]] = 0, count - 1
-    return chosen
-
-
-def _parsed(path: Path, wanted: set[int]) -> tuple[list[StepMetrics], int]:
-    """Parse the lines at these places; count those that could not be read."""
-    found = list(_steps_at(path, wanted))
-    return found, len(wanted) - len(found)
-
-
-def _steps_at(path: Path, wanted: set[int]) -> Iterator[StepMetrics]:
-    for place, line in enumerate(metrics_lines(path)):
-        if place in wanted:
-            try:
-                row = parse_metrics(line)
-            except ValueError:
-                continue
-            if isinstance(row, StepMetrics):
-                yield row
-
-
-def _first_scaled(path: Path, wanted: set[int]) -> list[StepMetrics]:
-    return next(([row] for row in _steps_at(path, wanted) if not row.scaled_nothing), [])
