@@ -109,11 +109,7 @@ def ask_site(launcher: Launcher, nodes: int) -> Site:
 
 
 def ask_config() -> dict[str, str]:
-    """Ask for Slurm's configuration.
-
-    Raises:
-        LaunchError: There is no Slurm here, or it does not answer.
-    """
+    """Ask for Slurm's configuration."""
     shown = ask("scontrol", "show", "config")
     config = dict(re.findall(r"^(\w+) *= (\S*)", shown, re.MULTILINE))
     if not config:
@@ -122,11 +118,7 @@ def ask_config() -> dict[str, str]:
 
 
 def ask_partitions() -> list[dict[str, str]]:
-    """Ask for the fields of every partition.
-
-    Raises:
-        LaunchError: There is no Slurm here, or it does not answer.
-    """
+    """Ask for the fields of every partition."""
     shown = ask("scontrol", "show", "partition", "--oneliner")
     partitions = [
         fields_of(line) for line in shown.splitlines() if line.startswith("PartitionName=")

@@ -1,8 +1,4 @@
-"""Work of the commands in an open run directory: a sweep's stages, or a study.
-
-The summary at the end compares the chosen configuration and its neighbours, predicted and measured,
-names the cost of profiling, and compares the training's time and cost with the prediction.
-"""
+"""Work of the commands in an open run directory: a sweep's stages, or a study."""
 
 from __future__ import annotations
 

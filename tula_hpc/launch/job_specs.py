@@ -59,20 +59,16 @@ class ProfileJob(Requeueable):
     """Measures configurations in one allocation, one after another.
 
     Attributes:
-        sweep: The frozen sweep.
-        cluster: The frozen cluster, or the partition of it that is measured.
         configurations: The first to be measured; those already in the output are left out after a
             requeue.
         output: JSON Lines file that this job alone appends to.
         nodes: Of the allocation. A smaller configuration runs on the first of them.
-        partition: Name of the partition, see `Measurement.partition`.
         asks: Whether to go on, after the list, with proposals of the search for these nodes.
         smaller: Whether proposals may take fewer nodes: not while other jobs run, which may
             measure the same.
         since: Failures before this time do not count for the search, see
             `measurements_for_search`.
         trusted_batch: For the search, see `propose`.
-        submitted_at: Unix time.
     """
 
     run: ClassVar[str] = "tula_hpc.profiling.job:run"
@@ -101,15 +97,8 @@ class ProfileJob(Requeueable):
 class TrainJob(Requeueable):
     """Trains one configuration to the end, from the newest checkpoint if there is one.
 
-    Attributes:
-        sweep: The frozen sweep.
-        cluster: The frozen cluster.
-        configuration: Nodes, workers per node and local batch to train with.
-        root: The run directory.
-        label: Name of this training inside the run directory.
-        partition: Name of the partition, see `Candidate.partition`.
-        measured: Identity that the plan was made for; another model or other data are refused.
-            None where there is no plan, or its records have none.
+    Another model, or other data, than the plan was made for (`measured`) are refused; None where
+    there is no plan, or its records have none.
     """
 
     run: ClassVar[str] = "tula_hpc.training.job:run"
@@ -142,10 +131,7 @@ class TrainJob(Requeueable):
 class ControlJob(Requeueable):
     """The next step of a detached sweep; see `tula_hpc.cli.detached`.
 
-    Attributes:
-        root: The run directory; the inputs are those that are frozen there.
-        until: The last stage to be done.
-        started_at: Unix time of the command that was detached.
+    It began with the command that was detached, at `started_at` (Unix time).
     """
 
     run: ClassVar[str] = "tula_hpc.cli.detached:run_controller"

@@ -3,9 +3,6 @@
 Measurements hold for one model and one kind of data. `Identity.difference` describes their changes
 in a sentence. Own code that changed while model and data stayed the same is no reason to
 refuse a plan: `changed_sources` names the files, for a warning.
-
-It is checked before jobs are submitted (`stages/rehearsal.py`), in the job (`training/progress.py`;
-of scripts the parameters, `attach/train/script_training.py`), and when planning (`stages/plan.py`).
 """
 
 from __future__ import annotations
