@@ -63,8 +63,8 @@ def test_the_table_has_a_column_for_each_run_and_no_empty_row(runs: list[RunDire
     assert table.columns == ("", "first", "second", "third")
     assert [row[0] for row in table.rows][:2] == ["chosen", "objective"]
     assert all(set(row[1:]) != {"–"} for row in table.rows)
-    # neither plan nor training tells a whole: its steps are none
-    assert not any(row[0].startswith("whole training") for row in table.rows)
+    whole = next(row for row in table.rows if row[0] == "whole training, predicted (90 %)")
+    assert [cell == "–" for cell in whole[1:]] == [False, False, True], "the third has no plan"
     predicted = next(row for row in table.rows if row[0].startswith("epoch, predicted"))
     assert predicted[1].startswith("17.2 s"), "with the digits by which runs are compared"
     score = next(row for row in table.rows if row[0] == "score")

@@ -209,7 +209,7 @@ def knees_apart(named: Sequence[NamedRun]) -> str:
 def _predicted(run: NamedRun, quantity: str) -> str:
     """Write with all digits: rounded by its own interval, the larger could seem the smaller."""
     chosen = run.chosen
-    if chosen is None or getattr(chosen, quantity) is None:
+    if chosen is None:
         return UNKNOWN
     found = predicted(chosen, quantity)
     if quantity != "cost":
