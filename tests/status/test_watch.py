@@ -11,7 +11,7 @@ import pytest
 
 from tests.run_factory import CLUSTER_TOML, SWEEP_TOML, make_run, measurement
 from tula_hpc.launch.slurm import JobState
-from tula_hpc.records import Configuration, RunDirectory, append_record, write_atomically
+from tula_hpc.records import Configuration, JobNote, RunDirectory, append_record, write_atomically
 from tula_hpc.status.jobs import Answer
 from tula_hpc.status.run_files import read_facts
 from tula_hpc.status.run_status import RunStatus
@@ -65,6 +65,7 @@ def test_time_left_is_said_and_makes_no_line_of_its_own(run: RunDirectory, capsy
     append_record(
         run.profile / "a.jsonl", measurement(CONFIGURATIONS[0], job_id="7", finished_at=now + 1, elapsed_s=80.0)
     )
+    append_record(run.profile / "a.notes", JobNote(note="ended", time=now + 1, job_id="7"))
     runs = told(run, j7=("RUNNING", ""), j8=("RUNNING", ""))
     assert runs.profile is not None
     assert runs.profile.left_s == pytest.approx(2 * 80.0, abs=5.0), (

@@ -118,8 +118,7 @@ class _Records:
             detail = next((row.detail for row in rows if row.detail), "")
             return end._replace(detail=end.detail or detail)
         note = self.last_note.get(job.job_id)
-        # before there were notes a job measured one thing
-        did_all = note.note == "ended" if note else bool(rows)
+        did_all = note is not None and note.note == "ended"
         if did_all or any(row.status == "oom" for row in rows):
             return _End(JobPhase.FINISHED)
         # by the time of a later stage all profile jobs were over
