@@ -373,6 +373,7 @@ def _lower_quartile(times: Sequence[float]) -> float:
 
 
 def _range(values: Sequence[float]) -> str:
+    """Show the least and the largest of sorted values, or one where they look the same."""
     ends = [format_number(values[0], 3), format_number(values[-1], 3)]
     return " to ".join(dict.fromkeys(ends))
 

@@ -179,6 +179,7 @@ def _own_associations(cluster: ClusterSpec, site: Site) -> list[Limits]:
 
 
 def _limits_in_force(cluster: ClusterSpec, site: Site) -> list[tuple[str, Limits]]:
+    """Return each limit with the name of who sets it."""
     partition = site.partition
     assert partition is not None  # noqa: S101 # an invariant of judge_site
     of_partition = Limits(

@@ -30,7 +30,9 @@ MOST_WORDS = 500
 
 class _Sign(NamedTuple):
     failure: Failure
+    # of the job's steps
     states: frozenset[str]
+    # in its log: a pattern
     words: str
 
 

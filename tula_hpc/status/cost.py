@@ -162,6 +162,7 @@ def promise_kept(facts: Facts) -> PromiseStatus | None:
 
 
 class _Use(NamedTuple):
+    # node-seconds
     by_partition: Mapping[str, float]
     source: Source
     queue_s: float | None = None
