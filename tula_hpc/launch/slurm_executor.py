@@ -294,10 +294,7 @@ class SlurmJobs:
     def find_lost(self, path: Path, notice: Notice, known: Collection[str]) -> list[str]:
         """Return the ids of the array's tasks; [] where Slurm has none of that name.
 
-        Args:
-            path: Of the notice of a command that was killed as it submitted them.
-            notice: Its content.
-            known: Ids of its jobs that are on record.
+        The notice is of a command that was killed as it submitted them; `known` ids are on record.
         """
         # by two clocks, where a server keeps the file
         submitted_s = max(0.0, time.time() - path.stat().st_mtime)

@@ -579,10 +579,7 @@ class RunHistory:
     def in_vain(self, label: str, failure: Failure, since: float = 0.0) -> int:
         """Count a training's last jobs that all ended in the same way and had begun at one sample.
 
-        Args:
-            label: Of the training.
-            failure: How they ended.
-            since: Unix time; the cause of earlier failures may have been removed.
+        What was before `since` (Unix time) does not count: its cause may have been removed.
         """
         begun: dict[str, int] = {}
         starts: list[int] = []

@@ -390,12 +390,7 @@ NOBODY = Holder(0, "", False)
 
 
 def holder_of(lock_file: Path, locks: Path = KERNELS_LIST) -> Holder:
-    """Return who works on the run directory of that lock file, as far as can be seen from here.
-
-    Args:
-        lock_file: May be missing.
-        locks: The kernel's list of locks.
-    """
+    """Return who works on the run directory of that lock file, as far as can be seen from here."""
     try:
         descriptor = os.open(lock_file, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
