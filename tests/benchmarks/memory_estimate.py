@@ -27,6 +27,7 @@ import tomli_w
 
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.records import Footprint, MemoryUse
+from tula_hpc.stages.batches_that_fit import estimate
 
 RESULTS = Path(__file__).parent / "results"
 STEPS = 3  # measured, after two to warm up
@@ -103,7 +104,7 @@ def measure_apart(case: Case, local_batch: int, device: str) -> MemoryUse | None
 
 
 def estimated(case: Case, device: str) -> Footprint:
-    """The estimate of `tula footprint`.
+    """The estimate by the command that a sweep uses.
 
     Raises:
         SystemExit: There is none.
@@ -112,12 +113,10 @@ def estimated(case: Case, device: str) -> Footprint:
         files = [Path(folder) / name for name in ("sweep.toml", "cluster.toml")]
         for file, content in zip(files, (sweep_tables(case), {"device": device}), strict=True):
             file.write_text(tomli_w.dumps(content))
-        inputs = [str(files[0]), "--cluster", str(files[1]), "--json"]
-        command = [sys.executable, "-m", "tula_hpc.workloads.footprint", *inputs]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"{case}: {done.stderr}")
-    return Footprint.model_validate_json(done.stdout)
+        found = estimate(files[0], files[1])
+    if found.footprint is None:
+        raise SystemExit(f"{case}: {found.reason}")
+    return found.footprint
 
 
 def rows_of(case: Case, device: str) -> Iterator[dict[str, Any]]:

@@ -24,7 +24,8 @@ from tula_hpc.config import PUT_BACK, ClusterSpec, SweepSpec, load_cluster, load
 from tula_hpc.errors import TrialError
 from tula_hpc.files import PLAN_ALONE
 from tula_hpc.formatting import command_line, format_duration
-from tula_hpc.records import Identity, JobNote, RunDirectory, Trial, append_record
+from tula_hpc.records import JobNote, RunDirectory, append_record
+from tula_hpc.stages.batches_that_fit import Estimate
 from tula_hpc.sweep import main
 from tula_hpc.workloads.footprint import estimate_footprint
 
@@ -44,7 +45,6 @@ SET_BACK = (
     "which measures again, use another name in it, or another --run-dir."
 )
 TRIED = ("--set", "search.estimate=true")
-IDENTITY = Identity(parameters=10, gradient_bytes=40, structure="0" * 32, train_samples=50_000, test_samples=10)
 
 
 @pytest.fixture
@@ -1008,10 +1008,11 @@ def test_dry_run_of_a_search_that_has_begun_counts_what_is_left(
 def test_a_dry_run_refuses_what_fits_nowhere_as_the_sweep_would(
     sweep_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def in_this_process(spec: SweepSpec, cluster: ClusterSpec, *_: object) -> Trial:
-        return Trial(identity=IDENTITY, footprints={"": estimate_footprint(spec, cluster)})
+    def in_this_process(of_sweep: Path, of_cluster: Path) -> Estimate:
+        return Estimate(estimate_footprint(load_sweep(of_sweep), load_cluster(of_cluster)))
 
-    monkeypatch.setattr("tula_hpc.cli.dry_run.rehearse", in_this_process)
+    monkeypatch.setattr("tula_hpc.cli.dry_run.rehearse", lambda *_: "it was not asked")
+    monkeypatch.setattr("tula_hpc.cli.dry_run.estimate", in_this_process)
     cluster = sweep_file.parent / "c.toml"
     cluster.write_text('executor = "slurm"\ndevice = "cuda"\ngres = "gpu:1"\ndevice_memory_gb = 0.01\n')
     assert main([str(sweep_file), "--cluster", str(cluster), "--dry-run", *TRIED]) == 2
@@ -1023,8 +1024,8 @@ def test_a_dry_run_refuses_what_fits_nowhere_as_the_sweep_would(
 def test_a_dry_run_goes_on_without_an_estimate_and_says_why(
     sweep_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trial = Trial(identity=IDENTITY, reasons={"": "it was killed"})
-    monkeypatch.setattr("tula_hpc.cli.dry_run.rehearse", lambda *_: trial)
+    monkeypatch.setattr("tula_hpc.cli.dry_run.rehearse", lambda *_: "it was killed")
+    monkeypatch.setattr("tula_hpc.cli.dry_run.estimate", lambda *_: Estimate(None, "it was killed"))
     out = dry_run(sweep_file, capsys, *TRIED, "--set", "search.mode=full", more="memory_gb = 1.0\n")
     assert "no estimate of memory (it was killed): the search begins with all batches\n" in out
     assert "N=2: local batches 16, 32, in one job" in out

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec
 from tula_hpc.records import Footprint
+from tula_hpc.stages import batches_that_fit as client
 from tula_hpc.workloads.fake_steps import AllocationTracker, Counts, Shapes, count
 from tula_hpc.workloads.footprint import estimate_footprint, main
 
@@ -240,3 +241,31 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "resnet17" in said
+
+
+@pytest.mark.parametrize(
+    ("program", "timeout_s", "reason"),
+    [
+        ("import sys; sys.exit('no such thing')", 60.0, "no such thing"),
+        ("print('{}')", 60.0, "is damaged"),
+        ("import time; time.sleep(60)", 0.2, "took more than"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 60.0, "exit code -9"),
+    ],
+    ids=["fails", "damaged", "late", "killed"],
+)
+def test_whatever_goes_wrong_is_a_reason_and_no_exception(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, timeout_s: float, reason: str
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{program}"\n')
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    found = client.estimate(*files(tmp_path), timeout_s=timeout_s)
+    assert found.footprint is None
+    assert found.trusted_batch is None
+    assert reason in found.reason
+
+
+def test_a_python_that_cannot_be_started_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "absent"))
+    assert "could not be started" in client.estimate(*files(tmp_path)).reason

@@ -23,13 +23,11 @@ from tula_hpc.records import (
     JobNote,
     Measurement,
     RunDirectory,
-    Trial,
     append_record,
     measurements_for_search,
     notes_file,
-    write_atomically,
 )
-from tula_hpc.stages.batches_that_fit import none_fits, out_of_memory
+from tula_hpc.stages.batches_that_fit import Estimate, none_fits, out_of_memory
 from tula_hpc.stages.context import StageProgress, Sweep, stage_progress
 from tula_hpc.stages.profile import (
     _broken_rounds,
@@ -40,7 +38,6 @@ from tula_hpc.stages.profile import (
     first_wave,
     parts_of,
     profile_stage,
-    wants_estimate,
 )
 
 PROPOSED = [Configuration(n, 1, b // n) for n in (4, 1, 2) for b in (32, 256)]
@@ -121,33 +118,47 @@ FOOTPRINT = Footprint(
 )
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The estimate is not made, only asked for."""
+    partitions: list[str] = []
+
+    def estimate(*_: Path, partition: str) -> Estimate:
+        partitions.append(partition)
+        return Estimate(FOOTPRINT) if partition != "broken" else Estimate(None, "no torch here")
+
+    monkeypatch.setattr("tula_hpc.stages.profile.estimate", estimate)
+    return partitions
+
+
 def part_with_limit(root: Path, name: str = "", **search: object) -> Sweep:
     return Sweep(spec(**search), slurm(memory_gb=1.0), RunDirectory(root).create(), partition=name)
 
 
-def test_the_first_profile_keeps_to_the_trials_estimate_of_its_partition(tmp_path: Path) -> None:
-    part = part_with_limit(tmp_path, "gpu")
-    write_atomically(part.run.footprint_file("gpu"), FOOTPRINT.model_dump_json())
-    assert _trusted_batch(part, Said()) == 32
-    # another partition has another limit
-    assert _trusted_batch(part_with_limit(tmp_path), Said()) is None
+def test_before_the_first_profile_an_estimate_is_made_once(tmp_path: Path, asked: list[str]) -> None:
+    said = Said()
+    assert [_trusted_batch(part_with_limit(tmp_path), said) for _ in range(2)] == [32, 32]
+    assert asked == [""]
+    assert "local batches up to 32 fit" in said.lines[-1]
+    assert _trusted_batch(part_with_limit(tmp_path, "gpu"), said) == 32
+    assert asked == ["", "gpu"]  # another part has another limit
 
 
-def test_an_estimate_that_failed_is_said_and_stops_nothing(tmp_path: Path) -> None:
-    said, part = Said(), part_with_limit(tmp_path, "broken")
-    identity = Identity(parameters=1, gradient_bytes=4, structure="0" * 32, train_samples=1, test_samples=1)
-    trial = Trial(identity=identity, reasons={"broken": "no torch here"})
-    write_atomically(part.run.trial_file, trial.model_dump_json())
-    assert _trusted_batch(part, said) is None
+def test_an_estimate_that_fails_is_said_and_stops_nothing(tmp_path: Path, asked: list[str]) -> None:
+    said = Said()
+    assert _trusted_batch(part_with_limit(tmp_path, "broken"), said) is None
     assert "no torch here" in said.lines[-1]
+    assert asked == ["broken"]
 
 
-def test_an_estimate_is_wanted_where_there_is_a_limit_and_nothing_was_measured(tmp_path: Path) -> None:
-    assert wants_estimate(part_with_limit(tmp_path))
-    assert not wants_estimate(part_with_limit(tmp_path, estimate=False))
-    assert not wants_estimate(part_with_limit(tmp_path)._replace(cluster=ClusterSpec()))
+def test_no_estimate_without_a_limit_after_measurements_or_where_none_is_wanted(
+    tmp_path: Path, asked: list[str]
+) -> None:
+    assert _trusted_batch(part_with_limit(tmp_path, estimate=False), Said()) is None
+    assert _trusted_batch(part_with_limit(tmp_path)._replace(cluster=ClusterSpec()), Said()) is None
     append_record(tmp_path / "profile" / "n1.jsonl", measurement(Configuration(1, 1, 32)))
-    assert not wants_estimate(part_with_limit(tmp_path))
+    assert _trusted_batch(part_with_limit(tmp_path), Said()) is None
+    assert asked == []
 
 
 TOO_LARGE = FOOTPRINT.model_copy(
@@ -188,9 +199,9 @@ def test_where_no_batch_fits_nothing_is_submitted_unless_the_estimate_is_not_wan
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submitted: list[tuple[Configuration, ...]] = []
+    monkeypatch.setattr("tula_hpc.stages.profile.estimate", lambda *_, **__: Estimate(TOO_LARGE))
     monkeypatch.setattr("tula_hpc.stages.profile._submit", lambda _, group, *__: submitted.append(group))
     sweep = part_with_limit(tmp_path)
-    write_atomically(sweep.run.footprint_file(""), TOO_LARGE.model_dump_json())
     with pytest.raises(InputError) as refused:
         profile_stage(sweep)
     sentence, end = str(refused.value).splitlines()
@@ -215,6 +226,7 @@ def test_a_partition_where_no_batch_fits_is_left_out_and_the_others_are_profiled
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = {"small": TOO_LARGE, "large": FOOTPRINT}
+    monkeypatch.setattr("tula_hpc.stages.profile.estimate", lambda *_, partition, **__: Estimate(sizes[partition]))
     profiled: list[str] = []
 
     def profile(part: Sweep, *_: object) -> list[Ended]:
@@ -223,8 +235,6 @@ def test_a_partition_where_no_batch_fits_is_left_out_and_the_others_are_profiled
 
     monkeypatch.setattr("tula_hpc.stages.profile._profile_part", profile)
     sweep = part_with_limit(tmp_path)
-    for name, footprint in sizes.items():
-        write_atomically(sweep.run.footprint_file(name), footprint.model_dump_json())
     parts = [sweep._replace(partition=name) for name in sizes]
     monkeypatch.setattr("tula_hpc.stages.profile.parts_of", lambda _: parts)
     with pytest.raises(StageError, match="nothing could be measured"):

@@ -143,12 +143,6 @@ def test_it_is_tried_once_and_again_when_something_changed(trials: Rehearsals) -
     assert [trials.command(), trials.command()] == [1, 0]
 
 
-def test_memory_is_estimated_where_a_limit_was_added(trials: Rehearsals) -> None:
-    try_before_jobs(Sweep(spec_of(), SLURM, trials.run))
-    assert [trials.command(), trials.command()] == [1, 0]
-    assert trials.tried == [[], [""]]
-
-
 def test_what_could_not_be_tried_is_tried_the_next_time(trials: Rehearsals) -> None:
     trials.finds = "no memory"
     assert [trials.command(), trials.command()] == [1, 1]

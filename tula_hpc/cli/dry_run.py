@@ -22,7 +22,7 @@ from tula_hpc.records import (
     Trial,
     write_atomically,
 )
-from tula_hpc.stages.batches_that_fit import Estimate, none_fits
+from tula_hpc.stages.batches_that_fit import Estimate, estimate, none_fits
 from tula_hpc.stages.context import Sweep
 from tula_hpc.stages.plan import plan_is_good
 from tula_hpc.stages.preview import Preview, Script, script_of
@@ -49,7 +49,7 @@ class Beginning(NamedTuple):
     """First profiling jobs on a partition of the cluster."""
 
     part: Sweep
-    # of memory, where there is one
+    # of memory, where the profile stage would make one
     estimate: Estimate | None
     waves: list[Wave]
 
@@ -169,12 +169,18 @@ def _input_files(sweep: Sweep) -> Iterator[tuple[Path, Path]]:
 
 
 def _estimate(part: Sweep, tried: Trial | None) -> Estimate | None:
-    """Return the estimate of memory that the profile stage has or would have; keeps nothing."""
+    """Return the estimate of memory that the profile stage has or would make; keeps nothing."""
     name = part.partition
     if tried is not None and (name in tried.footprints or name in tried.reasons):
         return Estimate(tried.footprints.get(name), tried.reasons.get(name, ""))
     stored = part.run.footprints([name]).get(name)
-    return None if stored is None else Estimate(stored)
+    if stored is not None:
+        return Estimate(stored)
+    if not wants_estimate(part):
+        return None
+    sys.stderr.write("estimating which batches fit into memory (search.estimate) ...\n")
+    with _input_files(part) as files:
+        return estimate(*files)
 
 
 def _profiling(beginning: Beginning) -> Iterator[str]:

@@ -1,16 +1,21 @@
 """Memory of a batch: the estimate before the first profile, and words where no batch fits.
 
-The trial makes the estimate (`stages/rehearsal.py`). `profiling/profile_job.py` handles a profile
-that runs out of memory; a training's smaller batch is `next_candidate` of `stages/train.py`.
+The estimate is made in a process of its own, since it needs torch. `profiling/profile_job.py`
+handles a profile that runs out of memory; a training's smaller batch is `next_candidate` of
+`stages/train.py`.
 """
 
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 from typing import NamedTuple
+
+from pydantic import ValidationError
 
 from tula_hpc.errors import Failure
 from tula_hpc.formatting import format_bytes
+from tula_hpc.python_path import start_of_python
 from tula_hpc.records import Footprint, RunDirectory, is_usable
 from tula_hpc.stages.context import Sweep
 
@@ -60,6 +65,32 @@ def run_apart(
         return f"took more than {timeout_s:.0f} s"
     except OSError as error:
         return f"could not be started: {error.strerror or error}"
+
+
+def estimate(
+    sweep_file: Path, cluster_file: Path, timeout_s: float = TIMEOUT_S, *, partition: str = ""
+) -> Estimate:
+    """Run `tula footprint`; return the reason instead of raising where that fails.
+
+    Args:
+        sweep_file: The sweep.
+        cluster_file: Device and memory limit.
+        timeout_s: Give up after so many seconds.
+        partition: Which of the cluster's [[partitions]].
+    """
+    inputs = [str(sweep_file), "--cluster", str(cluster_file), "--partition", partition, "--json"]
+    command = [*start_of_python(), "-m", "tula_hpc.workloads.footprint", *inputs]
+    done = run_apart(command, timeout_s)
+    if isinstance(done, str):
+        return Estimate(None, f"the estimate {done}")
+    if done.returncode != 0:
+        return Estimate(
+            None, last_line(done.stderr) or f"the estimate ended with exit code {done.returncode}"
+        )
+    try:
+        return Estimate(Footprint.model_validate_json(last_line(done.stdout)))
+    except ValidationError as error:
+        return Estimate(None, f"the estimate is damaged: {error.errors()[0]['msg']}")
 
 
 def last_line(text: str) -> str:

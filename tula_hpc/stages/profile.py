@@ -29,12 +29,14 @@ from tula_hpc.records import (
     read_records,
     refuse_several,
     with_rank_files,
+    write_atomically,
 )
 from tula_hpc.records.broken_hosts import profiled_in_vain, why_given_up
 from tula_hpc.records.events import setup_failures
 from tula_hpc.retry_policy import TIME_OUTS, is_broken_round, is_held_against, is_partition_hopeless
 from tula_hpc.stages.batches_that_fit import (
     Estimate,
+    estimate,
     measured_anything,
     none_fits,
     only_out_of_memory,
@@ -207,15 +209,25 @@ def _is_of(part: Sweep, job: Submission) -> bool:
 
 
 def _trusted_batch(part: Sweep, progress: StageProgress) -> int | None:
-    """Return the largest local batch that fits by the trial's estimate; None if that is unknown."""
+    """Return the largest local batch that fits by an estimate, made before the first profile."""
     stored = part.run.footprints([part.partition]).get(part.partition)
     if stored is not None:
         return stored.largest_local_batch
-    tried = part.run.trial() if wants_estimate(part) else None
+    if not wants_estimate(part):
+        return None
+    progress.update(0, 1, "estimating which batches fit into memory")
+    tried = part.run.trial()
     reason = tried.reasons.get(part.partition) if tried is not None else None
     if reason:
-        progress.update(0, 1, Estimate(None, reason).describe())
-    return None
+        made = Estimate(None, reason)
+    else:
+        made = estimate(part.run.sweep_file, part.run.cluster_file, partition=part.partition)
+    if made.footprint is not None:
+        write_atomically(
+            part.run.footprint_file(part.partition), made.footprint.model_dump_json(indent=1)
+        )
+    progress.update(0, 1, made.describe())
+    return made.trusted_batch
 
 
 def wants_estimate(part: Sweep) -> bool:

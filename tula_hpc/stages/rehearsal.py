@@ -153,7 +153,7 @@ def try_before_jobs(sweep: Sweep) -> bool:
         warn_of_sources(sweep, f"{refused}: undo that, or measure it with another --run-dir")
         return True
     before = sweep.run.trial()
-    if before is not None and before.key == key_of(sweep.spec) and not _to_estimate(sweep, before):
+    if before is not None and before.key == key_of(sweep.spec):
         _refuse_large_batches(sweep.spec, sweep.cluster, before.identity)
         return True
     try:
@@ -168,14 +168,6 @@ def try_before_jobs(sweep: Sweep) -> bool:
     kept = tried.model_copy(update={"footprints": {}})
     write_atomically(sweep.run.trial_file, kept.model_dump_json(indent=1))
     return True
-
-
-def _to_estimate(sweep: Sweep, before: Trial) -> list[str]:
-    """Return the partitions whose memory a trial did not estimate: they had no limit, or were none."""
-    if sweep.spec.study is not None:
-        return []
-    wanted = [part.partition for part in parts_of(sweep) if wants_estimate(part)]
-    return [n for n in wanted if n not in before.reasons and not sweep.run.footprints([n])]
 
 
 def refuse_another_model(sweep: Sweep, tried: Trial) -> None:
