@@ -13,7 +13,7 @@ import importlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from tula_hpc.analysis.run_contents import read_run
 from tula_hpc.errors import InputError
@@ -75,14 +75,28 @@ def read_frames(run: str | Path) -> Frames:
 
 
 def _frame(pandas: Any, rows: Iterable[dict[str, object]], of: type[Record], *more: str) -> Any:
-    listed = list(rows)
-    frame = (
-        pandas.DataFrame(listed) if listed else pandas.DataFrame(columns=[*of.model_fields, *more])
-    )
+    frame = pandas.DataFrame(list(rows))
+    # of mappings, whose names are known by rows alone
+    others = [name for name in frame.columns if "." in name]
+    known = [
+        name for name in _names(of) if not any(other.startswith(f"{name}.") for other in others)
+    ]
+    frame = frame.reindex(columns=dict.fromkeys([*known, *others, *more]))
     for name in TIMES:
         if name in frame:
             frame[name] = pandas.to_datetime(frame[name], unit="s", utc=True)
     return frame
+
+
+def _names(of: type[Record], prefix: str = "") -> Iterator[str]:
+    """Yield the columns of a record, whether or not a row has the records within it."""
+    for name, field in of.model_fields.items():
+        kinds = (field.annotation, *get_args(field.annotation))
+        inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Record)]
+        if inner:
+            yield from _names(inner[0], f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
 
 
 def _flat(record: Record) -> dict[str, object]:

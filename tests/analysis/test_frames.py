@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 import tula_hpc.analysis
+from tests.planning_data import failed, ok
 from tests.run_factory import EPOCHS, configurations, make_run
 from tula_hpc.analysis.data_frames import Frames
 from tula_hpc.errors import InputError, RunDirectoryError
-from tula_hpc.records import RunDirectory
+from tula_hpc.records import RunDirectory, append_record
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,20 @@ def test_a_stage_that_has_not_run_has_columns_without_rows(tmp_path: Path) -> No
     found = tula_hpc.analysis.frames(str(make_run(tmp_path / "run", stage="profile").root))
     assert len(found.candidates) == len(found.metrics) == len(found.epochs) == 0
     assert {"chosen", "train_time_s"} <= set(found.candidates.columns)
+
+
+def test_columns_are_the_same_whatever_the_rows_lack(tmp_path: Path) -> None:
+    pytest.importorskip("pandas")
+    whole, empty, without = (RunDirectory(tmp_path / name).create() for name in ("whole", "empty", "without"))
+    for run, rows in ((whole, [ok(1, 32), ok(2, 32)]), (without, [failed(1, 32)])):
+        for row in rows:
+            append_record(run.profile / "job.jsonl", row)
+    empty.log_event("submitted", "profile")
+    whole_frame, *others = (tula_hpc.analysis.frames(run.root).measurements for run in (whole, empty, without))
+    fixed = {name for name in whole_frame.columns if not name.startswith(("samples.", "round_steps."))}
+    assert {"times.step_time_s", "memory.peak_bytes"} <= fixed
+    for frame in others:
+        assert fixed <= set(frame.columns) <= fixed | {"samples", "round_steps"}
 
 
 def test_without_pandas_the_error_says_what_to_install(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
