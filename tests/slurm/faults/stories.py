@@ -7,14 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from signal import SIGUSR2
 from typing import NamedTuple
 
-from tests.run_factory import LATE_SWEEP, late_plan, plan
-from tests.slurm.faults.faulty_training import Settings, Training, fitting
+from tests.run_factory import LATE_SWEEP, late_plan
+from tests.slurm.faults.faulty_training import Settings, Training
 from tula_hpc.config import SweepSpec
-from tula_hpc.records import Configuration, Plan
+from tula_hpc.records import Configuration
 
 PAIR = Configuration(nodes=1, workers_per_node=2, local_batch=32)
 TWO_NODES = Configuration(nodes=2, workers_per_node=1, local_batch=32)
@@ -45,12 +44,6 @@ HUNGRY = SweepSpec.model_validate(
 )
 
 
-def _hungry_plan() -> Plan:
-    """Two workers with 256 samples each, or 128: both are too much for one of them."""
-    large, small = (fitting(Configuration(1, 2, local_batch)) for local_batch in (256, 128))
-    return plan([large, small] * 2, chosen=large, fallbacks=[small])
-
-
 def undisturbed(training: Training) -> None:
     """The uninterrupted run that the others are held against."""
     training.start()
@@ -70,16 +63,6 @@ def requeue_refused(training: Training) -> None:
     """The job may not be requeued, and gets the signal of a time limit."""
     training.start()
     training.wait_for_steps()
-    training.strike(lambda: training.cluster.signal(training.job_id, "USR2"))
-    training.wait_for_event("resumed")
-    training.hurry()
-    training.end()
-
-
-def stopped_in_evaluation(training: Training) -> None:
-    """USR2 while the second epoch is evaluated, which takes many times a step."""
-    training.start()
-    training.wait_for(training.evaluates_second_epoch, "the evaluation of the second epoch")
     training.strike(lambda: training.cluster.signal(training.job_id, "USR2"))
     training.wait_for_event("resumed")
     training.hurry()
@@ -139,28 +122,17 @@ def job_killed(training: Training) -> None:
 
 
 def damaged_checkpoint(training: Training) -> None:
-    """Between two runs of a requeued job the newest checkpoint is cut short; before the next, one has a flipped bit."""
+    """Between two runs of a requeued job the newest checkpoint is cut in half."""
     training.start()
-    for number, damage in enumerate((_truncate, _flip_bit), start=1):
-        training.wait_for_steps()
-        training.strike(lambda: training.cluster.signal(training.job_id, "USR2"))
-        training.wait_for_event("requeued", number)
-        newest = training.store.paths()[-1]
-        damage(newest)
-        training.seen[newest.name] = training.store.paths()[-2].name
-        training.wait_for_event("resumed", number)
+    training.wait_for_steps()
+    training.strike(lambda: training.cluster.signal(training.job_id, "USR2"))
+    training.wait_for_event("requeued")
+    before, newest = training.store.paths()[-2:]
+    os.truncate(newest, newest.stat().st_size // 2)
+    training.seen.update(damaged=newest.name, before=before.name)
+    training.wait_for_event("resumed")
     training.hurry()
     training.end()
-
-
-def _truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def _flip_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def preempted(training: Training, settings: AbstractContextManager[object] | None = None) -> None:
@@ -196,9 +168,12 @@ def suspended(training: Training) -> None:
     """The same where the partition suspends: the job's processes are stopped until the other job is over."""
     training.start()
     training.wait_for_steps()
+    # it is not to be over before Slurm has suspended it
+    training.set_pace(1.5)
     training.strike(lambda: training.cluster.preempt(training.job_id, SUSPENDED_S))
     state = training.cluster.job_state
     training.wait_for(lambda: state(training.job_id) == "SUSPENDED", "the job to be suspended")
+    training.set_pace(training.settings.pace_s)
 
     def stands_still() -> bool:
         before = training.losses()[-1]
@@ -232,7 +207,7 @@ def memory_late(training: Training) -> None:
 
 
 def memory_of_one_rank(training: Training) -> None:
-    """One of two workers needs too much, with the smallest batch of the plan too."""
+    """One of two workers needs too much, and the plan has no smaller batch."""
     training.start()
     training.end()
 
@@ -272,6 +247,7 @@ class Story(NamedTuple):
     reference: str = "one"  # the uninterrupted training that it must equal
     disturbs: bool = False  # is told without accounting, or stops the cluster's controller
     anytime: bool = False  # does not mind the former
+    thorough: bool = False  # a variation of what other stories tell
 
 
 STORIES: dict[str, Story] = {
@@ -285,26 +261,25 @@ STORIES: dict[str, Story] = {
     ),
     "two": Story(undisturbed, Settings(PAIR, pace_s=0.0), "two"),
     "one": Story(undisturbed, Settings(pace_s=0.0)),
-    "stopped in evaluation": Story(
-        stopped_in_evaluation, Settings(PAIR, pace_s=0.3, model="tests.examples.slow:build_slow_to_evaluate"), "two"
-    ),
-    "rank killed": Story(rank_killed, Settings(PAIR, cluster=ALONE, loader_workers=1), "two"),
+    "rank killed": Story(rank_killed, Settings(PAIR, cluster=ALONE), "two"),
     "preempted": Story(preempted, Settings(PAIR, cluster=REQUEUES, loader_workers=1), "two"),
-    "preempted, user signal": Story(preempted_with_user_signal, Settings(cluster=REQUEUES)),
+    "preempted, user signal": Story(preempted_with_user_signal, Settings(cluster=REQUEUES), thorough=True),
     "preempted, CANCEL": Story(preempted_for_good, Settings(cluster=CANCELS)),
     "preempted, no grace": Story(preempted_for_good, Settings(cluster=KILLS)),
     "suspended": Story(suspended, Settings(PAIR, cluster=SUSPENDS), "two"),
     "damaged checkpoint": Story(damaged_checkpoint, Settings()),
-    "requeue refused": Story(requeue_refused, Settings(cluster=NO_REQUEUE)),
-    "job killed": Story(job_killed, Settings()),
+    "requeue refused": Story(requeue_refused, Settings(cluster=NO_REQUEUE), thorough=True),
+    "job killed": Story(job_killed, Settings(), thorough=True),
     "cancelled": Story(cancelled, Settings()),
     "memory of one rank": Story(
         memory_of_one_rank,
-        Settings(Configuration(1, 2, 256), cluster={"memory_gb": 1.5}, spec=HUNGRY, plan=_hungry_plan()),
+        Settings(Configuration(1, 2, 256), cluster={"memory_gb": 1.5}, spec=HUNGRY),
         reference="",
         disturbs=True,
     ),
     "no accounting": Story(no_accounting, Settings(cluster=SITE_DECIDES), disturbs=True),
-    "preempted, JobRequeue=0": Story(preempted_for_good, Settings(cluster={**REQUEUES, **SITE_DECIDES}), disturbs=True),
+    "preempted, JobRequeue=0": Story(
+        preempted_for_good, Settings(cluster={**REQUEUES, **SITE_DECIDES}), disturbs=True, thorough=True
+    ),
     "controller gone": Story(controller_gone, Settings(), disturbs=True),
 }

@@ -107,4 +107,5 @@ class Stories:
 
 def about(*names: str) -> pytest.MarkDecorator:
     """For a test of what came of these stories, one after another: its argument `told` is the training."""
-    return pytest.mark.parametrize("told", names, indirect=True)
+    marks = {name: [pytest.mark.thorough] if STORIES[name].thorough else [] for name in names}
+    return pytest.mark.parametrize("told", [pytest.param(name, marks=marks[name]) for name in names], indirect=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from tests.slurm.faults.faulty_training import STEPS_PER_EPOCH, Training
+from tests.slurm.faults.faulty_training import Training
 from tests.slurm.faults.telling import Stories, about
 from tula_hpc.errors import Failure
-from tula_hpc.records import EpochMetrics, read_records
 
 KILLED = ("rank killed", "second node killed", "stale writer", "job killed")
-STOPPED = ("time limit", "requeue refused", "stopped in evaluation")  # by a signal, so that everything is saved
+STOPPED = ("time limit", "requeue refused")  # by a signal, so that everything is saved
 OTHERS = ("damaged checkpoint", "no accounting", "controller gone")
 
 
@@ -43,14 +42,6 @@ def test_time_limits_end_a_training_when_its_requeues_are_used_up(told: Training
     assert second.result is not None
     (requeued,), (stopped, used_up) = told.events("requeued"), told.events("preempted")
     assert requeued.job_id == stopped.job_id == used_up.job_id
-
-
-@about("stopped in evaluation")
-def test_a_stop_in_mid_evaluation_does_not_wait_for_its_end(told: Training) -> None:
-    (preempted,) = told.events("preempted")
-    assert preempted.data["step"] == 2 * STEPS_PER_EPOCH
-    lines = read_records(EpochMetrics, [told.files.metrics_file]).records
-    assert [line.epoch for line in lines] == list(range(1, 9))
 
 
 @about("requeue refused")
@@ -96,13 +87,9 @@ def test_a_process_that_outlived_its_node_cannot_save(told: Training) -> None:
 
 @about("damaged checkpoint")
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(told: Training) -> None:
-    resumed = told.events("resumed")
-    assert len(resumed) == len(told.seen) == 2
-    for event, (damaged, before) in zip(resumed, told.seen.items(), strict=True):
-        assert f"{damaged} refused: is " in event.detail
-        assert f"from {before} " in event.detail
-    assert "is truncated" in resumed[0].detail
-    assert "checksum" in resumed[1].detail
+    (resumed,) = told.events("resumed")
+    assert f"{told.seen['damaged']} refused: is truncated" in resumed.detail
+    assert f"from {told.seen['before']} " in resumed.detail
 
 
 @about("controller gone")
@@ -124,10 +111,10 @@ def test_without_accounting_a_training_ends_and_its_failures_have_names(told: Tr
 
 
 @about("memory of one rank")
-def test_memory_of_one_worker_bounds_the_batch_until_none_is_left(told: Training) -> None:
+def test_memory_of_one_worker_is_named_and_without_a_smaller_batch_the_training_ends(told: Training) -> None:
     """Without accounting, as it happens: the log alone tells."""
     failed = [m for m in told.run.measurements().records if m.status == "oom"]
-    assert [(m.local_batch, m.failure) for m in failed] == [(256, Failure.HOST_OOM), (128, Failure.HOST_OOM)]
-    assert len(told.events("fell_back")) == 2
+    assert [(m.local_batch, m.failure) for m in failed] == [(256, Failure.HOST_OOM)]
+    assert len(told.events("fell_back")) == 1
     assert told.accounts[0].result is None
-    assert told.accounts[0].error == ("train: out of memory at local batch 128, and plan.json has no smaller fallback")
+    assert told.accounts[0].error == ("train: out of memory at local batch 256, and plan.json has no smaller fallback")
