@@ -99,6 +99,7 @@ def test_every_node_of_a_job_has_the_whole_limit(slurm_cluster: MiniCluster) -> 
     assert sizes == [str(300 << 20)] * 3
 
 
+@pytest.mark.thorough
 def test_a_preempted_job_is_requeued_and_knows_it(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
     log = tmp_path / "log"
     line = f'echo run ${{SLURM_RESTART_COUNT:-0}}; [ ${{SLURM_RESTART_COUNT:-0}} = 1 ] || srun sh -c "{TELL_SIGNALS}"'
@@ -112,6 +113,7 @@ def test_a_preempted_job_is_requeued_and_knows_it(slurm_cluster: MiniCluster, tm
     assert set(told[1:-1]) == {"got TERM"}
 
 
+@pytest.mark.thorough
 def test_preemption_can_send_the_users_signal(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with slurm_cluster.changed(user_signal=True) as cluster:
@@ -123,6 +125,7 @@ def test_preemption_can_send_the_users_signal(slurm_cluster: MiniCluster, tmp_pa
     assert "got USR2" in log.read_text()
 
 
+@pytest.mark.thorough
 def test_signals_reach_the_steps(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
     log = tmp_path / "log"
     job_id = submit(slurm_cluster, f'srun sh -c "{TELL_SIGNALS}"; echo after', log)
@@ -133,12 +136,14 @@ def test_signals_reach_the_steps(slurm_cluster: MiniCluster, tmp_path: Path) -> 
     assert "after" not in log.read_text()
 
 
+@pytest.mark.thorough
 def test_accounting_can_be_missing(slurm_cluster: MiniCluster) -> None:
     with slurm_cluster.changed(accounting=False) as cluster, pytest.raises(ClusterError, match="accounting"):
         cluster.run("sacct")
     assert slurm_cluster.run("sacct")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kill", [MiniCluster.kill_slurmd, MiniCluster.kill_node])
 def test_a_killed_node_can_come_back(slurm_cluster: MiniCluster, kill: Callable[[MiniCluster, str], None]) -> None:
     # a node that dies before it has told the end of its last job gets no other for a minute
@@ -168,14 +173,16 @@ def test_a_second_cluster_is_refused_in_one_line(slurm_cluster: MiniCluster) -> 
     assert slurm_cluster.is_up()
 
 
-class TestLifeCycle:
-    @pytest.fixture(autouse=True)
-    def without_the_session_cluster(self, slurm_cluster: MiniCluster) -> Iterator[None]:
-        slurm_cluster.down()
-        yield
-        MiniCluster().down()
-        slurm_cluster.__enter__()
+@pytest.fixture(scope="class")
+def without_the_session_cluster(slurm_cluster: MiniCluster) -> Iterator[None]:
+    slurm_cluster.down()
+    yield
+    MiniCluster().down()
+    slurm_cluster.__enter__()
 
+
+@pytest.mark.usefixtures("without_the_session_cluster")
+class TestLifeCycle:
     def test_down_leaves_nothing(self) -> None:
         assert not testcluster.STATE.exists()
         assert not list(Path("/run/netns").glob(f"{machine.NAME}-*"))

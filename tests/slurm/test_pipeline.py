@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 
 from tests.slurm import machine
+from tests.slurm.sweeping import run_sweep
 from tests.slurm.testcluster import MiniCluster
 from tula_hpc.errors import Failure
 from tula_hpc.records import RunDirectory, TrainResult
-
-ROOT = Path(__file__).resolve().parents[2]
-CLUSTER = ROOT / "slurm_templates" / "testcluster.toml"
 
 DIGITS = """
 name = "digits-slurm"
@@ -28,7 +26,7 @@ epochs = 4
 lr = 0.05
 loader_workers = 0
 [search]
-cluster_sizes = [1, 2, 4]
+cluster_sizes = [1, 2]
 min_batch = 64
 max_batch = 128
 mode = "full"
@@ -60,24 +58,6 @@ kind = "time"
 """
 
 
-def sweep(text: str, folder: Path, environment: dict[str, str], *options: str) -> subprocess.CompletedProcess[str]:
-    path = folder / "sweep.toml"
-    path.write_text(text)
-    command = [
-        sys.executable,
-        "-m",
-        "tula_hpc.sweep",
-        str(path),
-        "--cluster",
-        str(CLUSTER),
-        "--run-dir",
-        str(folder / "run"),
-    ]
-    return subprocess.run(
-        [*command, *options], capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=580
-    )
-
-
 class Finished:
     """A run directory and what the command said."""
 
@@ -97,8 +77,8 @@ def finished(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactor
     with slurm_cluster.cpu_share(200), ThreadPoolExecutor() as pool:
         folders = {name: tmp_path_factory.mktemp(name) for name in ("digits", "hungry")}
         begun = {
-            "digits": pool.submit(sweep, DIGITS, folders["digits"], slurm_cluster.environment),
-            "hungry": pool.submit(sweep, HUNGRY, folders["hungry"], slurm_cluster.environment, *options),
+            "digits": pool.submit(run_sweep, DIGITS, folders["digits"], slurm_cluster.environment),
+            "hungry": pool.submit(run_sweep, HUNGRY, folders["hungry"], slurm_cluster.environment, *options),
         }
         ended = {name: future.result() for name, future in begun.items()}
     for done in ended.values():
@@ -119,7 +99,7 @@ def hungry(finished: dict[str, Finished]) -> Finished:
 
 def test_every_configuration_was_measured_on_nodes_of_its_own(digits: Finished) -> None:
     measured = digits.run.measurements().records
-    assert {(m.nodes, m.nodes * m.local_batch) for m in measured} == {(n, b) for n in (1, 2, 4) for b in (64, 128)}
+    assert {(m.nodes, m.nodes * m.local_batch) for m in measured} == {(n, b) for n in (1, 2) for b in (64, 128)}
     assert all(m.status == "ok" and m.exclusive and not m.emulated for m in measured)
     assert all(len(set(m.hosts)) == m.nodes for m in measured)
     assert all(m.hosts[0].startswith(f"{machine.NAME}-node") for m in measured)
@@ -138,16 +118,16 @@ def test_the_parts_of_a_step_are_measured_apart(digits: Finished) -> None:
 
 def test_one_job_per_cluster_size(digits: Finished) -> None:
     submitted = [event for event in digits.run.events() if event.event == "submitted" and event.stage == "profile"]
-    assert [event.data["nodes"] for event in submitted] == [1, 2, 4]
-    assert digits.done.stdout.count("profiling cost: 6 configurations in 3 jobs") == 1
+    assert [event.data["nodes"] for event in submitted] == [1, 2]
+    assert digits.done.stdout.count("profiling cost: 4 configurations in 2 jobs") == 1
 
 
 def test_the_first_measurement_of_each_job_tells_how_long_a_start_takes(digits: Finished) -> None:
     first = [m for m in digits.run.measurements().records if m.start_s > 0.0]
-    assert sorted(m.nodes for m in first) == [1, 2, 4]
+    assert sorted(m.nodes for m in first) == [1, 2]
     ready = {note.job_id: note.time - note.began_at for note in digits.run.job_notes() if note.note == "ready"}
     assert all(ready[m.job_id] < m.start_s < ready[m.job_id] + m.elapsed_s for m in first)
-    assert digits.plan["chosen"]["wall_parts_s"]["starts"] == sorted(m.start_s for m in first)[1]
+    assert digits.plan["chosen"]["wall_parts_s"]["starts"] == statistics.median(m.start_s for m in first)
 
 
 def test_training_ran_at_the_chosen_configuration_and_learned(digits: Finished) -> None:
@@ -185,20 +165,9 @@ def test_what_profiling_cost_is_told_by_accounting(digits: Finished) -> None:
 
 def test_the_same_command_again_submits_nothing(digits: Finished, slurm_env: dict[str, str]) -> None:
     before = digits.run.events_file.read_text()
-    again = sweep(DIGITS, digits.folder, slurm_env, "--until", "train")
+    again = run_sweep(DIGITS, digits.folder, slurm_env, "--until", "train")
     assert again.returncode == 0, again.stderr
     assert digits.run.events_file.read_text() == before
-
-
-def test_replanning_needs_no_slurm_and_no_torch(digits: Finished) -> None:
-    code = (
-        "import sys, tula_hpc.analysis.plan as p\n"
-        f"code = p.main([{str(digits.run.root)!r}, '--objective', 'cost', '--json'])\n"
-        "assert 'torch' not in sys.modules; sys.exit(code)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["objective"] == "cost"
 
 
 def test_a_task_over_its_memory_limit_is_recorded_as_out_of_memory(hungry: Finished) -> None:

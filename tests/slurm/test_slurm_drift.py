@@ -10,6 +10,7 @@ import pytest
 
 from tests.run_factory import candidate, plan, write_plan
 from tests.slurm.machine import busy_neighbours
+from tests.slurm.sweeping import TEMPLATE
 from tests.slurm.testcluster import MiniCluster
 from tula_hpc.analysis.planning.replan import slowed
 from tula_hpc.config import SweepSpec, load_cluster
@@ -17,7 +18,6 @@ from tula_hpc.launch.job_specs import ProfileJob, TrainJob
 from tula_hpc.launch.launcher import Launcher
 from tula_hpc.records import Configuration, Event, Measurement, RunDirectory, read_metrics, read_records
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = Configuration(nodes=2, workers_per_node=1, local_batch=32)
 SLOW_MBIT = 20  # of 1000
 ROOM = (0.4, 1.8)  # the prediction's interval: other work on this machine may slow all nodes at once
@@ -43,7 +43,7 @@ class Training:
         self.cluster, self.run = cluster, RunDirectory(folder).create()
         self.files = self.run.train()
         self.files.root.mkdir(parents=True)
-        self.spec = load_cluster(ROOT / "slurm_templates" / "testcluster.toml")
+        self.spec = load_cluster(TEMPLATE)
         self.launcher = Launcher(self.spec, self.run, "tula-drifting")
 
     def profile(self) -> Measurement:
@@ -88,6 +88,7 @@ def training(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactor
     return training
 
 
+@pytest.mark.thorough
 @pytest.mark.alone
 def test_a_slow_link_and_a_busy_node_are_noticed_and_named_and_so_is_their_end(training: Training) -> None:
     cluster = training.cluster

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.slow import PACE_FILE
-from tests.slurm.test_pipeline import sweep
+from tests.slurm.sweeping import run_sweep
 from tests.slurm.testcluster import MiniCluster
 from tula_hpc.errors import Failure
 from tula_hpc.records import RunDirectory
@@ -40,8 +40,8 @@ class Profiled:
 
 
 def profile(folder: Path, cluster: MiniCluster, **search: object) -> Profiled:
-    settings = [option for key, value in search.items() for option in ("--set", f"search.{key}={value}")]
-    return Profiled(folder, sweep(QUICK, folder, cluster.environment, "--until", "profile", *settings))
+    settings = tuple(f"search.{key}={value}" for key, value in search.items())
+    return Profiled(folder, run_sweep(QUICK, folder, cluster.environment, "--until", "profile", settings=settings))
 
 
 def submitted(run: RunDirectory) -> list[str]:
@@ -56,10 +56,9 @@ def profile_that_has_to_leave(folder: Path, cluster: MiniCluster) -> Profiled:
     text = QUICK.replace("tula_hpc.workloads.small_cnns:compact_cnn", "tests.examples.slow:build")
     fields = ("search.cluster_sizes=[1]", "search.min_batch=64", "search.max_batch=64", "search.mode=full")
     site = ("cluster.sbatch.requeue=false", "cluster.sbatch.no-requeue=true")
-    options = [word for field in (*fields, *site) for word in ("--set", field)]
     environment = {**cluster.environment, PACE_FILE: str(pace)}
     with ThreadPoolExecutor() as pool:
-        command = pool.submit(sweep, text, folder, environment, "--until", "profile", *options)
+        command = pool.submit(run_sweep, text, folder, environment, "--until", "profile", settings=(*fields, *site))
 
         def measures() -> bool:
             return any(note.configuration for note in run.job_notes()) if run.profile.is_dir() else command.done()
@@ -76,8 +75,7 @@ def begun(
     slurm_cluster: MiniCluster, quick_nodes: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[Profiled]]]:
     """Profiles at the same time, since most of theirs goes by waiting; that which needs most nodes gets them first."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("nested", "adaptive", "array", "leaves")}
-    one_node = {"mode": "full", "cluster_sizes": [1], "min_batch": 64, "max_batch": 128}
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("nested", "adaptive", "leaves")}
     with ThreadPoolExecutor() as pool:
 
         def begin(name: str, **search: object) -> Future[Profiled]:
@@ -91,7 +89,6 @@ def begun(
             "nested": nested,
             "leaves": pool.submit(profile_that_has_to_leave, folders["leaves"], slurm_cluster),
             "adaptive": begin("adaptive", mode="adaptive", cluster_sizes=[2], min_batch=16, max_batch=512),
-            "array": begin("array", pack="never", **one_node),
         }
 
 
@@ -130,13 +127,6 @@ def test_the_cost_counts_from_the_start_of_the_allocation(nested: Profiled) -> N
     assert 0 <= began.began_at - began.submitted_at < 60
     assert began.began_at <= began.time < ready.time
     assert "profiling cost: 4 configurations in 1 job" in nested.said
-
-
-def test_an_array_with_a_job_for_each_configuration(begun: dict[str, Future[Profiled]]) -> None:
-    found = begun["array"].result()
-    assert [job.job_id.partition("_")[2] for job in found.jobs] == ["0", "1"]
-    assert len({job.job_id.partition("_")[0] for job in found.jobs}) == 1
-    assert {m.job_id for m in found.run.measurements().records} == {job.job_id for job in found.jobs}
 
 
 def test_a_profile_whose_requeue_is_refused_is_followed_by_another(begun: dict[str, Future[Profiled]]) -> None:

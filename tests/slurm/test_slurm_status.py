@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.test_submission import TEMPLATE, launcher_at, says, stopped
+from tests.slurm.sweeping import TEMPLATE
+from tests.slurm.test_submission import launcher_at, says, stopped
 from tests.slurm.testcluster import MiniCluster
 from tula_hpc.launch import slurm
 from tula_hpc.status import __main__ as status
@@ -55,7 +56,7 @@ def test_status_sees_what_runs_waits_was_requeued_and_is_over(
     told_when(root, lambda told: phase(told, first.job_id) is JobPhase.RUNNING)
 
     monkeypatch.setattr(status, "QUEUE_TIMEOUT_S", 1.0)
-    with stopped(slurm_cluster, 5):
+    with stopped(slurm_cluster, 3):
         told = status.status_of(root)
     assert (told.state, told.scheduler.answered) == ("unknown", False)
     monkeypatch.undo()

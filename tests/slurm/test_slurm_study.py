@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.test_pipeline import CLUSTER, ROOT
+from tests.slurm.sweeping import Done, run_sweep
 from tests.slurm.testcluster import MiniCluster
 from tula_hpc.records import RunDirectory, TrainResult
 
@@ -29,14 +27,9 @@ small_batch = 0
 """
 
 
-def study(folder: Path, cluster: MiniCluster) -> subprocess.CompletedProcess[str]:
-    path = folder / "study.toml"
-    path.write_text(STUDY)
-    command = [sys.executable, "-m", "tula_hpc.sweep", str(path), "--cluster", str(CLUSTER), "--until", "train"]
-    command += ["--run-dir", str(folder / "run"), "--set", "cluster.array_parallelism=2"]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=ROOT, env=cluster.environment, timeout=550
-    )
+def study(folder: Path, cluster: MiniCluster) -> Done:
+    two = ("cluster.array_parallelism=2",)
+    return run_sweep(STUDY, folder, cluster.environment, "--until", "train", settings=two)
 
 
 def test_a_study_is_one_array_and_runs_once(slurm_cluster: MiniCluster, tmp_path: Path) -> None:

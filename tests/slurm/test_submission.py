@@ -16,6 +16,7 @@ from signal import SIGCONT, SIGSTOP
 
 import pytest
 
+from tests.slurm.sweeping import ROOT, TEMPLATE
 from tests.slurm.testcluster import MiniCluster
 from tula_hpc.config import load_cluster
 from tula_hpc.errors import LaunchError
@@ -27,8 +28,6 @@ from tula_hpc.stages.context import submitted_job
 from tula_hpc.sweep import main
 
 pytestmark = pytest.mark.usefixtures("quick_nodes")
-ROOT = Path(__file__).resolve().parents[2]
-TEMPLATE = ROOT / "slurm_templates" / "testcluster.toml"
 
 
 def says(number: int, folder: Path, seconds: float = 0.0) -> Callable[[], None]:

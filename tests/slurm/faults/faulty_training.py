@@ -17,12 +17,12 @@ import torch
 
 from tests.examples.slow import PACE_FILE
 from tests.run_factory import candidate, plan
+from tests.slurm.sweeping import TEMPLATE
 from tests.slurm.testcluster import ClusterError, MiniCluster
 from tula_hpc.checkpoint.store import CheckpointStore, LoadedCheckpoint
 from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster
 from tula_hpc.errors import StageError
 from tula_hpc.records import (
-    Candidate,
     Configuration,
     Event,
     Plan,
@@ -36,12 +36,9 @@ from tula_hpc.records import (
 from tula_hpc.stages.context import Sweep
 from tula_hpc.stages.train import train_stage
 
-ROOT = Path(__file__).resolve().parents[3]
-TEMPLATE = ROOT / "slurm_templates" / "testcluster.toml"
 PATIENCE_S = 600  # for anything that a story waits for: many trainings share two cores
 LOOK_PAUSE_S = 0.5  # between two looks at files or the queue: many stories look, and the jobs need the processors
-STEPS_PER_EPOCH = 8
-EARLY_STEP = 12  # of 64: in the second epoch, after several checkpoints
+EARLY_STEP = 12  # of 64: in the second epoch of 8 steps each, after several checkpoints
 ONE = Configuration(nodes=1, workers_per_node=1, local_batch=64)
 WORKLOAD = {
     "dataset": "digits",
@@ -66,7 +63,6 @@ class Settings(NamedTuple):
     training: Mapping[str, object] = {}  # keys of [training]
     cluster: Mapping[str, object] = {}  # keys of the cluster file
     loader_workers: int = 0  # each is a process that imports torch
-    model: str = "tests.examples.slow:build"
     pace_s: float = 0.4  # of a training pass, until the training hurries
     spec: SweepSpec | None = None  # another sweep, with another plan
     plan: Plan | None = None
@@ -103,7 +99,7 @@ class Training:
         self.run = RunDirectory(folder / "run").create()
         self.files = self.run.train()
         self.set_pace(settings.pace_s)
-        workload = {**WORKLOAD, "loader_workers": settings.loader_workers, "model": settings.model}
+        workload = {**WORKLOAD, "loader_workers": settings.loader_workers, "model": "tests.examples.slow:build"}
         training = SweepSpec.model_validate({"name": "faults", "workload": workload, "training": TRAINING})
         self.spec = settings.spec or _with_training(training, settings.training)
         self.plan = settings.plan or only(settings.configuration)
@@ -174,11 +170,6 @@ class Training:
             return bool(steps) and steps[-1].step >= before + more and len(self.store.paths()) > 1
 
         self.wait_for(reached, f"step {before + more} in {self.run.root}")
-
-    def evaluates_second_epoch(self) -> bool:
-        """Whether its steps are logged, and nothing of its evaluation."""
-        metrics = read_metrics(self.files.metrics_file)
-        return bool(metrics.steps) and metrics.steps[-1].step == 2 * STEPS_PER_EPOCH and len(metrics.epochs) == 1
 
     def strike(self, cause: Callable[[], object]) -> None:
         """Cause a fault, and remember when and what was saved by then."""
@@ -271,13 +262,8 @@ def cluster_for(training: Training, changes: Mapping[str, object]) -> ClusterSpe
 
 def only(configuration: Configuration) -> Plan:
     """A plan that chose this."""
-    chosen = fitting(configuration)
+    chosen = candidate(configuration).model_copy(update={"feasible": True})
     return plan([chosen] * 4, chosen=chosen, fallbacks=[])
-
-
-def fitting(configuration: Configuration) -> Candidate:
-    """For a plan: this, and there is memory for it."""
-    return candidate(configuration).model_copy(update={"feasible": True})
 
 
 def _with_training(spec: SweepSpec, changes: Mapping[str, object]) -> SweepSpec:

@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.slurm.sweeping import ROOT, Done, run_sweep
 from tests.slurm.testcluster import MiniCluster
 from tula_hpc.errors import Failure
 from tula_hpc.records import RunDirectory
 
 pytestmark = pytest.mark.usefixtures("quick_nodes")
-ROOT = Path(__file__).resolve().parents[3]
-TEMPLATE = ROOT / "slurm_templates" / "testcluster.toml"
+ONE = "search.min_batch=128"
 SAID = "CUDA error: uncorrectable ECC error encountered"
 NCCL = "NCCL error in: NCCLUtils.hpp:317, unhandled system error (run with NCCL_DEBUG=INFO for details)"
 SWEEP = """
@@ -30,7 +30,7 @@ dataset = "digits"
 epochs = 1
 loader_workers = 0
 [search]
-cluster_sizes = [{nodes}]
+cluster_sizes = [1]
 min_batch = 64
 max_batch = 128
 mode = "full"
@@ -48,7 +48,7 @@ class Begun(NamedTuple):
     """A command that runs in the background."""
 
     folder: Path
-    ended: Future[subprocess.CompletedProcess[str]]
+    ended: Future[Done]
 
     @property
     def run(self) -> RunDirectory:
@@ -61,44 +61,35 @@ class Sweeps(NamedTuple):
     whole_left: Begun
     none_left: Begun
     too_few: Begun
-    no_gpus: Begun
 
 
-def run_sweep(
-    folder: Path, cluster: MiniCluster, broken: tuple[str, ...], *options: str, nodes: str = "1", said: str = SAID
-) -> subprocess.CompletedProcess[str]:
+def run_broken(
+    folder: Path, cluster: MiniCluster, broken: tuple[str, ...], until: str, *settings: str, said: str = SAID
+) -> Done:
     """Run the command while these nodes are broken."""
-    path = folder / "sweep.toml"
-    path.write_text(SWEEP.format(nodes=nodes))
-    command = [sys.executable, "-m", "tula_hpc.sweep", str(path), "--cluster", str(TEMPLATE)]
-    command += ["--run-dir", str(folder / "run"), *options]
     environment = {**cluster.environment, "BROKEN_HOSTS": ",".join(broken), "BROKEN_SAYS": said}
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=550)
+    return run_sweep(SWEEP, folder, environment, "--until", until, settings=settings)
 
 
 @pytest.fixture(scope="module")
 def sweeps(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sweeps]:
     """Sweeps beside each other, each with broken nodes of its own: most of their time goes by waiting for jobs."""
-    first = slurm_cluster.hosts[0]
-    one = ("--set", "search.min_batch=128")
+    first, _, third, fourth = slurm_cluster.hosts
     with ThreadPoolExecutor() as pool:
 
-        def begin(name: str, broken: tuple[str, ...], *options: str, nodes: str = "1") -> Begun:
+        def begin(name: str, broken: tuple[str, ...], *settings: str) -> Begun:
             folder = tmp_path_factory.mktemp(name)
-            return Begun(folder, pool.submit(run_sweep, folder, slurm_cluster, broken, *options, nodes=nodes))
+            return Begun(folder, pool.submit(run_broken, folder, slurm_cluster, broken, "plan", *settings))
 
-        too_few = begin("too_few", (first,), *one, nodes="4")
-        # it needs all nodes at once, which the others would keep from it
-        too_few.ended.result()
-        whole_left = begin("whole_left", (first,), "--until", "plan")
+        whole_left = begin("whole_left", (first,))
         # who submits first gets the first node
         while not (whole_left.ended.done() or whole_left.run.history().submissions()):
             time.sleep(0.1)
+        these = f"cluster.sbatch.nodelist={third},{fourth}"
         yield Sweeps(
             whole_left=whole_left,
-            none_left=begin("none_left", slurm_cluster.hosts, *one),
-            no_gpus=begin("no_gpus", (), *one, "--set", "cluster.device=cuda", "--set", "cluster.gres=gpu:1"),
-            too_few=too_few,
+            none_left=begin("none_left", slurm_cluster.hosts, ONE),
+            too_few=begin("too_few", (third,), ONE, "search.cluster_sizes=[2]", these),
         )
 
 
@@ -112,14 +103,17 @@ def test_a_sweep_ends_well_on_the_nodes_that_are_whole(slurm_cluster: MiniCluste
     first, second, *_ = slurm_cluster.hosts
     planned, run = sweeps.whole_left.ended.result(), sweeps.whole_left.run
     assert planned.returncode == 0, planned.stderr + planned.stdout
-    # one task of the array found out, and kept the other one off that node
+    # each configuration is a task of one array
+    tasks = [job.job_id.split("_") for job in run.history().submissions()][:2]
+    assert tasks == [[tasks[0][0], "0"], [tasks[0][0], "1"]]
+    # one of them found out, and kept the other one off that node
     assert broken_jobs(run, "profile") == {first: 1}
     measured = run.measurements().records
     assert Counter((m.configuration.local_batch, m.status) for m in measured) == {(64, "ok"): 1, (128, "ok"): 1}
     # the next command still knows of that node, and its training meets another one, which the others have left by then
-    for other in (sweeps.none_left, sweeps.no_gpus):
+    for other in (sweeps.none_left, sweeps.too_few):
         other.ended.result()
-    trained = run_sweep(sweeps.whole_left.folder, slurm_cluster, (first, second), "--until", "train", said=NCCL)
+    trained = run_broken(sweeps.whole_left.folder, slurm_cluster, (first, second), "train", said=NCCL)
     assert trained.returncode == 0, trained.stderr + trained.stdout
     assert broken_jobs(run, "train") == {second: 1}
     assert run.train().result_file.exists()
@@ -140,9 +134,11 @@ def test_where_every_node_is_broken_one_line_says_so(sweeps: Sweeps) -> None:
     assert all(host in line for host in hosts)
 
 
-def test_nodes_without_the_gpus_that_slurm_granted_are_broken(sweeps: Sweeps) -> None:
+@pytest.mark.thorough
+def test_nodes_without_the_gpus_that_slurm_granted_are_broken(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
     """The cluster's GPUs only count: no driver shows them to torch."""
-    done, run = sweeps.no_gpus.ended.result(), sweeps.no_gpus.run
+    gpus = ("cluster.device=cuda", "cluster.gres=gpu:1")
+    done, run = run_broken(tmp_path, slurm_cluster, (), "plan", ONE, *gpus), RunDirectory(tmp_path / "run")
     assert done.returncode == 1
     hosts = broken_jobs(run, "profile")
     assert len(hosts) == 3
@@ -155,7 +151,7 @@ def test_nodes_without_the_gpus_that_slurm_granted_are_broken(sweeps: Sweeps) ->
 def test_where_too_few_nodes_are_left_the_refusal_names_those_left_out(
     slurm_cluster: MiniCluster, sweeps: Sweeps
 ) -> None:
-    first, done = slurm_cluster.hosts[0], sweeps.too_few.ended.result()
+    third, done = slurm_cluster.hosts[2], sweeps.too_few.ended.result()
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("the scheduler refused the job")]
-    assert f"nodes with broken devices are left out: {first} reported '{SAID}'" in line
+    assert f"nodes with broken devices are left out: {third} reported '{SAID}'" in line

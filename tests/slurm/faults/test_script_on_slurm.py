@@ -19,7 +19,8 @@ from tula_hpc.records import Configuration, read_metrics
 
 pytestmark = pytest.mark.usefixtures("quick_nodes")
 SCRIPTS = Path(__file__).parents[2] / "attach" / "scripts"
-SCRIPTED = ("three_lines.py", "on_lightning.py")  # the faster one first: it is struck first
+# the faster one first: it is struck first
+SCRIPTED = [pytest.param("three_lines.py"), pytest.param("on_lightning.py", marks=pytest.mark.thorough)]
 STEPS = 16
 SPEC = SweepSpec.model_validate(
     {
@@ -39,21 +40,30 @@ SPEC = SweepSpec.model_validate(
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Story]:
+def chosen(request: pytest.FixtureRequest) -> list[str]:
+    """The scripts of the chosen tests."""
+    here = (item for item in request.session.items if item.path == Path(__file__))
+    return [str(item.callspec.params["name"]) for item in here if isinstance(item, pytest.Function)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, chosen: list[str]) -> dict[str, Story]:
     """What each script comes to by itself on this machine."""
     stories = {
         name: Story(tmp_path_factory.mktemp("alone") / "run", 2, (), around=False, script=SCRIPTS / name)
-        for name in SCRIPTED
+        for name in chosen
     }
-    assert [story.start() for story in stories.values()] == [[0, 0]] * 2
+    assert all(story.start() == [0, 0] for story in stories.values())
     return stories
 
 
 @pytest.fixture(scope="module")
-def preempted(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Training]:
-    """Both trainings at the same time, each on two nodes, which a job of a higher partition takes for a while."""
+def preempted(
+    slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory, chosen: list[str]
+) -> dict[str, Training]:
+    """All trainings at the same time, each on two nodes, which a job of a higher partition takes for a while."""
     trainings = {}
-    for name in SCRIPTED:
+    for name in chosen:
         workload = SPEC.workload.model_copy(update={"script": SCRIPTS / name})
         settings = Settings(
             Configuration(2, 1, 8), cluster=REQUEUES, spec=SPEC.model_copy(update={"workload": workload})
