@@ -13,12 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-# here once, not in every process that is forked
-import accelerate  # noqa: F401
-import lightning  # noqa: F401
 import pytest
-from transformers import GPT2LMHeadModel, Trainer  # noqa: F401
 
+from tests.attach.test_frameworks import frameworks_are_imported  # noqa: F401 # a fixture
 from tests.forked_jobs import forking_jobs
 from tula_hpc.records import RunDirectory, is_usable, read_metrics
 from tula_hpc.sweep import main
@@ -76,7 +73,12 @@ log_interval_steps = 1
     return [str(sweep), "--run-dir", str(folder / "run")]
 
 
-@pytest.mark.parametrize("script", CASES)
+VARIED = "on_accelerate.py"  # accelerate is in the Trainer, and its trainings are in test_frameworks.py
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(name, marks=[pytest.mark.thorough] if name == VARIED else []) for name in CASES]
+)
 def test_a_script_is_profiled_planned_trained_and_reported(
     tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

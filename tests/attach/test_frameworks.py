@@ -1,4 +1,4 @@
-"""Frameworks with one line: stopped twice and killed once they end as undisturbed, bit for bit. Real processes."""
+"""Frameworks with one line: stopped, and killed, they end as undisturbed, bit for bit. Real processes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-# here once, not in every process that is forked
-import accelerate  # noqa: F401
-import lightning
 import pytest
-from lightning.fabric.plugins.environments import TorchElasticEnvironment
-from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments  # noqa: F401
 
 from tests.attach.test_keeping import EXITED, KILLED, STOPPED, Story, assert_same, assert_scales_go_on
 from tula_hpc.attach import lightning_callback, trainer_callback
@@ -22,6 +17,14 @@ from tula_hpc.records import read_metrics
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAINER, LIGHTNING, ACCELERATE = (SCRIPTS / f"on_{name}.py" for name in ("trainer", "lightning", "accelerate"))
 Alone = Callable[..., Story]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frameworks_are_imported() -> None:
+    """Once for all processes that are forked; not at the head, where every worker of pytest-xdist would do so."""
+    import accelerate  # noqa: F401
+    import lightning  # noqa: F401
+    from transformers import GPT2LMHeadModel, Trainer, TrainingArguments  # noqa: F401
 
 
 @pytest.fixture(scope="module")
@@ -46,45 +49,53 @@ class Case(NamedTuple):
     # of 8 a whole epoch: the first stop is within one, or where it ends
     first: int
     arguments: tuple[str, ...] = ()
+    # after the stop, and then stopped once more
+    is_killed: bool = False
 
     def __str__(self) -> str:
         return " ".join((self.script.stem, str(self.workers), str(self.first), *self.arguments))
+
+    @property
+    def disturbances(self) -> int:
+        return 3 if self.is_killed else 1
 
 
 CASES = [
     # more than a megabyte: several buckets of gradients, whose order of additions matters with three workers
     Case(TRAINER, 3, 3, ("--width", "192", "--samples", "192")),
-    Case(TRAINER, 2, 8, ("--accumulate", "2", "--samples", "256", "--group")),
+    Case(TRAINER, 2, 8, ("--accumulate", "2", "--samples", "256", "--group"), is_killed=True),
     Case(LIGHTNING, 3, 3, ("--width", "700", "--samples", "192")),
     # the next one stops at an epoch's end too
     pytest.param(Case(LIGHTNING, 3, 8, ("--width", "700", "--samples", "192")), marks=pytest.mark.thorough),
-    Case(LIGHTNING, 2, 8, ("--accumulate", "2", "--samples", "256", "--loader-workers", "1")),
+    Case(LIGHTNING, 2, 8, ("--accumulate", "2", "--samples", "256", "--loader-workers", "1"), is_killed=True),
     Case(LIGHTNING, 1, 3, ("--by-hand", "--samples", "64", "--max-steps", "16")),
-    Case(ACCELERATE, 2, 3),
+    Case(ACCELERATE, 2, 3, is_killed=True),
     pytest.param(Case(ACCELERATE, 2, 8, ("--accumulate", "2", "--samples", "256")), marks=pytest.mark.thorough),
     Case(ACCELERATE, 1, 3, ("--samples", "64", "--seedable")),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_stopped_twice_and_killed_once_it_ends_as_undisturbed(tmp_path: Path, alone: Alone, case: Case) -> None:
-    script, workers, first, arguments = case
+def test_stopped_or_killed_as_well_it_ends_as_undisturbed(tmp_path: Path, alone: Alone, case: Case) -> None:
+    script, workers, first, arguments, is_killed = case
     whole = alone(script, workers, *arguments)
     story = Story(tmp_path / "run", workers, arguments, script=script)
     assert story.start(first, only=0) == [STOPPED] * workers
-    # in the second epoch
-    assert KILLED in story.start(11 - first, signal.SIGKILL)
-    assert story.start(2) == [STOPPED] * workers
+    if is_killed:
+        # in the second epoch
+        assert KILLED in story.start(11 - first, signal.SIGKILL)
+        assert story.start(2) == [STOPPED] * workers
     assert story.start() == [EXITED] * workers
     assert_same(whole, story, lines=set)
-    # only the kill had work done again, of one start of at most 8 steps of 2 passes
-    assert 0 <= len(story.lines(0)) - len(whole.lines(0)) <= 16
+    # Lightning may have fetched the batch of its stop; else only the kill had work done again, of one start of at most
+    # 8 steps of 2 passes
+    assert 0 <= len(story.lines(0)) - len(whole.lines(0)) <= (16 if is_killed else 1)
     metrics = read_metrics(story.run.train().metrics_file)
     assert [row.epoch for row in metrics.epochs] == [1, 2]
     assert [row.samples_seen for row in metrics.epochs] == [n * 8 * 8 * workers for n in (1, 2)] or arguments
     assert all(row.test_accuracy is not None for row in metrics.epochs)
     details = [event.detail for event in story.run.events() if event.event == "resumed"]
-    assert len(details) == 3
+    assert len(details) == case.disturbances
     # what no checkpoint names any more is deleted at the next save
     checkpoints = story.run.train().checkpoints
     assert len(list(checkpoints.glob("*.tula"))) == 2
@@ -141,11 +152,16 @@ def test_with_another_batch_a_framework_begins_anew_and_says_so(tmp_path: Path) 
 
 
 def test_without_tula_around_the_callbacks_are_the_frameworks_own() -> None:
+    import lightning
+    from transformers import TrainerCallback
+
     assert type(trainer_callback()) is TrainerCallback
     assert type(lightning_callback()) is lightning.Callback
 
 
 def test_lightning_on_nodes_that_it_was_not_told_of_is_told_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="product") as caught:
         TorchElasticEnvironment().validate_settings(num_devices=1, num_nodes=1)
