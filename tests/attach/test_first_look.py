@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.attach.script_runs import SCRIPTS
+from tests.forked_jobs import run_command
 from tula_hpc.attach.__main__ import main
 from tula_hpc.attach.script import ParsedOptions, with_placeholders
 from tula_hpc.config import ClusterSpec, check_together, load_sweep, load_together
@@ -19,14 +20,16 @@ from tula_hpc.init.__main__ import main as init
 
 
 def look(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tula_hpc.attach", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=200)
+    """The command in a fork, as is the script's process."""
+    return run_command(main, arguments, folder)
 
 
 def test_what_is_printed_is_a_sweep_file_but_for_the_epochs(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text((SCRIPTS / "plain.py").read_text())
-    done = look(tmp_path, "train.py", "--batch-size", "16", "--epochs", "2", "--samples", "640")
+    options = ["--batch-size", "16", "--epochs", "2", "--samples", "640"]
+    command = [sys.executable, "-m", "tula_hpc.attach", "train.py", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "it ended after 80 steps; running it again to measure fewer of them" in done.stderr
     assert "16 samples a forward pass, 1 forward pass a step" in done.stdout

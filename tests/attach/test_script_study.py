@@ -13,7 +13,7 @@ from tula_hpc.attach.script import values_of
 from tula_hpc.config import SweepSpec, load_sweep, load_together, study_column
 from tula_hpc.records import Configuration, RunDirectory, read_metrics
 from tula_hpc.stages.study import cell_spec
-from tula_hpc.study import main
+from tula_hpc.sweep import main
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -87,7 +87,7 @@ def test_a_study_of_a_script_trains_and_compares() -> None:
     Path("mine.toml").write_text(sweep_text(study))
     Path("here.toml").write_text(cluster_text(2))
     with forking_jobs():
-        assert main(["mine.toml", "--cluster", "here.toml", "--run-dir", "run"]) == 0
+        assert main(["mine.toml", "--cluster", "here.toml", "--run-dir", "run", "--until", "train"]) == 0
     run = RunDirectory(Path("run"))
     contents = read_study(run)
     assert [(each.cell.column, each.status, each.test) for each in contents.outcomes] == [
