@@ -34,14 +34,15 @@ demo: .venv/.ready
 	@$(BIN)/python -m tula_hpc.sweep sweeps/quickstart.toml
 
 # jobs on the test cluster, jobs on this machine, scripts of a user's own, each one test after another, and beside them,
-# with what they leave of the processors, all that starts no jobs; at last what measures
+# with what they leave of the processors, all that starts no jobs
 test: .venv/.ready
 	@cores=$$(nproc); $(BIN)/python -m pytest --numprocesses $$((cores < 4 ? cores + 1 : 6)) \
-		--dist loadscope --no-loadscope-reorder -m "not alone and not thorough"
-	@$(BIN)/python -m pytest -m alone tests/slurm
+		--dist loadscope --no-loadscope-reorder -m "not thorough"
 
+# at last what measures
 thorough: .venv/.ready
-	@$(BIN)/python -m pytest -m thorough --numprocesses 2
+	@$(BIN)/python -m pytest -m "thorough and not alone" --numprocesses 2 --dist loadscope
+	@$(BIN)/python -m pytest -m alone tests/slurm
 
 # each part runs whatever became of those before it; the exit code says whether all were well
 RESULTS := tests/benchmarks/results

@@ -99,7 +99,8 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("run", "status", [], 4),
         ("profile", "analysis.plan", ["--objective", "time"], 0),
-        ("profile", "analysis.report", [], 0),
+        # its modules are in the next one as well
+        pytest.param("profile", "analysis.report", [], 0, marks=pytest.mark.thorough),
         ("study", "analysis.study", [], 0),
         ("run", "__main__", [], 2),
     ],

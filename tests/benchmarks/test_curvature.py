@@ -24,6 +24,7 @@ from tests.benchmarks.curvature import (
 )
 from tests.forked import start_workers
 
+pytestmark = pytest.mark.thorough
 WORKERS = 2
 cross_entropy = nn.CrossEntropyLoss()
 

@@ -11,6 +11,7 @@ from tests.benchmarks.scaling_prediction import LIMIT, MOST_PROFILES, first_prof
 from tests.run_factory import STARTED_AT, configurations, make_run, measurement, step_time_s
 from tula_hpc.records import Configuration, append_record, write_atomically
 
+pytestmark = pytest.mark.thorough
 FEW = [Configuration(1, 1, 32), Configuration(1, 1, 512), Configuration(4, 1, 8), Configuration(4, 1, 256)]
 MORE = [Configuration(2, 1, 64), Configuration(4, 1, 64), Configuration(2, 1, 256)]
 

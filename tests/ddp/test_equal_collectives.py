@@ -148,11 +148,13 @@ FORMS = {
     "study": Form({"method": "lbt"}, study={"evaluate_every": 2}),
 }
 # The number of workers decides what these ask for: averages, a share of the reference batch in passes, states of which
-# most workers hold none, evaluations of which many have no part. The others differ from them by rates alone.
+# most workers hold none, evaluations of which many have no part. Some of the others differ from "lbt" by rates alone.
 OF_MANY = ("polo", "ags, passes by tensor", "divided states", "study")
 VARIED = ("lbt", "adascale", "static", "ags, norms for free")
+BY_RATE = ("lrs", "sqrt", "lars")
 CASES = [
-    *((name, 16) for name in FORMS),
+    *(pytest.param(name, 16, marks=pytest.mark.thorough) for name in (*OF_MANY, *BY_RATE)),
+    *((name, 16) for name in FORMS if name not in (*OF_MANY, *BY_RATE)),
     *((name, 1024) for name in OF_MANY),
     *(pytest.param(name, 1024, marks=pytest.mark.thorough) for name in VARIED),
 ]

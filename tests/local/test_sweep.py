@@ -286,6 +286,7 @@ def test_out_of_memory_is_a_record_and_the_plan_stays_below_it(tmp_path: Path) -
     assert bounded.chosen.local_batch < min(m.local_batch for m in failed)
 
 
+@pytest.mark.thorough
 def test_out_of_memory_in_training_falls_back_and_keeps_the_samples_seen(tmp_path: Path) -> None:
     """The third epoch runs out of memory; the next smaller batch goes on from the last checkpoint."""
     run = RunDirectory(tmp_path / "run").create()
