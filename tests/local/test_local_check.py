@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked_jobs import forking_jobs
 from tula_hpc.check.__main__ import main
 
 CLUSTER = """
@@ -27,7 +28,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_one_machine_is_checked_as_far_as_that_applies(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "cluster.toml").write_text(CLUSTER.format(interface="lo"))
-    assert main(["cluster.toml", "--sweep", "sweep.toml"]) == 0
+    with forking_jobs():
+        assert main(["cluster.toml", "--sweep", "sweep.toml"]) == 0
     printed = capsys.readouterr().out
     for topic in ("workers", "cores", "interfaces", "all-reduce", "loader"):
         assert f"\nok       {topic} " in f"\n{printed}"
@@ -42,7 +44,8 @@ def test_a_missing_interface_and_data_folder_are_lines_and_not_a_crash(
     (here / "cluster.toml").write_text(CLUSTER.format(interface="none7"))
     missing = here / "nowhere"
     (here / "sweep.toml").write_text(SWEEP.replace("digits", "cifar10") + f'data_dir = "{missing}"\n')
-    assert main(["cluster.toml", "--sweep", "sweep.toml", "--json"]) == 1
+    with forking_jobs():
+        assert main(["cluster.toml", "--sweep", "sweep.toml", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     (partition,) = told["partitions"]
     failed = {each["topic"] for each in partition["verdicts"] if each["level"] == "failed"}

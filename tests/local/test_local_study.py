@@ -16,7 +16,7 @@ from tests.forked_jobs import run_command, start_command
 from tula_hpc.config import StudyCell, load_sweep
 from tula_hpc.errors import Failure
 from tula_hpc.records import RunDirectory, TrainResult, TunedRates, read_metrics
-from tula_hpc.study import main
+from tula_hpc.sweep import main
 
 ROOT = Path(__file__).resolve().parents[2]
 SWEEP = """
@@ -25,7 +25,7 @@ name = "tiny"
 model = "tula_hpc.workloads.small_cnns:compact_cnn"
 dataset = "digits"
 samples = 1024
-epochs = 24
+epochs = 12
 lr = 0.1
 loader_workers = 0
 [training]
@@ -35,7 +35,7 @@ methods = ["static"]
 batches = [128]
 seeds = [0, 1]
 small_batch = 0
-evaluate_every = 10
+evaluate_every = 5
 [study.variants.wild]
 training.method = "lbt"
 workload.lr = 1e12
@@ -57,8 +57,8 @@ class Killed:
         self.victims = self._kill_in_the_middle()
         self.again = self.once_more()
 
-    def once_more(self) -> subprocess.CompletedProcess[str]:
-        return run_command(main, self.arguments, ROOT)
+    def once_more(self, *options: str) -> subprocess.CompletedProcess[str]:
+        return run_command(main, [*self.arguments, *options], ROOT)
 
     def result(self, cell: StudyCell) -> TrainResult:
         return TrainResult.model_validate_json(self.run.train(cell.label).result_file.read_bytes())
@@ -112,7 +112,7 @@ def test_the_same_command_finishes_what_was_killed(killed: Killed) -> None:
     for cell in killed.cells:
         if cell.column != "wild":
             found = killed.result(cell)
-            assert (found.epochs, found.steps) == (24, 24 * 8)
+            assert (found.epochs, found.steps) == (12, 12 * 8)
             assert found.test_accuracy is not None
             assert found.test_accuracy > 0.5
             assert found.train_accuracy is not None
@@ -149,14 +149,14 @@ def test_a_diverged_cell_is_a_result_that_is_shown_and_not_tried_again(killed: K
 
 def test_the_test_set_is_looked_at_now_and_then_and_one_checkpoint_stays(killed: Killed) -> None:
     files = killed.run.train(killed.cells[0].label)
-    assert [row.epoch for row in read_metrics(files.metrics_file).epochs] == [10, 20, 24]
+    assert [row.epoch for row in read_metrics(files.metrics_file).epochs] == [5, 10, 12]
     assert len(list(files.checkpoints.glob("*"))) == 1
 
 
 def test_report_and_nothing_more_the_third_time(killed: Killed) -> None:
     assert (killed.run.report / "study.html").stat().st_size > 10_000
     before = killed.run.events_file.read_text()
-    assert killed.once_more().returncode == 0
+    assert killed.once_more("--until", "train").returncode == 0
     assert killed.run.events_file.read_text() == before
 
 
@@ -169,7 +169,7 @@ def test_a_cell_that_fails_does_not_stop_the_others_and_the_command_says_so(tmp_
     text = SWEEP.replace("seeds = [0, 1]", "seeds = [0]\nbase_lrs = [1e-4, 0.1]").replace(
         "small_batch = 0", "small_batch = 128"
     )
-    text = text.replace("epochs = 24", "epochs = 4").replace('methods = ["static"]', 'methods = ["lbt"]')
+    text = text.replace("epochs = 12", "epochs = 4").replace('methods = ["static"]', 'methods = ["lbt"]')
     path.write_text(text.replace("workload.lr = 1e12", 'workload.model = "tests.examples.own_workload:Stripes"'))
     run = RunDirectory(tmp_path / "run")
     process = start_command(main, [str(path), "--run-dir", str(run.root)], ROOT, tmp_path / "said")

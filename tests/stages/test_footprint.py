@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from functools import cache
 from itertools import pairwise
@@ -241,6 +242,21 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "resnet17" in said
+
+
+def test_the_client_gives_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of its command, here without a process."""
+
+    def here(command: list[str], _timeout_s: float) -> subprocess.CompletedProcess[str]:
+        code = main(command[command.index("tula_hpc.workloads.footprint") + 1 :])
+        return subprocess.CompletedProcess(command, code, *capsys.readouterr())
+
+    monkeypatch.setattr(client, "run_apart", here)
+    found = client.estimate(*files(tmp_path, cluster="memory_gb = 4.0"))
+    assert found.footprint is not None, found.reason
+    assert found.trusted_batch == found.footprint.largest_local_batch
 
 
 @pytest.mark.parametrize(
