@@ -69,7 +69,7 @@ def descendants_private_bytes() -> int:
 
     They may be children of a fork server, thus grandchildren of this process.
     """
-    return sum(_private(pid) for pid in descendants("self"))
+    return sum(map(_private, descendants("self")))
 
 
 def descendants_processor_s() -> float:
@@ -79,7 +79,7 @@ def descendants_processor_s() -> float:
     waits for a file system uses none. The kernel counts in hundredths of a second.
     """
     ended = os.times()
-    going = sum(_processor_s(pid) for pid in descendants("self"))
+    going = sum(map(_processor_s, descendants("self")))
     return ended.children_user + ended.children_system + going
 
 

@@ -390,7 +390,7 @@ def _is_whole(label: Any) -> bool:
 
 def _describe(item: Any) -> str:
     if isinstance(item, tuple | list):
-        return "(" + ", ".join(kind_of(part) for part in item) + ")"
+        return "(" + ", ".join(map(kind_of, item)) + ")"
     return kind_of(item)
 
 

@@ -118,7 +118,7 @@ def spread(wanted: Sequence[float], gap: float) -> list[float]:
     """
     steps = gap * np.arange(len(wanted))
     fit = isotonic_regression(np.asarray(wanted, dtype=np.float64) - steps)
-    return [float(position) for position in fit.x + steps]
+    return list(map(float, fit.x + steps))
 
 
 def mark_chosen(

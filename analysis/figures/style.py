@@ -392,7 +392,7 @@ def _columns(characters: Sequence[int]) -> int:
     """Return the columns of a legend of as few rows as fit; it is filled column by column."""
     for rows in range(1, len(characters) + 1):
         count = math.ceil(len(characters) / rows)
-        widths = [max(column) for column in np.array_split(characters, count)]
+        widths = list(map(max, np.array_split(characters, count)))
         if sum(widths) <= LEGEND_CHARACTERS:
             return count
     return 1

@@ -52,7 +52,7 @@ def draw_training(run: RunContents) -> Drawing | Missing:
     if len(trainings) > 1:
         title = f"{trainings[0].label}: {title[:1].lower()}{title[1:]}"
     marks = list(training_marks(trainings[0].metrics, run.events))
-    has_accuracy = all(accuracies_of(training) for training in trainings)
+    has_accuracy = all(map(accuracies_of, trainings))
     has_losses = any(losses_of(training, "test_loss") for training in trainings)
     if not has_accuracy and not has_losses:
         why = "the script's output shows no score; set workload.metric, or call tula.report"
@@ -130,7 +130,7 @@ def _epochs_of(metrics: Metrics, seen: Sequence[int]) -> list[float]:
     if len(known) < 2:
         return []
     samples, epochs = zip(*sorted(known), strict=True)
-    return [float(epoch) for epoch in np.interp(seen, samples, epochs)]
+    return list(map(float, np.interp(seen, samples, epochs)))
 
 
 def accuracies_of(training: Training) -> list[tuple[int, float]]:

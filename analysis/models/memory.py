@@ -412,7 +412,7 @@ def _kinked_start(rows: Rows, free: NDArray[np.bool_], first: float) -> Array:
 
 def _fit_above(rows: Rows, censored: Rows, fit: Fit, free: NDArray[np.bool_]) -> Fit:
     """Fit with out-of-memory bounds as rows; residuals and leverage are of measurements alone."""
-    joined = Rows._make(np.concatenate(pair) for pair in zip(rows, censored, strict=True))
+    joined = Rows._make(map(np.concatenate, zip(rows, censored, strict=True)))
     count = len(rows.peak_bytes)
     weights = np.concatenate([np.ones(count), np.full(len(censored.peak_bytes), CENSORED_WEIGHT)])
     raised = fit_relative(_problem(joined, weights), [fit.coefficients, _start(joined, free)], free)

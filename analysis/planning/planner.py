@@ -236,7 +236,7 @@ def fallback_rows(table: CandidateTable, choice: Choice) -> list[int]:
     others = smaller[~as_many]
     same = same[np.argsort(-table.local_batch[same], kind="stable")]
     limit = None if table.rows <= WRITTEN else FALLBACKS
-    return [int(row) for row in np.concatenate([same, others])[:limit]]
+    return list(map(int, np.concatenate([same, others])[:limit]))
 
 
 def written_records(fitted: Fitted, choice: Choice, named: list[int]) -> dict[int, Candidate]:

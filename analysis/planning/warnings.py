@@ -340,7 +340,7 @@ def _listed(profiles: Sequence[Profile], fault: str) -> list[str]:
 
 
 def _names(configurations: Iterable[Configuration], shown: int = 6) -> str:
-    names = [str(configuration) for configuration in configurations]
+    names = list(map(str, configurations))
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more
 

@@ -325,7 +325,7 @@ def _half_the_batch(plan: Plan) -> Iterator[str]:
 
 def _what_would_change(plan: Plan, *, has_trained: bool) -> Iterator[str]:
     """Yield the deciding facts: constraints, and choices of other objectives."""
-    yield from (as_sentence(text) for text in plan.binding)
+    yield from map(as_sentence, plan.binding)
     is_decided = True
     for other in alternatives(plan):
         roles = " and ".join(f"the {role}" for role in other.roles)

@@ -214,7 +214,7 @@ class Alternative(NamedTuple):
 
     def against(self, plan: Plan) -> str:
         """Compare with the chosen one, by the time to the same progress where that was weighed."""
-        own, its = (_to_progress(each) for each in (self.candidate, plan.chosen))
+        own, its = map(_to_progress, (self.candidate, plan.chosen))
         if SOONEST in self.roles:
             return f"after {own}; the chosen batch needs {its}"
         if plan.objective == "progress" and not {FASTEST, CHEAPEST}.issuperset(self.roles):

@@ -59,7 +59,7 @@ def propose(
     """
     search = sweep.search
     fitting = believed_to_fit(sweep, cluster, measurements)
-    if trusted_batch is not None and not any(is_usable(row) for row in measurements):
+    if trusted_batch is not None and not any(map(is_usable, measurements)):
         fitting = [c for c in fitting if c.local_batch <= trusted_batch] or fitting[:1]
     done = _settled(measurements)
     if search.mode == "adaptive":

@@ -471,7 +471,7 @@ class ScriptCourse(Course):
                 for _ in range(steps):
                     yield
                     own.append(flatten(gradients, worker.parameters))
-                squares = sum(squared_length(each) for each in own)
+                squares = sum(map(squared_length, own))
                 norms.append(shared_norms(worker, sum(own[1:], own[0]), squares, steps))
         worker.unsynchronized = False
         self.noise = estimate_from(norms, batch, batch * world * steps)

@@ -352,7 +352,7 @@ def slow_ranks(times: Mapping[int, Sequence[float]]) -> set[int]:
     if len(times) < 2:
         return set()
     blocks = {rank: _block_means(each) for rank, each in times.items()}
-    fast = statistics.median_low(statistics.median(each) for each in blocks.values())
+    fast = statistics.median_low(map(statistics.median, blocks.values()))
     return {rank for rank, each in blocks.items() if _lower_quartile(each) > SLOW * fast}
 
 

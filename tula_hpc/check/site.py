@@ -180,7 +180,7 @@ def minutes_of(text: str) -> int | None:
     )
     if found is None:
         return None
-    clock = [int(each) for each in found["clock"].split(":")]
+    clock = list(map(int, found["clock"].split(":")))
     if found["days"] is not None:
         # days-hours[:minutes[:seconds]]
         hours, minutes, *_ = [*clock, 0]

@@ -202,7 +202,7 @@ class CheckpointStore:
 
     def _refuse_left_over(self, restart_count: int) -> None:
         # after a node was lost its old process can live on while the requeued job already runs
-        newest = max((_age(path) for path in self.paths()), default=None)
+        newest = max(map(_age, self.paths()), default=None)
         if newest is not None and restart_count < newest.restart_count:
             stale = f"this process of restart {restart_count} is a left-over"
             raise CheckpointError(

@@ -138,7 +138,7 @@ def _begins_anew(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> bo
     changed = (
         key for path, inputs in _files(run, spec, cluster) for key in changes_of(path, inputs)
     )
-    if all(is_of_submission(key) for key in changed) or run.has_results():
+    if all(map(is_of_submission, changed)) or run.has_results():
         return False
     return not _jobs_left(run) and not any(lost(run))
 

@@ -475,7 +475,7 @@ def _check_partitions(cluster: ClusterSpec) -> None:
 
 
 def _mistake_in(partition: str, item: Mapping[str, Any]) -> str:
-    location = [str(part) for part in item["loc"]]
+    location = list(map(str, item["loc"]))
     message = message_of(item)
     if item["type"] == "extra_forbidden":
         message += valid_keys(ClusterSpec, location)

@@ -85,7 +85,7 @@ class StudySpec(Spec):
     @model_validator(mode="after")
     def _consistent(self) -> StudySpec:
         for key in ("methods", "batches", "seeds"):
-            _check_once(key, [str(value) for value in getattr(self, key)])
+            _check_once(key, list(map(str, getattr(self, key))))
         for rates in self.base_lrs.values():
             _check_once("base_lrs", [f"{rate:g}" for rate in rates])
         if len(self.columns) * len(self.batches) * len(self.seeds) > MOST_TRAININGS:

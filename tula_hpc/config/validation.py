@@ -151,7 +151,7 @@ _UNION_MEMBERS = ("constrained-str", "constrained-int", "int", "bool")
 
 def explain(kind: type[Spec], path: Path | str, item: Mapping[str, Any]) -> str:
     """Return one line for a pydantic error: file: key: the mistake."""
-    location = [str(part) for part in item["loc"]]
+    location = list(map(str, item["loc"]))
     if location[:1] == ["sbatch"] and location[-1] in _UNION_MEMBERS:
         message = f"expected a word, a whole number, true or false, got {shown(item['input'])}"
         return line_of(path, location[:-1], message)
@@ -202,7 +202,7 @@ def message_of(item: Mapping[str, Any]) -> str:
 
 def line_of(path: Path | str, location: Sequence[str], message: str) -> str:
     """Return one line for one mistake: file: key: message."""
-    key = ".".join(_printable_part(part) for part in location)
+    key = ".".join(map(_printable_part, location))
     return str(InputError(message, source=path, key=key))
 
 

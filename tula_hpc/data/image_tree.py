@@ -220,7 +220,7 @@ def read_tree(root: Path, leave_out: Iterable[str] = ()) -> ImageTree:
     """
     leave_out = list(leave_out)
     listing = listed_once(root, leave_out, lambda: _list(root, leave_out))
-    classes = tuple(os.fsdecode(name) for name in listing.classes.tolist())
+    classes = tuple(map(os.fsdecode, listing.classes.tolist()))
     labels = np.repeat(np.arange(len(classes), dtype=np.int64), listing.counts)
     return ImageTree(root, listing.names, labels, classes)
 

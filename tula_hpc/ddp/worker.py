@@ -363,7 +363,7 @@ class Worker:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, op=how)
-        return [float(value) for value in tensor.tolist()]
+        return list(map(float, tensor.tolist()))
 
 
 # DDP's default bucket

@@ -60,7 +60,7 @@ class ScriptOptions(NamedTuple):
         """Tell whether the batch is that of all workers together, by its name or its help."""
         if self.batch is None:
             return False
-        if any(_GLOBAL.search(name) for name in self.batch.names):
+        if any(map(_GLOBAL.search, self.batch.names)):
             return True
         told = self.batch.help.lower()
         is_part = _OF_A_NODE.search(told) or _OF_A_WORKER.search(told)
@@ -137,9 +137,9 @@ def read_options(path: Path) -> ScriptOptions:
 
 def _best(role: str, options: Iterable[Option]) -> Option | None:
     pattern = re.compile(_ROLES[role])
-    found = [each for each in options if any(pattern.fullmatch(name) for name in each.names)]
+    found = [each for each in options if any(map(pattern.fullmatch, each.names))]
     if role == "batch":
-        found.sort(key=lambda each: not any(_OF_ONE_PASS.search(name) for name in each.names))
+        found.sort(key=lambda each: not any(map(_OF_ONE_PASS.search, each.names)))
     if role == "nodes":
         # others are of a graph
         found = [each for each in found if each.default == 1]

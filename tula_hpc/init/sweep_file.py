@@ -195,7 +195,7 @@ def search_and_training(
 
 
 def _most_nodes(cluster: ClusterSpec) -> int:
-    return max(_nodes_of(part) for part in cluster.parts())
+    return max(map(_nodes_of, cluster.parts()))
 
 
 def _nodes_of(cluster: ClusterSpec) -> int:

@@ -171,12 +171,12 @@ def _network_failed(exit_codes: Sequence[str], log: str) -> bool:
     crashed = _CRASHED.search(log.replace("Aborted", "")) or (_CRASH_CODES - {_ABORT_CODE}) & set(
         exit_codes
     )
-    if crashed or not all(words.search(line) for line in by_nccl):
+    if crashed or not all(map(words.search, by_nccl)):
         return False
-    if any(_NCCL_SYSTEM.search(line) for line in by_nccl):
+    if any(map(_NCCL_SYSTEM.search, by_nccl)):
         return True
     killed = _KILLED.search(log) or {"0:9", "137:0"} & set(exit_codes)
-    return not killed and any(_NCCL_REMOTE.search(line) for line in by_nccl)
+    return not killed and any(map(_NCCL_REMOTE.search, by_nccl))
 
 
 def device_word(log: str) -> str:
@@ -196,7 +196,7 @@ def _vanished(exit_codes: Sequence[str], log: str) -> bool:
     raised = _exceptions(log)
     lost = [line for line in raised if _PEER_LOST.search(line)]
     ends = _NCCL_ENDS.findall(log)
-    by_nccl = bool(ends) and all(_NCCL_PEER_LOST.search(why) for why in ends)
+    by_nccl = bool(ends) and all(map(_NCCL_PEER_LOST.search, ends))
     crash_codes = _CRASH_CODES - ({_ABORT_CODE} if by_nccl else set())
     crashed = _CRASHED.search(log.replace("Aborted", "") if by_nccl else log)
     if len(lost) < len(raised) or crashed or crash_codes & set(exit_codes):

@@ -158,7 +158,7 @@ def _read(process: subprocess.Popen[bytes], name: str, timeout_s: float) -> tupl
                     )
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(max(0.0, deadline - time.monotonic()))
-        stdout, stderr = (bytes(text) for text in read.values())
+        stdout, stderr = map(bytes, read.values())
         return stdout, stderr
     raise LaunchError(f"{name} did not end within {timeout_s:g} s")
 

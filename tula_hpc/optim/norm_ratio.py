@@ -89,7 +89,7 @@ class NormRatios:
     ) -> None:
         self.spike_guard = spike_guard
         self.granularity, self.exponent, self.smoothing = granularity, exponent, smoothing
-        self.layers, self.exclude = [list(layer) for layer in layers or ()], frozenset(exclude)
+        self.layers, self.exclude = list(map(list, layers or ())), frozenset(exclude)
         if granularity == "layer":
             _check_layers(self.layers)
         # (3, n), float64: small, large, and the weight that both have so far
@@ -177,7 +177,7 @@ class NormRatios:
             of: dict[int, int] = {
                 place: number for number, unit in enumerate(units) for place in unit
             }
-            widest = max((len(unit) for unit in units), default=0)
+            widest = max(map(len, units), default=0)
             filled = [[*unit, *[count] * (widest - len(unit))] for unit in units]
             # a copy to the device, which waits for it
             members = torch.tensor(filled, dtype=torch.int64, device=device).reshape(

@@ -262,7 +262,7 @@ class ScaleHistogram:
         counts = [0.0] * BINS if self._counts is None else self._counts.tolist()
         counts[ONE] += self._unscaled
         self._counts, self._unscaled = None, 0
-        return [round(count) for count in counts]
+        return list(map(round, counts))
 
     def _count_elements(self, factors: Tensor, gate: Tensor | float | None) -> None:
         for piece in torch.split(factors.reshape(-1), PIECE_ELEMENTS):

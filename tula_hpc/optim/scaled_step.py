@@ -261,7 +261,7 @@ def _step_pieces(parts: Sequence[_StepPiece]) -> Iterator[list[_StepPiece]]:
     """Yield lists of parts that together are about as large as a piece of a large tensor."""
     opened: list[_StepPiece] = []
     held = 0
-    for part in chain.from_iterable(_cut_to_vectors(part) for part in parts):
+    for part in chain.from_iterable(map(_cut_to_vectors, parts)):
         if opened and held + part.parameter.numel() > PIECE:
             yield opened
             opened, held = [], 0

@@ -104,7 +104,7 @@ def estimate_from(norms: Sequence[tuple[float, float]], part: int, whole: int) -
     ]
     if not all(map(math.isfinite, chain.from_iterable(terms))):
         return NoiseEstimate()
-    square, trace = (sum(column) for column in zip(*terms, strict=True))
+    square, trace = map(sum, zip(*terms, strict=True))
     scale = noise_scale(square, trace)
     return NoiseEstimate(0.0 if math.isnan(scale) else scale, whole * len(norms), tuple(terms))
 

@@ -124,7 +124,7 @@ def refuse_several(run: RunDirectory, measurements: Iterable[Measurement]) -> No
         f"its measurements are not of one model and data set: measured after a change ({found}) "
         f"{since}, before it {where}"
     )
-    old, new = (in_short([str(path) for path in run.files_of(each)]) for each in (others, newer))
+    old, new = (in_short(list(map(str, run.files_of(each)))) for each in (others, newer))
     remedy = (
         f"Undo the change and delete {new}, or keep it and delete {old}, or measure it with another "
         "--run-dir."

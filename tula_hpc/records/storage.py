@@ -155,7 +155,7 @@ def _parts(kind: type[BaseModel]) -> tuple[str, ...]:
         name: (field.annotation, *get_args(field.annotation))
         for name, field in kind.model_fields.items()
     }
-    return tuple(name for name, types in kinds.items() if any(_is_record(each) for each in types))
+    return tuple(name for name, types in kinds.items() if any(map(_is_record, types)))
 
 
 def _is_record(kind: object) -> bool:

@@ -419,7 +419,7 @@ def _submit(
         {
             "partition": part.partition,
             "output": str(output.relative_to(part.run.root)),
-            "configurations": [list(configuration) for configuration in group],
+            "configurations": list(map(list, group)),
         }
         for group, output in zip(groups, outputs, strict=True)
     ]

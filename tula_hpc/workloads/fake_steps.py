@@ -264,7 +264,7 @@ class _Steps:
         """Take steps with the smallest batch and with these."""
         # optimizer states are made in the first step
         self.step(LEAST_BATCH)
-        least, small, large = (self.step(samples) for samples in (LEAST_BATCH, *batches))
+        least, small, large = map(self.step, (LEAST_BATCH, *batches))
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         return Counts(
             parameters=sum(map(_size, self.model.parameters())),

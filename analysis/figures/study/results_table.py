@@ -54,7 +54,7 @@ def draw_study_table(contents: StudyContents, table: StudyTable) -> Drawing | Mi
     if not any(entry.settled for entry in table.entries.values()):
         return Missing("study_table", "table of methods and batches", no_result(table))
     title = answer(table).removesuffix(".")
-    explain_back = any(_is_recovered(entry) for entry in table.entries.values())
+    explain_back = any(map(_is_recovered, table.entries.values()))
     # as few blocks as possible, of about equal length
     count = math.ceil(len(table.batches) / MOST_ACROSS)
     across = math.ceil(len(table.batches) / count)

@@ -55,7 +55,7 @@ class Peers:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, op=operation, group=self._group)
-        return [float(value) for value in tensor.tolist()]
+        return list(map(float, tensor.tolist()))
 
     def texts(self, mine: str) -> list[str]:
         """Return every worker's text, by rank. Collective."""
@@ -104,5 +104,5 @@ def _plain(value: Any) -> Any:
     if type(value) is dict:
         return {key: _plain(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_plain(item) for item in value)
+        return type(value)(map(_plain, value))
     return value
