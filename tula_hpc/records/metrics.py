@@ -263,7 +263,7 @@ def read_metrics(path: Path) -> Metrics:
             steps.add(row)
         else:
             epochs[row.epoch] = _joined(epochs.get(row.epoch), row)
-            bounds.check(path, len(epochs), len(line))
+        bounds.check(path, len(steps.held) + len(epochs), len(line))
     return Metrics(
         steps.with_newest(),
         [epochs[number] for number in sorted(epochs)],
