@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -256,6 +257,29 @@ def test_who_waits_for_a_controller_that_does_not_answer_hears_of_it(
     lines = [words.format(number) for number in range(2)]
     expected = {0: [], 2: [*lines, "Slurm answers again"], 3: lines}
     assert capsys.readouterr().err.splitlines() == expected[silences]
+
+
+def test_who_waits_ends_where_nobody_hears_of_it_any_more(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The output is no less there: only standard error was closed."""
+    monkeypatch.setattr(slurm, "PATIENCE_S", (0,))
+    monkeypatch.setattr(slurm, "available", lambda: True)
+    reader, writer = os.pipe()
+    os.close(reader)
+
+    def ask() -> None:
+        raise LaunchError("no answer")
+
+    with os.fdopen(writer, "w", buffering=1) as closed:
+        monkeypatch.setattr("sys.stderr", closed)
+        with pytest.raises(BrokenPipeError):
+            slurm.retry_until_answered(ask)
+        monkeypatch.undo()
+        # what is left of the line would be written once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), closed.fileno())
+    os.write(1, b"a report")
+    assert capfd.readouterr().out == "a report"
 
 
 def test_waiting_for_a_controller_ends_though_each_question_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:

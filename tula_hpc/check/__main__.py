@@ -112,7 +112,7 @@ def _run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         for check in checks:
             if check.job is not None:
-                write_out(f"job {check.job.job_id} is cancelled\n", sys.stderr)
+                sys.stderr.write(f"job {check.job.job_id} is cancelled\n")
         raise
     finally:
         for check in checks:
@@ -221,7 +221,7 @@ class _Check:
             remedy = "fix the cause and run the check again"
             self.verdicts.append(failed(Topic.JOB, str(error), remedy))
             return
-        write_out(f"job {self.job.job_id} is submitted: at most {MINUTES} minutes\n", sys.stderr)
+        sys.stderr.write(f"job {self.job.job_id} is submitted: at most {MINUTES} minutes\n")
 
     def _ask_slurm(self) -> bool:
         """Judge the site; return whether it has a partition for the job."""
@@ -230,7 +230,7 @@ class _Check:
         from tula_hpc.errors import LaunchError
         from tula_hpc.launch.slurm import unreached
 
-        write_out("asking Slurm\n", sys.stderr)
+        sys.stderr.write("asking Slurm\n")
         try:
             self.site = ask_site(self._sweeps_launcher(), self.nodes)
         except LaunchError as error:
@@ -340,7 +340,7 @@ class _Watch:
 
     def _say(self, words: str) -> None:
         if words != self._shown:
-            write_out(f"job {self.job.job_id} {words}\n", sys.stderr)
+            sys.stderr.write(f"job {self.job.job_id} {words}\n")
             self._shown = words
 
     def _complete_requeued(self) -> None:

@@ -16,7 +16,6 @@ from typing import NamedTuple, TypeVar
 
 from tula_hpc.env import restart_count
 from tula_hpc.errors import LaunchError, NotStartedError
-from tula_hpc.files import write_out
 from tula_hpc.launch.slurm_command import (
     COMMAND_TIMEOUT_S,
     count_in,
@@ -95,13 +94,12 @@ def retry_until_answered(ask: Callable[[], T]) -> T:
                 raise LaunchError(
                     f"the Slurm controller has not answered for 9 minutes: {words}"
                 ) from None
-            line = f"Slurm does not answer ({words}); trying again in {pause_s} s\n"
-            write_out(line, sys.stderr)
+            sys.stderr.write(f"Slurm does not answer ({words}); trying again in {pause_s} s\n")
             time.sleep(min(pause_s, max(0.0, ends - time.monotonic())))
             waited = True
         else:
             if waited:
-                write_out("Slurm answers again\n", sys.stderr)
+                sys.stderr.write("Slurm answers again\n")
             return answer
 
 

@@ -27,7 +27,7 @@ from tula_hpc.config import ClusterSpec
 from tula_hpc.containers import NO_FOLDERS, Folders, export_lines, python_of, srun_options
 from tula_hpc.env import RUN_MARK, outside_of_job, slurm_job_id
 from tula_hpc.errors import InputError, LaunchError, NotStartedError, RefusedError, SubmitLimitError
-from tula_hpc.files import in_words, write_out
+from tula_hpc.files import in_words
 from tula_hpc.launch import slurm
 from tula_hpc.launch.executor import Limits, Notice, Request, Submitted
 from tula_hpc.launch.job_files import (
@@ -353,7 +353,7 @@ def submit_once(script: Path, name: str) -> str:
             if attempt and (found := submissions_named(name)):
                 return _only(found[0], name, attempts=attempt)
             raise refusal(f"{NO[refusal]}: {_explained(words, done.complaint)}")
-        write_out(f"sbatch: {words}; looking for the job, then trying again\n", sys.stderr)
+        sys.stderr.write(f"sbatch: {words}; looking for the job, then trying again\n")
         time.sleep(pause_s)
     if found := submissions_named(name):
         return _only(found[0], name, attempts=attempt)
