@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Sequence
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
+from random import Random
 from statistics import median
 from typing import Literal, NamedTuple
 
@@ -28,6 +29,8 @@ ROUNDING = 1e-4
 MAX_LINES = 5_000_000
 # logged lines from which the present pace is taken
 RECENT_STEPS = 20
+# the same file gives the same choice
+SEED = 0
 
 
 # a line as the trainer writes it: fields in order, without blanks
@@ -166,6 +169,9 @@ def put_aside(path: Path) -> None:
 class _Steps:
     """Logged steps that are held: all of them, or of very many an even choice.
 
+    The samples seen are cut into equal pieces, and in each of them one step is held: the first one
+    from a place by chance on, so that nothing periodic is missed or doubled.
+
     A step takes the place of all that had seen as many samples, or more: after a rollback to a
     checkpoint, steps may be of another batch.
     """
@@ -176,8 +182,12 @@ class _Steps:
         # since then at most, as it was written
         self.passed = b""
         self.count = 0
-        # samples from one to the next, at least; 0 while all are held
+        # samples of a piece; 0 while all are held
         self.spacing = 0.0
+        # samples seen from which on the next one is held
+        self.next = 0.0
+        # a choice, no secret
+        self.random = Random(SEED)  # noqa: S311
         self.others_scaled = False
 
     def passes_over(self, line: bytes) -> bool:
@@ -187,7 +197,7 @@ class _Steps:
         if found is None or not line.endswith(b"}\n") or not self.others_scaled:
             return False
         last = self.held[-1]
-        is_near = 0 < int(found[1]) - last.samples_seen < self.spacing
+        is_near = last.samples_seen < int(found[1]) < self.next
         if not is_near or (last.noise_trace is None and _READING.search(line)):
             return False
         self.count += 1
@@ -201,30 +211,37 @@ class _Steps:
         self.passed = b""
         while self.held and self.held[-1].samples_seen >= row.samples_seen:
             self.held.pop()
+            self.next = 0.0
         self._hold(row)
         if len(self.held) > MAX_STEPS:
             self._thin()
 
     def _hold(self, row: StepMetrics) -> None:
-        last = self.held[-1] if self.held else None
-        if last is not None and row.samples_seen - last.samples_seen < self.spacing:
-            left_out = row
-            # readings of the noise are rare
-            if row.noise_trace is not None and last.noise_trace is None:
-                left_out = last
-                self.held[-1] = row
-            self.others_scaled = self.others_scaled or not left_out.scaled_nothing
-        else:
-            self.held.append(row)
+        if self.held and row.samples_seen < self.next:
+            self.held[-1] = self._preferred(self.held[-1], row)
+            return
+        self.held.append(row)
+        if self.spacing:
+            reached = max(self.next, row.samples_seen - self.spacing) // self.spacing
+            self.next = (reached + 1 + self.random.random()) * self.spacing
 
     def _thin(self) -> None:
-        """Hold about every second one from now on."""
-        rows = self.held
-        samples = rows[-1].samples_seen - rows[0].samples_seen
-        self.spacing = 2 * samples / (len(rows) - 1)
-        self.held = []
-        for row in rows:
-            self._hold(row)
+        """Hold one of each two from now on."""
+        first, *rows = self.held
+        gaps = (after.samples_seen - row.samples_seen for row, after in pairwise(rows))
+        self.spacing = 2 * (self.spacing or median(gaps))
+        self.next = rows[-1].samples_seen + self.random.random() * self.spacing
+        self.held = [first]
+        for pair in zip(rows[::2], rows[1::2], strict=True):
+            self.held.append(self._preferred(*self.random.sample(pair, 2)))
+
+    def _preferred(self, row: StepMetrics, other: StepMetrics) -> StepMetrics:
+        """Return one of two, the first one unless the other alone has a reading of the noise."""
+        # which are rare
+        if other.noise_trace is not None and row.noise_trace is None:
+            row, other = other, row
+        self.others_scaled = self.others_scaled or not other.scaled_nothing
+        return row
 
     def with_newest(self) -> list[StepMetrics]:
         """Return those that are held, and the newest of all at their end."""
