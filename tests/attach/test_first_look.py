@@ -134,6 +134,30 @@ def test_a_program_gets_the_same_as_one_object(
     assert not {"samples", "epochs"} & told["workload"].keys()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "names", "suggested"),
+    [
+        ("--batch-size 128 --lr 1", {}, ["--batch-size", "{local_batch}", "--lr", "1"]),
+        ("--batch=128 --lr 1", {}, ["--batch={local_batch}", "--lr", "1"]),
+        ("--lr 1", {"-b": "--batch_size"}, ["--lr", "1", "--batch_size", "{local_batch}"]),
+        ("--lr 1", {}, ["--lr", "1", "--batch-size", "{local_batch}"]),
+    ],
+)
+def test_where_no_argument_is_the_batch_one_that_the_script_has_is_suggested(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: str,
+    names: dict[str, str],
+    suggested: list[str],
+) -> None:
+    seen: dict[str, object] = {"forward_batch": 7, "accumulation": 2, "samples": 640, "others": [], "device": "cpu"}
+    seen["measurement"] = {"status": "oom", "nodes": 1, "workers_per_node": 1, "local_batch": 1, "finished_at": 0.0}
+    seen["options"] = {"names": names, "values": {}}
+    monkeypatch.setattr("tula_hpc.attach.__main__._look", lambda *_: seen)
+    assert main([str(SCRIPTS / "plain.py"), *arguments.split()]) == 0
+    assert f"arguments = {json.dumps(suggested)}" in capsys.readouterr().out
+
+
 def test_a_script_that_fails_is_told_in_one_line(tmp_path: Path) -> None:
     done = look(tmp_path, str(SCRIPTS / "misbehaving.py"), "imports nothing", "4")
     assert (done.returncode, done.stdout) == (1, "")

@@ -333,7 +333,7 @@ def _table(
                 f"the script was given no arguments and parses none: its batch, {got}, is set in its "
                 "source or environment; give it an option for that"
             )
-        asked["arguments"] = ([*arguments, "--batch-size", "{local_batch}"], words)
+        asked["arguments"] = (_with_batch(arguments, known), words)
     if result["samples"]:
         table["samples"] = result["samples"]
     else:
@@ -349,6 +349,17 @@ def _table(
         key: Line(key, value, f"{words}: {UNKNOWN}", asked=True)
         for key, (value, words) in asked.items()
     }
+
+
+def _with_batch(arguments: list[str], known: ParsedOptions) -> list[str]:
+    """Return arguments that carry a batch: by an option of the run, or else of the script."""
+    for place, argument in enumerate(arguments):
+        name, equals, _ = argument.partition("=")
+        if "batch" in name and name.startswith("-"):
+            carrying = [f"{name}={{local_batch}}"] if equals else [name, "{local_batch}"]
+            return [*arguments[:place], *carrying, *arguments[place + 2 - len(equals) :]]
+    own = next((name for name in known.names.values() if "batch" in name), "--batch-size")
+    return [*arguments, own, "{local_batch}"]
 
 
 def _sweep_file(
