@@ -47,7 +47,7 @@ loader_workers = 0
 [search]
 cluster_sizes = [1, 2]
 min_batch = 32
-max_batch = 128
+max_batch = 64
 mode = "full"
 min_steps = 5
 max_steps = 10
@@ -83,7 +83,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 
 def test_all_configurations_are_measured_and_said_to_be_emulated(finished: RunDirectory) -> None:
     measured = finished.measurements().records
-    assert {(m.nodes, m.nodes * m.local_batch) for m in measured} == {(n, b) for n in (1, 2) for b in (32, 64, 128)}
+    assert {(m.nodes, m.nodes * m.local_batch) for m in measured} == {(n, b) for n in (1, 2) for b in (32, 64)}
     assert all(m.status == "ok" for m in measured)
     assert {m.nodes: m.emulated for m in measured} == {1: False, 2: True}
     assert {m.nodes: m.backend for m in measured} == {1: "none", 2: "gloo"}
@@ -269,7 +269,7 @@ def test_out_of_memory_is_a_record_and_the_plan_stays_below_it(tmp_path: Path) -
     path.write_text(
         'name = "hungry"\n'
         '[workload]\nmodel = "tests.examples.hungry:build"\ndataset = "digits"\nloader_workers = 0\n'
-        '[search]\ncluster_sizes = [1]\nmin_batch = 32\nmax_batch = 128\nmode = "full"\nestimate = false\n'
+        '[search]\ncluster_sizes = [1]\nmin_batch = 64\nmax_batch = 128\nmode = "full"\nestimate = false\n'
         "warmup_steps = 1\nnoise_steps = 1\nmin_steps = 5\nmax_steps = 5\n"
         '[training]\nmethod = "lbt"\n'  # scaling takes the batch in two halves, which needs less
     )
