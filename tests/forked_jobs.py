@@ -140,6 +140,11 @@ def _settle(place: Place) -> None:
     gc.freeze()
 
 
+def children_of(process: int) -> list[int]:
+    """Of a job's shell its controller, of that its workers."""
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
 @contextlib.contextmanager
 def forking_scripts() -> Iterator[None]:
     """Fork the processes of scripts; start them where torch has threads, which no fork takes along."""

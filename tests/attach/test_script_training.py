@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.forked_jobs import forking_jobs
+from tests.forked_jobs import children_of, forking_jobs
 from tests.run_factory import candidate, measurement, plan, write_plan
 from tula_hpc.analysis.costs.usage import actual_use
 from tula_hpc.attach.train.going_on import Start, _look_for_saved
@@ -97,10 +97,6 @@ def at_step(
         os.kill(children_of(workers[worker])[0] if of_script else workers[worker], number)
 
     return strike
-
-
-def children_of(process: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 
 
 def result_of(run: RunDirectory, ended: Ended) -> TrainResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ import pytest
 from tests.forked_jobs import run_command, start_command
 from tula_hpc.config import StudyCell, load_sweep
 from tula_hpc.errors import Failure
+from tula_hpc.process_memory import descendants
 from tula_hpc.records import RunDirectory, TrainResult, TunedRates, read_metrics
 from tula_hpc.sweep import main
 
@@ -92,13 +94,9 @@ class Killed:
 
 def kill_with_children(pid: int) -> None:
     """A local job: submitit's shell, its controller, and the worker."""
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        os.kill(pid, signal.SIGKILL)
-    except (OSError, ProcessLookupError):
-        return
-    for child in children:
-        kill_with_children(int(child))
+    for process in (pid, *descendants(pid)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")

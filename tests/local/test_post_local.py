@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tests.forked import fork_workers, give_secret, run_workers
+from tests.same_state import same_state
 from tula_hpc.checkpoint.per_worker_states import LocalStates
 from tula_hpc.checkpoint.store import CheckpointStore, LoadedCheckpoint
 from tula_hpc.config import ClusterSpec, SweepSpec
@@ -157,17 +158,6 @@ def latest(folder: Path) -> LoadedCheckpoint:
     return loaded
 
 
-def same(one: Any, other: Any) -> bool:
-    """Bit for bit, wherever tensors are."""
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
-
-
 # norms
 
 
@@ -207,8 +197,8 @@ def test_a_run_that_stopped_between_two_averages_goes_on_bit_for_bit(folder: Pat
     for part in ("", "worker-0001"):
         whole, resumed = (latest(checkpoints(folder, name) / part).state for name in ("whole", "stopped"))
         for what in ("model", "optimizer", "scaler"):
-            assert same(whole[what], resumed[what])
-        assert part or same(whole["observer"], resumed["observer"])
+            assert same_state(whole[what], resumed[what])
+        assert part or same_state(whole["observer"], resumed["observer"])
 
 
 def test_gradients_are_told_of_though_nothing_scales_them(folder: Path) -> None:
@@ -230,7 +220,7 @@ def test_a_run_that_stopped_after_an_epochs_last_step_still_saves_every_workers_
     whole, resumed = (checkpoints(folder, name) for name in ("whole", "stopped at an epoch's end"))
     for part in ("", "worker-0001"):
         ended = [CheckpointStore.load(CheckpointStore(kept / part).paths()[-2]) for kept in (whole, resumed)]
-        assert same(ended[0]["optimizer"], ended[1]["optimizer"])
+        assert same_state(ended[0]["optimizer"], ended[1]["optimizer"])
         assert [state.get("workers") for state in ended] == [None if part else WORKERS] * 2
 
 
@@ -239,8 +229,8 @@ def test_every_worker_saves_its_own_state_and_evaluates_one_model(folder: Path) 
     for name, one_model in (("as it stopped", False), ("whole", True)):
         mine, others = (latest(checkpoints(folder, name) / part).state for part in ("", "worker-0001"))
         assert mine["workers"] == WORKERS
-        assert same(mine["model"], others["model"]) == one_model
-        assert not same(mine["optimizer"], others["optimizer"])
+        assert same_state(mine["model"], others["model"]) == one_model
+        assert not same_state(mine["optimizer"], others["optimizer"])
 
 
 def test_another_number_of_workers_goes_on_from_the_mean(folder: Path) -> None:

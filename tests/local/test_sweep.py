@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.slow import PACE_FILE
-from tests.forked_jobs import forking_jobs, run_command
+from tests.forked_jobs import children_of, forking_jobs, run_command
 from tests.run_factory import LATE_SWEEP, late_plan
 from tests.tracking.test_trackers import scalars
 from tula_hpc.checkpoint.store import CheckpointStore, load_model
@@ -24,6 +24,7 @@ from tula_hpc.config import ClusterSpec, SweepSpec, load_sweep
 from tula_hpc.errors import Failure
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.launch.launcher import Launcher
+from tula_hpc.process_memory import descendants
 from tula_hpc.records import Configuration, RunDirectory, TrainResult, read_metrics
 from tula_hpc.stages.context import Sweep
 from tula_hpc.stages.train import train_stage
@@ -207,7 +208,7 @@ def stop_when(run: RunDirectory, step: int, shell: int) -> None:
         time.sleep(0.02)
     controllers = children_of(shell)
     workers = [worker for controller in controllers for worker in children_of(controller)]
-    helpers = [helper for worker in workers for helper in descendants_of(worker)]
+    helpers = [helper for worker in workers for helper in descendants(worker)]
     assert len(helpers) >= 2 * 3  # each worker's loader, the server that it comes from, and the tracker
     for process in helpers:
         os.kill(process, signal.SIGUSR2)
@@ -252,15 +253,6 @@ def stop_second_worker_when_first_epoch_is_evaluated(run: RunDirectory, shell: i
         time.sleep(0.02)
     workers = [worker for controller in children_of(shell) for worker in children_of(controller)]
     os.kill(max(workers), signal.SIGUSR2)
-
-
-def children_of(process: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
-
-
-def descendants_of(process: int) -> list[int]:
-    children = children_of(process)
-    return children + [each for child in children for each in descendants_of(child)]
 
 
 def test_out_of_memory_is_a_record_and_the_plan_stays_below_it(tmp_path: Path) -> None:

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from tests.examples.slow import PACE_FILE
 from tests.run_factory import candidate, plan
+from tests.same_state import same_state
 from tests.slurm.sweeping import TEMPLATE
 from tests.slurm.testcluster import ClusterError, MiniCluster
 from tula_hpc.checkpoint.store import CheckpointStore, LoadedCheckpoint
@@ -268,14 +267,3 @@ def only(configuration: Configuration) -> Plan:
 
 def _with_training(spec: SweepSpec, changes: Mapping[str, object]) -> SweepSpec:
     return spec.model_copy(update={"training": spec.training.model_copy(update=dict(changes))})
-
-
-def same_state(first: object, second: object) -> bool:
-    """Whether two checkpoints' contents are equal bit for bit."""
-    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-        return torch.equal(first, second)
-    if isinstance(first, dict) and isinstance(second, dict):
-        return first.keys() == second.keys() and all(same_state(first[key], second[key]) for key in first)
-    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
-        return len(first) == len(second) and all(map(same_state, first, second))
-    return first == second
