@@ -1,6 +1,6 @@
 # make demo    profile, plan, train and report on this machine, with real data and real DDP (about a minute)
 # make test    every test that this machine can run, but for variations of others
-# make thorough  those variations, before a release (minutes)
+# make thorough  those variations, and what needs the machine to itself, before a release (minutes)
 # make gpu     the tests that need a GPU, checks of process groups, streams and memory on one, whole sweeps, and what an
 #              optimizer and checkpoints cost and a memory estimate misses there, into tests/benchmarks/results (25 minutes)
 # make slurm   install Slurm from Debian's packages for the real-Slurm tests (root)
