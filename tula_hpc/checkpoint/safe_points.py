@@ -158,7 +158,7 @@ class SafePoints:
     def step_ended(self, started: float, decision: Decision) -> None:
         """Count a step's time, and carry out the decision after it; a stop is left to the caller.
 
-        Collective. The step has `started` then, by `perf_counter`.
+        Collective. `started` is the step's beginning, by `perf_counter`.
         """
         landed = self.saving.has_landed
         if decision.save or landed:

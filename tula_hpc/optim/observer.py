@@ -131,9 +131,10 @@ class StepObserver(GradientObserver):
         self._clipping = 1.0
 
     def step_metrics(self, steps: int) -> dict[str, float]:
-        """Return Δ(G) and ‖G‖ of the last step, by name; nothing while idle.
+        """Return Δ(G) and ‖G‖ of the last step, by name; nothing while idle. Waits for the device.
 
-        Δ(G) is NaN before the second step, ‖G‖ before the first.
+        Δ(G) is NaN before the second step, ‖G‖ before the first; Δ(G) is inf or NaN where a norm is
+        not finite.
         """
         if self.idle:
             return {}

@@ -66,9 +66,10 @@ class ScaleSummary(NamedTuple):
 class GradScale:
     """Adaptive factors, `gradscale` of Algorithm 1. A parameter without a factor counts as 1.
 
-    `smoothing` is the decay, for each update, of the averages of squared norms; at "element", of
-    the factor itself, as averages would take more memory. For the other arguments see `NormRatios`;
-    at "element" there is no spike guard.
+    Factors are from `s_min` to `s_max`. `smoothing` is the decay, for each update, of the averages
+    of squared norms; at "element", of the factor itself, as averages would take more memory. For
+    the other arguments see `NormRatios`; at "element" each element has a factor of its own, and
+    there is no spike guard.
     """
 
     def __init__(

@@ -308,7 +308,7 @@ def jobs_of_original(run: RunDirectory) -> dict[str, Path]:
 
 
 def jobs_left(sweep: Sweep, *stages: str, timeout_s: float | None = None) -> list[Submitted]:
-    """Return those of `jobs_on_record` that are not over; see `Launcher.active`."""
+    """Return those of `jobs_on_record` that are not over; see `SlurmJobs.states`."""
     jobs = jobs_on_record(sweep.run, *stages)
     active = sweep.launcher.executor.states(jobs, timeout_s)
     return [job for job in jobs if job.job_id in active]
