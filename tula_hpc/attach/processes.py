@@ -421,7 +421,5 @@ def end_as(
 
 def end_of(log: Path) -> str:
     """Return the last lines of a script's output."""
-    text = ""
-    with contextlib.suppress(OSError):
-        text = last_bytes(log)[-MOST_SHOWN:]
+    text = last_bytes(log)[-MOST_SHOWN:]
     return "".join(f"{line}\n" for line in text.splitlines()[-SHOWN_LINES:])
