@@ -24,7 +24,7 @@ from tula_hpc.config import PUT_BACK, ClusterSpec, SweepSpec, load_cluster, load
 from tula_hpc.errors import TrialError
 from tula_hpc.files import PLAN_ALONE
 from tula_hpc.formatting import command_line, format_duration
-from tula_hpc.records import JobNote, RunDirectory, append_record
+from tula_hpc.records import Footprint, JobNote, RunDirectory, append_record
 from tula_hpc.stages.batches_that_fit import Estimate
 from tula_hpc.sweep import main
 from tula_hpc.workloads.footprint import estimate_footprint
@@ -1019,6 +1019,20 @@ def test_a_dry_run_refuses_what_fits_nowhere_as_the_sweep_would(
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.splitlines()[-1].startswith("no batch fits into memory: by an estimate a worker has ")
+
+
+def test_a_dry_run_where_the_data_are_not_keeps_to_what_fits_as_the_sweep_would_where_they_are(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    footprint = Footprint(
+        parameter_bytes=1, gradient_bytes=1, optimizer_bytes=1, activation_bytes_per_sample=1, fixed_bytes=1,
+        peaks={32: 1}, largest_local_batch=32,
+    )  # fmt: skip
+    monkeypatch.setattr("tula_hpc.cli.dry_run.estimate", lambda *_: Estimate(footprint))
+    elsewhere = ("--set", "workload.dataset=cifar10", "--set", "workload.data_dir=gone")
+    out = dry_run(sweep_file, capsys, *TRIED, *elsewhere, "--set", "search.max_batch=4096", more="memory_gb = 1.0\n")
+    assert "by an estimate, local batches up to 32 fit into memory\n" in out
+    assert "N=1: local batches 32, in one job\n" in out
 
 
 def test_a_dry_run_goes_on_without_an_estimate_and_says_why(
