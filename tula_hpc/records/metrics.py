@@ -146,7 +146,7 @@ class Metrics(NamedTuple):
     steps: list[StepMetrics]
     epochs: list[EpochMetrics]
     skipped: int
-    # steps, those that are not held included; 0 where all are
+    # steps, with those that are not held or that a rollback replaced; 0 while all are held
     logged: int = 0
     # a gradient was scaled in steps that are not held
     others_scaled: bool = False
