@@ -151,6 +151,20 @@ def test_workers_that_start_together_list_once(root: Path, listed: list[str]) ->
     assert all(same(tree, found[0]) for tree in found)
 
 
+def test_a_folder_that_others_may_write_to_is_not_believed(
+    tmp_path: Path, root: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    read_tree(root)
+    cache.chmod(0o775)
+    (listing,) = cache.glob("*.listing")
+    read_tree(root)
+    assert f"cannot be kept in {cache}: " in caplog.text
+    assert "others may write to it; chmod go-w it" in caplog.text
+    assert cache.stat().st_mode & 0o777 == 0o775
+    (other,) = tmp_path.glob(f"temporary/*/{listing.name}")
+    assert other.parent.stat().st_mode & 0o777 == 0o700
+
+
 def test_without_a_folder_for_it_a_tree_is_listed_all_the_same(
     tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
