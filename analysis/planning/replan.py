@@ -123,8 +123,8 @@ def slowed(candidate: Candidate, factor: float, evaluation: float = 1.0) -> Cand
     """Return a candidate after its steps slowed down, with all times and costs that follow.
 
     Checkpoints and repeated work follow the steps, evaluations have a factor of their own, starts
-    take as long as before. Plans without `wall_parts_s` have steps alone. Only the intervals of
-    steps stay.
+    take as long as before. Where the training would never end, `wall_parts_s` is empty, and all
+    follows the steps. Only the intervals of steps stay.
     """
     other_factors = {"evaluation": evaluation, "starts": 1.0, "ends": 1.0}
     parts = {}
