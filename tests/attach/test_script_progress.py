@@ -167,6 +167,24 @@ def test_of_a_stream_the_sweep_says_how_long_an_epoch_is(tmp_path: Path, clock: 
     assert [row.samples_seen for row in told.metrics().epochs] == [16, 32]
 
 
+@pytest.mark.parametrize("begins_anew", [False, True])
+def test_a_step_over_the_end_of_an_epoch_is_of_both_where_the_pass_goes_on(
+    tmp_path: Path, clock: Clock, begins_anew: bool
+) -> None:
+    """As of a sampler without an end; of a stream that begins anew the rest is no other epoch's."""
+    told = Told(tmp_path, clock, samples=20)
+    data = Streamed(TensorDataset(torch.zeros(64)))
+    stream = iter(DataLoader(data, batch_size=8))
+    for step in range(10):
+        if begins_anew and step and step % 3 == 0:
+            told.training.loading_begins(stream)
+        told.training.hooks.next_batch(stream, torch.zeros(8))
+        told.step()
+    told.training.ended(0)
+    expected = [3, 6, 9] if begins_anew else [3, 5, 8, 10]
+    assert [row.step for row in told.metrics().epochs] == expected
+
+
 def test_a_script_that_halves_its_batch_goes_on_with_its_epochs(tmp_path: Path, clock: Clock) -> None:
     """As one that trains on larger images later."""
     told = Told(tmp_path, clock, samples=32)

@@ -217,6 +217,10 @@ class ScriptTraining(Mode):
         self._apart.note_loader(is_of_steps=is_of_steps)
         if is_of_steps:
             self._samples_before = self._samples
+            if not self.progress.epoch_steps:
+                # the pass had an end after all
+                self.progress.offset -= self._carried
+                self._carried = 0
 
     def evaluating(self) -> None:
         """See `Listener`."""
@@ -452,6 +456,10 @@ class ScriptTraining(Mode):
             self._write_epoch()
         self.progress.reported = {}
         self.progress.count_epoch()
+        loader = None if self.is_kept else self.hooks.loader
+        if loader is not None and self.hooks.pass_of(loader).given_out == sys.maxsize:
+            # of a pass without an end
+            self._carried = max(self._carried, self.progress.offset - self.settings.samples)
         self.progress.begin_epoch()
         self.progress.offset = self._carried
 
