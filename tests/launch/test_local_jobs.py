@@ -17,7 +17,7 @@ from tests import planning_data
 from tests.run_factory import measurement
 from tula_hpc.cli.pipeline import carry_out
 from tula_hpc.config import ClusterSpec, SweepSpec
-from tula_hpc.env import SECRET_FILE
+from tula_hpc.env import SECRET_FILE, unix_time
 from tula_hpc.errors import Failure, StageError
 from tula_hpc.launch import local_executor
 from tula_hpc.launch.job_files import SETUP_FILE
@@ -170,7 +170,7 @@ def test_the_same_command_measures_once(
     monkeypatch.setattr(profile_stage, "_job", lambda *described: records(make(*described)))
 
     def command() -> None:
-        carry_out(Sweep(SWEEP, ClusterSpec(), run, time.time()), "profile")
+        carry_out(Sweep(SWEEP, ClusterSpec(), run, unix_time()), "profile")
 
     kill(at, command)
     command()
@@ -199,7 +199,7 @@ def test_a_users_mistake_is_told_after_one_job_and_is_no_bug(
     make = profile_stage._job
     monkeypatch.setattr(profile_stage, "_job", lambda *described: complains(make(*described)))
     with pytest.raises(StageError) as caught:
-        carry_out(Sweep(SWEEP, ClusterSpec(), run, time.time()), "profile")
+        carry_out(Sweep(SWEEP, ClusterSpec(), run, unix_time()), "profile")
     sentence, log = str(caught.value).splitlines()
     assert sentence == (
         "profile: nothing could be measured; workload.model: cannot be called with (classes, image_size)"

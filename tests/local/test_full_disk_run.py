@@ -15,6 +15,7 @@ from tests.forked_jobs import forking_jobs
 from tests.run_factory import candidate, plan
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.env import unix_time
 from tula_hpc.errors import Failure, StageError, StorageError
 from tula_hpc.records import Configuration, Plan, RunDirectory, TrainResult
 from tula_hpc.stages.context import Sweep
@@ -76,7 +77,7 @@ def one_candidate() -> Plan:
 
 
 def train(run: RunDirectory) -> TrainResult:
-    return train_stage(Sweep(SPEC, ClusterSpec(), run, started_at=time.time()), one_candidate())
+    return train_stage(Sweep(SPEC, ClusterSpec(), run, started_at=unix_time()), one_candidate())
 
 
 def refused_when_full(work: Callable[[], object], begun: Callable[[], object], disk: Path, left: int) -> str:
@@ -140,7 +141,7 @@ LEFT_TO_SAY_SO = 24_000  # bytes: too little for that line, enough for the log, 
 
 
 def profile(run: RunDirectory) -> None:
-    profile_stage(Sweep(PROFILED, ClusterSpec(), run, started_at=time.time()))
+    profile_stage(Sweep(PROFILED, ClusterSpec(), run, started_at=unix_time()))
 
 
 def measures(run: RunDirectory) -> bool:

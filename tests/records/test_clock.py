@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.run_factory import CLUSTER_TOML, make_run
+from tula_hpc import env
 from tula_hpc.env import unix_time
 from tula_hpc.records import Event, RunDirectory, append_record, write_atomically
+from tula_hpc.records.run_directory import holder_of
 from tula_hpc.status.__main__ import status_of
 
 YEARS_S = 1e8
@@ -27,6 +29,19 @@ def test_events_of_one_process_are_as_far_apart_as_they_were(
     run.log_event("finished", "train")
     first, last = (event.time for event in run.events())
     assert 0.0 <= last - first < 60.0
+
+
+@pytest.mark.parametrize("jump_s", [100.0, -100.0])
+def test_a_command_is_at_work_since_a_moment_of_its_events_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    """Files have the system's, which was set since the process began."""
+    monkeypatch.setattr(env, "_EPOCH_OF_STEADY", env._EPOCH_OF_STEADY - jump_s)
+    run = RunDirectory(tmp_path / "run").create()
+    before = unix_time()
+    with run.locked():
+        run.log_event("submitted", "train")
+        assert before <= holder_of(run.root / ".lock").since <= run.events()[-1].time
 
 
 @pytest.mark.parametrize("jump_s", [YEARS_S, -YEARS_S])

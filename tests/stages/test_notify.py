@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.env import unix_time
 from tula_hpc.errors import Failure
 from tula_hpc.records import RunDirectory
 from tula_hpc.stages import notify
@@ -19,7 +20,7 @@ def sweep_with(folder: Path, command: str | None = None) -> Sweep:
     """A sweep whose command writes down what it is told."""
     writes = f'printf "%s|%s|%s\\n" "$TULA_EVENT" "$TULA_MESSAGE" "$TULA_RUN" >>{folder}/told'
     cluster = ClusterSpec(on_event=command or writes)
-    return Sweep(SweepSpec(name="x"), cluster, RunDirectory(folder / "run").create(), time.time())
+    return Sweep(SweepSpec(name="x"), cluster, RunDirectory(folder / "run").create(), unix_time())
 
 
 def told(folder: Path) -> list[str]:

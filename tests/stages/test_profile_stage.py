@@ -11,6 +11,7 @@ import pytest
 
 from tests.run_factory import measurement, oom
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec
+from tula_hpc.env import unix_time
 from tula_hpc.errors import Failure, InputError, StageError
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.job_specs import ProfileJob
@@ -287,7 +288,7 @@ def profile(
     search = {"cluster_sizes": [1], "min_batch": 32, "max_batch": 64, "mode": "full", "estimate": False}
     scheduler = kind(run, measures)
     monkeypatch.setattr(Sweep, "launcher", property(lambda _: scheduler))
-    return scheduler, Sweep(spec(**search), ClusterSpec(), run, time.time())
+    return scheduler, Sweep(spec(**search), ClusterSpec(), run, unix_time())
 
 
 def test_a_configuration_that_meets_broken_devices_is_measured_by_the_next_job_and_bounds_nothing(

@@ -14,6 +14,7 @@ import pytest
 from tests.run_factory import candidate, plan
 from tula_hpc.command_errors import exit_code_of
 from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec
+from tula_hpc.env import unix_time
 from tula_hpc.errors import Failure, LaunchError, StageError
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.job_specs import TrainJob
@@ -76,7 +77,7 @@ def train(
     scheduler = Scheduler(run, end_of, begun_at)
     monkeypatch.setattr(Sweep, "launcher", property(lambda _: scheduler))
     with pytest.raises(StageError) as caught:
-        train_stage(Sweep(SPEC, ClusterSpec(), run, time.time()), PLAN)
+        train_stage(Sweep(SPEC, ClusterSpec(), run, unix_time()), PLAN)
     return scheduler, str(caught.value)
 
 
@@ -114,7 +115,7 @@ def test_a_bug_or_a_cancellation_ends_it(
     assert scheduler.jobs == 1
     assert said in error
     assert "from the start" not in error
-    sweep = Sweep(SPEC, ClusterSpec(), RunDirectory(tmp_path / "run"), time.time())
+    sweep = Sweep(SPEC, ClusterSpec(), RunDirectory(tmp_path / "run"), unix_time())
 
     def train_again(_: Namespace) -> int:
         return train_stage(sweep, PLAN).epochs
@@ -377,9 +378,9 @@ def test_a_command_that_is_killed_while_it_notes_lack_of_memory_does_not_try_tha
         patch.setattr(RunDirectory, "log_event", before(RunDirectory.log_event))
         patch.setattr(stages, "append_record", before(append_record))
         with pytest.raises(KilledError):
-            train_stage(Sweep(SPEC, ClusterSpec(), run, time.time()), made)
+            train_stage(Sweep(SPEC, ClusterSpec(), run, unix_time()), made)
     with pytest.raises(StageError, match="bug in job 2"):
-        train_stage(Sweep(SPEC, ClusterSpec(), run, time.time()), made)
+        train_stage(Sweep(SPEC, ClusterSpec(), run, unix_time()), made)
     batches = [event.data["configuration"][2] for event in run.events() if event.event == "submitted"]
     assert batches == [64, 32]
 
@@ -440,7 +441,7 @@ def test_nor_does_a_study_try_again(
     scheduler = Scheduler(run, used_up, lambda _: 0)
     monkeypatch.setattr(Sweep, "launcher", property(lambda _: scheduler))
     job = TrainJob(SPEC, ClusterSpec(), CHOSEN.configuration, run.root, "a")
-    failures = Trainings(Sweep(SPEC, ClusterSpec(), run, time.time()), [job]).run(stage_progress("train"))
+    failures = Trainings(Sweep(SPEC, ClusterSpec(), run, unix_time()), [job]).run(stage_progress("train"))
     assert scheduler.jobs == 1
     advice = "a larger train_minutes in the cluster file (now 1440) takes fewer restarts"
     assert failures == {"a": f"preempted: {SENTENCE}; {advice}"}
@@ -457,7 +458,7 @@ def test_a_study_names_the_key_of_a_time_limit_as_a_sweep_does_with_what_would_d
         line = StepMetrics(step=step, samples_seen=64 * step, epoch=step / 20, loss=1.0, lr=0.1, step_time_s=6.0)
         append_record(run.make_train("a").metrics_file, line)
     job = TrainJob(SPEC, ClusterSpec(), CHOSEN.configuration, run.root, "a")
-    (said,) = Trainings(Sweep(SPEC, ClusterSpec(), run, time.time()), [job]).run(stage_progress("train")).values()
+    (said,) = Trainings(Sweep(SPEC, ClusterSpec(), run, unix_time()), [job]).run(stage_progress("train")).values()
     # 20 steps of 6 s an epoch
     key = "raise train_minutes in the cluster file (now 1440; 10 epochs take 20 min at this pace)"
     assert said == (f"timed out: the log; {key}" if failure is Failure.TIMED_OUT else "bug: the log")

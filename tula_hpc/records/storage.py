@@ -14,6 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from tula_hpc.env import unix_time
 from tula_hpc.errors import RunDirectoryError, StorageError
 from tula_hpc.files import in_words, open_regular, read_bounded, whole_file
 
@@ -339,5 +340,8 @@ def note_owner(lock: Path, descriptor: int, role: str) -> None:
     try:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, (f"{owner} ({role})" if role else owner).encode(), 0)
+        # by the clock of this command's events, which does not step with the system's
+        now = unix_time()
+        os.utime(descriptor, (now, now))
     except OSError as error:
         raise StorageError(f"{lock}: cannot be written: {in_words(error)}") from None

@@ -20,6 +20,7 @@ from tests.slurm.sweeping import TEMPLATE
 from tests.slurm.testcluster import ClusterError, MiniCluster
 from tula_hpc.checkpoint.store import CheckpointStore, LoadedCheckpoint
 from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster
+from tula_hpc.env import unix_time
 from tula_hpc.errors import StageError
 from tula_hpc.records import (
     Configuration,
@@ -123,7 +124,7 @@ class Training:
 
         def command() -> None:
             try:
-                account.result = train_stage(Sweep(self.spec, spec, self.run, time.time()), self.plan)
+                account.result = train_stage(Sweep(self.spec, spec, self.run, unix_time()), self.plan)
             except StageError as error:
                 account.error = str(error)
 
