@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -53,6 +54,7 @@ COMMANDS = {
         "tula_hpc.completion", "print the completion of commands for bash or zsh"
     ),
 }
+INTERRUPTED = 128 + signal.SIGINT
 # what is typed, in order, and what comes of it
 WAY = (
     ("init --script train.py", "cluster.toml and train.toml, in which some is unknown"),
@@ -75,7 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise SystemExit(2)
     # the rest is for the command's own parser
     name = _parser().parse_args(given[:1]).command
-    return int(importlib.import_module(COMMANDS[name].module).main(given[1:]))
+    try:
+        return int(importlib.import_module(COMMANDS[name].module).main(given[1:]))
+    except KeyboardInterrupt:
+        # while its libraries are loaded, or in a command that leaves nothing to be told
+        return INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -80,6 +80,22 @@ def test_making_the_script_loads_nothing_that_computes() -> None:
     assert done.stdout.endswith("complete -F _tula tula\nset()\n")
 
 
+def test_an_interrupt_at_any_moment_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    # such as while libraries are loaded, or a figure is drawn
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    def code_of(command: str) -> int | None:
+        try:
+            return main([command, "runs/any"])
+        except KeyboardInterrupt:
+            # would end all tests
+            return None
+
+    monkeypatch.setattr("tula_hpc.__main__.importlib.import_module", interrupted)
+    assert [code_of(command) for command in COMMANDS] == [130] * len(COMMANDS)
+
+
 @pytest.mark.parametrize(("words", "code"), [(["--help"], 0), ([], 2)])
 def test_the_way_to_a_report_is_shown(words: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
