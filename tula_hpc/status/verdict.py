@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tula_hpc.errors import Failure
-from tula_hpc.formatting import plural
+from tula_hpc.formatting import command_line, plural
 from tula_hpc.records.broken_hosts import first_line
 from tula_hpc.records.events import StageFailure
 from tula_hpc.stages.plan import why_no_model
@@ -126,10 +126,13 @@ def _finished(parts: Parts) -> StateAndText | None:
         return _finished_early(parts)
     if parts.at_work:
         return "running", "everything is trained; the report is being written"
+    # the same command writes none if it was told to end with the training
+    report = command_line("report", readable(parts.facts.run.root))
     if not parts.facts.has_report:
-        return "finished", f"everything is trained; there is no report yet: {AGAIN}"
+        return "finished", f"everything is trained; there is no report yet: {report} writes it"
     if parts.facts.is_report_stale:
-        return "finished", f"everything is trained; the report is older than that: {AGAIN}"
+        words = f"the report is older than that: {report} writes it again"
+        return "finished", f"everything is trained; {words}"
     if training is not None and (words := why_no_model(parts.facts.run, parts.facts.spec)):
         return "finished", words
     return "finished", "everything is done"
