@@ -137,14 +137,16 @@ def test_a_plain_command_on_a_detached_sweep_waits_and_cancels_nothing(
 
 def test_cancelled_with_all_its_jobs_a_detached_sweep_is_over(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
     command = Command(tmp_path, slurm_cluster)
-    process = command.start("--detach")
-    slurm_cluster.wait_for(lambda: command.has("submitted", "control"), 120, "a controller")
-    (controller,) = command.control()
-    # where the command is slow to end, the controller could be over before it
-    slurm_cluster.run("scontrol", "hold", controller)
-    assert process.wait(120) == 0, command.log.read_text()
+    # else the controller might be over before the command has ended
+    slurm_cluster.run("scontrol", "update", "PartitionName=batch", "State=DOWN")
+    try:
+        ended = command.start("--detach").wait(120)
+    finally:
+        # jobs start some time after this call, long after the next line
+        slurm_cluster.run("scontrol", "update", "PartitionName=batch", "State=UP")
     with held(command.run, slurm_cluster):
-        slurm_cluster.run("scontrol", "release", controller)
+        assert ended == 0, command.log.read_text()
+        (controller,) = command.control()
         # before that TERM would end its Python
         slurm_cluster.wait_for(lambda: command.logs_of_controllers("Loading pickle"), 300, "the controller's start")
         before = command.submissions()
