@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import signal
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import tula_hpc
-from tula_hpc.command_errors import CommandParser
+from tula_hpc.command_errors import INTERRUPTED, CommandParser
 from tula_hpc.python_path import PROGRAM
 
 
@@ -54,7 +53,6 @@ COMMANDS = {
         "tula_hpc.completion", "print the completion of commands for bash or zsh"
     ),
 }
-INTERRUPTED = 128 + signal.SIGINT
 # what is typed, in order, and what comes of it
 WAY = (
     ("init --script train.py", "cluster.toml and train.toml, in which some is unknown"),

@@ -33,6 +33,8 @@ FOLDER_DELETED = (
     "the same name\n"
 )
 # of a command that says itself what it leaves once it works
+# exit code, as of a shell whose command a signal ended
+INTERRUPTED = 128 + signal.SIGINT
 NOTHING_BEGUN = "interrupted before anything was begun"
 
 
@@ -99,7 +101,7 @@ def exit_code_of(
     except KeyboardInterrupt:
         if interrupted:
             sys.stderr.write(f"\n{interrupted}\n")
-        return 130
+        return INTERRUPTED
 
 
 def _what_to_do(error: TulaError, options: argparse.Namespace) -> str:

@@ -155,7 +155,8 @@ def _draw_accuracy(axes: Axes, training: Training, colour: str) -> labels.EndLab
 
 
 def _draw_losses(axes: Axes, training: Training, colour: str) -> labels.EndLabel:
-    test, train = losses_of(training, "test_loss"), losses_of(training, "train_loss")
+    test = losses_of(training, "test_loss")
+    train = losses_of(training, "train_loss")
     axes.plot(*np.array(test or NOTHING).T, "o-", color=colour, markersize=3.5)
     axes.plot(*np.array(train or NOTHING).T, "--", **style.lone_mark(train), color=colour)
     epoch, last = (test or NOTHING)[-1]

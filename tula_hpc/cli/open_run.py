@@ -25,6 +25,7 @@ from tula_hpc.cli.changed_inputs import (
     shown_line,
     that_matter,
 )
+from tula_hpc.command_errors import INTERRUPTED
 from tula_hpc.env import unix_time
 from tula_hpc.errors import InputError, LaunchError, RunDirectoryError, StorageError
 from tula_hpc.files import NO_SPACE, in_words
@@ -360,7 +361,7 @@ def work(sweep: Sweep, until: str, *, detach: bool = False, here: bool = False) 
     except KeyboardInterrupt:
         with _undisturbed():
             say_interrupted(sweep, until)
-        return 130
+        return INTERRUPTED
 
 
 @contextlib.contextmanager

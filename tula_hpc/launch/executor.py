@@ -1,4 +1,4 @@
-"""What executors of jobs share with the launcher: requests, notices, and the pace of looks."""
+"""Requests, notices and the pace of looks, which executors of jobs share with the launcher."""
 
 from __future__ import annotations
 

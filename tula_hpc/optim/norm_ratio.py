@@ -88,8 +88,11 @@ class NormRatios:
         spike_guard: bool = False,
     ) -> None:
         self.spike_guard = spike_guard
-        self.granularity, self.exponent, self.smoothing = granularity, exponent, smoothing
-        self.layers, self.exclude = list(map(list, layers or ())), frozenset(exclude)
+        self.granularity = granularity
+        self.exponent = exponent
+        self.smoothing = smoothing
+        self.layers = list(map(list, layers or ()))
+        self.exclude = frozenset(exclude)
         if granularity == "layer":
             _check_layers(self.layers)
         # (3, n), float64: small, large, and the weight that both have so far

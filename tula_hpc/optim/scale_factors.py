@@ -435,7 +435,8 @@ class Estimates:
 
         Parameters that were added since the last update are not in the averages yet.
         """
-        factors, averages = state["gradscale"], state["averages"]
+        factors = state["gradscale"]
+        averages = state["averages"]
         fits = len(factors) == len(parameters) and all(
             factor is None or factor.shape in (parameter.shape, torch.Size())
             for factor, parameter in zip(factors, parameters, strict=True)
@@ -445,7 +446,8 @@ class Estimates:
             (3, count) for count in range(len(parameters) + 1)
         ]
         require(fits, "state_dict: averages belong to other parameters")
-        reference, (_, largest) = state["reference"], state["batches"]
+        reference = state["reference"]
+        _, largest = state["batches"]
         fits = isinstance(reference, int | float) and 1 <= reference <= largest
         require(fits, f"state_dict: expected a reference from 1 to {largest}, got {reference!r}")
 

@@ -239,9 +239,13 @@ class _Steps:
         """Return one of two, the first one unless the other alone has a reading of the noise."""
         # which are rare
         if other.noise_trace is not None and row.noise_trace is None:
-            row, other = other, row
-        self.others_scaled = self.others_scaled or not other.scaled_nothing
+            self._leave_out(row)
+            return other
+        self._leave_out(other)
         return row
+
+    def _leave_out(self, row: StepMetrics) -> None:
+        self.others_scaled = self.others_scaled or not row.scaled_nothing
 
     def with_newest(self) -> list[StepMetrics]:
         """Return those that are held, and the newest of all at their end."""
@@ -264,7 +268,8 @@ def read_metrics(path: Path) -> Metrics:
     """
     steps = _Steps()
     epochs: dict[int, EpochMetrics] = {}
-    skipped, bounds = 0, Bounds()
+    skipped = 0
+    bounds = Bounds()
     for number, line in enumerate(lines_of(path)):
         if number >= MAX_LINES:
             advice = "a larger training.log_interval_steps keeps it shorter"

@@ -111,7 +111,9 @@ class _Run:
     """Run of a training in a tracker."""
 
     def __init__(self, root: Path, label: str, files: TrainDirectory) -> None:
-        self.root, self.label, self.files = root, label, files
+        self.root = root
+        self.label = label
+        self.files = files
 
 
 class TensorBoard(_Run):

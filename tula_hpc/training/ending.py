@@ -58,7 +58,7 @@ class Leaving(Protocol):
 
     @property
     def progress(self) -> Any:
-        """How far it came: `step`, `samples_seen`, and the `restarts` after the first start."""
+        """Return how far it came: `step`, `samples_seen`, `restarts` after the first start."""
 
     @property
     def is_main(self) -> bool:
