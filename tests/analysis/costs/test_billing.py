@@ -10,7 +10,6 @@ from tula_hpc.analysis.costs.slurm_billing import billing_per_node, node_resourc
 from tula_hpc.config import ClusterSpec, PricingSpec
 from tula_hpc.config.gpus import parse_weights
 
-MIB_PER_GIB = 1024
 CONF = "CPU=1.0,Mem=0.25G,GRES/gpu=2.0"
 
 
