@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from tula_hpc.config import ClusterSpec, SweepSpec
-from tula_hpc.errors import Failure
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.records import Measurement, MemoryUse, StepTimes
 
 MIB = 1024**2

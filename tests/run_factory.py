@@ -13,7 +13,7 @@ import pytest
 
 from tula_hpc.analysis.run_contents import RunContents
 from tula_hpc.config import SweepSpec
-from tula_hpc.errors import Failure
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.records import (
     SCALE_BINS_PER_OCTAVE,
     SCALE_OCTAVES,

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from tula_hpc.errors import Failure
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.process_memory import descendants_processor_s, free_device_share, out_of_memory
 
 NCCL = (

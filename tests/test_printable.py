@@ -26,7 +26,8 @@ from tula_hpc.analysis.figures import all as figures_study
 from tula_hpc.analysis.report import __main__ as report
 from tula_hpc.cli.pipeline import print_summary
 from tula_hpc.command_errors import exit_code_of
-from tula_hpc.errors import Failure, InputError, LaunchError
+from tula_hpc.errors import InputError, LaunchError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import MOST_ERROR_LINE, in_short_lines, printable, printable_output, with_own_escapes
 from tula_hpc.records import RunDirectory
 from tula_hpc.stages.context import BarProgress

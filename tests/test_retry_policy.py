@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tula_hpc.errors import Failure
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.records import Event, RunHistory, StopReason
 from tula_hpc.records.events import JobFailure
 from tula_hpc.retry_policy import (

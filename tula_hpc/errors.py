@@ -1,4 +1,4 @@
-"""Errors that this package raises on purpose, and `Failure`: the kinds of failed jobs.
+"""Errors that this package raises on purpose.
 
     TulaError
     ├── InputError              the user's input is wrong (exit code 2)
@@ -22,59 +22,15 @@
     │       └── ConstraintsError    every one breaks a constraint of the objective
     └── CheckpointError         a checkpoint is missing, damaged or not ours
 
-`Failure` names the reason of each job that ended without a result. A new kind is added there, with
-the error that means it, if any (`TulaError.failure`; also in `_TELLING` if its name alone tells the
-kind), and in these two places:
-
-- `launch/diagnosis.py` recognizes it in the states of Slurm and in logs; a job in whose
-  process nothing is raised is of that kind only by its signs;
-- `retry_policy.py` says how often its jobs are submitted again: without an entry a training's
-  never are.
-
-Whoever else branches on kinds is found by `grep -r Failure.`. `tests/test_retry_policy.py` fails
-until a new kind is in its table.
+The kinds of failed jobs are in `failure_kinds.py`.
 """
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import ClassVar
 
-
-class Failure(StrEnum):
-    """Reason why a job ended without a result; see the module for whom a new kind concerns."""
-
-    # the accelerator's memory ran out
-    DEVICE_OOM = "device_oom"
-    # the node's memory limit (cgroup) killed a process
-    HOST_OOM = "host_oom"
-    PREEMPTED = "preempted"
-    TIMED_OUT = "timed_out"
-    NODE_FAILED = "node_failed"
-    # a GPU, its driver or NCCL's network is broken, not the program
-    DEVICE_FAILED = "device_failed"
-    # a process vanished without a message: SIGKILL from outside, or its node went down
-    KILLED = "killed"
-    # a disk is full, or a quota or file size limit reached
-    NO_SPACE = "no_space"
-    CANCELLED = "cancelled"
-    # the user's model, data or settings are wrong; the log's last line says which
-    BAD_INPUT = "bad_input"
-    # the loss of a training is not finite; the log's last line says since when
-    DIVERGED = "diverged"
-    # an exception in user code or ours; the log's last lines say which
-    BUG = "bug"
-
-    @property
-    def is_the_users(self) -> bool:
-        """True if only a change by the user makes another attempt end in another way."""
-        return self in (Failure.BAD_INPUT, Failure.DIVERGED)
-
-    @property
-    def is_oom(self) -> bool:
-        """True if memory ran out, on device or host: a bound for the memory model."""
-        return self in (Failure.DEVICE_OOM, Failure.HOST_OOM)
+from tula_hpc.failure_kinds import Failure
 
 
 class TulaError(Exception):

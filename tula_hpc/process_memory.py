@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from tula_hpc.errors import Failure
+from tula_hpc.failure_kinds import Failure
 
 PROC = Path("/proc")
 # glibc's malloc.h: M_TRIM_THRESHOLD, M_MMAP_THRESHOLD

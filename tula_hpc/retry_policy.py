@@ -1,6 +1,6 @@
 """Retry policy: is a job that ended without a result submitted again? All tables and limits stand here.
 
-The answer depends on how the job failed (`errors.Failure`) and on its purpose:
+The answer depends on how the job failed (`failure_kinds.py`) and on its purpose:
 
     failure                 plan's training        study's training       a configuration's profile
     device_oom, host_oom    a smaller batch        given up               given up, and larger ones
@@ -36,7 +36,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from tula_hpc.errors import Failure
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.records import RunHistory, StopReason
 from tula_hpc.records.events import JobFailure
 

@@ -19,7 +19,8 @@ from tula_hpc.attach.hangs import Place
 from tula_hpc.attach.processes import Outcome, error_of, worst
 from tula_hpc.attach.reporting import Said, unexplained
 from tula_hpc.attach.script import Script
-from tula_hpc.errors import Failure, InputError
+from tula_hpc.errors import InputError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.process_memory import descendants
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked_jobs import run_command
-from tula_hpc.errors import Failure
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.records import RunDirectory, is_usable
 from tula_hpc.sweep import main
 

@@ -21,7 +21,7 @@ from tests.run_factory import candidate, measurement, plan, write_plan
 from tula_hpc.analysis.costs.usage import actual_use
 from tula_hpc.attach.train.going_on import Start, _look_for_saved
 from tula_hpc.config import ClusterSpec, SweepSpec
-from tula_hpc.errors import Failure
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.launch.launcher import Ended, Launcher
 from tula_hpc.records import Configuration, RunDirectory, TrainResult, append_record, read_metrics

@@ -23,7 +23,8 @@ from tula_hpc.analysis.report.output import replace_files
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.command_errors import exit_code_of
 from tula_hpc.config import ClusterSpec
-from tula_hpc.errors import CheckpointError, Failure, RunDirectoryError, StorageError
+from tula_hpc.errors import CheckpointError, RunDirectoryError, StorageError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.files import full_disk
 from tula_hpc.launch.diagnosis import telling_line
 from tula_hpc.launch.executor import Submitted

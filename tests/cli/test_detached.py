@@ -17,7 +17,8 @@ from tests.run_factory import CLUSTER_TOML, SWEEP_TOML
 from tula_hpc.cli import detached
 from tula_hpc.cli.open_run import work
 from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_frozen_sweep
-from tula_hpc.errors import Failure, LaunchError, RunDirectoryError, StageError, SubmitLimitError
+from tula_hpc.errors import LaunchError, RunDirectoryError, StageError, SubmitLimitError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import command_line
 from tula_hpc.launch import slurm
 from tula_hpc.launch.executor import Submitted

@@ -16,7 +16,8 @@ from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp.own_errors import telling_own_mistakes
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
-from tula_hpc.errors import DeviceError, Failure, InputError, PreemptedError
+from tula_hpc.errors import DeviceError, InputError, PreemptedError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch.diagnosis import classify, telling_line
 from tula_hpc.records import Configuration
 from tula_hpc.user_code import blamed

@@ -19,7 +19,8 @@ from submitit.slurm import slurm as submitit_slurm
 
 from tula_hpc.config import ClusterSpec
 from tula_hpc.env import outside_of_job
-from tula_hpc.errors import Failure, LaunchError, RefusedError, SubmitLimitError
+from tula_hpc.errors import LaunchError, RefusedError, SubmitLimitError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch import slurm
 from tula_hpc.launch.executor import Notice, Request, Submitted
 from tula_hpc.launch.job_files import setup_text

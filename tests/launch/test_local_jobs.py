@@ -18,7 +18,8 @@ from tests.run_factory import measurement
 from tula_hpc.cli.pipeline import carry_out
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import SECRET_FILE, unix_time
-from tula_hpc.errors import Failure, StageError
+from tula_hpc.errors import StageError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch import local_executor
 from tula_hpc.launch.job_files import SETUP_FILE
 from tula_hpc.launch.job_specs import ProfileJob

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from tula_hpc.errors import Failure, LaunchError
+from tula_hpc.errors import LaunchError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch import slurm
 from tula_hpc.launch.diagnosis import classify, explain, waits
 from tula_hpc.launch.slurm import JobState, Leaving, accounted_runs

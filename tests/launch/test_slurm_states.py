@@ -10,7 +10,6 @@ from tula_hpc.ddp.device_errors import broken_device
 from tula_hpc.errors import (
     DeviceError,
     DivergedError,
-    Failure,
     InputError,
     LaunchError,
     NotStartedError,
@@ -18,6 +17,7 @@ from tula_hpc.errors import (
     TulaError,
     error_for,
 )
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch import slurm
 from tula_hpc.launch.diagnosis import classify, complaining_nodes, telling_line, without_chatter
 from tula_hpc.launch.slurm import JobState, StepState, is_submit_limit, is_unanswered

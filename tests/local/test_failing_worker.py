@@ -14,7 +14,7 @@ from typing import Literal
 from tests.launch.test_launch import launcher, processes_of, sleeper
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import join_job
-from tula_hpc.errors import Failure
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch.diagnosis import telling_line
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.job_specs import ProfileJob, TrainJob

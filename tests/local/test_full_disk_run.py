@@ -16,7 +16,8 @@ from tests.run_factory import candidate, plan
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import unix_time
-from tula_hpc.errors import Failure, StageError, StorageError
+from tula_hpc.errors import StageError, StorageError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.records import Configuration, Plan, RunDirectory, TrainResult
 from tula_hpc.stages.context import Sweep
 from tula_hpc.stages.profile import profile_stage

@@ -15,7 +15,7 @@ import pytest
 
 from tests.forked_jobs import run_command, start_command
 from tula_hpc.config import StudyCell, load_sweep
-from tula_hpc.errors import Failure
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.process_memory import descendants
 from tula_hpc.records import RunDirectory, TrainResult, TunedRates, read_metrics
 from tula_hpc.sweep import main

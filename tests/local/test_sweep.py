@@ -21,7 +21,7 @@ from tests.run_factory import LATE_SWEEP, late_plan
 from tests.tracking.test_trackers import scalars
 from tula_hpc.checkpoint.store import CheckpointStore, load_model
 from tula_hpc.config import ClusterSpec, SweepSpec, load_sweep
-from tula_hpc.errors import Failure
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.launch.launcher import Launcher
 from tula_hpc.process_memory import descendants

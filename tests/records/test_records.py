@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tula_hpc.errors import Failure, RunDirectoryError
+from tula_hpc.errors import RunDirectoryError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.records import (
     Configuration,
     EpochMetrics,

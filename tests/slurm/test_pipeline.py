@@ -14,7 +14,7 @@ import pytest
 from tests.slurm import machine
 from tests.slurm.sweeping import run_sweep
 from tests.slurm.testcluster import MiniCluster
-from tula_hpc.errors import Failure
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.records import RunDirectory, TrainResult
 
 DIGITS = """

@@ -12,7 +12,7 @@ import pytest
 from tests.examples.slow import PACE_FILE
 from tests.slurm.sweeping import run_sweep
 from tests.slurm.testcluster import MiniCluster
-from tula_hpc.errors import Failure
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.records import RunDirectory
 
 pytestmark = pytest.mark.usefixtures("quick_nodes")

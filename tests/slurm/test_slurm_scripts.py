@@ -9,7 +9,7 @@ import pytest
 from tests.attach.test_script_sweep import EXAMPLE, QUICK, mine
 from tests.slurm.sweeping import run_sweep_file
 from tests.slurm.testcluster import MiniCluster
-from tula_hpc.errors import Failure
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.records import RunDirectory, is_usable
 
 pytestmark = pytest.mark.usefixtures("quick_nodes")

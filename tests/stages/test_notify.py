@@ -9,7 +9,7 @@ import pytest
 
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import unix_time
-from tula_hpc.errors import Failure
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.records import RunDirectory
 from tula_hpc.stages import notify
 from tula_hpc.stages.context import Sweep

@@ -12,7 +12,8 @@ import pytest
 from tests.run_factory import measurement, oom
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec
 from tula_hpc.env import unix_time
-from tula_hpc.errors import Failure, InputError, StageError
+from tula_hpc.errors import InputError, StageError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.job_specs import ProfileJob
 from tula_hpc.launch.launcher import Ended, JobsNow

@@ -9,7 +9,8 @@ import pytest
 
 from tests.run_factory import candidate, make_run, plan
 from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_frozen_sweep
-from tula_hpc.errors import Failure, StageError
+from tula_hpc.errors import StageError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import format_left
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.launcher import Ended, JobsNow

@@ -15,7 +15,8 @@ from tests.run_factory import candidate, plan
 from tula_hpc.command_errors import exit_code_of
 from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec
 from tula_hpc.env import unix_time
-from tula_hpc.errors import Failure, LaunchError, StageError
+from tula_hpc.errors import LaunchError, StageError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.launch.launcher import Ended, JobsNow

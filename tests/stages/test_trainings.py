@@ -12,7 +12,8 @@ import pytest
 
 from tests.study_factory import result
 from tula_hpc.config import ClusterSpec, StudyCell, SweepSpec
-from tula_hpc.errors import Failure, StageError
+from tula_hpc.errors import StageError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.launch.launcher import Ended

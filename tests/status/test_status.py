@@ -26,7 +26,8 @@ from tests.study_factory import SWEEP, make_study
 from tula_hpc.analysis.plan import main as plan_command
 from tula_hpc.cli.open_run import open_run
 from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_frozen_sweep
-from tula_hpc.errors import Failure, LaunchError
+from tula_hpc.errors import LaunchError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.files import MEASUREMENTS_GONE
 from tula_hpc.launch import slurm
 from tula_hpc.launch.diagnosis import explain, read_logs

@@ -31,7 +31,8 @@ from tula_hpc.ddp.process_group import process_group
 from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
-from tula_hpc.errors import Failure, InputError
+from tula_hpc.errors import InputError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.optim import TulaOptimizer
 from tula_hpc.process_memory import out_of_memory

@@ -37,7 +37,8 @@ from tula_hpc.env import (
     granted_gpus,
     unix_time,
 )
-from tula_hpc.errors import Failure, InputError, TulaError, error_for
+from tula_hpc.errors import InputError, TulaError, error_for
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import plural
 from tula_hpc.launch.diagnosis import last_bytes, without_chatter
 from tula_hpc.process_memory import descendants

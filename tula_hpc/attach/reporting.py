@@ -24,7 +24,8 @@ from tula_hpc.attach.own_folder import Saved, spare_files
 from tula_hpc.attach.script import Script
 from tula_hpc.ddp.device_errors import broken_device
 from tula_hpc.env import meeting_variables, set_back
-from tula_hpc.errors import DeviceError, Failure, InputError, MeetingError, TulaError
+from tula_hpc.errors import DeviceError, InputError, MeetingError, TulaError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.files import NO_SPACE, full_disk
 from tula_hpc.launch.diagnosis import lost_a_peer
 from tula_hpc.process_memory import keep_freed, out_of_memory

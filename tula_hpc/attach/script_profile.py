@@ -46,7 +46,8 @@ from tula_hpc.batches import LoaderPass
 from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.ddp.stop_signals import Suspensions
 from tula_hpc.env import WorkerEnvironment, unix_time
-from tula_hpc.errors import Failure, InputError
+from tula_hpc.errors import InputError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import plural
 from tula_hpc.gradients.reference_gradient import flatten
 from tula_hpc.profiling.measured_rounds import Course, without

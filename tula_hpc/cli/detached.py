@@ -20,13 +20,13 @@ from tula_hpc.command_errors import TRY_AGAIN_ON_A_RUN
 from tula_hpc.env import slurm_job_id
 from tula_hpc.errors import (
     CancelledJobError,
-    Failure,
     LaunchError,
     RunDirectoryError,
     StageError,
     StorageError,
     TulaError,
 )
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import plural
 from tula_hpc.launch import slurm
 from tula_hpc.launch.diagnosis import BY_HAND

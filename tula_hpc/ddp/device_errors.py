@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from tula_hpc.env import array_job_id, node_name, slurm_job_id, submitted_job_id
-from tula_hpc.errors import DeviceError, Failure, LaunchError, StorageError, TulaError
+from tula_hpc.errors import DeviceError, LaunchError, StorageError, TulaError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch import slurm
 from tula_hpc.launch.diagnosis import DEVICE_WORDS, MOST_WORDS
 from tula_hpc.records import RunDirectory

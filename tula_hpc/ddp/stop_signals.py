@@ -1,25 +1,6 @@
 """Signals that stop a job or suspend it, noted for the next step boundary.
 
-Course of a training on USR2 (before its time limit) and TERM (preemption, cancellation):
-
-1. `StopRequest`, here, notes the signal. `training/job.py` installs it before anything else.
-2. `ddp/agreement.py`: about once a second all workers agree to stop, after the same step
-   (`Agreed.decide`); within an evaluation, between two of its batches (`until_stopped`).
-3. `training/loop.py` has them agree after each step. `checkpoint/safe_points.py` then saves, and
-   waits until the checkpoint is on disk (`SafePoints.step_ended`).
-4. `training/ending.py` (`leave`) logs "preempted", and asks for a requeue of this job, up to
-   `training.max_requeues` times, then it fails; not where it is cancelled, or Slurm requeues it by
-   itself. The process ends; on one machine its exit code asks submitit for the requeue.
-5. The requeued job goes on from the checkpoint. Where there is none, the command that waits submits
-   another job, as `retry_policy.py` says (`stages/train.py`).
-
-A script's training: the worker notes the signal (`attach/train/script_job.py`) and passes it on to
-the script's process. Without a handler of the script's own that process notes it in the same way
-(`attach/train/script_training.py`) and agrees with the others after a step, or, with `tula.keep`,
-between two batches, and saves (`attach/train/keeping.py`). Once it has ended, its worker goes on
-with 4.
-
-A profile handles none: submitit requeues it, see `launch/job_start.py`.
+`training/ending.py` tells what a training does then, and what a profile.
 """
 
 from __future__ import annotations

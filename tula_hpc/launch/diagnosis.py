@@ -3,7 +3,7 @@
 Slurm's words for a wait are those of "JOB REASON CODES" in squeue(1) and of the controller's own
 descriptions. Logs are read as far as they belong to the job's last run.
 
-The kinds of failures are in `errors.py`, with what a new one asks for.
+The kinds of failures are in `failure_kinds.py`, with what a new one asks for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tula_hpc.env import RUN_MARK, SETUP_WORDS
-from tula_hpc.errors import Failure, error_for
+from tula_hpc.errors import error_for
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.files import open_regular
 from tula_hpc.launch.slurm import JobState, StepState
 

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 from tula_hpc.config import ClusterSpec, WorkloadSpec
 from tula_hpc.containers import NO_FOLDERS, Folders, folders_of
 from tula_hpc.env import SECRET_FILE, held_allocation, slurm_job_id, unix_time
-from tula_hpc.errors import Failure, LaunchError, RefusedError, StorageError, SubmitLimitError
+from tula_hpc.errors import LaunchError, RefusedError, StorageError, SubmitLimitError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.files import full_disk, in_words, make_private
 from tula_hpc.formatting import MINUTE_S, format_duration, in_short_lines
 from tula_hpc.launch.diagnosis import (

@@ -10,7 +10,7 @@ import torch
 from tula_hpc.config import ClusterSpec
 from tula_hpc.ddp.process_group import backend_of, describe_versions
 from tula_hpc.env import WorkerEnvironment
-from tula_hpc.errors import Failure
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.records import Configuration, Measurement, append_record, rank_file
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tula_hpc.errors import Failure
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import listed
 from tula_hpc.records.base import Configuration, Record
 from tula_hpc.records.events import EndData, Event, hosts_in

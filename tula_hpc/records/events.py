@@ -20,7 +20,7 @@ from pydantic import (
     field_validator,
 )
 
-from tula_hpc.errors import Failure
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.records.base import Batch, Configuration, JobId, Nodes, Record
 
 # of the training that a sweep ends with

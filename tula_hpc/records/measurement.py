@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
-from tula_hpc.errors import Failure, RunDirectoryError
+from tula_hpc.errors import RunDirectoryError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.records.base import Batch, Configuration, JobId, Nodes, Record, WorkersPerNode
 from tula_hpc.records.identity import Digest, Identity
 from tula_hpc.records.storage import parse_record, read_document, read_records, with_rank_files

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from tula_hpc.errors import Failure
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import format_bytes
 from tula_hpc.python_path import start_of_python
 from tula_hpc.records import Footprint, RunDirectory, is_usable

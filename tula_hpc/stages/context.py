@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from tula_hpc.config import ClusterSpec, SweepSpec, local_batches
 from tula_hpc.env import unix_time
-from tula_hpc.errors import Failure
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import (
     command_line,
     format_left,

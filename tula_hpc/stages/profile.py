@@ -10,7 +10,8 @@ from pathlib import Path
 
 from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
 from tula_hpc.env import unix_time
-from tula_hpc.errors import Failure, InputError, StageError, StorageError
+from tula_hpc.errors import InputError, StageError, StorageError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import printable
 from tula_hpc.launch.diagnosis import BY_HAND, telling_line
 from tula_hpc.launch.executor import Submitted

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from tula_hpc.analysis.drift import describe_drift
 from tula_hpc.env import unix_time
-from tula_hpc.errors import CancelledJobError, DivergedError, Failure, StageError
+from tula_hpc.errors import CancelledJobError, DivergedError, StageError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import format_duration, format_score, plural
 from tula_hpc.launch.diagnosis import last_bytes
 from tula_hpc.launch.job_specs import TrainJob, in_passes

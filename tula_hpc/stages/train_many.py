@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from tula_hpc.config import ClusterSpec
 from tula_hpc.env import unix_time
-from tula_hpc.errors import Failure, StageError
+from tula_hpc.errors import StageError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import plural
 from tula_hpc.launch import slurm
 from tula_hpc.launch.job_specs import TrainJob

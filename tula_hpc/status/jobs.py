@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from tula_hpc.errors import Failure
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch.diagnosis import explain, waits
 from tula_hpc.launch.slurm import JobState
 from tula_hpc.records import Configuration, JobNote, Measurement, Record, Submission

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Literal
 
 from tula_hpc.analysis.drift import describe_drift
-from tula_hpc.errors import Failure
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.records import Record, samples_a_step, steps_left_s
 from tula_hpc.status.jobs import JobPhase, JobStatus
 from tula_hpc.status.run_files import Facts, TrainingFacts

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tula_hpc.errors import Failure
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import command_line, plural
 from tula_hpc.records.broken_hosts import first_line
 from tula_hpc.records.events import StageFailure

@@ -14,7 +14,8 @@ from tula_hpc.ddp.methods import learning_rate
 from tula_hpc.ddp.process_group import process_group
 from tula_hpc.ddp.stop_signals import StopRequest, Suspensions
 from tula_hpc.env import WorkerEnvironment, job_started_at, join_job, unix_time
-from tula_hpc.errors import DivergedError, Failure
+from tula_hpc.errors import DivergedError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.process_memory import out_of_memory
 from tula_hpc.training.checkpoints import Checkpoints

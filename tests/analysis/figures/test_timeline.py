@@ -11,7 +11,7 @@ from tests.run_factory import make_run
 from tula_hpc.analysis.figures.drawing import Drawing, Missing
 from tula_hpc.analysis.figures.timeline import MOST_ROWS, Stretch, draw_timeline, stretches
 from tula_hpc.analysis.run_contents import RunContents, read_run
-from tula_hpc.errors import Failure
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.records import Event, JobAccount, JobNote
 
 

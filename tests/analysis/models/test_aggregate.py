@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.planning_data import failed, grid, memory, ok, oom, times
 from tula_hpc.analysis.models.profiles import summarize
-from tula_hpc.errors import Failure
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.records import Configuration, Measurement, MemoryUse
 
 PARTS = ("data_time_s", "compute_time_s", "optimizer_time_s", "allreduce_time_s", "update_time_s")

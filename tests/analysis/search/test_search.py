@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.planning_data import failed, ok, oom
 from tula_hpc.analysis.search.propose import candidates, propose
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec
-from tula_hpc.errors import Failure
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.records import Configuration, Measurement
 
 PARTIAL = SearchSpec(cluster_sizes=(1, 2, 4), min_batch=32, max_batch=512, mode="partial")

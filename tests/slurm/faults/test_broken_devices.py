@@ -15,7 +15,7 @@ import pytest
 
 from tests.slurm.sweeping import ROOT, Done, run_sweep
 from tests.slurm.testcluster import MiniCluster
-from tula_hpc.errors import Failure
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.records import RunDirectory
 
 pytestmark = pytest.mark.usefixtures("quick_nodes")

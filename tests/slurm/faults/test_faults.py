@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.slurm.faults.faulty_training import Training
 from tests.slurm.faults.telling import Stories, about
-from tula_hpc.errors import Failure
+from tula_hpc.failure_kinds import Failure
 
 KILLED = ("rank killed", "second node killed", "stale writer", "job killed")
 STOPPED = ("time limit", "requeue refused")  # by a signal, so that everything is saved

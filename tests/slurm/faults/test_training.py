@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.slurm.faults.faulty_training import Training
 from tests.slurm.faults.stories import SUSPENDED_S
 from tests.slurm.faults.telling import Stories, about
-from tula_hpc.errors import Failure
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.records import read_metrics
 
 

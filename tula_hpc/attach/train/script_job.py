@@ -26,7 +26,8 @@ from tula_hpc.attach.train.going_on import (
 from tula_hpc.ddp.exit_at_once import leaving_at_once
 from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.env import job_started_at, join_job, loading_libraries, unix_time
-from tula_hpc.errors import Failure, StageError
+from tula_hpc.errors import StageError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import format_score
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import (

@@ -3,7 +3,7 @@
 Without `tula.epochs` an epoch is over when no further batch is left of the samples that the sweep
 names, or that torch's loader gives out. Where a loader does not tell whether its last batch may be
 shorter, an epoch is over with the last whole one, and a shorter batch right after that still counts
-to it. The end at a stop is `_stop_if`; `ddp/stop_signals.py` describes the way of a stop, with
+to it. The end at a stop is `_stop_if`; `training/ending.py` describes the way of a stop, with
 and without `keeping.py`.
 """
 
