@@ -35,7 +35,7 @@ from tula_hpc.ddp.worker import Worker, bare_all_reduce
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import DeviceError, DivergedError, InputError
 from tula_hpc.optim import TulaOptimizer
-from tula_hpc.profiling.measure import SharedTimes, StepProfile, _without_updates, measure
+from tula_hpc.profiling.measure import SharedTimes, StepProfile, _with_factors_at_once, measure
 from tula_hpc.profiling.meters import MemoryMeter, NodePower, Power
 from tula_hpc.profiling.meters import largest_over_workers as _largest
 from tula_hpc.profiling.probes import FORWARD_PASSES as PASSES
@@ -282,7 +282,7 @@ def test_timing_the_optimizer_lets_no_gradient_grow(
     spec = sweep(model=PERCEPTRON, lr=0.1)
     fields = {"small_batch": 4, "exponent": 4.0, "smoothing": 0.0, "s_min": 30.0, **training}
     spec = spec.model_copy(update={"training": TrainingSpec.model_validate(fields)})
-    worker = Worker(_without_updates(spec), ClusterSpec(), CONFIGURATION._replace(local_batch=64), ALONE)
+    worker = Worker(_with_factors_at_once(spec), ClusterSpec(), CONFIGURATION._replace(local_batch=64), ALONE)
     before = [p.detach().clone() for p in worker.parameters]
     looked_at = noted_gradients(monkeypatch)
     profile = StepProfile(worker, StoppingRule(40, 40, 60.0, 0.02), SharedTimes.none())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.optim import TulaOptimizer
 from tula_hpc.profiling import probes as noise_probe
-from tula_hpc.profiling.measure import measure
+from tula_hpc.profiling.measure import StepProfile, measure
+from tula_hpc.profiling.meters import MemoryMeter, NodePower
 from tula_hpc.profiling.probes import NoiseEstimate, probe_noise
 from tula_hpc.records import Configuration
 
@@ -133,20 +135,33 @@ def test_steps_before_the_measurement_are_steps_of_training(monkeypatch: pytest.
     assert all(torch.equal(after, before) for after, before in states)
 
 
-def test_a_profiles_steps_before_the_measurement_scale_by_no_factor_of_a_part_timed_apart(
+def test_a_profiles_timed_steps_scale_by_factors_of_its_warm_up_and_so_do_those_before_the_measurement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    factors: list[Tensor | None] = []
+    """Of no part timed apart, whose gradients are neither reduced nor unscaled."""
+    factors: list[Tensor] = []
 
-    def note(worker: Worker, _: object) -> NoiseEstimate:
+    def note(worker: Worker) -> None:
         assert isinstance(worker.optimizer, TulaOptimizer)
-        factors.extend(worker.optimizer.gradscale)
+        factors.extend(factor.clone() for factor in worker.optimizer.gradscale if factor is not None)
+
+    def at_the_measurement(worker: Worker, _: object) -> NoiseEstimate:
+        note(worker)
         return NoiseEstimate()
 
-    monkeypatch.setattr(noise_probe, "_estimate", note)
+    timed = StepProfile.whole_steps
+
+    def whole_steps(profile: StepProfile, memory: MemoryMeter, power: NodePower) -> Any:
+        note(profile.worker)
+        return timed(profile, memory, power)
+
+    monkeypatch.setattr(noise_probe, "_estimate", at_the_measurement)
+    monkeypatch.setattr(StepProfile, "whole_steps", whole_steps)
     spec = sweep(noise_steps=2).model_copy(update={"training": TrainingSpec(preset="paper")})
     assert "update" in dict(measure(spec, ClusterSpec(), Configuration(1, 1, 32), ALONE).round_steps)
-    assert set(factors) == {None}
+    when_timed, when_measured = factors[: len(factors) // 2], factors[len(factors) // 2 :]
+    assert when_timed
+    assert all(map(torch.equal, when_timed, when_measured))
 
 
 def test_without_memory_nothing_is_known_and_the_profile_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

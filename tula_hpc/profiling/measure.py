@@ -116,7 +116,7 @@ def _measure(
     """Return the measurement, and whether any worker's process was suspended meanwhile."""
     started = time.monotonic()
     memory = MemoryMeter(cluster)
-    worker = Worker(_without_updates(sweep), cluster, configuration, env)
+    worker = Worker(_with_factors_at_once(sweep), cluster, configuration, env)
     if on_built is not None:
         on_built(worker.workload.identity)
     training_steps = sweep.workload.epochs * worker.samples / configuration.global_batch
@@ -162,9 +162,9 @@ def _updates_per_epoch(sweep: SweepSpec, worker: Worker) -> float:
     return steps / pass_interval(sweep.training, worker.configuration, worker.samples)
 
 
-def _without_updates(sweep: SweepSpec) -> SweepSpec:
-    """Return a sweep in which no update of AGS's scale falls among the timed steps."""
-    training = sweep.training.model_copy(update={"update_interval_epochs": 1e9})
+def _with_factors_at_once(sweep: SweepSpec) -> SweepSpec:
+    """Return a sweep in which AGS has its first factors from the second step on."""
+    training = sweep.training.model_copy(update={"update_interval_epochs": 1e-9})
     return sweep.model_copy(update={"training": training})
 
 
@@ -194,6 +194,10 @@ class StepProfile(Course):
         self._whole_step()
         self.note_first_step()
         driven(warm_up(self.worker, self.worker.sweep.search.warmup_steps - 1), self._whole_step)
+        if self._takes_passes:
+            # nearly all steps of a training scale their gradients, and few take a pass for that
+            self._whole_step()
+            self.worker.observer.expect_small_norms()
         (diverged,) = self.worker.agree(0.0 if math.isfinite(float(self.loss)) else 1.0)
         if diverged:
             self._refuse_loss()
@@ -204,14 +208,18 @@ class StepProfile(Course):
         self._time_optimizer()
         # before the update, whose factors come from gradients that are neither reduced nor unscaled
         self.noise = probe_noise(self.worker, self.batches, self.worker.sweep.search.noise_steps)
-        # with norms for free, no update takes a pass
-        if self.worker.sweep.training.adapts and not self.worker.norms.are_given:
+        if self._takes_passes:
             # the update looks at the gradients of a backward pass
             self._compute(inputs, targets)
             update = partial(self.worker.update_gradscale, inputs, targets)
             self.time_apart("update", update, briefly=True)
         self.time_all_reduce()
         self.samples["forward"] = time_forward(self.worker, inputs, targets)
+
+    @property
+    def _takes_passes(self) -> bool:
+        """True if factors come from passes over a reference batch, not from norms for free."""
+        return self.worker.sweep.training.adapts and not self.worker.norms.are_given
 
     def _refuse_loss(self) -> NoReturn:
         batches = self.worker.sweep.search.warmup_steps
