@@ -158,6 +158,32 @@ def test_where_no_argument_is_the_batch_one_that_the_script_has_is_suggested(
     assert f"arguments = {json.dumps(suggested)}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("source", "suggested"),
+    [
+        ("", {"train.batch_size=128 lr=1": "train.batch_size={local_batch} lr=1"}),
+        ("", {"lr=1 epochs=9": "lr=1 epochs={epochs} batch_size={local_batch}"}),
+        ("", {"--lr=1": "--lr=1 --batch-size {local_batch}"}),
+        ("import hydra\n@hydra.main()\ndef f(cfg): load(cfg.data.batch)", {"lr=1": "lr=1 data.batch={local_batch}"}),
+    ],
+)
+def test_a_script_that_takes_keys_is_suggested_one_for_its_batch(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    source: str,
+    suggested: dict[str, str],
+) -> None:
+    seen: dict[str, object] = {"forward_batch": 7, "accumulation": 1, "samples": 640, "others": [], "device": "cpu"}
+    seen["measurement"] = {"status": "oom", "nodes": 1, "workers_per_node": 1, "local_batch": 1, "finished_at": 0.0}
+    seen["options"] = {"names": {"--help": "--help"}, "values": {}}
+    monkeypatch.setattr("tula_hpc.attach.__main__._look", lambda *_: seen)
+    (tmp_path / "train.py").write_text(source)
+    ((arguments, expected),) = suggested.items()
+    assert main([str(tmp_path / "train.py"), *arguments.split()]) == 0
+    assert f"arguments = {json.dumps(expected.split())}" in capsys.readouterr().out
+
+
 def test_a_script_that_fails_is_told_in_one_line(tmp_path: Path) -> None:
     done = look(tmp_path, str(SCRIPTS / "misbehaving.py"), "imports nothing", "4")
     assert (done.returncode, done.stdout) == (1, "")

@@ -56,6 +56,7 @@ from tula_hpc.formatting import (
     printable_output,
 )
 from tula_hpc.init.cluster_file import UNKNOWN, Line
+from tula_hpc.init.script_options import read_options
 from tula_hpc.init.sweep_file import (
     METRIC,
     asked_batch,
@@ -333,7 +334,7 @@ def _table(
                 f"the script was given no arguments and parses none: its batch, {got}, is set in its "
                 "source or environment; give it an option for that"
             )
-        asked["arguments"] = (_with_batch(arguments, known), words)
+        asked["arguments"] = (_with_batch(arguments, known, options), words)
     if result["samples"]:
         table["samples"] = result["samples"]
     else:
@@ -351,15 +352,25 @@ def _table(
     }
 
 
-def _with_batch(arguments: list[str], known: ParsedOptions) -> list[str]:
+def _with_batch(
+    arguments: list[str], known: ParsedOptions, options: argparse.Namespace
+) -> list[str]:
     """Return arguments that carry a batch: by an option of the run, or else of the script."""
     for place, argument in enumerate(arguments):
         name, equals, _ = argument.partition("=")
-        if "batch" in name and name.startswith("-"):
+        if "batch" in name and (equals or name.startswith("-")):
             carrying = [f"{name}={{local_batch}}"] if equals else [name, "{local_batch}"]
             return [*arguments[:place], *carrying, *arguments[place + 2 - len(equals) :]]
-    own = next((name for name in known.names.values() if "batch" in name), "--batch-size")
-    return [*arguments, own, "{local_batch}"]
+    own = next((name for name in known.names.values() if "batch" in name), None)
+    if own is not None:
+        return [*arguments, own, "{local_batch}"]
+    declared = None if options.is_module else read_options(Path(options.script)).batch
+    if declared is not None:
+        return [*arguments, *declared.words("{local_batch}")]
+    is_keyed = any(re.match(r"[^-=]+=", argument) for argument in arguments)
+    if is_keyed:
+        return [*arguments, "batch_size={local_batch}"]
+    return [*arguments, "--batch-size", "{local_batch}"]
 
 
 def _sweep_file(
