@@ -13,6 +13,7 @@ import pytest
 from tests.attach.script_runs import SCRIPTS
 from tests.forked_jobs import run_command
 from tula_hpc.attach.__main__ import main
+from tula_hpc.attach.processes import end_of
 from tula_hpc.attach.script import ParsedOptions, with_placeholders
 from tula_hpc.config import ClusterSpec, check_together, load_sweep, load_together
 from tula_hpc.errors import InputError
@@ -182,6 +183,17 @@ def test_a_script_that_takes_keys_is_suggested_one_for_its_batch(
     ((arguments, expected),) = suggested.items()
     assert main([str(tmp_path / "train.py"), *arguments.split()]) == 0
     assert f"arguments = {json.dumps(expected.split())}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("before", ["epoch 1\n" * 9, ""])
+def test_a_traceback_is_shown_from_its_first_line_on(tmp_path: Path, before: str) -> None:
+    frames = "".join(f'  File "train.py", line {n}, in f\n    f()\n' for n in range(20))
+    traceback = f"Traceback (most recent call last):\n{frames}ValueError: no such key\n"
+    log = tmp_path / "rank-0.log"
+    log.write_text(before + traceback)
+    assert end_of(log) == traceback
+    log.write_text(traceback + "  a list\n" * 11 + "epoch 2\n")
+    assert end_of(log) == "  a list\n" * 11 + "epoch 2\n"
 
 
 def test_a_script_that_fails_is_told_in_one_line(tmp_path: Path) -> None:

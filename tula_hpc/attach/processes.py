@@ -421,6 +421,12 @@ def end_as(
 
 
 def end_of(log: Path) -> str:
-    """Return the last lines of a script's output."""
-    text = last_bytes(log)[-MOST_SHOWN:]
-    return "".join(f"{line}\n" for line in text.splitlines()[-SHOWN_LINES:])
+    """Return the last lines of a script's output; a traceback that they cut through is whole."""
+    lines = last_bytes(log)[-MOST_SHOWN:].splitlines()
+    first = max(0, len(lines) - SHOWN_LINES)
+    above = first
+    while above and lines[above].startswith(" "):
+        above -= 1
+    if lines[above:] and lines[above].startswith("Traceback "):
+        first = above
+    return "".join(f"{line}\n" for line in lines[first:])
