@@ -680,26 +680,60 @@ def test_data_of_the_compute_nodes_alone_need_a_word(sweep_file: Path, capsys: p
 @pytest.mark.parametrize(
     ("settings", "key", "words"),
     [
-        (["delta=0.1"], "delta", 'with gate = "none"'),
-        (["delta=0.1", "method=static"], "", ""),
-        (["delta=0.1", "gate=paper"], "", ""),
-        (["small_batch=16", "method=lbt"], "small_batch", 'method = "lbt" makes no use of it'),
-        (["lr_scaling=sqrt", "method=lars"], "", ""),
-        (["lr_scaling=sqrt", "method=polo"], "lr_scaling", 'method = "polo"'),
-        (["spike_guard=true", "reference=pass"], "spike_guard", 'with reference = "pass"'),
-        (["preset=paper", "small_batch=16"], "", ""),
-        (["static_scale=3.0"], "static_scale", 'method = "ags"'),
-        (["static_scale=2.0"], "", ""),
+        (["training.delta=0.1"], "training.delta", 'with gate = "none"'),
+        (["training.delta=0.1", "training.method=static"], "", ""),
+        (["training.delta=0.1", "training.gate=paper"], "", ""),
+        (
+            ["training.small_batch=16", "training.method=lbt"],
+            "training.small_batch",
+            'method = "lbt" makes no use of it; set method = "ags", or remove it',
+        ),
+        (["training.lr_scaling=sqrt", "training.method=lars"], "", ""),
+        (["training.lr_scaling=sqrt", "training.method=polo"], "training.lr_scaling", 'method = "polo"'),
+        (["training.spike_guard=true", "training.reference=pass"], "training.spike_guard", 'with reference = "pass"'),
+        (["training.preset=paper", "training.small_batch=16"], "", ""),
+        (["training.static_scale=3.0"], "training.static_scale", 'method = "ags"'),
+        (["training.static_scale=2.0"], "", ""),
+        (["training.observe_gradients=false"], "training.observe_gradients", 'method = "ags"'),
+        (
+            ["training.drift=false", "training.drift_minutes=2"],
+            "training.drift_minutes",
+            "set drift = true, or remove it",
+        ),
+        (
+            ["workload.milestones=[1]"],
+            "workload.milestones",
+            'schedule = "cosine" makes no use of it; set schedule = "step", or remove it',
+        ),
+        (["workload.milestones=[1]", "workload.schedule=step"], "", ""),
+        (["workload.momentum=0.5", "workload.optimizer=adamw"], "workload.momentum", 'optimizer = "adamw"'),
+        (["workload.holdout=0.2", "workload.test_samples=9"], "workload.test_samples", "holdout = 0.2"),
+        (["workload.data_dir=/"], "workload.data_dir", "reads no folder; set workload.dataset"),
+        (
+            ["workload.warmup_epochs=0.5", "training.warmup_epochs=0.1"],
+            "workload.warmup_epochs",
+            "training.warmup_epochs is given",
+        ),
+        (["search.mode=partial", "search.max_profiles=9"], "search.max_profiles", 'set mode = "adaptive"'),
+        (["search.first_step_minutes=3"], "search.first_step_minutes", "it is for scripts"),
+        (["objective.cost_weight=2"], "objective.cost_weight", 'set kind = "weighted"'),
+        (["cluster.device_memory_gb=8"], "device_memory_gb", "see memory_gb"),
+        (
+            ["cluster.executor=local", "cluster.account=a", "cluster.qos=b"],
+            "account, qos",
+            'set executor = "slurm", or remove this',
+        ),
     ],
 )
 def test_a_key_that_changes_nothing_is_named(
     sweep_file: Path, capsys: pytest.CaptureFixture[str], settings: list[str], key: str, words: str
 ) -> None:
-    given = [part for each in settings for part in ("--set", f"training.{each}")]
+    given = [part for each in settings for part in ("--set", each)]
     assert main([str(sweep_file), "--dry-run", *given]) == 0
     said = capsys.readouterr().err.splitlines()
     assert len(said) == bool(key)
-    assert not key or said[0].startswith(f"warning: {sweep_file}: training.{key}: changes nothing: ")
+    file = sweep_file if "." in key else "cluster"
+    assert not key or said[0].startswith(f"warning: {file}: {key}: changes nothing: ")
     assert words in "".join(said)
 
 
@@ -862,7 +896,10 @@ def test_a_file_in_the_place_of_a_run_directory_is_refused_as_that_before_slurm_
     file.touch()
     where = [] if below else ["--run-dir", str(file)]
     assert main([str(sweep_file), *where, *options]) == 2
-    assert capsys.readouterr().err == f"{file}: is not a folder; use another --run-dir\n"
+    # a study has no use for [search], and says so before
+    assert capsys.readouterr().err.splitlines()[2 * bool(table) :] == [
+        f"{file}: is not a folder; use another --run-dir"
+    ]
 
 
 def dry_run(sweep_file: Path, capsys: pytest.CaptureFixture[str], *options: str, more: str = "") -> str:

@@ -23,6 +23,7 @@ from tula_hpc.config import (
     batches_timed_apart,
     check_together,
     hidden_peers,
+    idle_keys,
     load_cluster,
     load_sweep,
     load_together,
@@ -437,6 +438,31 @@ def test_an_override_reaches_one_partition_by_its_name(here: Path) -> None:
 def test_an_override_that_reaches_no_partition_is_refused(here: Path, tables: str, override: str, said: str) -> None:
     line = complaint(load_cluster, NAME + tables, [override])
     assert line == f"--set: {override.partition('=')[0]}: {said}"
+
+
+def test_a_key_of_a_study_that_changes_nothing_in_any_column_is_named(here: Path) -> None:
+    study = """
+    [workload]
+    seed = 3
+    [search]
+    max_batch = 64
+    estimate = false
+    [training]
+    s_max = 2.0
+    [study]
+    methods = ["METHOD", "lars"]
+    batches = [64]
+    tuning_holdout = 0.2
+    [study.variants.mine]
+    training.method = "lrs"
+    training.small_batch = 3
+    """
+    always = ["workload.seed", "search.max_batch", "study.tuning_holdout", "study.variants.mine.training.small_batch"]
+    for method, idle in (("ags", []), ("lbt", ["training.s_max"])):
+        Path("in.toml").write_text(NAME + study.replace("METHOD", method))
+        found = dict(idle_keys(load_sweep(Path("in.toml"))))
+        assert sorted(found) == sorted(always + idle)
+    assert found["study.tuning_holdout"] == "base_lrs is not given; give it, or remove this"
 
 
 def test_overrides_of_both_files_are_told_apart_and_reach_the_default_cluster(here: Path) -> None:

@@ -19,6 +19,8 @@ from tula_hpc.config import (
     SweepSpec,
     WorkloadSpec,
     check_together,
+    idle_cluster_keys,
+    idle_keys,
     load_cluster,
     load_sweep,
     loaders_without_cores,
@@ -59,7 +61,7 @@ def head(path: Path) -> str:
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_a_sweep_loads_and_its_head_says_the_command(path: Path) -> None:
-    assert load_sweep(path)
+    assert list(idle_keys(load_sweep(path))) == []
     command = re.search(r"tula (?:sweep|study) (\S+\.toml)(?: --cluster (\S+\.toml))?", head(path))
     assert command is not None
     assert ROOT / command[1] == path
@@ -68,7 +70,7 @@ def test_a_sweep_loads_and_its_head_says_the_command(path: Path) -> None:
 
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
 def test_a_cluster_loads_and_its_head_says_the_command(path: Path) -> None:
-    assert load_cluster(path)
+    assert list(idle_cluster_keys(load_cluster(path))) == []
     assert f"--cluster slurm_templates/{path.name}" in head(path)
 
 

@@ -79,14 +79,7 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
         raise InputError(
             "tells of a run, and --dry-run makes none; leave out one of them", source="--json"
         )
-    from tula_hpc.config import (
-        hidden_peers,
-        idle_keys,
-        idle_reference,
-        load_together,
-        loaders_without_cores,
-        told_by_set,
-    )
+    from tula_hpc.config import hidden_peers, load_together, loaders_without_cores, told_by_set
 
     if warning := told_by_set(options.set):
         sys.stderr.write(f"warning: {warning}\n")
@@ -96,10 +89,7 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
     except InputError as error:
         spec, cluster = _load_without_paths(options, error)
         missing = str(error)
-    for key, why in idle_keys(spec):
-        sys.stderr.write(f"warning: {options.sweep}: {key}: changes nothing: {why}\n")
-    for key, why in idle_reference(spec):
-        sys.stderr.write(f"warning: {options.sweep}: {key}: {why}\n")
+    _tell_idle(options, spec, cluster)
     for key, why in dict.fromkeys((*hidden_peers(cluster), *loaders_without_cores(spec, cluster))):
         file = options.sweep if key.startswith("workload.") else options.cluster or "cluster"
         sys.stderr.write(f"warning: {file}: {key}: {why}\n")
@@ -114,6 +104,19 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
         _refuse_missing_trackers(options, spec)
     _refuse_detached_here(options, cluster)
     return spec, cluster
+
+
+def _tell_idle(options: argparse.Namespace, spec: SweepSpec, cluster: ClusterSpec) -> None:
+    """Name the keys that were given and change nothing."""
+    from tula_hpc.config import idle_cluster_keys, idle_keys, idle_reference
+
+    for key, why in idle_keys(spec):
+        sys.stderr.write(f"warning: {options.sweep}: {key}: changes nothing: {why}\n")
+    for key, why in idle_cluster_keys(cluster):
+        file = options.cluster or "cluster"
+        sys.stderr.write(f"warning: {file}: {key}: changes nothing: {why}\n")
+    for key, why in idle_reference(spec):
+        sys.stderr.write(f"warning: {options.sweep}: {key}: {why}\n")
 
 
 def _slurm_is_here() -> bool:

@@ -9,6 +9,7 @@ from tula_hpc.config.gpus import hidden_peers
 from tula_hpc.config.loading import (
     MAX_FILE_BYTES,
     PUT_BACK,
+    idle_cluster_keys,
     load_cluster,
     load_frozen_sweep,
     load_sweep,

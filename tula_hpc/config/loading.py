@@ -11,7 +11,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from tula_hpc.config.validation import (
     VALUE,
     Spec,
     explain,
+    given_keys,
     hide,
     is_hidden,
     line_of,
@@ -219,6 +220,22 @@ _OF_SLURM = (
     "partition", "account", "qos", "gres", "constraint", "sbatch", "controller_partition",
     "partitions",
 )  # fmt: skip
+# those of which nothing else depends, as a price may on gres; a file for this machine may hold them
+_OF_SLURM_ALONE = (
+    "partition", "account", "qos", "constraint", "srun_args", "controller_partition",
+    "controller_minutes", "controller_memory_gb",
+)  # fmt: skip
+
+
+def idle_cluster_keys(cluster: ClusterSpec) -> Iterator[tuple[str, str]]:
+    """Yield keys of a cluster file that were given and change nothing, with the reason."""
+    given = [key for key, _ in given_keys(cluster)]
+    of_slurm = ", ".join(key for key in given if key in _OF_SLURM_ALONE)
+    if cluster.executor == "local" and of_slurm:
+        yield of_slurm, 'executor = "local" asks no Slurm; set executor = "slurm", or remove this'
+    if "device_memory_gb" in given and all(part.device == "cpu" for part in cluster.parts()):
+        why = 'device = "cpu" has no memory of its own; see memory_gb, or remove this'
+        yield "device_memory_gb", why
 
 
 def load_cluster(path: Path, overrides: Sequence[str] = ()) -> ClusterSpec:

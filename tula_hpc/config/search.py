@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tula_hpc.config.validation import Spec, shown
+from tula_hpc.config.validation import Needs, Spec, shown
 
 # of a sweep file: keys of other tools, and the end of a message that names what is here
 _BATCH = (
@@ -39,7 +39,7 @@ class SearchSpec(Spec):
     """Largest global batch; memory may bound it further."""
     mode: Literal["adaptive", "full", "partial"] = "adaptive"
     """Measured configurations: those the decision needs, the four corners (partial), or all."""
-    max_profiles: int = Field(default=8, ge=3, le=100_000)
+    max_profiles: Annotated[int, Needs("mode", ("adaptive",))] = Field(default=8, ge=3, le=100_000)
     """Measured configurations after which an adaptive search ends at the latest."""
     form: Literal[
         "auto",
@@ -138,6 +138,7 @@ def batches_timed_apart(
 
 # kinds of objective that follow a knee of the curve of time over batch
 KNEES = frozenset({"knee", "kneedle"})
+WEIGHTED = Needs("kind", ("weighted",))
 
 
 class ObjectiveSpec(Spec):
@@ -147,9 +148,9 @@ class ObjectiveSpec(Spec):
     """Quantity that the plan minimizes: time up to the knee, the paper's knee, time, time to equal
     progress, cost, or a product of time and cost.
     """
-    time_weight: float = Field(default=1.0, ge=0, le=100)
+    time_weight: Annotated[float, WEIGHTED] = Field(default=1.0, ge=0, le=100)
     """Exponent of time for `kind = "weighted"`."""
-    cost_weight: float = Field(default=1.0, ge=0, le=100)
+    cost_weight: Annotated[float, WEIGHTED] = Field(default=1.0, ge=0, le=100)
     """Exponent of cost for `kind = "weighted"`."""
     deadline_hours: float | None = Field(default=None, gt=0)
     """Largest expected wall time; also as text: "12h", "90m", "2d"."""

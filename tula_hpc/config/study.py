@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 from pydantic import Field, field_validator, model_validator
 
 from tula_hpc.config.training import Method
-from tula_hpc.config.validation import Name, Spec, nearest, shown
+from tula_hpc.config.validation import Name, Needs, Spec, nearest, shown
 from tula_hpc.config.workload import DATASETS, WorkloadSpec
 
 MOST_TRAININGS = 100_000
@@ -59,7 +59,7 @@ class StudySpec(Spec):
     """Candidates for `workload.lr`, of which the best at the small batch is chosen; a list, or a
     table by optimizer.
     """
-    tuning_holdout: float = Field(default=0.1, gt=0, lt=1)
+    tuning_holdout: Annotated[float, Needs("base_lrs")] = Field(default=0.1, gt=0, lt=1)
     """Share of the training samples that decides between them."""
     variants: dict[Name, dict[str, Any]] = Field(default={}, max_length=1000)
     """Further columns by name, each with the keys of [workload] and [training] that it changes."""

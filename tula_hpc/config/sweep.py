@@ -1,7 +1,7 @@
 """Sweep file: its checks, those together with a cluster, and the sweep of each column of a study.
 
-`idle_keys` and `idle_reference` find keys of training that were given and change nothing: a sweep
-may hold them, but its author should know.
+`idle_keys` and `idle_reference` find keys that were given and change nothing: a sweep may hold
+them, but its author should know. Which other key a key needs stands beside it, see `Needs`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pydantic import ValidationError, ValidationInfo, model_validator
 from tula_hpc.config.cluster import ClusterSpec
 from tula_hpc.config.search import FOREIGN_KEYS, ObjectiveSpec, SearchSpec, local_batches
 from tula_hpc.config.study import StudySpec, check_accuracy
-from tula_hpc.config.training import AgsOptions, Method, TrainingSpec, check_script
-from tula_hpc.config.validation import Name, Spec, explain, shown
-from tula_hpc.config.workload import WorkloadSpec
+from tula_hpc.config.training import Method, TrainingSpec, check_script
+from tula_hpc.config.validation import Name, Spec, explain, given_keys, shown
+from tula_hpc.config.workload import DATASETS, WorkloadSpec
 from tula_hpc.errors import InputError
 from tula_hpc.formatting import plural
 
@@ -392,52 +392,78 @@ def sweep_for(sweep: SweepSpec, part: ClusterSpec) -> SweepSpec | None:
     return sweep.model_copy(update={"search": search})
 
 
-OF_METHODS = ("preset", *AgsOptions._fields, "s_max", "s_min", "static_scale")
-# keys that each method uses; methods that are left out use none
-USED = {
-    "ags": {"preset", *AgsOptions._fields, "s_max", "s_min"},
-    "static": {
-        "static_scale",
-        "delta",
-        "gate",
-        "smoothing",
-        "scale_warmup_epochs",
-        "exclude_norms",
-        "apply",
-    },
-    "lars": {"lr_scaling"},
-    "lamb": {"lr_scaling"},
-}
+# tables and keys of what no study has: search, plan, prediction, and one seed
+_NOT_OF_STUDIES = frozenset({
+    "search", "objective", "workload.seed", "training.drift", "training.drift_minutes",
+    "training.replan_on_drift", "training.max_fallbacks",
+})  # fmt: skip
+# in spite of their table: the trial before any job, and the limit of a script's first step
+_OF_TRIALS = ("search.estimate", "search.first_step_minutes")
 
 
 def idle_keys(sweep: SweepSpec) -> Iterator[tuple[str, str]]:
-    """Yield each dotted key of [training] that changes nothing, with the reason; none of a study.
+    """Yield each dotted key that changes nothing, with the reason; of a study in no column.
 
     A key with its default value counts as left out.
     """
-    if sweep.study is not None:
+    study = sweep.study
+    if study is None:
+        yield from _idle_in(sweep).items()
         return
-    for key in OF_METHODS:
-        is_given = getattr(sweep.training, key) != TrainingSpec.model_fields[key].default
-        reason = _reason(sweep.training, key)
-        if is_given and reason:
-            yield f"training.{key}", reason
+    columns = {
+        name: _idle_in(study_column(sweep, name, check_paths=False)) for name in study.columns
+    }
+    for key, why in columns[study.columns[0]].items():
+        in_all = all(key in idle for idle in columns.values())
+        if in_all and key not in study.overrides(study.columns[0]):
+            yield key, why
+    for name, idle in columns.items():
+        for key in study.variants.get(name, {}):
+            if key in idle:
+                yield f"study.variants.{name}.{key}", idle[key]
 
 
-def _reason(training: TrainingSpec, key: str) -> str:
-    """Return the reason why a key changes nothing; empty if it changes something."""
-    options = training.ags
-    if key not in USED.get(training.method, ()):
-        return f'method = "{training.method}" makes no use of it'
-    if key == "delta" and options.gate == "none":
-        return (
-            'with gate = "none" every step is scaled, whatever it is; '
-            'a gate is "paper", "smooth" or "smoothed"'
+def _idle_in(sweep: SweepSpec) -> dict[str, str]:
+    """Return the given keys that change nothing, each with the reason."""
+    by_others = dict(_idle_by_others(sweep))
+    found = {}
+    for table in ("workload", "search", "objective", "training", "study"):
+        spec = getattr(sweep, table)
+        for key, reason in given_keys(spec) if spec is not None else ():
+            dotted = f"{table}.{key}"
+            of_plans = not _NOT_OF_STUDIES.isdisjoint((table, dotted)) and dotted not in _OF_TRIALS
+            if sweep.study is not None and of_plans:
+                found[dotted] = "a study makes no use of it; remove it"
+            elif why := reason or by_others.get(dotted, ""):
+                found[dotted] = why
+    return found
+
+
+def _idle_by_others(sweep: SweepSpec) -> Iterator[tuple[str, str]]:
+    """Yield keys that change nothing, given or not, because of several others or other tables."""
+    work, training = sweep.workload, sweep.training
+    if training.ags.gate == "none":
+        every = 'with gate = "none" every step is scaled, whatever it is'
+        yield "training.delta", f'{every}; a gate is "paper", "smooth" or "smoothed"'
+    if training.method == "ags" and training.ags.reference == "pass":
+        why = 'with reference = "pass" there are no norms at every step, which it needs'
+        yield from dict.fromkeys(
+            ("training.small_batch_shrink", "training.spike_guard"), why
+        ).items()
+    if training.warmup_epochs is not None:
+        yield "workload.warmup_epochs", "training.warmup_epochs is given, and counts; remove either"
+    if work.is_script:
+        yield "training.observe_gradients", "a script's gradients are not logged; remove it"
+    else:
+        yield "search.first_step_minutes", "it is for scripts; remove it"
+    if work.is_script and "seed" not in work.placeholders:
+        yield (
+            "workload.seed",
+            "{seed} is in none of workload.arguments; put it there, or remove this",
         )
-    needs_norms = key in ("small_batch_shrink", "spike_guard") and training.method == "ags"
-    if needs_norms and options.reference == "pass":
-        return 'with reference = "pass" there are no norms at every step, which it needs'
-    return ""
+    if work.dataset in DATASETS and not DATASETS[work.dataset].on_disk:
+        alone = f'dataset = "{work.dataset}" reads no folder'
+        yield "workload.data_dir", f"{alone}; set workload.dataset, or remove this"
 
 
 def idle_reference(sweep: SweepSpec) -> Iterator[tuple[str, str]]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 
 from pydantic import Field, model_validator
 
-from tula_hpc.config.validation import Spec
+from tula_hpc.config.validation import Needs, Spec
 
 Granularity = Literal["element", "tensor", "layer", "model"]
 Gate = Literal["paper", "none", "smooth", "smoothed"]
@@ -105,8 +105,16 @@ CHECKPOINT_MINUTES = 5.0
 # share of the samples that a single worker spends on passes though norms are wanted for free
 PASS_SHARE = 0.02
 Method = Literal["ags", "static", "lbt", "lrs", "sqrt", "lars", "lamb", "polo", "adascale"]
+# methods whose factors are estimated from the gradients, and all that have factors
+ADAPTING = ("ags", "adascale")
+SCALING = (*ADAPTING, "static")
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
+OF_AGS = Needs("method", ("ags",))
+OF_GATED = Needs("method", ("ags", "static"))
+OF_RATES = Needs("method", ("ags", "lars", "lamb"))
+WATCHED = Needs("drift", (True,))
+UNADAPTED = Needs("method", tuple(name for name in get_args(Method) if name not in ADAPTING))
 
 
 class TrainingSpec(Spec):
@@ -120,49 +128,49 @@ class TrainingSpec(Spec):
     """Global batch that `workload.lr` was chosen for; scaling starts there."""
     warmup_epochs: float | None = Field(default=None, ge=0)
     """Epochs in which the rate grows to its value; without it as the method needs them."""
-    preset: Literal["default", "paper"] = "default"
+    preset: Annotated[Literal["default", "paper"], OF_AGS] = "default"
     """Values of the next fourteen keys where they are left out; paper is Algorithm 1 to the letter."""
-    small_batch: int | None = Field(default=None, ge=1, le=2**30)
+    small_batch: Annotated[int | None, OF_AGS] = Field(default=None, ge=1, le=2**30)
     """Reference batch over all workers; without it half of `base_batch`, and less for large
     batches.
     """
-    small_batch_shrink: float | None = Field(default=None, ge=1, le=1e6)
+    small_batch_shrink: Annotated[float | None, OF_AGS] = Field(default=None, ge=1, le=1e6)
     """Factor by which the reference batch shrinks until the end; without it by the length of the
     training.
     """
-    delta: float | None = Field(default=None, gt=0)
+    delta: Annotated[float | None, OF_GATED] = Field(default=None, gt=0)
     """Threshold of the gate: relative change of the gradient's squared norm."""
-    granularity: Granularity | None = None
+    granularity: Annotated[Granularity | None, OF_AGS] = None
     """Part of the model that shares one factor."""
-    exponent: float | None = Field(default=None, gt=0, le=4)
+    exponent: Annotated[float | None, OF_AGS] = Field(default=None, gt=0, le=4)
     """Exponent of the ratio of norms that is the factor: 1 in the paper, 2 in AdaScale."""
-    smoothing: float | None = Field(default=None, ge=0, lt=1)
+    smoothing: Annotated[float | None, OF_GATED] = Field(default=None, ge=0, lt=1)
     """Decay of the moving averages of squared norms, for each update."""
-    scale_warmup_epochs: float | None = Field(default=None, ge=0)
+    scale_warmup_epochs: Annotated[float | None, OF_GATED] = Field(default=None, ge=0)
     """Epochs in which factors grow from 1 to their value."""
-    gate: Gate | None = None
+    gate: Annotated[Gate | None, OF_GATED] = None
     """Which steps are scaled: those of a change below `delta` (paper; smoothed: of averages), all
     (none), or all but the less the larger the change (smooth).
     """
-    exclude_norms: bool | None = None
+    exclude_norms: Annotated[bool | None, OF_GATED] = None
     """Normalization layers and biases are not scaled."""
-    apply: Literal["gradient", "update"] | None = None
+    apply: Annotated[Literal["gradient", "update"] | None, OF_GATED] = None
     """Quantity that is multiplied: the gradient or the optimizer's update; without it the update
     where the optimizer divides by the gradient's size.
     """
-    spike_guard: bool | None = None
+    spike_guard: Annotated[bool | None, OF_AGS] = None
     """A gradient longer than its moving average is scaled by its own length."""
-    lr_scaling: LrScaling | None = None
+    lr_scaling: Annotated[LrScaling | None, OF_RATES] = None
     """Scaling of the rate on top, from `base_batch` to the global batch."""
-    reference: Literal["pass", "free"] | None = None
+    reference: Annotated[Literal["pass", "free"] | None, OF_AGS] = None
     """Where the small gradient comes from: an extra pass, or the workers' own gradients (free)."""
-    update_interval_epochs: float | None = Field(default=None, ge=0)
+    update_interval_epochs: Annotated[float | None, OF_AGS] = Field(default=None, ge=0)
     """Epochs between two passes; 0: as often as 2 % of the samples allow."""
-    s_max: float | None = Field(default=None, gt=0)
+    s_max: Annotated[float | None, OF_AGS] = Field(default=None, gt=0)
     """Largest factor; without it (global batch / small_batch) to the power of exponent / 2."""
-    s_min: float = Field(default=0.0, ge=0)
+    s_min: Annotated[float, OF_AGS] = Field(default=0.0, ge=0)
     """Smallest factor."""
-    static_scale: float = Field(default=2.0, gt=0)
+    static_scale: Annotated[float, Needs("method", ("static",))] = Field(default=2.0, gt=0)
     """Factor of `method = "static"`."""
     layer_wise: bool = False
     """LARS in place of SGD, LAMB in place of AdamW, whatever the method puts around it."""
@@ -184,13 +192,13 @@ class TrainingSpec(Spec):
     """Times that a training goes on with the next smaller batch after lack of memory, at most."""
     drift: bool = True
     """Compare step times with the plan's prediction while training."""
-    drift_minutes: float = Field(default=1.0, gt=0, le=1e6)
+    drift_minutes: Annotated[float, WATCHED] = Field(default=1.0, gt=0, le=1e6)
     """Time outside the prediction's interval before an event is recorded."""
-    replan_on_drift: bool = False
+    replan_on_drift: Annotated[bool, WATCHED] = False
     """Then a requeue may go on with another batch on as many nodes."""
-    observe_gradients: bool = True
+    observe_gradients: Annotated[bool, UNADAPTED] = True
     """Log norm, change and noise of gradients also where the method makes nothing of them."""
-    scale_histogram: bool = False
+    scale_histogram: Annotated[bool, Needs("method", SCALING)] = False
     """Count the applied factors for a figure; takes a pass over them at each step."""
 
     @property
@@ -207,12 +215,12 @@ class TrainingSpec(Spec):
     @property
     def adapts(self) -> bool:
         """True if factors are estimated from the gradients."""
-        return self.method in ("ags", "adascale")
+        return self.method in ADAPTING
 
     @property
     def scales(self) -> bool:
         """True if gradients or updates are multiplied by factors."""
-        return self.adapts or self.method == "static"
+        return self.method in SCALING
 
     @property
     def free_reference(self) -> bool:

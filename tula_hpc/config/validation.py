@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -59,6 +59,33 @@ class Spec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
     # of a file: keys of other tools, and the end of a message that names its own
     foreign_keys: ClassVar[Mapping[str, str]] = {}
+
+
+class Needs(NamedTuple):
+    """Mark of a key that counts only where another one of its table has certain values, or any."""
+
+    key: str
+    values: tuple[object, ...] = ()
+
+    def reason(self, table: Spec) -> str:
+        """Return why the marked key changes nothing in this table; empty if it counts."""
+        value = getattr(table, self.key)
+        if value in self.values or (value and not self.values):
+            return ""
+        if not self.values:
+            return f"{self.key} is not given; give it, or remove this"
+        remedy = "remove it"
+        if len(self.values) == 1:
+            remedy = f"set {self.key} = {shown(self.values[0])}, or remove it"
+        return f"{self.key} = {shown(value)} makes no use of it; {remedy}"
+
+
+def given_keys(table: Spec) -> Iterator[tuple[str, str]]:
+    """Yield each key of a table with another value than its default, and why it changes nothing."""
+    for key, field in type(table).model_fields.items():
+        if getattr(table, key) != field.default:
+            marks = (mark for mark in field.metadata if isinstance(mark, Needs))
+            yield key, next(filter(None, (mark.reason(table) for mark in marks)), "")
 
 
 # tables whose values may be passwords

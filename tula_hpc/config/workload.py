@@ -27,6 +27,7 @@ from pydantic import (
 
 from tula_hpc.config.validation import (
     MODULE_PATTERN,
+    Needs,
     Spec,
     known_or_entry_point,
     nearest,
@@ -113,6 +114,7 @@ PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)(?:\*(\d+(?:\.\d+)?(?:[eE]-?\d
 METRIC_GROUPS = ("test_accuracy", "test_loss")
 Argument = Annotated[str, Field(max_length=10_000)]
 Epoch = Annotated[int, Field(ge=0, le=100_000)]
+OF_STEPS = Needs("schedule", ("step",))
 
 
 class WorkloadSpec(Spec):
@@ -147,7 +149,9 @@ class WorkloadSpec(Spec):
     """Edge of the images; without it the data set's own."""
     samples: int | None = Field(default=None, ge=1, le=2**40)
     """Training samples, a fixed random choice; without it all. A script requires it, of an epoch."""
-    test_samples: int | None = Field(default=None, ge=1, le=2**40)
+    test_samples: Annotated[int | None, Needs("holdout", (0.0,))] = Field(
+        default=None, ge=1, le=2**40
+    )
     """Test samples, a fixed random choice; without it all."""
     holdout: float = Field(default=0.0, ge=0, lt=1)
     """Share of the training samples that is not trained on but tested on, instead of the test set."""
@@ -173,15 +177,15 @@ class WorkloadSpec(Spec):
     """Optimizer that the method works with."""
     lr: float = Field(default=0.05, gt=0)
     """Learning rate at `training.base_batch`."""
-    momentum: float = Field(default=0.9, ge=0, lt=1)
+    momentum: Annotated[float, Needs("optimizer", ("sgd",))] = Field(default=0.9, ge=0, lt=1)
     """Momentum of sgd."""
     weight_decay: float = Field(default=5e-4, ge=0)
     """Weight decay."""
     schedule: Literal["constant", "step", "cosine"] = "cosine"
     """Course of the learning rate: constant, changed at the milestones (step), or to 0 (cosine)."""
-    milestones: tuple[Epoch, ...] = Field(default=(), max_length=1000)
+    milestones: Annotated[tuple[Epoch, ...], OF_STEPS] = Field(default=(), max_length=1000)
     """Epochs at which `schedule = "step"` multiplies the rate by `gamma`."""
-    gamma: float = Field(default=0.1, gt=0, le=1)
+    gamma: Annotated[float, OF_STEPS] = Field(default=0.1, gt=0, le=1)
     """Factor of the rate at a milestone."""
     warmup_epochs: float = Field(default=0.0, ge=0)
     """Epochs in which the rate grows to its value."""
