@@ -123,11 +123,15 @@ def about_missing(
     summary: Summary, search: SearchSpec, pending: Iterable[Configuration], how_to_profile: str
 ) -> list[str]:
     """List a partition's wanted configurations that failed or are pending, and what to do."""
-    found = []
+    failed: dict[str, list[Configuration]] = {}
     for configuration, failure in summary.failed.items():
         within = search.min_batch <= configuration.global_batch <= search.max_batch
         if within and configuration.nodes in search.cluster_sizes:
-            found.append(f"{configuration} was not measured: {failure}")
+            failed.setdefault(failure, []).append(configuration)
+    found = []
+    for failure, each in failed.items():
+        were = "was" if len(each) == 1 else "were"
+        found.append(f"{_names(each)} {were} not measured: {failure}")
     missing = [c for c in pending if c not in summary.failed]
     if missing:
         found.append(f"not yet profiled: {_names(missing)}; {how_to_profile}")

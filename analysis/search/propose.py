@@ -110,7 +110,7 @@ def _settled(measurements: Sequence[Measurement]) -> set[Configuration]:
             continue
         attempts[row.configuration] += 1
         given_up = is_configuration_given_up(row.failure, attempts[row.configuration])
-        if is_usable(row) or given_up:
+        if is_usable(row) or row.is_left_out or given_up:
             settled.add(row.configuration)
     return settled
 

@@ -119,15 +119,21 @@ epochs = 4
 [search]
 cluster_sizes = [1, 2]
 min_batch = 64
-max_batch = 64
-mode = "full"
+max_batch = 512
+mode = "partial"
 """)
     done = sweep(path, tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout
     records = RunDirectory(tmp_path / "run").measurements().records
-    assert sorted(m.nodes for m in records) == [1, 2]
+    measured = [m for m in records if m.status == "ok"]
+    assert sorted(m.configuration for m in measured) == [(1, 1, 64), (2, 1, 32)]
     # of the 100, with all that is measured beside whole steps
-    assert all(m.status == "ok" and 10 <= m.steps <= 40 for m in records)
+    assert all(10 <= m.steps <= 40 for m in measured)
+    # of the largest batch there are too few
+    left_out = [m for m in records if m.is_left_out]
+    assert sorted(m.configuration for m in left_out) == [(1, 1, 512), (2, 1, 256)]
+    assert len(records) == 4
+    assert "N=1 b=512 (B=512), N=2 b=256 (B=512) were not measured: the script takes too few" in done.stdout
 
 
 def test_a_batch_that_memory_forbids_is_taken_in_parts(tmp_path: Path) -> None:

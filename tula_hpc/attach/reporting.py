@@ -77,6 +77,8 @@ class Said(Record):
     steps: int = 0
     # the script ended by itself too early, which may be told by what it printed last
     is_early: bool = False
+    # it ended as one that is done, after some steps: a larger batch leaves fewer
+    is_short: bool = False
     # what helps, after all else
     remedy: str = ""
     # where it was when it waited for other workers

@@ -174,6 +174,7 @@ class ScriptProfile(MeasuredSteps):
             detail=f"{name} {how}{when}",
             steps=steps,
             is_early=True,
+            is_short=code == 0 and steps > 0,
             remedy="" if code else remedy,
             result={} if shorter is None else {"search": shorter.model_dump(mode="json")},
         )

@@ -30,7 +30,13 @@ from tula_hpc.files import HeldFolder
 from tula_hpc.launch.job_specs import ProfileJob, in_passes
 from tula_hpc.own_sources import digests_of
 from tula_hpc.profiling.work_queue import Agenda
-from tula_hpc.records import Configuration, Measurement, append_record
+from tula_hpc.records import (
+    Configuration,
+    Measurement,
+    append_record,
+    is_usable,
+    recorded_in,
+)
 
 if TYPE_CHECKING:
     from tula_hpc.attach.processes import Meeting, Outcome
@@ -105,6 +111,8 @@ class Session:
             outcomes, meeting = self._run(configuration)
             meeting = meeting._replace(began_at=began_at)
         found = worst(outcomes)
+        if found.said.is_short and self._is_left_out(configuration, found):
+            return
         if not found.is_done:
             self._fail(configuration, found)
         self.measured += self.place is not None
@@ -230,6 +238,32 @@ class Session:
     def _told_passes(self) -> int | None:
         work = self.sweep.workload
         return work.accumulation if work.accumulates else None
+
+    def _is_left_out(self, configuration: Configuration, found: Outcome) -> bool:
+        """Record that so large a batch leaves too few steps, if a smaller was measured. Collective."""
+
+        def record() -> str:
+            from tula_hpc.profiling.record import describe
+
+            known = recorded_in(self.job.output.parent)
+            smallest = min(
+                (m.configuration.global_batch for m in known if is_usable(m)), default=math.inf
+            )
+            if configuration.global_batch <= smallest:
+                return ""
+            told = Measurement(
+                status="failed",
+                detail=f"the script takes too few optimizer steps of it; {found.said.remedy}",
+                steps=found.said.steps,
+                partition=self.job.partition,
+                accumulation=self._told_passes,
+                finished_at=unix_time(),
+                **describe(configuration, self.job.cluster, self.env),
+            )
+            append_record(self.job.output, told)
+            return "left out"
+
+        return bool(self.allocation.broadcast(record))
 
     def _fail(self, configuration: Configuration, found: Outcome) -> None:
         """End the job as a worker's process has ended, see `end_as`."""

@@ -222,6 +222,11 @@ class Measurement(Record):
         """Return the measured configuration."""
         return Configuration(self.nodes, self.workers_per_node, self.local_batch)
 
+    @property
+    def is_left_out(self) -> bool:
+        """Tell whether a script has too few steps of this batch to be measured."""
+        return self.status == "failed" and self.steps > 0
+
 
 _SAMPLES = b'"samples":{'
 
@@ -246,11 +251,8 @@ def measurements_for_search(
 
     A failure before `since`, in an earlier run of the command, may have been mended.
     """
-    return [
-        m
-        for m in measurements
-        if m.partition == partition and (m.status != "failed" or m.finished_at >= since)
-    ]
+    mine = [m for m in measurements if m.partition == partition]
+    return [m for m in mine if m.status != "failed" or m.is_left_out or m.finished_at >= since]
 
 
 def measurements_of(measurements: Iterable[Measurement], partition: str) -> list[Measurement]:

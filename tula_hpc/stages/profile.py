@@ -480,7 +480,8 @@ def died_of(group: Sequence[Configuration], output: Path) -> Configuration | Non
     """
     recorded = read_records(Measurement, with_rank_files(output)).records
     notes = read_records(JobNote, [notes_file(output)]).records
-    if any(m.status != "ok" for m in recorded) or (notes and notes[-1].note == "ended"):
+    failed = any(m.status != "ok" and not m.is_left_out for m in recorded)
+    if failed or (notes and notes[-1].note == "ended"):
         # by itself, or by a command that was killed right after it had written that down
         return None
     done = {m.configuration for m in recorded}
