@@ -330,6 +330,11 @@ def test_without_slurm_both_files_are_for_this_machine(
     (tmp_path / "broken.py").write_text("def (:")
     assert main([str(tmp_path / "cluster.toml"), "--script", str(tmp_path / "broken.py")]) == 2
     assert "broken.py: is not valid Python" in capsys.readouterr().err
+    assert main(["--script", "nothing.py"]) == 2
+    words = "expected a training script in Python, by its path from"
+    assert capsys.readouterr().err == f"nothing.py: no such file; {words} {Path.cwd()}\n"
+    assert main(["--script", str(tmp_path)]) == 2
+    assert f"{tmp_path}: is no file; {words} " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("batch", "passes", "samples"), [(1, 1, 640), (2, 4, 10**6), (64, 1, 100)])

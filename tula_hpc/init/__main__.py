@@ -142,6 +142,10 @@ def _read_script(options: argparse.Namespace) -> Script:
     from tula_hpc.init.sweep_file import Script
 
     path: Path = options.script
+    if not path.is_file():
+        what = "is no file" if path.exists() else "no such file"
+        message = f"{what}; expected a training script in Python, by its path from {Path.cwd()}"
+        raise InputError(message, source=path)
     if options.file.is_dir():
         raise InputError("is a folder; expected the name of a cluster file", source=options.file)
     target = options.file.with_name(f"{path.stem}.toml")
