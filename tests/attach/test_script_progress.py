@@ -88,7 +88,7 @@ def test_epochs_end_with_their_last_whole_batch(tmp_path: Path, clock: Clock) ->
     for _ in range(2 * 3):
         told.step()
     rows = told.metrics()
-    assert [(row.epoch, row.step, row.steps) for row in rows.epochs] == [(1, 3, 3), (2, 6, 3)]
+    assert [(row.epoch, row.step, row.steps) for row in rows.epochs] == [(1, 3, 2), (2, 6, 3)]
     assert [row.epoch for row in rows.steps] == [1.0, 2.0]
 
 
@@ -222,8 +222,9 @@ def test_an_epoch_takes_its_steps_and_waits_but_no_evaluation(tmp_path: Path, cl
         told.step()
         clock.now += 1000.0
     first, second = told.metrics().epochs
-    # nothing was waited for yet when the first step began
-    assert first.epoch_time_s == pytest.approx(4 * STEP_S + 3 * WAIT_S)
+    # the first step is of the start
+    assert first.steps == 3
+    assert first.epoch_time_s == pytest.approx(3 * (STEP_S + WAIT_S))
     assert second.epoch_time_s == pytest.approx(4 * (STEP_S + WAIT_S))
 
 
@@ -303,14 +304,14 @@ def test_a_loss_that_is_reported_within_a_step_is_of_its_epoch(tmp_path: Path, c
 
 
 @pytest.mark.parametrize("parts", [1, 0], ids=["seen", "a first pass that nobody saw"])
-def test_a_start_lasts_until_the_first_step(tmp_path: Path, clock: Clock, parts: int) -> None:
+def test_a_start_lasts_until_the_end_of_the_first_step(tmp_path: Path, clock: Clock, parts: int) -> None:
     told = Told(tmp_path, clock, samples=16)
     clock.now += 30.0
     told.step(parts=parts)
     told.step()
     so_far = told.training.ended(0).result
-    assert so_far["starts_s"] == 30.0 + WAIT_S
-    assert so_far["started_at"] == BEGAN_AT + 30.0 + WAIT_S
+    assert so_far["starts_s"] == 30.0 + WAIT_S + parts * STEP_S
+    assert so_far["started_at"] == BEGAN_AT + so_far["starts_s"]
 
 
 def test_a_start_after_others_adds_to_them(tmp_path: Path, clock: Clock) -> None:
@@ -319,7 +320,7 @@ def test_a_start_after_others_adds_to_them(tmp_path: Path, clock: Clock) -> None
     told.training.progress.started_at = 7.0
     told.step()
     so_far = told.training.ended(0).result
-    assert (so_far["starts_s"], so_far["started_at"]) == (40.0 + WAIT_S, 7.0)
+    assert (so_far["starts_s"], so_far["started_at"]) == (40.0 + WAIT_S + STEP_S, 7.0)
 
 
 def test_scores_are_of_the_epoch_that_was_over(tmp_path: Path, clock: Clock) -> None:

@@ -283,7 +283,10 @@ class ScriptTraining(Mode):
             # the optimizer has stepped twice
             return
         if self._stepped_at is None:
-            self._count_start()
+            # as in a profile the first step is of the start: it may compile the model
+            now = unix_time()
+            self.progress.starts_s += max(0.0, now - self.settings.job_began_at)
+            self.progress.started_at = self.progress.started_at or now
         self.count_step()
         if (loader := self.hooks.loader) is not None:
             self._epoch = self._epoch_of(loader)
@@ -308,13 +311,6 @@ class ScriptTraining(Mode):
         if own is None:
             return self.settings.samples, self.settings.global_batch
         return min(self.settings.samples, own * self.spec.world_size), 1
-
-    def _count_start(self) -> None:
-        """Count the time of this job up to its first step, which has just been taken."""
-        step_s = time.perf_counter() - self._began if self.is_open else 0.0
-        began_at = unix_time() - step_s
-        self.progress.starts_s += max(0.0, began_at - self.settings.job_began_at)
-        self.progress.started_at = self.progress.started_at or began_at
 
     def _refuse_another(self) -> None:
         """Refuse to train another model than was measured."""
@@ -353,12 +349,14 @@ class ScriptTraining(Mode):
         self._apart.step_ends()
         # a step with a suspension says nothing about the time of steps
         if self.is_open and not self.suspensions.take():
-            self.progress.epoch_steps += 1
-            self.progress.epoch_time_s += now - self._began
-            self.window.add(seconds=now - self._began)
+            step_s = now - self._began
+            self.window.add(seconds=step_s)
             self.window.waited_s += waited_s
-            if self.drift is not None:
-                self.drift.count(now - self._began, waited_s)
+            is_timed = self._stepped_at is not None
+            self.progress.epoch_steps += is_timed
+            self.progress.epoch_time_s += is_timed * step_s
+            if is_timed and self.drift is not None:
+                self.drift.count(step_s, waited_s)
         self._ended = self._stepped_at = now
 
     def pause(self) -> None:
@@ -386,7 +384,7 @@ class ScriptTraining(Mode):
     def _count_pause(self, seconds: float) -> None:
         """Count time of the script that is none of its steps'; of the epoch before at its end."""
         self._paused_s += seconds
-        if self.progress.epoch_steps:
+        if self._written != self.progress.step:
             return
         paused_s, self._paused_s = max(0.0, self._paused_s), 0.0
         if self._is_between:
