@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import tula_hpc
-from tula_hpc.command_errors import INTERRUPTED, CommandParser
+from tula_hpc.command_errors import INTERRUPTED, CommandParser, ending_at_once
 from tula_hpc.python_path import PROGRAM
 
 
@@ -76,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # the rest is for the command's own parser
     name = _parser().parse_args(given[:1]).command
     try:
-        return int(importlib.import_module(COMMANDS[name].module).main(given[1:]))
+        with ending_at_once():
+            return int(importlib.import_module(COMMANDS[name].module).main(given[1:]))
     except KeyboardInterrupt:
         # while its libraries are loaded, or in a command that leaves nothing to be told
         return INTERRUPTED

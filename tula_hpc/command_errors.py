@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from tula_hpc.env import begin_process
@@ -36,6 +38,34 @@ FOLDER_DELETED = (
 # exit code, as of a shell whose command a signal ended
 INTERRUPTED = 128 + signal.SIGINT
 NOTHING_BEGUN = "interrupted before anything was begun"
+
+
+@contextlib.contextmanager
+def ending_at_once() -> Iterator[None]:
+    """End the process on Ctrl-C within this, unless a command there takes it, see `exit_code_of`.
+
+    Compiled modules, those of scipy and pydantic among them, may swallow a KeyboardInterrupt, or
+    turn it into an error of their own.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    # in the background of a script it is ignored
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end(_number: int, _frame: FrameType | None) -> None:
+    os._exit(INTERRUPTED)
+
+
+def _take_interrupts() -> None:
+    # a killed login session ends like Ctrl-C: nothing is lost
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -72,8 +102,7 @@ def exit_code_of(
     `interrupted` is said where nothing in the command takes the interrupt.
     """
     begin_process()
-    # a killed login session ends like Ctrl-C: nothing is lost
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    _take_interrupts()
     try:
         code = run(options)
         sys.stdout.flush()

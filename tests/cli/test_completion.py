@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -94,6 +98,27 @@ def test_an_interrupt_at_any_moment_is_no_traceback(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("tula_hpc.__main__.importlib.import_module", interrupted)
     assert [code_of(command) for command in COMMANDS] == [130] * len(COMMANDS)
+
+
+def test_an_interrupt_that_a_library_would_swallow_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def swallowing(_: object) -> SimpleNamespace:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        return SimpleNamespace(main=lambda _: 0)
+
+    monkeypatch.setattr("tula_hpc.__main__.importlib.import_module", swallowing)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(SystemExit) as end:
+            main(["report", "runs/any"])
+        assert end.value.code == 130
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        # in the background of a script it is ignored
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        assert main(["report", "runs/any"]) == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(("words", "code"), [(["--help"], 0), ([], 2)])
