@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -24,7 +25,7 @@ from tula_hpc.launch import local_executor
 from tula_hpc.launch.job_files import SETUP_FILE
 from tula_hpc.launch.job_specs import ProfileJob
 from tula_hpc.launch.launcher import REFUSED, Launcher
-from tula_hpc.launch.local_executor import begun, take_pickle
+from tula_hpc.launch.local_executor import begun, run_controller, take_pickle
 from tula_hpc.records import Configuration, RunDirectory, append_record
 from tula_hpc.records.events import EventName
 from tula_hpc.stages import profile as profile_stage
@@ -234,3 +235,20 @@ def test_a_pickle_is_taken_once_by_its_job_or_by_whoever_gives_the_job_up(tmp_pa
     late = start(0)
     assert late.returncode != 0
     assert not (folder / f"0-{late.pid}.pkl").exists()
+
+
+def test_a_job_is_told_to_stop_by_its_own_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = tmp_path / "controller"
+    controller.write_text(
+        f"#!/bin/sh\ntrap 'stop=1' TERM\ntouch {tmp_path}/begun\n"
+        f"until [ $stop ]; do sleep 0.02; done\nsleep 0.2\ntouch {tmp_path}/saved\nexit 5\n"
+    )
+    controller.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(controller))
+    process = subprocess.Popen(["sh", "-c", run_controller(tmp_path)], start_new_session=True)
+    lock = tmp_path / f"{process.pid}.lock"
+    lock.touch()
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.01)
+    process.terminate()
+    assert (process.wait(60), (tmp_path / "saved").exists(), lock.exists()) == (5, True, False)

@@ -111,11 +111,15 @@ def take_pickle(folder: Path, index: int) -> list[str]:
 def run_controller(folder: Path) -> str:
     """Return a shell line that runs the job under `local_controller`; submitit's own never starts.
 
-    Unless the controller was killed, the job's lock goes, as `was_killed` wants it.
+    Unless the controller was killed, the job's lock goes, as `was_killed` wants it. TERM to the
+    shell alone, whose number is the job's, reaches the controller, and so its workers.
     """
     command = shlex.join([sys.executable, "-m", "tula_hpc.launch.local_controller", str(folder)])
     lock = f"{shlex.quote(str(folder))}/$$.lock"
-    return f"{{ {command}; code=$?; [ $code -eq {128 + SIGKILL} ] || rm -f {lock}; exit $code; }}"
+    # a trapped signal ends a wait
+    waits = "while wait $!; code=$?; kill -0 $! 2>/dev/null; do :; done"
+    ends = f"[ $code -eq {128 + SIGKILL} ] || rm -f {lock}; exit $code"
+    return f"{{ {command} & trap 'kill -TERM $!' TERM; {waits}; {ends}; }}"
 
 
 def begun(folder: Path, count: int) -> list[str]:
