@@ -84,7 +84,11 @@ def _profiling(run: RunContents, history: RunHistory) -> Iterator[Stretch]:
             continue
         row = f"profile {submitted.job_id}".strip()
         waited_from = submitted.submitted_at
-        ended = submitted.end.time if submitted.end else submitted.last_sign_at
+        if submitted.end is None:
+            # it would have noted its start
+            yield _still_waiting(row, submitted.job_id, waited_from, run)
+            continue
+        ended = submitted.end.time
         began = max(waited_from, ended - elapsed.get(submitted.job_id, ended))
         yield Stretch(row, submitted.job_id, "waiting", waited_from, began)
         yield Stretch(row, submitted.job_id, "profiling", began, max(began, ended))
@@ -122,6 +126,13 @@ def _training(
                 yield Stretch(row, job_id, "waiting", reached, begin)
             yield Stretch(row, job_id, "training", begin, end, last.title if last else "")
             reached = max(end, signs_of_run[-1].time)
+        waits = not groups or groups[-1][-1].title == "requeued"
+        if waits and reached is not None:
+            yield _still_waiting(row, job_id, reached, run)
+
+
+def _still_waiting(row: str, job_id: str, since: float, run: RunContents) -> Stretch:
+    return Stretch(row, job_id, "waiting", since, max(since, run.seen_at))
 
 
 def _last_known(job: Submission, signs: Sequence[Sign], logged_at: float) -> list[Sign]:
@@ -184,11 +195,10 @@ def draw_timeline(run: RunContents) -> Drawing | Missing:
 
 
 def _draw(axes: Axes, one: Stretch, y: int, first: float, whole_s: float) -> None:
-    least = 0.0 if one.kind == "waiting" else LEAST_WIDTH * whole_s
-    width = max(one.end - one.begin, least)
+    # without a wait the bar of the run hides that of the wait
     axes.barh(
         y,
-        width,
+        max(one.end - one.begin, LEAST_WIDTH * whole_s),
         left=one.begin - first,
         height=0.62,
         color=COLOURS[one.kind].light,
@@ -210,7 +220,8 @@ def _dress(axes: Axes, rows: Sequence[str], whole_s: float, found: Sequence[Stre
     axes.xaxis.set_major_locator(MaxNLocator(6))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: style.duration_tick(value)))
     axes.set_xlabel("time since the first job was submitted")
-    kinds = {one.kind for one in found if one.end > one.begin}
+    last = {one.row: one for one in found}.values()
+    kinds = {one.kind for one in found if one.end > one.begin or one in last}
     keys = [
         style.Key(kind, marker="s", colour=colour.light)
         for kind, colour in COLOURS.items()
@@ -240,7 +251,8 @@ def _caption(found: Sequence[Stretch], rows: Sequence[str]) -> str:
     text = (
         "One row for each profile job, one for each training with all its jobs. Jobs wait from "
         "their submission, or from the end of the run before, until they have nodes; what no note "
-        "tells apart from waiting counts as running. "
+        "tells apart from waiting counts as running. A job without any sign yet is drawn up to the "
+        "report, if a command was at work then. "
     )
     if any(one.is_interrupted for one in found):
         text += "A cross marks where a preemption, a time limit or a failure ended a run. "

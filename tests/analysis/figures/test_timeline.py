@@ -61,6 +61,24 @@ def test_without_accounting_a_run_begins_at_its_first_sign(base: RunContents) ->
 
 
 @pytest.mark.parametrize(
+    ("events", "row", "since"),
+    [
+        ([event(50.0, "submitted", label="main")], "training", 50.0),
+        ([event(50.0, "submitted", "profile", "2")], "profile 2", 50.0),
+        (EVENTS[2:5], "training", 131.0),
+    ],
+)
+def test_a_job_that_still_waits_has_a_bar(events: list[Event], row: str, since: float, base: RunContents) -> None:
+    waiting = base._replace(events=events, accounts=[], seen_at=200.0)
+    # nothing tells how long where no command is at work
+    for contents, until in ((waiting, 200.0), (waiting._replace(seen_at=0.0), since)):
+        assert stretches(contents)[-1] == Stretch(row, "2", "waiting", since, until)
+        drawing = draw_timeline(contents)
+        assert isinstance(drawing, Drawing)
+        assert min(bar.get_extents().width for bar in drawing.figure.axes[0].patches) > 0
+
+
+@pytest.mark.parametrize(
     ("later", "ends", "ended_by"),
     [
         ([event(90.0, "checkpoint")], 90.0, ""),
