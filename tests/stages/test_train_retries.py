@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.run_factory import candidate, plan
+from tests.study_factory import result
 from tula_hpc.command_errors import exit_code_of
-from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec
+from tula_hpc.config import ClusterSpec, StudyCell, SweepSpec, WorkloadSpec
 from tula_hpc.env import unix_time
 from tula_hpc.errors import LaunchError, StageError
 from tula_hpc.failure_kinds import Failure
@@ -29,6 +30,7 @@ from tula_hpc.records import (
     StepMetrics,
     StopReason,
     append_record,
+    write_atomically,
 )
 from tula_hpc.stages import train as stages
 from tula_hpc.stages.context import StageProgress, Sweep, stage_progress
@@ -279,6 +281,19 @@ def test_a_score_that_is_printed_and_not_yet_written_is_no_missing_one(tmp_path:
     assert unmatched_metric(sweep, Metrics([], [], 0)).startswith("workload.metric matches no line")
     output.write_text("loss 1.0\nacc 0.5\n")
     assert unmatched_metric(sweep, Metrics([], [], 0)) == ""
+
+
+def test_a_training_that_stops_early_is_told_among_the_epochs_that_were_planned(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    scheduler = Scheduler(run, lambda _: Failure.BUG, lambda _: 0)
+    monkeypatch.setattr(Sweep, "launcher", property(lambda _: scheduler))
+    ended = result(SPEC, StudyCell("lbt", 64, 0), 0.5).model_copy(update={"epochs": 4})
+    write_atomically(run.make_train().result_file, ended.model_dump_json())
+    train_stage(Sweep(SPEC, ClusterSpec(), run, unix_time()), PLAN)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"training: 4 of {SPEC.workload.epochs} epochs done")
 
 
 def test_killed_again_and_again_at_the_same_place_is_given_up(

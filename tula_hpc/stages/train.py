@@ -84,8 +84,10 @@ def train_stage(sweep: Sweep, plan: Plan) -> TrainResult:
                 _submit_training(sweep, candidate, tick)
         result = read_document(TrainResult, files.result_file)
         score = format_score(result.test_accuracy, result.test_loss)
-        done = f"{result.epochs} of {plural(result.epochs, 'epoch')} done"
-        progress.update(result.epochs, result.epochs, f"{done}, {score}")
+        # a script may stop early
+        wanted = max(result.epochs, sweep.spec.workload.epochs)
+        done = f"{result.epochs} of {plural(wanted, 'epoch')} done"
+        progress.update(result.epochs, wanted, f"{done}, {score}")
     keep_accounting(sweep)
     return result
 
