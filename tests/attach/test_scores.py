@@ -40,7 +40,7 @@ def test_a_score_is_of_the_epoch_that_was_over_when_it_was_printed(files: TrainD
     end_epoch(files, 1)
     scores.take(b"nothing\n * Acc@1 50.5 loss 0.25\n")
     end_epoch(files, 2)
-    scores.take(b"Acc@1 0.6\n")
+    scores.take(b"Acc@1 60\n")
     # both are looked at late
     scores.write()
     assert known(files) == [(1, 0.505, 0.25), (2, 0.6, None)]
@@ -48,6 +48,24 @@ def test_a_score_is_of_the_epoch_that_was_over_when_it_was_printed(files: TrainD
     scores.take(b"Acc@1 70 loss 3\nAcc@1 80\n")
     scores.write()
     assert known(files)[-1] == (3, 0.8, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("printed", "accuracies"),
+    [
+        (["Acc@1 0.75", "Acc@1 12.5", "Acc@1 0.5"], [0.0075, 0.125, 0.005]),
+        (["Acc@1 0.75 %", "Acc@1 0.5 %"], [0.0075, 0.005]),
+        (["Acc@1 0.75 loss 7.0", "Acc@1 1.0"], [0.75, 1.0]),
+    ],
+)
+def test_accuracies_are_percent_if_one_is_above_1_or_has_the_sign(
+    files: TrainDirectory, scores: Scores, printed: list[str], accuracies: list[float]
+) -> None:
+    for epoch, line in enumerate(printed, 1):
+        end_epoch(files, epoch)
+        scores.take(f"{line}\n".encode())
+        scores.write()
+    assert [row[1] for row in known(files)] == pytest.approx(accuracies)
 
 
 def test_other_groups_of_the_expression_are_the_users_own(files: TrainDirectory) -> None:

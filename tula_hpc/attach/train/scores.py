@@ -23,13 +23,15 @@ SCORES = ("test_accuracy", "test_top5_accuracy", "test_loss", "train_loss")
 # of one line; what is longer is no line with a score
 MOST_LINE_BYTES = 65_536
 CHUNK_BYTES = 65_536
+# that are corrected once they turn out to be percent
+MOST_SHARES = 100
 # of waiting for the last of the output, which processes of the script's own may hold open
 DRAIN_S = 5.0
 
 
-def as_share(name: str, value: float) -> float:
-    """Return a score as records have it: an accuracy above 1 is in percent."""
-    if "accuracy" in name and value > 1.0:
+def as_share(name: str, value: float, *, is_percent: bool = False) -> float:
+    """Return a score as records have it: an accuracy above 1 is in percent, as others may be."""
+    if "accuracy" in name and (is_percent or value > 1.0):
         return value / 100.0
     return value
 
@@ -43,6 +45,10 @@ class Scores:
         self.files, self.log = files, log
         # with the size that the metrics had when each was printed: the last epoch by then counts
         self._found: deque[tuple[int, dict[str, float]]] = deque()
+        # accuracies are percent: one was above 1, or has the sign behind it
+        self._is_percent = False
+        # the last ones, as they were printed, that were taken for shares
+        self._shares: deque[tuple[int, dict[str, float]]] = deque(maxlen=MOST_SHARES)
         self._rest = b""
         self._thread: threading.Thread | None = None
 
@@ -99,9 +105,27 @@ class Scores:
             with contextlib.suppress(TypeError, ValueError):
                 # other groups of the expression are the user's own
                 if name in SCORES and math.isfinite(value := float(text)):
-                    scores[name] = as_share(name, value)
+                    scores[name] = value
         if scores:
-            self._found.append((self._size(), scores))
+            self._note(found, scores)
+
+    def _note(self, found: re.Match[str], scores: dict[str, float]) -> None:
+        """Note scores as they were printed; where they tell the unit, those before are noted anew."""
+        noted = [(self._size(), scores)]
+        if not self._is_percent:
+            signs = {name: found.string[found.end(name) :].lstrip()[:1] for name in scores}
+            self._is_percent = any(
+                "accuracy" in name and (scores[name] > 1.0 or sign == "%")
+                for name, sign in signs.items()
+            )
+            self._shares += noted
+            noted = list(self._shares) if self._is_percent else noted
+        for size, values in noted:
+            shares = {
+                name: as_share(name, value, is_percent=self._is_percent)
+                for name, value in values.items()
+            }
+            self._found.append((size, shares))
 
     def _size(self) -> int:
         with contextlib.suppress(FileNotFoundError):
