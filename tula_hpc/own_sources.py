@@ -13,6 +13,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -23,6 +24,10 @@ from typing import NamedTuple
 MOST_FILES = 500
 _PACKAGE = Path(__file__).absolute().parent
 _LIBRARIES = ("site-packages", "dist-packages")
+# ways for several workers to train one model: torch's, and frameworks around it
+_TOGETHER = re.compile(
+    rb"distributed|\bddp\b|accelerat|trainer|fabric|lightning|deepspeed|horovod", re.IGNORECASE
+)
 
 
 def module_folders(package: str) -> Iterator[Path]:
@@ -100,6 +105,15 @@ def own_sources(entry_points: Iterable[str]) -> dict[str, Path]:
         for name in _imported(module):
             todo += _with_parents(module.folder, name)
     return dict(sorted(sources.items()))
+
+
+def trains_together(entry_points: Iterable[str]) -> bool:
+    """Tell whether own code may have several workers train one model: false if it names no way."""
+    texts = []
+    for path in own_sources(entry_points).values():
+        with contextlib.suppress(OSError):
+            texts.append(path.read_bytes())
+    return not texts or any(map(_TOGETHER.search, texts))
 
 
 def _with_parents(folder: Path, name: str) -> list[_Module]:

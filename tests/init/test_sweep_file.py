@@ -354,7 +354,7 @@ def test_the_shipped_scripts_are_read() -> None:
     own = read_options(ROOT / "sweeps" / "own_script.py")
     assert own.batch is not None
     assert own.resume is not None
-    assert (own.batch.flag, own.batch.default, own.is_global, own.is_parallel) == ("--batch-size", 64, False, True)
+    assert (own.batch.flag, own.batch.default, own.is_global) == ("--batch-size", 64, False)
     assert (own.resume.flag, own.saved) == ("--resume", ("last.pt",))
     assert read_options(ROOT / "tests" / "attach" / "scripts" / "three_lines.py").is_kept
 

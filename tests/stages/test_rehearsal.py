@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.run_factory import measurement
-from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, WorkloadSpec
 from tula_hpc.errors import InputError
 from tula_hpc.records import Configuration, Footprint, Identity, RunDirectory, Trial, append_record
 from tula_hpc.stages import rehearsal
@@ -91,6 +91,25 @@ def test_batches_above_the_training_set_are_refused(answers: Callable[[str], Non
     assert isinstance(rehearse(spec_of(), SLURM, FILES), Trial)
     with pytest.raises(InputError, match=r"search.max_batch: a batch of 512 is above the 500 training samples; lower"):
         rehearse(spec_of(max_batch=1000), SLURM, FILES)
+
+
+@pytest.mark.parametrize(
+    ("helper", "sizes", "is_warned"),
+    [
+        ("from torch.optim import SGD", (1, 2), True),
+        ("from torch.optim import SGD", (1,), False),
+        ("from torch.nn.parallel import DistributedDataParallel", (1, 2), False),
+    ],
+)
+def test_a_script_that_names_no_way_for_several_workers_is_warned_of_before_any_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], helper: str, sizes: tuple[int, ...], is_warned: bool
+) -> None:
+    (tmp_path / "train.py").write_text("import helper")
+    (tmp_path / "helper.py").write_text(helper)
+    work = WorkloadSpec(script=tmp_path / "train.py", arguments=("{local_batch}",), samples=640, epochs=3)
+    spec = SweepSpec(name="x", workload=work, search=SearchSpec(cluster_sizes=sizes))
+    try_before_jobs(Sweep(spec, ClusterSpec(), RunDirectory(tmp_path / "run").create()))
+    assert ("train.py does not seem to use DistributedDataParallel" in capsys.readouterr().err) is is_warned
 
 
 class Rehearsals:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tula_hpc.command_errors import CommandParser, exit_code_of
 from tula_hpc.formatting import command_line, plural, printable, printable_output
+from tula_hpc.own_sources import trains_together
 
 if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec
@@ -281,7 +282,7 @@ def _notes(cluster: _Cluster, script: Script | None) -> Iterator[str]:
         yield f"{script.path.name} has no option for its batch that could be found; it needs one."
     if not script.options.saves:
         yield f"{script.path.name} does not seem to save its model, which would be lost at its end."
-    if not script.options.is_parallel:
+    if not trains_together([str(script.path)]):
         yield (
             f"{script.path.name} does not seem to use DistributedDataParallel: several workers "
             "would train apart."

@@ -50,8 +50,6 @@ class ScriptOptions(NamedTuple):
     saved: tuple[str, ...] = ()
     # it saves something, or its framework does
     saves: bool = False
-    # it says how several processes train one model
-    is_parallel: bool = False
     # it calls `tula_hpc.attach.keep`, which resumes it without any option
     is_kept: bool = False
 
@@ -88,10 +86,6 @@ _ROLES = {
 }
 # a batch that one forward pass takes comes before the one that is cut into several
 _OF_ONE_PASS = re.compile(r"per_|micro|local")
-_PARALLEL = frozenset({
-    "DistributedDataParallel", "DDP", "Accelerator", "Trainer", "Fabric", "Seq2SeqTrainer",
-    "SFTTrainer",
-})  # fmt: skip
 _MAKERS = frozenset({"run", "Fire", "cli", "HfArgumentParser", "ArgumentParser"})
 _HYDRA_ROOTS = frozenset({"cfg", "config", "conf"})
 # of transformers.TrainingArguments, which is not in the script's own source
@@ -130,7 +124,6 @@ def read_options(path: Path) -> ScriptOptions:
         saved=tuple(dict.fromkeys(_saved(tree))),
         saves="Trainer" in names
         or any(re.search("save|checkpoint", name.lower()) for name in names),
-        is_parallel=bool(names & _PARALLEL),
         is_kept="keep" in names and "tula_hpc.attach" in _imported(tree),
     )
 

@@ -24,7 +24,7 @@ from tula_hpc.config import ClusterSpec, SweepSpec, local_batches, study_part
 from tula_hpc.env import slurm_job_id, with_variables
 from tula_hpc.errors import InputError, TrialError
 from tula_hpc.formatting import printable
-from tula_hpc.own_sources import digests_of
+from tula_hpc.own_sources import digests_of, trains_together
 from tula_hpc.python_path import start_of_python
 from tula_hpc.records import (
     Identity,
@@ -151,6 +151,8 @@ def try_before_jobs(sweep: Sweep) -> bool:
     if not is_tried(sweep.spec, sweep.cluster):
         refused = "if the model did, too, the training's job refuses it"
         warn_of_sources(sweep, f"{refused}: undo that, or measure it with another --run-dir")
+        if sweep.spec.study is None and not sweep.run.measurements().records:
+            _warn_of_lone_workers(sweep.spec, sweep.cluster)
         return True
     before = sweep.run.trial()
     if before is not None and before.key == key_of(sweep.spec):
@@ -218,6 +220,18 @@ def _say_changed(names: Sequence[str], consequence: str) -> None:
     if names:
         sys.stderr.write(
             f"warning: {in_short(names)} changed since the measurements; {consequence}\n"
+        )
+
+
+def _warn_of_lone_workers(spec: SweepSpec, cluster: ClusterSpec) -> None:
+    """Warn of a script that several workers would each train alone, which only their steps prove."""
+    workers = max(spec.search.cluster_sizes) * cluster.parts()[0].workers_per_node
+    work = spec.workload
+    if work.is_script and workers > 1 and not trains_together(work.entry_points):
+        sys.stderr.write(
+            f"warning: {printable(work.script_name)} does not seem to use DistributedDataParallel "
+            "where WORLD_SIZE is above 1: if so, profiles of several workers are refused, after "
+            "those of one; for one worker alone set search.cluster_sizes = [1]\n"
         )
 
 
