@@ -28,7 +28,7 @@ from tula_hpc.data.image_tree import (
 )
 from tula_hpc.data.images import Bytes, Indices, open_rgb, to_square
 from tula_hpc.errors import InputError
-from tula_hpc.files import whole_file
+from tula_hpc.files import in_words, whole_file
 
 # larger trees are decoded at each read: the file would crowd out the node's page cache
 MAX_BYTES = 2 * 1024**3
@@ -112,7 +112,7 @@ def decoded(tree: ImageTree, edge: int) -> RecordFiles:
             return _decoded_in(folder, name, tree, edge)
         except OSError as error:
             problems.append(f"{folder} ({error.strerror})")
-            _log.warning("decoded images cannot be kept in %s: %s", folder, error)
+            _log.warning("decoded images cannot be kept in %s: %s", folder, in_words(error))
     size_mb = len(tree) * 3 * edge * edge // 1_000_000 + 1
     raise InputError(
         f"{size_mb} MB of decoded images cannot be kept in {' or '.join(problems)}; "

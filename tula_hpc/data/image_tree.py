@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from tula_hpc.data.images import Indices
 from tula_hpc.errors import InputError
-from tula_hpc.files import make_private, mistrust, read_bounded, whole_file
+from tula_hpc.files import in_words, make_private, mistrust, read_bounded, whole_file
 
 # Changed later than this before it was listed, a folder may change again without another time:
 # clocks of file servers are coarse and differ from ours, and nodes see times up to a minute late.
@@ -117,7 +117,7 @@ def listed_once(
         try:
             return _listed_in(folder, f"{digest[:32]}.listing", root, make)
         except OSError as error:
-            _log.warning("the listing of %s cannot be kept in %s: %s", root, folder, error)
+            _log.warning("the listing of %s cannot be kept in %s: %s", root, folder, in_words(error))
     return make()[0]
 
 
