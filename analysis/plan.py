@@ -25,7 +25,7 @@ from tula_hpc.config import (
     ClusterSpec,
     ObjectiveSpec,
     SweepSpec,
-    load_cluster,
+    load_frozen_cluster,
     load_frozen_sweep,
     split_overrides,
     sweep_for,
@@ -218,7 +218,7 @@ def _trains_otherwise(
     """Return the command that trains with other values; empty for those that a plan keeps."""
     own = load_frozen_sweep(run.sweep_file)
     others = sweep.model_copy(update={"objective": own.objective})
-    if (others, cluster) == (own, load_cluster(run.cluster_file)):
+    if (others, cluster) == (own, load_frozen_cluster(run.cluster_file)):
         return ""
     values = [*options.set, *([f"objective.kind={options.objective}"] if options.objective else [])]
     return command_line(
@@ -300,9 +300,9 @@ def _inputs(
     if not run.cluster_file.exists():
         message = "is missing; run the command of the sweep again, which writes it anew"
         raise InputError(message, source=run.cluster_file)
-    own_cluster = load_cluster(run.cluster_file)
+    own_cluster = load_frozen_cluster(run.cluster_file)
     sweep = load_frozen_sweep(run.sweep_file, sweep_overrides)
-    cluster = load_cluster(run.cluster_file, cluster_overrides)
+    cluster = load_frozen_cluster(run.cluster_file, cluster_overrides)
     if sweep.study is not None:
         report = command_line("report", str(run.root))
         message = f"is a study, which has no plan; {report} writes its report, report/study.html"
@@ -323,7 +323,7 @@ def lost_inputs(run: RunDirectory) -> str:
     try:
         load_frozen_sweep(run.sweep_file)
         if run.cluster_file.exists():
-            load_cluster(run.cluster_file)
+            load_frozen_cluster(run.cluster_file)
     except InputError as error:
         # what it would take to write it anew is of no use
         mistake = str(error).splitlines()[0].partition(";")[0]

@@ -21,7 +21,7 @@ from tula_hpc.config import (
     ClusterSpec,
     SweepSpec,
     WorkloadSpec,
-    load_cluster,
+    load_frozen_cluster,
     load_frozen_sweep,
     without_values,
 )
@@ -303,7 +303,7 @@ def read_run(run: RunDirectory) -> RunContents:
         # reports are mailed, so that values of the environment are left out
         cluster_text=without_values(_read_text(run.cluster_file, notes)),
         sweep=sweep,
-        cluster=_read_input(load_cluster, run.cluster_file, notes),
+        cluster=_read_input(load_frozen_cluster, run.cluster_file, notes),
         measurements=measurements.records,
         plan=_read_plan(run, notes),
         events=events,

@@ -25,6 +25,7 @@ from tula_hpc.config import (
     hidden_peers,
     idle_keys,
     load_cluster,
+    load_frozen_cluster,
     load_sweep,
     load_together,
     local_batches,
@@ -438,6 +439,14 @@ def test_an_override_reaches_one_partition_by_its_name(here: Path) -> None:
 def test_an_override_that_reaches_no_partition_is_refused(here: Path, tables: str, override: str, said: str) -> None:
     line = complaint(load_cluster, NAME + tables, [override])
     assert line == f"--set: {override.partition('=')[0]}: {said}"
+
+
+@pytest.mark.parametrize("table", ["", '[[partitions]]\npartition = "a"\n'])
+def test_a_run_whose_cluster_has_a_value_twice_is_read_again(here: Path, table: str) -> None:
+    text = f'executor = "slurm"\nmemory_gb = 4\n[sbatch]\nmem = "1G"\n{table}'
+    assert "sbatch.mem: would replace memory_gb = 4.0" in complaint(load_cluster, text)
+    (part,) = load_frozen_cluster(Path("in.toml")).parts()
+    assert (part.memory_gb, part.sbatch) == (4.0, {"mem": "1G"})
 
 
 def test_a_key_of_a_study_that_changes_nothing_in_any_column_is_named(here: Path) -> None:

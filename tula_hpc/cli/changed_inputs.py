@@ -60,9 +60,9 @@ def changes_of(path: Path, inputs: SweepSpec | ClusterSpec) -> Changes:
 
 def _filled(path: Path, inputs: SweepSpec | ClusterSpec) -> SweepSpec | ClusterSpec:
     """Return a run's file as this version reads it, or a bare one if it cannot."""
-    from tula_hpc.config import SweepSpec, load_cluster, load_frozen_sweep
+    from tula_hpc.config import SweepSpec, load_frozen_cluster, load_frozen_sweep
 
-    load = load_frozen_sweep if isinstance(inputs, SweepSpec) else load_cluster
+    load = load_frozen_sweep if isinstance(inputs, SweepSpec) else load_frozen_cluster
     try:
         return load(path)
     except TulaError:

@@ -164,14 +164,16 @@ def run_controller(job: ControlJob) -> None:
     Raises:
         SystemExit: A stage failed for good.
     """
-    from tula_hpc.config import load_cluster, load_frozen_sweep, load_sweep
+    from tula_hpc.config import load_frozen_cluster, load_frozen_sweep, load_sweep
 
     run = RunDirectory(job.root)
     try:
         spec = load_frozen_sweep(run.sweep_file)
         if spec.search.estimate:
             spec = load_sweep(run.sweep_file)
-        sweep = Sweep(spec, load_cluster(run.cluster_file), run, job.started_at, detached=True)
+        sweep = Sweep(
+            spec, load_frozen_cluster(run.cluster_file), run, job.started_at, detached=True
+        )
         with _in_turn(run):
             words = _try_step(sweep, job.until)
             # before another controller looks whether one is left

@@ -145,7 +145,7 @@ def _begins_anew(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> bo
 
 
 def _jobs_left(run: RunDirectory) -> list[Submitted]:
-    from tula_hpc.config import load_cluster
+    from tula_hpc.config import load_frozen_cluster
     from tula_hpc.launch.launcher import Launcher
     from tula_hpc.stages.context import jobs_on_record
 
@@ -153,7 +153,7 @@ def _jobs_left(run: RunDirectory) -> list[Submitted]:
     if not jobs:
         return []
     try:
-        launcher = Launcher(load_cluster(run.cluster_file), run, "")
+        launcher = Launcher(load_frozen_cluster(run.cluster_file), run, "")
         active = launcher.executor.states(jobs, LAST_ANSWER_S)
     except (LaunchError, InputError):
         return jobs
@@ -329,12 +329,14 @@ def _in_the_way(run: RunDirectory, left: Sequence[Submitted]) -> str:
 
 
 def _to_cancel(run: RunDirectory, left: Sequence[Submitted]) -> str:
-    from tula_hpc.config import load_cluster
+    from tula_hpc.config import load_frozen_cluster
     from tula_hpc.launch.launcher import Launcher
 
     # its own file may be damaged
     with contextlib.suppress(InputError):
-        return Launcher(load_cluster(run.cluster_file), run, "").executor.cancel_command(left)
+        return Launcher(load_frozen_cluster(run.cluster_file), run, "").executor.cancel_command(
+            left
+        )
     return ""
 
 

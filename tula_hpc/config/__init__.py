@@ -11,6 +11,7 @@ from tula_hpc.config.loading import (
     PUT_BACK,
     idle_cluster_keys,
     load_cluster,
+    load_frozen_cluster,
     load_frozen_sweep,
     load_sweep,
     load_together,

@@ -6,7 +6,14 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from tula_hpc.config.gpus import check_gpus, parse_weights
 from tula_hpc.config.validation import (
@@ -358,11 +365,13 @@ class ClusterSpec(Spec):
         return value
 
     @model_validator(mode="after")
-    def _consistent(self) -> ClusterSpec:
+    def _consistent(self, info: ValidationInfo) -> ClusterSpec:
+        frozen = (info.context or {}).get("frozen", False)
         if self.partitions:
-            _check_partitions(self)
+            _check_partitions(self, frozen=frozen)
             return self
-        _refuse_two_values(self)
+        if not frozen:
+            _refuse_two_values(self)
         if self.pricing.basis == "tres" and not self.pricing.tres_weights:
             example = '"CPU=1.0,Mem=0.25G,GRES/gpu=2.0", see `scontrol show partition`'
             raise ValueError(
@@ -387,7 +396,9 @@ class ClusterSpec(Spec):
 
     def by_name(self) -> dict[str, ClusterSpec]:
         """Return a complete cluster for each of `partitions`; without any this one, named ""."""
-        return {table.partition: _part(self, table) for table in self.partitions} or {"": self}
+        # they were checked when the file was read
+        parts = {table.partition: _part(self, table, frozen=True) for table in self.partitions}
+        return parts or {"": self}
 
     def parts(self) -> tuple[ClusterSpec, ...]:
         """Return the clusters of `by_name` alone."""
@@ -450,13 +461,13 @@ class ClusterSpec(Spec):
         return int(self.memory_gb * GIB / self.workers_per_node)
 
 
-def _part(cluster: ClusterSpec, table: PartitionSpec) -> ClusterSpec:
+def _part(cluster: ClusterSpec, table: PartitionSpec, *, frozen: bool) -> ClusterSpec:
     own = cluster.model_dump(exclude={"partitions", "pricing"}) | table.overrides()
     pricing = cluster.pricing.model_dump() | table.pricing
-    return ClusterSpec.model_validate(own | {"pricing": pricing})
+    return ClusterSpec.model_validate(own | {"pricing": pricing}, context={"frozen": frozen})
 
 
-def _check_partitions(cluster: ClusterSpec) -> None:
+def _check_partitions(cluster: ClusterSpec, *, frozen: bool) -> None:
     names = cluster.part_names()
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -464,7 +475,7 @@ def _check_partitions(cluster: ClusterSpec) -> None:
     currencies = set()
     for table in cluster.partitions:
         try:
-            currencies.add(_part(cluster, table).pricing.currency)
+            currencies.add(_part(cluster, table, frozen=frozen).pricing.currency)
         except ValidationError as error:
             raise ValueError(_mistake_in(table.partition, error.errors()[0])) from None
     if len(currencies) > 1:

@@ -243,12 +243,17 @@ def load_cluster(path: Path, overrides: Sequence[str] = ()) -> ClusterSpec:
     return _naming_overrides(lambda given: _load_cluster(path, given), overrides)
 
 
-def _load_cluster(path: Path, overrides: Sequence[str]) -> ClusterSpec:
+def load_frozen_cluster(path: Path, overrides: Sequence[str] = ()) -> ClusterSpec:
+    """Read the cluster of a run, perhaps made when options of [sbatch] might replace a key."""
+    return _naming_overrides(lambda given: _load_cluster(path, given, frozen=True), overrides)
+
+
+def _load_cluster(path: Path, overrides: Sequence[str], *, frozen: bool = False) -> ClusterSpec:
     tables = read_toml(path)
     if isinstance(tables.get("workload"), dict):
         message = "is a sweep file (it has [workload]); expected a cluster file"
         raise InputError(f"{message}, see slurm_templates/", source=path)
-    cluster = _parse(ClusterSpec, path, tables, overrides)
+    cluster = _parse(ClusterSpec, path, tables, overrides, frozen=frozen)
     _refuse_without_effect(cluster, overrides)
     of_slurm = [key for key in _OF_SLURM if key in cluster.model_fields_set]
     if of_slurm and "executor" not in cluster.model_fields_set:
@@ -365,11 +370,12 @@ def _parse(
     overrides: Sequence[str],
     *,
     check_paths: bool = True,
+    frozen: bool = False,
 ) -> S:
     for text in overrides:
         override(tables, text)
     try:
-        context: dict[str, Any] = {"check_paths": check_paths}
+        context: dict[str, Any] = {"check_paths": check_paths, "frozen": frozen}
         if isinstance(path, Path):
             context["beside"] = path.parent
         return kind.model_validate_json(_as_json(path, tables), strict=True, context=context)

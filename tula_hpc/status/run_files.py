@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_frozen_sweep
+from tula_hpc.config import ClusterSpec, SweepSpec, load_frozen_cluster, load_frozen_sweep
 from tula_hpc.env import unix_time
 from tula_hpc.errors import InputError, RunDirectoryError
 from tula_hpc.files import (
@@ -162,7 +162,7 @@ def _read(run: RunDirectory) -> Facts:
         run=run,
         now=unix_time(),
         spec=spec,
-        cluster=_try(lambda: load_cluster(run.cluster_file), doubts),
+        cluster=_try(lambda: load_frozen_cluster(run.cluster_file), doubts),
         history=history,
         notes=notes,
         measurements=measured.records,
