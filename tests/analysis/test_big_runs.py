@@ -130,6 +130,7 @@ def test_a_step_that_had_seen_absurdly_many_samples_leaves_the_others(tmp_path: 
 
 def test_after_a_rollback_no_step_of_before_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_records, "MAX_STEPS", 10)
+    monkeypatch.setattr(metrics_records, "FEW_STEPS", 2)
     file = tmp_path / "metrics.jsonl"
     again = [logged_line(step, loss=9.0) for step in range(40, 71)]
     file.write_text("".join([*map(logged_line, range(1, 101)), "{torn\n", *again]))
@@ -139,6 +140,21 @@ def test_after_a_rollback_no_step_of_before_is_held(tmp_path: Path, monkeypatch:
     assert (found.steps[0].step, found.steps[-1].step, found.skipped, found.logged) == (1, 70, 1, 131)
     assert len(found.steps) <= 11
     assert all((row.loss == 9.0) == (row.step >= 40) for row in found.steps)
+
+
+def test_after_a_rollback_over_most_steps_the_new_ones_are_held_as_from_the_start_and_the_old_ones_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_records, "MAX_STEPS", 40)
+    monkeypatch.setattr(metrics_records, "FEW_STEPS", 10)
+    file = tmp_path / "metrics.jsonl"
+    again = [logged_line(step, loss=9.0) for step in range(200, 1801)]
+    file.write_text("".join([*map(logged_line, range(1, 2001)), *again[:30]]))
+    assert [row.step for row in read_metrics(file).steps if row.loss == 9.0] == list(range(200, 230))
+    file.write_text("".join([*map(logged_line, range(1, 2001)), *again]))
+    found = read_metrics(file)
+    assert (found.logged, len(found.steps) <= 41) == (3601, True)
+    assert max(np.diff([row.step for row in found.steps])) <= 256
 
 
 def test_steps_with_a_reading_of_the_noise_are_chosen_first(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ SCALE_OCTAVES = 6
 SCALE_BINS_PER_OCTAVE = 6
 # logged steps of a training that are held; of more an even choice
 MAX_STEPS = 4_000
+# where fewer are left of a training that was set back, all that come are held again
+FEW_STEPS = 1_000
 # factors so near to 1 come of norms in single precision alone
 ROUNDING = 1e-4
 MAX_LINES = 5_000_000
@@ -182,8 +184,10 @@ class _Steps:
         # since then at most, as it was written
         self.passed = b""
         self.count = 0
-        # samples of a piece; 0 while all are held
+        # samples of a piece; 0 while all that come are held
         self.spacing = 0.0
+        # some were not held
+        self.is_choice = False
         # samples seen from which on the next one is held
         self.next = 0.0
         # a choice, no secret
@@ -212,6 +216,8 @@ class _Steps:
         while self.held and self.held[-1].samples_seen >= row.samples_seen:
             self.held.pop()
             self.next = 0.0
+        if len(self.held) < FEW_STEPS:
+            self.spacing = 0.0
         self._hold(row)
         if len(self.held) > MAX_STEPS:
             self._thin()
@@ -232,8 +238,14 @@ class _Steps:
         self.spacing = 2 * (self.spacing or median(gaps))
         self.next = rows[-1].samples_seen + self.random.random() * self.spacing
         self.held = [first]
+        self.is_choice = True
         for pair in zip(rows[::2], rows[1::2], strict=True):
-            self.held.append(self._preferred(*self.random.sample(pair, 2)))
+            before, after = pair
+            if after.samples_seen - before.samples_seen > self.spacing:
+                # from before the training was set back
+                self.held += pair
+            else:
+                self.held.append(self._preferred(*self.random.sample(pair, 2)))
 
     def _preferred(self, row: StepMetrics, other: StepMetrics) -> StepMetrics:
         """Return one of two, the first one unless the other alone has a reading of the noise."""
@@ -290,7 +302,7 @@ def read_metrics(path: Path) -> Metrics:
         steps.with_newest(),
         [epochs[number] for number in sorted(epochs)],
         skipped,
-        steps.count if steps.spacing else 0,
+        steps.count if steps.is_choice else 0,
         steps.others_scaled,
     )
 
