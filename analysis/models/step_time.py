@@ -45,6 +45,9 @@ from tula_hpc.analysis.models.step_time_law import (
 
 __all__ = ["Backend", "FormName", "StepTimeModel", "fit_step_time"]
 
+# predictions of drawn models in one piece, which fit into a processor's cache
+AT_ONCE = 2**15
+
 
 class StepTimeModel:
     """Seconds per training step over nodes, local batch and workers per node.
@@ -280,7 +283,8 @@ class StepTimeModel:
         drawn = draws(fitted.fit, self._steps, fitted.bounds, SCATTER, count=count, seed=seed)
         network = np.random.default_rng([seed, 0]).standard_normal(count)
         drawn[:, SYNC] *= np.exp(fitted.network_spread * network)
-        seconds = np.stack([self._seconds(coefficients, rows, more) for coefficients in drawn])
+        parts = np.array_split(drawn, min(count, 1 + count * len(more) // AT_ONCE))
+        seconds = np.concatenate([self._seconds(part, rows, more) for part in parts])
         found = self._evaluate(rows, more)
         of_size = self.spread_ * np.sqrt(self._unseen(rows, found)[1])
         sizes = np.stack([rows.nodes, rows.per_node], axis=1)

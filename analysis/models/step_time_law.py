@@ -49,6 +49,7 @@ Limits: one model, precision and kind of hardware; b and N positive; t in second
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -190,16 +191,19 @@ class Law(NamedTuple):
         return len(NAMES) + len(self.knots.batches) + len(self.knots.sizes)
 
     def seconds(self, coefficients: Array, rows: Rows) -> Array:
-        """Predict (n,) without gradients: fast, for very many rows."""
+        """Predict (..., n) by coefficients (..., p) without gradients: fast, for very many."""
+        # each (..., 1)
+        of = np.moveaxis(coefficients, -1, 0)[..., None]
         u, v = self._effects(coefficients, rows)
-        compute, _ = self._compute(coefficients, rows, u)
-        sync, _, _ = self._sync(coefficients, rows, v)
-        joined = self._join(coefficients[OVERLAP], compute, sync, rows)[0]
+        line, contended, late = _compute_parts(of, rows)
+        compute = _total(line, of[FLOOR], FLOOR_NORM) * (np.exp(u) * contended * late)
+        columns = self._sync_columns(coefficients, rows, v)
+        sync = (columns @ coefficients[..., SYNC : NODE_SYNC + 1, None])[..., 0]
+        joined = self._joined(of[OVERLAP], compute, sync, rows)
         waits, alone = _waits(self.form, rows), _is_alone(rows)
-        seconds = joined + (waits * coefficients[OVERHEAD] + alone * coefficients[ALONE])
-        if coefficients[STORAGE] == 0.0:
-            return np.asarray(seconds)
-        return _norm(seconds, coefficients[STORAGE] * _read_samples(rows), STORAGE_NORM)[0]
+        seconds = joined + (waits * of[OVERHEAD] + alone * of[ALONE])
+        stored = _total(seconds, of[STORAGE] * _read_samples(rows), STORAGE_NORM)
+        return np.where(of[STORAGE] == 0.0, seconds, stored)
 
     def evaluate(self, coefficients: Array, rows: Rows) -> Evaluation:
         """Predict with gradients."""
@@ -250,30 +254,29 @@ class Law(NamedTuple):
     def _effects(self, coefficients: Array, rows: Rows) -> tuple[Array | float, Array | float]:
         """Return the departures u and v at some rows."""
         batches, sizes = self.knots
-        of_batches = coefficients[len(NAMES) : len(NAMES) + len(batches)]
-        of_sizes = coefficients[len(NAMES) + len(batches) :]
-        u = np.interp(np.log(rows.batch), np.log(batches), of_batches) if len(batches) else 0.0
-        v = np.zeros(len(rows.batch)) if len(sizes) else 0.0
+        first_size = len(NAMES) + len(batches)
+        u: Array | float = 0.0
+        if len(batches):
+            interpolated = partial(np.interp, np.log(rows.batch), np.log(batches))
+            u = np.apply_along_axis(interpolated, -1, coefficients[..., len(NAMES) : first_size])
+        v: Array | float = 0.0
+        of_sizes = np.moveaxis(coefficients[..., first_size:], -1, 0)[..., None]
         for (nodes, per_node), effect in zip(sizes, of_sizes, strict=True):
             v = np.where((rows.nodes == nodes) & (rows.per_node == per_node), effect, v)
         return u, v
 
     def _compute(self, coefficients: Array, rows: Rows, u: Array | float) -> tuple[Array, Array]:
         """Return t_compute, and its gradient (n, 5) in the order of the columns below."""
-        line = coefficients[FIXED] + coefficients[PER_SAMPLE] * rows.batch
+        line, contended, late = _compute_parts(coefficients, rows)
         base, by_line, by_floor = _norm(line, coefficients[FLOOR], FLOOR_NORM)
-        others = rows.per_node - 1.0
-        doublings = np.log2(rows.workers)
-        contended = 1.0 + coefficients[CONTENTION] * others
-        late = 1.0 + coefficients[STRAGGLING] * doublings
         factor = np.exp(u) * contended * late
         of_line = factor * by_line
         columns = [
             of_line,
             of_line * rows.batch,
             factor * by_floor,
-            base * np.exp(u) * late * others,
-            base * np.exp(u) * contended * doublings,
+            base * np.exp(u) * late * (rows.per_node - 1.0),
+            base * np.exp(u) * contended * np.log2(rows.workers),
         ]
         return base * factor, np.stack(columns, axis=1)
 
@@ -284,42 +287,59 @@ class Law(NamedTuple):
 
         (n, 4) over sync, latency, sharing and node sync, (n, 2) over ring share and congestion.
         """
-        factor = np.broadcast_to(np.exp(v), rows.batch.shape)
-        columns = _sync_columns(self.form, rows) * factor[:, None]
+        columns = self._sync_columns(coefficients, rows, v)
         linear = coefficients[SYNC : NODE_SYNC + 1]
         of_shape = np.zeros((len(rows.batch), 2))
         if self.form.fitted:
-            shape = coefficients[[RING_SHARE, CONGESTION]]
             between, inside = _shape_logarithms(rows)
-            columns[:, [0, 2]] *= np.exp(between @ shape - between[:, 0])[:, None]
-            columns[:, 3] *= np.exp(inside @ shape - inside[:, 0])
             of_shape = (columns[:, [0, 2]] @ linear[[0, 2]])[:, None] * between
             of_shape += (columns[:, 3] * linear[3])[:, None] * inside
         return columns @ linear, columns, of_shape
 
+    def _sync_columns(self, coefficients: Array, rows: Rows, v: Array | float) -> Array:
+        """Return t_sync (..., n, 4) for one unit of its coefficients each, of the fitted shape."""
+        factor = np.broadcast_to(np.exp(v), (*coefficients.shape[:-1], len(rows.batch)))
+        columns: Array = _sync_columns(self.form, rows) * factor[..., None]
+        if self.form.fitted:
+            shape = coefficients[..., RING_SHARE : CONGESTION + 1, None]
+            between, inside = _shape_logarithms(rows)
+            columns[..., [0, 2]] *= np.exp(between @ shape - between[:, :1])
+            columns[..., 3] *= np.exp((inside @ shape)[..., 0] - inside[:, 0])
+        return columns
+
+    def _joined(self, share: Array | float, compute: Array, sync: Array, rows: Rows) -> Array:
+        """Return the seconds (..., n) that each kind of row measures, without overhead."""
+        if self.additive:
+            step = compute + sync
+        else:
+            step = (1.0 - share) * compute + _total(share * compute, sync, OVERLAP_NORM)
+        apart = np.where(rows.kind == ALLREDUCE, sync, compute)
+        return np.where(_is_together(rows) > 0.0, step, apart)
+
     def _join(
         self, share: float, compute: Array, sync: Array, rows: Rows
     ) -> tuple[Array, Array, Array, Array]:
-        """Return the seconds that each kind of row measures, without overhead.
-
-        And their derivatives by t_compute, t_sync and the share.
-        """
+        """Return `_joined`, and its derivatives by t_compute, t_sync and the share."""
         is_step = _is_together(rows) > 0.0
         has_sync = np.where(rows.kind == ALLREDUCE, 1.0, 0.0)
-        has_compute = 1.0 - has_sync
         if self.additive:
             share = 0.0
-            norm, by_hidden, by_sync = sync, np.zeros_like(sync), np.ones_like(sync)
+            by_hidden, by_sync = np.zeros_like(sync), np.ones_like(sync)
         else:
-            norm, by_hidden, by_sync = _norm(share * compute, sync, OVERLAP_NORM)
-        step = (1.0 - share) * compute + norm
-        apart = has_compute * compute + has_sync * sync
+            _, by_hidden, by_sync = _norm(share * compute, sync, OVERLAP_NORM)
         return (
-            np.where(is_step, step, apart),
-            np.where(is_step, 1.0 - share + share * by_hidden, has_compute),
+            self._joined(share, compute, sync, rows),
+            np.where(is_step, 1.0 - share + share * by_hidden, 1.0 - has_sync),
             np.where(is_step, by_sync, has_sync),
             np.where(is_step, compute * (by_hidden - 1.0), 0.0),
         )
+
+
+def _compute_parts(of: Array, rows: Rows) -> tuple[Array, Array, Array]:
+    """Return the line over the batch, and the factors of contention and straggling."""
+    line = of[FIXED] + of[PER_SAMPLE] * rows.batch
+    contended = 1.0 + of[CONTENTION] * (rows.per_node - 1.0)
+    return line, contended, 1.0 + of[STRAGGLING] * np.log2(rows.workers)
 
 
 def _is_together(rows: Rows) -> Array:
@@ -365,16 +385,20 @@ def _sync_columns(form: Collective, rows: Rows) -> Array:
 
 def _norm(left: Array, right: Array | float, doublings: int) -> tuple[Array, Array, Array]:
     """Return (left^p + right^p)^(1/p), p = 2^doublings, and its derivatives by left and right."""
-    largest = np.maximum(np.maximum(left, right), TINY_S)
-    root = _power(left / largest, doublings) + _power(right / largest, doublings)
-    for _ in range(doublings):
-        root = np.sqrt(root)
-    total = np.maximum(largest * root, TINY_S)
+    total = _total(left, right, doublings)
     of_left = left / total
     of_right = right / total
     by_left = _power(of_left, doublings) / np.maximum(of_left, TINY_S)
     by_right = _power(of_right, doublings) / np.maximum(of_right, TINY_S)
     return total, by_left, by_right
+
+
+def _total(left: Array, right: Array | float, doublings: int) -> Array:
+    largest = np.maximum(np.maximum(left, right), TINY_S)
+    root = _power(left / largest, doublings) + _power(right / largest, doublings)
+    for _ in range(doublings):
+        root = np.sqrt(root)
+    return np.asarray(np.maximum(largest * root, TINY_S))
 
 
 def _power(base: Array, doublings: int) -> Array:

@@ -216,6 +216,13 @@ def test_an_open_form_is_as_uncertain_as_the_forms_differ_however_much_measureme
     assert 0.7 * differ < np.sqrt(np.mean(drawn**2)) < 1.5 * differ
 
 
+def test_models_that_are_drawn_together_predict_what_each_does_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = StepTimeModel().fit(NODES, BATCH, Truth().step("ring", NODES, BATCH))
+    together = model.samples(NODES[:, None], BATCH)
+    monkeypatch.setattr("tula_hpc.analysis.models.step_time.AT_ONCE", 1)
+    np.testing.assert_array_equal(model.samples(NODES[:, None], BATCH), together)
+
+
 def test_the_papers_form_is_the_plain_sum() -> None:
     steps = Truth().step("ring", NODES, BATCH)
     model = StepTimeModel("paper").fit(NODES, BATCH, steps)
