@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import os
 import random
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, Subset, _utils
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from tula_hpc.attach.train.loaders import random_state
 from tula_hpc.config import WorkloadSpec
@@ -27,6 +30,17 @@ from tula_hpc.errors import DataError, InputError
 
 laws = settings(max_examples=50)
 Batch = tuple[Tensor, Tensor]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def looked_at_often() -> Iterator[None]:
+    """Torch asks every 5 s whether a loader process is alive, and waits as long for one that is to end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+        patch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.2,))
+        yield
+        # tracebacks of mistakes hold loaders
+        gc.collect()
 
 
 class Noise(Dataset[tuple[Tensor, int]]):
