@@ -17,6 +17,7 @@ from pathlib import Path
 import torch._dynamo  # noqa: F401
 
 from tula_hpc.env import SECRET_FILE
+from tula_hpc.records.base import Record
 
 ROOT = Path(__file__).parents[1]
 QUICK_NAMES = "timeout:1 attempts:1"  # for RES_OPTIONS: torch looks up names for addresses, which DNS may not answer
@@ -73,6 +74,9 @@ def context_of_workers() -> ForkServerContext | ForkContext:
     them all.
     """
     if not differentiates_in_threads():
+        # their first use builds what reads them: here once, not in every process that is forked
+        for kind in Record.__subclasses__():
+            kind.model_rebuild()
         return get_context("fork")
     context = get_context("forkserver")
     context.set_forkserver_preload(["torch", "tula_hpc.ddp.worker"])
