@@ -131,7 +131,7 @@ def test_strangers_on_the_ports_are_passed_by(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One may say nothing, for ever."""
-    monkeypatch.setattr(rendezvous, "HANDSHAKE_S", 1.0)
+    monkeypatch.setattr(rendezvous, "HANDSHAKE_S", 0.2)
     for port in candidate_ports(job)[:3]:
         listen(stack, port, answer)
     assert met(job)
@@ -142,7 +142,7 @@ def test_whoever_plays_rank_0_without_the_secret_gets_no_worker(job: WorkerEnvir
     door = rendezvous._Door(job, secrets.token_bytes(32))
     assert door.socket.getsockname()[1] == candidate_ports(job)[0]
     with ThreadPoolExecutor() as pool:
-        played = pool.submit(door.gather, timedelta(seconds=3))
+        played = pool.submit(door.gather, timedelta(seconds=1))
         assert met(job)
         with pytest.raises(MeetingError, match=r"^2 of 3 workers did not come"):
             played.result()
@@ -315,8 +315,8 @@ def test_rank_0_says_which_ports_are_all_taken(job: WorkerEnvironment, stack: Ex
 
 def test_rank_0_says_who_did_not_come(job: WorkerEnvironment) -> None:
     came = begin(job, ranks=[1])[0]
-    with pytest.raises(MeetingError, match=r"^1 of 3 workers did not come to rank 0 at .* within 2 s, rank 2 for one"):
-        meet(job, timedelta(seconds=2))
+    with pytest.raises(MeetingError, match=r"^1 of 3 workers did not come to rank 0 at .* within 1 s, rank 2 for one"):
+        meet(job, timedelta(seconds=1))
     assert all(worker.result(timeout=60) for worker in [*begin(job, ranks=[0, 2]), came])
 
 

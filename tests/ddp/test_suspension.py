@@ -60,7 +60,7 @@ def test_a_collective_whose_time_was_up_after_a_suspension_is_nobodys_fault(
         raise RuntimeError(words)
 
 
-PATIENCE_S = 2.0
+PATIENCE_S = 1.2
 
 
 def suspended_while_it_waits(rank: int, folder: Path) -> None:
