@@ -117,7 +117,9 @@ def listed_once(
         try:
             return _listed_in(folder, f"{digest[:32]}.listing", root, make)
         except OSError as error:
-            _log.warning("the listing of %s cannot be kept in %s: %s", root, folder, in_words(error))
+            _log.warning(
+                "the listing of %s cannot be kept in %s: %s", root, folder, in_words(error)
+            )
     return make()[0]
 
 
