@@ -160,6 +160,10 @@ MISTAKES = {
         ("def data(spec):", "def data(spec):\n    raise SystemExit('no data here')"),
         "workload.dataset: mine:data failed: SystemExit: no data here (mine.py:",
     ),
+    "a model that leaves the process at once": (
+        ("    return Net(", "    import os\n    os._exit(0)\n    return Net("),
+        "workload.model: mine:net failed: SystemExit: os._exit(0) (mine.py:",
+    ),
     "a forward pass that raises": (
         ("self.head(", "self.haed("),
         "cannot take inputs of 3×8×8 from the test set: AttributeError: .* (mine.py:",

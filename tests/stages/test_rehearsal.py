@@ -55,6 +55,16 @@ def test_what_is_wrong_is_refused_with_the_way_out_where_there_may_be_one(answer
         assert str(raised.value) == "workload.model: mine:net cannot\nNothing was submitted."
 
 
+def test_own_code_that_crashes_is_refused_with_its_place(answers: Callable[[str], None], tmp_path: Path) -> None:
+    trace = f'  File "{rehearsal.__file__}", line 3 in call\n  File "{tmp_path}/mine.py", line 7 in net\n'
+    answers(f"echo '{trace}' >&2; kill -SEGV $$")
+    for cluster, way_out in ((ClusterSpec(), ""), (SLURM, f"{ELSEWHERE}\n")):
+        with pytest.raises(InputError) as raised:
+            rehearse(spec_of(), cluster, FILES)
+        said = f"your own code ends its process: Segmentation fault (mine.py:7)\n{way_out}Nothing was submitted."
+        assert str(raised.value) == said
+
+
 @pytest.mark.parametrize(
     ("program", "timeout_s", "reason"),
     [

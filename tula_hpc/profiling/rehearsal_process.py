@@ -14,6 +14,7 @@ fails or returns something else, an import that is missing.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import sys
@@ -21,7 +22,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -266,7 +267,7 @@ def _try(options: argparse.Namespace) -> tuple[int, str]:
     cluster: ClusterSpec | None = None
     try:
         sweep, cluster = load_together(options.sweep, options.cluster, check_paths=False)
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught, _exits_traced():
             trial = _trial_of(sweep, cluster, options.memory)
     except InputError as error:
         return 3 if _may_be_only_here(error, cluster) else 2, str(error)
@@ -274,6 +275,24 @@ def _try(options: argparse.Namespace) -> tuple[int, str]:
         return 1, told(error)
     trial = trial.model_copy(update={"warnings": tuple(_own_warnings(caught))})
     return 0, trial.model_dump_json()
+
+
+@contextlib.contextmanager
+def _exits_traced() -> Iterator[None]:
+    """Have os._exit raise SystemExit in this process, whose place is told; children keep theirs."""
+    leave = os._exit
+    here = os.getpid()
+
+    def raise_instead(status: int) -> NoReturn:
+        if os.getpid() != here:
+            leave(status)
+        raise SystemExit(f"os._exit({status})")
+
+    os._exit = raise_instead
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 def _own_warnings(caught: Sequence[warnings.WarningMessage]) -> Iterator[str]:

@@ -13,6 +13,8 @@ run here: its syntax was checked when the sweep was read, and the first job find
 from __future__ import annotations
 
 import hashlib
+import re
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -24,7 +26,7 @@ from tula_hpc.config import ClusterSpec, SweepSpec, local_batches, study_part
 from tula_hpc.env import slurm_job_id, with_variables
 from tula_hpc.errors import InputError, TrialError
 from tula_hpc.formatting import printable
-from tula_hpc.own_sources import digests_of, trains_together
+from tula_hpc.own_sources import digests_of, is_own, trains_together
 from tula_hpc.python_path import start_of_python
 from tula_hpc.records import (
     Identity,
@@ -44,6 +46,8 @@ ELSEWHERE = (
     "If only this machine lacks something, set search.estimate = false: then nothing is tried here."
 )
 LIBRARIES = ("torch", "torchvision", "timm")
+# in the lines of faulthandler
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in ', re.MULTILINE)
 
 
 def rehearse(
@@ -64,6 +68,9 @@ def rehearse(
     command = [
         *start_of_python(),
         "-B",
+        # it tells the place of a crash
+        "-X",
+        "faulthandler",
         "-m",
         "tula_hpc.profiling.rehearsal_process",
         *map(str, files),
@@ -78,6 +85,9 @@ def rehearse(
     if done.returncode in (2, 3):
         words = said if done.returncode == 2 else with_remedy(said, cluster)
         raise TrialError(f"{words}\n{NOTHING}")
+    if done.returncode < 0 and (place := _own_place(done.stderr)):
+        died = f"your own code ends its process: {signal.strsignal(-done.returncode)} ({place})"
+        raise TrialError(f"{with_remedy(died, cluster)}\n{NOTHING}")
     if done.returncode != 0:
         return said or f"it ended with exit code {done.returncode}"
     answer = last_line(done.stdout)
@@ -91,6 +101,12 @@ def rehearse(
     for words in trial.warnings:
         sys.stderr.write(f"warning: {printable(words)}\n")
     return trial.model_copy(update={"key": key})
+
+
+def _own_place(trace: str) -> str:
+    """Return the innermost place of the user's own code in a crash, "" if there is none."""
+    frames = _FRAME.findall(trace)
+    return next((f"{Path(file).name}:{line}" for file, line in frames if is_own(file)), "")
 
 
 def with_remedy(said: str, cluster: ClusterSpec) -> str:
