@@ -186,28 +186,31 @@ def draw_timeline(run: RunContents) -> Drawing | Missing:
     shown = evenly(found, MOST_STRETCHES)
     with style.styled():
         figure, (axes,) = style.new_figure(title, 1.0 + ROW_IN * max(2, len(rows)))
-        for one in shown:
-            if one.row in rows:
-                _draw(axes, one, rows.index(one.row), first, whole_s)
+        _draw(axes, [one for one in shown if one.row in rows], rows, first, whole_s)
         _dress(axes, rows, whole_s, found)
     table = Table(COLUMNS, [_row(one, first) for one in shown])
     return Drawing("timeline", title, _caption(found, rows), figure, table)
 
 
-def _draw(axes: Axes, one: Stretch, y: int, first: float, whole_s: float) -> None:
+def _draw(
+    axes: Axes, shown: Sequence[Stretch], rows: Sequence[str], first: float, whole_s: float
+) -> None:
+    places = {row: place for place, row in enumerate(rows)}
     # without a wait the bar of the run hides that of the wait
     axes.barh(
-        y,
-        max(one.end - one.begin, LEAST_WIDTH * whole_s),
-        left=one.begin - first,
+        [places[one.row] for one in shown],
+        [max(one.end - one.begin, LEAST_WIDTH * whole_s) for one in shown],
+        left=[one.begin - first for one in shown],
         height=0.62,
-        color=COLOURS[one.kind].light,
+        color=[COLOURS[one.kind].light for one in shown],
         edgecolor=style.PAPER.light,
         linewidth=0.5,
         zorder=3,
     )
-    if one.is_interrupted:
-        axes.plot([one.end - first], [y], "X", color=style.ALERT.light, markersize=7, zorder=5)
+    for one in shown:
+        if one.is_interrupted:
+            at = ([one.end - first], [places[one.row]])
+            axes.plot(*at, "X", color=style.ALERT.light, markersize=7, zorder=5)
 
 
 def _dress(axes: Axes, rows: Sequence[str], whole_s: float, found: Sequence[Stretch]) -> None:

@@ -22,12 +22,16 @@ from tula_hpc.records import append_record, read_metrics
 from tula_hpc.records import metrics as metrics_records
 from tula_hpc.records import storage as reading
 from tula_hpc.records.metrics import MAX_STEPS, StepMetrics, parse_metrics
+from tula_hpc.records.run_directory import MAX_SAMPLED_BYTES
 from tula_hpc.status import __main__ as status
 
 MB = 1_000_000
 NARROW = "\u00a0"  # between a number and its unit on a page
 # pictures are of one size, whatever is in them
 NO_PNG = "from tula_hpc.analysis.figures.drawing import Drawing; Drawing.png = lambda _: b''"
+# as many as are of a size from which on samples are not held
+MANY = 2_500
+SOONER = "from tula_hpc.records import run_directory as runs; runs.MAX_SAMPLED_BYTES //= 4"
 # the command's own process tells its peak: that of a child as its parent sees it includes the parent
 PEAK = """
 import pathlib, runpy, sys
@@ -59,11 +63,11 @@ def held_mb(read: Callable[[], object]) -> float:
 
 
 def test_a_plan_and_status_of_very_many_measurements_take_little_memory(tmp_path: Path) -> None:
-    run = make_big_run(tmp_path / "run", measurements=10_000, of=configurations()[:1])
+    run = make_big_run(tmp_path / "run", measurements=MANY, of=configurations()[:1])
+    assert (run.profile / "more.jsonl").stat().st_size > MAX_SAMPLED_BYTES / 4
 
-    assert peak_mb("status", run.root) < 130  # 70 MB of text beside the 55 MB of a small run
-    assert peak_mb("analysis.plan", run.root) < 350  # beside 110 MB
-    assert run.measurements().records[-1].samples == {}
+    assert peak_mb("status", run.root, SOONER) < 90  # a small run takes 71, this one with samples 105
+    assert peak_mb("analysis.plan", run.root, SOONER) < 140  # 116, and 156
 
 
 def test_of_very_many_measurements_all_but_the_samples_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,15 +191,15 @@ def test_whether_gradients_were_scaled_is_told_of_all_steps(tmp_path: Path) -> N
 
 
 def test_the_report_of_a_big_run_is_small_and_says_what_it_leaves_out(tmp_path: Path) -> None:
-    run = make_big_run(tmp_path / "run", measurements=10_000, steps=20_000, events=10_000)
+    run = make_big_run(tmp_path / "run", measurements=MANY, steps=8_000, events=3_000)
 
-    assert peak_mb("analysis.report", run.root, NO_PNG) < 450  # a small run's takes 200
+    assert peak_mb("analysis.report", run.root, f"{NO_PNG}\n{SOONER}") < 282  # a small run takes 190, this one with samples 295
 
     page = (run.report / "report.html").read_text().replace(NARROW, " ")
     assert len(page) < 5 * MB
-    assert f"Of 10,021 measurements figures show the medians of each configuration ({MOST_DRAWN} at most)." in page
+    assert f"Of 2,521 measurements figures show the medians of each configuration ({MOST_DRAWN} at most)." in page
     held = len(read_metrics(run.train().metrics_file).steps)
-    assert f"Of 20,000 logged steps in train/main/metrics.jsonl {held:,} are shown, evenly spread." in page
+    assert f"Of 8,000 logged steps in train/main/metrics.jsonl {held:,} are shown, evenly spread." in page
     events = len(run.events())
     assert f"Events ({events})" in page
     assert page.count("<td>preempted</td>") <= MOST_ROWS

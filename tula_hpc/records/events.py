@@ -466,7 +466,9 @@ class RunHistory:
             self._submissions.append(job)
             self._jobs[job.job_id] = self._unsettled[key] = job
         else:
-            self._jobs.setdefault(event.job_id, JobEvents(job_id=event.job_id)).events.append(event)
+            if event.job_id not in self._jobs:
+                self._jobs[event.job_id] = JobEvents(job_id=event.job_id)
+            self._jobs[event.job_id].events.append(event)
         label = ""
         if "label" in event.data:
             label = EndData.of(event).label

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
-from scipy.stats import gaussian_kde
 
 from tula_hpc.analysis.figures import style
 from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
@@ -96,6 +95,9 @@ def _scales_by_batch(contents: StudyContents, table: StudyTable) -> dict[int, di
 
 def density(values: Values, at: Values) -> Values:
     """Return a Gaussian kernel density at these places, with Scott's bandwidth."""
+    # it takes most of a second, and a sweep's report has no such figure
+    from scipy.stats import gaussian_kde
+
     return np.asarray(gaussian_kde(values)(at), dtype=np.float64)
 
 
