@@ -19,12 +19,17 @@ Points = npt.NDArray[np.float64]
 # height of a line of text, as a share of the panel
 LINE_SHARE = 0.062
 # width of a bold letter, likewise
-LETTER_SHARE = 0.0136
+LETTER_SHARE = 0.0155
 # letters of a name that leaves the lines two thirds of the panel
 LONGEST = 24
 # least distances of a name from a line across the panel, below it and above its text
 BENEATH = 0.035
 ABOVE = 0.09
+# distance of a label from lines beyond which more is no better, likewise
+MOST_CLEARANCE = 0.05
+# around a point, where its own line may be; and of a pointer that touches a line
+RING_SHARE = 0.06
+TOUCH_SHARE = 0.02
 # from a label to the point that it names
 ARROW = {"arrowstyle": "-", "color": INK.light, "linewidth": 0.9, "shrinkB": 8, "shrinkA": 1}
 
@@ -172,6 +177,19 @@ def _freest_spot(here: Points, obstacles: Points, text: str) -> tuple[float, flo
     across, up = np.meshgrid(np.linspace(-0.4, 0.4, 17), np.linspace(-0.5, 0.5, 21), indexing="ij")
     spots = np.clip(here + np.column_stack([across.ravel(), up.ravel()]), half, 1 - half)
     gaps = np.maximum(np.abs(spots[:, None] - obstacles) - half, 0)
-    clearance = np.minimum(np.hypot(gaps[..., 0], gaps[..., 1]).min(axis=1), 0.05)
-    best = spots[np.argmax(clearance - 0.02 * np.hypot(*(spots - here).T))]
+    clearance = np.minimum(np.hypot(gaps[..., 0], gaps[..., 1]).min(axis=1), MOST_CLEARANCE)
+    # a label on a line is worse than a pointer across one
+    faults = 2 * (clearance == 0) + _are_crossed(here, spots, obstacles)
+    worth = clearance - 0.02 * np.hypot(*(spots - here).T) - MOST_CLEARANCE * faults
+    best = spots[np.argmax(worth)]
     return float(best[0]), float(best[1])
+
+
+def _are_crossed(here: Points, spots: Points, obstacles: Points) -> npt.NDArray[np.bool_]:
+    """Tell for each spot whether its pointer to `here` meets an obstacle outside of the ring."""
+    outside = obstacles[np.hypot(*(obstacles - here).T) > RING_SHARE]
+    found = np.zeros(len(spots), dtype=np.bool_)
+    for share in np.linspace(0, 1, 25):
+        at = here + share * (spots - here)
+        found |= (np.abs(at[:, None] - outside).max(axis=2) < TOUCH_SHARE).any(axis=1)
+    return found

@@ -34,7 +34,7 @@ from tests.run_factory import (
 )
 from tula_hpc.analysis.figures.all import FIGURES, draw_all
 from tula_hpc.analysis.figures.drawing import Drawing, Missing, TitlePage, render_pdf
-from tula_hpc.analysis.figures.labels import LETTER_SHARE, EndLabel, label_ends, spread
+from tula_hpc.analysis.figures.labels import LETTER_SHARE, EndLabel, label_ends, mark_chosen, spread
 from tula_hpc.analysis.figures.run_curves import curve_of, draw_run_curves
 from tula_hpc.analysis.figures.style import (
     INK,
@@ -832,6 +832,20 @@ def test_the_label_of_the_chosen_point_is_clear_of_its_bar(run: RunContents) -> 
     bar = float((axes.transData + axes.transAxes.inverted()).transform((chosen.global_batch, 0))[0])
     half_width = LETTER_SHARE * max(map(len, label.get_text().split("\n"))) / 2
     assert abs(centre - bar) > half_width
+
+
+def test_the_pointer_of_a_label_crosses_no_other_line() -> None:
+    axes = Figure().subplots()
+    axes.set(xlim=(0, 1), ylim=(0, 1))
+    across = [0.06, 0.32, 0.59, 0.85]
+    # the chosen point is the end of the lower one
+    heights = [[0.44, 0.35, 0.17, 0.14], [0.84, 0.59, 0.52, 0.32]]
+    names = np.array([(x, y) for x in (0.88, 0.95) for y in (0.14, 0.32)])
+    lines = [list(zip(across, line, strict=True)) for line in heights]
+    mark_chosen(axes, (0.85, 0.14), "chosen: N = 1, B = 256\n156 ms", lines=lines, taken=names)
+    (label,) = axes.texts
+    x, y = label.get_position()
+    assert y < np.interp(x, across, heights[1])
 
 
 def test_a_data_set_smaller_than_one_batch_is_drawn(run: RunContents) -> None:
