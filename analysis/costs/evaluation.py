@@ -126,6 +126,13 @@ class Evaluation(NamedTuple):
         """Factors between which evaluations lie with 90 % probability."""
         return TIMED_FACTORS if self.timed or self.measured else ASSUMED_FACTORS
 
+    @property
+    def is_assumed(self) -> bool:
+        """True if neither profiles nor a training have timed it."""
+        if self.is_of_script:
+            return self.between_s is None
+        return not (self.timed or self.measured)
+
     def describe(self) -> str:
         """Return a sentence on the samples and the source of the prediction."""
         if self.is_of_script:

@@ -119,6 +119,7 @@ def _remarks(
     remarks: dict[str, Any] = {
         "binding": binding(fitted, sweep.objective, curves),
         "notes": [*_all_notes(fitted.parts), *left_out],
+        "provisional": _provisional(fitted.parts),
     }
     if critical and sweep.training.scales:
         saved = (
@@ -140,12 +141,35 @@ def _all_notes(parts: Sequence[Part]) -> list[str]:
     return found
 
 
+def _provisional(parts: Sequence[Part]) -> dict[str, list[str]]:
+    """Return the notes on what a training will measure, in both forms that `_all_notes` gives them."""
+    found: dict[str, list[str]] = {"save": [], "evaluation": [], "start": []}
+    for part in parts:
+        start_s = part.summary.start_s
+        assumed = {
+            "save": part.save_s is None and part.resume is Resume.CHECKPOINT,
+            "evaluation": part.evaluation.is_assumed,
+            "start": start_s is None or part.cluster.pricing.restart_s != start_s,
+        }
+        for quantity, note in _timed_notes(part).items():
+            if assumed[quantity]:
+                found[quantity] += [note, prefixed(part.name, note)]
+    return found
+
+
+def _timed_notes(part: Part) -> dict[str, str]:
+    pricing = part.cluster.pricing
+    return {
+        "evaluation": part.evaluation.describe(),
+        "save": interruptions.describe(part.save_s, pricing, part.resume),
+        "start": evaluation.describe(part.summary.start_s, pricing),
+    }
+
+
 def _notes(part: Part) -> list[str]:
     return [
         *assumptions(part.cluster, part.power),
-        part.evaluation.describe(),
-        interruptions.describe(part.save_s, part.cluster.pricing, part.resume),
-        evaluation.describe(part.summary.start_s, part.cluster.pricing),
+        *_timed_notes(part).values(),
         *_describe_copy(part),
         *describe_limit(part.cluster, part.summary.memory_uses),
         *_describe_passes(part),

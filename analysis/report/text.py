@@ -49,13 +49,16 @@ def assumptions(run: RunContents) -> list[str]:
 
 def _outdated_notes(run: RunContents) -> set[str]:
     """Return notes on assumptions that a training has since replaced by measurements."""
-    if run.cluster is None or interruptions.measured_save_s(run.events) is None:
-        return set()
-    notes = set()
-    for name, part in run.cluster.by_name().items():
-        note = interruptions.describe(None, part.pricing)
-        notes |= {note, prefixed(name, note)}
-    return notes
+    measured = {
+        "save": interruptions.measured_save_s(run.events) is not None,
+        "evaluation": any(training.metrics.epochs for training in run.trainings),
+        "start": any(training.result is not None for training in run.trainings),
+    }
+    found: set[str] = set()
+    for quantity, notes in run.plan.provisional.items() if run.plan else ():
+        if measured[quantity]:
+            found.update(notes)
+    return found
 
 
 def doubts(run: RunContents) -> list[Doubt]:

@@ -787,7 +787,8 @@ def test_a_sweep_writes_down_what_accounting_has_before_its_report(
 def test_a_note_that_a_training_has_outdated_is_left_out(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     assumed = checkpoints.describe(None, PricingSpec())
-    write_plan(run, run.read_plan().model_copy(update={"notes": [assumed, "prices are guesses"]}))
+    notes = {"notes": [assumed, "prices are guesses"], "provisional": {"save": [assumed]}}
+    write_plan(run, run.read_plan().model_copy(update=notes))
     assert f"{assumed[:1].upper()}{assumed[1:]}." in assumptions(read_run(run))
     run.log_event("checkpoint", "train", data={"cost_s": 0.01})
     said = assumptions(read_run(run))
@@ -798,7 +799,8 @@ def test_a_note_that_a_training_has_outdated_is_left_out(tmp_path: Path) -> None
 def test_a_note_about_a_partition_that_a_training_has_outdated_is_left_out(tmp_path: Path) -> None:
     run = of_two_partitions(tmp_path / "run")
     assumed = [f"{name}: {checkpoints.describe(None, PricingSpec())}" for name in "ab"]
-    write_plan(run, run.read_plan().model_copy(update={"notes": assumed}))
+    notes = {"notes": assumed, "provisional": {"save": assumed}}
+    write_plan(run, run.read_plan().model_copy(update=notes))
     assert sum("checkpoint" in sentence for sentence in assumptions(read_run(run))) == 2
     run.log_event("checkpoint", "train", data={"cost_s": 0.01})
     assert not any("checkpoint" in sentence for sentence in assumptions(read_run(run)))

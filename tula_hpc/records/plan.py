@@ -159,6 +159,8 @@ class Plan(Record):
     critical_batch_source: Literal["training", "profile"] | None = None
     # what prices and times assume
     notes: list[str] = Field(default=[])
+    # those of them that hold until a training has measured this
+    provisional: dict[Literal["save", "evaluation", "start"], list[str]] = Field(default={})
     models: dict[str, Any]
     warnings: list[str] = Field(default=[])
     # of each of them, in their order

@@ -38,6 +38,13 @@ def test_without_either_a_minute_is_assumed() -> None:
     assert any("assumed to take 1 min" in note for note in plan().notes)
 
 
+def test_a_plan_marks_the_notes_that_a_training_will_replace() -> None:
+    made = plan()
+    assert any("a checkpoint is assumed" in note for note in {*made.notes} & {*made.provisional["save"]})
+    assert any("a job is assumed" in note for note in {*made.notes} & {*made.provisional["start"]})
+    assert plan(7.5).provisional["start"] == []
+
+
 def test_it_is_the_median_over_jobs_and_passes_over_what_is_damaged() -> None:
     told = [0.0, 5.0, -1.0, 9.0, float("inf"), 6.0, float("nan"), 1e12]
     rows = [row.model_copy(update={"start_s": s}) for row, s in zip(grid(), told, strict=False)]
