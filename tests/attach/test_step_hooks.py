@@ -673,6 +673,12 @@ def test_a_model_counts_by_the_name_that_the_script_has_for_it(tmp_path: Path) -
     assert json.loads((tmp_path / "told.json").read_text()) == [True, "Around", ["Linear"]]
 
 
+def test_a_librarys_wrapper_has_the_name_of_the_model_within() -> None:
+    model, wrapper = Around(), nn.Module()
+    wrapper._forward_module = model
+    assert name_of(model) == "Around"
+
+
 @pytest.mark.parametrize(
     ("value", "samples"),
     [

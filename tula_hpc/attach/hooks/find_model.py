@@ -14,6 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 T = TypeVar("T")
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
+# what torch.compile and Lightning's Fabric call the model that they wrap
+WRAPPED = ("_orig_mod", "_forward_module")
 
 
 def before_forward(model: nn.Module, then: Callable[..., None]) -> RemovableHandle:
@@ -82,7 +84,8 @@ def name_of(model: nn.Module) -> str:
     if isinstance(model, DistributedDataParallel):
         return type(model.module).__name__
     around = modules_with(set(model.parameters()))
-    names = [type(module).__name__ for module in around if not hasattr(module, "_orig_mod")]
+    own = (each for each in around if not any(hasattr(each, name) for name in WRAPPED))
+    names = [type(module).__name__ for module in own]
     return names[-1] if names else type(model).__name__
 
 
