@@ -259,6 +259,11 @@ def test_a_scripts_parser_tells_which_options_carry_batch_and_epochs(arguments: 
     assert " ".join(told) == expected
 
 
+@pytest.mark.parametrize("name", ["--epochs", "--n_epochs", "--nepochs", "--num-train-epochs"])
+def test_the_number_of_epochs_has_many_names(name: str) -> None:
+    assert with_placeholders(["64"], 64, 1, ParsedOptions({}, {name: 3})) == ["{local_batch}", name, "{epochs}"]
+
+
 @pytest.mark.parametrize(
     ("default", "expected"), [(1, "-b {local_batch} --num_nodes {nodes}"), (99, "-b {local_batch}")]
 )

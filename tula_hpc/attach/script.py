@@ -277,7 +277,7 @@ def watch_parsers() -> ParsedOptions:
 # in the names of options
 OF_BATCH = ("batch", "bs")
 OF_EVALUATION = ("eval", "val", "test")
-OF_EPOCHS = re.compile(r"--((n|num|max|total|train|num_train|num-train)[_-])?epochs")
+OF_EPOCHS = re.compile(r"--((n|num|max|total|train)[_-]?)*epochs")
 # of the cluster where it is 1 by default, else perhaps of a graph
 OF_NODES = re.compile(r"--((n|num)[_-]?)?nodes|--nnodes")
 # those that set the steps of the whole training
