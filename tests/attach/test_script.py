@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tula_hpc.attach.processes import Meeting, variables_of
-from tula_hpc.attach.script import Script, filled, remedy_of_batch, values_of
+from tula_hpc.attach.script import Script, filled, remedy_of_batch, remedy_of_passes, values_of
 from tula_hpc.config import SweepSpec
 from tula_hpc.config.workload import PLACEHOLDERS
 from tula_hpc.env import WorkerEnvironment
@@ -106,3 +106,9 @@ def test_another_batch_than_was_asked_for_is_told_with_the_placeholder_that_help
 ) -> None:
     """Of 32 samples a worker."""
     assert said in remedy_of_batch("train.py", 32, got, Configuration(*shape, 32))
+
+
+def test_a_warm_up_of_the_passes_is_told_only_where_later_steps_may_have_more() -> None:
+    words = "if it takes fewer at its beginning"
+    assert words in remedy_of_passes(1, 4, 16, 16, 1)
+    assert words not in remedy_of_passes(4, 1, 16, 16, 1)

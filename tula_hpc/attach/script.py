@@ -142,8 +142,11 @@ def remedy_of_passes(passes: int, parts: int, batch: int, asked: int | None, wor
         )
     if passes & (passes - 1):
         return "only powers of 2 can be planned"
+    fewer = ""
+    if passes < parts:
+        fewer = "; if it takes fewer at its beginning, as YOLO does, switch that warm-up off"
     return (
-        f"set workload.accumulation = {passes} if it always takes so many; if one of its "
+        f"set workload.accumulation = {passes} if it always takes so many{fewer}; if one of its "
         "arguments sets all samples of a step, give it {global_batch}, for tokens as in "
         "{global_batch*1024}"
     )
