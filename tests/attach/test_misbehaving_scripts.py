@@ -210,11 +210,13 @@ def test_workers_that_all_go_through_all_samples_are_told_from_those_that_share_
     found = {}
     for how, counts in (("shares no data", True), ("shares no data", False), ("shares its data", True)):
         folder = tmp_path / f"{how} {counts}"
-        outcome = worst(profiled(MISBEHAVING, (how, str(BATCH)), folder, 2, samples=1000, counts_epochs=counts))
+        told = {"counts_epochs": counts, "counts_steps": not counts, "samples": 1000}
+        outcome = worst(profiled(MISBEHAVING, (how, str(BATCH)), folder, 2, **told))
         found[how, counts] = outcome.said
     assert [said.failure for said in found.values()] == [Failure.BAD_INPUT, None, None]
     said = found["shares no data", True]
     assert "each of its 2 workers goes through all 1,000 samples in an epoch" in said.detail
+    assert found["shares no data", False].result["measurement"]["epoch_samples"] == 1000
 
 
 def test_workers_meet_where_they_can_whatever_a_script_says(tmp_path: Path) -> None:

@@ -90,8 +90,9 @@ class Settings(Record):
     accumulation: int | None = None
     # of an epoch
     samples: int = 0
-    # it is told epochs, whose steps are reckoned from these
+    # it is told epochs, whose steps are reckoned from these; or the steps themselves
     counts_epochs: bool = False
+    counts_steps: bool = False
     # optimizer steps of the training that is planned; 0: unknown
     training_steps: float = 0.0
     # the method that needs DistributedDataParallel's communication hook; "": none
@@ -324,6 +325,9 @@ class ScriptProfile(MeasuredSteps):
 
     def _epoch_samples(self) -> int:
         """Return the samples of an epoch by the loaders; 0 where they do not tell or have no end."""
+        if self.settings.counts_steps:
+            # a sampler without an end may say on each worker how many there are
+            return self.loaded_samples
         (found,) = self.total(self.loader_samples)
         return int(found) if found < ENDLESS * self.settings.samples else 0
 

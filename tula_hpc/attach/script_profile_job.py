@@ -205,6 +205,7 @@ class Session:
             accumulation=self.sweep.workload.accumulation,
             samples=work.samples or 0,
             counts_epochs=any("{epochs}" in text for text in work.arguments),
+            counts_steps=any("{steps}" in text for text in work.arguments),
             training_steps=work.epochs * (work.samples or 0) / configuration.global_batch,
             hooked_by=job.sweep.training.method if job.sweep.training.adapts else "",
             sources=self.sources,
