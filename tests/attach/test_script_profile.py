@@ -17,6 +17,7 @@ from tests.forked_jobs import forking_scripts
 from tula_hpc.attach.measured_steps import _synchronize_again, between_epochs_s
 from tula_hpc.attach.processes import Outcome
 from tula_hpc.attach.script import typical_batch
+from tula_hpc.attach.train.first_pass import rehearse_first_pass
 from tula_hpc.profiling.timing import halves_of
 from tula_hpc.records import Configuration, Measurement
 from tula_hpc.records.measurement import is_usable
@@ -46,12 +47,18 @@ class Halves(nn.Module):
         return output
 
 
-@pytest.mark.parametrize("within", [False, True], ids=["after a pass", "within a pass, as in Lightning"])
-def test_passes_without_synchronization_leave_nothing_to_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, within: bool
-) -> None:
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A group of this process."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("within", [False, True], ids=["after a pass", "within a pass, as in Lightning"])
+def test_passes_without_synchronization_leave_nothing_to_the_next_one(*, within: bool) -> None:
     halves = Halves()
     model = DistributedDataParallel(halves, find_unused_parameters=True)
     # as the hooks of a profile have one
@@ -68,9 +75,37 @@ def test_passes_without_synchronization_leave_nothing_to_the_next_one(
     model.zero_grad()
     torch.autograd.backward(model(torch.ones(3, 2), 1).sum())
     assert [part.weight.grad is None for part in halves.parts] == [True, False]
-    # after its group it could hang as it goes
-    del model
-    dist.destroy_process_group()
+
+
+class Following(nn.Module):
+    """A copy follows the trained layer in each forward, as a momentum encoder does, and there is a count of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = nn.Linear(2, 1)
+        self.copy = nn.Parameter(torch.zeros(1, 2), requires_grad=False)
+        self.changed = nn.Parameter(torch.zeros(1), requires_grad=False)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.copy.data = self.copy.data + self.trained.weight.data
+            self.changed.add_(1)
+        self.count = self.count + 1
+        output: Tensor = self.trained(inputs)
+        return output
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_first_pass_of_a_resumed_script_changes_its_model_once() -> None:
+    following = Following()
+    rehearsed: list[float] = []
+    model = DistributedDataParallel(following)
+    rehearse_first_pass(model, lambda: rehearsed.append(following.count.item()))
+    model(torch.ones(3, 2))
+    assert rehearsed == [0.0]
+    assert torch.equal(following.copy, following.trained.weight)
+    assert (following.changed.item(), following.count.item()) == (1.0, 1.0)
 
 
 @pytest.fixture(scope="module", autouse=True)

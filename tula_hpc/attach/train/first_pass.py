@@ -46,7 +46,12 @@ def _rehearse(
     model: DistributedDataParallel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    # a forward may put others in their places
+    buffers = [(each._buffers, dict(each._buffers)) for each in model.modules()]
+    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    # some follow the trained ones in each forward; on the host, as a frozen model has many
+    frozen = (parameter for parameter in model.parameters() if not parameter.requires_grad)
+    values += [(each, each.detach().to("cpu", copy=True)) for each in frozen]
     numbers = random_state()
     synchronizes = model.require_backward_grad_sync
     # Lightning has another method called once, by a `forward` that removes itself
@@ -64,7 +69,9 @@ def _rehearse(
         vars(model.module)["forward"] = replaced
     set_random_state(numbers)
     with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
+        for now, before in buffers:
+            now.update(before)
+        for tensor, value in values:
+            tensor.copy_(value)
         for parameter, gradient in gradients:
             parameter.grad = gradient
