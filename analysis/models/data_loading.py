@@ -112,14 +112,13 @@ def describe_slow_loader(profile: Profile, loader_workers: int | None) -> str:
     `loader_workers` as profiled; None: a script's own, which it alone knows.
     """
     share = f"{100 * wait_share(profile.times):.0f} %"
-    found = (
-        f"the data loader holds steps up: waiting for data takes {share} of a step at "
-        f"{profile.configuration}"
-    )
+    where = f"takes {share} of a step at {profile.configuration}"
     if loader_workers is None:
         return (
-            f"{found}: give the script's loader more processes, or items that are cheaper to load"
+            f"waiting for data, or what else the script does between its steps, {where}: give its "
+            "loader more processes, or less to do"
         )
+    found = f"the data loader holds steps up: waiting for data {where}"
     processes = processes_needed(profile.times, loader_workers)
     cores = cores_needed(profile)
     if processes > MOST_PROCESSES:

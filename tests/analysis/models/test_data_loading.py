@@ -10,6 +10,7 @@ from tests.planning_data import CORNERS, cluster, ok, sweep, times
 from tula_hpc.analysis.models.data_loading import (
     MOST_PROCESSES,
     cores_needed,
+    describe_slow_loader,
     held_up_by_storage,
     loader_decides,
     processes_needed,
@@ -73,6 +74,12 @@ def test_the_plan_says_what_would_end_the_wait(wait_s: float, changes: dict[str,
     where = f"waiting for data takes {share} % of a step at N=1 b=32 (B=32)"
     (warning,) = warnings_of(measured(wait_s, **changes))
     assert warning == f"the data loader holds steps up: {where}{end}"
+
+
+def test_between_a_scripts_steps_there_may_be_more_than_a_loader() -> None:
+    (profile,) = summarize([measured(0.04)]).profiles
+    words = describe_slow_loader(profile, None)
+    assert words.startswith("waiting for data, or what else the script does between its steps, takes 50 % of a step")
 
 
 def test_where_the_loader_decides_uneven_steps_are_not_said_again() -> None:
