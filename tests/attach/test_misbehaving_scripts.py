@@ -62,7 +62,7 @@ def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, scri
             "code 1 before its first optimizer step; the last it printed: no data here",
         ),
         ("leaves", Failure.BAD_INPUT, "misbehaving.py ended its process by itself, with exit code 0"),
-        ("takes no batch", Failure.BAD_INPUT, "workload.arguments: asked for 4 samples a forward, the model got 6"),
+        ("takes no batch", Failure.BAD_INPUT, "workload.arguments: asked for 4 samples a forward, Linear got 6"),
         ("accumulates", Failure.BAD_INPUT, "takes 2 forward passes for an optimizer step, not 1; set workload.accum"),
         ("takes many passes", Failure.BAD_INPUT, "takes 32 forward passes for an optimizer step, not 1; set workload."),
         ("takes five passes", Failure.BAD_INPUT, "5 forward passes for an optimizer step, not 1; only powers of 2 can"),
@@ -203,7 +203,7 @@ def test_a_script_that_divides_its_passes_among_its_workers_is_told_what_to_do(t
     (cut,) = profiled(MISBEHAVING, ("cuts its batch", str(BATCH)), tmp_path / "cut", accumulation=2)
     assert "not 2; it cuts 8 samples by itself into passes of 2; keep to batches that it takes in" in cut.said.detail
     batch = misbehave("divides its batch", tmp_path / "batch", world=2).said
-    assert "asked for 4 samples a forward, the model got 2: it divides its batch among its workers" in batch.detail
+    assert "asked for 4 samples a forward, Linear got 2: it divides its batch among its workers" in batch.detail
 
 
 def test_workers_that_all_go_through_all_samples_are_told_from_those_that_share_them(tmp_path: Path) -> None:

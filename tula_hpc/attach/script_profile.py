@@ -271,7 +271,7 @@ class ScriptProfile(MeasuredSteps):
                 "whose mean is what was asked for can be planned"
             )
         raise InputError(
-            f"asked for {asked} samples a forward, the model got {batch}: {remedy}",
+            f"asked for {asked} samples a forward, {self._model_name()} got {batch}: {remedy}",
             key="workload.arguments",
         )
 
