@@ -236,8 +236,7 @@ def _look(
     )
     outcome = _run_script(spec, SearchSpec(), folder / "first")
     if shorter := outcome.said.result.get("search"):
-        steps = plural(outcome.said.steps, "step")
-        sys.stderr.write(f"it ended after {steps}; running it again to measure fewer of them ...\n")
+        sys.stderr.write(f"{outcome.said.detail}; running it again to measure fewer ...\n")
         outcome = _run_script(spec, SearchSpec.model_validate(shorter), folder / "again")
     if not outcome.is_done:
         sys.stderr.write(end_of(Path(outcome.log)))
