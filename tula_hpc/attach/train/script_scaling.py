@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
+from tula_hpc.attach.hooks.find_model import size_of
 from tula_hpc.attach.reporting import own_hook
 from tula_hpc.config import SweepSpec
 from tula_hpc.ddp.methods import ReferenceBatch, scaling_options
-from tula_hpc.errors import DivergedError
+from tula_hpc.errors import DivergedError, InputError
 from tula_hpc.gradients.small_batch_norms import LocalNorms
 from tula_hpc.optim import TulaOptimizer
 from tula_hpc.optim.observer import GradientObserver
@@ -162,6 +163,17 @@ def _factor_since(averaged: Tensor, parameters: list[Tensor]) -> Tensor:
     factor = now / averaged[place]
     known = torch.isfinite(factor) & (factor > 0) & ((factor - 1.0).abs() > ROUNDING)
     return torch.where(known, factor, 1.0)
+
+
+def refuse_another(model: nn.Module, before: int) -> None:
+    """Refuse to train another model than was measured, which had `before` parameters."""
+    # as in a profile frozen ones do not count, unless it went on until they were trained
+    now = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if before not in (now, size_of(model)):
+        raise InputError(
+            f"the model has {now:,} parameters now, {before:,} when it was measured; undo the "
+            "change, or measure what is there now with another --run-dir"
+        )
 
 
 def refuse_nan(optimizer: Optimizer | None, steps: int) -> None:

@@ -22,6 +22,7 @@ from typing import Any, Literal, NoReturn, cast
 from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
 
+from tula_hpc.attach.hooks.find_model import size_of
 from tula_hpc.attach.hooks.passes import Apart
 from tula_hpc.attach.own_folder import Saved
 from tula_hpc.attach.reporting import ChildSpec, Mode, Said, leave
@@ -29,12 +30,11 @@ from tula_hpc.attach.train.going_on import TrainedSoFar
 from tula_hpc.attach.train.peers import Peers, synchronize
 from tula_hpc.attach.train.scores import SCORES, as_share
 from tula_hpc.attach.train.script_drift import DriftSettings, ScriptDrift
-from tula_hpc.attach.train.script_scaling import refuse_nan, scaling_of
+from tula_hpc.attach.train.script_scaling import refuse_another, refuse_nan, scaling_of
 from tula_hpc.checkpoint.safe_points import Progress
 from tula_hpc.ddp.agreement import CHECK_EVERY_S, Agreed, Wish
 from tula_hpc.ddp.stop_signals import StopRequest, Suspensions
 from tula_hpc.env import unix_time
-from tula_hpc.errors import InputError
 from tula_hpc.optim.observer import GradientObserver
 from tula_hpc.records import RunDirectory
 from tula_hpc.records.base import Record
@@ -277,8 +277,8 @@ class ScriptTraining(Mode):
         # a single worker's model is known from its first step on
         is_first = not self.steps
         # a script may unfreeze layers later, for an optimizer of its own
-        if self._stepped_at is None:
-            self._refuse_another()
+        if self._stepped_at is None and self._is_before_another():
+            return
         if not self.is_open and not is_first:
             # the optimizer has stepped twice
             return
@@ -312,19 +312,20 @@ class ScriptTraining(Mode):
             return self.settings.samples, self.settings.global_batch
         return min(self.settings.samples, own * self.spec.world_size), 1
 
-    def _refuse_another(self) -> None:
-        """Refuse to train another model than was measured."""
+    def _is_before_another(self) -> bool:
+        """Refuse another model than was measured, unless that may follow a smaller one, as in a GAN."""
         model = self.hooks.inner_model
         before = self.settings.parameters
         if model is None or before is None:
-            return
-        # as in a profile frozen ones do not count, unless it went on until they were trained
-        now = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        if before not in (now, sum(p.numel() for p in model.parameters())):
-            raise InputError(
-                f"the model has {now:,} parameters now, {before:,} when it was measured; undo the "
-                "change, or measure what is there now with another --run-dir"
-            )
+            return False
+        # the largest wrapped one is known by now
+        may_follow = self.hooks.model is model and not self.steps and size_of(model) < before
+        if may_follow:
+            self.count_step()
+            self._samples = 0
+        else:
+            refuse_another(model, before)
+        return may_follow
 
     def _count_progress(self) -> None:
         progress, whole = self.progress, self.settings.global_batch
