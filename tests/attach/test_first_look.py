@@ -32,7 +32,7 @@ def test_what_is_printed_is_a_sweep_file_but_for_the_epochs(tmp_path: Path) -> N
     command = [sys.executable, "-m", "tula_hpc.attach", "train.py", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=200)
     assert done.returncode == 0, done.stderr
-    assert "train.py ended after 80 optimizer steps, before it was measured; running it again" in done.stderr
+    assert "it ended after 80 steps; running it again to measure fewer of them" in done.stderr
     assert "16 samples a forward pass, 1 forward pass a step" in done.stdout
     path = tmp_path / "mine.toml"
     path.write_text(done.stdout)

@@ -85,6 +85,7 @@ class Following(nn.Module):
         self.trained = nn.Linear(2, 1)
         self.copy = nn.Parameter(torch.zeros(1, 2), requires_grad=False)
         self.changed = nn.Parameter(torch.zeros(1), requires_grad=False)
+        self.count: Tensor
         self.register_buffer("count", torch.zeros(1))
 
     def forward(self, inputs: Tensor) -> Tensor:

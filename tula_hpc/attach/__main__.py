@@ -236,7 +236,10 @@ def _look(
     )
     outcome = _run_script(spec, SearchSpec(), folder / "first")
     if shorter := outcome.said.result.get("search"):
-        sys.stderr.write(f"{outcome.said.detail}; running it again to measure fewer ...\n")
+        steps = plural(outcome.said.steps, "step")
+        if others := outcome.said.result["others"]:
+            steps += f" and others of {', '.join(others)}, which do not count"
+        sys.stderr.write(f"it ended after {steps}; running it again to measure fewer of them ...\n")
         outcome = _run_script(spec, SearchSpec.model_validate(shorter), folder / "again")
     if not outcome.is_done:
         sys.stderr.write(end_of(Path(outcome.log)))

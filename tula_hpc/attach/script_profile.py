@@ -150,10 +150,10 @@ class ScriptProfile(MeasuredSteps):
         name, steps = self.spec.program.name, self.steps
         how = "ended" if code == 0 else f"exited with code {code}"
         # with which it is measured in time, if it is run again
-        shorter = None
-        if code == 0:
-            left = steps - self._apart_steps
-            shorter = within(self.settings.search, left, self.course.turn)
+        shorter: dict[str, Any] = {}
+        left = steps - self._apart_steps
+        if code == 0 and (search := within(self.settings.search, left, self.course.turn)):
+            shorter = {"search": search.model_dump(mode="json"), "others": self._others()}
         remedy = ""
         if steps == 0 and self.hooks.others:
             only = ", ".join(self._others())
@@ -177,7 +177,7 @@ class ScriptProfile(MeasuredSteps):
             is_early=True,
             is_short=code == 0 and steps > 0,
             remedy="" if code else remedy,
-            result={} if shorter is None else {"search": shorter.model_dump(mode="json")},
+            result=shorter,
         )
 
     @property
