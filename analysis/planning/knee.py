@@ -246,7 +246,8 @@ def knee_of(kind: str, curves: TimeCurves) -> Knee:
     if share == 1.0:
         return Knee(global_batch=knee, share_without_knee=share)
     interval = _interval(drawn.global_batch, found, knee)
-    return Knee(global_batch=knee, interval_90=interval, share_without_knee=share)
+    is_cut = interval[1] >= drawn.global_batch[-1]
+    return Knee(global_batch=knee, interval_90=interval, is_cut=is_cut, share_without_knee=share)
 
 
 def _interval(grid: Array, found: Array, knee: float | None) -> tuple[float, float]:

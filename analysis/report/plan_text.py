@@ -345,10 +345,7 @@ def knee_sentences(plan: Plan) -> list[str]:
     knee = plan.knee
     if knee is None:
         return []
-    between = ""
-    if knee.interval_90:
-        low, high = knee.interval_90
-        between = f"between {low:,.0f} and {high:,.0f} with 90 % probability"
+    between = f"{knee.between} with 90 % probability" if knee.between else ""
     share = format_percent(knee.share_without_knee)
     without = f"{share} of the curves that the measurements allow have"
     if knee.global_batch is None:

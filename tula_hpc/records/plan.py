@@ -91,8 +91,19 @@ class Knee(Record):
     global_batch: float | None
     # over curves drawn from the fit's uncertainty, of those with a knee
     interval_90: tuple[float, float] | None = None
+    # whether it reaches the curves' end, as at the samples of the data set: it might go on beyond
+    is_cut: bool = False
     # of those curves
     share_without_knee: float = 0.0
+
+    @property
+    def between(self) -> str:
+        """The interval in words, "between 400 and 600"; empty without one."""
+        if self.interval_90 is None:
+            return ""
+        low, high = self.interval_90
+        end = ", where the curve ends," if self.is_cut else ""
+        return f"between {low:,.0f} and {high:,.0f}{end}"
 
 
 class Remedy(StrEnum):

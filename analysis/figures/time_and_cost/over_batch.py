@@ -357,9 +357,8 @@ def _describe_knee(knee: Knee, largest: int) -> str:
     text = f"Beyond the dashed knee at B = {knee.global_batch:,.0f} a larger batch saves little"
     if knee.global_batch > largest:
         text = f"The knee, at B = {knee.global_batch:,.0f}, lies beyond these batches"
-    if knee.interval_90 is not None:
-        low, high = knee.interval_90
-        text += f"; with 90 % probability it lies between {low:,.0f} and {high:,.0f}"
+    if knee.between:
+        text += f"; it lies {knee.between} with 90 % probability"
         if knee.share_without_knee:
             text += f"; {format_percent(knee.share_without_knee)} of the curves have none"
     return f"{text}."

@@ -185,7 +185,7 @@ def test_the_knee_stands_in_a_band_as_wide_as_its_interval(run: RunContents) -> 
     to_data = drawing.figure.axes[0].transData.inverted()
     spans = [patch.get_window_extent().transformed(to_data) for patch in drawing.figure.axes[0].patches]
     assert any((span.x0, span.x1) == pytest.approx(knee.interval_90) for span in spans)
-    assert "with 90 % probability it lies between 360 and 500" in drawing.caption
+    assert "it lies between 360 and 500 with 90 % probability" in drawing.caption
     assert "knee, 90 % interval" in keys_of(drawing)
 
 

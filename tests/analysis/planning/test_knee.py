@@ -181,6 +181,17 @@ def test_the_interval_holds_the_knee_and_grows_with_the_uncertainty(kind: str) -
     assert knee_of(kind, TimeCurves(lines, law, unsure)) == wide
 
 
+def test_an_interval_that_ends_with_the_curve_says_so() -> None:
+    sure, unsure, nominal = drawn(0.01), drawn(0.5), drawn(0.0)
+    law: TrainTime = lambda *args: nominal(*args)[0]  # noqa: E731 - the first of equal curves
+    knees = []
+    for largest, draws in ((4096, sure), (128, unsure)):
+        lines = lines_of(table_of(rows_of(law, 1, [batch for batch in POWERS if batch <= largest])))
+        knees.append(knee_of("knee", TimeCurves(lines, law, draws)))
+    assert [knee.is_cut for knee in knees] == [False, True]
+    assert knees[1].between.endswith(" and 128, where the curve ends,")
+
+
 @pytest.mark.parametrize("kind", ["knee", "kneedle"])
 @pytest.mark.parametrize("sync_s", [0.0, 0.05, 0.4])
 def test_the_interval_holds_the_knee_where_all_draws_lie_on_one_side_of_it(sync_s: float, kind: str) -> None:
