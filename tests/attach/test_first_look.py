@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,9 @@ def test_what_is_printed_is_a_sweep_file_but_for_the_epochs(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     assert "it ended after 80 steps; running it again to measure fewer of them" in done.stderr
     assert "16 samples a forward pass, 1 forward pass a step" in done.stdout
+    # of the whole process, and its own
+    held, own = re.findall(r"[\d.]+ [MG]iB", next(line for line in done.stdout.splitlines() if "memory " in line))
+    assert held != own
     path = tmp_path / "mine.toml"
     path.write_text(done.stdout)
     # those of the look are not those of the training

@@ -307,7 +307,10 @@ def _told(result: dict[str, Any]) -> Iterator[str]:
         share = format_percent(seconds / times.step_time_s)
         yield f"            {format_duration(seconds)} {name}, {share}"
     yield f"loader      {plural(result['loader_workers'], 'process')}"
-    yield f"memory      {format_bytes(memory.peak_bytes)} at the peak of a step"
+    # all of it is what plans tell and limits hold
+    held = format_bytes(memory.reserved_bytes)
+    own = format_bytes(memory.peak_bytes)
+    yield f"memory      {held} at the peak of a step, {own} of it by the model and its steps"
     noise = "not measured"
     if measured.noise_scale:
         noise = f"{format_number(measured.noise_scale, 3)} samples, at the initial weights"
