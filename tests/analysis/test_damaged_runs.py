@@ -46,6 +46,7 @@ def no_jobs_and_no_drawings() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch.Launcher, "submit", refuse)
+        patch.setattr("tula_hpc.stages.rehearsal.run_apart", lambda *_: "is not tried here")
         patch.setattr("tula_hpc.analysis.figures.drawing.render_pdf", lambda *_: b"")
         patch.setattr(local_alive, "EXEC_POLLS", 1)
         if not TIMES:
