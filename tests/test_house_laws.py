@@ -6,6 +6,7 @@ Floors, circles and who imports torch or matplotlib are contracts of import-lint
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import subprocess
@@ -46,6 +47,11 @@ def place(path: Path) -> str:
     return str(path.relative_to(PACKAGE))
 
 
+@functools.cache
+def nodes_of(source: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(source)))
+
+
 def test_import_linter_finds_the_floors_as_they_should_be() -> None:
     lint = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as lint; lint()"]
     done = subprocess.run(lint, capture_output=True, text=True, cwd=ROOT, check=False)
@@ -71,7 +77,7 @@ def test_modules_are_neither_scraps_nor_heaps() -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=place)
 def test_a_line_says_one_thing(path: Path) -> None:
     text = path.read_text()
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(text):
         if isinstance(node, ast.IfExp):
             inner = [child for child in ast.walk(node) if isinstance(child, ast.IfExp)]
             assert inner == [node], f"line {node.lineno}: a conditional expression within another"
@@ -82,7 +88,7 @@ def test_a_line_says_one_thing(path: Path) -> None:
 
 def places_that_look_into_events(source: str) -> Iterator[int]:
     """Lines that read the name of an event or its data."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if not isinstance(node, ast.Attribute):
             continue
         name = node.value.id if isinstance(node.value, ast.Name) else ""

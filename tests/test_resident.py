@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import resource
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,43 +49,45 @@ def test_memory_of_grandchildren_counts() -> None:
     assert resident.descendants_private_bytes() < before + 32 * MIB
 
 
-CHURNS = """
-import ctypes, os, resource
-from tula_hpc import process_memory as resident
+BLOCK = 8 * MIB
+DEFAULT = 128 * 1024  # glibc's thresholds at a start
 
-libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
 
-def step():  # what a training step does with its gradients
-    blocks = [libc.malloc(8 << 20) for _ in range(6)]
-    for block in blocks:
-        libc.memset(block, 1, 8 << 20)
-    for block in blocks:
-        libc.free(block)
+def churn(libc: Any, *, keep: bool) -> None:
+    """Tell how often the kernel has to give a page in a step of a training, and what is held after a release."""
 
-def churn(keep):
+    def step() -> None:  # what it does with its gradients
+        blocks = [libc.malloc(BLOCK) for _ in range(6)]
+        for block in blocks:
+            libc.memset(block, 1, BLOCK)
+        for block in blocks:
+            libc.free(block)
+
+    for threshold in (resident.TRIM_THRESHOLD, resident.MMAP_THRESHOLD):
+        libc.mallopt(threshold, DEFAULT)
     if keep:
         resident.keep_freed()
-    step(); step(); step()
+    for _ in range(3):
+        step()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     step()
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
     resident.release_freed()
-    print(faults, resident.resident_bytes(), flush=True)
-
-for keep in (True, False):  # each in a process of its own that has nothing to load
-    if not os.fork():
-        churn(keep)
-        os._exit(0)
-    os.wait()
-"""
+    os.write(1, f"{faults} {resident.resident_bytes()}\n".encode())
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="only glibc can be told")
-def test_freed_memory_is_there_for_the_next_step_and_can_still_be_released() -> None:
-    pages = 6 * (8 << 20) // resource.getpagesize()
-    said = subprocess.run([sys.executable, "-c", CHURNS], capture_output=True, text=True, check=True).stdout
+def test_freed_memory_is_there_for_the_next_step_and_can_still_be_released(capfd: pytest.CaptureFixture[str]) -> None:
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+    for keep in (True, False):
+        # such a choice is for good
+        if not os.fork():
+            churn(libc, keep=keep)
+            os._exit(0)
+        os.wait()
+    said = capfd.readouterr().out
     (faults, held), (_, held_otherwise) = (map(int, line.split()) for line in said.splitlines())
-    assert faults < pages / 100
+    assert faults < 6 * BLOCK / resource.getpagesize() / 100
     assert held < held_otherwise + 8 * MIB

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tests.forked import ROOT, context_of_workers
 from tests.run_factory import make_run, measurement
 from tula_hpc.analysis.plan import main as plan_main
-from tula_hpc.config import WorkloadSpec
 from tula_hpc.errors import InputError
 from tula_hpc.records import (
     Configuration,
@@ -28,7 +27,6 @@ from tula_hpc.records import (
     refuse_several,
 )
 from tula_hpc.stages.plan import obstacle
-from tula_hpc.workloads.workload import build_workload
 
 SMALL = Identity(
     parameters=1234,
@@ -116,23 +114,34 @@ def net(classes, image_size):
 LAYERS = "from torch import nn\ndef wide(width):\n    return nn.Linear(192, width)\n"
 
 
-def tell(folder: Path, seed: int) -> None:
-    """Write down what a process that has imported nothing of the folder builds there."""
+# a process that has imported nothing of the folder writes down what it builds there
+TELL = """
+import sys
+from tula_hpc.config import WorkloadSpec
+from tula_hpc.workloads.workload import build_workload
+told = build_workload(WorkloadSpec(model="net:net", seed=int(sys.argv[1]))).identity.model_dump_json()
+open("identity.json", "w").write(told)
+"""
+
+
+def tell(folder: Path) -> None:
     os.chdir(folder)
-    identity = build_workload(WorkloadSpec(model="net:net", seed=seed)).identity
-    (folder / "identity.json").write_text(identity.model_dump_json())
+    sys.argv = ["", "0"]
+    exec(TELL, {})  # noqa: S102 # ours, in a process of its own
 
 
-def identity_in(folder: Path, seed: int = 0, *, elsewhere: bool = False) -> Identity:
-    """Ask a process that is forked, or one that is started elsewhere, whose hashes of strings are others."""
-    if elsewhere:
-        code = "import pathlib, sys; from tests.records.test_identity import tell as t; t(pathlib.Path(sys.argv[1]), "
-        command = [sys.executable, "-P", "-c", f"{code}{seed})", str(folder)]
-        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    else:
-        process = context_of_workers().Process(target=tell, args=(folder, seed))
-        process.start()
-        process.join()
+def identity_in(folder: Path) -> Identity:
+    """Ask a process that is forked."""
+    process = context_of_workers().Process(target=tell, args=(folder,))
+    process.start()
+    process.join()
+    return Identity.model_validate_json((folder / "identity.json").read_bytes())
+
+
+def identity_elsewhere(folder: Path, seed: int) -> Identity:
+    """Ask a process that is started elsewhere, whose hashes of strings are others."""
+    command = [sys.executable, "-P", "-c", TELL, str(seed)]
+    subprocess.run(command, check=True, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)})
     return Identity.model_validate_json((folder / "identity.json").read_bytes())
 
 
@@ -147,7 +156,7 @@ def write_own(folder: Path, width: int = 16, layers: str = LAYERS) -> Path:
 
 def test_the_digest_is_the_same_in_every_process_and_folder(tmp_path: Path) -> None:
     first = identity_in(write_own(tmp_path / "a"))
-    assert first == identity_in(write_own(tmp_path / "b"), seed=3, elsewhere=True)
+    assert first == identity_elsewhere(write_own(tmp_path / "b"), seed=3)
     assert [*first.sources] == ["helper/__init__.py", "helper/layers.py", "net.py"]
     assert first.parameters == 192 * 16 + 16 + 16 * 10 + 10
     assert first.gradient_bytes == 4 * first.parameters
