@@ -15,6 +15,8 @@ from hypothesis import settings
 from tula_hpc.env import loading_libraries
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# a module is compiled once, not at every start of a process
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 settings.register_profile("busy machines", deadline=None)  # an example may wait for a processor
 settings.load_profile("busy machines")
 
