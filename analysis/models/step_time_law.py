@@ -49,7 +49,6 @@ Limits: one model, precision and kind of hardware; b and N positive; t in second
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -257,12 +256,15 @@ class Law(NamedTuple):
         first_size = len(NAMES) + len(batches)
         u: Array | float = 0.0
         if len(batches):
-            interpolated = partial(np.interp, np.log(rows.batch), np.log(batches))
-            u = np.apply_along_axis(interpolated, -1, coefficients[..., len(NAMES) : first_size])
+            at = np.log(rows.batch)
+            knots = np.log(batches)
+            models = coefficients[..., len(NAMES) : first_size].reshape(-1, len(batches))
+            found = np.array([np.interp(at, knots, of_batches) for of_batches in models])
+            u = found.reshape(*coefficients.shape[:-1], len(at))
         v: Array | float = 0.0
-        of_sizes = np.moveaxis(coefficients[..., first_size:], -1, 0)[..., None]
-        for (nodes, per_node), effect in zip(sizes, of_sizes, strict=True):
-            v = np.where((rows.nodes == nodes) & (rows.per_node == per_node), effect, v)
+        for place, (nodes, per_node) in enumerate(sizes, first_size):
+            is_there = (rows.nodes == nodes) & (rows.per_node == per_node)
+            v = np.where(is_there, coefficients[..., place, None], v)
         return u, v
 
     def _compute(self, coefficients: Array, rows: Rows, u: Array | float) -> tuple[Array, Array]:
