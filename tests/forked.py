@@ -79,7 +79,7 @@ def context_of_workers() -> ForkServerContext | ForkContext:
             kind.model_rebuild()
         return get_context("fork")
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch", "tula_hpc.ddp.worker"])
+    context.set_forkserver_preload(["tests.lockstep", "timm.optim", "tula_hpc.training.loop"])
     return context
 
 
