@@ -180,13 +180,14 @@ class Training(NamedTuple):
 def median_epoch_s(epochs: Sequence[EpochMetrics]) -> float | None:
     """Return the median time of an epoch's steps with the batch and workers of the last epoch.
 
-    None before the first. Epochs that a restart cut short do not count, nor does the epoch in which
-    a training changed its batch. The mean would hold the start of the loader's processes, and any
-    disturbance of a single epoch.
+    None before the first. Epochs that a restart cut short, or whose steps were not timed, do not
+    count, nor does the epoch in which a training changed its batch. The mean would hold the start
+    of the loader's processes, and any disturbance of a single epoch.
     """
     kept = []
     for before, epoch in pairwise([*epochs[:1], *epochs]):
-        if epoch.complete and _setting(before) == _setting(epoch) == _setting(epochs[-1]):
+        is_timed = epoch.complete and epoch.steps > 0
+        if is_timed and _setting(before) == _setting(epoch) == _setting(epochs[-1]):
             kept.append(epoch.epoch_time_s)
     return statistics.median(kept) if kept else None
 

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.attach.scripts.plain import Streamed
 from tests.run_factory import candidate, measurement, plan, write_plan
+from tula_hpc.analysis.run_contents import median_epoch_s
 from tula_hpc.attach.reporting import ChildSpec
 from tula_hpc.attach.script import Script
 from tula_hpc.attach.train import script_drift, script_training
@@ -88,7 +89,7 @@ def test_epochs_end_with_their_last_whole_batch(tmp_path: Path, clock: Clock) ->
     for _ in range(2 * 3):
         told.step()
     rows = told.metrics()
-    assert [(row.epoch, row.step, row.steps) for row in rows.epochs] == [(1, 3, 2), (2, 6, 3)]
+    assert [(row.epoch, row.step, row.steps) for row in rows.epochs] == [(1, 3, 3), (2, 6, 3)]
     assert [row.epoch for row in rows.steps] == [1.0, 2.0]
 
 
@@ -222,10 +223,18 @@ def test_an_epoch_takes_its_steps_and_waits_but_no_evaluation(tmp_path: Path, cl
         told.step()
         clock.now += 1000.0
     first, second = told.metrics().epochs
-    # the first step is of the start
-    assert first.steps == 3
-    assert first.epoch_time_s == pytest.approx(3 * (STEP_S + WAIT_S))
+    # the time of the first step, for which nothing was waited yet, is of the start
+    assert first.epoch_time_s == pytest.approx(4 * (STEP_S + WAIT_S))
     assert second.epoch_time_s == pytest.approx(4 * (STEP_S + WAIT_S))
+
+
+def test_an_epoch_of_a_first_step_alone_has_no_time(tmp_path: Path, clock: Clock) -> None:
+    told = Told(tmp_path, clock, samples=8)
+    told.step()
+    told.step()
+    rows = told.metrics().epochs
+    assert [(row.steps, row.epoch_time_s) for row in rows] == [(0, 0.0), (1, STEP_S)]
+    assert median_epoch_s(rows) == STEP_S
 
 
 def test_an_evaluation_after_each_epoch_is_none_of_its_step_however_few_it_has(tmp_path: Path, clock: Clock) -> None:

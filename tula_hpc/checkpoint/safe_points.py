@@ -37,6 +37,8 @@ class Progress:
     # steps of this epoch that were timed
     epoch_steps: int = 0
     epoch_time_s: float = 0.0
+    # and those whose time counts as a start's
+    start_steps: int = 0
     # sum of the steps' losses on rank 0 in this epoch
     epoch_loss: float = 0.0
     train_time_s: float = 0.0
@@ -63,13 +65,19 @@ class Progress:
     def count_epoch(self) -> None:
         """Count the current epoch, which `begin_epoch` forgets."""
         self.epoch += 1
-        self.train_time_s += self.epoch_time_s
+        self.train_time_s += self.whole_epoch_s
+
+    @property
+    def whole_epoch_s(self) -> float:
+        """Time of the epoch's steps, if those of starts had taken as long as the others."""
+        return self.epoch_time_s * (1 + self.start_steps / max(1, self.epoch_steps))
 
     def begin_epoch(self) -> None:
         """Begin the next epoch, of which nothing was seen."""
         self.offset = 0
         self.epoch_steps = 0
         self.epoch_time_s = 0.0
+        self.start_steps = 0
 
     def go_on(self) -> None:
         """Count a start with this progress, which a checkpoint had."""

@@ -182,7 +182,7 @@ class Keeper(SafePoints):
                 # left by `break`, on each worker at a moment of its own
                 self.in_epoch = False
                 self.steps.end_open_epoch()
-                self.progress.train_time_s += self.progress.epoch_time_s
+                self.progress.train_time_s += self.progress.whole_epoch_s
                 self.progress.begin_epoch()
                 loops.append(self.progress.epoch)
                 raise

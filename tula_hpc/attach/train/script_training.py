@@ -355,6 +355,7 @@ class ScriptTraining(Mode):
             self.window.waited_s += waited_s
             is_timed = self._stepped_at is not None
             self.progress.epoch_steps += is_timed
+            self.progress.start_steps += not is_timed
             self.progress.epoch_time_s += is_timed * step_s
             if is_timed and self.drift is not None:
                 self.drift.count(step_s, waited_s)
