@@ -574,6 +574,11 @@ def test_profile_jobs_end_by_their_notes_events_or_records(tmp_path: Path, clust
     assert [job.job_id for job in told.failures] == ["1"]
     assert told.profile is not None
     assert (told.profile.measured, told.profile.out_of_memory, told.profile.failed) == (1, 1, 1)
+    # a script takes too few steps of that batch
+    left_out = measurement(Configuration(2, 1, 64), job_id="2", status="failed", steps=9, times=None)
+    append_record(run.profile / "b.jsonl", left_out)
+    after = status.status_of(run.root)
+    assert (phases(after), after.profile) == (phases(told), told.profile)
     append_record(run.profile / "f.jsonl", measurement(Configuration(2, 1, 32), job_id="5"))
     assert status.status_of(run.root).failures == [], "it was measured after all"
 

@@ -67,8 +67,9 @@ class Session:
         self.place: WorkerEnvironment | None = None
         # with the number of forward passes of the configuration that is measured
         self.sweep = job.sweep
-        # of this measurement; seconds of a first run of the script that ended early
+        # of this measurement
         self.search = job.sweep.search
+        # seconds of runs of the script that ended early
         self.again_s = 0.0
         self.folder = HeldFolder(job.output.parent)
         # of the bare all-reduce, by workers
@@ -102,22 +103,21 @@ class Session:
         from tula_hpc.attach.processes import worst
 
         self.search = self.job.sweep.search
-        self.again_s = 0.0
         outcomes, meeting = self._run(configuration)
+        began_at = meeting.began_at
         if shorter := worst(outcomes).said.result.get("search"):
-            began_at = meeting.began_at
-            self.again_s = unix_time() - began_at
+            self.again_s += unix_time() - began_at
             self.search = SearchSpec.model_validate(shorter)
             outcomes, meeting = self._run(configuration)
-            meeting = meeting._replace(began_at=began_at)
         found = worst(outcomes)
         if found.said.is_short and self._is_left_out(configuration, found):
+            self.again_s += unix_time() - meeting.began_at
             return
         if not found.is_done:
             self._fail(configuration, found)
         self.measured += self.place is not None
         first = next(each for each in outcomes if each.rank == 0)
-        self._record(configuration, first.said.result, meeting)
+        self._record(configuration, first.said.result, meeting._replace(began_at=began_at))
 
     def _run(self, configuration: Configuration) -> tuple[list[Outcome], Meeting]:
         """Run the script's processes to their end; return how each ended. Collective."""

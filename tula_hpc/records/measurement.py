@@ -225,7 +225,7 @@ class Measurement(Record):
     @property
     def is_left_out(self) -> bool:
         """Tell whether a script has too few steps of this batch to be measured."""
-        return self.status == "failed" and self.steps > 0
+        return self.status == "failed" and self.failure is None and self.steps > 0
 
 
 _SAMPLES = b'"samples":{'

@@ -315,11 +315,11 @@ def _left_s(part: Sweep, left: int) -> float | None:
 
 
 def _tried(sweep: Sweep) -> dict[tuple[str, Configuration], str]:
-    """Return the status of each configuration that `measurements_for_search` counts."""
+    """Return how each configuration that `measurements_for_search` counts has ended."""
     records = sweep.run.measurements().records
     parts = {m.partition for m in records}
     return {
-        (name, m.configuration): m.status
+        (name, m.configuration): "left out" if m.is_left_out else m.status
         for name in parts
         for m in measurements_for_search(records, name, sweep.started_at)
     }

@@ -111,7 +111,7 @@ class _Records:
 
     def _profiled(self, job: Submission, end: _End | None) -> _End | None:
         rows = self.measured.get(job.job_id, [])
-        bad = next((row for row in rows if row.status == "failed"), None)
+        bad = next((row for row in rows if row.status == "failed" and not row.is_left_out), None)
         if bad is not None:
             return _End(JobPhase.FAILED, bad.failure or Failure.BUG, bad.detail)
         if end is not None:

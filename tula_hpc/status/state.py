@@ -151,7 +151,7 @@ def _profile(facts: Facts, jobs: Sequence[JobStatus]) -> ProfileStatus:
         for kind in (
             is_usable,
             is_out_of_memory,
-            lambda row: row.status == "failed" and not is_out_of_memory(row),
+            lambda row: row.status == "failed" and not (is_out_of_memory(row) or row.is_left_out),
         )
     )
     return ProfileStatus(
