@@ -56,6 +56,8 @@ def test_a_score_is_of_the_epoch_that_was_over_when_it_was_printed(files: TrainD
         (["Acc@1 0.75", "Acc@1 12.5", "Acc@1 0.5"], [0.0075, 0.125, 0.005]),
         (["Acc@1 0.75 %", "Acc@1 0.5 %"], [0.0075, 0.005]),
         (["Acc@1 0.75 loss 7.0", "Acc@1 1.0"], [0.75, 1.0]),
+        # a mean in single precision
+        (["Acc@1 0.75", "Acc@1 1.0000001"], [0.75, 1.0]),
     ],
 )
 def test_accuracies_are_percent_if_one_is_above_1_or_has_the_sign(

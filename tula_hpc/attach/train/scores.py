@@ -23,6 +23,8 @@ SCORES = ("test_accuracy", "test_top5_accuracy", "test_loss", "train_loss")
 # of one line; what is longer is no line with a score
 MOST_LINE_BYTES = 65_536
 CHUNK_BYTES = 65_536
+# accuracies above are in percent; those of a mean may be above 1 by rounding
+LARGEST_SHARE = 1.001
 # that are corrected once they turn out to be percent
 MOST_SHARES = 100
 # of waiting for the last of the output, which processes of the script's own may hold open
@@ -31,7 +33,7 @@ DRAIN_S = 5.0
 
 def as_share(name: str, value: float, *, is_percent: bool = False) -> float:
     """Return a score as records have it: an accuracy above 1 is in percent, as others may be."""
-    if "accuracy" in name and (is_percent or value > 1.0):
+    if "accuracy" in name and (is_percent or value > LARGEST_SHARE):
         return value / 100.0
     return value
 
@@ -115,7 +117,7 @@ class Scores:
         if not self._is_percent:
             signs = {name: found.string[found.end(name) :].lstrip()[:1] for name in scores}
             self._is_percent = any(
-                "accuracy" in name and (scores[name] > 1.0 or sign == "%")
+                "accuracy" in name and (scores[name] > LARGEST_SHARE or sign == "%")
                 for name, sign in signs.items()
             )
             self._shares += noted
