@@ -69,7 +69,8 @@ def test_own_code_that_crashes_is_refused_with_its_place(answers: Callable[[str]
     ("program", "timeout_s", "reason"),
     [
         ("echo 'OSError: Stale file handle' >&2; exit 1", 60.0, "OSError: Stale file handle"),
-        ("kill -9 $$", 60.0, "it ended with exit code -9"),
+        ("kill -9 $$", 60.0, "it ended by a signal: Killed"),
+        ("echo 'Extension modules: numpy (total: 1)' >&2; kill -SEGV $$", 60.0, "it ended by a signal: Segm"),
         ("exec sleep 60", 0.2, "it took more than 0 s"),
         ("echo '{}'", 60.0, "its answer is damaged"),
         ("echo", 60.0, "it ended without an answer"),

@@ -85,8 +85,11 @@ def rehearse(
     if done.returncode in (2, 3):
         words = said if done.returncode == 2 else with_remedy(said, cluster)
         raise TrialError(f"{words}\n{NOTHING}")
-    if done.returncode < 0 and (place := _own_place(done.stderr)):
-        died = f"your own code ends its process: {signal.strsignal(-done.returncode)} ({place})"
+    if done.returncode < 0:
+        end = signal.strsignal(-done.returncode)
+        if not (place := _own_place(done.stderr)):
+            return f"it ended by a signal: {end}"
+        died = f"your own code ends its process: {end} ({place})"
         raise TrialError(f"{with_remedy(died, cluster)}\n{NOTHING}")
     if done.returncode != 0:
         return said or f"it ended with exit code {done.returncode}"
