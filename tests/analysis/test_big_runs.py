@@ -169,6 +169,15 @@ def test_after_a_rollback_over_most_steps_the_new_ones_are_held_as_from_the_star
     assert max(np.diff([row.step for row in found.steps])) <= 256
 
 
+def test_steps_that_are_suddenly_far_apart_are_held_as_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_records, "MAX_STEPS", 40)
+    monkeypatch.setattr(metrics_records, "FEW_STEPS", 10)
+    file = tmp_path / "metrics.jsonl"
+    rare = [logged_line(step, samples_seen=10**7 * step) for step in range(69, 300)]
+    file.write_text("".join([*map(logged_line, range(1, 69)), *rare]))
+    assert 20 <= len(read_metrics(file).steps) <= 41
+
+
 def test_steps_with_a_reading_of_the_noise_are_chosen_first(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     rare = 50

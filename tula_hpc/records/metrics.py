@@ -219,7 +219,8 @@ class _Steps:
         if len(self.held) < FEW_STEPS:
             self.spacing = 0.0
         self._hold(row)
-        if len(self.held) > MAX_STEPS:
+        # the first time may find all of them far apart
+        while len(self.held) > MAX_STEPS:
             self._thin()
 
     def _hold(self, row: StepMetrics) -> None:
