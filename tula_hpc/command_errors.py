@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -47,14 +48,16 @@ def ending_at_once() -> Iterator[None]:
     Compiled modules, those of scipy and pydantic among them, may swallow a KeyboardInterrupt, or
     turn it into an error of their own.
     """
-    before = signal.getsignal(signal.SIGINT)
-    # in the background of a script it is ignored
-    if before is signal.default_int_handler:
+    # in the background of a script it is ignored, and a thread of a notebook cannot take it
+    is_taken = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    is_taken = is_taken and threading.current_thread() is threading.main_thread()
+    if is_taken:
         signal.signal(signal.SIGINT, _end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        if is_taken:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _end(_number: int, _frame: FrameType | None) -> None:

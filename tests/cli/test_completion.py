@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -119,6 +120,14 @@ def test_an_interrupt_that_a_library_would_swallow_ends_the_command(monkeypatch:
         assert main(["report", "runs/any"]) == 0
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_command_without_handlers_of_its_own_runs_in_a_thread(tmp_path: Path) -> None:
+    codes: list[int] = []
+    thread = Thread(target=lambda: codes.append(main(["plan", str(tmp_path / "none")])))
+    thread.start()
+    thread.join()
+    assert codes == [2]
 
 
 @pytest.mark.parametrize(("words", "code"), [(["--help"], 0), ([], 2)])
