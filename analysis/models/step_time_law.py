@@ -326,7 +326,8 @@ class Law(NamedTuple):
         has_sync = np.where(rows.kind == ALLREDUCE, 1.0, 0.0)
         if self.additive:
             share = 0.0
-            by_hidden, by_sync = np.zeros_like(sync), np.ones_like(sync)
+            by_hidden = np.zeros_like(sync)
+            by_sync = np.ones_like(sync)
         else:
             _, by_hidden, by_sync = _norm(share * compute, sync, OVERLAP_NORM)
         return (

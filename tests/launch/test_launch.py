@@ -88,14 +88,13 @@ def processes_of(job: Submitted) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
-def test_a_job_whose_shell_alone_is_killed_is_not_over_until_the_rest_is(tmp_path: Path, sent: signal.Signals) -> None:
+def test_a_job_whose_shell_alone_is_killed_is_not_over_until_the_rest_is(tmp_path: Path) -> None:
     local = launcher(tmp_path)
     (job,) = local.submit([sleeper()], stage="train", nodes=1, minutes=1)
     lock, deadline = job.folder / f"{job.job_id}.lock", time.monotonic() + 20
     while not (lock.exists() and len(processes_of(job)) > 2) and time.monotonic() < deadline:
         time.sleep(0.05)
-    os.kill(int(job.job_id), sent)
+    os.kill(int(job.job_id), signal.SIGKILL)
     os.waitpid(int(job.job_id), 0)
     assert local.executor.states([job])
     for process in processes_of(job):

@@ -441,7 +441,8 @@ def _idle_in(sweep: SweepSpec) -> dict[str, str]:
 
 def _idle_by_others(sweep: SweepSpec) -> Iterator[tuple[str, str]]:
     """Yield keys that change nothing, given or not, because of several others or other tables."""
-    work, training = sweep.workload, sweep.training
+    work = sweep.workload
+    training = sweep.training
     if training.ags.gate == "none":
         every = 'with gate = "none" every step is scaled, whatever it is'
         yield "training.delta", f'{every}; a gate is "paper", "smooth" or "smoothed"'
