@@ -12,6 +12,7 @@ from tests.run_factory import measurement
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import StageError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch.job_specs import ProfileJob
 from tula_hpc.profiling.work_queue import Agenda, ask_search
 from tula_hpc.records import Configuration, JobNote, append_record, notes_file, rank_file, read_records
@@ -166,7 +167,7 @@ def test_an_out_of_memory_that_a_worker_recorded_needs_no_second_record(tmp_path
 def test_a_death_that_is_on_record_is_held_against_nothing_else(tmp_path: Path) -> None:
     """The command that had written it down was killed before it noted that the job's end was seen to."""
     of = job(tmp_path)
-    append_record(of.output, measurement(LIST[0], status="failed"))
+    append_record(of.output, measurement(LIST[0], status="failed", failure=Failure.BUG))
     assert died_of(LIST, of.output) is None
 
 
