@@ -391,7 +391,9 @@ class Measuring(Scheduler):
             row = measurement(Configuration(1, 1, batch), finished_at=time.time(), elapsed_s=35.0)
             append_record(self.run.profile / "n1.jsonl", row)
             tick(JobsNow(1, "1 running"))
-        failed = measurement(Configuration(1, 1, 128), status="failed", finished_at=time.time(), elapsed_s=35.0)
+        failed = measurement(
+            Configuration(1, 1, 128), status="failed", failure=Failure.BUG, finished_at=time.time(), elapsed_s=35.0
+        )
         append_record(self.run.profile / "n1.jsonl", failed)
         tick(JobsNow(1, "1 running"))
         raise KeyboardInterrupt
