@@ -91,7 +91,8 @@ CUT = "subsets = Subset(whole, order[:40]), Subset(whole, order[40:])"
 SPLITS = {
     "torch": ("subsets = torch.utils.data.random_split(whole, [40, 12])", True),
     "numpy": (f"order = numpy.random.permutation(52)\n    {CUT}", True),
-    "a generator of its own": (f"order = numpy.random.default_rng().permutation(52)\n    {CUT}", False),
+    # seeds that give another first item each, which of one in 52 pairs is the same
+    "a generator of its own": (f"order = numpy.random.default_rng(next(SEEDS)).permutation(52)\n    {CUT}", False),
 }
 
 
@@ -101,9 +102,9 @@ def test_a_split_is_the_same_in_all_processes_or_is_refused(
 ) -> None:
     code, is_same = SPLITS[name]
     head = "def data(spec):\n"
-    own = OWN.replace(
-        head, f"import numpy\n{head}    whole = TensorDataset(*tensors(52))\n    {code}\n    return *subsets, 4\n"
-    )
+    imports = "import itertools\nimport numpy\nSEEDS = itertools.count()\n"
+    body = f"    whole = TensorDataset(*tensors(52))\n    {code}\n    return *subsets, 4\n"
+    own = OWN.replace(head, f"{imports}{head}{body}")
     assert tried(here, own=own) == (0 if is_same else 2)
     said = "mine:data returns another training item 0 when it is called again; all workers have to get the same"
     assert (said in capsys.readouterr().err) != is_same
