@@ -198,7 +198,11 @@ class Law(NamedTuple):
         compute = _total(line, of[FLOOR], FLOOR_NORM) * (np.exp(u) * contended * late)
         columns = self._sync_columns(coefficients, rows, v)
         sync = (columns @ coefficients[..., SYNC : NODE_SYNC + 1, None])[..., 0]
-        joined = self._joined(of[OVERLAP], compute, sync, rows)
+        step = compute + sync
+        if not self.additive:
+            share = of[OVERLAP]
+            step = (1.0 - share) * compute + _total(share * compute, sync, OVERLAP_NORM)
+        joined = _measured(rows, step, compute, sync)
         waits, alone = _waits(self.form, rows), _is_alone(rows)
         seconds = joined + (waits * of[OVERHEAD] + alone * of[ALONE])
         stored = _total(seconds, of[STORAGE] * _read_samples(rows), STORAGE_NORM)
@@ -309,33 +313,32 @@ class Law(NamedTuple):
             columns[..., 3] *= np.exp((inside @ shape)[..., 0] - inside[:, 0])
         return columns
 
-    def _joined(self, share: Array | float, compute: Array, sync: Array, rows: Rows) -> Array:
-        """Return the seconds (..., n) that each kind of row measures, without overhead."""
-        if self.additive:
-            step = compute + sync
-        else:
-            step = (1.0 - share) * compute + _total(share * compute, sync, OVERLAP_NORM)
-        apart = np.where(rows.kind == ALLREDUCE, sync, compute)
-        return np.where(_is_together(rows) > 0.0, step, apart)
-
     def _join(
         self, share: float, compute: Array, sync: Array, rows: Rows
     ) -> tuple[Array, Array, Array, Array]:
-        """Return `_joined`, and its derivatives by t_compute, t_sync and the share."""
+        """Return `_measured`, and its derivatives by t_compute, t_sync and the share."""
         is_step = _is_together(rows) > 0.0
         has_sync = np.where(rows.kind == ALLREDUCE, 1.0, 0.0)
         if self.additive:
             share = 0.0
+            norm = sync
             by_hidden = np.zeros_like(sync)
             by_sync = np.ones_like(sync)
         else:
-            _, by_hidden, by_sync = _norm(share * compute, sync, OVERLAP_NORM)
+            norm, by_hidden, by_sync = _norm(share * compute, sync, OVERLAP_NORM)
+        step = (1.0 - share) * compute + norm
         return (
-            self._joined(share, compute, sync, rows),
+            _measured(rows, step, compute, sync),
             np.where(is_step, 1.0 - share + share * by_hidden, 1.0 - has_sync),
             np.where(is_step, by_sync, has_sync),
             np.where(is_step, compute * (by_hidden - 1.0), 0.0),
         )
+
+
+def _measured(rows: Rows, step: Array, compute: Array, sync: Array) -> Array:
+    """Return the seconds (..., n) that each kind of row measures, without overhead."""
+    apart = np.where(rows.kind == ALLREDUCE, sync, compute)
+    return np.where(_is_together(rows) > 0.0, step, apart)
 
 
 def _compute_parts(of: Array, rows: Rows) -> tuple[Array, Array, Array]:
