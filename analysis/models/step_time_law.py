@@ -196,7 +196,7 @@ class Law(NamedTuple):
         u, v = self._effects(coefficients, rows)
         line, contended, late = _compute_parts(of, rows)
         compute = _total(line, of[FLOOR], FLOOR_NORM) * (np.exp(u) * contended * late)
-        columns = self._sync_columns(coefficients, rows, v)
+        columns, _ = self._sync_columns(coefficients, rows, v)
         sync = (columns @ coefficients[..., SYNC : NODE_SYNC + 1, None])[..., 0]
         step = compute + sync
         if not self.additive:
@@ -293,25 +293,31 @@ class Law(NamedTuple):
 
         (n, 4) over sync, latency, sharing and node sync, (n, 2) over ring share and congestion.
         """
-        columns = self._sync_columns(coefficients, rows, v)
+        columns, logarithms = self._sync_columns(coefficients, rows, v)
         linear = coefficients[SYNC : NODE_SYNC + 1]
         of_shape = np.zeros((len(rows.batch), 2))
-        if self.form.fitted:
-            between, inside = _shape_logarithms(rows)
+        if logarithms is not None:
+            between, inside = logarithms
             of_shape = (columns[:, [0, 2]] @ linear[[0, 2]])[:, None] * between
             of_shape += (columns[:, 3] * linear[3])[:, None] * inside
         return columns @ linear, columns, of_shape
 
-    def _sync_columns(self, coefficients: Array, rows: Rows, v: Array | float) -> Array:
-        """Return t_sync (..., n, 4) for one unit of its coefficients each, of the fitted shape."""
+    def _sync_columns(
+        self, coefficients: Array, rows: Rows, v: Array | float
+    ) -> tuple[Array, tuple[Array, Array] | None]:
+        """Return t_sync (..., n, 4) for one unit of its coefficients each.
+
+        And `_shape_logarithms`, None where the shape is not fitted.
+        """
         factor = np.broadcast_to(np.exp(v), (*coefficients.shape[:-1], len(rows.batch)))
         columns: Array = _sync_columns(self.form, rows) * factor[..., None]
-        if self.form.fitted:
-            shape = coefficients[..., RING_SHARE : CONGESTION + 1, None]
-            between, inside = _shape_logarithms(rows)
-            columns[..., [0, 2]] *= np.exp(between @ shape - between[:, :1])
-            columns[..., 3] *= np.exp((inside @ shape)[..., 0] - inside[:, 0])
-        return columns
+        if not self.form.fitted:
+            return columns, None
+        shape = coefficients[..., RING_SHARE : CONGESTION + 1, None]
+        between, inside = _shape_logarithms(rows)
+        columns[..., [0, 2]] *= np.exp(between @ shape - between[:, :1])
+        columns[..., 3] *= np.exp((inside @ shape)[..., 0] - inside[:, 0])
+        return columns, (between, inside)
 
     def _join(
         self, share: float, compute: Array, sync: Array, rows: Rows
