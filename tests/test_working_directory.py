@@ -24,8 +24,9 @@ from tests.analysis.test_damaged_runs import SMALL_STUDY
 from tests.run_factory import make_run
 from tests.study_factory import make_study
 from tula_hpc import command_errors
-from tula_hpc.__main__ import COMMANDS, main
+from tula_hpc.__main__ import main
 from tula_hpc.analysis.report import output
+from tula_hpc.cli.commands import COMMANDS
 from tula_hpc.formatting import command_line
 from tula_hpc.python_path import is_found_elsewhere
 

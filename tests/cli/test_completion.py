@@ -14,8 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tula_hpc.__main__ import COMMANDS, main
-from tula_hpc.completion import bash_script, commands, zsh_script
+from tula_hpc.__main__ import main
+from tula_hpc.cli.commands import COMMANDS
+from tula_hpc.cli.completion import bash_script, commands, zsh_script
 
 ASK = """
 source ./.script

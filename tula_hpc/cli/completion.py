@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tula_hpc.__main__ import COMMANDS
+from tula_hpc.cli.commands import COMMANDS
 from tula_hpc.command_errors import CommandParser
 from tula_hpc.files import write_out
 from tula_hpc.python_path import PROGRAM

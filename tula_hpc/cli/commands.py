@@ -1,0 +1,68 @@
+"""Commands of the package: their names, modules and help, and the way from a script to a report.
+
+`tula --help` shows both, `tula completion` reads the commands' options. Nothing is imported here:
+`tula_hpc/__main__.py` imports a command when it is called.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tula_hpc.python_path import PROGRAM
+
+
+class Command(NamedTuple):
+    """Module with a `main` that takes the arguments after the command's name, and its help."""
+
+    module: str
+    help: str
+
+
+COMMANDS = {
+    "init": Command(
+        "tula_hpc.init.__main__", "write a cluster file, and a sweep file for a script"
+    ),
+    "check": Command("tula_hpc.check.__main__", "check a cluster before anything is trained there"),
+    "attach": Command(
+        "tula_hpc.attach.__main__",
+        "run a training script here for some steps, and say what was seen",
+    ),
+    "footprint": Command(
+        "tula_hpc.workloads.footprint", "estimate a worker's memory before anything ran"
+    ),
+    "sweep": Command(
+        "tula_hpc.sweep", "profile a training, plan it, train at the best, and report"
+    ),
+    "study": Command("tula_hpc.study", "compare methods of training: methods × batches × seeds"),
+    "status": Command(
+        "tula_hpc.status.__main__", "show a run's jobs, failures, costs and next steps"
+    ),
+    "plan": Command(
+        "tula_hpc.analysis.plan", "plan again from a run's measurements; submits nothing"
+    ),
+    "report": Command(
+        "tula_hpc.analysis.report.__main__", "write the report of a run or study again"
+    ),
+    "completion": Command(
+        "tula_hpc.cli.completion", "print the completion of commands for bash or zsh"
+    ),
+}
+# what is typed, in order, and what comes of it
+WAY = (
+    ("init --script train.py", "cluster.toml and train.toml, in which some is unknown"),
+    ("attach --into train.toml train.py --epochs 100", "runs it for some steps, fills that in"),
+    ("check cluster.toml", "is the cluster as its file says? a job of 3 minutes"),
+    ("sweep train.toml --cluster cluster.toml --until plan", "measure, and choose"),
+    ("status runs/train", "what runs and waits, and what it cost so far"),
+    ("plan runs/train --objective cost", "the same measurements, another question"),
+    ("sweep train.toml --cluster cluster.toml", "train what was planned, and report"),
+    ("report runs/train", "the report once more: runs/train/report/report.html"),
+)
+
+
+def overview() -> str:
+    """Return the text of `tula --help`: the way from a script to a report, and all commands."""
+    question = "How many nodes, which batch size, how long, and at what cost?"
+    way = "\n".join(f"  {PROGRAM} {line}\n      {purpose}" for line, purpose in WAY)
+    lines = "\n".join(f"  {name:<12}{command.help}" for name, command in COMMANDS.items())
+    return f"{question}\n\nfrom a script to a report:\n{way}\n\ncommands:\n{lines}"
