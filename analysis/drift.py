@@ -59,11 +59,11 @@ def predict(plan: Plan, configuration: Configuration, partition: str = "") -> Pr
     known = (plan.chosen, *plan.fallbacks, *plan.runners_up, *plan.candidates)
     for candidate in known:
         if (candidate.configuration, candidate.partition) == (configuration, partition):
-            return prediction_of(candidate)
+            return _prediction_of(candidate)
     return None
 
 
-def prediction_of(candidate: Candidate) -> Prediction:
+def _prediction_of(candidate: Candidate) -> Prediction:
     """Return step time and interval; of a training time with an interval its relative ends."""
     step = candidate.step_time_s
     for name in ("step_time_s", "train_time_s"):

@@ -193,6 +193,14 @@ def candidate(configuration: Configuration, *, error: float = 0.02, measured: bo
     )
 
 
+def with_step_time(known: Candidate, step_s: float) -> Candidate:
+    """The candidate with another step time, and the interval of its training in proportion."""
+    factor = step_s / known.step_time_s
+    low, high = known.interval_90["train_time_s"]
+    update = {"step_time_s": step_s, "train_time_s": factor * known.train_time_s}
+    return known.model_copy(update={**update, "interval_90": {"train_time_s": (factor * low, factor * high)}})
+
+
 def plan(candidates: Sequence[Candidate], **changes: object) -> Plan:
     """A plan that chose the candidate of 4 nodes with the second largest batch that fits."""
     candidates = with_front(candidates)

@@ -1,4 +1,4 @@
-"""Drift: the detector's promises on noise, the part that is named, and choosing again. Numbers only."""
+"""Drift: the detector's promises on noise, and the part that is named. Numbers only."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ from tula_hpc.analysis.drift import (
     expected_parts,
     predict,
 )
-from tula_hpc.analysis.planning.replan import choose_again, drifted_step_s, knee_batch, slowed
-from tula_hpc.config import ObjectiveSpec
-from tula_hpc.records import Candidate, Configuration, Drift, Event, Measurement, Plan, StepParts
-from tula_hpc.records.events import JobEvents
+from tula_hpc.records import Configuration, Event, Plan, StepParts
 
 PREDICTION = Prediction(step_time_s=0.1, low_s=0.09, high_s=0.11)
 EDGE_S = PREDICTION.high_s * MARGIN
@@ -298,136 +295,6 @@ def test_the_prediction_is_that_of_the_candidate_that_is_trained() -> None:
     assert predict(made, made.chosen.configuration, "gpu") is None
 
 
-# choosing again
-
-PARTS = dict(zip(("network", "compute", "loader"), ("allreduce_time_s", "compute_time_s", "data_time_s"), strict=True))
-
-
-def drift_of(part: str, factor: float, at: Candidate, rows: list[Measurement]) -> Drift:
-    expected = expected_parts(rows, at.configuration)
-    was = getattr(expected, PARTS[part])
-    return Drift(
-        **at.configuration._asdict(),
-        measured_s=2.0,
-        predicted_s=1.0,
-        part=part,
-        measured=expected.model_copy(update={PARTS[part]: factor * was}),
-        expected=expected,
-    )
-
-
-def again(kind: str, part: str, factor: float, below: int | None = None) -> Candidate | None:
-    made = whole_plan()
-    there = [c for c in made.candidates if c.nodes == 4 and c.feasible]
-    least = {"time": min(there, key=lambda c: c.train_time_s), "cost": min(there, key=lambda c: c.cost)}
-    chosen = least.get(kind, made.chosen)
-    objective = ObjectiveSpec.model_validate({"kind": kind})
-    drift = drift_of(part, factor, chosen, PROFILES)
-    found = choose_again(
-        made, objective, chosen.configuration, drift, lambda c: expected_parts(PROFILES, c), below=below
-    )
-    assert found is None or (found.nodes == chosen.nodes and found.feasible)
-    return found
-
-
-@pytest.mark.parametrize("kind", ["knee", "time", "cost", "weighted"])
-@pytest.mark.parametrize("part", ["network", "compute", "loader"])
-def test_without_a_change_the_choice_stands(kind: str, part: str) -> None:
-    made = whole_plan()
-    unchanged = again(kind, part, 1.0)
-    assert unchanged is not None
-    if kind in ("knee", "weighted"):
-        assert unchanged == made.chosen.model_copy(update={"interval_90": unchanged.interval_90})
-
-
-@pytest.mark.parametrize("kind", ["knee", "cost", "time"])
-def test_a_slow_network_never_makes_the_batch_smaller(kind: str) -> None:
-    batches = [found.global_batch for factor in (1, 3, 10, 100) if (found := again(kind, "network", factor))]
-    assert batches == sorted(batches)
-    assert len(batches) == 4
-
-
-def test_a_slow_network_makes_larger_batches_pay_that_did_not_pay_before() -> None:
-    """While computing prevails, time hardly falls with the batch: the knee is the smallest batch."""
-    listed = [candidate(c) for c in configurations(cluster_sizes=(2,), batches=(256, 512, 1024))]
-    there = [slowed(c, compute_time_s(c.local_batch) / c.step_time_s) for c in listed]
-    made = plan(there, chosen=there[0])
-    assert knee_batch("knee", there) == 256
-    found = choose_again(
-        made,
-        ObjectiveSpec(kind="knee"),
-        there[0].configuration,
-        drift_of("network", 30.0, there[0], PROFILES),
-        lambda c: expected_parts(PROFILES, c),
-    )
-    assert found is not None
-    assert found.global_batch > there[0].global_batch
-    assert found.step_time_s > 1.5 * next(c.step_time_s for c in there if c.configuration == found.configuration)
-
-
-@pytest.mark.parametrize("kind", ["time", "weighted", "knee"])
-def test_candidates_are_compared_by_the_time_that_the_plan_chose_by(kind: str) -> None:
-    """Steps alone would call the larger batch the faster one before the drift, too, and keep the planned one."""
-    small, large = (candidate(c) for c in configurations(cluster_sizes=(4,), batches=(256, 1024)))
-    starts_s = 1.2 * (small.train_time_s - large.train_time_s)
-    there = [_with_wall_time(small, 0.0), _with_wall_time(large, starts_s)]
-    found = choose_again(
-        plan(there, chosen=there[0]),
-        ObjectiveSpec.model_validate({"kind": kind, "cost_weight": 0.0}),
-        small.configuration,
-        drift_of("network", 30.0, small, PROFILES),
-        lambda c: expected_parts(PROFILES, c),
-    )
-    assert found is not None
-    assert found.configuration == large.configuration
-
-
-def _with_wall_time(planned: Candidate, starts_s: float) -> Candidate:
-    parts = {"steps": planned.train_time_s, "evaluation": 0.0, "checkpoints": 0.0, "starts": starts_s, "repeated": 0.0}
-    return planned.model_copy(update={"wall_time_s": sum(parts.values()), "wall_parts_s": parts})
-
-
-def test_a_batch_that_ran_out_of_memory_is_not_chosen_again() -> None:
-    found = again("time", "network", 100.0, below=64)
-    assert found is not None
-    assert found.local_batch < 64
-
-
-def test_an_unknown_part_changes_nothing() -> None:
-    made = whole_plan()
-    drift = drift_of("network", 3.0, made.chosen, PROFILES).model_copy(update={"part": "unknown"})
-    assert choose_again(made, ObjectiveSpec(), made.chosen.configuration, drift, lambda _: StepParts()) is None
-
-
-@given(st.floats(1.0, 50.0), st.sampled_from(list(PARTS)))
-def test_the_drifted_step_is_the_measured_one_where_it_was_measured(factor: float, part: str) -> None:
-    chosen = whole_plan().chosen
-    drift = drift_of(part, factor, chosen, PROFILES)
-    extra = getattr(drift.measured, PARTS[part]) - getattr(drift.expected, PARTS[part])
-    assert drifted_step_s(chosen, drift, drift.expected) == pytest.approx(chosen.step_time_s + extra)
-
-
-def test_what_is_paid_by_time_follows_the_step() -> None:
-    chosen = whole_plan().chosen
-    ends = chosen.interval_90 | {"wall_time_s": (90.0, 110.0)}
-    chosen = chosen.model_copy(update={"wall_time_s": 100.0, "interval_90": ends})
-    twice = slowed(chosen, 2.0)
-    assert (twice.train_time_s, twice.cost, twice.wall_time_s) == (2 * chosen.train_time_s, 2 * chosen.cost, 200.0)
-    assert twice.energy_kwh is None
-    low, high = chosen.interval_90["train_time_s"]
-    assert twice.interval_90["train_time_s"] == (2 * low, 2 * high)
-    # of starts nothing new is known
-    assert "wall_time_s" not in twice.interval_90
-
-
-def test_a_job_starts_as_fast_however_slow_its_steps_are() -> None:
-    chosen = _with_wall_time(whole_plan().chosen, starts_s=60.0)
-    chosen = chosen.model_copy(update={"progress_time_s": 60.0 + 3 * chosen.train_time_s})
-    twice = slowed(chosen, 2.0)
-    assert twice.wall_time_s == pytest.approx(60.0 + 2 * chosen.train_time_s)
-    assert twice.progress_time_s == pytest.approx(60.0 + 6 * chosen.train_time_s)
-
-
 # words
 
 
@@ -442,9 +309,3 @@ def test_progress_shows_an_open_episode_and_no_other() -> None:
     assert "network" in describe_drift([drifted])
     assert describe_drift([drifted, recovered]) == ""
     assert describe_drift([drifted, event("resumed")]) == "", "of the job before"
-
-
-def test_the_batch_in_force_is_the_last_that_was_planned_anew() -> None:
-    assert JobEvents(job_id="7").replanned_batch is None
-    events = [event("replanned", local_batch=8), event("replanned", local_batch=16)]
-    assert JobEvents(job_id="7", events=events).replanned_batch == 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from tests.fuzzing import fuzz as examples
+from tula_hpc.cli.changed_inputs import changes_of
 from tula_hpc.config import (
     MAX_FILE_BYTES,
     ClusterSpec,
@@ -26,11 +28,13 @@ from tula_hpc.config import (
     idle_keys,
     load_cluster,
     load_frozen_cluster,
+    load_frozen_sweep,
     load_sweep,
     load_together,
     local_batches,
     split_overrides,
 )
+from tula_hpc.config.loading import GONE
 from tula_hpc.config.workload import DATASETS, TORCHVISION_MODELS
 from tula_hpc.errors import InputError
 
@@ -447,6 +451,16 @@ def test_a_run_whose_cluster_has_a_value_twice_is_read_again(here: Path, table: 
     assert "sbatch.mem: would replace memory_gb = 4.0" in complaint(load_cluster, text)
     (part,) = load_frozen_cluster(Path("in.toml")).parts()
     assert (part.memory_gb, part.sbatch) == (4.0, {"mem": "1G"})
+
+
+@pytest.mark.parametrize(("table", "key"), GONE)
+def test_a_key_of_an_earlier_version_is_read_in_the_files_of_its_runs(here: Path, table: str, key: str) -> None:
+    path = Path("in.toml")
+    path.write_text(f"{NAME}[{table}]\n{key} = {json.dumps(GONE[table, key])}\n")
+    spec = load_sweep(path)
+    assert changes_of(path, spec) == {}
+    assert f"{table}.{key}: unknown key" in complaint(load_sweep, f"{NAME}[{table}]\n{key} = 7\n")
+    assert load_frozen_sweep(path) == spec
 
 
 def test_a_key_of_a_study_that_changes_nothing_in_any_column_is_named(here: Path) -> None:

@@ -107,7 +107,6 @@ def test_a_module_is_found_and_not_imported() -> None:
         ),
         ('{local_batch}"', '{local_batch}", "{lr_scale}"', r"training\.method: {lr_scale} is 1 for every batch with"),
         ("epochs = 3", "epochs = 3\n[training]\nclip_norm = 1.0", r"training\.clip_norm: a script does that by itself"),
-        ("epochs = 3", "epochs = 3\n[training]\nreplan_on_drift = true", r"training\.replan_on_drift: a script's"),
         *(
             ("epochs = 3", f"epochs = 3{keys}\n[study]\nbatches = [64]\n{study}", said)
             for keys, study, said in [

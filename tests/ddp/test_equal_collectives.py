@@ -28,8 +28,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import TensorDataset
 
 from tests.lockstep import PeerLostError, Rank, Story, in_step, ranks_of, stand_in
-from tests.run_factory import candidate, plan, write_plan
-from tula_hpc.analysis.planning.replan import slowed
+from tests.run_factory import candidate, plan, with_step_time, write_plan
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, Method, SweepSpec, WorkloadSpec
 from tula_hpc.ddp import worker as worker_module
@@ -190,7 +189,7 @@ def prepared(folder: Path, world_size: int) -> Path:
     run = RunDirectory(folder).create()
     run.train().root.mkdir()
     known = candidate(place(world_size))
-    chosen = slowed(known, 1e-3 / known.step_time_s)
+    chosen = with_step_time(known, 1e-3)
     write_plan(run, plan([known] * 4, chosen=chosen))
     return folder
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from tests.examples.exchanging import Centred
 from tests.forked import give_secret, start_workers
-from tests.run_factory import candidate, plan, write_plan
-from tula_hpc.analysis.planning.replan import slowed
+from tests.run_factory import candidate, plan, with_step_time, write_plan
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp import worker as worker_module
@@ -62,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run = RunDirectory(folder / name).create()
         run.train().root.mkdir()
         known = candidate(CONFIGURATION)
-        chosen = slowed(known, 1e-5 / known.step_time_s)
+        chosen = with_step_time(known, 1e-5)
         write_plan(run, plan([known] * 4, chosen=chosen))
     taken = candidate_ports(environment(0, folder))[0]
     with socket.create_server((LOOPBACK, taken)):  # by a stranger, who never says a word

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.run_factory import candidate, plan, write_plan
+from tests.run_factory import candidate, plan, with_step_time, write_plan
 from tests.slurm.machine import busy_neighbours
 from tests.slurm.sweeping import TEMPLATE
 from tests.slurm.testcluster import MiniCluster
-from tula_hpc.analysis.planning.replan import slowed
 from tula_hpc.config import SweepSpec, load_cluster
 from tula_hpc.launch.job_specs import ProfileJob, TrainJob
 from tula_hpc.launch.launcher import Launcher
@@ -58,7 +57,7 @@ class Training:
         assert measured.times is not None
         step_s, known = measured.times.step_time_s, candidate(CONFIGURATION)
         interval = (ROOM[0] * step_s, ROOM[1] * step_s)
-        chosen = slowed(known, step_s / known.step_time_s).model_copy(update={"interval_90": {"step_time_s": interval}})
+        chosen = with_step_time(known, step_s).model_copy(update={"interval_90": {"step_time_s": interval}})
         write_plan(self.run, plan([known] * 4, chosen=chosen, fallbacks=[]))
 
     @contextmanager

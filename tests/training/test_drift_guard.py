@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.run_factory import candidate, measurement, plan, write_plan
-from tula_hpc.analysis.planning.replan import slowed
+from tests.run_factory import candidate, measurement, plan, with_step_time, write_plan
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp.stop_signals import StopRequest
@@ -66,7 +65,7 @@ def prepared(folder: Path, step_time_s: float | None, largest_s: float | None = 
     candidates = []
     for local_batch, step_s in ((16, step_time_s), (32, step_time_s), (64, largest_s or step_time_s)):
         known = candidate(CONFIGURATION._replace(local_batch=local_batch))
-        changed = slowed(known, step_s / known.step_time_s)
+        changed = with_step_time(known, step_s)
         candidates.append(changed.model_copy(update={"train_time_s": step_s / local_batch, "interval_90": {}}))
         append_record(run.profile / "1.jsonl", profile_of(known.configuration, step_s / known.step_time_s))
     write_plan(run, plan(candidates, chosen=candidates[1], fallbacks=[candidates[0]]))
@@ -91,7 +90,7 @@ def train(run: RunDirectory, spec: SweepSpec | None = None) -> list[Event]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drift_probe, "BLOCK_S", 0.02)  # a probe computes for some of them
         assert run_training(job, StopRequest()) == "finished"
-    return [event for event in run.events() if event.event in ("drifted", "recovered", "replanned")]
+    return [event for event in run.events() if event.event in ("drifted", "recovered")]
 
 
 def weights(run: RunDirectory) -> dict[str, Tensor]:
@@ -160,19 +159,6 @@ def write_drift(run: RunDirectory, part: str, measured: StepParts) -> None:
         expected=expected,
     )
     write_atomically(run.train().drift_file, drift.model_dump_json())
-
-
-@pytest.mark.parametrize("allowed", [True, False])
-def test_a_requeue_plans_again_by_the_plans_objective_where_that_is_allowed(tmp_path: Path, allowed: bool) -> None:
-    """The wait for the network is the same for every batch: a larger one has fewer steps to wait in."""
-    run = prepared(tmp_path, 0.01, largest_s=0.03)
-    write_plan(run, run.read_plan().model_copy(update={"objective": "time"}))
-    write_drift(run, "network", StepParts(allreduce_time_s=5.0))
-    train(run, sweep(replan_on_drift=allowed))
-    replanned = [event for event in run.events() if event.event == "replanned"]
-    batches = {epoch.global_batch for epoch in read_metrics(run.train().metrics_file).epochs}
-    assert batches == ({64} if allowed else {32})
-    assert [event.data["local_batch"] for event in replanned] == ([64] if allowed else [])
 
 
 def test_metrics_have_the_loaders_wait_and_the_noise_scale(tmp_path: Path) -> None:

@@ -48,12 +48,14 @@ def changes_of(path: Path, inputs: SweepSpec | ClusterSpec) -> Changes:
     Raises:
         RunDirectoryError: It cannot be read.
     """
+    from tula_hpc.config.loading import GONE
+
     if not path.exists():
         return {}
     old, new = _keys(_read(path)), _keys(freeze(inputs))
     # an earlier version wrote a file that lacks today's new keys, and did what their defaults say
     defaults = _keys(freeze(_filled(path, inputs))) if old else {}
-    every = sorted(old.keys() | new.keys())
+    every = sorted((old.keys() | new.keys()) - GONE.keys())
     differing = (key for key in every if old.get(key, defaults.get(key)) != new.get(key))
     return {key: _told(key, old.get(key, NOT_SET), new.get(key, NOT_SET)) for key in differing}
 

@@ -54,6 +54,8 @@ TOMLLIB_WORDS = {
     "Unescaped '\\' in a string": r"a \ in a text is written twice, or the text in single quotes",
     "Unclosed array": "a list lacks a comma, or its last ]",
 }
+# keys that earlier versions had, each with its default then, which the files of their runs hold
+GONE: dict[tuple[str, str], object] = {("training", "replan_on_drift"): False}
 # tomllib's time grows with the square of a dotted key's parts
 MOST_KEY_PARTS = 100
 
@@ -200,19 +202,36 @@ def load_sweep(path: Path, overrides: Sequence[str] = (), *, check_paths: bool =
     Raises:
         InputError: One line per mistake: file, key, expected value.
     """
+    return _load_sweep(path, overrides, check_paths=check_paths)
+
+
+def _load_sweep(
+    path: Path, overrides: Sequence[str], *, check_paths: bool, frozen: bool = False
+) -> SweepSpec:
     tables = read_toml(path)
     if "executor" in tables and "workload" not in tables:
         raise InputError(
             "is a cluster file (it has executor); expected a sweep file, see sweeps/", source=path
         )
+    _drop_gone(tables, whatever=frozen)
     sweep = _parse(SweepSpec, path, tables, overrides, check_paths=check_paths)
     check_columns(sweep, path, check_paths=check_paths)
     return sweep
 
 
+def _drop_gone(tables: dict[str, Any], *, whatever: bool) -> None:
+    """Drop keys of earlier versions that have their default, or `whatever` they have."""
+    for (table, key), usual in GONE.items():
+        inner = tables.get(table)
+        if isinstance(inner, dict) and (whatever or inner.get(key) == usual):
+            inner.pop(key, None)
+
+
 def load_frozen_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepSpec:
-    """Read the sweep of a run, whose data and modules may be on another machine."""
-    return _naming_overrides(lambda given: load_sweep(path, given, check_paths=False), overrides)
+    """Read the sweep of a run, perhaps an earlier version's, and its data on another machine."""
+    return _naming_overrides(
+        lambda given: _load_sweep(path, given, check_paths=False, frozen=True), overrides
+    )
 
 
 # keys that only jobs of Slurm heed

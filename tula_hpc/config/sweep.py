@@ -395,7 +395,7 @@ def sweep_for(sweep: SweepSpec, part: ClusterSpec) -> SweepSpec | None:
 # tables and keys of what no study has: search, plan, prediction, and one seed
 _NOT_OF_STUDIES = frozenset({
     "search", "objective", "workload.seed", "training.drift", "training.drift_minutes",
-    "training.replan_on_drift", "training.max_fallbacks",
+    "training.max_fallbacks",
 })  # fmt: skip
 # in spite of their table: the trial before any job, and the limit of a script's first step
 _OF_TRIALS = ("search.estimate", "search.first_step_minutes")

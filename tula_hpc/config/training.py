@@ -194,8 +194,6 @@ class TrainingSpec(Spec):
     """Compare step times with the plan's prediction while training."""
     drift_minutes: Annotated[float, WATCHED] = Field(default=1.0, gt=0, le=1e6)
     """Time outside the prediction's interval before an event is recorded."""
-    replan_on_drift: Annotated[bool, WATCHED] = False
-    """Then a requeue may go on with another batch on as many nodes."""
     observe_gradients: Annotated[bool, UNADAPTED] = True
     """Log norm, change and noise of gradients also where the method makes nothing of them."""
     scale_histogram: Annotated[bool, Needs("method", SCALING)] = False
@@ -317,10 +315,6 @@ def check_script(training: TrainingSpec, *, scales: bool, of_study: bool = False
         raise ValueError(
             f'training.method: "{method}" needs {{lr_scale}} in workload.arguments, the factor '
             'of its learning rate: "--lr", "{lr_scale*0.1}" where that is 0.1 at base_batch'
-        )
-    if training.replan_on_drift:
-        raise ValueError(
-            "training.replan_on_drift: a script's training keeps its batch; expected false"
         )
     for key in _SCRIPTS_OWN:
         if getattr(training, key) != TrainingSpec.model_fields[key].default:

@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from tula_hpc.failure_kinds import Failure
-from tula_hpc.records.base import Batch, Configuration, JobId, Nodes, Record
+from tula_hpc.records.base import Configuration, JobId, Nodes, Record
 
 # of the training that a sweep ends with
 MAIN_LABEL = "main"
@@ -40,7 +40,6 @@ EventName = Literal[
     "fell_back",
     "drifted",
     "recovered",
-    "replanned",
     "finished",
     "failed",
     "ended",
@@ -213,12 +212,6 @@ class DriftData(EventData):
     part: str = ""
 
 
-class ReplannedData(EventData):
-    """Data of "replanned"."""
-
-    local_batch: Batch | None = None
-
-
 class DetachedData(EventData):
     """Data of "detached", and of the end of a controller."""
 
@@ -331,12 +324,6 @@ class JobEvents(Record):
     def hosts(self) -> list[str]:
         """Hosts that workers of the job named as broken."""
         return [host for event in self.events for host in hosts_in(event)]
-
-    @property
-    def replanned_batch(self) -> int | None:
-        """Local batch that the job chose in place of its own after drift."""
-        batches = [ReplannedData.of(event).local_batch for event in self._named("replanned")]
-        return batches[-1] if batches else None
 
 
 class Submission(JobEvents, SubmissionData):

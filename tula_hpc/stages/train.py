@@ -196,7 +196,7 @@ def settle(sweep: Sweep, job: Submission, end: Ended, policy: RetryPolicy) -> Ou
     if failure.kind not in policy.smaller_batch:
         run.log_event("failed", "train", detail=failure.detail, **common)
     elif not events.has_reported_oom:
-        _record_oom(sweep, job, end, events)
+        _record_oom(sweep, job, end)
     run.log_event("ended", "train", **common)
     verdict = policy.judge(run.history(), job.label, failure, sweep.started_at)
     if verdict is Verdict.SMALLER_BATCH:
@@ -247,13 +247,11 @@ def _failure_of(events: JobEvents, end: Ended) -> JobFailure:
     return JobFailure(kind, detail, stop)
 
 
-def _record_oom(sweep: Sweep, job: Submission, end: Ended, events: JobEvents) -> None:
+def _record_oom(sweep: Sweep, job: Submission, end: Ended) -> None:
     """Write the record of a job that was killed before it could do so itself."""
     if job.configuration is None:
         return
-    at = job.configuration._replace(
-        local_batch=events.replanned_batch or job.configuration.local_batch
-    )
+    at = job.configuration
     record = failed_measurement(sweep.cluster, at, end, job.partition or "")
     append_record(
         sweep.run.profile / "train-main.jsonl",

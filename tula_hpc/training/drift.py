@@ -12,7 +12,6 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, Protocol
@@ -31,7 +30,6 @@ from tula_hpc.analysis.drift import (
     expected_parts,
     extra_s,
     predict,
-    prediction_of,
     window_seconds,
 )
 from tula_hpc.batches import Batch, split
@@ -43,11 +41,8 @@ from tula_hpc.errors import RunDirectoryError
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.profiling.timing import LoaderWaits, agreed_s, round_s
 from tula_hpc.records import (
-    Candidate,
     Configuration,
     Drift,
-    Measurement,
-    Plan,
     RunDirectory,
     StepParts,
     measurements_of,
@@ -59,8 +54,6 @@ from tula_hpc.records import (
 class DriftStart(NamedTuple):
     """Start of a watch."""
 
-    # to train with: the job's own, or that of a new plan
-    configuration: Configuration
     # None: there is nothing to compare step times with
     prediction: Prediction | None = None
     # of an episode that goes on, see `Detector`
@@ -75,39 +68,32 @@ def begin_drift_watch(job: TrainJob, env: WorkerEnvironment) -> DriftStart:
     Local steps of post-local SGD exchange nothing, which no prediction covers.
     """
     if not job.sweep.training.drift or job.sweep.training.method == "polo":
-        return DriftStart(job.configuration)
-    mine = DriftStart(job.configuration)
+        return DriftStart()
+    mine = DriftStart()
     if env.rank == 0:
-        mine = _read(job, env.job_id)
+        mine = _read(job)
     if env.world_size == 1:
         return mine
     values = torch.tensor(
         _as_numbers(mine), dtype=torch.float64, device=pick_device(job.cluster, env.local_rank)
     )
     dist.broadcast(values, src=0)
-    return _from_numbers(job.configuration, values.tolist())
+    return _from_numbers(values.tolist())
 
 
 def _as_numbers(start: DriftStart) -> list[float]:
     # NaN stands for no prediction
     prediction = start.prediction or Prediction(math.nan, math.nan, math.nan)
-    return [
-        float(start.configuration.local_batch),
-        *prediction,
-        float(start.side),
-        start.update_time_s,
-    ]
+    return [*prediction, float(start.side), start.update_time_s]
 
 
-def _from_numbers(planned: Configuration, numbers: list[float]) -> DriftStart:
-    local_batch, *interval, side, update_s = numbers
+def _from_numbers(numbers: list[float]) -> DriftStart:
+    *interval, side, update_s = numbers
     prediction = None if math.isnan(interval[0]) else Prediction(*interval)
-    return DriftStart(
-        planned._replace(local_batch=int(local_batch)), prediction, int(side), update_s
-    )
+    return DriftStart(prediction, int(side), update_s)
 
 
-def _read(job: TrainJob, job_id: str) -> DriftStart:
+def _read(job: TrainJob) -> DriftStart:
     # late, as only rank 0 needs it
     import numpy as np
 
@@ -118,52 +104,15 @@ def _read(job: TrainJob, job_id: str) -> DriftStart:
         plan = run.read_plan()
     except RunDirectoryError:
         # a training that was started by hand
-        return DriftStart(job.configuration)
+        return DriftStart()
     measurements = measurements_of(run.measurements().records, job.partition)
     workers = np.array(job.configuration.world_size, dtype=np.float64)
     update_s = float(update_time(summarize(measurements)).predict(workers))
     drift = read_drift(run.train(job.label).drift_file)
-    if drift is not None and not _is_of(drift, job):
+    if drift is not None and drift.partition != job.partition:
         drift = None
-    again: Candidate | None = None
-    if drift is not None and job.sweep.training.replan_on_drift:
-        again = _choose_again(job, plan, drift, measurements)
-    if again is not None and drift is not None and again.configuration != job.configuration:
-        detail = f"{again.configuration} instead of {job.configuration}: {drift.part} has drifted"
-        run.log_event(
-            "replanned", "train", detail=detail, job_id=job_id, data=again.configuration._asdict()
-        )
-        return DriftStart(again.configuration, prediction_of(again), 0, update_s)
     prediction = predict(plan, job.configuration, job.partition)
-    return DriftStart(job.configuration, prediction, side_of(drift, job.configuration), update_s)
-
-
-def _choose_again(
-    job: TrainJob, plan: Plan, drift: Drift, measurements: list[Measurement]
-) -> Candidate | None:
-    from tula_hpc.analysis.planning.objective import objective_of
-    from tula_hpc.analysis.planning.replan import choose_again
-
-    failed = [m.local_batch for m in measurements if m.status == "oom"]
-    return choose_again(
-        plan,
-        objective_of(plan, job.sweep.objective),
-        job.configuration,
-        drift,
-        partial(expected_parts, measurements),
-        partition=job.partition,
-        below=min(failed, default=None),
-    )
-
-
-def _is_of(drift: Drift, job: TrainJob) -> bool:
-    """Tell whether the episode was seen on as many nodes of the same kind."""
-    nodes, per_node, _ = job.configuration
-    return (drift.nodes, drift.workers_per_node, drift.partition) == (
-        nodes,
-        per_node,
-        job.partition,
-    )
+    return DriftStart(prediction, side_of(drift, job.configuration), update_s)
 
 
 def side_of(drift: Drift | None, configuration: Configuration) -> int:

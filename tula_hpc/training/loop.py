@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import replace
 
 from tula_hpc.batches import Batch
 from tula_hpc.ddp.agreement import Agreed, Decision, EvaluationStopped
@@ -34,9 +33,7 @@ def run_training(job: TrainJob, stop: StopRequest) -> str:
     outcome = ""
     try:
         with process_group(job.cluster, env):
-            start = begin_drift_watch(job, env)
-            job = replace(job, configuration=start.configuration)
-            outcome = Trainer(job, env, stop, start).run()
+            outcome = Trainer(job, env, stop, begin_drift_watch(job, env)).run()
     except (RuntimeError, MemoryError) as error:
         failure = out_of_memory(error)
         if failure is None:
