@@ -32,7 +32,7 @@ def _measurement(place: Configuration, seed: int) -> Measurement:
 
 
 def add_steps(run: RunDirectory, count: int, epochs: int = 20) -> None:
-    """Write the metrics of a training in place of those that are there, with a scale's histogram in each line."""
+    """Write the metrics of a training in place of those that are there."""
     old = [line for line in _metrics(run) if b'"kind":"step"' in line]
     steps = [parse_record(StepMetrics, line) for line in old[:DRAWN]]
     ends = [parse_record(EpochMetrics, line) for line in _metrics(run) if b'"kind":"epoch"' in line]

@@ -15,8 +15,6 @@ from tula_hpc.analysis.run_contents import RunContents
 from tula_hpc.config import SweepSpec
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.records import (
-    SCALE_BINS_PER_OCTAVE,
-    SCALE_OCTAVES,
     Candidate,
     Configuration,
     EpochMetrics,
@@ -325,19 +323,7 @@ def _step_line(chosen: Candidate, step: int, per_epoch: int, noise: random.Rando
         scale_mean=1 + 0.9 * spread * noise.lognormvariate(0, 0.06),
         scale_min=1 - 0.6 * spread,
         scale_max=1 + 3 * spread * noise.lognormvariate(0, 0.05),
-        scale_histogram=_scales_used(1 + 0.9 * spread),
     )
-
-
-def _scales_used(scale: float) -> list[int]:
-    """A fifth of a million elements left alone, the others scaled by about as much."""
-    one = SCALE_OCTAVES * SCALE_BINS_PER_OCTAVE + 1
-    counts = [0] * (2 * one + 1)
-    centre = one + SCALE_BINS_PER_OCTAVE * math.log2(scale)
-    for place in range(len(counts)):
-        counts[place] = round(800_000 * math.exp(-0.5 * ((place - centre) / 3) ** 2) / 7.5)
-    counts[one] += 200_000
-    return counts
 
 
 def _epoch_line(chosen: Candidate, epoch: int, per_epoch: int, noise: random.Random) -> EpochMetrics:

@@ -5,11 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tula_hpc.analysis.figures.drawing import Drawing, Missing, attempt
-from tula_hpc.analysis.figures.gradients import (
-    draw_gradient_norm,
-    draw_scale_density,
-    draw_variability,
-)
+from tula_hpc.analysis.figures.gradients import draw_gradient_norm, draw_variability
 from tula_hpc.analysis.figures.memory import draw_memory
 from tula_hpc.analysis.figures.scaling_panels import draw_strong_scaling, draw_weak_scaling
 from tula_hpc.analysis.figures.step_time.computation import draw_computation
@@ -24,7 +20,7 @@ from tula_hpc.analysis.figures.study.accuracy import (
     draw_study_epochs,
 )
 from tula_hpc.analysis.figures.study.results_table import draw_study_table
-from tula_hpc.analysis.figures.study.scales import draw_study_scale, draw_study_scale_elements
+from tula_hpc.analysis.figures.study.scales import draw_study_scale
 from tula_hpc.analysis.figures.time_and_cost.over_batch import (
     draw_cost,
     draw_epoch_time,
@@ -57,7 +53,6 @@ FIGURES = {
     "sensitivity": draw_sensitivity,
     "variability": draw_variability,
     "gradient_norm": draw_gradient_norm,
-    "scale_density": draw_scale_density,
 }
 STUDY_FIGURES = {
     "study_table": draw_study_table,
@@ -65,7 +60,6 @@ STUDY_FIGURES = {
     "study_epochs": draw_study_epochs,
     "study_delta": draw_study_delta,
     "study_scale": draw_study_scale,
-    "study_scale_elements": draw_study_scale_elements,
 }
 # figures that hold for the chosen partition only
 OF_NODES = (

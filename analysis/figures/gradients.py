@@ -1,6 +1,6 @@
-"""Gradients over training: their norm by batch, Δ(G) beside accuracy, and the scales applied.
+"""Gradients over training: their norm by batch, and Δ(G) beside accuracy.
 
-After the paper's figures 3, 4 and 6 (right).
+After the paper's figures 3 and 4.
 """
 
 from __future__ import annotations
@@ -10,17 +10,14 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-from numpy.typing import NDArray
 
 from tula_hpc.analysis.figures import labels, style
 from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
 from tula_hpc.analysis.figures.training import Mark, draw_marks
 from tula_hpc.analysis.run_contents import RunContents, Training
-from tula_hpc.formatting import format_number, format_percent
-from tula_hpc.records import SCALE_BINS_PER_OCTAVE, SCALE_OCTAVES, StepMetrics
+from tula_hpc.formatting import format_number
+from tula_hpc.records import StepMetrics
 
 # medians that a curve over training is drawn through, at most
 WINDOWS = 40
@@ -209,159 +206,3 @@ def _draw_curve(axes: Axes, curve: Curve, colour: str) -> Curve:
     axes.plot(*curve, "o", color=colour, markersize=2.6, markeredgewidth=0, alpha=0.45)
     axes.plot(*medians, "-", color=colour)
     return medians
-
-
-Array = NDArray[np.float64]
-
-# of a histogram, without its two ends
-BINS = 2 * SCALE_OCTAVES * SCALE_BINS_PER_OCTAVE + 1
-# the bin around scale 1
-ONE = BINS // 2
-# octaves: below half a bin the curve would show the bins
-BANDWIDTH = 0.75 / SCALE_BINS_PER_OCTAVE
-POINTS_PER_BIN = 8
-# least share of a bin that must lie within the axis
-VISIBLE = 1e-4
-
-
-class Used(NamedTuple):
-    """The scales of one training."""
-
-    label: str
-    # (BINS,), elements × steps around 2^((i − ONE) / SCALE_BINS_PER_OCTAVE)
-    counts: Array
-    # beyond the bins
-    below: float
-    above: float
-
-    @property
-    def total(self) -> float:
-        """All elements × steps."""
-        return float(self.counts.sum() + self.below + self.above)
-
-    @property
-    def unscaled_share(self) -> float:
-        """Share with a scale of 1, to the width of a bin."""
-        return float(self.counts[ONE]) / self.total
-
-    @property
-    def median(self) -> float:
-        """Median scale, to the width of a bin."""
-        reached = self.below + np.cumsum(self.counts)
-        index = int(np.searchsorted(reached, self.total / 2))
-        return float(bin_scales()[min(index, BINS - 1)])
-
-    def density(self) -> tuple[Array, Array]:
-        """Return scales, and the share of elements × steps per octave around them.
-
-        A Gaussian kernel smooths the counts.
-        """
-        centres = np.log2(bin_scales())
-        at = np.linspace(centres[0] - 0.5, centres[-1] + 0.5, POINTS_PER_BIN * BINS)
-        bells = np.exp(-0.5 * ((at[:, None] - centres) / BANDWIDTH) ** 2)
-        kernel = bells / (BANDWIDTH * np.sqrt(2 * np.pi))
-        return 2.0**at, kernel @ self.counts / self.total
-
-
-def bin_scales() -> Array:
-    """Return the centres of the bins, (BINS,)."""
-    powers: Array = (np.arange(BINS) - ONE) / SCALE_BINS_PER_OCTAVE
-    return 2.0**powers
-
-
-def draw_scale_density(run: RunContents) -> Drawing | Missing:
-    """Draw the density of the scale applied, one curve per training."""
-    found = []
-    for training in run.trainings:
-        used = sum_histograms(training.label, training.metrics.steps)
-        if used is not None:
-            found.append(used)
-    if not found:
-        asked = bool(run.sweep and run.sweep.training.scale_histogram and run.trainings)
-        why = "training has logged none yet"
-        return Missing("scale_density", "density of the scale", why, optional=not asked)
-    return draw_used(found[:MOST_LINES], "scale_density")
-
-
-def draw_used(found: Sequence[Used], name: str) -> Drawing:
-    """Draw one curve for each of these; `name` is the stem of the figure's files."""
-    title = _title(found)
-    keys = []
-    with style.styled():
-        figure, (axes,) = style.new_figure(title, 3.4)
-        for used, colour in zip(found, style.SIZES, strict=False):
-            scales, density = used.density()
-            axes.fill_between(scales, density, color=colour.light, alpha=0.18, linewidth=0)
-            axes.plot(scales, density, "-", color=colour.light)
-            keys.append(style.Key(used.label, line="-", colour=colour.light))
-        _dress(axes, found)
-        if len(found) > 1:
-            style.legend(axes, keys, left=-0.01)
-    return Drawing(name, title, _caption(found), figure, _table(found))
-
-
-def sum_histograms(label: str, steps: Iterable[StepMetrics]) -> Used | None:
-    """Add up the histograms in these lines of the log; None where there is none."""
-    total = np.zeros(BINS + 2)
-    for row in steps:
-        if row.scale_histogram is not None and len(row.scale_histogram) == BINS + 2:
-            total += row.scale_histogram
-    if total.sum() <= 0:
-        return None
-    return Used(label, total[1:-1], float(total[0]), float(total[-1]))
-
-
-def _dress(axes: Axes, found: Iterable[Used]) -> None:
-    shares = np.max([used.counts / used.total for used in found], axis=0)
-    # at least an octave to each side of 1
-    octaves = [-1.0, 1.0, *np.log2(bin_scales()[shares > VISIBLE]).tolist()]
-    axes.set_xscale("log", base=2)
-    axes.set_xlim(2.0 ** (min(octaves) - 0.5), 2.0 ** (max(octaves) + 0.5))
-    powers_of_2 = [2.0**power for power in range(-SCALE_OCTAVES, SCALE_OCTAVES + 1)]
-    axes.xaxis.set_major_locator(FixedLocator(powers_of_2))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: style.number_tick(value)))
-    axes.set_xlabel("scale applied to the gradient")
-    axes.axvline(1, color=style.MUTED.light, linewidth=1, zorder=1)
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("density, share per octave")
-
-
-def _title(found: Sequence[Used]) -> str:
-    shares = [used.unscaled_share for used in found]
-    least = format_percent(min(shares))
-    # the bin around 1 holds scales that are nearly 1
-    unscaled = "of the updates were scaled by 1 (± 6 %)"
-    if len(found) > 1:
-        return f"Between {least} and {format_percent(max(shares))} {unscaled}"
-    return f"{least} {unscaled}; the median of the scale is {_describe_median(found[0])}"
-
-
-def _describe_median(used: Used) -> str:
-    """Return the median; beyond the bins only its bound is known."""
-    median = format_number(used.median, 2)
-    if used.below >= used.total / 2:
-        return f"below {median}"
-    return f"above {median}" if used.above > used.total / 2 else median
-
-
-def _caption(found: Sequence[Used]) -> str:
-    caption = (
-        "How strongly gradients were scaled: density over all elements of the gradient and all "
-        f"steps, smoothed with a Gaussian of {format_number(BANDWIDTH, 2)} octaves. At 1 (to 6 %) "
-        "gradients were left as they are, above they are made longer."
-    )
-    beyond = max((used.below + used.above) / used.total for used in found)
-    if beyond >= 5e-4:
-        caption += f" Up to {format_percent(beyond)} lie beyond the ends of the axis."
-    return caption
-
-
-def _table(found: Iterable[Used]) -> Table:
-    rows: list[tuple[Cell, ...]] = []
-    scales = [0.0, *bin_scales().tolist(), math.inf]
-    for used in found:
-        counts = [used.below, *used.counts.tolist(), used.above]
-        for scale, count in zip(scales, counts, strict=True):
-            rows.append((used.label, scale, round(count), count / used.total))
-    return Table(("mark", "scale", "elements_times_steps", "share"), rows)

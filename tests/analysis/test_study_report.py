@@ -17,7 +17,6 @@ from matplotlib.transforms import Bbox
 
 from tests.study_factory import SWEEP, accuracy, make_study
 from tula_hpc.analysis.figures.drawing import Drawing, Missing
-from tula_hpc.analysis.figures.gradients import BINS, ONE
 from tula_hpc.analysis.figures.study.accuracy import (
     column_style,
     delta_groups,
@@ -30,7 +29,6 @@ from tula_hpc.analysis.figures.study.results_table import draw_study_table
 from tula_hpc.analysis.figures.study.scales import (
     density,
     draw_study_scale,
-    draw_study_scale_elements,
     used_scales,
 )
 from tula_hpc.analysis.figures.style import ALERT, INK, SIZES, styled
@@ -464,20 +462,3 @@ def test_a_density_is_as_wide_as_its_values_and_their_bells_together() -> None:
     at = np.linspace(-2, 6, 4001)
     variance = np.trapezoid(density(values, at) * (at - values.mean()) ** 2, at)
     assert variance == pytest.approx(values.var() + values.var(ddof=1) * 200**-0.4, rel=1e-6)
-
-
-def test_scales_of_single_elements_are_drawn_where_they_were_counted(tmp_path: Path) -> None:
-    run = make_study(tmp_path / "run")
-    contents = read_study(run)
-    table = make_table(contents.study, contents.outcomes)
-    assert isinstance(draw_study_scale_elements(contents, table), Missing)
-    for cell, metrics in contents.metrics.items():
-        counts = [0] * (BINS + 2)
-        counts[1 + ONE + cell.seed] = 100
-        steps = [row.model_copy(update={"scale_histogram": counts}) for row in metrics.steps if row.scale_mean]
-        contents.metrics[cell] = metrics._replace(steps=steps)
-    drawn = draw_study_scale_elements(contents, table)
-    assert isinstance(drawn, Drawing)
-    thirds = [row for row in drawn.table.rows if row[3]]
-    assert [row[0] for row in thirds] == [name for name in ("ags", "ags-d0.1", "ags-d2") for _ in range(3)]
-    assert [row[3] for row in thirds] == pytest.approx([1 / 3] * 9)  # the seeds together

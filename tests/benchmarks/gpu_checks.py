@@ -245,7 +245,7 @@ FORMS: dict[str, SweepSpec] = {
     **{method: sweep(method) for method in ("lbt", "lrs", "sqrt", "lars", "polo", "adascale", "static", "ags")},
     "lamb": sweep("lamb", workload=LAMB),
     "ags by element": sweep("ags", **PAPER),
-    "ags, clipped, counted": sweep("ags", clip_norm=1.0, scale_histogram=True),
+    "ags, clipped": sweep("ags", clip_norm=1.0),
     "ags on updates": sweep("ags", apply="update", workload=LAMB),
     "lbt, not observed": sweep("lbt", observe_gradients=False),
     "lbt, channels last": sweep("lbt", workload={"channels_last": True}),

@@ -138,7 +138,7 @@ FORMS = {
     "ags, passes by tensor": Form({"method": "ags", **PASSES, **SMALL}),
     "ags, passes by element": Form({"method": "ags", "preset": "paper", "update_interval_epochs": 0.4, **SMALL}),
     "ags on updates, clipped, counted": Form(
-        {"method": "ags", "apply": "update", "clip_norm": 0.1, "scale_histogram": True, **SMALL},
+        {"method": "ags", "apply": "update", "clip_norm": 0.1, **SMALL},
         {"optimizer": "adamw"},
     ),
     "not observed, batchnorm": Form({"method": "lbt", "observe_gradients": False}, {"model": f"{HERE}normed"}),

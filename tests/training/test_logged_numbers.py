@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from tula_hpc.checkpoint.store import CheckpointStore
@@ -20,7 +19,6 @@ from tula_hpc.env import WorkerEnvironment
 from tula_hpc.gradients.noise_scale import CriticalBatch, NoiseReading
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import Configuration, Metrics, RunDirectory, read_metrics
-from tula_hpc.records.metrics import SCALE_BINS_PER_OCTAVE, SCALE_OCTAVES
 from tula_hpc.training import loop as trainer_module
 
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
@@ -55,17 +53,6 @@ def test_an_epochs_line_has_its_critical_batch(tmp_path: Path, monkeypatch: pyte
     assert any(epoch.critical_batch for epoch in metrics.epochs)
 
 
-def test_a_training_logs_the_scales_it_used_and_is_not_changed_by_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    metrics, weights = train(tmp_path / "counted", sweep(scale_histogram=True), monkeypatch)
-    plain, same = train(tmp_path / "plain", sweep(), monkeypatch)
-    elements = sum(value.numel() for value in weights.values())
-    assert [sum(row.scale_histogram or []) for row in metrics.steps] == [2 * elements] * len(metrics.steps)
-    assert {row.scale_histogram for row in plain.steps} == {None}
-    assert all(torch.equal(weights[name], same[name]) for name in weights)
-
-
 def test_the_first_batch_is_of_the_start_and_no_step_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,14 +82,11 @@ def test_the_first_batch_is_of_the_start_and_no_step_waits_for_it(
 def test_a_training_logs_the_mean_scale_that_it_applied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: str
 ) -> None:
-    """Warm-up and gate are in it: it lies in the one bin of the histogram that the step filled."""
+    """Warm-up and gate are in it."""
     options: dict[str, Any] = {"gate": gate, "granularity": "model", "reference": "free", "exclude_norms": False}
-    options |= {"delta": 2.0, "scale_histogram": True, "log_interval_steps": 1}
+    options |= {"delta": 2.0, "log_interval_steps": 1}
     metrics, _ = train(tmp_path, sweep(**options), monkeypatch)
     applied = [row.applied_scale or 0.0 for row in metrics.steps]
-    bins = [next(place for place, count in enumerate(row.scale_histogram or []) if count) for row in metrics.steps]
-    centres = [(place - 1) / SCALE_BINS_PER_OCTAVE - SCALE_OCTAVES for place in bins]
-    assert [math.log2(scale) for scale in applied] == pytest.approx(centres, abs=0.51 / SCALE_BINS_PER_OCTAVE)
     assert applied[0] == 1.0 != metrics.steps[0].scale_mean
     assert max(applied) > 1.5
 

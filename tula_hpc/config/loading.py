@@ -55,7 +55,10 @@ TOMLLIB_WORDS = {
     "Unclosed array": "a list lacks a comma, or its last ]",
 }
 # keys that earlier versions had, each with its default then, which the files of their runs hold
-GONE: dict[tuple[str, str], object] = {("training", "replan_on_drift"): False}
+GONE: dict[tuple[str, str], object] = {
+    ("training", "replan_on_drift"): False,
+    ("training", "scale_histogram"): False,
+}
 # tomllib's time grows with the square of a dotted key's parts
 MOST_KEY_PARTS = 100
 

@@ -196,8 +196,6 @@ class TrainingSpec(Spec):
     """Time outside the prediction's interval before an event is recorded."""
     observe_gradients: Annotated[bool, UNADAPTED] = True
     """Log norm, change and noise of gradients also where the method makes nothing of them."""
-    scale_histogram: Annotated[bool, Needs("method", SCALING)] = False
-    """Count the applied factors for a figure; takes a pass over them at each step."""
 
     @property
     def ags(self) -> AgsOptions:
@@ -279,7 +277,7 @@ class TrainingSpec(Spec):
 
 
 # what a training script does by itself, so that nothing here has an effect on it
-_SCRIPTS_OWN = ("layer_wise", "clip_norm", "warmup_epochs", "scale_histogram")
+_SCRIPTS_OWN = ("layer_wise", "clip_norm", "warmup_epochs")
 _OF_LAYERS = "has a rate of its own for each layer"
 _OUTSIDE = {
     "lars": _OF_LAYERS,

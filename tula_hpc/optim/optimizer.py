@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from tula_hpc.gradients.noise_scale import NoiseReading
 from tula_hpc.gradients.norms import dense_gradients, foreach_norms, sum_of_squares
 from tula_hpc.optim.gate import GATE_DECAY, Gate, Sensitivity
-from tula_hpc.optim.observer import GradientObserver, ScaleHistogram, StepObserver
+from tula_hpc.optim.observer import GradientObserver, StepObserver
 from tula_hpc.optim.scale_factors import (
     Batches,
     Estimates,
@@ -176,8 +176,6 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         self._shortened: Tensor | float = 1.0
         # of the next step's gradients, if known
         self._squares: Tensor | None = None
-        # counts the scales that are applied, if there is one
-        self.histogram: ScaleHistogram | None = None
         self.steps = self._steps_since_update = self._steps_since_statistics = 0
         self._looked_for_factors = False
         # between `before_step` and `after_step`: gradients, and parameters before the step
@@ -442,14 +440,6 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
             "scale_max": found.scale_max,
         }
 
-    def count_scales(self) -> None:
-        """Count from now on the factors that are applied, in `histogram`."""
-        self.histogram = ScaleHistogram()
-
-    def read_scales(self) -> list[int] | None:
-        """Return and reset the counts of `count_scales`. Waits for the device."""
-        return None if self.histogram is None else self.histogram.read()
-
     def noise(self) -> NoiseReading:
         """Return the gradient's noise scale, from the pairs that the factors were estimated from.
 
@@ -512,7 +502,6 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         if look is not None and fits(self.base, look.gradients) and self._has_factor(look):
             with torch.no_grad():
                 scale_and_step(self.base, look.share, look.gradients, self._factors(look))
-            self._count_scales(look)
         else:
             self._scale_gradients(look)
             self.base.step()
@@ -526,7 +515,6 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
                 multiply_where(
                     look.share, list(look.gradients.values()), list(self._factors(look).values())
                 )
-            self._count_scales(look)
 
     def _factors(self, look: _Look) -> dict[Tensor, Tensor | None]:
         return {parameter: self._scale.factor(parameter) for parameter in look.gradients}
@@ -537,15 +525,6 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
             with torch.no_grad():
                 factors = [self._scale.factor(parameter) for parameter in moved]
                 move_where(look.share, moved, [before[parameter] for parameter in moved], factors)
-            self._count_scales(look)
-
-    def _count_scales(self, look: _Look) -> None:
-        if self.histogram is not None:
-            sizes = [parameter.numel() for parameter in look.gradients]
-            with torch.no_grad():
-                self.histogram.observe(
-                    [self._scale.factor(p) for p in look.gradients], sizes, look.share
-                )
 
     def _copies(
         self, parameters: Sequence[Tensor], *, factors_to_come: bool = False
@@ -642,11 +621,3 @@ class StaticScaleObserver(StepObserver):
     def step_metrics(self, steps: int) -> dict[str, float]:
         """Return the optimizer's statistics, by name."""
         return self._scaling.step_metrics(steps)
-
-    def count_scales(self) -> None:
-        """Count from now on the factors that the optimizer applies."""
-        self._scaling.count_scales()
-
-    def read_scales(self) -> list[int] | None:
-        """Return and reset the optimizer's counts. Waits for the device."""
-        return self._scaling.read_scales()

@@ -48,8 +48,6 @@ from tula_hpc.records.measurement import (
 )
 from tula_hpc.records.metrics import (
     RECENT_STEPS,
-    SCALE_BINS_PER_OCTAVE,
-    SCALE_OCTAVES,
     AnyMetrics,
     EpochMetrics,
     Metrics,

@@ -19,9 +19,6 @@ from pydantic import Field, RootModel
 from tula_hpc.records.base import Batch, Record
 from tula_hpc.records.storage import Bounds, lines_of, out_of_bounds, parse_record
 
-# histograms of the scale reach so far on each side of 1
-SCALE_OCTAVES = 6
-SCALE_BINS_PER_OCTAVE = 6
 # logged steps of a training that are held; of more an even choice
 MAX_STEPS = 4_000
 # where fewer are left of a training that was set back, all that come are held again
@@ -74,10 +71,6 @@ class StepMetrics(Record):
     noise_gradient_square: float | None = None
     # mean tr(Σ) of the same
     noise_trace: float | None = None
-    # elements × steps since the last line by the scale that was applied: how many below the bins,
-    # those in the bins around 2^(k / SCALE_BINS_PER_OCTAVE) from 2^−SCALE_OCTAVES to
-    # 2^SCALE_OCTAVES, and those above
-    scale_histogram: list[int] | None = None
 
     @property
     def applied_scale(self) -> float | None:

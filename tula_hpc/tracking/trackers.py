@@ -35,7 +35,7 @@ OF_STEPS, OF_EPOCHS = "train/lr", "epoch/epoch"
 def values_of(row: AnyMetrics) -> dict[str, float]:
     """Return the metrics of a line by name."""
     room = "train" if isinstance(row, StepMetrics) else "epoch"
-    fields = row.model_dump(exclude={"kind", "step", "scale_histogram"}, exclude_none=True)
+    fields = row.model_dump(exclude={"kind", "step"}, exclude_none=True)
     return {f"{room}/{name}": float(value) for name, value in fields.items()}
 
 

@@ -93,7 +93,6 @@ class MetricsWriter:
             noise_scale=finite_or_none(noise.noise_scale),
             noise_gradient_square=finite_or_none(noise.recent_square),
             noise_trace=finite_or_none(noise.recent_trace),
-            scale_histogram=readings.read_scales(),
         )
         append_record(self.file, line, durable=False)
 

@@ -34,8 +34,6 @@ class TrainingLog:
         self.restart_window()
         # sum over the steps of the epoch
         self.epoch_loss = torch.zeros((), dtype=torch.float64, device=training.worker.device)
-        if training.job.sweep.training.scale_histogram and training.is_main:
-            training.worker.observer.count_scales()
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint's content."""

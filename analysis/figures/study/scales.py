@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from tula_hpc.analysis.figures import style
 from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
-from tula_hpc.analysis.figures.gradients import draw_used, sum_histograms
 from tula_hpc.analysis.figures.study.accuracy import column_keys, column_style, line_style
 from tula_hpc.analysis.figures.training import describe_range
 from tula_hpc.analysis.study_results import (
@@ -19,7 +18,7 @@ from tula_hpc.analysis.study_results import (
     StudyTable,
 )
 from tula_hpc.formatting import format_number
-from tula_hpc.records import Metrics, StepMetrics
+from tula_hpc.records import Metrics
 
 # of the scales, relative: less is one value and no density
 LEAST_SPREAD = 1e-3
@@ -144,25 +143,3 @@ def _scale_table(scales: Mapping[int, Mapping[str, Values]]) -> Table:
             spread = np.quantile(values, [0.05, 0.5, 0.95]).tolist()
             rows.append((name, batch, len(values), float(values.mean()), *spread))
     return Table(columns, rows)
-
-
-def draw_study_scale_elements(contents: StudyContents, table: StudyTable) -> Drawing | Missing:
-    """Draw the density of the scale over single elements, at the largest batch.
-
-    Needs trainings with training.scale_histogram.
-    """
-    batch = table.batches[-1]
-    found = []
-    for name in table.columns:
-        steps: list[StepMetrics] = []
-        for run in contents.of(name, batch):
-            steps += run.steps
-        used = sum_histograms(name, steps)
-        if used is not None:
-            found.append(used)
-    if not found:
-        subject = "density of the scale over elements"
-        why = "no training had training.scale_histogram"
-        return Missing("study_scale_elements", subject, why, optional=True)
-    drawing = draw_used(found[: len(style.SIZES)], "study_scale_elements")
-    return drawing._replace(caption=f"At B = {batch:,}, all seeds. {drawing.caption}")

@@ -1,4 +1,4 @@
-"""Figures of gradient norms, variability and applied scales."""
+"""Figures of gradient norms and variability."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import io
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.run_factory import make_run, write_training
 from tula_hpc.analysis.figures.all import FIGURES, draw_all
-from tula_hpc.analysis.figures.drawing import Drawing, Missing
-from tula_hpc.analysis.figures.gradients import BINS, ONE, WINDOWS, Curve, Used, bin_scales, rate_drops
+from tula_hpc.analysis.figures.drawing import Drawing
+from tula_hpc.analysis.figures.gradients import WINDOWS, Curve, rate_drops
 from tula_hpc.analysis.run_contents import RunContents, Training, read_run
 from tula_hpc.formatting import in_percent
-from tula_hpc.records import SCALE_BINS_PER_OCTAVE, EpochMetrics, Metrics
+from tula_hpc.records import EpochMetrics, Metrics
 
 
 @pytest.fixture(scope="module")
@@ -118,73 +117,19 @@ def test_cuts_of_the_rate_are_marked_and_a_cosine_is_not(run: RunContents) -> No
     assert rate_drops(cosine) == []
 
 
-# scale
-
-
-def used(counts: dict[int, float], below: float = 0.0, above: float = 0.0) -> Used:
-    filled = np.zeros(BINS)
-    for place, count in counts.items():
-        filled[place] = count
-    return Used("main", filled, below, above)
-
-
-@pytest.mark.parametrize("ends", [0.0, 20.0])
-def test_a_density_covers_the_share_within_the_axis(ends: float) -> None:
-    example = used({ONE: 30.0, ONE + 6: 50.0}, below=ends)
-    scales, density = example.density()
-    octaves = np.diff(np.log2(scales))[0]
-    assert float(density.sum() * octaves) == pytest.approx(80 / (80 + ends), rel=1e-3)
-    assert scales[np.argmax(density)] == pytest.approx(2, rel=0.03)
-    assert example.unscaled_share == 30 / (80 + ends)
-
-
-def test_the_median_has_half_below_it() -> None:
-    assert used({ONE: 40, ONE + SCALE_BINS_PER_OCTAVE: 60}).median == pytest.approx(2)
-    assert used({ONE: 60, ONE + SCALE_BINS_PER_OCTAVE: 40}).median == pytest.approx(1)
-    assert used({ONE: 1}, above=9).median == bin_scales()[-1]
-
-
-def test_the_densitys_table_sums_over_the_whole_log(run: RunContents) -> None:
-    drawing = drawn(run, "scale_density")
-    counts = [int(row["elements_times_steps"]) for row in rows(drawing)]
-    logged = [row.scale_histogram or [] for row in run.trainings[0].metrics.steps]
-    assert counts == [sum(column) for column in zip(*logged, strict=True)]
-    assert sum(float(row["share"]) for row in rows(drawing)) == pytest.approx(1)
-
-
-def test_several_trainings_have_a_curve_each(tmp_path: Path) -> None:
-    files = make_run(tmp_path / "run", stage="plan")
-    for label in ("main", "other"):
-        write_training(files, epochs_done=2, label=label)
-    drawing = drawn(read_run(files), "scale_density")
-    assert {row["mark"] for row in rows(drawing)} == {"main", "other"}
-    legend = drawing.figure.axes[0].get_legend()
-    assert legend is not None
-    assert [text.get_text() for text in legend.get_texts()] == ["main", "other"]
-
-
-def test_lines_of_other_bins_are_passed_over(run: RunContents) -> None:
-    steps = [row.model_copy(update={"scale_histogram": [1, 2, 3]}) for row in run.trainings[0].metrics.steps]
-    assert isinstance(FIGURES["scale_density"](with_metrics(run, steps=steps)), Missing)
-
-
 # what is not there
 
 
-OF_THE_LOG = ("training", "sensitivity", "variability", "gradient_norm", "scale_density")
+OF_THE_LOG = ("training", "sensitivity", "variability", "gradient_norm")
 
 
 def test_what_nobody_asked_for_is_not_named_as_missing(run: RunContents, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tula_hpc.analysis.figures.all.FIGURES", {name: FIGURES[name] for name in OF_THE_LOG})
     training = run.trainings[0]
-    fields = ("gradient_norm", "sensitivity", "scale_mean", "scale_histogram")
+    fields = ("gradient_norm", "sensitivity", "scale_mean")
     plain = [row.model_copy(update=dict.fromkeys(fields)) for row in training.metrics.steps]
     bare = with_metrics(run, steps=plain)
     assert {item.name for item in draw_all(bare).missing} == {"sensitivity"}
-    assert run.sweep is not None
-    wanted = run.sweep.training.model_copy(update={"scale_histogram": True})
-    asked = bare._replace(sweep=run.sweep.model_copy(update={"training": wanted}))
-    assert {item.name for item in draw_all(asked).missing} == {"sensitivity", "scale_density"}
 
 
 def test_one_logged_epoch_is_drawn(tmp_path: Path) -> None:
@@ -192,5 +137,5 @@ def test_one_logged_epoch_is_drawn(tmp_path: Path) -> None:
     write_training(files, epochs_done=1)
     contents = read_run(files)
     assert isinstance(contents.trainings[0].metrics.epochs[0], EpochMetrics)
-    for name in ("variability", "gradient_norm", "scale_density"):
+    for name in ("variability", "gradient_norm"):
         assert drawn(contents, name).svg()

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.run_factory import candidate, configurations, make_run, measurement, plan
 from tests.study_factory import SWEEP, make_study
 from tula_hpc.analysis.figures.all import FIGURES
 from tula_hpc.analysis.figures.drawing import Drawing
-from tula_hpc.analysis.figures.gradients import BINS, ONE, Used, draw_used
 from tula_hpc.analysis.figures.scaling_panels import finding
 from tula_hpc.analysis.figures.study.accuracy import draw_study_delta
 from tula_hpc.analysis.figures.study.scales import draw_study_scale
@@ -73,28 +71,6 @@ def test_of_several_trainings_the_title_names_its_own(run: RunContents) -> None:
     both = run._replace(trainings=[training, training._replace(label="other")])
     assert title_of(both, "training").startswith("main: ")
     assert not title_of(run, "training").startswith("main")
-
-
-@pytest.mark.parametrize(
-    ("counts", "below", "above", "words"),
-    [
-        # a twelfth of an octave is in the bin around 1
-        (
-            {ONE: 9, ONE + 1: 1},
-            0.0,
-            0.0,
-            "90.0 % of the updates were scaled by 1 (± 6 %); the median of the scale is 1",
-        ),
-        ({ONE: 1}, 9.0, 0.0, "the median of the scale is below 0.016"),
-        ({ONE: 1}, 0.0, 9.0, "the median of the scale is above 64"),
-    ],
-)
-def test_scales_that_only_round_to_one_are_not_called_unscaled(
-    counts: dict[int, int], below: float, above: float, words: str
-) -> None:
-    bins = [float(counts.get(place, 0)) for place in range(BINS)]
-    used = Used("main", np.array(bins), below, above)
-    assert draw_used([used], "scale_density").title.endswith(words)
 
 
 def timed(nodes: int, batch: int, compute_s: float) -> Measurement:
