@@ -81,6 +81,15 @@ def split(batch: Batch, count: int) -> list[Batch]:
     return [take(batch, start, stop) for start, stop in itertools.pairwise(ends)]
 
 
+def length_of(loader: Any) -> int | None:
+    """Return the number of batches, or samples of a data set; None where it is unknown."""
+    try:
+        return len(loader)
+    # Lightning's have none before they are gone through
+    except (TypeError, AttributeError, NotImplementedError, RuntimeError):
+        return None
+
+
 class LoaderPass:
     """One pass over the batches of torch's loader, as its iterator tells of it.
 

@@ -31,6 +31,13 @@ def test_an_epoch_has_as_many_pauses_as_were_seen(pauses: list[tuple[int, float]
     assert between_epochs_s(pauses, 100) == seconds
 
 
+def test_passes_apart_that_come_with_every_step_are_none_of_an_epochs_end(tmp_path: Path) -> None:
+    """As features of the same batch; those of the first steps look like evaluations."""
+    never_settled = QUICK.model_copy(update={"max_steps": 10, "ci_width": 1e-9})
+    (outcome,) = profiled(SCRIPTS / "misbehaving.py", ("looks twice", "4"), tmp_path, search=never_settled)
+    assert measurement_of(outcome).between_epochs_s is None
+
+
 class Halves(nn.Module):
     """A model of which each pass uses one part, as a GAN in one wrapper does, or one with layers left out."""
 

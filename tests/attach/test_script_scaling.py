@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 from tests.forked import start_workers
-from tula_hpc.attach.hooks.step_hooks import Hooks, Listener
+from tula_hpc.attach.hooks.passes import Listener
+from tula_hpc.attach.hooks.step_hooks import Hooks
 from tula_hpc.attach.train.script_scaling import ScriptScaling
 from tula_hpc.config import SweepSpec
 from tula_hpc.ddp.methods import ReferenceBatch, scaling_options

@@ -19,7 +19,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from tests.forked import start_workers
 from tula_hpc.attach.hooks.find_model import model_of, name_of
-from tula_hpc.attach.hooks.step_hooks import Hooks, Listener
+from tula_hpc.attach.hooks.passes import Listener
+from tula_hpc.attach.hooks.step_hooks import Hooks
 from tula_hpc.batches import LoaderPass, samples_in
 
 
@@ -249,17 +250,33 @@ def with_loaders() -> None:
             optimizer.step()
 
 
+def with_an_iterator_for_each_batch() -> None:
+    """As of trainings that count steps: no epoch begins with each of them."""
+    model, optimizer = known()
+    loader = DataLoader(TensorDataset(torch.randn(9, 4)), 3)
+    for _ in range(3):
+        (inputs,) = next(iter(loader))
+        torch.autograd.backward(model(inputs).sum())
+        optimizer.step()
+    # then by epochs
+    for (inputs,) in itertools.chain(loader, loader):
+        torch.autograd.backward(model(inputs).sum())
+        optimizer.step()
+
+
 def with_batches_that_are_kept() -> None:
     """As of a small data set, which a script loads once."""
     model, optimizer = known()
     loader = DataLoader(TensorDataset(torch.randn(9, 4)), 3)
+    others = []
     for (inputs,) in 2 * list(loader):
         torch.autograd.backward(model(inputs).sum())
         optimizer.step()
         # a look at another data set, of batches as large
+        others.append(TensorDataset(torch.randn(9, 4)))
         model.eval()
         with torch.no_grad():
-            model(next(iter(DataLoader(TensorDataset(torch.randn(9, 4)), 3)))[0])
+            model(next(iter(DataLoader(others[-1], 3)))[0])
         model.train()
 
 
@@ -508,6 +525,10 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
         with_loaders,
         "begin batch ready step, batch forward 3 ready step, "
         "begin batch forward 3 ready step, batch forward 3 ready step",
+    ),
+    "with an iterator for each batch": (
+        with_an_iterator_for_each_batch,
+        "ready step, begin" + 6 * " batch forward 3 ready step," + " begin" + 3 * " batch forward 3 ready step,",
     ),
     "with batches that are kept": (
         with_batches_that_are_kept,

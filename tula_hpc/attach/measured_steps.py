@@ -23,11 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from tula_hpc.attach.hooks.find_model import is_sharded, name_of
-from tula_hpc.attach.hooks.passes import Apart
+from tula_hpc.attach.hooks.passes import FEW_STEPS, Apart
 from tula_hpc.attach.reporting import ChildSpec, Mode
-from tula_hpc.attach.train.loaders import length_of
 from tula_hpc.attach.train.peers import Peers
-from tula_hpc.batches import LoaderPass
+from tula_hpc.batches import LoaderPass, length_of
 from tula_hpc.ddp.process_group import PROFILE_COLLECTIVE_TIMEOUT
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import InputError
@@ -183,7 +182,11 @@ class MeasuredSteps(Mode):
             self.pauses.append((self.steps, seconds))
             if self._used_before is not None:
                 self._left_out = processor_seconds().since(self._used_before)
-        elif not self._loaded:
+            return
+        if self._apart.are_of_steps(self.steps):
+            # those of the first steps were none
+            self.pauses = [each for each in self.pauses if each[0] > FEW_STEPS]
+        if not self._loaded:
             self.waits.arrived(time.perf_counter() - self._ended_at)
 
     # for the course of a profile

@@ -19,7 +19,8 @@ from typing import Any, Literal, NoReturn
 from pydantic import Field
 
 from tula_hpc.attach.hangs import Place, place_of
-from tula_hpc.attach.hooks.step_hooks import Hooks, Listener
+from tula_hpc.attach.hooks.passes import Listener
+from tula_hpc.attach.hooks.step_hooks import Hooks
 from tula_hpc.attach.own_folder import Saved, spare_files
 from tula_hpc.attach.script import Script
 from tula_hpc.ddp.device_errors import broken_device

@@ -131,6 +131,18 @@ def has_a_loss_of_two_passes() -> None:
         optimizer.step()
 
 
+def looks_twice() -> None:
+    """With another pass before each step, as for labels of its own."""
+    model, optimizer = build()
+    while True:
+        model.eval()
+        with torch.no_grad():
+            labels = model(torch.randn(BATCH, 8))
+        model.train()
+        torch.autograd.backward(nn.functional.mse_loss(model(torch.randn(BATCH, 8)), labels))
+        optimizer.step()
+
+
 class LayerByLayer(nn.Module):
     """Its layers are in a module that is never called."""
 
@@ -294,6 +306,7 @@ WAYS: dict[str, Callable[[], object]] = {
     "keeps its batch": keeps_its_batch,
     "gives batches": gives_batches,
     "has a loss of two passes": has_a_loss_of_two_passes,
+    "looks twice": looks_twice,
     "calls layers": lambda: trains(LayerByLayer()),
     "shards its model": lambda: trains(Sharded(8, 4)),
     "reads SLURM_STEP_ID": lambda: os.environ["SLURM_STEP_ID"],

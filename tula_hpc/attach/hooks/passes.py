@@ -1,13 +1,14 @@
-"""Notes on the passes of a script's model: pauses, changes by hand."""
+"""Who is told of a script's steps; notes on its model's passes: pauses, changes by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc.attach.hooks.find_model import objects_of
 
@@ -15,6 +16,47 @@ from tula_hpc.attach.hooks.find_model import objects_of
 FEW_STEPS = 8
 # elements of a parameter that tell whether it changes
 SUMMED = 64
+
+
+class Listener:
+    """Receiver of the events of a script's steps; most handle only a few of these."""
+
+    def model_wrapped(self, model: DistributedDataParallel) -> None:
+        """Note a model that the script has just wrapped, before its first forward pass."""
+
+    def loading_begins(self, loader: object) -> None:
+        """Note that an iterator over batches was made: an epoch begins, or an evaluation."""
+
+    def batch_wanted(self) -> None:
+        """Note that the script now waits for a batch."""
+
+    def batch_loaded(self, loader: object, waited_s: float) -> None:
+        """Note that it has got one from an iterator, after so many seconds."""
+
+    def evaluating(self) -> None:
+        """Note a forward pass of the model that is none of training."""
+
+    def forward_begins(self, samples: int) -> None:
+        """Note that a forward pass in training begins, with so many samples; 0: unknown."""
+
+    def gradients_ready(self) -> None:
+        """Note that the optimizer will now change the parameters by their gradients."""
+
+    def step_ends(self) -> None:
+        """Note that it has."""
+
+    def asked(self) -> Collection[int]:
+        """Return numbers of samples of which a pass should have one; none: it is not known."""
+        return ()
+
+    def refuse(self, why: str) -> None:
+        """Note that the script cannot be watched; `why` follows its name."""
+
+    def begins_anew(self) -> None:
+        """Note that another optimizer counts from now, or a larger model than that of the steps so far."""
+
+    def meets(self) -> None:
+        """Note that the script's process is about to meet the others."""
 
 
 class Apart:
@@ -52,7 +94,11 @@ class Apart:
         if is_epoch or not is_noted:
             return is_epoch
         self._steps += 1
-        return 2 * self._steps < max(steps, FEW_STEPS)
+        return not self.are_of_steps(steps)
+
+    def are_of_steps(self, steps: int) -> bool:
+        """Tell whether most of so many steps have such passes, without an epoch's end."""
+        return 2 * self._steps >= max(steps, FEW_STEPS)
 
 
 class BackwardPasses:

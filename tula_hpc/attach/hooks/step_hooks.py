@@ -20,9 +20,9 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,11 +42,21 @@ from tula_hpc.attach.hooks.find_model import (
     parts_with,
     size_of,
 )
-from tula_hpc.attach.hooks.passes import BackwardPasses
-from tula_hpc.batches import LoaderPass, samples_in, tensors_of
+from tula_hpc.attach.hooks.passes import BackwardPasses, Listener
+from tula_hpc.batches import LoaderPass, length_of, samples_in, tensors_of
 
-# a loader, which is not kept alive, and the items that it has given out
-Given = tuple[Callable[[], object | None], int]
+
+class Given(NamedTuple):
+    """Batch that a loader has given out."""
+
+    # its iterator, which is not kept alive
+    loader: Callable[[], object | None]
+    items: int
+    # the data set by its id; 0: not known
+    data: int
+
+
+NONE_GIVEN = Given(lambda: None, 0, 0)
 
 # batches that are taken in advance; of more the first ones are forgotten
 MOST_AHEAD = 1024
@@ -54,47 +64,6 @@ MOST_AHEAD = 1024
 FEW_AHEAD = 2
 # after so many steps without a new batch it goes over those that it keeps
 KEPT_STEPS = 2
-
-
-class Listener:
-    """Receiver of the events of a script's steps; most handle only a few of these."""
-
-    def model_wrapped(self, model: DistributedDataParallel) -> None:
-        """Note a model that the script has just wrapped, before its first forward pass."""
-
-    def loading_begins(self, loader: object) -> None:
-        """Note that an iterator over batches was made: an epoch begins, or an evaluation."""
-
-    def batch_wanted(self) -> None:
-        """Note that the script now waits for a batch."""
-
-    def batch_loaded(self, loader: object, waited_s: float) -> None:
-        """Note that it has got one from an iterator, after so many seconds."""
-
-    def evaluating(self) -> None:
-        """Note a forward pass of the model that is none of training."""
-
-    def forward_begins(self, samples: int) -> None:
-        """Note that a forward pass in training begins, with so many samples; 0: unknown."""
-
-    def gradients_ready(self) -> None:
-        """Note that the optimizer will now change the parameters by their gradients."""
-
-    def step_ends(self) -> None:
-        """Note that it has."""
-
-    def asked(self) -> Collection[int]:
-        """Return numbers of samples of which a pass should have one; none: it is not known."""
-        return ()
-
-    def refuse(self, why: str) -> None:
-        """Note that the script cannot be watched; `why` follows its name."""
-
-    def begins_anew(self) -> None:
-        """Note that another optimizer counts from now, or a larger model than that of the steps so far."""
-
-    def meets(self) -> None:
-        """Note that the script's process is about to meet the others."""
 
 
 class Hooks:
@@ -126,9 +95,9 @@ class Hooks:
         self.backward = BackwardPasses(listener.refuse)
         # samples of the batch that a loader of torch has last given out; 0: not known
         self._batch = 0
-        # of each loader since the last step, the last one last: itself, not kept alive, and its items
+        # of each loader since the last step, the last one last
         self._given: dict[int, Given] = {}
-        self._last: Given = (lambda: None, 0)
+        self._last = NONE_GIVEN
         # what their iterators tell, asked once a pass
         self._passes: weakref.WeakKeyDictionary[object, LoaderPass] = weakref.WeakKeyDictionary()
         # those that gave to the step before: an evaluation's do not
@@ -148,6 +117,9 @@ class Hooks:
         self._loader: Given | None = None
         # data set of those batches, by its id, 0: not known; an epoch may have a loader of its own
         self._data = 0
+        # data sets of whose last iterator the script had the first batch alone: an iterator for each
+        # batch is no epoch
+        self._firsts_alone: set[int] = set()
 
     def install(self) -> Hooks:
         """Watch from now on, and return the hooks; to be called before the script runs."""
@@ -214,7 +186,7 @@ class Hooks:
         self._in_a_row = 0
         if inner.training and torch.is_grad_enabled():
             samples = self._samples_in(args, kwargs)
-            alike = (key for key in reversed(self._given) if self._given[key][1] == samples)
+            alike = (key for key in reversed(self._given) if self._given[key].items == samples)
             source = next(alike, 0)
             if source != self._source and self._gave.issuperset((source, self._source)):
                 # of another loader, in each step with that one's batches
@@ -222,7 +194,8 @@ class Hooks:
             if not self._source:
                 self._source = source
                 self._loader = self._given.get(source, self._last)
-                self._data = _data_of(self.loader)
+                # of a loader that is gone only where it gave this batch
+                self._data = self._loader.data if source else _data_of(self.loader)
             unused = next((each for each in self._unused if each[1] == samples), None)
             if unused is not None:
                 self._unused.remove(unused)
@@ -234,7 +207,7 @@ class Hooks:
                 self.has_repeated = True
                 return
             self.listener.forward_begins(samples)
-        elif inner.training and self.is_of_steps(self._last[0]()):
+        elif inner.training and self._last.data and self._data in (0, self._last.data):
             # features of a batch that is passed again with gradients, as in parts of a large batch
             return
         else:
@@ -253,9 +226,9 @@ class Hooks:
             return given
         samples = samples_in(first) or samples_in((args, kwargs))
         ahead = [count for _, count in self._unused]
-        if samples in ahead or any(samples == n for _, n in self._given.values()):
+        if samples in ahead or any(samples == each.items for each in self._given.values()):
             return samples
-        both = [count for key, (_, count) in self._given.items() if key in self._gave]
+        both = [each.items for key, each in self._given.items() if key in self._gave]
         if len(both) > 1:
             # of several loaders together, as labelled and many more unlabelled items
             return min(both)
@@ -282,7 +255,7 @@ class Hooks:
     @property
     def loader(self) -> object | None:
         """The loader of torch that gave this step's batch, or else the last one that gave any."""
-        return (self._loader or self._last)[0]()
+        return (self._loader or self._last).loader()
 
     def pass_of(self, iterator: object) -> LoaderPass:
         """Return what an iterator of torch's loader tells of the pass that it is in."""
@@ -298,12 +271,17 @@ class Hooks:
         count = getattr(loader, "_num_yielded", 0)
         self._batch = self.pass_of(loader).items_in(batch, count) or samples_in(batch)
         self._given.pop(id(loader), None)
-        self._last = self._given[id(loader)] = (weakref.ref(loader), self._batch)
-        self._unused.append((_data_of(loader), self._batch))
+        data = _data_of(loader)
+        self._last = self._given[id(loader)] = Given(weakref.ref(loader), self._batch, data)
+        self._unused.append((data, self._batch))
+        if count == 1 and length_of(loader) != 1:
+            self._firsts_alone.add(data)
+        else:
+            self._firsts_alone.discard(data)
 
     def _use_next(self) -> None:
         """Take the next batch of the loader that gave the last one, as for an evaluation."""
-        data = _data_of(self._last[0]())
+        data = _data_of(self._last.loader())
         if (unused := next((each for each in self._unused if each[0] == data), None)) is not None:
             self._unused.remove(unused)
 
@@ -316,7 +294,9 @@ class Hooks:
         # the id may have been that of an iterator that is gone
         self._gave.discard(id(loader))
         self._in_a_row = 0
-        self.listener.loading_begins(loader)
+        may_be_of_steps = data == self._data or self._loader is None
+        if not (may_be_of_steps and data in self._firsts_alone):
+            self.listener.loading_begins(loader)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> Any:
         if not self._counts(optimizer):

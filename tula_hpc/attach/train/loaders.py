@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from tula_hpc.batches import length_of
 from tula_hpc.data.loader import stop_signals_blocked
 
 # before a number among the states of generators, which are base64
@@ -130,15 +131,6 @@ def batch_size_of(loader: object) -> int:
     if size is None:
         size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     return size if isinstance(size, int) else 0
-
-
-def length_of(loader: Any) -> int | None:
-    """Return the number of batches, or samples of a data set; None where it is unknown."""
-    try:
-        return len(loader)
-    # Lightning's have none before they are gone through
-    except (TypeError, AttributeError, NotImplementedError, RuntimeError):
-        return None
 
 
 class Stream:
