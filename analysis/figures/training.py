@@ -375,17 +375,14 @@ def describe_range(values: Sequence[float]) -> str:
 
 
 def _sensitivity_caption(gate: _Gate) -> str:
-    norm = "the squared norm of the gradient"
-    if gate.kind == "smoothed":
-        norm = "the moving average of the gradient's squared norm"
-    used = "used some of it" if gate.kind == "smooth" else "were scaled"
     return (
-        f"Above: Δ(G), how much {norm} changed from one step to the next. Middle: the factor on "
+        "Above: Δ(G), how much the squared norm of the gradient changed from one step to the next. "
+        "Middle: the factor on "
         "gradients as estimated (mean over all parameters, band from the smallest to the largest), "
         f"which makes a large batch step like a small one. {_describe_gate(gate)} While it warms "
         "up a part of it is applied. The mean applied is over the steps between two lines of the "
         "log, of which those that were left alone count as 1. Below: the share of steps that "
-        f"{used}, none as long as all factors are 1."
+        "were scaled, none as long as all factors are 1."
     )
 
 
@@ -395,11 +392,6 @@ def _describe_gate(gate: _Gate) -> str:
     if gate.delta is None:
         return "After its warm-up it is applied in full at every step, whatever Δ(G) is."
     threshold = f"the dashed threshold δ = {format_number(gate.delta)}"
-    if gate.kind == "smooth":
-        return (
-            "The faster gradients change, the less of it is applied: the share 1 − Δ(G)/δ, and "
-            f"nothing from {threshold} on."
-        )
     return (
         f"It is applied only while Δ(G) is below {threshold}; where gradients change faster, "
         "training is in a sensitive phase and they are left alone."

@@ -101,7 +101,7 @@ def in_the_loop(rank: int, name: str) -> list[Tensor]:
     model, inputs, targets = model_and_data(rank)
     parallel = DistributedDataParallel(model)
     owned = list(model.parameters())
-    options = scaling_options(sweep, model, owned, configuration, SAMPLES)
+    options = scaling_options(sweep, configuration, SAMPLES)
     if name == "adamw":
         options["apply"] = "update"
     optimizer = TulaOptimizer(make(owned), **options)

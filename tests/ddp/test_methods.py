@@ -31,7 +31,7 @@ from tula_hpc.optim.post_local_sgd import AVERAGES_PER_EPOCH, EpochAverager, Pos
 from tula_hpc.records import Configuration, RunDirectory
 from tula_hpc.training.drift import begin_drift_watch
 from tula_hpc.workloads.fake_steps import Counts, Step
-from tula_hpc.workloads.optimizers import layers, norms_and_biases, own_states
+from tula_hpc.workloads.optimizers import norms_and_biases, own_states
 
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 CONFIGURATION = Configuration(nodes=1, workers_per_node=1, local_batch=64)
@@ -116,36 +116,16 @@ def test_adascales_gain_lies_between_one_and_the_ratio_of_batches() -> None:
 
 def test_no_switch_of_ags_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each option that is not the schedule's reaches the optimizer."""
-    others = AgsOptions(64, 4.0, 0.1, "tensor", 2.0, 0.9, 3.0, "none", True, "update", True, "linear", "pass", 0.5)
+    others = AgsOptions(64, 4.0, 0.1, "tensor", 2.0, 0.9, 3.0, "none", "update", True, "linear", "pass", 0.5)
     monkeypatch.setattr(methods, "TulaOptimizer", lambda base, **given: given)
     plain = optimizer_for(sweep("ags", preset="paper"), small_model())
     for name, value in others._asdict().items():
         given = optimizer_for(sweep("ags", preset="paper", **{name: value}), small_model())
-        differs = {key for key in given if key != "exclude" and given[key] != plain[key]}
-        differs |= {"exclude"} if len(given["exclude"]) != len(plain["exclude"]) else set()
+        differs = {key for key in given if given[key] != plain[key]}
         assert bool(differs) == (name not in ("lr_scaling", "reference", "small_batch_shrink")), name
 
 
-def test_layers_are_told_where_they_share_a_factor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(methods, "TulaOptimizer", lambda base, **given: given)
-    model = small_model()
-    given = optimizer_for(sweep("ags", granularity="layer"), model)
-    assert [len(layer) for layer in given["layers"]] == [2, 2, 2, 2]
-    assert given["layers"] == layers(model, model.parameters())
-
-
 # parameters by kind
-
-
-def test_layers_part_the_parameters() -> None:
-    model = small_model()
-    model.append(nn.Linear(2, 2))
-    model[-1].weight = model[0].weight  # shared: the first layer has it
-    model[0].bias.requires_grad_(False)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    found = layers(model, trained)
-    assert sorted(id(p) for layer in found for p in layer) == sorted(map(id, trained))
-    assert [len(layer) for layer in found] == [1, 2, 2, 2, 1]
 
 
 def test_norms_and_biases_are_all_but_the_weights() -> None:

@@ -41,11 +41,8 @@ def train(form: dict[str, Any], *, tell: bool, absent: int | None = None) -> tup
 
 @pytest.mark.parametrize("absent", [None, 1])
 @pytest.mark.parametrize("granularity", [*NORM_FORMS, "element"])
-@pytest.mark.parametrize("gate", ["paper", "smoothed"])
-def test_a_step_that_is_told_norms_takes_none_and_does_the_same(
-    granularity: str, gate: str, absent: int | None
-) -> None:
-    form = {"granularity": granularity, "gate": gate}
+def test_a_step_that_is_told_norms_takes_none_and_does_the_same(granularity: str, absent: int | None) -> None:
+    form = {"granularity": granularity}
     mine, one, taken = train(form, tell=False, absent=absent)
     theirs, other, taken_by_other = train(form, tell=True, absent=absent)
     assert (taken, taken_by_other) == (5, 0)

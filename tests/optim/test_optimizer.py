@@ -266,15 +266,15 @@ SYNC_FREE: list[dict[str, Any]] = [
     {"static_scale": 2.0},
     {"granularity": "tensor"},
     {"granularity": "tensor", "gate": "none", "scale_warmup": 3, "apply": "update"},
-    {"granularity": "layer", "gate": "smooth", "smoothing": 0.9, "scale_warmup": 3},
-    {"granularity": "model", "gate": "smoothed", "exponent": 2.0, "smoothing": 0.9},
+    {"granularity": "tensor", "smoothing": 0.9, "scale_warmup": 3},
+    {"granularity": "model", "exponent": 2.0, "smoothing": 0.9},
 ]
 
 
 @pytest.mark.parametrize("options", SYNC_FREE)
 def test_a_step_never_waits_for_the_device(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     params, squares = parameters(), torch.ones(len(SHAPES))
-    optimizer = wrap(params, layers=[params[:2]], **options)
+    optimizer = wrap(params, **options)
     free = options.get("granularity", "element") != "element"
     if "static_scale" not in options:
         optimizer.update_gradscale(*random_gradients(2))
@@ -297,7 +297,7 @@ def test_a_step_on_a_gpu_without_one_mixes_no_devices(options: dict[str, Any], d
     with FakeTensorMode():
         params = [nn.Parameter(torch.empty(shape, device="cuda", dtype=dtype)) for shape in SHAPES]
         gradients = [[torch.empty_like(p) for p in params] for _ in range(3)]
-        optimizer = wrap(params, layers=[params[:2]], **options)
+        optimizer = wrap(params, **options)
         if "static_scale" not in options:
             optimizer.update_gradscale(gradients[0], gradients[1])
         for step in gradients:
@@ -315,7 +315,7 @@ def test_a_step_on_a_gpu_without_one_mixes_no_devices(options: dict[str, Any], d
 @pytest.mark.parametrize("options", SYNC_FREE)
 def test_a_step_on_cuda_never_waits_for_the_device(options: dict[str, Any]) -> None:
     params = [nn.Parameter(p.detach().cuda()) for p in parameters()]
-    optimizer = wrap(params, layers=[params[:2]], **options)
+    optimizer = wrap(params, **options)
     gradients = [[g.cuda() for g in step] for step in random_gradients(4)]
     squares = torch.ones(len(SHAPES), device="cuda")
     if "static_scale" not in options:

@@ -50,17 +50,15 @@ def gradient_squares(optimizer: Optimizer, factor: float = 1.0) -> Tensor:
 
 FORMS: dict[str, dict[str, Any]] = {
     "tensor": {"granularity": "tensor"},
-    "smooth": {"granularity": "model", "gate": "smooth", "delta": 2.0, "exponent": 2.0, "smoothing": 0.5},
-    "warm": {"granularity": "layer", "scale_warmup": 9, "gate": "smoothed", "smoothing": 0.8},
+    "model": {"granularity": "model", "delta": 2.0, "exponent": 2.0, "smoothing": 0.5},
+    "warm": {"granularity": "tensor", "scale_warmup": 9, "smoothing": 0.8},
     "update": {"granularity": "model", "exponent": 2.0, "gate": "none", "apply": "update", "smoothing": 0.9},
     "all": {
-        "granularity": "layer",
+        "granularity": "tensor",
         "exponent": 1.5,
         "smoothing": 0.9,
         "scale_warmup": 9,
-        "gate": "smoothed",
         "apply": "update",
-        "exclude": [1],
     },
 }
 
@@ -68,9 +66,6 @@ FORMS: dict[str, dict[str, Any]] = {
 def wrap(model: nn.Module, base: Optimizer | None = None, **form: Any) -> TulaOptimizer:
     params = list(model.parameters())
     form = {"small_batch": SMALL, "large_batch": LARGE, **form}
-    form["exclude"] = [params[place] for place in form.get("exclude", [])]
-    if form.get("granularity") == "layer":
-        form["layers"] = [params[:2], params[2:]]
     return TulaOptimizer(base or SGD(params, lr=0.1, momentum=0.9), **form)
 
 
@@ -235,7 +230,7 @@ def test_zeroed_and_absent_gradients_train_the_same(form: str) -> None:
     assert torch.equal(weights(models[0]), weights(models[1]))
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "layer", "model"])
+@pytest.mark.parametrize("granularity", ["tensor", "model"])
 @pytest.mark.parametrize("apply", ["gradient", "update"])
 def test_frozen_and_unused_parameters_neither_move_nor_count(granularity: str, apply: str) -> None:
     model, alone = make_model(), make_model()
@@ -245,11 +240,8 @@ def test_frozen_and_unused_parameters_neither_move_nor_count(granularity: str, a
     unused = nn.Parameter(torch.ones(3))
     form: dict[str, Any] = {"small_batch": SMALL, "large_batch": LARGE, "granularity": granularity, "apply": apply}
     params, others = list(model.parameters()), list(alone.parameters())
-    optimizer = TulaOptimizer(
-        SGD([*params, unused], lr=0.1), gate="none", layers=[params[:2], [*params[2:], unused]], **form
-    )
-    kept = [others[0], *others[2:]]
-    reference = TulaOptimizer(SGD(kept, lr=0.1), gate="none", layers=[kept[:1], kept[1:]], **form)
+    optimizer = TulaOptimizer(SGD([*params, unused], lr=0.1), gate="none", **form)
+    reference = TulaOptimizer(SGD([others[0], *others[2:]], lr=0.1), gate="none", **form)
     for step in range(3):
         for each, its_model in ((optimizer, model), (reference, alone)):
             each.zero_grad()
@@ -304,12 +296,11 @@ def test_a_refused_gradient_leaves_the_norms_for_the_next_step() -> None:
     assert None not in optimizer.gradscale
 
 
-@pytest.mark.parametrize("granularity", ["layer", "model"])
-def test_a_layer_may_span_several_groups_of_which_each_keeps_its_rate(granularity: str) -> None:
+def test_a_factor_may_span_several_groups_of_which_each_keeps_its_rate() -> None:
     one, several = make_model(), make_model()
     params = list(several.parameters())
     groups: list[dict[str, Any]] = [{"params": params[:1]}, {"params": params[1:3]}, {"params": params[3:], "lr": 0.05}]
-    form: dict[str, Any] = {"granularity": granularity, "apply": "update", "smoothing": 0.5, "gate": "none"}
+    form: dict[str, Any] = {"granularity": "model", "apply": "update", "smoothing": 0.5, "gate": "none"}
     optimizers = [wrap(one, **form), wrap(several, SGD(groups, lr=0.1, momentum=0.9), **form)]
     for optimizer, model in zip(optimizers, (one, several), strict=True):
         step_once(model, optimizer, 0)
@@ -319,15 +310,14 @@ def test_a_layer_may_span_several_groups_of_which_each_keeps_its_rate(granularit
     assert not torch.equal(params[3], list(one.parameters())[3])
 
 
-def test_a_group_that_comes_later_joins_its_layer() -> None:
+def test_a_group_that_comes_later_has_a_factor() -> None:
     model, extra = make_model(), nn.Parameter(torch.zeros(2))
     params = list(model.parameters())
     optimizer = TulaOptimizer(
         SGD(params, lr=0.1),
         small_batch=SMALL,
         large_batch=LARGE,
-        granularity="layer",
-        layers=[params, [extra]],
+        granularity="tensor",
         smoothing=0.9,
     )
     train(model, optimizer, range(3))
@@ -717,17 +707,17 @@ def counted(sizes: Sequence[int], **form: Any) -> Count:
     return count
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "layer", "model"])
+@pytest.mark.parametrize("granularity", ["tensor", "model"])
 def test_shared_factors_are_never_spread_out_and_norms_are_taken_once(granularity: str) -> None:
-    count = counted([10_000] * 3, granularity=granularity, layers=[[nn.Parameter(torch.ones(1))]])
+    count = counted([10_000] * 3, granularity=granularity)
     assert count.largest < 100
     assert count.names.count("_foreach_norm") == 1
     assert "linalg_vector_norm" not in count.names
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "layer", "model"])
+@pytest.mark.parametrize("granularity", ["tensor", "model"])
 def test_the_number_of_operations_does_not_grow_with_that_of_tensors(granularity: str) -> None:
-    few, many = (counted([5] * n, granularity=granularity, layers=[[nn.Parameter(torch.ones(1))]]) for n in (2, 40))
+    few, many = (counted([5] * n, granularity=granularity) for n in (2, 40))
     free = {"unbind", "detach", "alias"}  # views: no work on a device
     counts = [len([name for name in count.names if name not in free]) for count in (few, many)]
     assert counts[0] == counts[1]

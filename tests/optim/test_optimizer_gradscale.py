@@ -217,7 +217,7 @@ def test_scaling_piece_by_piece_gives_the_same(name: str, limit: int, monkeypatc
     [
         ({"delta": 0.0}, "delta"),
         ({"delta": math.nan}, "delta"),
-        ({"granularity": "row"}, "granularity: expected one of element, tensor, layer, model; got 'row'"),
+        ({"granularity": "row"}, "granularity: expected one of element, tensor, model; got 'row'"),
         ({"small_batch": 0}, "small_batch"),
         ({"small_batch": 1024}, "small_batch"),
         ({"s_min": 5.0, "s_max": 4.0}, "s_min"),

@@ -18,10 +18,9 @@ from tula_hpc.optim import TulaOptimizer
 from tula_hpc.optim.norm_ratio import norm_ratio
 
 SHAPES = ((3, 2), (4,), (), (5,))
-LAYERS = ((0, 1), (2,))  # the last parameter is in none
 SMALL, LARGE, LOCAL = 4, 64, 16  # b_small, b_large, and the batch that observed squares come from
-NORM_FORMS = ("tensor", "layer", "model")
-UNITS = {"tensor": [[0], [1], [2], [3]], "layer": [[0, 1], [2], [3]], "model": [[0, 1, 2, 3]]}
+NORM_FORMS = ("tensor", "model")
+UNITS = {"tensor": [[0], [1], [2], [3]], "model": [[0, 1, 2, 3]]}
 
 
 class Still(Optimizer):
@@ -39,8 +38,6 @@ def parameters() -> list[nn.Parameter]:
 
 
 def wrap(params: Sequence[nn.Parameter], base: Optimizer | None = None, **options: Any) -> TulaOptimizer:
-    if options.get("granularity") == "layer":
-        options.setdefault("layers", [[params[place] for place in layer] for layer in LAYERS])
     options = {"small_batch": SMALL, "large_batch": LARGE, "delta": math.inf, **options}
     return TulaOptimizer(base or Still(params), **options)
 
@@ -182,20 +179,19 @@ def observe(optimizer: TulaOptimizer, small: Sequence[float], large: Sequence[fl
     optimizer.step()
 
 
-@pytest.mark.parametrize(("granularity", "shared"), [("layer", (0, 1)), ("model", (0, 1, 2, 3))])
-def test_the_guard_compares_a_unit_as_a_whole(granularity: str, shared: tuple[int, ...]) -> None:
+def test_the_guard_compares_a_model_as_a_whole() -> None:
     """Length that only moves from one of its tensors to another is no spike."""
     guarded, plain = (
-        wrap(parameters(), granularity=granularity, smoothing=0.9, s_max=99.0, spike_guard=g) for g in (True, False)
+        wrap(parameters(), granularity="model", smoothing=0.9, s_max=99.0, spike_guard=g) for g in (True, False)
     )
     for step in range(30):
         moved = [1.9, 0.1] if step % 2 else [0.1, 1.9]
         for optimizer in (guarded, plain):
             observe(optimizer, [4.0] * 4, [*moved, 1.0, 1.0])
-    assert [factors(guarded)[place] for place in shared] == pytest.approx([factors(plain)[place] for place in shared])
+    assert factors(guarded) == pytest.approx(factors(plain))
     observe(guarded, [4.0] * 4, [1.9, 1.9, 1.0, 1.0])
     observe(plain, [4.0] * 4, [1.9, 1.9, 1.0, 1.0])
-    assert all(factors(guarded)[place] < 0.95 * factors(plain)[place] for place in shared)
+    assert factors(guarded)[0] < 0.95 * factors(plain)[0]
 
 
 def test_one_pass_is_no_spike_for_the_steps_that_follow() -> None:
@@ -288,7 +284,7 @@ def test_a_pass_that_overflowed_changes_no_factor(granularity: str, bad: float, 
 
 
 @pytest.mark.parametrize("granularity", ["element", *NORM_FORMS])
-@pytest.mark.parametrize("gate", ["paper", "none", "smooth", "smoothed"])
+@pytest.mark.parametrize("gate", ["paper", "none"])
 @pytest.mark.parametrize("apply", ["gradient", "update"])
 def test_zero_infinite_and_missing_gradients_leave_finite_factors_and_the_other_weights_alone(
     granularity: str, gate: str, apply: str
@@ -336,51 +332,20 @@ def test_the_gate_none_scales_every_step_the_first_too(delta: float) -> None:
     assert shares("none", [1.0, 5.0, 0.1], delta=delta) == pytest.approx([1.0] * 3)
 
 
-def test_the_smooth_gate_scales_the_less_the_more_the_norm_changes() -> None:
-    roots = [math.sqrt(value) for value in (1.0, 1.0, 1.1, 1.32, 2.0)]  # Δ: none, 0, 0.1, 0.2, 0.515
-    assert shares("smooth", roots, delta=0.4) == pytest.approx([0.0, 1.0, 0.75, 0.5, 0.0], abs=1e-9)
-    assert shares("smooth", roots, delta=math.inf) == pytest.approx([0.0, 1.0, 1.0, 1.0, 1.0])
-
-
-@pytest.mark.parametrize(("smoothing", "decay"), [(0.0, 0.9), (0.5, 0.5)])
-def test_the_smoothed_gate_compares_the_average_with_its_value_before(smoothing: float, decay: float) -> None:
-    norms = [1.0, 1.6, 4.0, 1.0, 1.1, 9.0, 0.2, 1.0]  # the two decays differ at the second
-    expected, average = [0.0], norms[0] ** 2
-    for norm in norms[1:]:
-        new = decay * average + (1 - decay) * norm**2
-        expected.append(float(abs(new - average) / average < 0.5))
-        average = new
-    assert shares("smoothed", norms, delta=0.5, smoothing=smoothing) == pytest.approx(expected)
-    assert 0 < sum(expected) < len(norms) - 1, "both sides of δ must be seen"
-    assert shares("paper", norms, delta=0.5) != pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("gate", "norms", "expected"),
-    [
-        ("smooth", (0.0, 1.0, 1.0), [0, 0, 1]),  # from 0: Δ is inf
-        ("smooth", (1.0, math.inf, 1.0), [0, 0, 1]),  # the infinite norm is not remembered
-        ("smooth", (math.nan, 1.0, 1.0), [0, 0, 1]),
-        ("smoothed", (0.0, 1.0, 1.0), [0, 0, 0]),  # the average still grows
-        ("smoothed", (1.0, math.inf, 1.0), [0, 0, 1]),
-        ("smoothed", (math.nan, math.inf, 1.0, 1.0), [0, 0, 0, 1]),
-        ("none", (math.nan, math.inf, 0.0, 1.0), [1, 1, 1, 1]),
-    ],
-)
-def test_edges_of_the_other_gates(gate: str, norms: Sequence[float], expected: list[float]) -> None:
+def test_without_a_gate_steps_of_any_norm_are_scaled() -> None:
     parameter = nn.Parameter(torch.zeros(2))
-    optimizer, seen = wrap([parameter], gate=gate, static_scale=2.0, delta=0.5), []
-    for norm in norms:
+    optimizer, seen = wrap([parameter], gate="none", static_scale=2.0, delta=0.5), []
+    for norm in (math.nan, math.inf, 0.0, 1.0):
         parameter.grad = torch.full((2,), norm)
         optimizer.step()
         seen.append(optimizer.statistics().scaled)
-    assert seen == expected
+    assert seen == [1, 1, 1, 1]
 
 
 # warm-up
 
 
-@pytest.mark.parametrize("gate", ["none", "smooth"])
+@pytest.mark.parametrize("gate", ["none", "paper"])
 def test_the_scale_warms_up_over_so_many_steps(gate: str) -> None:
     norms = [1.0] * 7
     seen = []
@@ -395,10 +360,10 @@ def test_the_scale_warms_up_over_so_many_steps(gate: str) -> None:
 
 
 @pytest.mark.parametrize("warmup", [0, 4])
-@pytest.mark.parametrize(("gate", "norms"), [("none", [1.0] * 7), ("smooth", [1.0, 1.0, 1.1, 1.2, 1.3, 1.2, 1.2])])
+@pytest.mark.parametrize(("gate", "norms"), [("none", [1.0] * 7), ("paper", [1.0, 1.0, 1.1, 9.0, 9.0, 9.1, 9.2])])
 def test_statistics_tell_how_much_of_the_scale_was_applied(gate: str, norms: Sequence[float], warmup: int) -> None:
     parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    optimizer = wrap([parameter], gate=gate, static_scale=3.0, scale_warmup=warmup)
+    optimizer = wrap([parameter], gate=gate, delta=0.5, static_scale=3.0, scale_warmup=warmup)
     applied = []
     for norm in norms:
         parameter.grad = torch.full((1,), norm, dtype=torch.float64)
@@ -425,69 +390,6 @@ def test_a_finished_warm_up_leaves_no_trace() -> None:
     assert torch.equal(weights[0], weights[1])
 
 
-# exclusion
-
-
-@pytest.mark.parametrize("granularity", ["element", *NORM_FORMS])
-@pytest.mark.parametrize("apply", ["gradient", "update"])
-def test_excluded_parameters_keep_factor_one_and_count_for_no_other(granularity: str, apply: str) -> None:
-    params, others = parameters(), parameters()
-    options: dict[str, Any] = {"granularity": granularity, "apply": apply, "gate": "none", "s_min": 1.5}
-    optimizer = wrap(params, SGD(params, lr=0.1), exclude=(params[1], params[3]), **options)
-    alone = TulaOptimizer(
-        SGD([others[0], others[2]], lr=0.1),
-        small_batch=SMALL,
-        large_batch=LARGE,
-        layers=[[others[0]], [others[2]]],
-        **options,
-    )
-    small, large = gradients(1), gradients(2)
-    optimizer.update_gradscale(small, large)
-    alone.update_gradscale([small[0], small[2]], [large[0], large[2]])
-    assert [factor is None for factor in optimizer.gradscale] == [False, True, False, True]
-    give(params, large)
-    give(others, large)
-    optimizer.step()
-    alone.step()
-    for place in (0, 2):
-        torch.testing.assert_close(params[place], others[place])
-    plain = parameters()
-    base = SGD(plain, lr=0.1)
-    give(plain, large)
-    base.step()
-    assert torch.equal(params[1], plain[1])
-    assert torch.equal(params[3], plain[3])
-    assert not torch.equal(params[0], plain[0])
-
-
-def test_static_scaling_leaves_excluded_parameters_alone_too() -> None:
-    params = parameters()
-    optimizer = wrap(params, static_scale=3.0, gate="none", exclude=[params[0]])
-    give(params, gradients(1))
-    optimizer.step()
-    assert params[0].grad is not None
-    assert torch.equal(params[0].grad, gradients(1)[0])
-    torch.testing.assert_close(params[1].grad, 3 * gradients(1)[1])
-    found = optimizer.statistics()
-    assert found.scale_mean == pytest.approx((6 * 1 + 10 * 3) / 16)
-    assert (found.scale_min, found.scale_max) == (1.0, 3.0)
-
-
-def test_one_tensor_is_no_collection_of_parameters_to_exclude() -> None:
-    params = parameters()
-    with pytest.raises(ValueError, match="exclude: expected a collection of parameters"):
-        wrap(params, exclude=params[0])
-
-
-def test_a_model_of_which_all_is_excluded_has_no_factors() -> None:
-    params = parameters()
-    optimizer = wrap(params, granularity="model", exclude=params)
-    give(params, gradients(0))
-    optimizer.observe_small(torch.ones(4), LOCAL)
-    optimizer.step()
-    assert optimizer.gradscale == [None] * 4
-
-
 # scaled updates
 
 BASES: dict[str, Callable[[Sequence[nn.Parameter]], Optimizer]] = {
@@ -497,7 +399,7 @@ BASES: dict[str, Callable[[Sequence[nn.Parameter]], Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", BASES)
-@pytest.mark.parametrize("granularity", ["element", "layer", "model"])
+@pytest.mark.parametrize("granularity", ["element", "tensor", "model"])
 def test_a_scaled_update_is_so_many_times_the_bases(name: str, granularity: str) -> None:
     params = parameters()
     base = BASES[name](params)
@@ -587,7 +489,7 @@ def test_plain_sgd_does_not_care_where_it_is_scaled() -> None:
     weights = []
     for apply in ("gradient", "update"):
         params = parameters()
-        optimizer = wrap(params, SGD(params, lr=0.1), apply=apply, granularity="layer", gate="smooth", delta=2.0)
+        optimizer = wrap(params, SGD(params, lr=0.1), apply=apply, granularity="tensor", delta=2.0)
         optimizer.update_gradscale(gradients(8), gradients(9))
         for step in range(4):
             give(params, gradients(step))
@@ -607,20 +509,14 @@ def test_plain_sgd_does_not_care_where_it_is_scaled() -> None:
         ({"smoothing": 1.0}, "smoothing"),
         ({"smoothing": -0.1}, "smoothing"),
         ({"scale_warmup": -1}, "scale_warmup"),
-        ({"gate": "open"}, "gate: expected one of paper, none, smooth, smoothed; got 'open'"),
+        ({"gate": "open"}, "gate: expected one of paper, none; got 'open'"),
         ({"apply": "weights"}, "apply: expected one of gradient, update"),
-        ({"granularity": "layer", "layers": None}, "layers: granularity"),
+        ({"granularity": "layer"}, "granularity: expected one of element, tensor, model; got 'layer'"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         wrap(parameters(), **options)
-
-
-def test_a_parameter_cannot_be_in_two_layers() -> None:
-    params = parameters()
-    with pytest.raises(ValueError, match="layers: a parameter is in two"):
-        wrap(params, granularity="layer", layers=[[params[0], params[1]], [params[1]]])
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ MEASURED_OF_WORKLOAD = tuple(
 )
 # keys of [training] that change a step, or what is timed beside it
 MEASURED_OF_TRAINING = (
-    "method", "base_batch", "preset", "small_batch", "granularity", "exclude_norms", "apply",
+    "method", "base_batch", "preset", "small_batch", "granularity", "apply",
     "reference", "layer_wise", "clip_norm", "observe_gradients",
 )  # fmt: skip
 # keys of a cluster, or of one of its partitions, that change a step

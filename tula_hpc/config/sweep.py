@@ -444,8 +444,8 @@ def _idle_by_others(sweep: SweepSpec) -> Iterator[tuple[str, str]]:
     work = sweep.workload
     training = sweep.training
     if training.ags.gate == "none":
-        every = 'with gate = "none" every step is scaled, whatever it is'
-        yield "training.delta", f'{every}; a gate is "paper", "smooth" or "smoothed"'
+        why = 'with gate = "none" every step is scaled, whatever it is; set gate = "paper"'
+        yield "training.delta", why
     if training.method == "ags" and training.ags.reference == "pass":
         why = 'with reference = "pass" there are no norms at every step, which it needs'
         yield from dict.fromkeys(

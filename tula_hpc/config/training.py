@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 
 from tula_hpc.config.validation import Needs, Spec
 
-Granularity = Literal["element", "tensor", "layer", "model"]
-Gate = Literal["paper", "none", "smooth", "smoothed"]
+Granularity = Literal["element", "tensor", "model"]
+Gate = Literal["paper", "none"]
 LrScaling = Literal["none", "sqrt", "linear"]
 
 
@@ -28,7 +28,6 @@ class AgsOptions(NamedTuple):
     smoothing: float
     scale_warmup_epochs: float
     gate: Gate
-    exclude_norms: bool
     apply: Literal["gradient", "update"]
     spike_guard: bool
     lr_scaling: LrScaling
@@ -45,7 +44,6 @@ PAPER = AgsOptions(
     smoothing=0.0,
     scale_warmup_epochs=0.0,
     gate="paper",
-    exclude_norms=False,
     apply="gradient",
     spike_guard=False,
     lr_scaling="none",
@@ -62,7 +60,6 @@ DEFAULT = AgsOptions(
     smoothing=0.95,
     scale_warmup_epochs=5.0,
     gate="none",
-    exclude_norms=False,
     apply="gradient",
     spike_guard=True,
     lr_scaling="none",
@@ -129,7 +126,7 @@ class TrainingSpec(Spec):
     warmup_epochs: float | None = Field(default=None, ge=0)
     """Epochs in which the rate grows to its value; without it as the method needs them."""
     preset: Annotated[Literal["default", "paper"], OF_AGS] = "default"
-    """Values of the next fourteen keys where they are left out; paper is Algorithm 1 to the letter."""
+    """Values of the next thirteen keys where they are left out; paper is Algorithm 1 to the letter."""
     small_batch: Annotated[int | None, OF_AGS] = Field(default=None, ge=1, le=2**30)
     """Reference batch over all workers; without it half of `base_batch`, and less for large
     batches.
@@ -149,11 +146,7 @@ class TrainingSpec(Spec):
     scale_warmup_epochs: Annotated[float | None, OF_GATED] = Field(default=None, ge=0)
     """Epochs in which factors grow from 1 to their value."""
     gate: Annotated[Gate | None, OF_GATED] = None
-    """Which steps are scaled: those of a change below `delta` (paper; smoothed: of averages), all
-    (none), or all but the less the larger the change (smooth).
-    """
-    exclude_norms: Annotated[bool | None, OF_GATED] = None
-    """Normalization layers and biases are not scaled."""
+    """Which steps are scaled: those of a change below `delta` (paper), or all (none)."""
     apply: Annotated[Literal["gradient", "update"] | None, OF_GATED] = None
     """Quantity that is multiplied: the gradient or the optimizer's update; without it the update
     where the optimizer divides by the gradient's size.

@@ -26,7 +26,7 @@ from tula_hpc.optim import TulaOptimizer
 from tula_hpc.optim.observer import GradientObserver, StepObserver
 from tula_hpc.optim.optimizer import StaticScaleObserver
 from tula_hpc.records import Configuration
-from tula_hpc.workloads.optimizers import base_optimizer, layers, norms_and_biases, shards
+from tula_hpc.workloads.optimizers import base_optimizer, norms_and_biases, shards
 
 if TYPE_CHECKING:
     from tula_hpc.optim.post_local_sgd import EpochAverager
@@ -75,13 +75,13 @@ def build_stepper(
         exempt=norms_and_biases(model),
     )
     if training.method == "static":
-        options = scaling_options(sweep, model, parameters, configuration, samples)
+        options = scaling_options(sweep, configuration, samples)
         scaling = TulaOptimizer(base, **options)
         is_observed = training.observe_gradients
         observer = StaticScaleObserver(scaling, batch) if is_observed else scaling
         return Stepper(scaling, observer, NoAverager())
     if training.adapts:
-        options = scaling_options(sweep, model, parameters, configuration, samples)
+        options = scaling_options(sweep, configuration, samples)
         scaling = TulaOptimizer(base, **options)
         return Stepper(scaling, scaling, NoAverager())
     observer = StepObserver(base, batch) if training.observe_gradients else GradientObserver()
@@ -107,13 +107,7 @@ def reference_share(training: TrainingSpec, configuration: Configuration) -> int
     return min(wanted, configuration.local_batch)
 
 
-def scaling_options(
-    sweep: SweepSpec,
-    model: nn.Module,
-    parameters: list[nn.Parameter],
-    configuration: Configuration,
-    samples: int,
-) -> dict[str, Any]:
+def scaling_options(sweep: SweepSpec, configuration: Configuration, samples: int) -> dict[str, Any]:
     """Return the method's options of `TulaOptimizer`; see `build_stepper`."""
     training = sweep.training
     if training.method == "adascale":
@@ -134,10 +128,8 @@ def scaling_options(
             _scale_warmup_epochs(sweep) * _steps_per_epoch(configuration, samples)
         ),
         "gate": options.gate,
-        "exclude": norms_and_biases(model) if options.exclude_norms else (),
         "apply": sweep.scale_applies_to,
         "spike_guard": options.spike_guard,
-        "layers": layers(model, parameters) if options.granularity == "layer" else None,
     }
 
 

@@ -12,10 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Gate = Literal["paper", "none", "smooth", "smoothed"]
-
-# of the norm's moving average for "smoothed", where no smoothing is asked for
-GATE_DECAY = 0.9
+Gate = Literal["paper", "none"]
 
 
 def relative_change(current: Tensor, previous: Tensor) -> Tensor:
@@ -32,13 +29,13 @@ def relative_change(current: Tensor, previous: Tensor) -> Tensor:
 class _Seen(NamedTuple):
     """State of the gate; 0-dim tensors on one device."""
 
-    # last finite ‖G‖², or the average with it; NaN before the first
+    # last finite ‖G‖²; NaN before the first
     previous: Tensor
     # ‖G‖² of the last step, finite or not
     norm_squared: Tensor
     # Δ(G) of the last step; NaN where it has no meaning
     sensitivity: Tensor
-    # share of the scale in the last step: 0, 1, or between them with gate "smooth"
+    # share of the scale in the last step: 0, 1, or between them while it warms up
     quiet: Tensor
     # steps with any of it since the last reading
     quiet_steps: Tensor
@@ -55,15 +52,11 @@ class Sensitivity:
 
     Args:
         delta: Threshold δ > 0; `math.inf` makes every step quiet that has a Δ.
-        gate: "paper": all of the scale where Δ < δ, else nothing. "none": always all. "smooth": the
-            share max(0, 1 − Δ/δ). "smoothed": as "paper", with Δ of ‖G‖²'s moving average against
-            its value before.
-        decay: Of that average, for each step, from 0 to below 1.
+        gate: "paper": all of the scale where Δ < δ, else nothing. "none": always all.
     """
 
-    def __init__(self, delta: float, gate: Gate = "paper", decay: float = GATE_DECAY) -> None:
+    def __init__(self, delta: float, gate: Gate = "paper") -> None:
         self.delta, self.gate = delta, gate
-        self._decay = decay if gate == "smoothed" else 0.0
         self._seen: _Seen | None = None
 
     def observe(self, norm_squared: Tensor, most: float = 1.0) -> Tensor:
@@ -74,15 +67,18 @@ class Sensitivity:
             most: Factor of the gate's share, from 0 to 1: below 1 while the scale warms up.
 
         Returns:
-            0-dim tensor: the step's share of the scale, a bool or, with gate "smooth", a number
-            from 0 to 1.
+            0-dim tensor: the step's share of the scale, a bool, or a number where `most` is below
+            1.
         """
         seen = self._seen or _nothing_seen(norm_squared)
-        current = self._average(norm_squared, seen.previous)
-        sensitivity = relative_change(current, seen.previous)
-        share = self._share(sensitivity)
-        share = share if most >= 1 else share * most
-        previous = torch.where(torch.isfinite(current), current, seen.previous)
+        sensitivity = relative_change(norm_squared, seen.previous)
+        # false where Δ is NaN
+        share = sensitivity < self.delta
+        if self.gate == "none":
+            share = torch.ones_like(share)
+        if most < 1:
+            share = share * most
+        previous = torch.where(torch.isfinite(norm_squared), norm_squared, seen.previous)
         counts = seen.quiet_steps + (share > 0), seen.used + share
         self._seen = _Seen(
             previous, norm_squared, sensitivity, share.to(sensitivity.dtype), *counts
@@ -119,21 +115,6 @@ class Sensitivity:
             self._seen = None
             return
         self._seen = _Seen(*(state[name].to(device, copy=True) for name in _Seen._fields))
-
-    def _average(self, norm_squared: Tensor, average: Tensor) -> Tensor:
-        """Return the new moving average, which the first finite norm starts."""
-        if self._decay == 0:
-            return norm_squared
-        moved = self._decay * average + (1 - self._decay) * norm_squared
-        return torch.where(average.isnan(), norm_squared, moved)
-
-    def _share(self, sensitivity: Tensor) -> Tensor:
-        if self.gate == "none":
-            return torch.ones_like(sensitivity, dtype=torch.bool)
-        if self.gate == "smooth":
-            return (1 - sensitivity / self.delta).clamp_min(0).nan_to_num_(nan=0.0)
-        # false where Δ is NaN
-        return sensitivity < self.delta
 
 
 def _nothing_seen(like: Tensor) -> _Seen:

@@ -13,7 +13,7 @@ has the whole law of the factor, with the file of each part.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args, overload
 
 import torch
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from tula_hpc.gradients.noise_scale import NoiseReading
 from tula_hpc.gradients.norms import dense_gradients, foreach_norms, sum_of_squares
-from tula_hpc.optim.gate import GATE_DECAY, Gate, Sensitivity
+from tula_hpc.optim.gate import Gate, Sensitivity
 from tula_hpc.optim.observer import GradientObserver, StepObserver
 from tula_hpc.optim.scale_factors import (
     Batches,
@@ -52,7 +52,7 @@ class Statistics(NamedTuple):
     sensitivity: float
     # ‖G‖ of the last step, before scaling; NaN before the first step
     gradient_norm: float
-    # share of the scale in the last step: 0, 1, or by gate "smooth" and warm-up between them
+    # share of the scale in the last step: 0, 1, or while it warms up between them
     scaled: float
     # of the scale over all elements of all parameters, used in the last step or not
     scale_mean: float
@@ -98,7 +98,7 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         delta: δ > 0. A step with Δ(G) ≥ δ is sensitive: its gradient is left as it is. `math.inf`
             turns the gate off.
         granularity: "element": a factor for each element. "tensor": one for each tensor, the ratio
-            of norms. "layer": one for the tensors of each of `layers`. "model": one for all.
+            of norms. "model": one for all.
         s_max: Upper bound of the factors; (b_large / b_small)^(exponent / 2) if None, but not below
             `s_min`.
         s_min: Lower bound of the factors. The convergence lemma needs it above 0.
@@ -108,18 +108,14 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         exponent: Of the ratio of gradients or norms, above 0. 1 is the paper's, 2 a gain like
             AdaScale's.
         smoothing: Decay of moving averages of the squared norms (at "element": of the factor) for
-            each update, from 0 to below 1. With gate "smoothed" also of ‖G‖² for each step, there
-            0.9 where it is 0.
+            each update, from 0 to below 1.
         scale_warmup: Steps over which factors grow from 1 to their value: 1 + (factor − 1)·min(1,
             steps/scale_warmup).
-        gate: Rule for using the scale, see `Sensitivity`: "paper", "none", "smooth" or "smoothed".
-        exclude: Parameters that keep the factor 1 and whose norms count for no other's factor.
+        gate: Rule for using the scale, see `Sensitivity`: "paper" or "none".
         apply: "gradient", or "update": the factor multiplies the base's update, p ← p_old +
             s·(p_new − p_old). For bases that divide by the gradient's size (Adam, LARS,
             LAMB), where a factor before that would cancel out. Takes a copy of the parameters
             during the step.
-        layers: For granularity "layer": the parameters that share a factor. One that is in none has
-            its own.
         spike_guard: A gradient that is longer than its moving average is scaled by its own length,
             see `norm_ratio.py`; for norms that `observe_small` gives, without effect at "element"
             and where `smoothing` is 0.
@@ -145,16 +141,10 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         smoothing: float = 0.0,
         scale_warmup: int = 0,
         gate: Gate = "paper",
-        exclude: Collection[Tensor] = (),
         apply: Apply = "gradient",
-        layers: Sequence[Sequence[Tensor]] | None = None,
         spike_guard: bool = False,
     ) -> None:
         super().__init__(base)
-        require(
-            not isinstance(exclude, Tensor),
-            "exclude: expected a collection of parameters, got one tensor",
-        )
         require_one_of("granularity", granularity, get_args(Granularity))
         require_one_of("gate", gate, get_args(Gate))
         require_one_of("apply", apply, get_args(Apply))
@@ -168,11 +158,10 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         bounds = checked_bounds(batches, s_min, s_max, exponent)
         self.update_interval, self.scale_warmup = update_interval, scale_warmup
         self.apply, self._fixed_s_max = apply, s_max
-        form |= {"layers": layers, "exclude": exclude, "spike_guard": spike_guard}
-        self._adaptive = GradScale(granularity, *bounds, **form)
-        self._scale = self._adaptive if static_scale is None else StaticScale(static_scale, exclude)
+        self._adaptive = GradScale(granularity, *bounds, **form, spike_guard=spike_guard)
+        self._scale = self._adaptive if static_scale is None else StaticScale(static_scale)
         self._estimates = Estimates(self._adaptive, batches)
-        self._sensitivity = Sensitivity(delta, gate, smoothing or GATE_DECAY)
+        self._sensitivity = Sensitivity(delta, gate)
         self._shortened: Tensor | float = 1.0
         # of the next step's gradients, if known
         self._squares: Tensor | None = None

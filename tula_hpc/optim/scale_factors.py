@@ -10,8 +10,8 @@ law, by which AGS multiplies a gradient or an update in each step, and the file 
     s       = clamp(ratio, s_min, s_max)              GradScale, here
     s_max   = (b_large / b_small)^(exponent / 2)      default_s_max, here
     ratio   = (√ŝ / (√l̂ + ε))^exponent                norm_ratio.py; by element: element_ratio, here
-    ŝ, l̂    = averages of ‖g_small‖², ‖g_large‖²      NormRatios in norm_ratio.py: summed over a
-              with decay `smoothing`                  tensor, a layer or the model; spike guard
+    ŝ, l̂    = averages of ‖g_small‖², ‖g_large‖²      NormRatios in norm_ratio.py: of a tensor, or
+              with decay `smoothing`                  summed over the model; spike guard
     ŝ'      = l̂ + stretch·max(ŝ − l̂, 0)               NormRatios, too; at another batch b_ref than
     stretch = (1/b_ref − 1/b_large)                   b_small, as `small_batch_shrink` asks for:
               / (1/b_small − 1/b_large)               Estimates, here; ddp/methods.py
@@ -27,7 +27,7 @@ brought to b_small by `square_at` in `gradients/noise_scale.py`), or of a pass o
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ from tula_hpc.gradients.noise_scale import STEP_DECAY, NoiseScale, square_at
 from tula_hpc.gradients.norms import norms_where_present, squares, sum_of_squares
 from tula_hpc.optim.norm_ratio import EPSILON, NormRatios
 
-Granularity = Literal["element", "tensor", "layer", "model"]
+Granularity = Literal["element", "tensor", "model"]
 
 
 def default_s_max(small_batch: float, large_batch: int, exponent: float = 1.0) -> float:
@@ -78,18 +78,13 @@ class GradScale:
         s_min: float,
         s_max: float,
         *,
-        exponent: float = 1.0,
-        smoothing: float = 0.0,
-        layers: Sequence[Sequence[Tensor]] | None = None,
-        exclude: Collection[Tensor] = (),
-        spike_guard: bool = False,
+        exponent: float,
+        smoothing: float,
+        spike_guard: bool,
     ) -> None:
         self.granularity, self.exponent, self.smoothing = granularity, exponent, smoothing
-        self.exclude = frozenset(exclude)
         self.s_min, self.s_max = s_min, s_max
-        self.norms = NormRatios(
-            granularity, exponent, smoothing, layers, self.exclude, spike_guard=spike_guard
-        )
+        self.norms = NormRatios(granularity, exponent, smoothing, spike_guard=spike_guard)
         self._factors: dict[Tensor, Tensor] = {}
         # by number of parameters; kept until a factor changes
         self._summaries: dict[int, ScaleSummary] = {}
@@ -106,7 +101,7 @@ class GradScale:
     ) -> None:
         """Set factors from gradients of two batches at the same weights, where there are both."""
         for p, s, g in zip(parameters, small, large, strict=True):
-            if s is not None and g is not None and p not in self.exclude:
+            if s is not None and g is not None:
                 ratio = element_ratio(
                     s.detach().to(p.device), g.detach().to(p.device), self.exponent
                 )
@@ -124,13 +119,11 @@ class GradScale:
     ) -> None:
         """Set the factors of `present` parameters from squared norms; see `NormRatios.update`."""
         ratios = self.norms.update(parameters, small, large, present, guard=guard, stretch=stretch)
-        shared = {id(ratio): ratio for ratio in ratios if ratio is not None}
-        if not shared:
-            return
+        shared = {id(ratio): ratio for ratio in ratios}
         bounded = torch.stack(list(shared.values())).clamp_(self.s_min, self.s_max).unbind()
         factors = dict(zip(shared, bounded, strict=True))
         for parameter, ratio, here in zip(parameters, ratios, present, strict=True):
-            if ratio is not None and here:
+            if here:
                 self._factors[parameter] = factors[id(ratio)].to(parameter.device)
         self._summaries = {}
 
@@ -144,7 +137,7 @@ class GradScale:
         """Replace all factors by copies, clamped to the bounds, as the batch may have changed."""
         self._factors, self._summaries = {}, {}
         for parameter, factor in zip(parameters, factors, strict=True):
-            if factor is not None and parameter not in self.exclude:
+            if factor is not None:
                 self._set(parameter, factor.to(parameter.device))
 
     def summary(self, parameters: Sequence[Tensor]) -> ScaleSummary:
@@ -172,29 +165,20 @@ class GradScale:
 class StaticScale:
     """Constant factor s for all parameters: U(s) of the paper's static scaling, without bounds."""
 
-    def __init__(self, scale: float, exclude: Collection[Tensor] = ()) -> None:
-        self.scale, self.exclude = scale, frozenset(exclude)
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
         self._factors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
-    def factor(self, parameter: Tensor) -> Tensor | None:
-        """Return the constant as a 0-dim tensor on the parameter's device; None stands for 1."""
-        if parameter in self.exclude:
-            return None
+    def factor(self, parameter: Tensor) -> Tensor:
+        """Return the constant as a 0-dim tensor on the parameter's device."""
         key = (parameter.device, torch.promote_types(parameter.dtype, torch.float32))
         if key not in self._factors:
             self._factors[key] = torch.full((), self.scale, device=key[0], dtype=key[1])
         return self._factors[key]
 
     def summary(self, parameters: Sequence[Tensor]) -> ScaleSummary:
-        """Return the summary of the constant, and of 1 for excluded parameters."""
-        excluded = sum(p.numel() for p in parameters if p in self.exclude)
-        scaled = sum(p.numel() for p in parameters) - excluded
-        if not excluded:
-            return ScaleSummary(self.scale, self.scale, self.scale)
-        if not scaled:
-            return ScaleSummary(1.0, 1.0, 1.0)
-        mean = 1 + scaled / (scaled + excluded) * (self.scale - 1)
-        return ScaleSummary(mean, min(1.0, self.scale), max(1.0, self.scale))
+        """Return the summary of the constant."""
+        return ScaleSummary(self.scale, self.scale, self.scale)
 
 
 def check_shapes(

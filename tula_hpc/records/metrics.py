@@ -56,8 +56,7 @@ class StepMetrics(Record):
     gradient_norm: float | None = None
     # share of the steps since the last line whose gradient was scaled
     scaled: float | None = None
-    # mean share of the scale that those steps used, from 0 to 1: gate "smooth" and warm-up leave a
-    # part of it
+    # mean share of the scale that those steps used, from 0 to 1: warm-up leaves a part of it
     scale_share: float | None = None
     # of the scale as last estimated, over all elements; see `applied_scale`
     scale_mean: float | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,20 +27,6 @@ def norms_and_biases(model: nn.Module) -> list[nn.Parameter]:
         if isinstance(module, _NORMS):
             of_norms |= {id(p) for p in module.parameters(recurse=False)}
     return [p for p in model.parameters() if id(p) in of_norms or p.dim() <= 1]
-
-
-def layers(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters by the module that holds them, as weight and bias of a convolution.
-
-    A parameter that several modules share belongs to the first of them.
-    """
-    left = {id(p): p for p in parameters}
-    found = []
-    for module in model.modules():
-        layer = [left.pop(id(p)) for p in module.parameters(recurse=False) if id(p) in left]
-        if layer:
-            found.append(layer)
-    return found
 
 
 def base_optimizer(

@@ -324,8 +324,8 @@ def draw_study_delta(contents: StudyContents, table: StudyTable) -> Drawing | Mi
             style.legend(axes, list(dict.fromkeys(end.key for end in ends)), left=-0.02)
     caption = (
         "Test accuracy at the end of training against the threshold δ; gradients are scaled where "
-        "Δ(G) is below, and with a smooth gate the less the larger Δ(G)/δ is. The columns shown "
-        "differ in nothing else. Bars: one standard deviation over the seeds to each side."
+        "Δ(G) is below. The columns shown differ in nothing else. Bars: one standard deviation over "
+        "the seeds to each side."
     )
     return Drawing("study_delta", title, caption, figure, _delta_table(points))
 

@@ -691,8 +691,6 @@ def test_sensitivity_holds_the_logged_steps(run: RunContents, drawings: dict[str
 
 GATES = {
     "paper": ("only while Δ(G) is below the dashed threshold δ = 0.5", "(Δ below 0.5)", "by 1.67 on"),
-    "smoothed": ("how much the moving average", "(Δ below 0.5)", "by 1.67 on"),
-    "smooth": ("1 − Δ(G)/δ, and nothing from the dashed threshold δ = 0.5 on", "(Δ below 0.5)", "by 1.67 on"),
     "none": ("at every step, whatever Δ(G) is", "Gradients were scaled", "by 1.67 on"),
 }
 

@@ -108,7 +108,7 @@ class ScriptScaling:
 
     def _around(self, optimizer: Optimizer, model: nn.Module) -> TulaOptimizer:
         owned = [p for group in optimizer.param_groups for p in group["params"]]
-        options = scaling_options(self.sweep, model, owned, self.configuration, self.samples)
+        options = scaling_options(self.sweep, self.configuration, self.samples)
         training = self.sweep.training
         left_out = training.apply is None and training.preset == "default"
         if training.method != "adascale" and left_out and not isinstance(optimizer, SGD):
