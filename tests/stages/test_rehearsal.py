@@ -105,22 +105,38 @@ def test_batches_above_the_training_set_are_refused(answers: Callable[[str], Non
 
 
 @pytest.mark.parametrize(
-    ("helper", "sizes", "is_warned"),
+    ("helper", "sizes", "of_node", "remedy"),
     [
-        ("from torch.optim import SGD", (1, 2), True),
-        ("from torch.optim import SGD", (1,), False),
-        ("from torch.nn.parallel import DistributedDataParallel", (1, 2), False),
+        ("from torch.optim import SGD", (1, 2), 1, "search.cluster_sizes = [1]"),
+        ("from torch.optim import SGD", (1,), 1, None),
+        # a single node has several workers, too
+        (
+            "from torch.optim import SGD",
+            (1,),
+            2,
+            "search.cluster_sizes = [1], and workers_per_node = 1 in the cluster file",
+        ),
+        ("from torch.nn.parallel import DistributedDataParallel", (1, 2), 1, None),
     ],
 )
 def test_a_script_that_names_no_way_for_several_workers_is_warned_of_before_any_job(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], helper: str, sizes: tuple[int, ...], is_warned: bool
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    helper: str,
+    sizes: tuple[int, ...],
+    of_node: int,
+    remedy: str | None,
 ) -> None:
     (tmp_path / "train.py").write_text("import helper")
     (tmp_path / "helper.py").write_text(helper)
     work = WorkloadSpec(script=tmp_path / "train.py", arguments=("{local_batch}",), samples=640, epochs=3)
     spec = SweepSpec(name="x", workload=work, search=SearchSpec(cluster_sizes=sizes))
-    try_before_jobs(Sweep(spec, ClusterSpec(), RunDirectory(tmp_path / "run").create()))
-    assert ("train.py does not seem to use DistributedDataParallel" in capsys.readouterr().err) is is_warned
+    cluster = ClusterSpec(workers_per_node=of_node)
+    try_before_jobs(Sweep(spec, cluster, RunDirectory(tmp_path / "run").create()))
+    said = capsys.readouterr().err
+    assert ("train.py does not seem to use DistributedDataParallel" in said) is (remedy is not None)
+    assert remedy is None or said.endswith(f" for one worker alone set {remedy}\n")
 
 
 class Rehearsals:

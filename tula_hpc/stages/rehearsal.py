@@ -244,13 +244,17 @@ def _say_changed(names: Sequence[str], consequence: str) -> None:
 
 def _warn_of_lone_workers(spec: SweepSpec, cluster: ClusterSpec) -> None:
     """Warn of a script that several workers would each train alone, which only their steps prove."""
-    workers = max(spec.search.cluster_sizes) * cluster.parts()[0].workers_per_node
+    of_node = max(part.workers_per_node for part in cluster.parts())
+    workers = max(spec.search.cluster_sizes) * of_node
     work = spec.workload
     if work.is_script and workers > 1 and not trains_together(work.entry_points):
+        alone = "search.cluster_sizes = [1]"
+        if of_node > 1:
+            alone += ", and workers_per_node = 1 in the cluster file"
         sys.stderr.write(
             f"warning: {printable(work.script_name)} does not seem to use DistributedDataParallel "
             "where WORLD_SIZE is above 1: if so, profiles of several workers are refused, after "
-            "those of one; for one worker alone set search.cluster_sizes = [1]\n"
+            f"those of one; for one worker alone set {alone}\n"
         )
 
 
