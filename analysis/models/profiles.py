@@ -48,6 +48,8 @@ class Profile(NamedTuple):
     processor: ProcessorUse | None = None
     # a script goes on exactly where it was
     kept: bool = False
+    # but for its batches in mid-epoch: one iterator gives those of all epochs
+    one_iterator: bool = False
     # forward passes in which a script that is told their number took the local batch
     accumulation: int = 1
     # of an epoch of a script, and not of its steps
@@ -259,6 +261,7 @@ def _profile(configuration: Configuration, passes: int, rows: Sequence[Measureme
         smaller_computes=tuple(smaller.items()),
         processor=_medians(used, ProcessorUse, float) if used else None,
         kept=any(row.kept for row in rows),
+        one_iterator=any(row.one_iterator for row in rows),
         accumulation=passes,
         between_epochs_s=median(between_s) if between_s else None,
         epoch_samples=_most_common(_counts(row.epoch_samples for row in rows)),

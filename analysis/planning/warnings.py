@@ -47,6 +47,11 @@ SHORT_OF_MEMORY = (
     'PYTORCH_CUDA_ALLOC_CONF = "expandable_segments:True" is not in [environment], a new sweep '
     "with it may fit more"
 )
+ONE_ITERATOR = (
+    "after a stop the script may go on with other samples than without it: one iterator over its "
+    "loader goes on from epoch to epoch, and begins anew in a new start; give tula.batches a "
+    "DataLoader that is gone through from its beginning in each epoch"
+)
 SCALED_NOTHING = (
     "no gradient was scaled: every factor stayed 1, either because the training was too short for "
     "a first estimate, as it may be on a single worker, or because the gate let no step use one"
@@ -119,6 +124,11 @@ def about_samples(summary: Summary) -> list[str]:
     return []
 
 
+def about_resume(summary: Summary) -> list[str]:
+    """Say where a script that keeps its state goes on in mid-epoch with other samples."""
+    return [ONE_ITERATOR] if any(profile.one_iterator for profile in summary.profiles) else []
+
+
 def about_missing(
     summary: Summary, search: SearchSpec, pending: Iterable[Configuration], how_to_profile: str
 ) -> list[str]:
@@ -169,6 +179,7 @@ def about_partition(
     doubts = [
         *to_measure(about_measurements(summary, part.cluster.workers_per_node)),
         *to_change(about_samples(summary)),
+        *to_change(about_resume(summary)),
         *to_change(about_loading(summary.profiles, sweep.workload, chosen)),
         *to_measure(about_model(part)),
         *to_measure(about_missing(summary, sweep.search, pending, how_to_profile)),

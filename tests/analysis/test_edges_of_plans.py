@@ -25,7 +25,7 @@ from tests.planning_data import (
 )
 from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.analysis.plan import main, make_plan
-from tula_hpc.analysis.planning.warnings import about_samples
+from tula_hpc.analysis.planning.warnings import ONE_ITERATOR, about_samples
 from tula_hpc.analysis.report.plan_text import describe_plan, sentences
 from tula_hpc.analysis.search.propose import candidates, propose
 from tula_hpc.config import GIB, ClusterSpec, ObjectiveSpec, SweepSpec
@@ -299,6 +299,13 @@ def test_a_scripts_loader_that_gives_out_other_samples_than_the_file_says_is_nam
     twice = [row.model_copy(update={"epoch_samples": 2 * row.dataset_samples}) for row in rows]
     (words,) = about_samples(summarize(twice))
     assert f"{rows[0].dataset_samples:,} by workload.samples" in words
+
+
+@pytest.mark.parametrize("is_one", [False, True])
+def test_a_script_that_does_not_go_on_exactly_is_named(*, is_one: bool) -> None:
+    spec = sweep("time", mode="full", cluster_sizes=[1], min_batch=32, max_batch=128)
+    rows = [ok(1, batch, kept=True, one_iterator=is_one) for batch in (32, 64, 128)]
+    assert (ONE_ITERATOR in make_plan(spec, cluster(), rows).warnings) is is_one
 
 
 def test_a_script_that_cannot_go_on_has_no_plan_for_jobs_shorter_than_its_training(

@@ -206,6 +206,14 @@ def test_a_script_that_fails_is_told_in_one_line(tmp_path: Path) -> None:
     assert "ModuleNotFoundError: No module named 'no_such_module' (misbehaving.py:" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize(("case", "is_told"), [("one iterator", True), ("shared", False)])
+def test_an_iterator_that_goes_on_from_epoch_to_epoch_is_told(tmp_path: Path, case: str, *, is_told: bool) -> None:
+    options = ["--batch-size", "8", "--epochs", "100", "--log", "log", case]
+    done = look(tmp_path, str(SCRIPTS / "odd_loops.py"), *options)
+    assert done.returncode == 0, done.stderr
+    assert ("# resume      after a stop the script may go on with other samples" in done.stdout) is is_told
+
+
 def test_what_is_refused_is_said_once(tmp_path: Path) -> None:
     done = look(tmp_path, str(SCRIPTS / "misbehaving.py"), "spawns", "4")
     assert (done.returncode, done.stderr.count("starts workers of its own")) == (1, 1)

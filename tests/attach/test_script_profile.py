@@ -84,6 +84,26 @@ def test_passes_without_synchronization_leave_nothing_to_the_next_one(*, within:
     assert [part.weight.grad is None for part in halves.parts] == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("case", "is_told"),
+    [
+        # of torch's own, gone through anew in each epoch
+        ("shared", False),
+        ("persistent", False),
+        ("peek", False),
+        # without an end, and begun before the first epoch
+        ("infinite", True),
+        ("one iterator", True),
+        # nothing is kept
+        ("not kept", False),
+    ],
+)
+def test_one_iterator_over_a_loader_for_all_epochs_is_noticed(tmp_path: Path, case: str, *, is_told: bool) -> None:
+    arguments = ("--batch-size", "4", "--epochs", "100", "--log", str(tmp_path / "log"), case)
+    (outcome,) = profiled(SCRIPTS / "odd_loops.py", arguments, tmp_path)
+    assert measurement_of(outcome).one_iterator is is_told
+
+
 class Following(nn.Module):
     """A copy follows the trained layer in each forward, as a momentum encoder does, and there is a count of them."""
 

@@ -27,12 +27,20 @@ T = TypeVar("T")
 # set before the script runs; None: it was started in another way
 _around: Keeper | None = None
 _is_kept = False
+# called as each of the epochs begins, in a profile
+_at_epoch: Callable[[], None] | None = None
 
 
 def be_around(around: Keeper) -> None:
     """Have the script's calls go to its runner."""
     global _around  # noqa: PLW0603 - a script's process has one
     _around = around
+
+
+def tell_epochs(then: Callable[[], None]) -> None:
+    """Call a function at the beginning of each of the script's epochs, where nothing is kept."""
+    global _at_epoch  # noqa: PLW0603 - see above
+    _at_epoch = then
 
 
 def was_kept() -> bool:
@@ -59,9 +67,18 @@ def keep(**things: Any) -> None:
 def epochs(count: int) -> Iterable[int]:
     """Return the epochs from 0 to `count`, from where the script stopped on."""
     around = _around
-    if around is None:
-        return range(count)
-    return _Loop(lambda: around.epochs(count), range(count))
+    if around is not None:
+        return _Loop(lambda: around.epochs(count), range(count))
+    then = _at_epoch
+    if then is not None:
+        return _Loop(lambda: _told(count, then), range(count))
+    return range(count)
+
+
+def _told(count: int, then: Callable[[], None]) -> Iterator[int]:
+    for epoch in range(count):
+        then()
+        yield epoch
 
 
 def batches(loader: Iterable[T]) -> Iterable[T]:

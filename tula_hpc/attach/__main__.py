@@ -40,6 +40,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tula_hpc.analysis.planning.warnings import ONE_ITERATOR
 from tula_hpc.attach.script import ParsedOptions, Script, with_placeholders
 from tula_hpc.command_errors import CommandParser, exit_code_of
 from tula_hpc.config import ClusterSpec, SearchSpec
@@ -317,6 +318,8 @@ def _told(result: dict[str, Any]) -> Iterator[str]:
     elif measured.noise_samples:
         noise = f"larger than can be told from {measured.noise_samples:,} samples"
     yield f"noise scale {noise}"
+    if measured.one_iterator:
+        yield f"resume      {ONE_ITERATOR}"
 
 
 def _table(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -48,6 +49,11 @@ class MeasuredSteps(Mode):
         self.step_forwards = Counter[int]()
         # iterator that gave out the last batch of training
         self.loader: Any = None
+        # it went on from before an epoch of `tula.epochs`, where a resumed script begins it anew
+        self.has_one_iterator = False
+        # of torch's loaders, since such an epoch began; None: there was none yet
+        self._begun: weakref.WeakSet[object] | None = None
+        self._went_on: weakref.WeakSet[object] = weakref.WeakSet()
         # gradients are not reduced in the steps to come
         self.unsynchronized = False
         # the optimizer's part of each step to come is timed
@@ -74,8 +80,14 @@ class MeasuredSteps(Mode):
 
     # what the hooks tell
 
+    def epoch_begins(self) -> None:
+        """Note that an epoch of `tula.epochs` begins."""
+        self._begun = weakref.WeakSet()
+
     def loading_begins(self, loader: object) -> None:
         """Note that an epoch begins, or an evaluation."""
+        if self._begun is not None:
+            self._begun.add(loader)
         self._apart.note_loader(is_of_steps=self.hooks.is_of_steps(loader))
         if self._used_before is None:
             self._used_before = self.processor_seconds()
@@ -92,12 +104,15 @@ class MeasuredSteps(Mode):
         """Note the wait for a batch."""
         self.waits.arrived(waited_s)
         self._loaded = True
+        if self._begun is not None and loader not in self._begun:
+            self._went_on.add(loader)
 
     def forward_begins(self, samples: int) -> None:
         """Note a training pass; the first of a step ends the pause before it."""
         if self._forwards == 0:
             if (loader := self.hooks.loader) is not None:
                 self.loader = loader
+                self.has_one_iterator |= loader in self._went_on
             if self.steps:
                 self._end_of_pause()
         self._forwards += 1

@@ -29,7 +29,7 @@ import torch
 from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
 
-from tula_hpc.attach import was_kept
+from tula_hpc.attach import tell_epochs, was_kept
 from tula_hpc.attach.hooks.find_model import model_of, name_of
 from tula_hpc.attach.measured_steps import MeasuredSteps, between_epochs_s, captured
 from tula_hpc.attach.reporting import ChildSpec, Said, leave, own_hook
@@ -121,6 +121,7 @@ class ScriptProfile(MeasuredSteps):
     def begin(self) -> None:
         """Watch from now on; memory that is in use by now is not the script's."""
         super().begin()
+        tell_epochs(self.epoch_begins)
         if self.spec.mode == "look":
             self.options = watch_parsers()
         self.suspensions.install()
@@ -317,6 +318,7 @@ class ScriptProfile(MeasuredSteps):
             epoch_samples=self._epoch_samples(),
             between_epochs_s=self._between_epochs_s(),
             kept=was_kept(),
+            one_iterator=self.has_one_iterator,
             identity=identity,
             start_s=self.course.started_s(settings.job_began_at),
             finished_at=unix_time(),

@@ -168,6 +168,8 @@ class Measurement(Record):
     epoch_samples: int = Field(default=0, ge=0)
     # a script keeps its state here, so that it goes on exactly where it was
     kept: bool = False
+    # though one iterator over its loader goes on from epoch to epoch: that would begin anew
+    one_iterator: bool = False
     # of model, code and data; None: of a job that was killed
     identity: Identity | None = None
     # in so many a step takes the local batch, one after another

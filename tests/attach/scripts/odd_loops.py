@@ -9,6 +9,7 @@ import argparse
 import copy
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,32 @@ def train(inputs: Tensor, numbers: Tensor, *, steps: bool = True) -> None:
         log.write(f"{float(loss.detach()).hex()} {numbers.tolist()}\n")
 
 
+class Repeated:
+    """A sampler of batches without an end, as YOLO and timm have it."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from self.sampler
+
+
+class Infinite(DataLoader[Any]):
+    """A loader that keeps one iterator, with its processes, for all epochs."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        object.__setattr__(self, "batch_sampler", Repeated(self.batch_sampler))
+        self.iterator = super().__iter__()
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler.sampler)  # type: ignore[union-attr] # it is a `Repeated`
+
+    def __iter__(self) -> Any:
+        return (next(self.iterator) for _ in range(len(self)))
+
+
 def is_first_time() -> bool:
     """Tell it once in the life of a training, where tula_hpc is around."""
     flag: Path = options.log / "once"
@@ -73,6 +100,8 @@ def is_first_time() -> bool:
 first, second = loader(), loader()
 if options.case == "persistent":
     first = DataLoader(data, options.batch_size, shuffle=True, num_workers=1, persistent_workers=True)
+if options.case == "infinite":
+    first = Infinite(data, options.batch_size, shuffle=True, num_workers=1)
 if options.case == "apart":
     second = loader(torch.Generator().manual_seed(6))
 if options.case == "phases":
@@ -124,7 +153,16 @@ elif options.case == "early":
         if epoch == 2:
             break
     tula.report(test_loss=0.5)
-elif options.case in ("persistent", "rate"):
+elif options.case == "one iterator":
+    going = iter(loader())
+    for _ in tula.epochs(options.epochs):
+        for _ in range(len(first) // 2 + 1):
+            batch = next(going, None)
+            if batch is None:
+                going = iter(loader())
+                batch = next(going)
+            train(*batch)
+elif options.case in ("persistent", "rate", "infinite"):
     for _ in tula.epochs(options.epochs):
         for batch in tula.batches(first):
             train(*batch)
