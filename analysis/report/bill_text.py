@@ -140,7 +140,15 @@ def _samples_off(plan: Plan, result: TrainResult | None) -> str:
         )
     planned, seen = result.epochs * plan.dataset_samples, result.samples_seen
     if FEW_SAMPLES * planned <= seen <= MANY_SAMPLES * planned:
-        return ""
+        a_step = seen / max(1, result.steps)
+        # a training that ran out of memory went on with a smaller one
+        largest = max(result.global_batch, plan.chosen.global_batch)
+        if a_step <= MANY_SAMPLES * largest:
+            return ""
+        return (
+            f"took steps of {a_step:,.0f} samples on average, and was planned for {largest:,}: the "
+            "script takes more forward passes for a step later than in its profile."
+        )
     remedy = "correct that, and measure with another --run-dir."
     if result.restarts and seen < planned:
         remedy = "that is wrong, or the script went on from another training's checkpoint."

@@ -76,6 +76,7 @@ class Told:
             self.training.forward_begins(idle)
         for _ in range(parts):
             self.training.forward_begins(samples // parts)
+            self.training.hooks.backward.count += 1
             self.clock.now += STEP_S / parts
         self.training.gradients_ready()
         self.training.step_ends()
@@ -128,6 +129,17 @@ def test_samples_of_an_evaluation_that_takes_gradients_are_none_of_an_epoch(tmp_
     for step in range(2 * 3):
         told.step(idle=500 if step in {1, 3} else 0)
     assert [(row.epoch, row.step, row.samples_seen) for row in told.metrics().epochs] == [(1, 3, 24), (2, 6, 48)]
+
+
+def test_passes_that_become_more_are_all_counted(tmp_path: Path, clock: Clock) -> None:
+    """As of a script that accumulates gradients over more of them in its later epochs."""
+    told = Told(tmp_path, clock, samples=32)
+    for parts in (1, 2, 4):
+        for _ in range(4 // parts):
+            told.step(8 * parts, parts)
+    told.training.ended(0)
+    rows = told.metrics().epochs
+    assert [(row.epoch, row.step, row.samples_seen) for row in rows] == [(1, 4, 32), (2, 6, 64), (3, 7, 96)]
 
 
 def test_a_shorter_batch_is_the_last_of_its_epoch(tmp_path: Path, clock: Clock) -> None:

@@ -184,9 +184,9 @@ def test_a_log_has_no_line_more_often_than_an_epoch_and_a_minute_and_keeps_the_l
     tick = training_tick(Sweep(SweepSpec(name="x"), ClusterSpec(), run), StageProgress("training"))
     epoch = {"samples_seen": 3200, "global_batch": 64, "epoch_time_s": 120.0, "steps": 10, "train_loss": 1.0}
 
-    def told(epochs: float, after_s: float, *, running: int = 1) -> list[str]:
+    def told(epochs: float, after_s: float, *, running: int = 1, samples: int = 64) -> list[str]:
         """Lines after so many epochs, with a score after the first alone."""
-        row = StepMetrics(step=1, samples_seen=64, epoch=epochs, loss=1.0, lr=0.1, step_time_s=12.0)
+        row = StepMetrics(step=1, samples_seen=samples, epoch=epochs, loss=1.0, lr=0.1, step_time_s=12.0)
         append_record(metrics, row)
         if epochs == int(epochs) > 0:
             scores = {"test_accuracy": 0.645 if epochs == 1 else None, "test_loss": None, "test_top5_accuracy": None}
@@ -204,6 +204,8 @@ def test_a_log_has_no_line_more_often_than_an_epoch_and_a_minute_and_keeps_the_l
     (line,) = told(11.5, 60.0)
     assert line.endswith("; the script goes on after workload.epochs of workload.samples: one of the two is too small")
     assert len(told(3.1, 1.0, running=0)) == 1, "a change of the jobs is told at once"
+    (line,) = told(4, 90.0, samples=128)
+    assert line.endswith("now than in its profile: the plan is of steps of 64 samples")
 
 
 def test_the_time_that_profiling_takes_follows_from_what_was_measured() -> None:

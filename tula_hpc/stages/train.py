@@ -6,6 +6,7 @@ rules with another table; how often each failure is tried again is in `tula_hpc/
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import time
@@ -38,6 +39,7 @@ from tula_hpc.records import (
     put_aside,
     read_document,
     read_metrics,
+    samples_a_step,
     training_left_s,
 )
 from tula_hpc.records.broken_hosts import first_line, why_given_up
@@ -60,6 +62,8 @@ from tula_hpc.stages.notify import tell_news
 RESULT_WAIT_S = 90.0
 # over those that were planned; the rest of an epoch that fills no batch may be drawn twice
 MANY_EPOCHS = 1.1
+# times the batch; batches that are drawn anew vary by less
+MUCH_MORE = 1.5
 # accounting hears of the end of a job a moment after the queue
 ACCOUNTING_WAIT_S = 10.0
 
@@ -430,7 +434,7 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
                 break
         left_s = training_left_s(metrics.steps, last, epochs) if now.running else None
         text = ", ".join(shown)
-        notes += _too_long(done, epochs)
+        notes += _off_plan(metrics, done, epochs)
         # the score of an epoch may come after its end
         if len(metrics.epochs) > 1 and (words := unmatched_metric(sweep, metrics, running=True)):
             notes.append(words)
@@ -439,12 +443,18 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
     return tick
 
 
-def _too_long(done: float, epochs: int) -> list[str]:
-    if done <= MANY_EPOCHS * epochs:
-        return []
-    return [
-        "the script goes on after workload.epochs of workload.samples: one of the two is too small"
-    ]
+def _off_plan(metrics: Metrics, done: float, epochs: int) -> Iterator[str]:
+    if done > MANY_EPOCHS * epochs:
+        yield (
+            "the script goes on after workload.epochs of workload.samples: one of the two is too "
+            "small"
+        )
+    planned = metrics.epochs[-1].global_batch if metrics.epochs else math.inf
+    if samples_a_step(metrics.steps) > MUCH_MORE * planned:
+        yield (
+            "the script takes more forward passes for a step now than in its profile: the plan is of "
+            f"steps of {planned:,} samples"
+        )
 
 
 def _restarted(sweep: Sweep, last: Restart | None) -> str:

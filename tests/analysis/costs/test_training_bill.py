@@ -36,7 +36,7 @@ def promised(**changes: Any) -> Candidate:
 
 
 def result(**changes: Any) -> TrainResult:
-    counts = {"steps": 1, "samples_seen": EPOCHS * DATASET_SAMPLES, "epochs": EPOCHS, "restarts": 0}
+    counts = {"steps": 8000, "samples_seen": EPOCHS * DATASET_SAMPLES, "epochs": EPOCHS, "restarts": 0}
     where = WHERE._asdict() | {"global_batch": WHERE.global_batch, "label": "main", "method": "ags"}
     scores = dict.fromkeys(("final_loss", "test_accuracy", "test_top5_accuracy"), 0.5)
     return TrainResult.model_validate(counts | where | scores | {"wall_time_s": 127.0} | TIMED | changes)
@@ -236,14 +236,14 @@ def test_steps_off_the_plan_are_told_with_their_likely_cause(epoch_s: float, dri
     line = dict.fromkeys(EpochMetrics.model_fields, 1) | {"kind": "epoch", "epoch_time_s": epoch_s}
     line |= {"global_batch": WHERE.global_batch}
     metrics = Metrics([], [EpochMetrics.model_validate(line)], 0)
-    training = Training("main", metrics, result(train_time_s=10 * epoch_s, steps=1000))
+    training = Training("main", metrics, result(train_time_s=10 * epoch_s, steps=1000, global_batch=1000))
     data = {"label": "main", "ratio": 2.0, "part": "loader"}
     events = [event(name, at).model_copy(update={"data": data}) for at, name in enumerate(drifts)]
     found = " ".join(steps_off(plan([chosen, chosen]), events, training))
     assert found.endswith(said)
     assert found.startswith("The steps of the training were ") == bool(said)
     if not drifts and epoch_s > 12.0:
-        short = training._replace(result=result(train_time_s=10 * epoch_s, steps=20))
+        short = training._replace(result=result(train_time_s=10 * epoch_s, steps=20, global_batch=50_000))
         (words,) = steps_off(plan([chosen, chosen]), events, short)
         assert words.endswith("s; of only 20 steps in all the slow first ones weigh much.")
         # a median of three epochs is not the first one's
@@ -258,9 +258,14 @@ def test_steps_off_the_plan_are_told_with_their_likely_cause(epoch_s: float, dri
     restarted = training._replace(result=result(samples_seen=2 * planned, restarts=1))
     (words,) = steps_off(plan([chosen, chosen]), events, restarted)
     assert f": about {EPOCHS} epochs more, trained twice after a restart, as where the script's check" in words
-    folds = training._replace(result=result(further_steps=999))
+    larger = training._replace(result=result(steps=planned // (2 * WHERE.global_batch)))
+    (words,) = steps_off(plan([chosen, chosen]), events, larger)
+    assert words.startswith(
+        f"The training took steps of {2 * WHERE.global_batch:,} samples on average, and was planned"
+    )
+    folds = training._replace(result=result(further_steps=9999))
     (words,) = steps_off(plan([chosen, chosen]), events, folds)
-    assert words.startswith("The training was followed by 999 steps of other optimizers, as of further folds ")
+    assert words.startswith("The training was followed by 9,999 steps of other optimizers, as of further folds ")
     hardly_felt = training._replace(result=result(train_time_s=103.0))
     assert not list(steps_off(plan([chosen, chosen]), events, hardly_felt))
 
@@ -269,7 +274,7 @@ def test_a_time_just_outside_of_its_interval_does_not_read_like_its_end() -> Non
     chosen = promised(epoch_time_s=0.93, interval_90={"epoch_time_s": (0.839, 1.02)})
     line = dict.fromkeys(EpochMetrics.model_fields, 1) | {"kind": "epoch", "epoch_time_s": 1.04}
     metrics = Metrics([], [EpochMetrics.model_validate(line | {"global_batch": WHERE.global_batch})], 0)
-    training = Training("main", metrics, result(train_time_s=1000.0, steps=1000))
+    training = Training("main", metrics, result(train_time_s=1000.0, steps=1000, global_batch=1000))
     (words,) = steps_off(plan([chosen, chosen]), [], training)
     assert words.endswith("the median epoch took 1.04 s, not 840 ms to 1.02 s.")
 

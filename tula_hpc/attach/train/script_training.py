@@ -41,9 +41,6 @@ from tula_hpc.records.base import Record
 from tula_hpc.records.events import EventName
 from tula_hpc.training.metrics_writer import MetricsWriter, StepWindow
 
-# times a step's batch; batches that are drawn anew vary by less
-MUCH_MORE = 1.5
-
 
 class TrainSettings(Record):
     """Settings of a script's training, beside those that every process has."""
@@ -137,6 +134,7 @@ class ScriptTraining(Mode):
         # of this step, on this worker; those of them from before the loader began another pass
         self._samples = 0
         self._samples_before = 0
+        self._backward_due = 0
         # of the last step, over all workers, those that belong to the next epoch
         self._carried = 0
         # when the last step ended; None: what came since was no training
@@ -237,6 +235,7 @@ class ScriptTraining(Mode):
     def forward_begins(self, samples: int) -> None:
         """See `Listener`."""
         self._samples += samples
+        self._backward_due += 1
         if self.scaling is not None:
             self.scaling.forward_begins(self.hooks.model)
         if self.is_open:
@@ -330,9 +329,10 @@ class ScriptTraining(Mode):
     def _count_progress(self) -> None:
         progress, whole = self.progress, self.settings.global_batch
         samples = self._samples * self.spec.world_size or whole
-        if samples > MUCH_MORE * whole:
-            # an evaluation that takes gradients looks like passes of training
-            samples = whole
+        if self.hooks.backward.count < self._backward_due:
+            # an evaluation that takes gradients looks like passes of training but for backward ones
+            samples = min(samples, whole)
+        self._backward_due = self.hooks.backward.count
         self._carried = 0
         if self._samples_before and not self.is_kept:
             self._carried = (self._samples - self._samples_before) * self.spec.world_size
