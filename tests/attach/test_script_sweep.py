@@ -108,12 +108,13 @@ def test_a_script_that_exits_ends_the_sweep_in_one_line(tmp_path: Path) -> None:
 
 
 def test_a_script_that_ends_early_is_measured_in_the_steps_that_it_takes(tmp_path: Path) -> None:
-    path = tmp_path / "short.toml"
-    path.write_text(f"""
+    path, script = tmp_path / "short.toml", tmp_path / "plain.py"
+    script.write_text((SCRIPTS / "plain.py").read_text())
+    path.write_text("""
 name = "short"
 [workload]
-script = "{SCRIPTS / "plain.py"}"
-arguments = ["--batch-size", "{{local_batch}}", "--samples", "1600", "--epochs", "4"]
+script = "plain.py"
+arguments = ["--batch-size", "{local_batch}", "--samples", "1600", "--epochs", "4"]
 samples = 1600
 epochs = 4
 [search]
@@ -134,6 +135,17 @@ mode = "partial"
     assert sorted(m.configuration for m in left_out) == [(1, 1, 512), (2, 1, 256)]
     assert len(records) == 4
     assert "N=1 b=512 (B=512), N=2 b=256 (B=512) were not measured: the script takes too few" in done.stdout
+    # the same script is not tried once more, another one is
+    assert sweep(path, tmp_path).returncode == 0
+    assert len(RunDirectory(tmp_path / "run").measurements().records) == 4
+    script.write_text(script.read_text().replace("range(options.epochs)", "range(100 * options.epochs)"))
+    done = sweep(path, tmp_path)
+    assert done.returncode == 0, done.stderr + done.stdout
+    records = RunDirectory(tmp_path / "run").measurements().records
+    now = [m.configuration for m in records if m.status == "ok"]
+    assert sorted(now) == [(1, 1, 64), (1, 1, 512), (2, 1, 32), (2, 1, 256)]
+    assert len(records) == 6
+    assert "not measured" not in done.stdout
 
 
 def test_a_batch_that_memory_forbids_is_taken_in_parts(tmp_path: Path) -> None:

@@ -155,6 +155,8 @@ class ScriptProfile(MeasuredSteps):
         left = steps - self._apart_steps
         if code == 0 and (search := within(self.settings.search, left, self.course.turn)):
             shorter = {"search": search.model_dump(mode="json"), "others": self._others()}
+        if steps:
+            shorter["identity"] = self._identity().model_dump(mode="json")
         remedy = ""
         if steps == 0 and self.hooks.others:
             only = ", ".join(self._others())

@@ -32,6 +32,7 @@ from tula_hpc.own_sources import digests_of
 from tula_hpc.profiling.work_queue import Agenda
 from tula_hpc.records import (
     Configuration,
+    Identity,
     Measurement,
     append_record,
     is_usable,
@@ -258,6 +259,7 @@ class Session:
                 steps=found.said.steps,
                 partition=self.job.partition,
                 accumulation=self._told_passes,
+                identity=Identity.model_validate(found.said.result["identity"]),
                 finished_at=unix_time(),
                 **describe(configuration, self.job.cluster, self.env),
             )

@@ -56,7 +56,9 @@ def ask_passes(job: ProfileJob, local_batch: int) -> int | None:
 
 
 def _asked(job: ProfileJob, what: Literal["configurations", "largest pass"]) -> Any:
-    known = measurements_for_search(recorded_in(job.output.parent), job.partition, job.since)
+    known = measurements_for_search(
+        recorded_in(job.output.parent), job.partition, job.since, job.sweep.workload.entry_points
+    )
     question = {
         "asks": what,
         "sweep": job.sweep.model_dump(mode="json"),

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from tula_hpc.errors import RunDirectoryError
 from tula_hpc.failure_kinds import Failure
+from tula_hpc.own_sources import digests_of
 from tula_hpc.records.base import Batch, Configuration, JobId, Nodes, Record, WorkersPerNode
 from tula_hpc.records.identity import Digest, Identity
 from tula_hpc.records.storage import parse_record, read_document, read_records, with_rank_files
@@ -229,6 +230,11 @@ class Measurement(Record):
         """Tell whether a script has too few steps of this batch to be measured."""
         return self.status == "failed" and self.failure is None and self.steps > 0
 
+    def is_left_out_by(self, sources: dict[str, str]) -> bool:
+        """Tell it of the script that has these digests of its files; without any, of an unchanged one."""
+        before = sources if self.identity is None else self.identity.sources
+        return self.is_left_out and sources in ({}, before)
+
 
 _SAMPLES = b'"samples":{'
 
@@ -247,14 +253,24 @@ def parse_without_samples(line: bytes) -> Measurement:
 
 
 def measurements_for_search(
-    measurements: Iterable[Measurement], partition: str, since: float
+    measurements: Iterable[Measurement],
+    partition: str,
+    since: float,
+    entry_points: Iterable[str] = (),
 ) -> list[Measurement]:
     """Return those that count for the search on one partition.
 
-    A failure before `since`, in an earlier run of the command, may have been mended.
+    A failure before `since`, in an earlier run of the command, may have been mended. So may a
+    script that took too few steps of a batch, if another code is behind `entry_points` now.
     """
     mine = [m for m in measurements if m.partition == partition]
-    return [m for m in mine if m.status != "failed" or m.is_left_out or m.finished_at >= since]
+    now: dict[str, str] = {}
+    # they are read only where it matters
+    if any(m.is_left_out and m.finished_at < since for m in mine):
+        now = digests_of(entry_points)
+    return [
+        m for m in mine if m.status != "failed" or m.finished_at >= since or m.is_left_out_by(now)
+    ]
 
 
 def measurements_of(measurements: Iterable[Measurement], partition: str) -> list[Measurement]:

@@ -188,7 +188,10 @@ def propose_on(part: Sweep, trusted_batch: int | None = None) -> list[Configurat
     from tula_hpc.analysis.search.propose import propose
 
     known = measurements_for_search(
-        part.run.measurements().records, part.partition, part.started_at
+        part.run.measurements().records,
+        part.partition,
+        part.started_at,
+        part.spec.workload.entry_points,
     )
     return propose(part.spec, part.cluster, known, trusted_batch=trusted_batch)
 
@@ -321,7 +324,9 @@ def _tried(sweep: Sweep) -> dict[tuple[str, Configuration], str]:
     return {
         (name, m.configuration): "left out" if m.is_left_out else m.status
         for name in parts
-        for m in measurements_for_search(records, name, sweep.started_at)
+        for m in measurements_for_search(
+            records, name, sweep.started_at, sweep.spec.workload.entry_points
+        )
     }
 
 
