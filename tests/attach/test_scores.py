@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tula_hpc.attach.train.scores import MOST_LINE_BYTES, Scores
+from tula_hpc.env import unix_time
 from tula_hpc.records import EpochMetrics, TrainDirectory, append_record, read_metrics
 
 PATTERN = r"Acc@1 (?P<test_accuracy>[\d.nan]+)(?: loss (?P<test_loss>[\d.]+))?"
@@ -26,7 +27,7 @@ def scores(files: TrainDirectory) -> Scores:
 def end_epoch(files: TrainDirectory, epoch: int) -> None:
     row = EpochMetrics(
         epoch=epoch, step=4 * epoch, samples_seen=64 * epoch, global_batch=16, train_loss=None, test_loss=None,
-        test_accuracy=None, test_top5_accuracy=None, epoch_time_s=1.0, steps=4,
+        test_accuracy=None, test_top5_accuracy=None, epoch_time_s=1.0, steps=4, ended_at=unix_time(),
     )  # fmt: skip
     append_record(files.metrics_file, row)
 
@@ -68,6 +69,15 @@ def test_accuracies_are_percent_if_one_is_above_1_or_has_the_sign(
         scores.take(f"{line}\n".encode())
         scores.write()
     assert [row[1] for row in known(files)] == pytest.approx(accuracies)
+
+
+def test_what_a_killed_start_took_for_shares_is_percent_once_a_later_one_shows_that(files: TrainDirectory) -> None:
+    for epoch, printed in enumerate(["0.75", "12.5", "0.5"], 1):
+        start = Scores(PATTERN, files, io.BytesIO())
+        end_epoch(files, epoch)
+        start.take(f"Acc@1 {printed} loss 0.5\n".encode())
+        start.write()
+    assert known(files) == [(1, 0.0075, 0.5), (2, 0.125, 0.5), (3, 0.005, 0.5)]
 
 
 def test_other_groups_of_the_expression_are_the_users_own(files: TrainDirectory) -> None:

@@ -57,6 +57,8 @@ class TrainDirectory:
         self.checkpoints = root / "checkpoints"
         # a `Drift`, there while step times differ from the plan's
         self.drift_file = root / "drift.json"
+        # there once a script has printed an accuracy that only percent can be
+        self.percent_file = root / "percent"
         # written once, at the end of training
         self.result_file = root / "result.json"
 

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from tula_hpc.records import TrainDirectory, read_metrics
+from tula_hpc.env import unix_time
+from tula_hpc.records import TrainDirectory, append_record, read_metrics
 from tula_hpc.training.metrics_writer import write_scores
 
 SCORES = ("test_accuracy", "test_top5_accuracy", "test_loss", "train_loss")
@@ -47,8 +48,9 @@ class Scores:
         self.files, self.log = files, log
         # with the size that the metrics had when each was printed: the last epoch by then counts
         self._found: deque[tuple[int, dict[str, float]]] = deque()
-        # accuracies are percent: one was above 1, or has the sign behind it
-        self._is_percent = False
+        self._began_at = unix_time()
+        # accuracies are percent: one was above 1, or has the sign behind it, in this start or before
+        self._is_percent = files.percent_file.exists()
         # the last ones, as they were printed, that were taken for shares
         self._shares: deque[tuple[int, dict[str, float]]] = deque(maxlen=MOST_SHARES)
         self._rest = b""
@@ -141,8 +143,20 @@ class Scores:
         """
         # before the file is read, which must hold what each of them was printed after
         found = [self._found.popleft() for _ in range(len(self._found))]
+        if self._is_percent and not self.files.percent_file.exists():
+            self.files.percent_file.touch()
+            self._correct_earlier()
         if found:
             write_scores(self.files.metrics_file, found)
+
+    def _correct_earlier(self) -> None:
+        """Take the accuracies of earlier starts, which were taken for shares, for percent."""
+        for row in read_metrics(self.files.metrics_file).epochs:
+            if row.ended_at is None or row.ended_at >= self._began_at:
+                continue
+            known = {name: getattr(row, name) for name in SCORES if getattr(row, name) is not None}
+            shares = {name: as_share(name, value, is_percent=True) for name, value in known.items()}
+            append_record(self.files.metrics_file, row.model_copy(update=shares))
 
 
 def last_scores(metrics_file: Path) -> dict[str, float]:
