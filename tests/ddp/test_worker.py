@@ -16,7 +16,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed import HashStore  # type: ignore[attr-defined] # documented, though not in __all__
+from torch.optim import Optimizer
 
 from tests.data.spoiled import spoil_item
 from tests.planning_data import memory
@@ -40,7 +42,7 @@ from tula_hpc.profiling.meters import MemoryMeter, NodePower, Power
 from tula_hpc.profiling.meters import largest_over_workers as _largest
 from tula_hpc.profiling.probes import FORWARD_PASSES as PASSES
 from tula_hpc.profiling.probes import time_forward
-from tula_hpc.profiling.timing import StoppingRule
+from tula_hpc.profiling.timing import Steps, StoppingRule
 from tula_hpc.records import Configuration, Measurement
 
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
@@ -292,6 +294,38 @@ def test_timing_the_optimizer_lets_no_gradient_grow(
     assert profile.noise.noise_scale > 0
     assert bool(looked_at) == bool(profile.samples.get("update"))
     assert all(0.0 < norm < 100.0 for norm in looked_at)
+
+
+@pytest.mark.parametrize("overflows", [0, 9])
+def test_timed_steps_have_factors_however_late_gradients_no_longer_overflow(
+    monkeypatch: pytest.MonkeyPatch, overflows: int
+) -> None:
+    """As in fp16, where the loss scale begins too large and is halved in each such step."""
+    training = {"method": "ags", "preset": "paper"}
+    spec = SweepSpec.model_validate(sweep(model=PERCEPTRON).model_dump() | {"training": training})
+    worker = Worker(_with_factors_at_once(spec), ClusterSpec(), CONFIGURATION, ALONE)
+    assert isinstance(worker.optimizer, TulaOptimizer)
+    worker.scaler = GradScaler("cpu", init_scale=2.0**16)
+    unscale = worker.scaler.unscale_
+    factors: list[list[Tensor | None]] = []
+
+    def unscale_after_overflow(optimizer: Optimizer) -> None:
+        # the loss scale tells how many steps have overflowed
+        if worker.scaler.get_scale() > 2.0 ** (16 - overflows):
+            for parameter in worker.parameters:
+                parameter.grad = torch.full_like(parameter, math.inf)
+        unscale(optimizer)
+
+    class Noting(StepProfile):
+        def whole_steps(self, memory: MemoryMeter, power: NodePower) -> Steps[None]:
+            assert isinstance(worker.optimizer, TulaOptimizer)
+            factors.append(worker.optimizer.gradscale)
+            return super().whole_steps(memory, power)
+
+    monkeypatch.setattr(worker.scaler, "unscale_", unscale_after_overflow)
+    profile = Noting(worker, StoppingRule(40, 40, 60.0, 0.02), SharedTimes.none())
+    profile.run(MemoryMeter(ClusterSpec()), NodePower(ClusterSpec(), worker))
+    assert all(factor is not None for factor in factors[0])
 
 
 @pytest.mark.parametrize("method", ["ags", "adascale"])

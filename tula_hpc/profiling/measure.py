@@ -41,6 +41,9 @@ from tula_hpc.profiling.timing import (
 )
 from tula_hpc.records import Configuration, Identity, Measurement, compute_of
 
+# from GradScaler's first loss scale, 2^16, to 2^-8
+MOST_OVERFLOWS = 24
+
 
 class SharedTimes(NamedTuple):
     """Times of one configuration of a job that later ones share."""
@@ -196,7 +199,7 @@ class StepProfile(Course):
         driven(warm_up(self.worker, self.worker.sweep.search.warmup_steps - 1), self._whole_step)
         if self._takes_passes:
             # nearly all steps of a training scale their gradients, and few take a pass for that
-            self._whole_step()
+            self._step_for_factors()
             self.worker.observer.expect_small_norms()
         (diverged,) = self.worker.agree(0.0 if math.isfinite(float(self.loss)) else 1.0)
         if diverged:
@@ -220,6 +223,15 @@ class StepProfile(Course):
     def _takes_passes(self) -> bool:
         """True if factors come from passes over a reference batch, not from norms for free."""
         return self.worker.sweep.training.adapts and not self.worker.norms.are_given
+
+    def _step_for_factors(self) -> None:
+        """Take steps until one gives factors; one whose gradients overflow lowers the loss scale."""
+        for _ in range(MOST_OVERFLOWS):
+            is_due = self.worker.observer.update_due
+            before = self.worker.scaler.get_scale()
+            self._whole_step()
+            if is_due and self.worker.scaler.get_scale() >= before:
+                return
 
     def _refuse_loss(self) -> NoReturn:
         batches = self.worker.sweep.search.warmup_steps
