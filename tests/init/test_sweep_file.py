@@ -34,7 +34,7 @@ p = argparse.ArgumentParser()
 p.add_argument("data", metavar="DIR")
 p.add_argument("--test-batch-size", type=int, default=1000)
 p.add_argument("-b", "--batch-size", default=256, type=int,
-               help="mini-batch size, this is the total batch size of all GPUs on the node")
+               help="mini-batch size, this is the total batch size of all GPUs")
 p.add_argument("--epochs", default=90, type=int)
 p.add_argument("--start-epoch", default=0, type=int)
 p.add_argument("--seed", default=SEED, type=int)
@@ -116,6 +116,57 @@ p = argparse.ArgumentParser()
 p.add_argument("--batch_size", default=32, type=int)
 p.add_argument("--num_nodes", default=1, type=int)
 """
+# as in torchvision's text of years ago
+OF_THE_NODE = OF_A_NODE.replace("current node", "node")
+# as Megatron's
+OF_A_MODEL = """
+import argparse
+p = argparse.ArgumentParser()
+p.add_argument("--micro-batch-size", type=int, help="Per model. Global batch size is this times workers.")
+p.add_argument("--train-iters", type=int)
+"""
+SUBCOMMANDS = """
+import argparse
+def common(p): p.add_argument("--seed", default=7, type=int)
+top = argparse.ArgumentParser()
+group = top.add_argument_group("places")
+group.add_argument("--nodes", default=1, type=int)
+sub = top.add_subparsers(dest="command")
+p = sub.add_parser("eval")
+p.add_argument("--ckpt", required=True)
+p.add_argument("--bs", default=500, type=int)
+p = sub.add_parser("train", help="train a model")
+common(p)
+group = p.add_argument_group("loop")
+group.add_argument("--bs", default=32, type=int)
+group.add_argument("--epochs", default=6, type=int)
+p.add_argument("--data", required=True)
+"""
+CLICK_GROUP = """
+import click
+@click.group()
+@click.option("--seed", default=3)
+def cli(seed): ...
+@cli.command()
+@click.option("--bs", default=16)
+@click.option("--ckpt", required=True)
+def evaluate(bs, ckpt): ...
+@cli.command("fit")
+@click.option("--bs", default=32)
+@click.option("--epochs", default=6)
+@click.option("--data", required=True)
+def train(bs, epochs, data): ...
+"""
+TYPER_COMMANDS = """
+import typer
+app = typer.Typer()
+@app.callback()
+def before(seed: int = 4): ...
+@app.command()
+def evaluate(ckpt: str, bs: int = 8): ...
+@app.command()
+def train_it(data: str, bs: int = 16, epochs: int = 3): ...
+"""
 NOTHING = "batch_size = 64\nmodel = build()\n"
 
 
@@ -139,6 +190,11 @@ NOTHING = "batch_size = 64\nmodel = build()\n"
         ),
         (ABSL, "--batch_size {local_batch} --max_epochs {epochs}", {"epochs": 7}),
         (HYDRA, "train.batch_size={local_batch} train.epochs={epochs}", {}),
+        (OF_THE_NODE, "-b {local_batch} --epochs {epochs}", {"epochs": 90}),
+        (OF_A_MODEL, "--micro-batch-size {local_batch} --train-iters {steps}", {}),
+        (SUBCOMMANDS, "--nodes {nodes} train --bs {local_batch} --epochs {epochs} --seed {seed}", {"seed": 7}),
+        (CLICK_GROUP, "--seed {seed} fit --bs {local_batch} --epochs {epochs}", {"epochs": 6}),
+        (TYPER_COMMANDS, "--seed {seed} train-it --bs {local_batch} --epochs {epochs}", {"epochs": 3}),
         (DATACLASS, "--batch-size {local_batch} --seed {seed}", {"seed": 5}),
     ],
     ids=[
@@ -154,7 +210,7 @@ NOTHING = "batch_size = 64\nmodel = build()\n"
             "hugging-face",
             "absl",
         ),
-        *("hydra", "dataclass"),
+        *("hydra", "of the node", "of a model", "subcommands", "click group", "typer commands", "dataclass"),
     ],
 )
 def test_a_script_of_any_style_gets_its_batch(
@@ -281,7 +337,7 @@ def test_what_the_source_does_not_say_is_unknown_and_asked_for(
     assert told["required"] == ["samples"]
     assert 'resume_arguments = ["--resume", "last.pt"]' in text
     assert [line.partition("tula")[2].split()[0] for line in told["next"]] == ["attach", "check", "sweep"]
-    assert told["next"][0].endswith(" train.py --batch-size 256 --epochs 100")
+    assert told["next"][0].endswith(" train.py --batch-size 256 --epochs 100 ... --out ...")
     assert told["next"][1].endswith(f" --sweep {tmp_path / 'train.toml'}")
     assert (told["notes"], told["partition"]["name"]) == ([], "cpu")
     with pytest.raises(InputError, match=r"samples: is required with a script"):
@@ -348,6 +404,57 @@ def test_bounds_of_the_search_are_valid_for_small_batches_and_data(
     path = tmp_path / "mine.toml"
     path.write_text("\n".join(['name = "mine"', "[workload]", work, f"accumulation = {passes}", *tables]))
     check_together(load_sweep(path), cluster, path, "cluster.toml")
+
+
+def next_lines(tmp_path: Path, script: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What `tula init` says to run, the words behind the file to fill in."""
+    assert main([str(tmp_path / "cluster.toml"), "--script", script, "--json", "--force"]) == 0
+    line: str = json.loads(capsys.readouterr().out)["next"][0]
+    return line.partition(".toml ")[2].split()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (ARGPARSE, "train.py --batch-size 256 --epochs 100 ... --out ..."),
+        (NOTHING + 'parser.add_argument("-c", "--config", required=True)', "train.py --config ..."),
+        (OF_A_MODEL, "train.py --micro-batch-size 32 --train-iters 1000"),
+        (STEPS, "train.py --batch_size 12"),
+        (SUBCOMMANDS, "train.py train --bs 32 --epochs 100 --data ..."),
+        (CLICK_GROUP, "train.py fit --bs 32 --epochs 100 --data ..."),
+        (TYPER_COMMANDS, "train.py train-it --bs 16 --epochs 100 ..."),
+    ],
+    ids=["a place", "no batch", "steps", "steps with a default", "subcommands", "click group", "typer commands"],
+)
+def test_the_next_command_has_what_the_script_requires(
+    commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
+) -> None:
+    put_site(commands, [Made("cpu")])
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    assert next_lines(tmp_path, str(script), capsys) == [str(script), *words.split()[1:]]
+    required = required_arguments((tmp_path / "train.toml").read_text())
+    assert len(required) == words.count("...")
+
+
+def test_a_script_that_imports_from_its_package_is_run_as_a_module(
+    commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_site(commands, [Made("cpu")])
+    for package in (tmp_path / "src" / "mine", tmp_path / "src" / "plain"):
+        package.mkdir(parents=True)
+        (package / "train.py").write_text(f"from .nets import net\n{STEPS}")
+    (tmp_path / "src" / "mine" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path / "src")
+    for name in ("mine", "plain"):
+        assert next_lines(tmp_path, f"{name}/train.py", capsys)[:2] == ["-m", f"{name}.train"]
+        workload = tomllib.loads((tmp_path / "train.toml").read_text())["workload"]
+        assert workload["module"] == f"{name}.train"
+        assert "script" not in workload
+    monkeypatch.chdir(tmp_path)
+    assert main(["elsewhere.toml", "--script", "src/mine/train.py", "--force"]) == 2
+    assert "module mine.train, which is not here or installed" in capsys.readouterr().err
+    assert not (tmp_path / "elsewhere.toml").exists()
 
 
 def test_the_shipped_scripts_are_read() -> None:

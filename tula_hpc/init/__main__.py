@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tula_hpc.command_errors import CommandParser, exit_code_of
 from tula_hpc.formatting import command_line, plural, printable, printable_output
-from tula_hpc.own_sources import trains_together
+from tula_hpc.own_sources import find_module, trains_together
 
 if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec
@@ -154,9 +154,16 @@ def _read_script(options: argparse.Namespace) -> Script:
         target = target.with_name(f"{path.stem}-sweep.toml")
     _refuse_existing(target, "move it away", force=options.force)
     try:
-        return Script(path.absolute(), read_options(path), target)
+        script = Script(path.absolute(), read_options(path), target)
     except ValueError as error:
         raise InputError(str(error), source=path) from None
+    if script.module is not None and find_module(script.module) is None:
+        message = (
+            f"imports from its package, so that it is run as module {script.module}, which is not "
+            "here or installed; install it, or start the command in the folder of the package"
+        )
+        raise InputError(message, source=path)
+    return script
 
 
 def _refuse_existing(target: Path, remedy: str, *, force: bool) -> None:
@@ -295,7 +302,8 @@ def _next(cluster: _Cluster, script: Script | None) -> Iterator[str]:
         path = script.path
         if path.is_relative_to(here):
             path = path.relative_to(here)
-        yield command_line("attach", "--into", str(script.target), str(path), *script.trial())
+        run = [str(path)] if script.module is None else ["-m", script.module]
+        yield command_line("attach", "--into", str(script.target), *run, *script.trial())
     # whether the script's data and loader are meant is in its sweep file
     checked = () if script is None else ("--sweep", str(script.target))
     yield command_line("check", str(cluster.file), *checked)

@@ -8,8 +8,9 @@ with Hydra reads.
 from __future__ import annotations
 
 import ast
+import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,8 @@ from typing import Any, NamedTuple
 class Option(NamedTuple):
     """Option of a command line."""
 
-    # as it is typed, with a "=" behind it where the value is in the same word
+    # as it is typed, with a "=" behind it where the value is in the same word; a name by itself
+    # where only the value is typed
     flag: str
     # all its names, as the script's code writes them
     names: tuple[str, ...]
@@ -26,11 +28,18 @@ class Option(NamedTuple):
     takes_value: bool = True
     is_required: bool = False
     help: str = ""
+    # subcommand that has it; "": none
+    command: str = ""
+    # of a program with subcommands, which takes it before them
+    is_before: bool = False
 
     def words(self, value: str) -> list[str]:
         """Return the words of a command line that give it this value."""
         if not self.takes_value:
             return [self.flag]
+        if re.fullmatch(r"\w+", self.flag):
+            # by its place
+            return [value]
         return [self.flag + value] if self.flag.endswith("=") else [self.flag, value]
 
 
@@ -52,6 +61,18 @@ class ScriptOptions(NamedTuple):
     saves: bool = False
     # it calls `tula_hpc.attach.keep`, which resumes it without any option
     is_kept: bool = False
+    # subcommand that trains; "": there is none
+    command: str = ""
+    # it imports from its own package, as only a module can
+    is_in_package: bool = False
+
+    def words(self, values: Iterable[tuple[Option | None, str]]) -> list[str]:
+        """Return a command line with these values; without an option they are left out."""
+        given = [(option, value) for option, value in values if option is not None]
+        before = [option.words(value) for option, value in given if option.is_before]
+        after = [option.words(value) for option, value in given if not option.is_before]
+        command = [self.command] if self.command else []
+        return list(itertools.chain(*before, command, *after))
 
     @property
     def is_global(self) -> bool:
@@ -60,6 +81,9 @@ class ScriptOptions(NamedTuple):
             return False
         if any(map(_GLOBAL.search, self.batch.names)):
             return True
+        if any(map(_OF_ONE_PASS.search, self.batch.names)):
+            # its help may tell how a global one follows from it
+            return False
         told = self.batch.help.lower()
         is_part = _OF_A_NODE.search(told) or _OF_A_WORKER.search(told)
         return _GLOBAL.search(told) is not None and not is_part
@@ -71,7 +95,7 @@ _GLOBAL = re.compile(
     r"|\b(?:of|over|across) all (?:gpus|workers|ranks|processes|devices|nodes)\b"
 )
 # by a worker of each GPU such a batch is that of a worker
-_OF_A_NODE = re.compile(r"\b(?:a|the current|current|each|per|this) node\b")
+_OF_A_NODE = re.compile(r"\b(?:a|the|the current|current|each|per|this) node\b")
 _OF_A_WORKER = re.compile(r"\b(?:each|per) (?:gpu|worker|rank|process|device)\b")
 _OF_BATCHES = "train|training|per|device|gpu|rank|worker|local|micro|mini|global|total|effective"
 _ROLES = {
@@ -116,6 +140,8 @@ def read_options(path: Path) -> ScriptOptions:
     names |= {name.rpartition(".")[2] for name in _imported(tree)}
     if names & {"TrainingArguments", "Seq2SeqTrainingArguments"} and "HfArgumentParser" in names:
         options += _HUGGING_FACE
+    command = _training_command(options)
+    options = [option for option in options if option.command in ("", command)]
     roles = {role: _best(role, options) for role in _ROLES}
     chosen = [option for option in roles.values() if option is not None]
     return ScriptOptions(
@@ -125,7 +151,20 @@ def read_options(path: Path) -> ScriptOptions:
         saves="Trainer" in names
         or any(re.search("save|checkpoint", name.lower()) for name in names),
         is_kept="keep" in names and "tula_hpc.attach" in _imported(tree),
+        command=command,
+        is_in_package=any(isinstance(n, ast.ImportFrom) and n.level > 0 for n in ast.walk(tree)),
     )
+
+
+def _training_command(options: Sequence[Option]) -> str:
+    """Return the subcommand that has most of what a training has; "" where there are none."""
+
+    def known(command: str) -> int:
+        own = [option for option in options if option.command == command]
+        return sum(_best(role, own) is not None for role in _ROLES)
+
+    commands = dict.fromkeys(option.command for option in options if option.command)
+    return max(commands, key=known, default="")
 
 
 def _best(role: str, options: Iterable[Option]) -> Option | None:
@@ -147,6 +186,8 @@ def _best(role: str, options: Iterable[Option]) -> Option | None:
 def _declared(tree: ast.Module) -> Iterator[Option]:
     """Yield the options that are declared by a call: argparse, click and absl."""
     constants = _constants(tree)
+    parsers = _Parsers(tree)
+    of_click = _commands_of_click(tree)
     for call in ast.walk(tree):
         if not isinstance(call, ast.Call):
             continue
@@ -159,7 +200,69 @@ def _declared(tree: ast.Module) -> Iterator[Option]:
             takes_value = name not in ("DEFINE_bool", "DEFINE_boolean")
             yield Option(f"--{texts[0]}", (_written(texts[0]),), default, takes_value)
         elif name in ("add_argument", "option", "argument") and texts:
-            yield _of_call(texts, given, constants)
+            option = _of_call(texts, given, constants)
+            command = of_click.get(call, parsers.command_of(call))
+            yield option._replace(command=command or "", is_before=command is None)
+
+
+class _Parsers:
+    """Variables of argparse's parsers, and the subcommands that these are of."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        with_commands = [call.func for call in calls if _last_name(call.func) == "add_subparsers"]
+        self.programs = {_holder(function) for function in with_commands} - {""}
+        # a variable may be used for one parser after another: line, variable and command
+        self.made: list[tuple[int, str, str | None]] = []
+        made = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+        for node in sorted(made, key=lambda each: each.lineno):
+            if isinstance(node.value, ast.Call):
+                names = [each.id for each in node.targets if isinstance(each, ast.Name)]
+                self.made += [
+                    (node.lineno, name, self._made_by(node.value, name)) for name in names
+                ]
+
+    def _made_by(self, call: ast.Call, variable: str) -> str | None:
+        kind = _last_name(call.func)
+        if kind == "add_parser" and call.args:
+            return str(_value(call.args[0], {}) or "")
+        if kind in ("add_argument_group", "add_mutually_exclusive_group"):
+            return self.command_of(call)
+        return None if variable in self.programs else ""
+
+    def command_of(self, call: ast.Call) -> str | None:
+        """Return the subcommand of the parser whose method is called, "" where none is known.
+
+        None stands for the parser of a program that has subcommands.
+        """
+        variable = _holder(call.func)
+        found = None if variable in self.programs else ""
+        for line, name, command in self.made:
+            if name == variable and line <= call.lineno:
+                found = command
+        return found
+
+
+def _commands_of_click(tree: ast.Module) -> dict[ast.Call, str | None]:
+    """Return the subcommand of each decorator that declares an option; None: before all of these."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    groups = {each.name for each in functions if "group" in map(_last_name, each.decorator_list)}
+    found: dict[ast.Call, str | None] = {}
+    for each in functions:
+        calls = [node for node in each.decorator_list if isinstance(node, ast.Call)]
+        if each.name in groups:
+            found |= dict.fromkeys(calls)
+        for call in calls:
+            if _last_name(call.func) == "command" and _holder(call.func) in groups:
+                found |= dict.fromkeys(calls, _command_name(each, call))
+    return found
+
+
+def _command_name(function: ast.FunctionDef, decorator: ast.expr) -> str:
+    """Return the name of a command of click or typer."""
+    given = decorator.args if isinstance(decorator, ast.Call) else []
+    named = _value(given[0], {}) if given else None
+    return named if isinstance(named, str) else function.name.replace("_", "-")
 
 
 def _of_call(texts: list[str], given: dict[str, ast.expr], constants: dict[str, Any]) -> Option:
@@ -194,16 +297,42 @@ def _made(tree: ast.Module) -> Iterator[Option]:
             for argument in node.args:
                 makers |= {each.id for each in ast.walk(argument) if isinstance(each, ast.Name)}
     constants = _constants(tree)
+    # click declares its options one by one
+    commands: dict[str, str | None] = {
+        **dict.fromkeys(makers, ""),
+        **_commands_of_typer(tree),
+    }
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef):
-            decorated = {_last_name(each) for each in node.decorator_list} & {"command", "callback"}
-            # click declares its options one by one
-            if node.name in makers or (decorated and "typer" in _imported(tree)):
-                yield from _parameters(node.args, constants)
+        if isinstance(node, ast.FunctionDef) and node.name in commands:
+            command = commands[node.name]
+            for option in _parameters(node.args, constants):
+                # typer takes one without a default by its place
+                by_place = option.is_required and node.name not in makers
+                flag = option.names[0] if by_place else option.flag
+                yield option._replace(flag=flag, command=command or "", is_before=command is None)
         elif isinstance(node, ast.ClassDef) and node.name in makers:
             for field in node.body:
                 if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
                     yield _of_name(field.target.id, field.value, constants)
+
+
+def _commands_of_typer(tree: ast.Module) -> dict[str, str | None]:
+    """Return the subcommands of typer by their functions.
+
+    None stands for a function that takes what comes before them, "" for a program that has none.
+    """
+    found: dict[str, str | None] = {}
+    if "typer" not in _imported(tree):
+        return found
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    for each in functions:
+        for decorator in each.decorator_list:
+            if _last_name(decorator) == "command":
+                found[each.name] = _command_name(each, decorator)
+            elif _last_name(decorator) == "callback":
+                found[each.name] = None
+    # a single one is the program itself
+    return found if len(found) > 1 else dict.fromkeys(found, "")
 
 
 def _parameters(given: ast.arguments, constants: dict[str, Any]) -> Iterator[Option]:
@@ -305,6 +434,13 @@ def _last_name(node: ast.AST | None) -> str:
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
+
+
+def _holder(function: ast.expr) -> str:
+    """Return the variable whose method this is; "" where it is none's."""
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+        return function.value.id
+    return ""
 
 
 def _written(flag: str) -> str:

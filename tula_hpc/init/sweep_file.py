@@ -22,6 +22,8 @@ BATCH_RANGE = 16
 MOST_SIZES = 4
 # of small data a few epochs end before anything is measured
 TRIAL_EPOCHS = 100
+# where it counts steps and has no default
+TRIAL_STEPS = 1000
 LARGEST_BATCH = 2**30
 LARGEST_SEED = 2**31
 METRIC = Line(
@@ -44,14 +46,32 @@ class Script(NamedTuple):
         """Batch that the script takes by itself."""
         return _number(self.options.batch, 2**20) or USUAL_BATCH
 
+    @property
+    def module(self) -> str | None:
+        """Name as which `python -m` runs it, where it is a part of a package; else None."""
+        if not self.options.is_in_package:
+            return None
+        top = self.path.parent
+        while (top / "__init__.py").exists():
+            top = top.parent
+        if top == self.path.parent:
+            # of a package without that file
+            top = Path.cwd()
+        if not self.path.is_relative_to(top):
+            return None
+        return ".".join(self.path.relative_to(top).with_suffix("").parts)
+
     def trial(self) -> list[str]:
         """Return arguments with which the script runs until it has been looked at."""
-        words: list[str] = []
-        if self.options.batch is not None:
-            words += self.options.batch.words(str(self.batch))
-        if self.options.epochs is not None:
-            words += self.options.epochs.words(str(TRIAL_EPOCHS))
-        return words
+        options = self.options
+        values = [
+            (options.batch, str(self.batch)),
+            (options.epochs, str(TRIAL_EPOCHS)),
+            *((each, "...") for each in options.required),
+        ]
+        if options.epochs is None and _number(options.steps, 2**62) is None:
+            values.append((options.steps, str(TRIAL_STEPS)))
+        return options.words(values)
 
 
 def sweep_file(script: Script, cluster: ClusterSpec) -> str:
@@ -85,7 +105,10 @@ def name_line(stem: str) -> str:
 
 def _workload(script: Script) -> Iterator[Line]:
     options = script.options
-    yield Line("script", _path_of(script), "in the working directory, or beside this file")
+    if script.module is not None:
+        yield Line("module", script.module, "it imports from its package; in the working directory")
+    else:
+        yield Line("script", _path_of(script), "in the working directory, or beside this file")
     yield from _arguments(options)
     yield Line(
         "samples",
@@ -118,19 +141,19 @@ def _arguments(options: ScriptOptions) -> Iterator[Line]:
     if batch is None:
         comment = f"no option of it names a batch: {UNKNOWN}"
         yield Line("arguments", ["--batch-size", "{local_batch}"], comment, asked=True)
-        return
-    carrier = "{global_batch}" if options.is_global else "{local_batch}"
-    words = batch.words(carrier)
-    for option, value in (
-        (options.epochs, "{epochs}"),
-        (None if options.epochs else options.steps, "{steps}"),
-        (options.seed, "{seed}"),
-        (options.nodes, "{nodes}"),
-        (options.accumulation, "{accumulation}"),
-    ):
-        words += option.words(value) if option is not None else []
-    whose = "a step over all workers" if options.is_global else "one forward pass of one worker"
-    yield Line("arguments", words, f"the batch is that of {whose}")
+    else:
+        words = options.words(
+            [
+                (batch, "{global_batch}" if options.is_global else "{local_batch}"),
+                (options.epochs, "{epochs}"),
+                (None if options.epochs else options.steps, "{steps}"),
+                (options.seed, "{seed}"),
+                (options.nodes, "{nodes}"),
+                (options.accumulation, "{accumulation}"),
+            ]
+        )
+        whose = "a step over all workers" if options.is_global else "one forward pass of one worker"
+        yield Line("arguments", words, f"the batch is that of {whose}")
     for option in options.required:
         comment = f"the script requires {option.flag}; add it above: {UNKNOWN}"
         yield Line("arguments", [*option.words("...")], comment, asked=True)
