@@ -39,7 +39,7 @@ CASES = [("compact_cnn", 32), ("compact_cnn", 128), ("medium_cnn", 64)]
 PAIRS = 14
 SAMPLES = 4096
 LIMIT = 0.03
-SEARCH = SearchSpec(warmup_steps=3, min_steps=50, max_steps=200, noise_steps=0)
+SEARCH = SearchSpec(warmup_steps=3, min_steps=50, max_steps=200)
 TIMES = ("step_time_s", "compute_time_s", "optimizer_time_s", "data_time_s")
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 

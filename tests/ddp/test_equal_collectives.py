@@ -117,7 +117,7 @@ class Form:
             "name": "x",
             "workload": workload | self.workload,
             "training": training | self.training,
-            "search": {"min_steps": 5, "max_steps": 10, "warmup_steps": 2, "noise_steps": 1},
+            "search": {"min_steps": 5, "max_steps": 10, "warmup_steps": 2},
             "study": self.study and {"batches": [batch], "methods": ["lbt"], **self.study},
         }
         return SweepSpec.model_validate(fields)

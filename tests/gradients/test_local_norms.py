@@ -324,7 +324,7 @@ def test_a_batch_that_cannot_be_divided_keeps_it_too() -> None:
 def test_a_profile_times_an_update_only_where_it_takes_a_pass(model: str, updates: bool) -> None:
     workload = {"model": model, "dataset": "digits", "loader_workers": 0}
     training = {"granularity": "tensor", "reference": "free"}
-    search = {"warmup_steps": 1, "min_steps": 5, "max_steps": 5, "noise_steps": 0}
+    search = {"warmup_steps": 1, "min_steps": 5, "max_steps": 5}
     spec = SweepSpec.model_validate({"name": "x", "workload": workload, "training": training, "search": search})
     measurement = measure(spec, ClusterSpec(), Configuration(1, 1, 32), ALONE)
     assert measurement.status == "ok"

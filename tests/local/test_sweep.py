@@ -262,7 +262,7 @@ def test_out_of_memory_is_a_record_and_the_plan_stays_below_it(tmp_path: Path) -
         'name = "hungry"\n'
         '[workload]\nmodel = "tests.examples.hungry:build"\ndataset = "digits"\nloader_workers = 0\n'
         '[search]\ncluster_sizes = [1]\nmin_batch = 64\nmax_batch = 128\nmode = "full"\nestimate = false\n'
-        "warmup_steps = 1\nnoise_steps = 1\nmin_steps = 5\nmax_steps = 5\n"
+        "warmup_steps = 1\nmin_steps = 5\nmax_steps = 5\n"
         '[training]\nmethod = "lbt"\n'  # scaling takes the batch in two halves, which needs less
     )
     cluster = tmp_path / "limited.toml"

@@ -50,7 +50,6 @@ max_batch = 256
 mode = "partial"
 estimate = false
 warmup_steps = 1
-noise_steps = 1
 min_steps = 5
 max_steps = 10
 [objective]

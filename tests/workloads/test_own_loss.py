@@ -64,7 +64,7 @@ WORDS = {
 def sweep(workload: dict[str, Any], **training: object) -> SweepSpec:
     quick = {"epochs": 2, "lr": 0.05, "loader_workers": 0}
     options = {"log_interval_steps": 1, "base_batch": 16, "drift": False}
-    search = {"min_batch": 16, "max_batch": 32, "min_steps": 5, "max_steps": 5, "warmup_steps": 1, "noise_steps": 0}
+    search = {"min_batch": 16, "max_batch": 32, "min_steps": 5, "max_steps": 5, "warmup_steps": 1}
     given = {"name": "x", "workload": quick | workload, "training": options | training, "search": search}
     return SweepSpec.model_validate(given)
 
@@ -234,7 +234,7 @@ def stepped(worker: Worker) -> dict[str, Any]:
     for _ in range(3):
         worker.train_step(*next(batches))
     assert isinstance(worker.optimizer, TulaOptimizer)
-    noise = probe_noise(worker, batches, 1)
+    noise = probe_noise(worker, batches)
     state = {**worker.model.state_dict(), "noise": torch.tensor(noise.terms)}
     return {"state": state, "scale": worker.optimizer.statistics().scale_mean}
 

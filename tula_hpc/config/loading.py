@@ -59,6 +59,7 @@ GONE: dict[tuple[str, str], object] = {
     ("training", "replan_on_drift"): False,
     ("training", "scale_histogram"): False,
     ("training", "exclude_norms"): False,
+    ("search", "noise_steps"): 0,
 }
 # tomllib's time grows with the square of a dotted key's parts
 MOST_KEY_PARTS = 100

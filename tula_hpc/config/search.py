@@ -77,8 +77,6 @@ class SearchSpec(Spec):
     """Timing ends when the 95 % interval of the mean step time is narrower than this share of it."""
     first_step_minutes: float = Field(default=10.0, gt=0, le=1e6)
     """A script is given up after so long without an optimizer step."""
-    noise_steps: int = Field(default=0, ge=0, le=10_000)
-    """Training steps, undone afterwards, before the noise of the gradient is measured."""
 
     @field_validator("cluster_sizes")
     @classmethod

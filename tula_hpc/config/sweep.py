@@ -52,10 +52,6 @@ class SweepSpec(Spec):
             if "method" not in self.training.model_fields_set:
                 self.__dict__["training"] = self.training.model_copy(update={"method": "lbt"})
             of_study = self.study is not None or (info.context or {}).get("of_study", False)
-            if self.search.noise_steps:
-                raise ValueError(
-                    "search.noise_steps: a script is not trained while it is measured; remove it"
-                )
             scales = "lr_scale" in self.workload.placeholders
             check_script(self.training, scales=scales, of_study=of_study)
         return self

@@ -209,8 +209,7 @@ class StepProfile(Course):
         self.time_apart("compute", lambda: self._compute(inputs, targets))
         self._time_smaller_computes(inputs, targets)
         self._time_optimizer()
-        # before the update, whose factors come from gradients that are neither reduced nor unscaled
-        self.noise = probe_noise(self.worker, self.batches, self.worker.sweep.search.noise_steps)
+        self.noise = probe_noise(self.worker, self.batches)
         if self._takes_passes:
             # the update looks at the gradients of a backward pass
             self._compute(inputs, targets)

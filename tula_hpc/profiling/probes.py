@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from typing import NamedTuple
 
@@ -27,7 +26,6 @@ from tula_hpc.gradients.reference_gradient import flatten
 from tula_hpc.process_memory import out_of_memory
 from tula_hpc.profiling.meters import Metered
 from tula_hpc.profiling.timing import round_s
-from tula_hpc.workloads.optimizers import forget
 
 # each costs about as much as a training step
 PASSES = 4
@@ -35,8 +33,6 @@ PASSES = 4
 PIECES = 4
 # samples; below, BatchNorm's statistics are mostly noise of their own
 SMALLEST_PIECE = 8
-# of workload.lr, for steps before the measurement: where a warm-up begins
-LEARNING_RATE_SHARE = 0.1
 
 Batches = Iterator[tuple[Batch, Batch]]
 
@@ -51,37 +47,11 @@ class NoiseEstimate(NamedTuple):
     terms: tuple[tuple[float, float], ...] = ()
 
 
-def probe_noise(worker: Worker, batches: Batches, steps: int = 0) -> NoiseEstimate:
+def probe_noise(worker: Worker, batches: Batches) -> NoiseEstimate:
     """Return the noise scale at the worker's weights, the same on every worker. Collective.
 
     Model and `.grad` stay. Where memory does not suffice for a second gradient, it is unknown.
-
-    So many steps are trained first, at a tenth of the learning rate: at the initial weights the
-    noise scale is far below that of most of training. Weights and buffers are restored afterwards,
-    the optimizer is not.
     """
-    with _trained(worker, batches, steps):
-        return _estimate(worker, batches)
-
-
-@contextmanager
-def _trained(worker: Worker, batches: Batches, steps: int) -> Iterator[None]:
-    """Train some steps for the block, then restore the model from a copy on the host."""
-    if steps == 0:
-        yield
-        return
-    saved = map_tensors(lambda tensor: tensor.to("cpu", copy=True), worker.model_state())
-    # the optimizer was timed on gradients that were not reduced, nor unscaled
-    forget(worker.optimizer)
-    for group in worker.optimizer.param_groups:
-        group["lr"] = LEARNING_RATE_SHARE * worker.sweep.workload.lr
-    for _ in range(steps):
-        worker.train_step(*next(batches))
-    yield
-    worker.load_model_state(saved)
-
-
-def _estimate(worker: Worker, batches: Batches) -> NoiseEstimate:
     world, batch = worker.env.world_size, worker.configuration.local_batch
     pieces = 1 if world > 1 else min(PIECES, max(2, batch // SMALLEST_PIECE))
     piece = batch // pieces

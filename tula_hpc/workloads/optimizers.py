@@ -119,11 +119,6 @@ def consolidate(optimizer: Optimizer) -> None:
         base.consolidate_state_dict(to=0)
 
 
-def forget(optimizer: Optimizer) -> None:
-    """Drop all momenta, as before the first step."""
-    _plain(optimizer).state.clear()
-
-
 def own_states(optimizer: Optimizer) -> dict[Any, Any]:
     """Return the states that this worker holds."""
     return dict(_plain(optimizer).state)
