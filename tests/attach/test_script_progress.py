@@ -375,27 +375,6 @@ def test_another_model_than_was_measured_is_refused(tmp_path: Path, clock: Clock
         told.step()
 
 
-@pytest.mark.parametrize("is_followed", [True, False])
-def test_the_model_that_was_measured_may_follow_a_smaller_one(
-    tmp_path: Path, clock: Clock, *, is_followed: bool
-) -> None:
-    """As the generator of a GAN on one worker, whose discriminator steps first."""
-    told = Told(tmp_path, clock, samples=16)
-    training = told.training
-    training.settings = training.settings.model_copy(update={"parameters": 12})
-    training.hooks.model = training.hooks.inner_model
-    told.step(parts=2)
-    if not is_followed:
-        with pytest.raises(InputError, match="6 parameters now, 12 when it was measured"):
-            told.step()
-        return
-    training.hooks.model = training.hooks.inner_model = torch.nn.Linear(3, 3)
-    training.begins_anew()
-    for _ in range(2):
-        told.step()
-    assert [(row.epoch, row.step, row.samples_seen) for row in told.metrics().epochs] == [(1, 2, 16)]
-
-
 def test_of_a_model_with_frozen_layers_those_that_are_trained_count(tmp_path: Path, clock: Clock) -> None:
     told = Told(tmp_path, clock, samples=16)
     told.training.settings = told.training.settings.model_copy(update={"parameters": 4})

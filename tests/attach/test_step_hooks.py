@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 from tests.forked import start_workers
-from tula_hpc.attach.hooks.find_model import model_of, name_of
+from tula_hpc.attach.hooks.find_model import model_of, name_of, parameters_of, trained_in
 from tula_hpc.attach.hooks.passes import Listener
 from tula_hpc.attach.hooks.step_hooks import Hooks
 from tula_hpc.batches import LoaderPass, samples_in
@@ -228,6 +228,29 @@ def with_two_optimizers() -> None:
         for model, optimizer in ((small, first), (large, second)):
             backward(model, 5)
             optimizer.step()
+
+
+def with_a_critic() -> None:
+    """As of a WGAN: it steps several times before the larger generator does."""
+    critic, generator = nn.Linear(4, 1), nn.Linear(4, 9)
+    first, second = torch.optim.Adam(critic.parameters()), torch.optim.SGD(generator.parameters(), 0.1)
+    for _ in range(2):
+        for _ in range(5):
+            backward(critic, 5)
+            first.step()
+        backward(generator, 5)
+        second.step()
+
+
+def with_a_teacher() -> None:
+    """Larger, wrapped as well and never frozen, but no optimizer has it."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    teacher, model = DistributedDataParallel(nn.Linear(4, 9)), DistributedDataParallel(nn.Linear(4, 9, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        inputs = torch.randn(3, 4)
+        torch.autograd.backward((model(inputs) - teacher(inputs).detach()).square().mean())
+        optimizer.step()
 
 
 def with_parts_of_a_model() -> None:
@@ -519,7 +542,10 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
     # a model that nothing wraps is known from its first step on
     "plain": (plain, "ready step, forward 3 ready step, evaluation evaluation"),
     "with closures": (with_closures, "forward 3 ready step, forward 3 ready step"),
-    "with two optimizers": (with_two_optimizers, "ready step anew ready step, forward 5 ready step"),
+    # the smaller model's steps do not count
+    "with two optimizers": (with_two_optimizers, "ready step, forward 5 ready step"),
+    "with a critic": (with_a_critic, "ready step, forward 5 ready step"),
+    "with a teacher": (with_a_teacher, "forward 3 anew ready step, forward 3 ready step"),
     "with parts of a model": (with_parts_of_a_model, "ready step, anew ready step, forward 6"),
     "with loaders": (
         with_loaders,
@@ -692,6 +718,13 @@ def count_around(rank: int, folder: Path) -> None:
 def test_a_model_counts_by_the_name_that_the_script_has_for_it(tmp_path: Path) -> None:
     start_workers(1, count_around, tmp_path)
     assert json.loads((tmp_path / "told.json").read_text()) == [True, "Around", ["Linear"]]
+
+
+def test_a_teacher_within_a_model_is_not_trained() -> None:
+    model = nn.ModuleDict({"student": nn.Linear(4, 2), "teacher": nn.Linear(4, 9)})
+    assert len(trained_in(model)) == 4
+    optimizer = torch.optim.SGD(model["student"].parameters(), 0.1)
+    assert set(trained_in(model)) == parameters_of(optimizer)
 
 
 def test_a_librarys_wrapper_has_the_name_of_the_model_within() -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from tula_hpc.attach.hooks.find_model import is_sharded, name_of
+from tula_hpc.attach.hooks.find_model import is_sharded, name_of, trained_in
 from tula_hpc.attach.hooks.passes import FEW_STEPS, Apart
 from tula_hpc.attach.reporting import ChildSpec, Mode
 from tula_hpc.attach.train.peers import Peers
@@ -228,7 +228,7 @@ class MeasuredSteps(Mode):
         """
         name, world = self.spec.program.name, self.env.world_size
         model, _ = self.found
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.parameters = trained_in(model)
         if not self.parameters:
             raise InputError(
                 f"{name}: no parameter of the model has requires_grad, so that nothing is trained"

@@ -3,41 +3,17 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 T = TypeVar("T")
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 # what torch.compile and Lightning's Fabric call the model that they wrap
 WRAPPED = ("_orig_mod", "_forward_module")
-
-
-def before_forward(model: nn.Module, then: Callable[..., None]) -> RemovableHandle:
-    """Call a function before each forward pass, with the module, its arguments and keywords.
-
-    Copies of the module, and files that the script saves it to, are without it.
-    """
-    return model.register_forward_pre_hook(_Uncopied(then), with_kwargs=True)
-
-
-class _Uncopied:
-    """Hook of which copies do nothing, and can be loaded where this package is not."""
-
-    def __init__(self, function: Callable[..., None]) -> None:
-        self.function = function
-
-    def __call__(self, *call: Any) -> None:
-        self.function(*call)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        # a method of the standard library that takes any three arguments and returns None
-        return getattr, (nullcontext(), "__exit__")
 
 
 def size_of(model: nn.Module) -> int:
@@ -105,3 +81,16 @@ def model_of(optimizer: Optimizer) -> str:
 def parameters_of(optimizer: Optimizer) -> set[Tensor]:
     """Return what an optimizer changes."""
     return {p for group in optimizer.param_groups for p in group["params"]}
+
+
+def trained_parameters() -> set[Tensor]:
+    """Return what all optimizers together change, whether they have stepped or not."""
+    return {p for optimizer in objects_of(Optimizer) for p in parameters_of(optimizer)}
+
+
+def trained_in(model: nn.Module) -> list[Tensor]:
+    """Return the parameters of a model that are trained: a teacher within it is in no optimizer."""
+    able: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+    owned = trained_parameters()
+    # an optimizer may have copies of them
+    return [p for p in able if p in owned] or able

@@ -20,7 +20,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -35,12 +35,14 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import dataloader
 
+from tula_hpc.attach.hooks.around import after, at_first_call, before, before_forward
 from tula_hpc.attach.hooks.find_model import (
-    before_forward,
     modules_with,
+    objects_of,
     parameters_of,
     parts_with,
     size_of,
+    trained_parameters,
 )
 from tula_hpc.attach.hooks.passes import BackwardPasses, Listener
 from tula_hpc.batches import LoaderPass, length_of, samples_in, tensors_of
@@ -64,6 +66,8 @@ MOST_AHEAD = 1024
 FEW_AHEAD = 2
 # after so many steps without a new batch it goes over those that it keeps
 KEPT_STEPS = 2
+# of smaller models before the first one of the largest, as of a GAN's critic
+MOST_AWAITED = 1000
 
 
 class Hooks:
@@ -137,8 +141,8 @@ class Hooks:
             "already, as under torchrun: call the function that trains without spawn, with RANK, "
             "LOCAL_RANK and WORLD_SIZE from the environment"
         )
-        _before(starting, "start_processes", partial(self.listener.refuse, why))
-        _before((dist, dist.distributed_c10d), "init_process_group", self.listener.meets)
+        before(starting, "start_processes", partial(self.listener.refuse, why))
+        before((dist, dist.distributed_c10d), "init_process_group", self.listener.meets)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         return self
@@ -177,7 +181,7 @@ class Hooks:
                 self._watch(model)
                 self._before_forward(model, args, kwargs)
 
-        _at_first_call(modules, begin)
+        at_first_call(modules, begin)
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
         # evaluation takes no gradients; Lightning switches the mode of the inner model alone
@@ -337,8 +341,10 @@ class Hooks:
     def _counts(self, optimizer: Optimizer) -> bool:
         if optimizer is self.optimizer:
             return True
-        if any(optimizer is other for other in self.others):
+        is_awaiting = self.optimizer is None and self.further_steps >= MOST_AWAITED
+        if any(optimizer is other for other in self.others) and not is_awaiting:
             return self._succeeds(optimizer)
+        self.others = [other for other in self.others if other is not optimizer]
         # its first step
         self.backward.is_stepped = True
         if self.optimizer is None or not isinstance(self.model, DistributedDataParallel):
@@ -367,9 +373,11 @@ class Hooks:
     def _look_at(self, optimizer: Optimizer) -> None:
         """Take an optimizer if it has the model's parameters, or those of a larger one."""
         owned = parameters_of(optimizer)
+        if self.optimizer is None and isinstance(self.model, DistributedDataParallel):
+            self._leave_untrained(self.model)
         if not isinstance(self.model, DistributedDataParallel):
             found = self._modules_of(owned)
-            if not found:
+            if not found or self._awaits_larger(found[0], owned):
                 return
             if self.model is not None and size_of(found[0]) <= size_of(self.model):
                 self._await_whole(owned)
@@ -383,6 +391,32 @@ class Hooks:
             self.others.append(self.optimizer)
             self.listener.begins_anew()
         self.optimizer = optimizer
+
+    def _leave_untrained(self, wrapped: DistributedDataParallel) -> None:
+        """Count the largest wrapped model that any optimizer trains, and no larger teacher."""
+        trained = trained_parameters()
+        models = [
+            each
+            for each in (wrapped, *objects_of(DistributedDataParallel))
+            if self.counted in (None, type(each.module).__name__)
+            and not trained.isdisjoint(each.parameters())
+        ]
+        if models and wrapped not in models:
+            self._watch(max(models, key=size_of))
+            self.listener.begins_anew()
+
+    def _awaits_larger(self, model: nn.Module, owned: set[Tensor]) -> bool:
+        """Tell whether an optimizer that has yet to step has a larger model, as a GAN's second has."""
+        if self.further_steps >= MOST_AWAITED:
+            return False
+        known = [self.optimizer, *self.others, *self._past]
+        for each in objects_of(Optimizer):
+            others = parameters_of(each)
+            if any(each is one for one in known) or not owned.isdisjoint(others):
+                continue
+            if any(size_of(found) > size_of(model) for found in self._modules_of(others)[:1]):
+                return True
+        return False
 
     def _await_whole(self, others: set[Tensor]) -> None:
         """Count passes of the module that holds these parameters too, once it is called.
@@ -401,19 +435,7 @@ class Hooks:
                 self._use_next()
                 self.listener.begins_anew()
 
-        _at_first_call(whole, begin)
-
-
-def after(thing: Any, name: str, then: Callable[..., None]) -> None:
-    """Call a function after a method of an object, or of a class, with the same arguments."""
-    original = getattr(thing, name)
-
-    @wraps(original)
-    def method(*args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs)
-        then(*args)
-
-    setattr(thing, name, method)
+        at_first_call(whole, begin)
 
 
 def _around_next(hooks: Hooks) -> None:
@@ -434,34 +456,9 @@ def _around_next(hooks: Hooks) -> None:
     kind.__next__ = following  # type: ignore[method-assign] # to be told of each
 
 
-def _before(modules: Sequence[Any], name: str, then: Callable[[], None]) -> None:
-    """Call a function before one that these modules share."""
-    original = getattr(modules[0], name)
-
-    @wraps(original)
-    def told(*args: Any, **kwargs: Any) -> Any:
-        then()
-        return original(*args, **kwargs)
-
-    for module in modules:
-        vars(module)[name] = told
-
-
 def _data_of(loader: object) -> int:
     """Return the id of the data set of an iterator of torch's loader, which all its iterators share.
 
     Of None it is 0: not known.
     """
     return 0 if loader is None else id(getattr(loader, "_dataset", loader))
-
-
-def _at_first_call(modules: Iterable[nn.Module], then: Callable[..., None]) -> None:
-    """Call a function before the first forward pass of any of these modules, with its arguments."""
-    handles: list[Any] = []
-
-    def begin(*call: Any) -> None:
-        for handle in handles:
-            handle.remove()
-        then(*call)
-
-    handles += [before_forward(module, begin) for module in modules]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from tula_hpc.attach.hooks.find_model import size_of
+from tula_hpc.attach.hooks.find_model import size_of, trained_in
 from tula_hpc.attach.reporting import own_hook
 from tula_hpc.config import SweepSpec
 from tula_hpc.ddp.methods import ReferenceBatch, scaling_options
@@ -57,7 +57,8 @@ class ScriptScaling:
         # None before the first step
         self.scaling: TulaOptimizer | None = None
         self._loaded: Mapping[str, Any] | None = None
-        self._is_attached = False
+        # the model whose passes have been seen; another one may have been taken for it at first
+        self._attached: nn.Module | None = None
         self._passes = 0
 
     def forward_begins(self, model: nn.Module | None) -> None:
@@ -67,9 +68,9 @@ class ScriptScaling:
             InputError: The script has a hook of its own.
         """
         self._passes += 1
-        if self._is_attached:
+        if model is self._attached:
             return
-        self._is_attached = True
+        self._attached = model
         if not self.adapts or not isinstance(model, DistributedDataParallel):
             return
         # some scripts wrap their model for a single worker, too
@@ -168,7 +169,7 @@ def _factor_since(averaged: Tensor, parameters: list[Tensor]) -> Tensor:
 def refuse_another(model: nn.Module, before: int) -> None:
     """Refuse to train another model than was measured, which had `before` parameters."""
     # as in a profile frozen ones do not count, unless it went on until they were trained
-    now = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    now = sum(p.numel() for p in trained_in(model))
     if before not in (now, size_of(model)):
         raise InputError(
             f"the model has {now:,} parameters now, {before:,} when it was measured; undo the "

@@ -22,7 +22,6 @@ from typing import Any, Literal, NoReturn, cast
 from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
 
-from tula_hpc.attach.hooks.find_model import size_of
 from tula_hpc.attach.hooks.passes import Apart
 from tula_hpc.attach.own_folder import Saved
 from tula_hpc.attach.reporting import ChildSpec, Mode, Said, leave
@@ -275,9 +274,10 @@ class ScriptTraining(Mode):
             self.scaling.step_ends()
         # a single worker's model is known from its first step on
         is_first = not self.steps
+        model, before = self.hooks.inner_model, self.settings.parameters
         # a script may unfreeze layers later, for an optimizer of its own
-        if self._stepped_at is None and self._is_before_another():
-            return
+        if self._stepped_at is None and model is not None and before is not None:
+            refuse_another(model, before)
         if not self.is_open and not is_first:
             # the optimizer has stepped twice
             return
@@ -310,21 +310,6 @@ class ScriptTraining(Mode):
         if own is None:
             return self.settings.samples, self.settings.global_batch
         return min(self.settings.samples, own * self.spec.world_size), 1
-
-    def _is_before_another(self) -> bool:
-        """Refuse another model than was measured, unless that may follow a smaller one, as in a GAN."""
-        model = self.hooks.inner_model
-        before = self.settings.parameters
-        if model is None or before is None:
-            return False
-        # the largest wrapped one is known by now
-        may_follow = self.hooks.model is model and not self.steps and size_of(model) < before
-        if may_follow:
-            self.count_step()
-            self._samples = 0
-        else:
-            refuse_another(model, before)
-        return may_follow
 
     def _count_progress(self) -> None:
         progress, whole = self.progress, self.settings.global_batch
