@@ -123,7 +123,7 @@ def test_workers_that_wait_for_each_other_are_told_where(how: str, began: str, t
 
 
 PECULIAR = ["catches", "handles TERM", "has a thread", "prints", "has two optimizers"]
-PECULIAR += ["has sparse gradients", "calls layers", "has a loss of two passes"]
+PECULIAR += ["has sparse gradients", "calls layers", "has a loss of two passes", "acts"]
 
 
 @pytest.mark.parametrize("how", PECULIAR)

@@ -375,6 +375,15 @@ def test_another_model_than_was_measured_is_refused(tmp_path: Path, clock: Clock
         told.step()
 
 
+def test_a_pass_that_leads_to_no_gradient_is_none_of_the_steps_samples(tmp_path: Path, clock: Clock) -> None:
+    told = Told(tmp_path, clock, samples=16)
+    for _ in range(2):
+        told.training.forward_begins(3)
+        told.training.pass_unused(3)
+        told.step()
+    assert [(row.epoch, row.step, row.samples_seen) for row in told.metrics().epochs] == [(1, 2, 16)]
+
+
 def test_of_a_model_with_frozen_layers_those_that_are_trained_count(tmp_path: Path, clock: Clock) -> None:
     told = Told(tmp_path, clock, samples=16)
     told.training.settings = told.training.settings.model_copy(update={"parameters": 4})

@@ -42,6 +42,9 @@ class Told(Listener):
     def forward_begins(self, samples: int) -> None:
         self.told.append(f"forward {samples}")
 
+    def pass_unused(self, samples: int) -> None:
+        self.told.append(f"unused {samples}")
+
     def gradients_ready(self) -> None:
         self.told.append("ready")
 
@@ -240,6 +243,38 @@ def with_a_critic() -> None:
             first.step()
         backward(generator, 5)
         second.step()
+
+
+class Policy(nn.Linear):
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return torch.distributions.Categorical(logits=super().forward(inputs))
+
+
+def with_actions() -> None:
+    """As in reinforcement learning, with gradients that nobody takes."""
+    policy = Policy(4, 2)
+    optimizer = torch.optim.SGD(policy.parameters(), 0.1)
+    for _ in range(2):
+        actions = torch.stack([policy(torch.randn(4)[None]).sample()[0] for _ in range(2)])
+        torch.autograd.backward(policy(torch.randn(2, 4)).log_prob(actions).sum())
+        optimizer.step()
+
+
+def with_two_stages() -> None:
+    """Both have a part in the loss."""
+    model, optimizer = known()
+    torch.autograd.backward(model(torch.randn(3, 4)).sum() * model(torch.randn(2, 4)).sum())
+    optimizer.step()
+
+
+def with_a_generator() -> None:
+    """Of a WGAN: what it makes for the critic has no gradient, but each time a batch is used up."""
+    model, optimizer = known()
+    for index, (_,) in enumerate(DataLoader(TensorDataset(torch.randn(6, 4)), 3)):
+        made = model(torch.randn(3, 4))
+        if index:
+            torch.autograd.backward(made.sum())
+            optimizer.step()
 
 
 def with_a_teacher() -> None:
@@ -545,6 +580,12 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
     # the smaller model's steps do not count
     "with two optimizers": (with_two_optimizers, "ready step, forward 5 ready step"),
     "with a critic": (with_a_critic, "ready step, forward 5 ready step"),
+    "with actions": (
+        with_actions,
+        "ready step, forward 1 forward 1 forward 2 unused 1 unused 1 ready step",
+    ),
+    "with two stages": (with_two_stages, "ready step, forward 3 forward 2 ready step"),
+    "with a generator": (with_a_generator, "ready step, begin batch forward 3 batch forward 3 ready step"),
     "with a teacher": (with_a_teacher, "forward 3 anew ready step, forward 3 ready step"),
     "with parts of a model": (with_parts_of_a_model, "ready step, anew ready step, forward 6"),
     "with loaders": (

@@ -120,6 +120,11 @@ class MeasuredSteps(Mode):
         if self.unsynchronized and isinstance(self.hooks.model, DistributedDataParallel):
             self.hooks.model.require_backward_grad_sync = False
 
+    def pass_unused(self, samples: int) -> None:
+        """See `Listener`."""
+        self._forwards -= 1
+        self.forward_samples -= Counter((samples,))
+
     def gradients_ready(self) -> None:
         """Keep the weights as they are."""
         if self.optimizer_s is not None:

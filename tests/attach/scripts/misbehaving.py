@@ -131,6 +131,16 @@ def has_a_loss_of_two_passes() -> None:
         optimizer.step()
 
 
+def acts() -> None:
+    """In an environment, without torch.no_grad."""
+    model, optimizer = build()
+    while True:
+        for _ in range(3):
+            model(torch.randn(1, 8)).argmax()
+        torch.autograd.backward(model(torch.randn(BATCH, 8)).square().mean())
+        optimizer.step()
+
+
 def looks_twice() -> None:
     """With another pass before each step, as for labels of its own."""
     model, optimizer = build()
@@ -306,6 +316,7 @@ WAYS: dict[str, Callable[[], object]] = {
     "keeps its batch": keeps_its_batch,
     "gives batches": gives_batches,
     "has a loss of two passes": has_a_loss_of_two_passes,
+    "acts": acts,
     "looks twice": looks_twice,
     "calls layers": lambda: trains(LayerByLayer()),
     "shards its model": lambda: trains(Sharded(8, 4)),

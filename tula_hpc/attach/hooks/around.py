@@ -44,6 +44,11 @@ def before_forward(model: nn.Module, then: Callable[..., None]) -> RemovableHand
     return model.register_forward_pre_hook(_Uncopied(then), with_kwargs=True)
 
 
+def after_forward(model: nn.Module, then: Callable[..., None]) -> RemovableHandle:
+    """Call a function after each forward pass, with the module, its arguments and its output."""
+    return model.register_forward_hook(_Uncopied(then))
+
+
 class _Uncopied:
     """Hook of which copies do nothing, and can be loaded where this package is not."""
 

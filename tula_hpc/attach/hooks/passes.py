@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import wraps
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc.attach.hooks.find_model import objects_of
+from tula_hpc.batches import leaves_of, tensors_of
 
 # passes apart may come with all of the first steps, by chance
 FEW_STEPS = 8
@@ -38,6 +39,9 @@ class Listener:
 
     def forward_begins(self, samples: int) -> None:
         """Note that a forward pass in training begins, with so many samples; 0: unknown."""
+
+    def pass_unused(self, samples: int) -> None:
+        """Note that a pass since the last step was no part of this one: no gradient came from it."""
 
     def gradients_ready(self) -> None:
         """Note that the optimizer will now change the parameters by their gradients."""
@@ -99,6 +103,42 @@ class Apart:
     def are_of_steps(self, steps: int) -> bool:
         """Tell whether most of so many steps have such passes, without an epoch's end."""
         return 2 * self._steps >= max(steps, FEW_STEPS)
+
+
+class Pass:
+    """Forward pass of a step.
+
+    Attributes:
+        samples: As its arguments tell; 0: unknown.
+        is_used: A backward pass has come to its output; None: nobody knows.
+    """
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+        self.is_used: bool | None = None
+
+    def returns(self, output: Any) -> None:
+        """Watch what the pass has returned, as it is when it leaves the model."""
+        for leaf in leaves_of(output):
+            # a distribution over actions has its tensors in attributes
+            inner = leaf if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", {})
+            for tensor in tensors_of(inner):
+                self.is_used = bool(self.is_used)
+                if tensor.grad_fn is not None:
+                    # not the tensor's own hook, of which torch warns where it is saved
+                    tensor.grad_fn.register_prehook(self._is_reached)
+
+    def _is_reached(self, _: object) -> None:
+        self.is_used = True
+
+
+def unused_of(passes: Sequence[Pass]) -> Iterator[int]:
+    """Yield the samples of passes that led to no gradient, beside others that did.
+
+    So a policy acts in an environment where the script does without `torch.no_grad`.
+    """
+    if any(each.is_used for each in passes):
+        yield from (each.samples for each in passes if each.is_used is False)
 
 
 class BackwardPasses:

@@ -34,8 +34,15 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.utils.data import dataloader
+from torch.utils.hooks import RemovableHandle
 
-from tula_hpc.attach.hooks.around import after, at_first_call, before, before_forward
+from tula_hpc.attach.hooks.around import (
+    after,
+    after_forward,
+    at_first_call,
+    before,
+    before_forward,
+)
 from tula_hpc.attach.hooks.find_model import (
     modules_with,
     objects_of,
@@ -44,7 +51,7 @@ from tula_hpc.attach.hooks.find_model import (
     size_of,
     trained_parameters,
 )
-from tula_hpc.attach.hooks.passes import BackwardPasses, Listener
+from tula_hpc.attach.hooks.passes import BackwardPasses, Listener, Pass, unused_of
 from tula_hpc.batches import LoaderPass, length_of, samples_in, tensors_of
 
 
@@ -95,7 +102,10 @@ class Hooks:
         self._past: list[Optimizer] = []
         self.has_repeated = False
         self.further_steps = 0
-        self._forward_hook: Any = None
+        self._forward_hooks: list[RemovableHandle] = []
+        # since the last step, and the one that the model is in; None: it does not count
+        self._forwards: list[Pass] = []
+        self._inside: Pass | None = None
         self.backward = BackwardPasses(listener.refuse)
         # samples of the batch that a loader of torch has last given out; 0: not known
         self._batch = 0
@@ -156,12 +166,16 @@ class Hooks:
         self.listener.model_wrapped(model)
 
     def _watch(self, model: nn.Module) -> None:
-        if self._forward_hook is not None:
-            self._forward_hook.remove()
+        for hook in self._forward_hooks:
+            hook.remove()
         self.model = model
+        self._forwards.clear()
         # kept, as it is asked for several times at every step
         self.inner_model = model.module if isinstance(model, DistributedDataParallel) else model
-        self._forward_hook = before_forward(model, self._before_forward)
+        self._forward_hooks = [
+            before_forward(model, self._before_forward),
+            after_forward(model, self._after_forward),
+        ]
 
     def _modules_of(self, owned: set[Tensor], *, parts: bool = True) -> list[nn.Module]:
         """Return the modules that may be the model of these parameters, inner ones first."""
@@ -188,6 +202,7 @@ class Hooks:
         inner = module if self.inner_model is None else self.inner_model
         in_a_row = self._in_a_row
         self._in_a_row = 0
+        self._inside = None
         if inner.training and torch.is_grad_enabled():
             samples = self._samples_in(args, kwargs)
             alike = (key for key in reversed(self._given) if self._given[key].items == samples)
@@ -210,6 +225,11 @@ class Hooks:
                 # the same batch once more, as for a GAN's other optimizer: no further part of a step
                 self.has_repeated = True
                 return
+            made = Pass(samples)
+            self._forwards.append(made)
+            # what a batch of training's loader is passed for is a part of its epoch in any case
+            is_loaded = unused is not None and unused[0] == self._data
+            self._inside = None if is_loaded else made
             self.listener.forward_begins(samples)
         elif inner.training and self._last.data and self._data in (0, self._last.data):
             # features of a batch that is passed again with gradients, as in parts of a large batch
@@ -217,6 +237,10 @@ class Hooks:
         else:
             self._use_next()
             self.listener.evaluating()
+
+    def _after_forward(self, module: nn.Module, args: object, output: Any) -> None:
+        if self._inside is not None:
+            self._inside.returns(output)
 
     @property
     def _is_over_kept(self) -> bool:
@@ -308,7 +332,7 @@ class Hooks:
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            self.listener.gradients_ready()
+            self._end_passes()
             return None
         losses: list[Any] = []
 
@@ -322,12 +346,18 @@ class Hooks:
                 )
                 self.listener.refuse(why)
             losses.append(closure())
-            self.listener.gradients_ready()
+            self._end_passes()
             return losses[0]
 
         if "closure" in kwargs:
             return args, {**kwargs, "closure": told}
         return (args[0], told, *args[2:]), kwargs
+
+    def _end_passes(self) -> None:
+        for samples in unused_of(self._forwards):
+            self.listener.pass_unused(samples)
+        self._forwards.clear()
+        self.listener.gradients_ready()
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer is self.optimizer:

@@ -259,6 +259,11 @@ class ScriptTraining(Mode):
             # a script that loads in its own way
             self._loading_s = gap_s
 
+    def pass_unused(self, samples: int) -> None:
+        """See `Listener`."""
+        self._samples -= samples
+        self._samples_before = min(self._samples_before, self._samples)
+
     def gradients_ready(self) -> None:
         """See `Listener`."""
         if self.scaling is None:
