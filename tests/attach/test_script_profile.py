@@ -14,10 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.attach.script_runs import QUICK, SCRIPTS, measurement_of, profiled
 from tests.forked_jobs import forking_scripts
-from tula_hpc.attach.measured_steps import _synchronize_again, between_epochs_s
+from tula_hpc.attach.measured_steps import MeasuredSteps, _synchronize_again, between_epochs_s
 from tula_hpc.attach.processes import Outcome
-from tula_hpc.attach.script import typical_batch
+from tula_hpc.attach.reporting import ChildSpec
+from tula_hpc.attach.script import Script, typical_batch
 from tula_hpc.attach.train.first_pass import rehearse_first_pass
+from tula_hpc.env import WorkerEnvironment
 from tula_hpc.profiling.timing import halves_of
 from tula_hpc.records import Configuration, Measurement
 from tula_hpc.records.measurement import is_usable
@@ -36,6 +38,39 @@ def test_passes_apart_that_come_with_every_step_are_none_of_an_epochs_end(tmp_pa
     never_settled = QUICK.model_copy(update={"max_steps": 10, "ci_width": 1e-9})
     (outcome,) = profiled(SCRIPTS / "misbehaving.py", ("looks twice", "4"), tmp_path, search=never_settled)
     assert measurement_of(outcome).between_epochs_s is None
+
+
+class Rounds(MeasuredSteps):
+    """Rounds of two steps, whose waits are taken at their ends."""
+
+    def __init__(self, folder: Path) -> None:
+        program = Script(folder / "train.py", None, ())
+        spec = ChildSpec(mode="profile", program=program, home=folder, said=folder / "said", parent=0)
+        super().__init__(spec, WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), False), "cpu")
+        self.taken: list[float] = []
+
+    def after_step(self) -> None:
+        if self.steps % 2 == 0:
+            self.taken.append(self.waits.take())
+
+    def synchronize_device(self) -> None:
+        pass
+
+    def step(self, waited_s: float) -> None:
+        self.batch_loaded(None, waited_s)
+        self.forward_begins(8)
+        self.step_ends()
+
+
+def test_an_evaluation_behind_a_round_does_not_bring_back_its_waits(tmp_path: Path) -> None:
+    rounds = Rounds(tmp_path)
+    for _ in range(4):
+        for _ in range(4):
+            rounds.step(1.0)
+        rounds.batch_loaded(None, 50.0)
+        rounds.evaluating()
+    # after an evaluation the wait for training's batch is left out, too
+    assert rounds.taken == [2.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0]
 
 
 class Halves(nn.Module):

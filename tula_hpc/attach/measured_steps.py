@@ -162,13 +162,14 @@ class MeasuredSteps(Mode):
         self._used_before = None
         # for a script that loads in its own way
         self.waits.launched()
-        self._mark = self.waits.mark()
         self.count_step()
         try:
             self.after_step()
         except BaseException as error:  # noqa: BLE001 # the script must not catch it
             # of what is refused the sentence is enough
             self.fail(error.with_traceback(None) if isinstance(error, InputError) else error)
+        # not earlier, as a round that is over has taken its waits
+        self._mark = self.waits.mark()
         self._ended_at = time.perf_counter()
 
     def _passes(self) -> int:
@@ -321,7 +322,6 @@ class MeasuredSteps(Mode):
         for _ in range(round(-least)):
             next(self.loader)
         self.waits.take()
-        self._mark = self.waits.mark()
 
 
 def _synchronize_again(model: DistributedDataParallel) -> None:
