@@ -463,7 +463,9 @@ def test_the_shipped_scripts_are_read() -> None:
     assert own.resume is not None
     assert (own.batch.flag, own.batch.default, own.is_global) == ("--batch-size", 64, False)
     assert (own.resume.flag, own.saved) == ("--resume", ("last.pt",))
-    assert read_options(ROOT / "tests" / "attach" / "scripts" / "three_lines.py").is_kept
+    scripts = ROOT / "tests" / "attach" / "scripts"
+    for name in ("three_lines", "on_trainer", "on_lightning", "on_accelerate"):
+        assert read_options(scripts / f"{name}.py").is_kept, name
 
 
 def test_examples_are_written_and_hold_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,7 +59,7 @@ class ScriptOptions(NamedTuple):
     saved: tuple[str, ...] = ()
     # it saves something, or its framework does
     saves: bool = False
-    # it calls `tula_hpc.attach.keep`, which resumes it without any option
+    # it calls what keeps it in `tula_hpc.attach`, which resumes it without any option
     is_kept: bool = False
     # subcommand that trains; "": there is none
     command: str = ""
@@ -111,6 +111,7 @@ _ROLES = {
 # a batch that one forward pass takes comes before the one that is cut into several
 _OF_ONE_PASS = re.compile(r"per_|micro|local")
 _MAKERS = frozenset({"run", "Fire", "cli", "HfArgumentParser", "ArgumentParser"})
+_KEEPING = frozenset({"keep", "trainer_callback", "lightning_callback"})
 _HYDRA_ROOTS = frozenset({"cfg", "config", "conf"})
 # of transformers.TrainingArguments, which is not in the script's own source
 _HUGGING_FACE = (
@@ -150,7 +151,7 @@ def read_options(path: Path) -> ScriptOptions:
         saved=tuple(dict.fromkeys(_saved(tree))),
         saves="Trainer" in names
         or any(re.search("save|checkpoint", name.lower()) for name in names),
-        is_kept="keep" in names and "tula_hpc.attach" in _imported(tree),
+        is_kept=not names.isdisjoint(_KEEPING) and "tula_hpc.attach" in _imported(tree),
         command=command,
         is_in_package=any(isinstance(n, ast.ImportFrom) and n.level > 0 for n in ast.walk(tree)),
     )
