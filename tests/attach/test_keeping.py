@@ -334,8 +334,12 @@ def test_stopped_in_its_last_evaluation_it_goes_on_to_its_end(tmp_path: Path) ->
     assert [(row.epoch, row.test_accuracy) for row in rows] == [(1, 0.5), (2, 0.5)]
 
 
-def test_a_score_of_a_start_with_no_epoch_left_is_the_last_epochs(tmp_path: Path) -> None:
+def test_a_start_with_no_epoch_left_goes_on_behind_the_loop_and_has_the_last_epochs_score(
+    tmp_path: Path, odd_alone: Callable[[str], Story]
+) -> None:
     story = odd(tmp_path, "final")
     assert [story.start(), story.start()] == [[KILLED], [EXITED]]
+    # numbers that it draws behind its loop are those of a start without a kill, too
+    assert_same(odd_alone("final"), story)
     rows = read_metrics(story.run.train().metrics_file).epochs
     assert [(row.epoch, row.test_accuracy) for row in rows] == [(1, None), (2, 0.5)]

@@ -100,6 +100,9 @@ def is_first_time() -> bool:
 first, second = loader(), loader()
 if options.case == "persistent":
     first = DataLoader(data, options.batch_size, shuffle=True, num_workers=1, persistent_workers=True)
+if options.case == "final":
+    # its order is drawn from the script's own numbers
+    first = DataLoader(data, options.batch_size, shuffle=True)
 if options.case == "infinite":
     first = Infinite(data, options.batch_size, shuffle=True, num_workers=1)
 if options.case == "apart":
@@ -185,4 +188,6 @@ elif options.case == "final":
     if is_first_time():
         os.kill(os.getpid(), signal.SIGKILL)
     tula.report(test_accuracy=0.5)
+    with (options.log / "losses-0.txt").open("a") as behind:
+        behind.write(f"{torch.rand(1).item()}\n")
 torch.save(model.state_dict(), options.log / "weights-0.pt")

@@ -190,7 +190,9 @@ class Keeper(SafePoints):
             self.steps.end_epoch()
             self._end_epoch(is_last=epoch + 1 >= count)
         if place == len(loops):
-            # of no epochs
+            # of no epochs, or none is left: what follows goes on with the numbers of their end
+            if "epoch" in self.found:
+                set_random_state(self.found.pop("epoch"))
             loops.append(min(self.progress.epoch, first + count))
 
     def begin_draws(self) -> None:
