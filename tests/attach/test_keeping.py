@@ -285,6 +285,11 @@ def odd_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Story
         ("apart", [30, 2]),
         ("twice", [37]),
         ("peek", [20]),
+        # loaders that the script begins by itself, which have generators of their own
+        ("zipped", [5]),
+        ("zipped", [20, 10]),
+        ("zipped", [25]),
+        ("zipped", [30, 15]),
         # processes of a loader take a random number as they start, but not once an epoch
         ("persistent", [16]),
         ("persistent", [20]),

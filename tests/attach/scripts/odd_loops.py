@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -98,6 +99,7 @@ def is_first_time() -> bool:
 
 
 first, second = loader(), loader()
+third = loader(torch.Generator().manual_seed(7))
 if options.case == "persistent":
     first = DataLoader(data, options.batch_size, shuffle=True, num_workers=1, persistent_workers=True)
 if options.case == "final":
@@ -123,6 +125,15 @@ elif options.case == "peek":
             train(*batch)
             # of the same loader, as for a picture of some samples
             next(iter(first))
+elif options.case == "zipped":
+    second = loader(torch.Generator().manual_seed(6))
+    for _ in tula.epochs(options.epochs):
+        for count in (1, 2):
+            pairs = zip(first, itertools.islice(second, len(second) // count), strict=False)
+            for one, other in tula.batches(pairs):
+                train(torch.cat([one[0], other[0]]), torch.cat([one[1], other[1]]))
+        # of one more loader, as in an evaluation
+        train(*next(iter(third)))
 elif options.case == "carry":
     number = 0
     for _ in tula.epochs(options.epochs):

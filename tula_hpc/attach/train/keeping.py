@@ -20,6 +20,7 @@ from tula_hpc.attach.frameworks.folders import batch_of, check_folders, kept_in_
 from tula_hpc.attach.reporting import Said
 from tula_hpc.attach.train.first_pass import rehearse_first_pass
 from tula_hpc.attach.train.loaders import (
+    OwnBeginnings,
     Passed,
     Stream,
     batch_size_of,
@@ -28,6 +29,7 @@ from tula_hpc.attach.train.loaders import (
     set_generator_states,
     set_random_state,
     start_processes,
+    tell_beginnings,
 )
 from tula_hpc.attach.train.peers import Peers, state_of
 from tula_hpc.attach.train.script_training import ScriptProgress, ScriptTraining
@@ -76,6 +78,7 @@ class Keeper(SafePoints):
         self.generators: dict[str, list[str]] = {}
         # generators and loaders that have theirs: places may share them
         self.restored: list[object] = []
+        self.beginnings = OwnBeginnings(self.restored)
         # loops over `epochs` that this process has begun
         self.loops = 0
         # `epochs` was called, where all workers meet; a framework has ended
@@ -159,6 +162,7 @@ class Keeper(SafePoints):
             if moment != "now" or len(texts) == self.spec.world_size
         }
         self.generators = json.loads(self.found.pop("generators"))
+        self.beginnings.load(self.found.pop("beginnings", "{}"))
 
     # the script's loops
 
@@ -199,9 +203,11 @@ class Keeper(SafePoints):
         """Give random numbers the states that they had at this epoch's beginning."""
         if "epoch" in self.found:
             set_random_state(self.found.pop("epoch"))
-        if not self.progress.calls and not self.progress.batches:
+        is_new = not self.progress.calls and not self.progress.batches
+        if is_new:
             # nothing of the epoch was done
             self.found = {}
+        self.beginnings.begin_epoch(is_new=is_new)
         self.began["epoch"] = random_state()
 
     def _end_epoch(self, *, is_last: bool) -> None:
@@ -236,6 +242,7 @@ class Keeper(SafePoints):
         self._restore_generators(loader)
         if self.calls <= self.progress.calls:
             # of an epoch that is resumed, and done
+            self.beginnings.go_on()
             return
         self.in_batches = True
         stream = self._stream(loader)
@@ -247,10 +254,14 @@ class Keeper(SafePoints):
             self.progress.calls, self.progress.batches = self.calls, 0
             self.steps.end_steps_of_epoch()
 
+    def note_beginning(self, loader: object) -> None:
+        """Note a loader that the script is about to begin by itself in an epoch of `tula.epochs`."""
+        if self.loops and self.in_epoch and not self.in_batches:
+            self.beginnings.note(loader)
+
     def _restore_generators(self, loader: Iterable[Any]) -> None:
         """Give a loader's own generators their states in the checkpoint, unless another place has."""
-        states = self.generators.pop(str(self.calls), [])
-        set_generator_states(loader, states, self.restored)
+        set_generator_states(loader, self.generators.pop(str(self.calls), []), self.restored)
 
     # loops of frameworks, which go through their batches by themselves
 
@@ -313,6 +324,7 @@ class Keeper(SafePoints):
         stream = Stream(loader, passed, self.spec.world_size, begin)
         if "now" in self.found:
             set_random_state(self.found.pop("now"), loader)
+            self.beginnings.go_on()
         self._recount(loader, passed)
         return stream
 
@@ -434,6 +446,7 @@ class Keeper(SafePoints):
         generators = self.generators | begun
         now = random_state(self.loaders.get(self.calls))
         moments = {**self.began, "now": now, "generators": json.dumps(generators)}
+        moments["beginnings"] = self.beginnings.state()
         random = {moment: self.worker.texts(text) for moment, text in moments.items()}
         kept = {name: state_of(thing) for name, thing in self.kept.items()}
         if not self.is_main:
@@ -465,6 +478,7 @@ class KeptTraining(ScriptTraining):
         super().begin()
         self.keeper = Keeper(self)
         be_around(self.keeper)
+        tell_beginnings(self.keeper.note_beginning)
 
     def ended(self, code: int) -> Said:
         """See `Mode`."""

@@ -18,7 +18,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
@@ -131,6 +131,77 @@ def batch_size_of(loader: object) -> int:
     if size is None:
         size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     return size if isinstance(size, int) else 0
+
+
+class OwnBeginnings:
+    """Generators of loaders that a script begins by itself in its epochs, as in `zip(a, b)`.
+
+    They are known by the order in which an epoch begins them.
+
+    Args:
+        restored: Generators that have the states of a checkpoint; these are added.
+    """
+
+    def __init__(self, restored: list[object]) -> None:
+        self._restored = restored
+        # of this epoch: each with the states before its beginning
+        self._begun: list[tuple[object, list[str]]] = []
+        # of a checkpoint, by place: before the beginning, None where the epoch had not come to it,
+        # and as it was saved
+        self._found: dict[int, tuple[list[str] | None, list[str]]] = {}
+        # by place, of earlier epochs too
+        self._loaders: dict[int, object] = {}
+
+    def note(self, loader: object) -> None:
+        """Note a loader right before an iterator is made of it, as it was in an epoch that is resumed."""
+        place = len(self._begun)
+        if place in self._found:
+            before, saved = self._found[place]
+            if before is None:
+                set_generator_states(loader, saved, self._restored)
+            else:
+                set_generator_states(loader, before)
+        self._begun.append((loader, generator_states(loader)))
+        self._loaders[place] = loader
+
+    def begin_epoch(self, *, is_new: bool) -> None:
+        """Count from the first one on, in an epoch of which nothing was done, or in the rest of one."""
+        for place in range(len(self._begun)):
+            self._found.pop(place, None)
+        self._begun = []
+        if is_new:
+            self._found = {place: (None, saved) for place, (_, saved) in self._found.items()}
+
+    def go_on(self) -> None:
+        """Give those that were begun so far the states that were saved."""
+        for place, (loader, _) in enumerate(self._begun):
+            if place in self._found:
+                set_generator_states(loader, self._found[place][1])
+                self._restored += _generators(loader)
+
+    def state(self) -> str:
+        """Return the states of all, as text."""
+        found = dict(self._found)
+        for place, loader in self._loaders.items():
+            before = self._begun[place][1] if place < len(self._begun) else None
+            found[place] = (before, generator_states(loader))
+        return json.dumps(found)
+
+    def load(self, text: str) -> None:
+        """Go back to what `state` returned, as the loaders are begun."""
+        self._found = {int(place): tuple(states) for place, states in json.loads(text).items()}
+
+
+def tell_beginnings(then: Callable[[object], None]) -> None:
+    """Call a function with each loader of torch before an iterator is made of it."""
+    original = DataLoader.__iter__
+
+    @wraps(original)
+    def begin(self: DataLoader[Any]) -> Any:
+        then(self)
+        return original(self)
+
+    DataLoader.__iter__ = begin  # type: ignore[method-assign] # to be told of each
 
 
 class Stream:
