@@ -269,14 +269,19 @@ ALLOWED = {"job_files.py": {"pickle.loads"}, "find_model.py": {"gc.get_objects"}
 ONLY_WITH = {"torch.load": "weights_only=True", "np.load": "allow_pickle=False", "numpy.load": "allow_pickle=False"}
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_nothing_here_unpickles_or_evaluates(path: Path) -> None:
+def dangers(path: Path) -> Iterator[str]:
+    """Calls of a module that could run what it reads."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
             called, words = ast.unparse(node.func), {ast.unparse(word) for word in node.keywords}
-            assert not FORBIDDEN.match(called) or called in ALLOWED.get(path.name, ()), called
-            assert "shell=True" not in words
-            assert called not in ONLY_WITH or ONLY_WITH[called] in words
+            is_forbidden = FORBIDDEN.match(called) and called not in ALLOWED.get(path.name, ())
+            if is_forbidden or "shell=True" in words or ONLY_WITH.get(called, called) not in {called, *words}:
+                yield ast.unparse(node)
+
+
+def test_nothing_here_unpickles_or_evaluates() -> None:
+    found = {str(path): list(dangers(path)) for path in PACKAGE.rglob("*.py")}
+    assert {name: calls for name, calls in found.items() if calls} == {}
 
 
 @pytest.mark.parametrize("fault", faults)
