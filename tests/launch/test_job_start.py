@@ -12,14 +12,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from submitit.core.utils import UncompletedJobError
+from submitit.core.utils import DelayedSubmission, UncompletedJobError
 
 from tests.batch_scripts import FewLines
+from tests.forked_jobs import forking_jobs
 from tula_hpc.config import ClusterSpec
 from tula_hpc.env import CONTROLLER, SETUP_FAILED, SETUP_WORDS
-from tula_hpc.errors import PreemptedError
+from tula_hpc.errors import LaunchError, PreemptedError
 from tula_hpc.launch.diagnosis import telling_line
-from tula_hpc.launch.job_files import SETUP_FILE, WHAT_TO_DO
+from tula_hpc.launch.job_files import (
+    SETUP_FILE,
+    WHAT_TO_DO,
+    RequeuePaths,
+    load_pickle,
+    with_time_outs_left,
+    write_pickles,
+)
 from tula_hpc.launch.job_specs import Requeueable
 from tula_hpc.launch.job_start import main, requeue
 from tula_hpc.launch.launcher import Launcher
@@ -79,10 +87,6 @@ def exchange(folder: Path, entry: str, content: bytes) -> None:
     (folder / entry).write_bytes(content)
 
 
-def with_a_file(folder: Path, entry: str, content: bytes) -> None:
-    exchange(folder, entry, content)
-
-
 def with_a_link(folder: Path, entry: str, content: bytes) -> None:
     exchange(folder, entry, b"")
     theirs = folder.with_name("theirs")
@@ -102,9 +106,6 @@ def with_a_pipe(folder: Path, entry: str, _: bytes) -> None:
     os.mkfifo(folder / entry)
 
 
-ATTACKS = [with_a_file, with_a_link, with_a_link_to_its_own, with_a_pipe]
-
-
 def wait_for(path: Path) -> None:
     deadline = time.monotonic() + 30
     while not path.exists() and time.monotonic() < deadline:
@@ -112,13 +113,26 @@ def wait_for(path: Path) -> None:
     assert path.exists()
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("attack", [with_a_link, with_a_link_to_its_own, with_a_pipe])
+def test_a_pickle_is_read_from_a_file_alone(tmp_path: Path, attack: Callable[[Path, str, bytes], None]) -> None:
+    folder = tmp_path / "train-1"
+    folder.mkdir()
+    (sha256,) = write_pickles(folder, [leave(tmp_path / "ran")], 5, 3)
+    load_pickle(folder / "task-0.pkl", sha256)
+    attack(folder, "task-0.pkl", pickle.dumps(Hostile(tmp_path / "hostile")))
+    with pytest.raises(LaunchError) as refused:
+        load_pickle(folder / "task-0.pkl", sha256)
+    assert str(refused.value).startswith(f"{folder / 'task-0.pkl'}: ")
+    assert str(refused.value).endswith(WHAT_TO_DO)
+    assert not (tmp_path / "hostile").exists()
+
+
 def test_a_batch_script_refuses_a_pickle_that_was_not_submitted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: Callable[[Path, str, bytes], None]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = FewLines(tmp_path, monkeypatch)
     folder = there.submit(leave(tmp_path / "ran"))
-    attack(folder, "task-0.pkl", pickle.dumps(Hostile(tmp_path / "hostile")))
+    exchange(folder, "task-0.pkl", pickle.dumps(Hostile(tmp_path / "hostile")))
     code, said = there.run()
     assert code != 0
     assert f"{folder / 'task-0.pkl'}: " in said.splitlines()[-1]
@@ -138,19 +152,16 @@ def test_each_task_of_an_array_knows_its_own_pickle(tmp_path: Path, monkeypatch:
     assert [path.name for path in tmp_path.glob("ran-*")] == ["ran-2"]
 
 
-# what a file is opened and read by is the same for a batch script
-@pytest.mark.parametrize("attack", [with_a_file, with_a_pipe])
-def test_a_job_on_this_machine_refuses_a_pickle_that_was_not_submitted(
-    tmp_path: Path, attack: Callable[[Path, str, bytes], None]
-) -> None:
+def test_a_job_on_this_machine_refuses_a_pickle_that_was_not_submitted(tmp_path: Path) -> None:
     run, begun, go = RunDirectory(tmp_path / "run").create(), tmp_path / "begun", tmp_path / "go"
     waits = f"touch '{begun}'; while [ ! -e '{go}' ]; do sleep 0.02; done"
     launcher = Launcher(ClusterSpec(setup=(waits,)), run, "tula-x")
-    (job,) = launcher.submit([leave(tmp_path / "ran")], stage="train", nodes=1, minutes=1)
-    wait_for(begun)
-    attack(job.folder, f"0-{job.job_id}.pkl", pickle.dumps(Hostile(tmp_path / "hostile")))
-    go.touch()
-    (ended,) = launcher.wait([job])
+    with forking_jobs():
+        (job,) = launcher.submit([leave(tmp_path / "ran")], stage="train", nodes=1, minutes=1)
+        wait_for(begun)
+        exchange(job.folder, f"0-{job.job_id}.pkl", pickle.dumps(Hostile(tmp_path / "hostile")))
+        go.touch()
+        (ended,) = launcher.wait([job])
     told = telling_line(ended.log_tail)
     assert told.startswith(f"{job.folder / f'0-{job.job_id}.pkl'}: ")
     assert WHAT_TO_DO in told or "SHA-256" in told
@@ -158,7 +169,7 @@ def test_a_job_on_this_machine_refuses_a_pickle_that_was_not_submitted(
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("attack", [with_a_file, with_a_link])
+@pytest.mark.parametrize("attack", [exchange, with_a_link])
 def test_a_batch_script_refuses_a_setup_that_was_not_submitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: Callable[[Path, str, bytes], None]
 ) -> None:
@@ -230,26 +241,25 @@ def test_a_job_that_submitit_requeues_starts_from_the_same_pickle_as_often_as_it
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there, begun = FewLines(tmp_path, monkeypatch), tmp_path / "begun"
+    monkeypatch.setattr("tula_hpc.launch.slurm_executor.time_outs", lambda _: 1)
     folder = there.submit(waits(begun))
     before = (folder / "task-0.pkl").read_bytes()
-    for left in (2, 1, 0):
-        assert f"Requeued job 7 ({left} remaining timeouts)" in time_out(there, begun)
-        assert (tmp_path / "scontrol.log").read_text() == "requeue 7\n" * (3 - left)
-        assert (folder / "7_time_outs_left.txt").read_text() == f"{left}\n"
+    assert "Requeued job 7 (0 remaining timeouts)" in time_out(there, begun)
+    assert (folder / "7_time_outs_left.txt").read_text() == "0\n"
     assert "timed-out too many times" in time_out(there, begun)
-    assert (tmp_path / "scontrol.log").read_text() == "requeue 7\n" * 3
+    assert (tmp_path / "scontrol.log").read_text() == "requeue 7\n"
     assert (folder / "task-0.pkl").read_bytes() == before
     assert [path.name for path in folder.glob("*.pkl")] == ["task-0.pkl"]
 
 
-@pytest.mark.parametrize("content", [b"99\n", b"9" * 5000])
+@pytest.mark.parametrize(("content", "left"), [(b"1\n", 1), (b"99\n", 3), (b"9" * 5000, 3)])
 def test_nobody_gives_a_job_more_time_outs_than_it_was_submitted_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+    tmp_path: Path, content: bytes, left: int
 ) -> None:
-    there, begun = FewLines(tmp_path, monkeypatch), tmp_path / "begun"
-    folder = there.submit(waits(begun))
-    (folder / "7_time_outs_left.txt").write_bytes(content)
-    assert "Requeued job 7 (2 remaining timeouts)" in time_out(there, begun)
+    job = DelayedSubmission(leave(tmp_path / "ran"))
+    job.set_timeout(5, 3)
+    (tmp_path / "7_time_outs_left.txt").write_bytes(content)
+    assert with_time_outs_left(job, RequeuePaths(tmp_path, job_id="7", task_id=0))._timeout_countdown == left
 
 
 def test_a_job_on_this_machine_that_is_requeued_starts_from_the_same_pickle(tmp_path: Path) -> None:
@@ -264,8 +274,9 @@ def test_a_job_on_this_machine_that_is_requeued_starts_from_the_same_pickle(tmp_
                 time.sleep(60)
 
     launcher = Launcher(ClusterSpec(), RunDirectory(tmp_path / "run").create(), "tula-x")
-    (job,) = launcher.submit([StopsOnce()], stage="train", nodes=1, minutes=1)
-    (ended,) = launcher.wait([job])
+    with forking_jobs():
+        (job,) = launcher.submit([StopsOnce()], stage="train", nodes=1, minutes=1)
+        (ended,) = launcher.wait([job])
     assert counts.read_text() == "ran\n" * 2
     assert ended.log_tail.splitlines()[-1].endswith("Job completed successfully")
     assert [path.name for path in job.folder.glob("*.pkl")] == [f"0-{job.job_id}.pkl"]

@@ -17,6 +17,7 @@ import pytest
 from submitit.core.utils import DelayedSubmission
 from submitit.slurm import slurm as submitit_slurm
 
+from tests.forked_jobs import forking_jobs
 from tula_hpc.config import ClusterSpec
 from tula_hpc.env import outside_of_job
 from tula_hpc.errors import LaunchError, RefusedError, SubmitLimitError
@@ -238,7 +239,8 @@ def test_local_jobs_see_the_gpus_that_the_command_sees(
     def job() -> None:
         file.write_text(repr(os.environ.get("CUDA_VISIBLE_DEVICES")))
 
-    local.wait(local.submit([job], stage="profile", nodes=1, minutes=1))
+    with forking_jobs():
+        local.wait(local.submit([job], stage="profile", nodes=1, minutes=1))
     assert file.read_text() == repr("" if device == "cpu" else visible)
 
 
