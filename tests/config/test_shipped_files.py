@@ -225,6 +225,7 @@ def test_a_v100_has_cores_for_its_loaders_and_needs_only_partition_and_account()
     assert open_ == ["partition", "account", "constraint", "NCCL_SOCKET_IFNAME"]
 
 
+@pytest.mark.thorough
 def test_a_dry_run_of_the_papers_largest_network_offers_a_v100_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     files = [str(ROOT / "sweeps" / "resnet50_imagenet.toml"), "--cluster", str(ROOT / "slurm_templates" / "v100.toml")]
     # where there is a folder, it is looked into
