@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from tests.forked import ROOT, context_of_workers
 from tests.run_factory import make_run, measurement
 from tula_hpc.analysis.plan import main as plan_main
+from tula_hpc.config import WorkloadSpec
 from tula_hpc.errors import InputError
 from tula_hpc.records import (
     Configuration,
@@ -27,6 +29,7 @@ from tula_hpc.records import (
     refuse_several,
 )
 from tula_hpc.stages.plan import obstacle
+from tula_hpc.workloads.workload import build_workload
 
 SMALL = Identity(
     parameters=1234,
@@ -114,35 +117,28 @@ def net(classes, image_size):
 LAYERS = "from torch import nn\ndef wide(width):\n    return nn.Linear(192, width)\n"
 
 
-# a process that has imported nothing of the folder writes down what it builds there
-TELL = """
-import sys
-from tula_hpc.config import WorkloadSpec
-from tula_hpc.workloads.workload import build_workload
-told = build_workload(WorkloadSpec(model="net:net", seed=int(sys.argv[1]))).identity.model_dump_json()
-open("identity.json", "w").write(told)
-"""
-
-
-def tell(folder: Path) -> None:
+def tell(folder: Path, seed: int) -> None:
     os.chdir(folder)
-    sys.argv = ["", "0"]
-    exec(TELL, {})  # noqa: S102 # ours, in a process of its own
+    told = build_workload(WorkloadSpec(model="net:net", seed=seed)).identity.model_dump_json()
+    Path("identity.json").write_text(told)
 
 
-def identity_in(folder: Path) -> Identity:
-    """Ask a process that is forked."""
-    process = context_of_workers().Process(target=tell, args=(folder,))
+def identity_in(folder: Path, seed: int = 0) -> Identity:
+    """Ask a process that has imported nothing of the folder."""
+    process = context_of_workers().Process(target=tell, args=(folder, seed))
     process.start()
     process.join()
     return Identity.model_validate_json((folder / "identity.json").read_bytes())
 
 
-def identity_elsewhere(folder: Path, seed: int) -> Identity:
-    """Ask a process that is started elsewhere, whose hashes of strings are others."""
-    command = [sys.executable, "-P", "-c", TELL, str(seed)]
-    subprocess.run(command, check=True, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    return Identity.model_validate_json((folder / "identity.json").read_bytes())
+def digests_in(folder: Path) -> dict[str, str]:
+    """Ask a process that is started there, whose hashes of strings are others."""
+    code = "import json; from tula_hpc.own_sources import digests_of; print(json.dumps(digests_of(['net:net'])))"
+    command = [sys.executable, "-P", "-c", code]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder, env=environment)
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
 
 
 def write_own(folder: Path, width: int = 16, layers: str = LAYERS) -> Path:
@@ -156,7 +152,8 @@ def write_own(folder: Path, width: int = 16, layers: str = LAYERS) -> Path:
 
 def test_the_digest_is_the_same_in_every_process_and_folder(tmp_path: Path) -> None:
     first = identity_in(write_own(tmp_path / "a"))
-    assert first == identity_elsewhere(write_own(tmp_path / "b"), seed=3)
+    assert first == identity_in(write_own(tmp_path / "b"), seed=3)
+    assert first.sources == digests_in(tmp_path / "b")
     assert [*first.sources] == ["helper/__init__.py", "helper/layers.py", "net.py"]
     assert first.parameters == 192 * 16 + 16 + 16 * 10 + 10
     assert first.gradient_bytes == 4 * first.parameters
@@ -169,12 +166,7 @@ def test_comments_and_formatting_are_no_change_and_other_code_is_named(tmp_path:
     from tula_hpc.own_sources import digests_of
 
     def digests(layers: str) -> dict[str, str]:
-        write_own(tmp_path, layers=layers)
-        command = [sys.executable, "-P", "-c", "import sys; from tula_hpc.own_sources import digests_of as d\n"]
-        command[-1] += "import json; print(json.dumps(d(['net:net'])))"
-        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
-        found: dict[str, str] = __import__("json").loads(done.stdout)
-        return found
+        return digests_in(write_own(tmp_path, layers=layers))
 
     plain = digests(LAYERS)
     assert digests(f"# a remark\n\n{LAYERS.replace('(192, width)', '( 192,  width )')}") == plain
