@@ -366,3 +366,9 @@ def test_jobs_find_what_the_trial_found(here: Path, capsys: pytest.CaptureFixtur
     spec = load_sweep(here / "sweep.toml").workload
     for changed in ({}, {"channels_last": True}, {"seed": 3}, {"augment": False}):
         assert build_workload(spec.model_copy(update=changed)).identity == found
+
+
+def test_a_model_that_computes_activations_again_is_the_same_one() -> None:
+    spec = WorkloadSpec(model="tula_hpc.workloads.small_cnns:compact_cnn", dataset="digits")
+    again = spec.model_copy(update={"activation_checkpointing": True})
+    assert build_workload(again).identity == build_workload(spec).identity

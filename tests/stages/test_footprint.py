@@ -16,7 +16,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec
 from tula_hpc.records import Footprint
@@ -66,33 +65,6 @@ def test_parameters_states_and_gradients_are_counted_as_they_are() -> None:
     assert sgd.parameters == sgd.gradients == sgd.optimizer > model_bytes
     assert adamw.optimizer >= 2 * adamw.parameters
     assert plain.optimizer == 0
-
-
-class Recomputed(nn.Sequential):
-    """Layers that run again in the backward pass instead of keeping their activations."""
-
-    def forward(self, value: Tensor) -> Any:
-        return checkpoint(super().forward, value, use_reentrant=False)
-
-
-def blocks(kind: type[nn.Sequential], classes: int, image_size: int) -> nn.Module:
-    body = (kind(*(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()) for _ in range(2))) for _ in range(4))
-    return nn.Sequential(nn.Conv2d(3, 8, 1), *body, nn.Flatten(), nn.Linear(8 * image_size**2, classes))
-
-
-def keeping(classes: int, image_size: int) -> nn.Module:
-    """For `model = "tests.stages.test_footprint:keeping"`."""
-    return blocks(nn.Sequential, classes, image_size)
-
-
-def recomputing(classes: int, image_size: int) -> nn.Module:
-    """Likewise."""
-    return blocks(Recomputed, classes, image_size)
-
-
-def test_a_model_that_checkpoints_its_activations_keeps_less() -> None:
-    kept, again = (counts(f"{__name__}:{each.__name__}").per_sample for each in (keeping, recomputing))
-    assert again < 0.8 * kept
 
 
 def test_states_are_divided_under_zero() -> None:

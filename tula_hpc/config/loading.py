@@ -60,7 +60,6 @@ GONE: dict[tuple[str, str], object] = {
     ("training", "scale_histogram"): False,
     ("training", "exclude_norms"): False,
     ("search", "noise_steps"): 0,
-    ("workload", "activation_checkpointing"): False,
 }
 # tomllib's time grows with the square of a dotted key's parts
 MOST_KEY_PARTS = 100

@@ -167,6 +167,8 @@ class WorkloadSpec(Spec):
     """Let cuDNN try its kernels at the first step; false for trainings that repeat bit for bit."""
     channels_last: bool = False
     """Memory layout that suits convolutions on new GPUs."""
+    activation_checkpointing: bool = False
+    """Keep only the blocks' inputs, and compute the rest again in the backward pass."""
     zero_stage: Literal[0, 1] = 0
     """1: each worker keeps only its share of the optimizer's states."""
     augment: bool = True

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from tula_hpc.batches import Batch, map_tensors
 from tula_hpc.config import WorkloadSpec
+from tula_hpc.workloads.activation_checkpointing import checkpoint_activations
 from tula_hpc.workloads.criterion import build_criterion
 from tula_hpc.workloads.optimizers import base_optimizer, zero_share
 from tula_hpc.workloads.torchvision_models import build_model
@@ -231,6 +232,8 @@ def count(
             modes.enter_context(_FusedDropout())
         tracker = modes.enter_context(AllocationTracker())
         _track_model(model, workload, tracker, fake=fake)
+        if workload.activation_checkpointing:
+            checkpoint_activations(model)
         make_batch = partial(shapes.batch, fake=fake)
         steps = _Steps(workload, model, tracker, make_batch, world, on_gpu=on_gpu)
         return steps.count(batches)

@@ -27,6 +27,7 @@ from tula_hpc.errors import InputError
 from tula_hpc.own_sources import digests_of
 from tula_hpc.records import Identity, in_short
 from tula_hpc.user_code import TRIED_BY_JOBS, blamed, is_entry_point, kind_of, spread
+from tula_hpc.workloads.activation_checkpointing import checkpoint_activations
 from tula_hpc.workloads.criterion import (
     Criterion,
     OfSamples,
@@ -93,14 +94,12 @@ def workload_of(
     criterion = build_criterion(spec)
     if spec.loss or spec.metric or is_entry_point(spec.model) or is_entry_point(spec.dataset):
         _check_fits(spec, model, criterion, data, device=device, tried=tried)
+    # before the model is wrapped
+    identity = identity_of(spec, model, data)
+    if spec.activation_checkpointing:
+        checkpoint_activations(model)
     return Workload(
-        model,
-        criterion,
-        data.train,
-        data.test,
-        data.classes,
-        data.image_size,
-        identity_of(spec, model, data),
+        model, criterion, data.train, data.test, data.classes, data.image_size, identity
     )
 
 

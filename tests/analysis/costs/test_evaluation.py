@@ -67,9 +67,10 @@ def test_a_forward_pass_over_the_test_set_takes_its_share_of_the_computation() -
     assert predicted(1, 128, with_data) - predicted(1, 128, found) == pytest.approx(512 / 128 * 0.1)
 
 
-@given(st.floats(1e-6, 1e6), st.floats(0.0, 10.0))
-def test_a_timed_forward_pass_goes_before_the_share(forward_s: float, data_s: float) -> None:
-    found = of_rows(timed(128, forward_s, data_s))
+@given(st.floats(1e-6, 1e6), st.floats(0.0, 10.0), st.booleans())
+def test_a_timed_forward_pass_goes_before_the_share(forward_s: float, data_s: float, recomputes: bool) -> None:
+    workload = WORKLOAD.model_copy(update={"activation_checkpointing": recomputes})
+    found = of_rows(timed(128, forward_s, data_s), workload=workload)
     assert predicted(1, 128, found) == pytest.approx(512 / 128 * (forward_s + data_s))
     assert "timed at profiling" in found.describe()
     assert "is assumed to take" in of_rows(*grid()).describe()
