@@ -317,6 +317,20 @@ def test_kept_it_goes_on_after_the_warning_of_a_time_limit_and_ends_as_undisturb
     assert stopped.data["samples_seen"] == resumed.data["samples_seen"] == 16 * resumed.data["step"]
 
 
+def test_kept_with_a_handler_of_its_own_it_is_not_said_to_have_saved_where_it_ended(tmp_path: Path) -> None:
+    """Its handler takes the place of ours, and ends it without a checkpoint."""
+    script = tmp_path / "handles.py"
+    script.write_text(
+        "import runpy, signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))\n"
+        f"runpy.run_path({str(KEPT['script'])!r}, run_name='__main__')\n"
+    )
+    run, ended = train(tmp_path / "run", KEPT | {"script": script}, at_step(5, signal.SIGTERM))
+    assert result_of(run, ended).steps == 16
+    (why,) = details(run, "preempted")
+    assert re.fullmatch(r"stop requested \(\w+\); the script ended at step \d+", why)
+
+
 def log_of(run: RunDirectory) -> Path:
     return run.train().root / "script" / "work" / "log"
 

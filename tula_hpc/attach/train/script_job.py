@@ -267,18 +267,19 @@ class ScriptJob:
         from tula_hpc.attach.reporting import Said
 
         said = mine.said
+        # by its own handler, without a checkpoint at this step
+        unsaved = {"end": "stopped", "is_kept": False}
         is_asked = self.stop.received is not None or peers.are_asked_to_stop()
         if said.state != "done":
             # ended by the signal, or by what its own handler raised
             if is_asked and not (said.failure and said.failure.is_oom):
-                so_far = {**said.result, "end": "stopped"}
-                stopped = Said(state="done", steps=said.steps, result=so_far)
+                stopped = Said(state="done", steps=said.steps, result={**said.result, **unsaved})
                 return mine.model_copy(update={"said": stopped})
             return mine
         if said.result.get("end") != "exited":
             return mine
         if is_asked and not self._is_whole(said.result):
-            stopped = said.model_copy(update={"result": {**said.result, "end": "stopped"}})
+            stopped = said.model_copy(update={"result": {**said.result, **unsaved}})
             return mine.model_copy(update={"said": stopped})
         how = ""
         if code := said.result.get("code"):
