@@ -178,10 +178,18 @@ def command_of(process: int) -> str:
         return ""
 
 
-def test_several_workers_have_to_train_together(tmp_path: Path) -> None:
-    outcome = misbehave("trains apart", tmp_path, world=2)
+@pytest.mark.parametrize("how", ["trains apart", "trains apart for a while"])
+def test_several_workers_have_to_train_together(how: str, tmp_path: Path) -> None:
+    outcome = misbehave(how, tmp_path, world=2)
     assert outcome.said.failure is Failure.BAD_INPUT
     assert "does not wrap Linear, the first model that an optimizer trains, in Distrib" in outcome.said.detail
+
+
+def test_several_workers_may_search_for_a_rate_each_by_itself_before_they_train_together(tmp_path: Path) -> None:
+    outcome = misbehave("searches a rate first", tmp_path, world=2)
+    assert outcome.is_done, outcome.said.detail
+    told = outcome.said.result
+    assert (told["wrapped"], told["optimizer"], told["others"]) == (True, "SGD", [])
 
 
 def test_a_method_that_needs_the_communication_hook_is_refused_by_a_profile_where_the_script_has_its_own(

@@ -23,7 +23,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from tula_hpc.attach.hooks.find_model import is_sharded, name_of, trained_in
+from tula_hpc.attach.hooks.find_model import (
+    is_sharded,
+    modules_with,
+    name_of,
+    parameters_of,
+    trained_in,
+)
 from tula_hpc.attach.hooks.passes import FEW_STEPS, Apart
 from tula_hpc.attach.reporting import ChildSpec, Mode
 from tula_hpc.attach.train.peers import Peers
@@ -33,6 +39,9 @@ from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import InputError
 from tula_hpc.profiling.meters import ProcessorSeconds, processor_seconds
 from tula_hpc.profiling.timing import LoaderWaits
+
+# steps that each worker may take by itself before the training
+MOST_APART = 200
 
 
 class MeasuredSteps(Mode):
@@ -58,6 +67,9 @@ class MeasuredSteps(Mode):
         self.unsynchronized = False
         # the optimizer's part of each step to come is timed
         self.optimizer_s: list[float] | None = None
+        # steps before a model is in DistributedDataParallel, and the class that they trained
+        self._steps_apart = 0
+        self.trained_apart = ""
         # of times that belong to no step, so far
         self.left_out_s = 0.0
         self._left_out = ProcessorSeconds(0.0, 0.0)
@@ -178,6 +190,27 @@ class MeasuredSteps(Mode):
         # or by functions of autograd's own
         return min(self._forwards, backward) if backward else self._forwards
 
+    def trains_apart(self, optimizer: Optimizer) -> bool:
+        """See `Listener`. Some may be a search for the rate; so many are refused as the training."""
+        if self.env.world_size == 1 or self._steps_apart == MOST_APART:
+            return False
+        self._steps_apart += 1
+        if not self.trained_apart:
+            models = modules_with(parameters_of(optimizer))
+            if not models or is_sharded(models[0]):
+                return False
+            self.trained_apart = name_of(models[0])
+        return True
+
+    def unwrapped(self, model: str) -> InputError:
+        """Return the refusal of workers that do not train together."""
+        return InputError(
+            f"{self.spec.program.name} does not wrap {model}, the first model that an optimizer "
+            f"trains, in DistributedDataParallel, without which {self.env.world_size} workers train "
+            "apart: call init_process_group, then DistributedDataParallel(model), where WORLD_SIZE "
+            "is above 1; other ways to exchange gradients are not measured"
+        )
+
     def begins_anew(self) -> None:
         """Forget the steps of a smaller model."""
         super().begins_anew()
@@ -252,12 +285,7 @@ class MeasuredSteps(Mode):
                 f"{self.expected_device} (device of the cluster file)"
             )
         if world > 1 and not isinstance(model, DistributedDataParallel):
-            raise InputError(
-                f"{name} does not wrap {name_of(model)}, the first model that an optimizer trains, "
-                f"in DistributedDataParallel, without which {world} workers train apart: call "
-                "init_process_group, then DistributedDataParallel(model), where WORLD_SIZE is above "
-                "1; other ways to exchange gradients are not measured"
-            )
+            raise self.unwrapped(name_of(model))
         if world > 1 and dist.get_world_size() != world:
             raise InputError(
                 f"{name} made a process group of {dist.get_world_size()} workers; expected {world}, "

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from pydantic import Field
+from torch.optim import Optimizer
 
 from tula_hpc.attach.hangs import Place, place_of
 from tula_hpc.attach.hooks.passes import Listener
@@ -231,6 +232,10 @@ class Mode(Listener):
             # while the script's first step is told of anew there may be none
             with contextlib.suppress(FileNotFoundError):
                 os.utime(self.spec.said)
+
+    def trains_apart(self, optimizer: Optimizer) -> bool:
+        """See `Listener`."""
+        return self.spec.world_size > 1
 
     def begins_anew(self) -> None:
         """Count from the next step on."""

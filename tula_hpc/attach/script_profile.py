@@ -149,6 +149,9 @@ class ScriptProfile(MeasuredSteps):
     def ended(self, code: int) -> Said:
         """Return that the script ended too early."""
         name, steps = self.spec.program.name, self.steps
+        if steps == 0 and self.trained_apart:
+            why = str(self.unwrapped(self.trained_apart))
+            return Said(state="failed", failure=Failure.BAD_INPUT, detail=why)
         how = "ended" if code == 0 else f"exited with code {code}"
         # with which it is measured in time, if it is run again
         shorter: dict[str, Any] = {}

@@ -288,6 +288,17 @@ def lets_one_end() -> None:
         trains(DistributedDataParallel(nn.Linear(8, 4)))
 
 
+def searches_a_rate_first() -> None:
+    """On each worker by itself, with another optimizer."""
+    dist.init_process_group("gloo")
+    model = nn.Linear(8, 4)
+    searching = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        model(torch.randn(BATCH, 8)).square().mean().backward()
+        searching.step()
+    trains(DistributedDataParallel(model))
+
+
 def raises(error: BaseException) -> None:
     raise error
 
@@ -304,6 +315,8 @@ WAYS: dict[str, Callable[[], object]] = {
     "hangs": lambda: time.sleep(600),
     "hangs later": lambda: train(then=lambda step: time.sleep(600 if step == 3 else 0)),
     "trains apart": lambda: train(wrapped=False),
+    "trains apart for a while": lambda: train(20, wrapped=False),
+    "searches a rate first": searches_a_rate_first,
     "takes no batch": lambda: train(batch=6),
     "accumulates": lambda: train(passes=2),
     "takes five passes": lambda: train(passes=5),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from tula_hpc.attach.hooks.find_model import objects_of
 from tula_hpc.batches import leaves_of, tensors_of
@@ -52,6 +53,10 @@ class Listener:
     def asked(self) -> Collection[int]:
         """Return numbers of samples of which a pass should have one; none: it is not known."""
         return ()
+
+    def trains_apart(self, optimizer: Optimizer) -> bool:
+        """Tell whether a step before any model is in DistributedDataParallel does not count."""
+        return False
 
     def refuse(self, why: str) -> None:
         """Note that the script cannot be watched; `why` follows its name."""

@@ -377,7 +377,10 @@ class Hooks:
         self.others = [other for other in self.others if other is not optimizer]
         # its first step
         self.backward.is_stepped = True
-        if self.optimizer is None or not isinstance(self.model, DistributedDataParallel):
+        is_wrapped = isinstance(self.model, DistributedDataParallel)
+        if not is_wrapped and self.listener.trains_apart(optimizer):
+            return False
+        if self.optimizer is None or not is_wrapped:
             self._look_at(optimizer)
         if optimizer is not self.optimizer:
             self.others.append(optimizer)
