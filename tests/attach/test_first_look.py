@@ -245,6 +245,7 @@ def test_a_script_that_is_not_there(tmp_path: Path) -> None:
         (["--total-batch-size", "4096"], 8, 4, ["--total-batch-size", "{global_batch*128}"]),
         # a script that loads in its own way
         (["--total_batch", "4096"], 0, 1, ["--total_batch", "4096"]),
+        (["--batch", "16", "--batch-workers", "0"], 0, 1, ["--batch", "16", "--batch-workers", "0"]),
         (["--lr", "0.1"], 64, 1, ["--lr", "0.1"]),
         # which of the two it is nobody knows
         (["--size", "64", "-n", "64"], 64, 1, ["--size", "64", "-n", "64"]),

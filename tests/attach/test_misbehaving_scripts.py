@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.attach.script_runs import BATCH, SCRIPTS, measurement_of, profiled
+from tests.attach.script_runs import BATCH, QUICK, SCRIPTS, measurement_of, profiled
 from tests.forked_jobs import forking_scripts
 from tula_hpc.attach.hangs import Place
 from tula_hpc.attach.processes import Outcome, error_of, worst
@@ -190,6 +190,14 @@ def test_several_workers_may_search_for_a_rate_each_by_itself_before_they_train_
     assert outcome.is_done, outcome.said.detail
     told = outcome.said.result
     assert (told["wrapped"], told["optimizer"], told["others"]) == (True, "SGD", [])
+
+
+def test_a_batch_that_no_tensor_tells_is_the_one_that_was_asked_for(tmp_path: Path) -> None:
+    search = QUICK.model_copy(update={"warmup_steps": 3})
+    (outcome,) = profiled(MISBEHAVING, ("draws neighbours", str(BATCH)), tmp_path, search=search)
+    assert outcome.is_done, outcome.said.detail
+    assert outcome.said.result["forward_batch"] == 0
+    assert outcome.said.result["measurement"]["local_batch"] == BATCH
 
 
 def test_a_method_that_needs_the_communication_hook_is_refused_by_a_profile_where_the_script_has_its_own(

@@ -288,3 +288,10 @@ def test_batches_without_a_number_of_them_are_taken_as_they_come(tmp_path: Path)
 )
 def test_the_batch_is_the_usual_one_or_the_mean_of_drawn_ones(sizes: list[int], asked: int | None, batch: int) -> None:
     assert typical_batch(Counter(sizes), asked) == batch
+
+
+@pytest.mark.parametrize(("sizes", "batch"), [([8] * 6 + [5], 8), ([57, 66, 70, 61, 63], 64), ([570, 661, 703], 0)])
+def test_without_a_loader_sizes_that_differ_are_a_batch_only_near_what_was_asked_for(
+    sizes: list[int], batch: int
+) -> None:
+    assert typical_batch(Counter(sizes), 64, has_loader=False) == batch

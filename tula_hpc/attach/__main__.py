@@ -294,7 +294,10 @@ def _told(result: dict[str, Any]) -> Iterator[str]:
         optimizer += f"; not counted: {', '.join(result['others'])}"
     yield f"optimizer   {optimizer}"
     passes = plural(result["accumulation"], "forward pass")
-    yield f"batch       {result['forward_batch']} samples a forward pass, {passes} a step"
+    samples = f"{result['forward_batch']} samples"
+    if not result["forward_batch"]:
+        samples = "samples that no tensor tells in"
+    yield f"batch       {samples} a forward pass, {passes} a step"
     low, high = format_duration(times.step_time_low_s), format_duration(times.step_time_high_s)
     yield f"step        {format_duration(times.step_time_s)} (95 %: {low} to {high})"
     if times.step_time_high_s - times.step_time_low_s > UNEVEN * times.step_time_s:
@@ -337,7 +340,9 @@ def _table(
             f"no argument is {got}, the batch that the model got: put {{local_batch}} into the one "
             "that carries it, and look whether the script's loader takes it"
         )
-        if not options.arguments and not known.names:
+        if not got:
+            words = "no tensor tells the batch: put {local_batch} into the argument that carries it"
+        elif not options.arguments and not known.names:
             words = (
                 f"the script was given no arguments and parses none: its batch, {got}, is set in its "
                 "source or environment; give it an option for that"

@@ -86,11 +86,12 @@ def forward_batch(sweep: SweepSpec, configuration: Configuration) -> int:
     return configuration.local_batch // sweep.workload.accumulation
 
 
-def typical_batch(sizes: Counter[int], asked: int | None) -> int:
-    """Return the samples of a forward pass, 0 if there was none.
+def typical_batch(sizes: Counter[int], asked: int | None, *, has_loader: bool = True) -> int:
+    """Return the samples of a forward pass, 0 if there was none, or if no tensor tells.
 
     Batches that are drawn anew, as by Poisson sampling, or cut by their tokens, differ: of them it
-    is the mean, or the batch that was asked for if the mean is near it, within its own error.
+    is the mean, or the batch that was asked for if the mean is near it, within its own error. Sizes
+    that differ where a script has no loader of torch's may be of anything, as nodes of a graph.
     """
     if not sizes:
         return 0
@@ -102,7 +103,7 @@ def typical_batch(sizes: Counter[int], asked: int | None) -> int:
     error = 2.0 * statistics.stdev(seen) / math.sqrt(len(seen))
     if asked is not None and abs(mean - asked) <= NEAR * asked + error:
         return asked
-    return round(mean)
+    return round(mean) if has_loader else 0
 
 
 def remedy_of_batch(script: str, asked: int, got: int, configuration: Configuration) -> str:
@@ -327,7 +328,8 @@ def with_placeholders(
         (OF_BATCH, near, "{local_batch}"),
         (("",), batch, "{local_batch}"),
     ):
-        fits = [i for i, n in numbers.items() if n == value and _is_of(flags[i], names)]
+        # 0: no tensor tells
+        fits = [i for i, n in numbers.items() if 0 < n == value and _is_of(flags[i], names)]
         kind = placeholder.rpartition("_")[2]
         # a number by itself must be the only one
         is_told = names != ("",) or len(fits) == 1

@@ -244,7 +244,7 @@ class ScriptProfile(MeasuredSteps):
         passes = self.step_forwards.most_common(1)[0][0] if self.step_forwards else 0
         asked = self.settings.forward_batch
         parts = self.settings.accumulation
-        batch = typical_batch(self.forward_samples, asked)
+        batch = self._batch()
         if passes == 0:
             others = bool(self.hooks.others)
             repeated = self.hooks.has_repeated
@@ -260,14 +260,22 @@ class ScriptProfile(MeasuredSteps):
         if asked is None:
             self.configuration = self.configuration._replace(local_batch=max(1, batch) * passes)
 
+    def _batch(self) -> int:
+        """Return the samples of a forward pass; 0: no tensor tells, and no option of the script."""
+        asked = self.settings.forward_batch
+        batch = typical_batch(self.forward_samples, asked, has_loader=self.loader is not None)
+        by_options = set(self.options.batches())
+        return by_options.pop() if batch == 0 and len(by_options) == 1 else batch
+
     def _check_batch(self, *, is_last: bool) -> None:
         """Refuse another batch than was asked for; of batches that differ, once all were seen."""
         name = self.spec.program.name
         sizes = self.forward_samples
         asked = self.settings.forward_batch
-        batch = typical_batch(sizes, asked)
-        # whole ones and the last of an epoch are two; 0: no tensor tells
-        differs = len(sizes) > 2
+        batch = self._batch()
+        # whole ones and the last of an epoch are two, unless a script loads in its own way
+        differs = len(sizes) > (2 if self.loader is not None else 1)
+        # 0: no tensor tells
         if asked is None or batch in (0, asked) or (differs and not is_last):
             return
         remedy = remedy_of_batch(name, asked, batch, self.configuration)
@@ -380,7 +388,7 @@ class ScriptProfile(MeasuredSteps):
             "wrapped": isinstance(model, DistributedDataParallel),
             "optimizer": type(optimizer).__name__,
             "others": self._others(),
-            "forward_batch": typical_batch(self.forward_samples, None),
+            "forward_batch": self._batch(),
             "accumulation": passes,
             "loader_workers": self.loader_workers,
             # a sampler may draw other numbers than there are

@@ -299,6 +299,15 @@ def searches_a_rate_first() -> None:
     trains(DistributedDataParallel(model))
 
 
+def draws_neighbours() -> None:
+    """Of a batch of a graph's nodes, without a loader of torch's: the first tensor has all nodes of a step."""
+    model, optimizer = build()
+    while True:
+        nodes = int(torch.randint(10 * BATCH, 20 * BATCH, ()))
+        model(torch.randn(nodes, 8))[:BATCH].square().mean().backward()
+        optimizer.step()
+
+
 def raises(error: BaseException) -> None:
     raise error
 
@@ -317,6 +326,7 @@ WAYS: dict[str, Callable[[], object]] = {
     "trains apart": lambda: train(wrapped=False),
     "trains apart for a while": lambda: train(20, wrapped=False),
     "searches a rate first": searches_a_rate_first,
+    "draws neighbours": draws_neighbours,
     "takes no batch": lambda: train(batch=6),
     "accumulates": lambda: train(passes=2),
     "takes five passes": lambda: train(passes=5),
