@@ -22,7 +22,7 @@ from tula_hpc.check.site import ask_site
 from tula_hpc.config import ClusterSpec
 from tula_hpc.env import begin_process
 from tula_hpc.errors import InputError, LaunchError, TulaError
-from tula_hpc.launch import slurm, slurm_command
+from tula_hpc.launch import bounded_command, slurm
 from tula_hpc.launch.launcher import Launcher
 from tula_hpc.launch.slurm import accounted_runs
 from tula_hpc.records import (
@@ -212,7 +212,7 @@ def test_whatever_slurm_prints_is_read_or_one_of_our_errors(data: st.DataObject)
         said = said[:at] + piece + said[at + data.draw(st.integers(0, 3)) :]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tula_hpc.launch.slurm.run_command", lambda *_: said)
-        patch.setattr("tula_hpc.launch.slurm_executor.run", lambda *_, **__: slurm_command.Done(0, "", said))
+        patch.setattr("tula_hpc.launch.slurm_executor.run", lambda *_, **__: bounded_command.Done(0, "", said))
         for ask in ASKED:
             with contextlib.suppress(LaunchError):
                 ask()
@@ -222,9 +222,9 @@ def test_whatever_slurm_prints_is_read_or_one_of_our_errors(data: st.DataObject)
 @fuzz(300)
 def test_whatever_bytes_a_command_prints_are_words(said: bytes, code: int) -> None:
     shown = said.decode(errors="backslashreplace")
-    done = slurm_command.Done(code, shown, shown)
+    done = bounded_command.Done(code, shown, shown)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slurm_command, "run", lambda *_, **__: done)
+        patch.setattr(bounded_command, "run", lambda *_, **__: done)
         if code == 0:
             assert slurm.run_command(["squeue"]) == shown
             return

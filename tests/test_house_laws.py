@@ -26,8 +26,7 @@ SOURCES = sorted(PACKAGE.glob("*.py")) + sorted(
     path for folder in PACKAGE.iterdir() if folder.is_dir() for path in folder.rglob("*.py")
 )
 MODULES = [path for path in SOURCES if path.name not in ("__init__.py", "__main__.py")]
-# two modules of launch are programs of their own, which jobs start
-MOST_MODULES = {"tula_hpc": 15, "launch": 11}
+MOST_MODULES = {"tula_hpc": 15}
 # config, records and figures name a module after its owner, and a command has its stage's name; may only shrink
 SHARED_NAMES = {
     "drift", "evaluation", "job", "memory", "plan", "probes", "study", "sweep", "text", "training",
@@ -168,7 +167,7 @@ for room in rooms:
             importlib.import_module(module.name)
 from tula_hpc import study; from tula_hpc import sweep
 check("everything", {"torch", "torchvision"})
-from tula_hpc.profiling import profile_job; from tula_hpc.training import loop
+from tula_hpc.profiling import session; from tula_hpc.training import loop
 from tula_hpc.config import WorkloadSpec; from tula_hpc.data.datasets import build_data
 build_data(WorkloadSpec(dataset="digits"))
 check("a worker", {"torchvision", "sklearn", "timm", "torch.distributed.optim"})

@@ -22,8 +22,8 @@ from typing import Any
 from tests.slurm.testcluster import MiniCluster
 from tula_hpc.config import load_cluster
 from tula_hpc.launch import slurm
+from tula_hpc.launch.bounded_command import COMMAND_TIMEOUT_S
 from tula_hpc.launch.launcher import Launcher
-from tula_hpc.launch.slurm_command import COMMAND_TIMEOUT_S
 from tula_hpc.records import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,7 +21,7 @@ from tula_hpc.init.sweep_file import (
     with_arguments,
     workers_in,
 )
-from tula_hpc.launch.slurm_command import NOT_CONFIGURED
+from tula_hpc.launch.bounded_command import NOT_CONFIGURED
 
 __all__ = ["commands"]
 ROOT = Path(__file__).resolve().parents[2]

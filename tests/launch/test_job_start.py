@@ -20,7 +20,10 @@ from tula_hpc.config import ClusterSpec
 from tula_hpc.env import CONTROLLER, SETUP_FAILED, SETUP_WORDS
 from tula_hpc.errors import LaunchError, PreemptedError
 from tula_hpc.launch.diagnosis import telling_line
-from tula_hpc.launch.job_files import (
+from tula_hpc.launch.job_specs import Requeueable
+from tula_hpc.launch.job_start import main, requeue
+from tula_hpc.launch.launcher import Launcher
+from tula_hpc.launch.submission import (
     SETUP_FILE,
     WHAT_TO_DO,
     RequeuePaths,
@@ -28,9 +31,6 @@ from tula_hpc.launch.job_files import (
     with_time_outs_left,
     write_pickles,
 )
-from tula_hpc.launch.job_specs import Requeueable
-from tula_hpc.launch.job_start import main, requeue
-from tula_hpc.launch.launcher import Launcher
 from tula_hpc.records import RunDirectory
 
 

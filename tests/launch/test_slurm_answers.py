@@ -16,7 +16,7 @@ from tests.run_factory import CLUSTER_TOML, SWEEP_TOML
 from tula_hpc.check.site import ask_site
 from tula_hpc.config import ClusterSpec
 from tula_hpc.errors import LaunchError, RefusedError, StorageError
-from tula_hpc.launch import slurm, slurm_command, slurm_executor
+from tula_hpc.launch import bounded_command, slurm, slurm_executor
 from tula_hpc.launch.launcher import Launcher
 from tula_hpc.launch.slurm import JobState, Leaving, accounted_runs
 from tula_hpc.launch.slurm_executor import SlurmJobs, could_start
@@ -34,10 +34,10 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
-    monkeypatch.setattr(slurm_command, "MOST_BYTES", 2**20)
-    patient = slurm_command.run
+    monkeypatch.setattr(bounded_command, "MOST_BYTES", 2**20)
+    patient = bounded_command.run
 
-    def run(arguments: list[str], timeout_s: float, **how: object) -> slurm_command.Done:
+    def run(arguments: list[str], timeout_s: float, **how: object) -> bounded_command.Done:
         script = folder / arguments[0]
         text = script.read_bytes() if script.is_file() else b""
         # what never answers may be given up at once, unless it has first to write down that it was asked
@@ -45,7 +45,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         patience_s = 0.1 if waits_in_vain else 0.4
         return patient(arguments, min(timeout_s, patience_s), **how)  # type: ignore[arg-type]  # handed through
 
-    monkeypatch.setattr(slurm_command, "run", run)
+    monkeypatch.setattr(bounded_command, "run", run)
     monkeypatch.setattr("tula_hpc.launch.slurm_executor.run", run)
     monkeypatch.setattr(slurm, "REQUEUE_PAUSE_S", 0.01)
     monkeypatch.setattr("tula_hpc.launch.slurm_executor.PAUSES_S", (0,))
@@ -168,7 +168,7 @@ def test_the_user_hears_of_a_command_that_has_not_answered_for_long(
     commands: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     put_commands(commands, "a child without end")
-    monkeypatch.setattr(slurm_command, "TOLD_AFTER_S", 0.05)
+    monkeypatch.setattr(bounded_command, "TOLD_AFTER_S", 0.05)
     with pytest.raises(LaunchError):
         slurm.own_jobs()
     assert capsys.readouterr().err == "squeue has not answered for 0.05 s; still waiting\n"
@@ -188,7 +188,7 @@ def alive_in(group: int) -> list[int]:
 def test_an_answer_without_end_takes_bounded_memory(commands: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gigabytes come in seconds."""
     put_commands(commands, "an answer without end")
-    monkeypatch.setattr(slurm_command, "run", slurm_command.run)
+    monkeypatch.setattr(bounded_command, "run", bounded_command.run)
     with pytest.raises(LaunchError, match="squeue printed more than 1 MiB and was stopped"):
         slurm.own_jobs(30)
 
@@ -314,11 +314,11 @@ def test_a_refusal_after_a_late_acceptance_is_of_a_second_job(tmp_path: Path, mo
     script.write_text("#!/bin/bash\n")
     attempts: list[list[str]] = []
 
-    def sbatch(command: list[str], _: float) -> slurm_command.Done:
+    def sbatch(command: list[str], _: float) -> bounded_command.Done:
         attempts.append(command)
         if len(attempts) == 1:
             raise LaunchError("sbatch: timed out")
-        return slurm_command.Done(1, "", "sbatch: error: QOSMaxSubmitJobPerUserLimit\n")
+        return bounded_command.Done(1, "", "sbatch: error: QOSMaxSubmitJobPerUserLimit\n")
 
     monkeypatch.setattr(slurm_executor, "run", sbatch)
     monkeypatch.setattr(slurm_executor, "submissions_named", lambda _, **__: ["77"] * (len(attempts) > 1))
@@ -334,7 +334,7 @@ def test_of_two_jobs_that_were_accepted_late_one_stays(tmp_path: Path, monkeypat
     looks = iter([[], ["77"], ["77", "78"]])
     cancelled: list[list[str]] = []
 
-    def sbatch(_command: list[str], _: float) -> slurm_command.Done:
+    def sbatch(_command: list[str], _: float) -> bounded_command.Done:
         raise LaunchError("sbatch: timed out")
 
     monkeypatch.setattr(slurm_executor, "run", sbatch)

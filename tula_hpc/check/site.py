@@ -13,8 +13,8 @@ from pathlib import Path
 from tula_hpc.config import ClusterSpec
 from tula_hpc.errors import LaunchError, RefusedError
 from tula_hpc.launch import slurm
+from tula_hpc.launch.bounded_command import count_in, no_answer
 from tula_hpc.launch.launcher import Launcher
-from tula_hpc.launch.slurm_command import count_in, no_answer
 from tula_hpc.records import Record
 
 TIMEOUT_S = 20.0

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 
 from tula_hpc.env import restart_count
 from tula_hpc.errors import LaunchError, NotStartedError
-from tula_hpc.launch.slurm_command import (
+from tula_hpc.launch.bounded_command import (
     COMMAND_TIMEOUT_S,
     count_in,
     in_one_line,

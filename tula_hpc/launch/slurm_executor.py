@@ -29,8 +29,13 @@ from tula_hpc.env import RUN_MARK, outside_of_job, slurm_job_id
 from tula_hpc.errors import InputError, LaunchError, NotStartedError, RefusedError, SubmitLimitError
 from tula_hpc.files import in_words
 from tula_hpc.launch import slurm
-from tula_hpc.launch.executor import Limits, Notice, Request, Submitted
-from tula_hpc.launch.job_files import (
+from tula_hpc.launch.bounded_command import Done, no_answer, run
+from tula_hpc.launch.slurm import JobState, StepState
+from tula_hpc.launch.submission import (
+    Limits,
+    Notice,
+    Request,
+    Submitted,
     describe_setup,
     job_command,
     run_setup,
@@ -38,8 +43,6 @@ from tula_hpc.launch.job_files import (
     write_pickles,
     write_setup,
 )
-from tula_hpc.launch.slurm import JobState, StepState
-from tula_hpc.launch.slurm_command import Done, no_answer, run
 from tula_hpc.records import write_atomically
 from tula_hpc.records.events import CONTROL
 from tula_hpc.retry_policy import REVIVALS, TIME_OUTS, controller_time_outs

@@ -21,7 +21,7 @@ from pydantic import Field
 from tula_hpc.env import with_variables
 from tula_hpc.errors import LaunchError, RunDirectoryError, StorageError
 from tula_hpc.formatting import printable
-from tula_hpc.launch.slurm_command import run as run_command
+from tula_hpc.launch.bounded_command import run as run_command
 from tula_hpc.records import MAIN_LABEL, Record, read_document, write_atomically
 from tula_hpc.records.broken_hosts import first_line
 from tula_hpc.stages.context import Sweep

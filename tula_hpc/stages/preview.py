@@ -17,8 +17,8 @@ from tula_hpc.config import ClusterSpec, cluster_sizes, study_part
 from tula_hpc.errors import LaunchError, NotConfiguredError, RefusedError, SubmitLimitError
 from tula_hpc.formatting import plural
 from tula_hpc.launch import slurm
+from tula_hpc.launch.bounded_command import count_in
 from tula_hpc.launch.launcher import Launcher
-from tula_hpc.launch.slurm_command import count_in
 from tula_hpc.stages.context import Sweep
 
 # options of a script that say nothing about its job
