@@ -395,7 +395,8 @@ def measured_epoch(measurement: Measurement, dataset_samples: int) -> Interval |
     The interval is that of the mean step, at 95 %. None where not even one step fits.
     """
     times = measurement.times
-    batches = dataset_samples / measurement.configuration.global_batch
+    batch = measurement.configuration.global_batch * measurement.batch_share
+    batches = dataset_samples / batch
     steps = steps_of_epoch(batches, short_batch=measurement.short_batch)
     if times is None or steps < 1:
         return None
@@ -415,7 +416,8 @@ def measured_epochs(
     for item in measurements:
         # plain numbers rather than `configuration` and `measured_epoch`: reports hold very many
         key = (item.nodes, item.workers_per_node, item.local_batch)
-        batches = (item.dataset_samples or dataset_samples) / math.prod(key)
+        batch = math.prod(key) * item.batch_share
+        batches = (item.dataset_samples or dataset_samples) / batch
         steps = steps_of_epoch(batches, short_batch=item.short_batch)
         if item.status != "ok" or item.times is None or steps < 1:
             continue

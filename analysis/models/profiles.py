@@ -109,6 +109,8 @@ class Summary(NamedTuple):
     # of an evaluation; likewise
     test_samples: int = 0
     short_batch: bool = False
+    # see `Measurement`
+    batch_share: float = 1.0
     # from the start of a job to its first step, of each job that measured it, and their median
     starts_s: tuple[float, ...] = ()
     start_s: float | None = None
@@ -213,6 +215,7 @@ def summarize(measurements: Iterable[Measurement]) -> Summary:
         warnings=tuple(_mixed(samples, parameters)),
         test_samples=_most_common(_counts(row.test_samples for row in rows)),
         short_batch=bool(rows) and all(row.short_batch for row in rows),
+        batch_share=median(row.batch_share for row in rows) if rows else 1.0,
         starts_s=starts_s,
         start_s=median(starts_s) if starts_s else None,
         critical_batch=profiled_batch(rows),

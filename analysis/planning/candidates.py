@@ -239,7 +239,7 @@ def priced(index: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) ->
     models = part.models
     peak = np.ceil(models.memory.predict(batch, workers))
     on_top = on_top_bytes(part.summary, models.update_time_s, part.cluster, sweep.training, workers)
-    batches = part.summary.dataset_samples / grid.global_batch
+    batches = _batches(part.summary, grid)
     epoch = step * steps_of_epoch(batches, short_batch=part.summary.short_batch)
     epoch += _updates_per_epoch(part, grid, sweep) * models.update_time_s.predict(workers)
     train = sweep.workload.epochs * epoch
@@ -271,6 +271,11 @@ def priced(index: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) ->
     )
 
 
+def _batches(summary: Summary, grid: Grid) -> Array:
+    """Return the batches of an epoch, the last one perhaps shorter, (n,)."""
+    return np.asarray(summary.dataset_samples / (grid.global_batch * summary.batch_share))
+
+
 def _bill(usage: Usage, part: Part, sweep: SweepSpec) -> Bill:
     return bill(usage, part.cluster, sweep.training, part.power, part.save_s, resume=part.resume)
 
@@ -285,7 +290,7 @@ def _progress_time_s(part: Part, usage: Usage, grid: Grid, sweep: SweepSpec) -> 
         return np.full(grid.global_batch.shape, np.nan)
     base = sweep.training.base_batch
     more = np.asarray((part.critical_batch + grid.global_batch) / (part.critical_batch + base))
-    batches = part.summary.dataset_samples / grid.global_batch
+    batches = _batches(part.summary, grid)
     more *= batches / np.maximum(steps_of_epoch(batches, short_batch=part.summary.short_batch), 1)
     longer = usage._replace(
         train_time_s=usage.train_time_s * more,

@@ -39,6 +39,7 @@ from tula_hpc.analysis.planning.knee import knee_curves
 from tula_hpc.analysis.planning.objective import choose
 from tula_hpc.analysis.planning.partitions import Fitted, fit_parts
 from tula_hpc.analysis.report.plan_text import alternatives, not_told_apart, sentences
+from tula_hpc.analysis.run_contents import measured_epoch
 from tula_hpc.config import GIB, ObjectiveSpec, SweepSpec, TrainingSpec, load_sweep
 from tula_hpc.errors import InfeasibleError, NotEnoughDataError
 from tula_hpc.files import not_a_run
@@ -254,6 +255,18 @@ def test_candidates_beyond_the_profiled_range_become_a_warning() -> None:
 def test_samples_that_full_batches_leave_out_become_a_warning() -> None:
     assert "full batches of 1,024 leave out 49 % of the 2,000 samples" in warnings_of(CORNERS, samples=2000)
     assert "leave out" not in warnings_of(CORNERS, samples=2 * 1024)
+
+
+def test_batches_that_are_smaller_than_asked_for_are_more() -> None:
+    """As of a script that cuts them by their tokens."""
+    rows = [row.model_copy(update={"short_batch": True}) for row in CORNERS]
+    smaller = [row.model_copy(update={"batch_share": 0.9}) for row in rows]
+    usual, longer = (make_plan(sweep("time"), cluster(), each) for each in (rows, smaller))
+    assert longer.chosen.epoch_time_s == pytest.approx(usual.chosen.epoch_time_s / 0.9)
+    found = [measured_epoch(each[0], 1000) for each in (rows, smaller)]
+    assert found[0] is not None
+    assert found[1] is not None
+    assert found[1].value == pytest.approx(found[0].value / 0.9)
 
 
 def test_a_shorter_last_batch_leaves_out_nothing_and_counts_as_its_share_of_a_step() -> None:

@@ -17,7 +17,7 @@ from tests.forked_jobs import forking_scripts
 from tula_hpc.attach.measured_steps import MeasuredSteps, _synchronize_again, between_epochs_s
 from tula_hpc.attach.processes import Outcome
 from tula_hpc.attach.reporting import ChildSpec
-from tula_hpc.attach.script import Script, typical_batch
+from tula_hpc.attach.script import Script, batch_share, typical_batch
 from tula_hpc.attach.train.first_pass import rehearse_first_pass
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.profiling.timing import halves_of
@@ -295,3 +295,14 @@ def test_without_a_loader_sizes_that_differ_are_a_batch_only_near_what_was_asked
     sizes: list[int], batch: int
 ) -> None:
     assert typical_batch(Counter(sizes), 64, has_loader=False) == batch
+
+
+@pytest.mark.parametrize(
+    ("sizes", "asked", "mean", "share"),
+    [([8] * 6 + [5], 8, 0.0, 1.0), ([], 8, 0.0, 1.0), ([57, 66, 70, 61], None, 0.0, 1.0),
+     ([570, 661, 703], 64, 0.0, 1.0), ([57, 66, 70, 61], 64, 0.0, 63.5 / 64), ([57, 66, 70, 61], 64, 60.0, 60 / 64)],
+)  # fmt: skip
+def test_batches_that_vary_have_fewer_samples_than_asked_for_or_more(
+    sizes: list[int], asked: int | None, mean: float, share: float
+) -> None:
+    assert batch_share(Counter(sizes), asked, mean) == share

@@ -336,6 +336,14 @@ class MeasuredSteps(Mode):
         return self.loader_batches * LoaderPass(self.loader).size
 
     @property
+    def loader_mean(self) -> float:
+        """Samples of a batch on average, of a sampler that cuts any; 0 where it does not say."""
+        batches = self.loader_batches * self.env.world_size
+        if not batches or LoaderPass(self.loader).size:
+            return 0.0
+        return self.loaded_samples / batches
+
+    @property
     def _gives_batches(self) -> bool:
         """Tell whether each item of the loader is a batch, which the data set has made."""
         usual = self.forward_samples.most_common(1)

@@ -93,17 +93,30 @@ def typical_batch(sizes: Counter[int], asked: int | None, *, has_loader: bool = 
     is the mean, or the batch that was asked for if the mean is near it, within its own error. Sizes
     that differ where a script has no loader of torch's may be of anything, as nodes of a graph.
     """
-    if not sizes:
-        return 0
-    batch, count = sizes.most_common(1)[0]
-    if 2 * count >= sizes.total():
-        return batch
+    if not varies(sizes):
+        return max(sizes, key=sizes.__getitem__, default=0)
     seen = list(sizes.elements())
     mean = statistics.fmean(seen)
     error = 2.0 * statistics.stdev(seen) / math.sqrt(len(seen))
     if asked is not None and abs(mean - asked) <= NEAR * asked + error:
         return asked
     return round(mean) if has_loader else 0
+
+
+def varies(sizes: Counter[int]) -> bool:
+    """Tell whether no number of samples is that of most passes."""
+    return 2 * max(sizes.values(), default=0) < sizes.total()
+
+
+def batch_share(sizes: Counter[int], asked: int | None, mean: float) -> float:
+    """Return the samples of a batch that varies, on average, over those that were asked for.
+
+    `mean` is that of an epoch by the loader, as a profile sees but some of it; 0: unknown.
+    """
+    is_asked = typical_batch(sizes, asked, has_loader=False) == asked
+    if asked is None or not is_asked or not varies(sizes):
+        return 1.0
+    return (mean or statistics.fmean(sizes.elements())) / asked
 
 
 def remedy_of_batch(script: str, asked: int, got: int, configuration: Configuration) -> str:

@@ -36,6 +36,7 @@ from tula_hpc.attach.reporting import ChildSpec, Said, leave, own_hook
 from tula_hpc.attach.script import (
     NEAR,
     NO_OPTIONS,
+    batch_share,
     remedy_of_batch,
     remedy_of_passes,
     typical_batch,
@@ -269,7 +270,6 @@ class ScriptProfile(MeasuredSteps):
 
     def _check_batch(self, *, is_last: bool) -> None:
         """Refuse another batch than was asked for; of batches that differ, once all were seen."""
-        name = self.spec.program.name
         sizes = self.forward_samples
         asked = self.settings.forward_batch
         batch = self._batch()
@@ -278,7 +278,7 @@ class ScriptProfile(MeasuredSteps):
         # 0: no tensor tells
         if asked is None or batch in (0, asked) or (differs and not is_last):
             return
-        remedy = remedy_of_batch(name, asked, batch, self.configuration)
+        remedy = remedy_of_batch(self.spec.program.name, asked, batch, self.configuration)
         if differs:
             remedy = (
                 f"{sizes.total()} batches had {min(sizes)} to {max(sizes)} samples, and only such "
@@ -315,6 +315,7 @@ class ScriptProfile(MeasuredSteps):
         """Return the measurement. Collective; whole on rank 0."""
         settings = self.settings
         identity = self._identity()
+        share = batch_share(self.forward_samples, settings.forward_batch, self.loader_mean)
         facts: dict[str, Any] = {
             **describe(self.configuration, settings.cluster, self.env),
             **self.course.measured(),
@@ -326,7 +327,8 @@ class ScriptProfile(MeasuredSteps):
             dataset_samples=settings.samples,
             # a script that takes a step in several passes may leave out the last ones
             short_batch=settings.accumulation == 1
-            and LoaderPass(self.loader).given_out is not None,
+            and (share != 1.0 or LoaderPass(self.loader).given_out is not None),
+            batch_share=share,
             parameters=identity.parameters,
             epoch_samples=self._epoch_samples(),
             between_epochs_s=self._between_epochs_s(),

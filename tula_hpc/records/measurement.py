@@ -158,6 +158,9 @@ class Measurement(Record):
     dataset_samples: int = 0
     # those that fill no batch make a shorter one at the epoch's end, and are not left out
     short_batch: bool = False
+    # samples of a batch, on average, over those that were asked for: such as are cut by their tokens
+    # differ
+    batch_share: float = Field(default=1.0, gt=0.1, lt=10.0)
     # that an evaluation takes; 0: unknown
     test_samples: int = 0
     # of AGS's gradient scale, on average

@@ -263,6 +263,7 @@ class ScriptTraining(Mode):
         """See `Listener`."""
         self._samples -= samples
         self._samples_before = min(self._samples_before, self._samples)
+        self._backward_due -= 1
 
     def gradients_ready(self) -> None:
         """See `Listener`."""
