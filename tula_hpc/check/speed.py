@@ -48,7 +48,7 @@ def time_compute(cluster: ClusterSpec, place: WorkerEnvironment) -> Compute:
         torch.mm(left, right)
         _synchronize(device)
 
-    return Compute(flops=2.0 * edge**3, times_s=_repeat(multiply, COMPUTE_S))
+    return Compute(flops=2.0 * edge**3, times_s=_repeat(multiply))
 
 
 def time_transfer(cluster: ClusterSpec, place: WorkerEnvironment) -> Transfer:
@@ -61,7 +61,7 @@ def time_transfer(cluster: ClusterSpec, place: WorkerEnvironment) -> Transfer:
         target.copy_(source, non_blocking=True)
         _synchronize(device)
 
-    return Transfer(payload_bytes=TRANSFER_BYTES, times_s=_repeat(copy, COMPUTE_S))
+    return Transfer(payload_bytes=TRANSFER_BYTES, times_s=_repeat(copy))
 
 
 def time_collectives(
@@ -144,11 +144,11 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _repeat(act: Callable[[], None], budget_s: float) -> tuple[float, ...]:
+def _repeat(act: Callable[[], None]) -> tuple[float, ...]:
     """Time an action again and again; the first, which loads libraries, does not count."""
     act()
     times: list[float] = []
-    ends = time.perf_counter() + budget_s
+    ends = time.perf_counter() + COMPUTE_S
     while len(times) < LEAST_REPEATS or (len(times) < MOST_REPEATS and time.perf_counter() < ends):
         times.append(_timed(act))
     return tuple(times)

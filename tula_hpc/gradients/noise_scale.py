@@ -131,7 +131,6 @@ class NoiseScale:
         batches: tuple[float, float],
         *,
         factor: Tensor | float,
-        decay: float,
     ) -> None:
         """Add squared norms of each parameter's gradients; a parameter that lacks one is left out.
 
@@ -142,14 +141,12 @@ class NoiseScale:
                 after an overflow.
             batches: b and B.
             factor: Applied to both, 0-dim or a number.
-            decay: As for `observe`.
         """
         known = ~(small.isnan() | large.isnan())
         small_sum = torch.where(known, small, 0.0).sum() * factor
         large_sum = torch.where(known, large, 0.0).sum() * factor
-        self.observe(
-            small_sum, torch.where(total.isfinite(), large_sum, torch.nan), *batches, decay
-        )
+        large_sum = torch.where(total.isfinite(), large_sum, torch.nan)
+        self.observe(small_sum, large_sum, *batches, STEP_DECAY)
 
     def read(self) -> NoiseReading:
         """Return the current values and reset the means of recent pairs; waits for the device."""

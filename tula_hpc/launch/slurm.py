@@ -408,7 +408,7 @@ def requeue(job_id: str, within_s: float = REQUEUE_S) -> str | None:
     until = time.monotonic() + within_s
     while True:
         try:
-            run_command(["scontrol", "requeue", job_id], _no_longer(until, REQUEUE_TIMEOUT_S))
+            run_command(["scontrol", "requeue", job_id], _no_longer(until))
         except NotStartedError as error:
             return str(error)
         except LaunchError as error:
@@ -419,12 +419,12 @@ def requeue(job_id: str, within_s: float = REQUEUE_S) -> str | None:
             return words
         time.sleep(REQUEUE_PAUSE_S)
         # an attempt that had no answer may have been worked off: another one would be refused
-        if leaving(job_id, _no_longer(until, REQUEUE_TIMEOUT_S)) is Leaving.PREEMPTED:
+        if leaving(job_id, _no_longer(until)) is Leaving.PREEMPTED:
             return None
 
 
-def _no_longer(until: float, timeout_s: float) -> float:
-    return max(1.0, min(timeout_s, until - time.monotonic()))
+def _no_longer(until: float) -> float:
+    return max(1.0, min(REQUEUE_TIMEOUT_S, until - time.monotonic()))
 
 
 # between the clocks of this machine and of the accounting

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tula_hpc.gradients.noise_scale import NO_READING, STEP_DECAY, NoiseReading, NoiseScale
+from tula_hpc.gradients.noise_scale import NO_READING, NoiseReading, NoiseScale
 from tula_hpc.gradients.norms import norms_where_present, squared, squares
 from tula_hpc.optim.gate import Sensitivity
 
@@ -176,7 +176,6 @@ class StepObserver(GradientObserver):
                 total,
                 (batch, self.large_batch),
                 factor=1.0 / clipping**2,
-                decay=STEP_DECAY,
             )
 
     def _squares_of(self, gradients: Sequence[Tensor | None]) -> Tensor:

@@ -18,6 +18,7 @@ from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.optim import Optimizer
 
+# with fewer steps in an epoch, one after each
 AVERAGES_PER_EPOCH = 4
 
 
@@ -32,7 +33,6 @@ class EpochAverager(ModelAverager):
         model: On every worker. BatchNorm's statistics are averaged too; integers (its count of
             batches) and frozen parameters are not.
         synchronous_epochs: Before these have passed, nothing is averaged.
-        times_per_epoch: Averages in an epoch; with fewer steps, one after each.
         group: Of the workers; the default process group if None.
     """
 
@@ -40,14 +40,13 @@ class EpochAverager(ModelAverager):
         self,
         model: nn.Module,
         synchronous_epochs: int,
-        times_per_epoch: int = AVERAGES_PER_EPOCH,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(group)
         trained = (p for p in model.parameters() if p.requires_grad)
         both = (*trained, *model.buffers())
         self.tensors = [t for t in both if t.is_floating_point() or t.is_complex()]
-        self.synchronous_epochs, self.times_per_epoch = synchronous_epochs, times_per_epoch
+        self.synchronous_epochs = synchronous_epochs
         self.start = self.end = 0.0
 
     def set_position(self, start: float, end: float) -> None:
@@ -72,7 +71,7 @@ class EpochAverager(ModelAverager):
     @property
     def due(self) -> bool:
         """True if models are averaged after the step."""
-        times = self.times_per_epoch
+        times = AVERAGES_PER_EPOCH
         return self.local and math.floor(times * self.end) > math.floor(times * self.start)
 
     def average_parameters(self, params: Any = None) -> None:

@@ -33,7 +33,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tula_hpc.gradients.noise_scale import STEP_DECAY, NoiseScale, square_at
+from tula_hpc.gradients.noise_scale import NoiseScale, square_at
 from tula_hpc.gradients.norms import norms_where_present, squares, sum_of_squares
 from tula_hpc.optim.norm_ratio import EPSILON, NormRatios
 
@@ -382,7 +382,7 @@ class Estimates:
             parameters, wanted, large, present, guard=True, stretch=self._stretch()
         )
         both = batch, self.batches.large
-        self.noise.observe_parts(small, large, norm_squared, both, factor=before, decay=STEP_DECAY)
+        self.noise.observe_parts(small, large, norm_squared, both, factor=before)
         return True
 
     def set_batches(self, batches: Batches, s_min: float, s_max: float) -> None:

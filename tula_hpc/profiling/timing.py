@@ -293,9 +293,9 @@ def round_s(worker: Agreement, step: Callable[[], object], steps: int = 1) -> fl
     return driven(round_of(worker, steps), step)
 
 
-def agreed_s(worker: Agreement, step: Callable[[], object], steps: int = 1) -> float:
-    """Return the slowest worker's mean seconds of a call, the same on all workers. Collective."""
-    return driven(slowest_round(worker, steps), step)
+def agreed_s(worker: Agreement, step: Callable[[], object]) -> float:
+    """Return the slowest worker's seconds of a call, the same on all workers. Collective."""
+    return driven(slowest_round(worker, 1), step)
 
 
 def rounds_apart(

@@ -307,10 +307,10 @@ def jobs_of_original(run: RunDirectory) -> dict[str, Path]:
     return found
 
 
-def jobs_left(sweep: Sweep, *stages: str, timeout_s: float | None = None) -> list[Submitted]:
+def jobs_left(sweep: Sweep, *stages: str) -> list[Submitted]:
     """Return those of `jobs_on_record` that are not over; see `SlurmJobs.states`."""
     jobs = jobs_on_record(sweep.run, *stages)
-    active = sweep.launcher.executor.states(jobs, timeout_s)
+    active = sweep.launcher.executor.states(jobs)
     return [job for job in jobs if job.job_id in active]
 
 

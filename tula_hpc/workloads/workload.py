@@ -70,17 +70,15 @@ class Workload(NamedTuple):
     identity: Identity
 
 
-def build_workload(
-    spec: WorkloadSpec, device: torch.device = CPU, tried: int = TRIED_BY_JOBS
-) -> Workload:
+def build_workload(spec: WorkloadSpec, device: torch.device = CPU) -> Workload:
     """Build a sweep's `[workload]`; the same spec gives the same weights and samples everywhere.
 
-    The user's own code is tried on the device, with so many items of each set.
+    The user's own code is tried on the device, with some items of each set.
 
     Raises:
         InputError: The data folder, or something of the user's own, is not as expected.
     """
-    return workload_of(spec, build_data(spec, tried), device, tried)
+    return workload_of(spec, build_data(spec), device)
 
 
 def workload_of(
