@@ -200,6 +200,23 @@ def test_a_batch_that_no_tensor_tells_is_the_one_that_was_asked_for(tmp_path: Pa
     assert outcome.said.result["measurement"]["local_batch"] == BATCH
 
 
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("keeps all", ""),
+        (
+            "keeps no momentum",
+            "tula.keep: the state of the SGD that takes the steps would begin anew after a stop, as m",
+        ),
+        ("keeps no weights", "tula.keep: the weights of Linear would begin anew after a stop, as within have it not"),
+    ],
+)
+def test_what_is_kept_has_the_weights_and_what_the_optimizer_remembers(how: str, words: str, tmp_path: Path) -> None:
+    outcome = misbehave(how, tmp_path)
+    assert outcome.is_done == (not words), outcome.said.detail
+    assert outcome.said.detail.startswith(words)
+
+
 def test_a_method_that_needs_the_communication_hook_is_refused_by_a_profile_where_the_script_has_its_own(
     tmp_path: Path,
 ) -> None:

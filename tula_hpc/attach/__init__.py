@@ -26,7 +26,8 @@ T = TypeVar("T")
 
 # set before the script runs; None: it was started in another way
 _around: Keeper | None = None
-_is_kept = False
+# what the script keeps; None: nothing
+_kept: dict[str, Any] | None = None
 # called as each of the epochs begins, in a profile
 _at_epoch: Callable[[], None] | None = None
 
@@ -45,12 +46,17 @@ def tell_epochs(then: Callable[[], None]) -> None:
 
 def was_kept() -> bool:
     """Tell whether the script that runs here keeps its state."""
-    return _is_kept
+    return _kept is not None
 
 
-def _note_kept() -> None:
-    global _is_kept  # noqa: PLW0603 - see above
-    _is_kept = True
+def kept_things() -> dict[str, Any]:
+    """Return what the script has named to be kept; empty where a framework keeps all."""
+    return _kept or {}
+
+
+def _note_kept(things: dict[str, Any]) -> None:
+    global _kept  # noqa: PLW0603 - see above
+    _kept = {**(_kept or {}), **things}
 
 
 def keep(**things: Any) -> None:
@@ -59,7 +65,7 @@ def keep(**things: Any) -> None:
     With accelerate, its `Accelerator` stands for all that it has prepared. Their states in a
     checkpoint are loaded here.
     """
-    _note_kept()
+    _note_kept(things)
     if _around is not None:
         _around.keep(things)
 
@@ -100,7 +106,7 @@ def report(**scores: float) -> None:
 
 def trainer_callback() -> Any:
     """Return a callback for Hugging Face's Trainer, which keeps its training and reports scores."""
-    _note_kept()
+    _note_kept({})
     from tula_hpc.attach.frameworks.huggingface import callback_for
 
     return callback_for(_around)
@@ -108,7 +114,7 @@ def trainer_callback() -> Any:
 
 def lightning_callback() -> Any:
     """Return a callback for Lightning's Trainer, which keeps its training and reports scores."""
-    _note_kept()
+    _note_kept({})
     from tula_hpc.attach.frameworks.lightning_fit import callback_for
 
     return callback_for(_around)

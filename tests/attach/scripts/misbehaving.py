@@ -21,6 +21,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+import tula_hpc.attach as tula
+
 BATCH = int(sys.argv[2])
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -308,6 +310,24 @@ def draws_neighbours() -> None:
         optimizer.step()
 
 
+class Around(torch.optim.Optimizer):
+    """As SAM is published: what the optimizer within remembers is not in its state."""
+
+    def __init__(self, within: torch.optim.Optimizer) -> None:
+        super().__init__(within.param_groups, {})
+        self.within = within
+
+
+def keeps(*names: str) -> None:
+    model, _ = build()
+    within = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    things = {"model": model, "optimizer": Around(within), "within": within}
+    tula.keep(**{name: things[name] for name in names})
+    while True:
+        model(torch.randn(BATCH, 8)).square().mean().backward()
+        within.step()
+
+
 def raises(error: BaseException) -> None:
     raise error
 
@@ -327,6 +347,9 @@ WAYS: dict[str, Callable[[], object]] = {
     "trains apart for a while": lambda: train(20, wrapped=False),
     "searches a rate first": searches_a_rate_first,
     "draws neighbours": draws_neighbours,
+    "keeps all": lambda: keeps("model", "optimizer", "within"),
+    "keeps no momentum": lambda: keeps("model", "optimizer"),
+    "keeps no weights": lambda: keeps("within"),
     "takes no batch": lambda: train(batch=6),
     "accumulates": lambda: train(passes=2),
     "takes five passes": lambda: train(passes=5),

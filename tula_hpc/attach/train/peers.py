@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
+from tula_hpc.attach.hooks.find_model import name_of
+from tula_hpc.batches import tensors_of
 from tula_hpc.errors import InputError
 from tula_hpc.workloads.optimizers import consolidate
 
@@ -106,3 +110,35 @@ def _plain(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(_plain, value))
     return value
+
+
+def check_kept(things: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse things to be kept that lack the model's weights, or what its optimizer remembers.
+
+    An optimizer around another one may leave that one's momentum out of its own state.
+
+    Raises:
+        InputError: One of them would begin anew after a stop.
+    """
+    # accelerate's have all; of shards no worker has the whole
+    whole = ("save_state", "consolidate_state_dict")
+    if not things or any(hasattr(thing, name) for thing in things.values() for name in whole):
+        return
+    held = [tensor for thing in things.values() for tensor in tensors_of(state_of(thing))]
+    weights = [p for p in model.parameters() if p.requires_grad]
+    remembered = [t for t in tensors_of(list(optimizer.state.values())) if t.count_nonzero() > 1]
+    parts: dict[str, Sequence[torch.Tensor]] = {
+        f"weights of {name_of(model)}": weights[:1],
+        f"state of the {type(optimizer).__name__} that takes the steps": remembered[:1],
+    }
+    for name, tensors in parts.items():
+        if not all(any(_is_same(tensor, each) for each in held) for tensor in tensors):
+            raise InputError(
+                f"the {name} would begin anew after a stop, as {', '.join(things)} have it not in "
+                "their states: name it, too; of an optimizer around another one name both",
+                source="tula.keep",
+            )
+
+
+def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.shape == other.shape and torch.equal(tensor, other.to(tensor.device))
