@@ -279,6 +279,8 @@ def odd_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Story
         ("phases", [5]),
         ("phases", [40]),
         ("half", [10]),
+        ("numbered", [3]),
+        ("numbered", [9]),
         ("shared", [37]),
         # both before it comes to the second loader, or at the end of one
         ("apart", [37, 3]),

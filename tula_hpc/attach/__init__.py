@@ -98,6 +98,22 @@ def batches(loader: Iterable[T]) -> Iterable[T]:
     return _Loop(lambda: around.batches(loader), loader)
 
 
+def numbered(loader: Iterable[T], start: int = 0) -> Iterable[tuple[int, T]]:
+    """Return `batches` with their numbers in the epoch, as `enumerate` gives those of a whole one.
+
+    `enumerate(tula.batches(loader))` would begin at 0 again where an interrupted epoch goes on.
+    """
+    around = _around
+    if around is None:
+        return enumerate(loader, start)
+
+    def begin() -> Iterator[tuple[int, T]]:
+        for batch in around.batches(loader):
+            yield start + around.progress.batches, batch
+
+    return _Loop(begin, loader)
+
+
 def report(**scores: float) -> None:
     """Report test_accuracy, test_top5_accuracy, test_loss or train_loss of the present epoch."""
     if _around is not None:

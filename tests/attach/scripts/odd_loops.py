@@ -152,6 +152,12 @@ elif options.case == "half":
     for _ in tula.epochs(2):
         for batch in tula.batches(first):
             train(*batch)
+elif options.case == "numbered":
+    for _ in tula.epochs(options.epochs):
+        for number, batch in tula.numbered(first):
+            train(*batch, steps=number % 3 == 2 or number + 1 == len(first))
+            # some set a rate by the part of the epoch that is over
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
 elif options.case == "before":
     if options.log.joinpath("losses-0.txt").exists():
         tula.report(test_accuracy=0.99)
