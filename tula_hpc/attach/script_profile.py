@@ -318,10 +318,7 @@ class ScriptProfile(MeasuredSteps):
         settings = self.settings
         identity = self._identity()
         share = batch_share(self.forward_samples, settings.forward_batch, self.loader_mean)
-        facts: dict[str, Any] = {
-            **describe(self.configuration, settings.cluster, self.env),
-            **self.course.measured(),
-        }
+        found = describe(self.configuration, settings.cluster, self.env) | self.course.measured()
         return Measurement(
             status="ok",
             memory=largest_over_workers(self, self._memory_use()),
@@ -339,7 +336,7 @@ class ScriptProfile(MeasuredSteps):
             identity=identity,
             start_s=self.course.started_s(settings.job_began_at),
             finished_at=unix_time(),
-            **facts,
+            **found,
         )
 
     def _epoch_samples(self) -> int:
