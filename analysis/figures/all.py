@@ -8,7 +8,6 @@ from tula_hpc.analysis.figures.drawing import Drawing, Missing, attempt
 from tula_hpc.analysis.figures.gradients import draw_gradient_norm, draw_variability
 from tula_hpc.analysis.figures.memory import draw_memory
 from tula_hpc.analysis.figures.scaling_panels import draw_strong_scaling, draw_weak_scaling
-from tula_hpc.analysis.figures.step_time.computation import draw_computation
 from tula_hpc.analysis.figures.step_time.prediction_error import (
     draw_memory_error,
     draw_prediction_error,
@@ -46,7 +45,6 @@ FIGURES = {
     "weak_scaling": draw_weak_scaling,
     "memory": draw_memory,
     "step_breakdown": draw_step_breakdown,
-    "computation": draw_computation,
     "prediction_error": draw_prediction_error,
     "memory_error": draw_memory_error,
     "sensitivity": draw_sensitivity,
@@ -68,7 +66,6 @@ OF_NODES = (
     "weak_scaling",
     "memory",
     "step_breakdown",
-    "computation",
     "prediction_error",
     "memory_error",
 )

@@ -1,1 +1,1 @@
-"""Draw the time of a step: its breakdown, the model's error, and the speed of computing."""
+"""Draw the time of a step: its breakdown, and the model's error."""

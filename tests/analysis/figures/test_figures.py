@@ -554,55 +554,6 @@ def test_shares_are_named_where_a_bar_is_far_longer_than_its_step(run: RunConten
         assert named[-len(shares) :] == shares
 
 
-def test_speed_is_samples_over_seconds_of_every_batch_that_was_computed(run: RunContents) -> None:
-    beside = measurement(ALONE_64, smaller_computes=((4, 0.02), (16, 0.03)))
-    drawing = drawn(run._replace(measurements=[beside, measurement(PAIR)]), "computation")
-    found = {(row["nodes"], row["local_batch_samples"]): row for row in rows(drawing)}
-    assert set(found) == {("1", "64"), ("1", "4"), ("1", "16"), ("2", "32")}
-    for (_, batch), row in found.items():
-        assert float(row["samples_per_second"]) == pytest.approx(int(batch) / float(row["forward_backward_s"]))
-        assert row["beside_a_larger_batch"] == str(batch in ("4", "16")).lower()
-    assert "b = 4" in drawing.title
-    assert "Hollow" in drawing.caption
-    assert "slowest" in drawing.caption
-
-
-def test_the_speed_of_a_worker_is_told_by_the_nodes_with_most_batches(run: RunContents) -> None:
-    alone = measurement(ALONE_64, smaller_computes=((8, 0.01), (16, 0.02)))
-    slower = measurement(Configuration(4, 1, 8))
-    titles = {drawn(run._replace(measurements=[alone, *more]), "computation").title for more in ([], [slower])}
-    assert len(titles) == 1
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        ((0.01, 0.02, 0.04), "up to 800 samples a second, at every batch nearly as many"),
-        ((0.01, 0.01, 0.0105), "nearly as many from b = 32 on; at b = 8 it is 26 % of that"),
-    ],
-)
-def test_the_title_says_from_which_batch_on_a_worker_is_fast(
-    run: RunContents, seconds: tuple[float, ...], words: str
-) -> None:
-    row = measurement(ALONE, smaller_computes=((8, seconds[0]), (16, seconds[1])))
-    assert row.times is not None
-    times = row.times.model_copy(update={"compute_time_s": seconds[2]})
-    drawing = drawn(run._replace(measurements=[row.model_copy(update={"times": times})]), "computation")
-    assert drawing.title.endswith(words)
-
-
-def test_one_batch_alone_says_nothing_of_speed(run: RunContents) -> None:
-    contents = run._replace(measurements=[measurement(ALONE), measurement(PAIR)])
-    assert isinstance(FIGURES["computation"](contents), Missing)
-
-
-def test_batches_of_different_nodes_are_not_compared(run: RunContents) -> None:
-    rows = [measurement(Configuration(nodes, 1, batch)) for nodes, batch in ((1, 64), (2, 32), (4, 8))]
-    missing = FIGURES["computation"](run._replace(measurements=rows))
-    assert isinstance(missing, Missing)
-    assert missing.why == "no number of nodes has two local batches yet"
-
-
 def test_exposed_synchronization_is_never_negative() -> None:
     times = StepTimes(
         step_time_s=0.1,

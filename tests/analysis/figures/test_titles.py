@@ -18,7 +18,7 @@ from tula_hpc.analysis.run_contents import Interval, RunContents, read_run
 from tula_hpc.analysis.scaling import Curve, ScalingRow
 from tula_hpc.analysis.study_results import make_table, read_study
 from tula_hpc.config import StudyCell
-from tula_hpc.records import Configuration, Measurement
+from tula_hpc.records import Configuration
 
 
 @pytest.fixture(scope="module")
@@ -71,29 +71,6 @@ def test_of_several_trainings_the_title_names_its_own(run: RunContents) -> None:
     both = run._replace(trainings=[training, training._replace(label="other")])
     assert title_of(both, "training").startswith("main: ")
     assert not title_of(run, "training").startswith("main")
-
-
-def timed(nodes: int, batch: int, compute_s: float) -> Measurement:
-    row = measurement(Configuration(nodes, 1, batch))
-    assert row.times is not None
-    return row.model_copy(update={"times": row.times.model_copy(update={"compute_time_s": compute_s})})
-
-
-@pytest.mark.parametrize(
-    ("speeds", "words"),
-    [
-        # 64 is fast, 128 is not: "from 64 on" would be wrong
-        (
-            {32: 50, 64: 100, 128: 40, 256: 100},
-            "100 samples a second, nearly as many from b = 256 on; at b = 128 it is 40 %",
-        ),
-        ({32: 50, 64: 100, 128: 40}, "100 samples a second, at b = 64; at b = 128 it is 40 % of that"),
-        ({32: 95, 64: 100, 128: 92}, "at every batch nearly as many"),
-    ],
-)
-def test_speed_is_not_said_to_stay_where_it_falls_again(run: RunContents, speeds: dict[int, int], words: str) -> None:
-    rows = [timed(1, batch, batch / speed) for batch, speed in speeds.items()]
-    assert words in title_of(run._replace(measurements=rows, plan=None), "computation")
 
 
 @pytest.mark.parametrize(("middle", "is_average"), [(1.0, False), (6.0, True)])
