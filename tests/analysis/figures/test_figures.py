@@ -728,7 +728,7 @@ def test_figures_without_data_are_named_with_the_reason(tmp_path: Path, stage: s
 def test_a_plan_without_measurements_is_drawn(run: RunContents) -> None:
     result = draw_all(run._replace(measurements=[], trainings=[]))
     assert {drawing.name for drawing in result.drawings} == {
-        "epoch_time", "progress", "cost", "pareto", "memory", "timeline"
+        "epoch_time", "progress", "cost", "pareto", "memory"
     }  # fmt: skip
 
 
