@@ -102,7 +102,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("profile", "analysis.plan", ["--objective", "time"], 0),
         # its modules are in the next one as well
         pytest.param("profile", "analysis.report", [], 0, marks=pytest.mark.thorough),
-        ("study", "analysis.study", [], 0),
+        ("study", "analysis.report", [], 0),
         ("run", "__main__", [], 2),
     ],
 )
