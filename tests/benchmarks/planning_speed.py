@@ -36,7 +36,6 @@ from tula_hpc.records import Measurement, RunDirectory, append_record
 
 EPOCHS = 5
 MEASUREMENTS = 100_000
-# kneed, for the knee, loads matplotlib and scipy.signal, which takes most of the command's time
 LIMITS_S = {"predict_and_choose": 1.0, "aggregate": 3.0, "command": 2.5}
 
 
