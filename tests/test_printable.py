@@ -20,7 +20,6 @@ from tests.hostile_words import COLOURS, CONTROL, HOSTILE, WORDS, spoil
 from tests.run_factory import make_run, pages_alone
 from tests.study_factory import make_study
 from tula_hpc.analysis import plan
-from tula_hpc.analysis import study as study_report
 from tula_hpc.analysis.figures import all as figures
 from tula_hpc.analysis.figures import all as figures_study
 from tula_hpc.analysis.report import __main__ as report
@@ -242,7 +241,7 @@ def test_a_studys_report_holds_no_control_characters(
     run = make_study(tmp_path / "study", SMALL_STUDY)
     run.log_event("failed", "train", job_id="21", failure=Failure.BUG, detail=HOSTILE)
     spoil(run)
-    assert study_report.main([str(run.root)]) == 0
+    assert report.main([str(run.root)]) == 0
     check_shown(capsys)
     check_report(run.report)
 

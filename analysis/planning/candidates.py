@@ -1,7 +1,7 @@
 """Candidates as NumPy columns: the grid of a search, predicted and priced, and records of rows.
 
-Columns keep a search with a hundred thousand configurations fast; only those that a plan holds
-become records.
+A search asks for the choice under hundreds of predictions; only a plan's own candidates become
+records.
 """
 
 from __future__ import annotations

@@ -43,8 +43,6 @@ SAVED = 0.2
 # of the curve to an octave; and of those drawn from the fit's uncertainty
 POINTS = 64
 DRAWN_POINTS = 16
-# cluster sizes in the curve; of more, those that are fastest somewhere
-MAX_LINES = 64
 # Kneedle: a curve through fewer global batches has no bend
 MIN_BATCHES = 3
 # Kneedle: the least time must be this share below the time of the smallest batch
@@ -236,34 +234,20 @@ def _interval(grid: Array, found: Array, knee: float | None) -> tuple[float, flo
 
 
 def lines_of(possible: CandidateTable) -> Lines:
-    """Return the cluster sizes of possible candidates, or of very many the fastest."""
+    """Return the cluster sizes of possible candidates."""
     key = (possible.part << 25) | (possible.nodes << 7) | possible.workers_per_node
     # stable: fast where they are in order already
     order = np.argsort(key, kind="stable")
     starts = np.flatnonzero(np.diff(key[order], prepend=-1))
     batches = possible.global_batch[order]
     first = possible.take(order[starts])
-    lines = Lines(
+    return Lines(
         part=first.part.astype(np.float64),
         nodes=first.nodes.astype(np.float64),
         workers_per_node=first.workers_per_node.astype(np.float64),
         smallest=np.minimum.reduceat(batches, starts).astype(np.float64),
         largest=np.maximum.reduceat(batches, starts).astype(np.float64),
     )
-    if len(starts) <= MAX_LINES:
-        return lines
-    kept = np.isin(key[order][starts], key[_fastest_rows(possible)])
-    return Lines(*(column[kept] for column in lines))
-
-
-def _fastest_rows(possible: CandidateTable) -> NDArray[np.intp]:
-    """Return the fastest candidate of each of `MAX_LINES` ranges of batches."""
-    octaves = np.log2(possible.global_batch)
-    width = (octaves.max() - octaves.min()) / (MAX_LINES - 1) or 1.0
-    range_of = ((octaves - octaves.min()) / width).astype(np.int64)
-    least = np.full(MAX_LINES, np.inf)
-    np.minimum.at(least, range_of, possible.train_time_s)
-    return np.flatnonzero(possible.train_time_s == least[range_of])
 
 
 def _fitted_time(parts: Sequence[Part], epochs: int) -> TrainTime:

@@ -29,8 +29,6 @@ Array = NDArray[np.float64]
 AS_FAST = 1.03
 # without a knee: the smallest batch within 10 % of the least time
 NEAR_LEAST_TIME = 1.1
-# candidates that are ranked; the last of very many are not needed
-RANKED = 4096
 # as a logarithm, a cost of 0 would outweigh any time
 TINY_COST = 1e-12
 
@@ -38,7 +36,7 @@ TINY_COST = 1e-12
 class Choice(NamedTuple):
     """Feasible candidates, best first, and the reason."""
 
-    # rows of the table, at least one, at most about `RANKED`
+    # rows of the table, at least one
     ranking: NDArray[np.intp]
     reason: str
     # None for objectives without one
@@ -116,11 +114,8 @@ def _power(name: str, exponent: float) -> str:
 def ranked(
     table: CandidateTable, mask: NDArray[np.bool_], keys: tuple[Array, ...]
 ) -> NDArray[np.intp]:
-    """Return rows of the mask by the keys, then by nodes and batch; about `RANKED` of them."""
+    """Return rows of the mask by the keys, then by nodes and batch."""
     rows = np.flatnonzero(mask)
-    if len(rows) > RANKED:
-        first = keys[0][rows]
-        rows = rows[first <= np.partition(first, RANKED)[RANKED]]
     last = (table.nodes, table.global_batch, table.local_batch, table.part)
     return rows[np.lexsort([key[rows] for key in (*keys, *last)][::-1])]
 

@@ -1,8 +1,4 @@
-"""From measurements to a plan: models, predictions, prices, constraints, choice.
-
-A plan holds all of its candidates up to some thousands; beyond that the best, those near the chosen
-one, its fallbacks and some of the Pareto front.
-"""
+"""From measurements to a plan: models, predictions, prices, constraints, choice."""
 
 from __future__ import annotations
 
@@ -43,7 +39,7 @@ from tula_hpc.analysis.planning.partitions import (
 )
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.formatting import format_bytes, plural
-from tula_hpc.records import Candidate, Configuration, Doubt, Measurement, Plan
+from tula_hpc.records import Configuration, Doubt, Measurement, Plan
 
 RUNNERS_UP = 3
 AGAIN = "run the sweep again"
@@ -197,9 +193,9 @@ def _describe_passes(part: Part) -> list[str]:
 
 
 def _without_warnings(sweep: SweepSpec, fitted: Fitted, choice: Choice) -> Plan:
-    fallbacks = fallback_rows(fitted.table, choice)
-    elsewhere = _on_other_nodes(fitted.table, choice)
-    records = written_records(fitted, choice, [*fallbacks, *elsewhere])
+    front = np.zeros(fitted.table.rows, dtype=np.bool_)
+    front[front_rows(fitted.table)] = True
+    records = as_records(fitted.table, fitted.parts, front)
     first, *others = (records[row] for row in choice.ranking[: 1 + RUNNERS_UP])
     part = fitted.parts[fitted.table.part[choice.ranking[0]]]
     described = part.models.describe()
@@ -209,11 +205,10 @@ def _without_warnings(sweep: SweepSpec, fitted: Fitted, choice: Choice) -> Plan:
         objective=sweep.objective.kind,
         chosen=first,
         reason=f"{name_of(first)}: {choice.reason}",
-        candidates=list(records.values()),
-        candidates_total=fitted.table.rows if fitted.table.rows > len(records) else None,
-        fallbacks=[records[row] for row in fallbacks],
+        candidates=records,
+        fallbacks=[records[row] for row in fallback_rows(fitted.table, choice)],
         runners_up=others,
-        other_nodes=[records[row] for row in elsewhere],
+        other_nodes=[records[row] for row in _on_other_nodes(fitted.table, choice)],
         knee=choice.knee,
         models=described,
         dataset_samples=part.summary.dataset_samples,
@@ -227,17 +222,6 @@ def _on_other_nodes(table: CandidateTable, choice: Choice) -> list[int]:
     nodes = table.nodes[choice.ranking]
     of_each = (np.flatnonzero(nodes < nodes[0]), np.flatnonzero(nodes > nodes[0]))
     return [int(choice.ranking[places[0]]) for places in of_each if places.size]
-
-
-# a plan with more candidates than this holds only some of them:
-WRITTEN = 4096
-# the best
-BEST = 256
-# those on the chosen nodes, and those with the chosen batch
-NEIGHBOURS = 64
-FALLBACKS = 256
-# evenly spread ones of the Pareto front
-FRONT = 512
 
 
 def front_rows(table: CandidateTable) -> NDArray[np.intp]:
@@ -259,30 +243,4 @@ def fallback_rows(table: CandidateTable, choice: Choice) -> list[int]:
     same = smaller[as_many]
     others = smaller[~as_many]
     same = same[np.argsort(-table.local_batch[same], kind="stable")]
-    limit = None if table.rows <= WRITTEN else FALLBACKS
-    return list(map(int, np.concatenate([same, others])[:limit]))
-
-
-def written_records(fitted: Fitted, choice: Choice, named: list[int]) -> dict[int, Candidate]:
-    """Return the candidates that a plan holds, by row, ascending; `named` among them."""
-    table = fitted.table
-    front = front_rows(table)
-    rows = np.arange(table.rows)
-    if table.rows > WRITTEN:
-        few = front[np.linspace(0, len(front) - 1, min(FRONT, len(front))).astype(np.intp)]
-        near = _neighbours(table, int(choice.ranking[0]))
-        rows = np.unique(
-            np.concatenate([choice.ranking[:BEST], few, near, np.array(named, dtype=np.intp)])
-        )
-    records = as_records(table.take(rows), fitted.parts, np.isin(rows, front))
-    return dict(zip(rows.tolist(), records, strict=True))
-
-
-def _neighbours(table: CandidateTable, chosen: int) -> NDArray[np.intp]:
-    same_nodes = (table.nodes == table.nodes[chosen]) & (table.part == table.part[chosen])
-    same_batch = np.flatnonzero(table.global_batch == table.global_batch[chosen])
-    # on the numbers of nodes next to it
-    nearest = np.argsort(np.abs(table.nodes[same_batch] - table.nodes[chosen]), kind="stable")
-    return np.concatenate(
-        [np.flatnonzero(same_nodes)[:NEIGHBOURS], same_batch[nearest[:NEIGHBOURS]]]
-    )
+    return list(map(int, np.concatenate([same, others])))

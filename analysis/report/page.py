@@ -106,10 +106,6 @@ def _page(contents: RunContents, drawn: Figures, files: Mapping[str, bytes]) -> 
         page["models"] = model_tables(contents.plan.models)
         page["fallbacks"] = fallback_table(contents.plan)
         page["candidates"] = candidate_table(contents.plan, contents.measurements)
-        known = len(contents.plan.candidates)
-        page["candidates_told"] = f"All candidates ({known:,})"
-        if total := contents.plan.candidates_total:
-            page["candidates_told"] = f"Candidates ({known:,} of {total:,})"
     return page
 
 

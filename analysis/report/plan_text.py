@@ -407,8 +407,7 @@ def _table(plan: Plan, width: int) -> Table:
     if plan.pareto:
         captions.append(f"{FRONT_MARK} Pareto front: no candidate is faster and cheaper")
     if len(shown) < len(plan.candidates):
-        total = plan.candidates_total or len(plan.candidates)
-        captions.append(f"{len(shown)} of {total:,} candidates; --json shows more")
+        captions.append(f"{len(shown)} of {len(plan.candidates):,} candidates; --json shows more")
     table = Table(
         box=None,
         caption="; ".join(captions) or None,

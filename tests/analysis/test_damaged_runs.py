@@ -19,7 +19,6 @@ from tests.study_factory import make_study
 from tests.test_fuzz import whole_run
 from tula_hpc import study, sweep
 from tula_hpc.analysis import plan
-from tula_hpc.analysis import study as study_report
 from tula_hpc.analysis.figures import all as figures
 from tula_hpc.analysis.figures import all as figures_study
 from tula_hpc.analysis.report import __main__ as report
@@ -106,7 +105,7 @@ SWEEP_COMMANDS: dict[str, Command] = {
 }
 STUDY_COMMANDS: dict[str, Command] = {
     "study": lambda at: study.main([str(at / "study.toml"), "--run-dir", str(at / "study")]),
-    "study report": lambda at: study_report.main([str(at / "study")]),
+    "study report": lambda at: report.main([str(at / "study")]),
     "study status": lambda at: status.main([str(at / "study")]),
 }
 SWEEP_FILES = (
@@ -216,7 +215,7 @@ def test_a_file_that_may_not_be_read_is_named(
 
 
 def test_a_run_directory_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (plan.main, report.main, status.main, study_report.main):
+    for command in (plan.main, report.main, status.main):
         for path in (tmp_path / "gone", Path("/dev/null"), tmp_path):
             assert command([str(path)]) == 2
             assert len(capsys.readouterr().err.splitlines()) == 1

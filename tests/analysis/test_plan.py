@@ -33,7 +33,6 @@ from tests.table_factory import Row, table_of
 from tula_hpc.analysis.models.step_time import StepTimeModel
 from tula_hpc.analysis.plan import main, make_plan
 from tula_hpc.analysis.planning import feasibility
-from tula_hpc.analysis.planning import planner as writing
 from tula_hpc.analysis.planning.constraints import constrain
 from tula_hpc.analysis.planning.knee import knee_curves
 from tula_hpc.analysis.planning.objective import choose
@@ -606,21 +605,6 @@ def test_an_interval_without_end_can_be_written_down(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(StepTimeModel, "interval", endless)
     plan = planned()
     assert Plan.model_validate_json(plan.model_dump_json(by_alias=True)) == plan
-
-
-def test_of_very_many_candidates_those_that_matter_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    every = planned("knee", grid())
-    for name, count in (("WRITTEN", 5), ("BEST", 4), ("FALLBACKS", 2), ("FRONT", 2)):
-        monkeypatch.setattr(writing, name, count)
-    few = planned("knee", grid())
-    assert few.candidates_total == len(every.candidates) > len(few.candidates)
-    assert every.candidates_total is None
-    assert few.chosen == every.chosen
-    written = [c.configuration for c in few.candidates]
-    assert written == sorted(written)
-    assert few.fallbacks == every.fallbacks[:2]
-    assert all(c in every.candidates for c in few.candidates)
-    assert (few.pareto[0], few.pareto[-1]) == (every.pareto[0], every.pareto[-1])
 
 
 @pytest.fixture

@@ -1,12 +1,10 @@
-"""How long planning takes on one core: a million candidates, a hundred thousand measurements, the command, as JSON.
+"""How long planning takes on one core: a hundred thousand measurements, the command, as JSON.
 
     python -m tests.benchmarks.planning_speed tests/benchmarks/results/planning_speed.json
 
-Predicting and choosing: every candidate of cluster sizes 1 … 65,536 with global batches up to 2^30 is predicted,
-priced, held against constraints and ranked, and the Pareto front is found; models are fitted before. Aggregating:
-measurements as records, over few configurations with many repeats and over as many configurations as measurements.
-Times are of the processor, all threads added up, the best of three. The command is timed as a process from its start,
-in elapsed and in processor seconds.
+Aggregating: measurements as records, over few configurations with many repeats and over as many configurations as
+measurements. Times are of the processor, all threads added up, the best of three. The command is timed as a process
+from its start, in elapsed and in processor seconds.
 """
 
 from __future__ import annotations
@@ -25,18 +23,11 @@ from typing import Any
 from tests.planning_data import cluster, grid, ok, sweep
 from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.analysis.plan import make_plan
-from tula_hpc.analysis.planning.candidates import candidate_grid, predict
-from tula_hpc.analysis.planning.constraints import constrain
-from tula_hpc.analysis.planning.knee import knee_curves
-from tula_hpc.analysis.planning.objective import choose
-from tula_hpc.analysis.planning.partitions import Fitted, fit_parts
-from tula_hpc.analysis.planning.planner import fallback_rows, written_records
-from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.records import Measurement, RunDirectory, append_record
 
 EPOCHS = 5
 MEASUREMENTS = 100_000
-LIMITS_S = {"predict_and_choose": 1.0, "aggregate": 3.0, "command": 2.5}
+LIMITS_S = {"aggregate": 3.0, "command": 2.5}
 
 
 def best_of(function: Callable[[], object], clock: Callable[[], float], repeats: int = 3) -> float:
@@ -47,35 +38,6 @@ def best_of(function: Callable[[], object], clock: Callable[[], float], repeats:
         function()
         times.append(clock() - started)
     return min(times)
-
-
-def planning() -> dict[str, float]:
-    """Seconds to predict and choose among a million candidates, by objective."""
-    measured = [row.model_copy(update={"dataset_samples": 2**40}) for row in grid()]
-    small = fit_parts(million("time"), wide(), measured)
-    part = small.parts[0]
-
-    def decide(spec: SweepSpec) -> Fitted:
-        table = constrain(predict(0, part, candidate_grid(spec.search, part.cluster), spec), spec.objective)
-        choice = choose(spec.objective, table, knee_curves((part,), spec))
-        fitted = Fitted((part,), table, ())
-        written_records(fitted, choice, fallback_rows(table, choice))
-        return fitted
-
-    specs = {kind: million(kind) for kind in ("time", "cost", "weighted", "knee")}
-    seconds = {kind: best_of(lambda spec=spec: decide(spec), time.process_time) for kind, spec in specs.items()}  # type: ignore[misc]
-    return {"candidates": decide(specs["time"]).table.rows, **seconds}
-
-
-def million(kind: str) -> SweepSpec:
-    """A sweep over about a million candidates."""
-    spec = sweep(kind, cluster_sizes=list(range(1, 65_537)), min_batch=1, max_batch=2**30, workload={"epochs": EPOCHS})
-    return spec.model_copy(update={"objective": spec.objective.model_copy(update={"deadline_hours": 1e9})})
-
-
-def wide() -> ClusterSpec:
-    """As many nodes as that needs; memory rules some candidates out."""
-    return cluster(max_nodes=65_536, memory_gb=64.0)
 
 
 def aggregating() -> dict[str, float]:
@@ -128,7 +90,6 @@ def main(output: str) -> int:
     """Measure, write, and return 1 where a limit is broken."""
     result: dict[str, Any] = {
         "limits_s": LIMITS_S,
-        "predict_and_choose_s": planning(),
         "aggregate_s": aggregating(),
         "command": commanding(),
         "python": platform.python_version(),
@@ -138,7 +99,6 @@ def main(output: str) -> int:
     Path(output).write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
     slowest = {
-        "predict_and_choose": max(v for k, v in result["predict_and_choose_s"].items() if k != "candidates"),
         "aggregate": max(result["aggregate_s"].values()),
         "command": max(times["processor_s"] for times in result["command"].values()),
     }

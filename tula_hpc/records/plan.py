@@ -152,8 +152,6 @@ class Plan(Record):
     candidates: list[Candidate]
     # ranked smaller batches for OOM, first to be tried first
     fallbacks: list[Candidate]
-    # where candidates holds only the best of so many
-    candidates_total: int | None = None
     # what would have been chosen next, best first
     runners_up: list[Candidate] = Field(default=[])
     # what would have been chosen of all with fewer nodes, and of all with more

@@ -8,7 +8,6 @@ from kneed import KneeLocator
 
 from tests.table_factory import Row, hyperbola, rows_of, table_of
 from tula_hpc.analysis.planning.knee import (
-    MAX_LINES,
     Array,
     Curve,
     Lines,
@@ -138,19 +137,6 @@ def test_each_kind_of_nodes_follows_its_own_law() -> None:
     before, after = batches < 63, batches > 65
     np.testing.assert_allclose(times[before], 1.0 / batches[before])
     np.testing.assert_allclose(times[after], np.maximum(0.1 / batches[after], 0.1 / 256), rtol=0.02)
-
-
-def test_of_very_many_sizes_those_that_are_fastest_make_the_curve() -> None:
-    law = hyperbola(1.0, 0.01)
-    many = [row for nodes in range(1, 201) for row in rows_of(law, nodes, POWERS)]
-    lines = lines_of(table_of(many))
-    assert len(lines.nodes) < len(many)
-    assert 200.0 in lines.nodes
-    full = lines_of(table_of(many[: 8 * MAX_LINES]))
-    assert len(full.nodes) == MAX_LINES
-    knee = float(doubling_knees(lower_envelope(lines, law)))
-    every = [lower_envelope(Lines(*np.array([[0.0], [n], [1.0], [32.0 * n], [4096.0 * n]])), law) for n in (1.0, 200.0)]
-    assert every[0].global_batch[0] <= knee <= every[1].global_batch[-1]
 
 
 def drawn(spread: float) -> TrainTime:

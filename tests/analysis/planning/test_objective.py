@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from tests.planning_data import CORNERS, cluster, sweep
 from tests.table_factory import Row, hyperbola, rows_of, table_of
 from tula_hpc.analysis.plan import make_plan
-from tula_hpc.analysis.planning import objective
 from tula_hpc.analysis.planning.knee import TimeCurves, TrainTime, lines_of
 from tula_hpc.analysis.planning.objective import Choice, choose, objective_of, pareto_front, weighted_score
 from tula_hpc.config import ObjectiveSpec
@@ -201,18 +200,6 @@ def test_what_is_not_feasible_is_never_ranked(kind: str) -> None:
     feasible = rows_of(law, 1, POWERS)
     out = [Row(1, 2, 1e-9, 1e-9, why=3), *feasible]
     assert ranked(kind, out, law)[0] == ranked(kind, feasible, law)[0]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_of_very_many_the_best_are_ranked_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    law = hyperbola(1.0, 0.01)
-    sizes = [row for nodes in range(1, 20) for row in rows_of(law, nodes, POWERS)]
-    feasible = [row._replace(cost=row.time_s * row.nodes**1.5) for row in sizes]
-    every = ranked(kind, feasible, law)[0]
-    monkeypatch.setattr(objective, "RANKED", 10)
-    few = ranked(kind, feasible, law)[0]
-    assert 10 < len(few) < len(every)
-    assert few == every[: len(few)]
 
 
 points = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=40)
