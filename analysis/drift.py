@@ -13,11 +13,10 @@ from statistics import median
 from typing import Literal, NamedTuple
 
 from tula_hpc.records import (
-    Candidate,
     Configuration,
     Event,
+    Interval,
     Measurement,
-    Plan,
     RunHistory,
     StepParts,
     StepTimes,
@@ -46,34 +45,6 @@ SECONDS_PER_LOOK = 1.0
 Verdict = Literal["drifted", "recovered"]
 
 
-class Prediction(NamedTuple):
-    """The plan's prediction of a step, seconds, with the 90 % interval of one measurement."""
-
-    step_time_s: float
-    low_s: float
-    high_s: float
-
-
-def predict(plan: Plan, configuration: Configuration, partition: str = "") -> Prediction | None:
-    """Return the plan's prediction for a configuration; None if it is no candidate."""
-    known = (plan.chosen, *plan.fallbacks, *plan.runners_up, *plan.candidates)
-    for candidate in known:
-        if (candidate.configuration, candidate.partition) == (configuration, partition):
-            return _prediction_of(candidate)
-    return None
-
-
-def _prediction_of(candidate: Candidate) -> Prediction:
-    """Return step time and interval; of a training time with an interval its relative ends."""
-    step = candidate.step_time_s
-    for name in ("step_time_s", "train_time_s"):
-        value = getattr(candidate, name)
-        if name in candidate.interval_90 and value > 0:
-            low, high = candidate.interval_90[name]
-            return Prediction(step, step * (low / value), step * (high / value))
-    return Prediction(step, step, step)
-
-
 class SignSum:
     """One-sided cumulative sum of signs, which alarms at `THRESHOLD`.
 
@@ -99,10 +70,11 @@ class Detector:
 
     An episode begins when step times lie beyond the prediction's interval by a further factor
     `MARGIN`, and is over when they lie inside the interval again: between the two nothing changes.
-    `side` is +1 (slower) or −1 (faster) to go on with an episode after a restart, else 0.
+    `prediction` is that of a step, seconds, with the 90 % interval of one measurement. `side` is +1
+    (slower) or −1 (faster) to go on with an episode after a restart, else 0.
     """
 
-    def __init__(self, prediction: Prediction, side: int = 0) -> None:
+    def __init__(self, prediction: Interval, side: int = 0) -> None:
         self.prediction = prediction
         self.recent: deque[float] = deque(maxlen=THRESHOLD)
         self._start(side)
@@ -115,8 +87,8 @@ class Detector:
                 return None
             self._start(side=0)
             return "recovered"
-        slow = self.slow.alarms(step_time_s > self.prediction.high_s * MARGIN)
-        fast = self.fast.alarms(step_time_s < self.prediction.low_s / MARGIN)
+        slow = self.slow.alarms(step_time_s > self.prediction.high * MARGIN)
+        fast = self.fast.alarms(step_time_s < self.prediction.low / MARGIN)
         if not slow and not fast:
             return None
         self._start(side=1 if slow else -1)
@@ -129,8 +101,8 @@ class Detector:
 
     def _is_back(self, step_time_s: float) -> bool:
         if self.side > 0:
-            return step_time_s <= self.prediction.high_s
-        return step_time_s >= self.prediction.low_s
+            return step_time_s <= self.prediction.high
+        return step_time_s >= self.prediction.low
 
     def _start(self, side: int) -> None:
         self.side = side

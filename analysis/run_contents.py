@@ -34,6 +34,7 @@ from tula_hpc.records import (
     Configuration,
     EpochMetrics,
     Event,
+    Interval,
     JobAccount,
     JobNote,
     Measurement,
@@ -139,18 +140,6 @@ def ends(rows: Sequence[T], most: int = MOST_ROWS) -> list[T]:
     if len(rows) <= most:
         return list(rows)
     return [*rows[: most // 2], *rows[-(most // 2) :]]
-
-
-class Interval(NamedTuple):
-    """A number with the ends of its interval, in the unit of the quantity."""
-
-    value: float
-    low: float
-    high: float
-
-    def times(self, factor: float) -> Interval:
-        """Multiply all three, for a change of unit."""
-        return Interval(self.value * factor, self.low * factor, self.high * factor)
 
 
 class Training(NamedTuple):
@@ -421,26 +410,6 @@ def measured_epochs(
     return {Configuration(*key): statistics.median(values) for key, values in found.items()}
 
 
-# multiples of one another
-_TIMES = ("train_time_s", "epoch_time_s", "step_time_s")
-
-
-def predicted(candidate: Candidate, quantity: str) -> Interval:
-    """Return a predicted quantity of a candidate with its 90 % interval, where the plan has one.
-
-    Step, epoch and training time are multiples of one another: the interval of one gives those of
-    the others.
-    """
-    value = float(getattr(candidate, quantity))
-    same_spread = _TIMES if quantity in _TIMES else ()
-    for known in (quantity, *same_spread):
-        base = float(getattr(candidate, known, 0.0))
-        if known in candidate.interval_90 and base > 0:
-            low, high = candidate.interval_90[known]
-            return Interval(value, value * low / base, value * high / base)
-    return Interval(value, value, value)
-
-
 def cost_at(candidate: Candidate, pace: float) -> float:
     """Return the cost if steps took `pace` times as long as predicted.
 
@@ -449,18 +418,6 @@ def cost_at(candidate: Candidate, pace: float) -> float:
     """
     fixed = fixed_share(candidate.wall_parts_s)
     return candidate.cost * (fixed + (1.0 - fixed) * pace)
-
-
-def find_candidate(
-    plan: Plan | None, configuration: Configuration, partition: str | None = None
-) -> Candidate | None:
-    """Return the candidate of a configuration; without a partition that of the chosen one first."""
-    if plan is None:
-        return None
-    found = [item for item in plan.candidates if item.configuration == configuration]
-    if partition is not None:
-        return next((item for item in found if item.partition == partition), None)
-    return min(found, key=lambda item: item.partition != plan.chosen.partition, default=None)
 
 
 def candidate_of(plan: Plan | None, training: Training) -> Candidate | None:
@@ -474,7 +431,7 @@ def candidate_of(plan: Plan | None, training: Training) -> Candidate | None:
     batches = {epoch.global_batch for epoch in training.metrics.epochs}
     if not batches <= {configuration.global_batch}:
         return None
-    return find_candidate(plan, configuration, training.partition)
+    return plan.find(configuration, training.partition)
 
 
 def used_bytes(item: Measurement) -> int | None:

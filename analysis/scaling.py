@@ -34,11 +34,11 @@ from tula_hpc.analysis.planning.candidates import (
     predict,
 )
 from tula_hpc.analysis.planning.partitions import fit_parts
-from tula_hpc.analysis.run_contents import Interval, RunContents, evenly, predicted
+from tula_hpc.analysis.run_contents import RunContents, evenly
 from tula_hpc.config import ClusterSpec, SweepSpec, cluster_sizes
 from tula_hpc.errors import InputError, NotEnoughDataError
 from tula_hpc.formatting import HOUR_S, listed
-from tula_hpc.records import Candidate
+from tula_hpc.records import Candidate, Interval
 
 Kind = Literal["strong", "weak"]
 Basis = Literal["measured", "predicted", "extrapolated"]
@@ -82,17 +82,17 @@ class ScalingRow(NamedTuple):
     @property
     def step_s(self) -> Interval:
         """Seconds of a step."""
-        return predicted(self.candidate, "step_time_s")
+        return self.candidate.predicted("step_time_s")
 
     @property
     def epoch_s(self) -> Interval:
         """Seconds of an epoch."""
-        return predicted(self.candidate, "epoch_time_s")
+        return self.candidate.predicted("epoch_time_s")
 
     @property
     def training_s(self) -> Interval:
         """Seconds of the whole training, as expected."""
-        return predicted(self.candidate, "wall_time_s")
+        return self.candidate.predicted("wall_time_s")
 
     @property
     def node_hours(self) -> Interval:

@@ -14,10 +14,10 @@ from tula_hpc.analysis.figures import style
 from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
 from tula_hpc.analysis.models.profiles import Summary, summarize, update_time
 from tula_hpc.analysis.planning.memory_limit import memory_limit_bytes, on_top_bytes
-from tula_hpc.analysis.run_contents import Interval, RunContents, predicted, used_bytes
+from tula_hpc.analysis.run_contents import RunContents, used_bytes
 from tula_hpc.config import GIB
 from tula_hpc.formatting import format_bytes, plural
-from tula_hpc.records import Candidate, Configuration
+from tula_hpc.records import Candidate, Configuration, Interval
 
 # a limit this many times above all else is named, not drawn to scale
 FAR_ABOVE = 2.5
@@ -218,7 +218,7 @@ def _line(
     line = {}
     largest = 0
     for item in candidates:
-        line[item.local_batch] = predicted(item, "peak_memory_bytes")
+        line[item.local_batch] = item.predicted("peak_memory_bytes")
         if item.configuration in fitting:
             largest = max(largest, item.local_batch)
     too_large = [batch for batch in line if batch > largest]

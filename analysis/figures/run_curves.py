@@ -12,8 +12,9 @@ from tula_hpc.analysis.figures import style
 from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
 from tula_hpc.analysis.figures.training import accuracies_of, losses_of
 from tula_hpc.analysis.planning.partitions import of_partition
-from tula_hpc.analysis.run_contents import Interval, RunContents, measured_epochs, predicted
+from tula_hpc.analysis.run_contents import RunContents, measured_epochs
 from tula_hpc.formatting import format_duration
+from tula_hpc.records import Interval
 
 NAME = "run_curves"
 COLUMNS = ("run", "quantity", "global_batch_samples", "epoch", "value")
@@ -43,7 +44,7 @@ def curve_of(name: str, run: RunContents) -> RunCurve:
         for item in run.plan.candidates:
             if item.feasible and item.epoch_time_s > 0:
                 _keep_least(least, item.global_batch, item.epoch_time_s)
-        chosen = (run.plan.chosen.global_batch, predicted(run.plan.chosen, "epoch_time_s"))
+        chosen = (run.plan.chosen.global_batch, run.plan.chosen.predicted("epoch_time_s"))
     measured: dict[int, float] = {}
     samples = run.plan.dataset_samples if run.plan else 0
     for name_of_part in {row.partition for row in run.ok}:

@@ -11,9 +11,10 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tula_hpc.analysis.figures import style
 from tula_hpc.analysis.figures.drawing import CONFIGURATION_COLUMNS, Cell, Drawing, Missing, Table
-from tula_hpc.analysis.run_contents import Interval, RunContents
+from tula_hpc.analysis.run_contents import RunContents
 from tula_hpc.analysis.scaling import Curve, Scaling, ScalingRow, describe_left_out, scaling_of
 from tula_hpc.formatting import format_number, plural
+from tula_hpc.records import Interval
 
 COLOUR = style.SIZES[0].light
 # marks by what a row rests on: filled, hollow, and another shape beyond what was measured

@@ -14,7 +14,7 @@ from tula_hpc.analysis.costs.training_bill import (
 )
 from tula_hpc.analysis.report.plan_text import PART_NAMES
 from tula_hpc.analysis.report.tables import TextTable
-from tula_hpc.analysis.run_contents import Training, candidate_of, predicted
+from tula_hpc.analysis.run_contents import Training, candidate_of
 from tula_hpc.formatting import (
     UNKNOWN,
     duration_within,
@@ -103,7 +103,7 @@ def steps_off(
     if words := _samples_off(plan, training.result):
         yield f"{name[:1].upper()}{name[1:]} {words}"
         return
-    expected = predicted(promised, "epoch_time_s")
+    expected = promised.predicted("epoch_time_s")
     if expected.low == expected.high or expected.low <= took_s <= expected.high:
         return
     bill = bill_of(plan, events, training)

@@ -25,13 +25,7 @@ from tula_hpc.analysis.report.plan_text import (
     without_price,
 )
 from tula_hpc.analysis.report.text import as_sentence, doubts, of_partition_in_words
-from tula_hpc.analysis.run_contents import (
-    RunContents,
-    Training,
-    candidate_of,
-    measured_epochs,
-    predicted,
-)
+from tula_hpc.analysis.run_contents import RunContents, Training, candidate_of, measured_epochs
 from tula_hpc.formatting import (
     duration_within,
     format_bytes,
@@ -148,8 +142,8 @@ def _decision(run: RunContents, plan: Plan) -> str:
 
 def _expected(plan: Plan) -> str:
     chosen = plan.chosen
-    time = predicted(chosen, "wall_time_s")
-    cost = predicted(chosen, "cost")
+    time = chosen.predicted("wall_time_s")
+    cost = chosen.predicted("cost")
     memory = format_bytes(chosen.peak_memory_bytes)
     if plan.memory_limit_bytes:
         memory += f" of {format_bytes(plan.memory_limit_bytes)}"
@@ -277,8 +271,8 @@ def _how_sure(run: RunContents, plan: Plan, *, is_billed: bool) -> Iterator[str]
     chosen = plan.chosen
     for training in run.trainings:
         yield from steps_off(plan, run.events, training, _name(run, training.label))
-    time = predicted(chosen, "wall_time_s")
-    cost = predicted(chosen, "cost")
+    time = chosen.predicted("wall_time_s")
+    cost = chosen.predicted("cost")
     # the bill tells what was predicted
     if time.low < time.high and not is_billed:
         times = [duration_within(end, time.low, time.high) for end in (time.low, time.high)]

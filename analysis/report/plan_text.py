@@ -16,7 +16,6 @@ from rich.table import Table
 
 from tula_hpc.analysis.planning.partitions import name_of
 from tula_hpc.analysis.report.output import GAP, PLAN_WIDTH, TextColumn, add_columns
-from tula_hpc.analysis.run_contents import predicted
 from tula_hpc.config import ClusterSpec
 from tula_hpc.formatting import (
     FOREVER_S,
@@ -146,10 +145,10 @@ def beats(candidate: Candidate, chosen: Candidate) -> bool:
 def expectation(plan: Plan) -> str:
     """Say how long the training should take, and what it should cost."""
     chosen = plan.chosen
-    interval = predicted(chosen, "wall_time_s")
+    interval = chosen.predicted("wall_time_s")
     time, low, high = (duration_within(s, interval.low, interval.high) for s in interval)
     between = f" (between {low} and {high} with 90 % probability)" if low != high else ""
-    cost = money_within(*predicted(chosen, "cost"), chosen.currency)
+    cost = money_within(*chosen.predicted("cost"), chosen.currency)
     steps = format_duration(chosen.train_time_s)
     text = f"Training should take {time}{between} and cost {cost}; its steps alone take {steps}"
     every_s = 60.0 * (chosen.checkpoint_minutes or math.inf)

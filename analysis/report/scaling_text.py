@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tula_hpc.analysis.report.tables import TextTable, latex_escaped
-from tula_hpc.analysis.run_contents import Interval
 from tula_hpc.analysis.scaling import Basis, Curve, Scaling, describe_left_out, listed_sizes
 from tula_hpc.formatting import HOUR_S, MINUTE_S, UNKNOWN, format_number, plural, printable
+from tula_hpc.records import Interval
 
 # of N, in texts without a column for it
 EXTRAPOLATED_MARK = "*"

@@ -9,12 +9,7 @@ from typing import Any, NamedTuple
 
 from tula_hpc.analysis.costs.training_bill import TrainingBill
 from tula_hpc.analysis.planning.partitions import name_of, of_partition
-from tula_hpc.analysis.run_contents import (
-    Interval,
-    ends,
-    measured_epochs,
-    predicted,
-)
+from tula_hpc.analysis.run_contents import ends, measured_epochs
 from tula_hpc.analysis.what_if import WhatIf
 from tula_hpc.formatting import (
     UNKNOWN,
@@ -30,6 +25,7 @@ from tula_hpc.records import (
     Candidate,
     Configuration,
     Event,
+    Interval,
     JobAccount,
     Measurement,
     Plan,
@@ -132,7 +128,7 @@ def summary_cells(row: SummaryRow) -> tuple[str, ...]:
         cost += f"\n{format_money(row.paid, item.currency)} paid"
     return (
         f"N = {item.nodes}, B = {item.global_batch:,}\n{role}",
-        format_interval(predicted(item, "epoch_time_s")),
+        format_interval(item.predicted("epoch_time_s")),
         measured,
         off,
         steps,
@@ -250,7 +246,7 @@ def _candidate_cells(item: Candidate, measured: Mapping[Configuration, float]) -
         str(item.nodes),
         f"{item.global_batch:,}\n{item.local_batch:,} per worker{item.in_parts}",
         format_duration(item.step_time_s),
-        format_interval(predicted(item, "epoch_time_s")),
+        format_interval(item.predicted("epoch_time_s")),
         format_duration(measured.get(item.configuration)),
         *_times_and_cost(item, item.finite_cost),
         format_bytes(item.peak_memory_bytes),

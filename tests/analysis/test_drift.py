@@ -18,17 +18,15 @@ from tula_hpc.analysis.drift import (
     WARM_UP_LOOKS,
     Detector,
     Look,
-    Prediction,
     Watch,
     attribute,
     describe_drift,
     expected_parts,
-    predict,
 )
-from tula_hpc.records import Configuration, Event, Plan, StepParts
+from tula_hpc.records import Configuration, Event, Interval, Plan, StepParts
 
-PREDICTION = Prediction(step_time_s=0.1, low_s=0.09, high_s=0.11)
-EDGE_S = PREDICTION.high_s * MARGIN
+PREDICTION = Interval(0.1, 0.09, 0.11)
+EDGE_S = PREDICTION.high * MARGIN
 
 
 def noise(rng: random.Random, kind: str, sigma: float) -> Iterator[float]:
@@ -108,7 +106,7 @@ def test_between_the_interval_and_its_margin_nothing_changes(factor: float, seed
     rng = random.Random(seed)
     for side in (0, 1):
         detector = Detector(PREDICTION, side)
-        beyond = [PREDICTION.high_s * min(MARGIN, max(1.0001, factor * rng.gauss(1, 0.001))) for _ in range(200)]
+        beyond = [PREDICTION.high * min(MARGIN, max(1.0001, factor * rng.gauss(1, 0.001))) for _ in range(200)]
         assert not any(detector.observe(window) for window in beyond)
 
 
@@ -142,7 +140,7 @@ def test_a_pause_now_and_then_is_no_drift() -> None:
 
 def test_drift_is_noticed_after_about_the_time_that_was_asked_for() -> None:
     for step_s, steps in ((0.2, 5), (30.0, 1)):
-        watched = Watch(Detector(Prediction(step_s / 2, step_s / 2, step_s / 2)), window_s=5.0)
+        watched = Watch(Detector(Interval(step_s / 2, step_s / 2, step_s / 2)), window_s=5.0)
         looks = next(n for n in range(1, 1000) if watched.observe(Look(steps, step_s, 0.0)) is not None)
         seconds = (looks - WARM_UP_LOOKS) * steps * step_s
         assert seconds == pytest.approx(THRESHOLD * max(5.0, step_s), rel=0.01)
@@ -285,14 +283,12 @@ def whole_plan(**changes: object) -> Plan:
 
 def test_the_prediction_is_that_of_the_candidate_that_is_trained() -> None:
     made = whole_plan()
-    chosen = predict(made, made.chosen.configuration)
-    fallback = predict(made, made.fallbacks[0].configuration)
-    assert chosen is not None
-    assert fallback is not None
-    assert chosen.step_time_s == made.chosen.step_time_s != fallback.step_time_s
-    assert (chosen.low_s, chosen.high_s) == pytest.approx((0.93 * chosen.step_time_s, 1.08 * chosen.step_time_s))
-    assert predict(made, Configuration(64, 1, 1)) is None
-    assert predict(made, made.chosen.configuration, "gpu") is None
+    assert made.find(made.chosen.configuration, "") == made.chosen
+    assert made.find(made.fallbacks[0].configuration) == made.fallbacks[0]
+    step_s = made.chosen.step_time_s
+    assert made.chosen.predicted("step_time_s") == pytest.approx((step_s, 0.93 * step_s, 1.08 * step_s))
+    assert made.find(Configuration(64, 1, 1)) is None
+    assert made.find(made.chosen.configuration, "gpu") is None
 
 
 # words

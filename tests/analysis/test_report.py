@@ -38,7 +38,7 @@ from tula_hpc.analysis.report.tables import (
     summary_table,
 )
 from tula_hpc.analysis.report.text import assumptions, doubts, how_measured
-from tula_hpc.analysis.run_contents import RunContents, candidate_of, median_epoch_s, predicted, read_run
+from tula_hpc.analysis.run_contents import RunContents, candidate_of, median_epoch_s, read_run
 from tula_hpc.analysis.scaling import no_scaling
 from tula_hpc.analysis.search.profiling_cost import profiling_cost
 from tula_hpc.cli.pipeline import carry_out, print_summary, report_stage
@@ -46,15 +46,7 @@ from tula_hpc.config import ClusterSpec, PricingSpec, load_cluster, load_sweep
 from tula_hpc.errors import RunDirectoryError, StorageError
 from tula_hpc.files import MEASUREMENTS_GONE
 from tula_hpc.formatting import format_duration, in_comparison
-from tula_hpc.records import (
-    Configuration,
-    EpochMetrics,
-    JobAccount,
-    JobNote,
-    RunDirectory,
-    TrainResult,
-    append_record,
-)
+from tula_hpc.records import Configuration, EpochMetrics, JobAccount, JobNote, RunDirectory, TrainResult, append_record
 from tula_hpc.stages.context import Sweep
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
@@ -517,7 +509,7 @@ def test_steps_outside_of_their_interval_are_said_first_of_how_sure_it_is(finish
     contents = read_run(finished.run)
     (training,) = contents.trainings
     assert contents.plan is not None
-    _, low, high = predicted(contents.plan.chosen, "epoch_time_s")
+    _, low, high = contents.plan.chosen.predicted("epoch_time_s")
     for seconds, way in ((low * 1.01, ""), (high * 0.99, ""), (low * 0.99, "shorter"), (high * 1.01, "longer")):
         epochs = [epoch.model_copy(update={"epoch_time_s": seconds}) for epoch in training.metrics.epochs]
         changed = training._replace(metrics=training.metrics._replace(epochs=epochs))

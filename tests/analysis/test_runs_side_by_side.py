@@ -12,9 +12,8 @@ from tula_hpc.analysis.figures.drawing import Drawing
 from tula_hpc.analysis.figures.run_curves import RunCurve, draw_run_curves
 from tula_hpc.analysis.report.__main__ import main
 from tula_hpc.analysis.report.several.runs_page import NamedRun, knees_apart, read_runs, runs_table
-from tula_hpc.analysis.run_contents import Interval
 from tula_hpc.errors import InputError
-from tula_hpc.records import RunDirectory
+from tula_hpc.records import Interval, RunDirectory
 from tula_hpc.records.plan import Knee
 
 

@@ -18,10 +18,10 @@ from tula_hpc.analysis.models.step_time import StepTimeModel
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.planning.candidates import Part
 from tula_hpc.analysis.planning.partitions import fit_parts
-from tula_hpc.analysis.run_contents import Interval, read_run
+from tula_hpc.analysis.run_contents import read_run
 from tula_hpc.analysis.scaling import Curve, Scaling, listed_sizes, part_scaling, scaling_of
 from tula_hpc.config import ClusterSpec, SweepSpec
-from tula_hpc.records import Candidate, Configuration, Measurement
+from tula_hpc.records import Candidate, Configuration, Interval, Measurement
 
 SEARCH: dict[str, Any] = {"cluster_sizes": [1, 2, 4], "min_batch": 32, "max_batch": 1024}
 ROOMY = cluster(memory_gb=64.0)

@@ -32,9 +32,8 @@ from tests.benchmarks.cluster_prediction import Searched, pooled, read
 from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.planning.partitions import fit_parts
-from tula_hpc.analysis.run_contents import Interval
 from tula_hpc.analysis.scaling import Curve, Scaling, ScalingRow, part_scaling
-from tula_hpc.records import Candidate, Configuration, Measurement, is_usable
+from tula_hpc.records import Candidate, Configuration, Interval, Measurement, is_usable
 
 MOST_PROFILES = 6
 LIMIT = 0.03

@@ -13,10 +13,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from tula_hpc.analysis.drift import Detector, Prediction, Watch
+from tula_hpc.analysis.drift import Detector, Watch
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.profiling.measure import SharedTimes, StepProfile
 from tula_hpc.profiling.timing import LoaderWaits, StoppingRule, driven, mean_interval
+from tula_hpc.records import Interval
 from tula_hpc.training.drift import StepClock
 
 STEP_S = 0.04
@@ -120,7 +121,7 @@ def test_the_drift_watch_sees_the_same(monkeypatch: pytest.MonkeyPatch, need: fl
     fake = FakeWorker(need, cv, processes)
     truth_s = trained_s(FakeWorker(need, cv, processes))
     monkeypatch.setattr(time, "perf_counter", lambda: fake.now)
-    watch, clock = Watch(Detector(Prediction(truth_s, 0.0, 1.0)), window_s=10.0), StepClock(CPU)
+    watch, clock = Watch(Detector(Interval(truth_s, 0.0, 1.0)), window_s=10.0), StepClock(CPU)
     batches = fake.batches()
     for step in range(4000):
         clock.start()

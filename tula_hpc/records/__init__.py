@@ -58,7 +58,16 @@ from tula_hpc.records.metrics import (
     steps_left_s,
     training_left_s,
 )
-from tula_hpc.records.plan import Candidate, Doubt, Knee, Plan, Remedy, grouped, write_plan
+from tula_hpc.records.plan import (
+    Candidate,
+    Doubt,
+    Interval,
+    Knee,
+    Plan,
+    Remedy,
+    grouped,
+    write_plan,
+)
 from tula_hpc.records.run_directory import RunDirectory, TrainDirectory
 from tula_hpc.records.storage import (
     MAX_LINE_BYTES,

@@ -23,6 +23,22 @@ from tula_hpc.records.base import Batch, Configuration, Nodes, Record, WorkersPe
 from tula_hpc.records.storage import MAX_DOCUMENT_BYTES, read_document, write_atomically
 
 
+class Interval(NamedTuple):
+    """A number with the ends of its interval, in the unit of the quantity."""
+
+    value: float
+    low: float
+    high: float
+
+    def times(self, factor: float) -> Interval:
+        """Multiply all three, for a change of unit."""
+        return Interval(self.value * factor, self.low * factor, self.high * factor)
+
+
+# multiples of one another
+_TIMES = ("train_time_s", "epoch_time_s", "step_time_s")
+
+
 class Candidate(Record):
     """One configuration with the predictions of the models."""
 
@@ -82,6 +98,21 @@ class Candidate(Record):
     def finite_cost(self) -> float | None:
         """Return the cost; None where the training would never end."""
         return None if self.wall_time_s >= FOREVER_S else self.cost
+
+    def predicted(self, quantity: str) -> Interval:
+        """Return a predicted quantity with its 90 % interval, where the plan has one.
+
+        Step, epoch and training time are multiples of one another: the interval of one gives those
+        of the others.
+        """
+        value = float(getattr(self, quantity))
+        same_spread = _TIMES if quantity in _TIMES else ()
+        for known in (quantity, *same_spread):
+            base = float(getattr(self, known, 0.0))
+            if known in self.interval_90 and base > 0:
+                low, high = self.interval_90[known]
+                return Interval(value, value * low / base, value * high / base)
+        return Interval(value, value, value)
 
 
 class Knee(Record):
@@ -191,6 +222,13 @@ class Plan(Record):
         """Return the warnings with their remedies; without one there is nothing to do."""
         pairs = zip_longest(self.warnings, self.remedies[: len(self.warnings)])
         return [Doubt(text, remedy or Remedy.KNOW) for text, remedy in pairs]
+
+    def find(self, configuration: Configuration, partition: str | None = None) -> Candidate | None:
+        """Return the candidate of a configuration; without a partition the chosen one's first."""
+        found = [item for item in self.candidates if item.configuration == configuration]
+        if partition is not None:
+            return next((item for item in found if item.partition == partition), None)
+        return min(found, key=lambda item: item.partition != self.chosen.partition, default=None)
 
     def with_doubts(self, doubts: Iterable[Doubt]) -> Self:
         """Return the plan with more warnings at the end."""

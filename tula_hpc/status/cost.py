@@ -14,7 +14,6 @@ from tula_hpc.analysis.costs import slurm_billing as billing
 from tula_hpc.analysis.costs.pricing import train_cost_usd
 from tula_hpc.analysis.costs.training_bill import Verdict, training_bill
 from tula_hpc.analysis.costs.usage import actual_use, job_runs, only_waiting_s
-from tula_hpc.analysis.run_contents import find_candidate
 from tula_hpc.config import ClusterSpec
 from tula_hpc.formatting import HOUR_S, format_money, format_number
 from tula_hpc.records import MAIN_LABEL, Configuration, JobAccount, Measurement, Record
@@ -144,7 +143,7 @@ def promise_kept(facts: Facts) -> PromiseStatus | None:
         return None
     result = files.result
     ran_at = Configuration(result.nodes, result.workers_per_node, result.local_batch)
-    promised = find_candidate(facts.plan, ran_at) or facts.plan.chosen
+    promised = facts.plan.find(ran_at) or facts.plan.chosen
     accounts = facts.history.accounted(MAIN_LABEL, facts.run.accounts())
     bill = training_bill(promised, result, facts.history.of_training(MAIN_LABEL), accounts)
     if bill is None or bill.whole.actual is None:

@@ -23,13 +23,11 @@ from torch import Tensor
 from tula_hpc.analysis.drift import (
     Detector,
     Look,
-    Prediction,
     Verdict,
     Watch,
     attribute,
     expected_parts,
     extra_s,
-    predict,
     window_seconds,
 )
 from tula_hpc.batches import Batch, split
@@ -43,6 +41,7 @@ from tula_hpc.profiling.timing import LoaderWaits, agreed_s, round_s
 from tula_hpc.records import (
     Configuration,
     Drift,
+    Interval,
     RunDirectory,
     StepParts,
     measurements_of,
@@ -55,7 +54,7 @@ class DriftStart(NamedTuple):
     """Start of a watch."""
 
     # None: there is nothing to compare step times with
-    prediction: Prediction | None = None
+    prediction: Interval | None = None
     # of an episode that goes on, see `Detector`
     side: int = 0
     # of AGS's gradient scale
@@ -83,13 +82,13 @@ def begin_drift_watch(job: TrainJob, env: WorkerEnvironment) -> DriftStart:
 
 def _as_numbers(start: DriftStart) -> list[float]:
     # NaN stands for no prediction
-    prediction = start.prediction or Prediction(math.nan, math.nan, math.nan)
+    prediction = start.prediction or Interval(math.nan, math.nan, math.nan)
     return [*prediction, float(start.side), start.update_time_s]
 
 
 def _from_numbers(numbers: list[float]) -> DriftStart:
     *interval, side, update_s = numbers
-    prediction = None if math.isnan(interval[0]) else Prediction(*interval)
+    prediction = None if math.isnan(interval[0]) else Interval(*interval)
     return DriftStart(prediction, int(side), update_s)
 
 
@@ -111,7 +110,8 @@ def _read(job: TrainJob) -> DriftStart:
     drift = read_drift(run.train(job.label).drift_file)
     if drift is not None and drift.partition != job.partition:
         drift = None
-    prediction = predict(plan, job.configuration, job.partition)
+    planned = plan.find(job.configuration, job.partition)
+    prediction = planned.predicted("step_time_s") if planned else None
     return DriftStart(prediction, side_of(drift, job.configuration), update_s)
 
 
@@ -313,7 +313,7 @@ class DriftGuard:
     def _drift(self, watch: Watch, probe: Probe) -> tuple[Drift, str]:
         """Return the episode, and the slowest worker's host if that matters. Whole on rank 0."""
         measured_s = watch.detector.measured_s
-        predicted_s = watch.detector.prediction.step_time_s
+        predicted_s = watch.detector.prediction.value
         measured = probe.parts.model_copy(update={"data_time_s": watch.data_time_s})
         expected = self._expected()
         part = attribute(measured, expected, measured_s - predicted_s)

@@ -13,14 +13,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from tula_hpc.analysis.figures import style
 from tula_hpc.analysis.figures.drawing import CONFIGURATION_COLUMNS, Cell, Drawing, Missing, Table
 from tula_hpc.analysis.figures.step_time.step_breakdown import short_name
-from tula_hpc.analysis.run_contents import (
-    RunContents,
-    candidate_of,
-    find_candidate,
-    used_bytes,
-)
+from tula_hpc.analysis.run_contents import RunContents, candidate_of, used_bytes
 from tula_hpc.formatting import format_percent
-from tula_hpc.records import Configuration
+from tula_hpc.records import Configuration, Plan
 
 
 class Error(NamedTuple):
@@ -46,7 +41,7 @@ def draw_prediction_error(run: RunContents) -> Drawing | Missing:
     if run.plan is None:
         why = "there are no predictions before the plan"
         return Missing("prediction_error", "prediction error", why)
-    steps = list(_step_errors(run))
+    steps = list(_step_errors(run.plan, run))
     trainings = list(_training_errors(run))
     if not steps and not trainings:
         why = "no candidate of the plan has been measured"
@@ -78,7 +73,7 @@ def draw_memory_error(run: RunContents) -> Drawing | Missing:
     if run.plan is None:
         why = "there are no predictions before the plan"
         return Missing("memory_error", "memory error", why)
-    errors = list(_memory_errors(run))
+    errors = list(_memory_errors(run.plan, run))
     if not errors:
         why = "no candidate of the plan has been measured"
         return Missing("memory_error", "memory error", why)
@@ -102,18 +97,18 @@ def draw_memory_error(run: RunContents) -> Drawing | Missing:
     return Drawing("memory_error", title, caption, figure, table)
 
 
-def _memory_errors(run: RunContents) -> Iterable[Error]:
+def _memory_errors(plan: Plan, run: RunContents) -> Iterable[Error]:
     for item in run.ok:
-        candidate = find_candidate(run.plan, item.configuration)
+        candidate = plan.find(item.configuration)
         used = used_bytes(item)
         if candidate is not None and used:
             sizes = float(candidate.peak_memory_bytes), float(used)
             yield Error(item.configuration, *sizes, fitted=candidate.measured)
 
 
-def _step_errors(run: RunContents) -> Iterable[Error]:
+def _step_errors(plan: Plan, run: RunContents) -> Iterable[Error]:
     for item in run.ok:
-        candidate = find_candidate(run.plan, item.configuration)
+        candidate = plan.find(item.configuration)
         if candidate is not None and item.times is not None and item.times.step_time_s > 0:
             times = candidate.model_step_time_s, item.times.step_time_s
             yield Error(item.configuration, *times, fitted=candidate.measured)

@@ -11,14 +11,7 @@ from matplotlib.axes import Axes
 
 from tula_hpc.analysis.figures import labels, style
 from tula_hpc.analysis.figures.drawing import CONFIGURATION_COLUMNS, Cell, Drawing, Missing, Table
-from tula_hpc.analysis.run_contents import (
-    Interval,
-    RunContents,
-    cost_at,
-    find_candidate,
-    measured_epoch,
-    predicted,
-)
+from tula_hpc.analysis.run_contents import RunContents, cost_at, measured_epoch
 from tula_hpc.formatting import (
     FOREVER_S,
     duration_within,
@@ -28,7 +21,7 @@ from tula_hpc.formatting import (
     format_percent,
     plural,
 )
-from tula_hpc.records import Candidate, Configuration, Knee, Measurement, Plan
+from tula_hpc.records import Candidate, Configuration, Interval, Knee, Measurement, Plan
 
 # at the ends of lines: beside one that has no marks a name is clearer than in a legend
 MOST_NAMES = 14
@@ -154,10 +147,10 @@ def draw_progress(run: RunContents) -> Drawing | Missing:
     chosen = run.plan.chosen
     feasible = [c for c in run.plan.candidates if c.feasible and c.progress_time_s]
     best = min(feasible, key=lambda c: c.progress_time_s or math.inf, default=chosen)
-    least = duration_within(*predicted(best, field))
+    least = duration_within(*best.predicted(field))
     title = f"Soonest to the same progress: {_place(best)}, {least}"
     if best.configuration != chosen.configuration:
-        title += f"; the chosen one takes {duration_within(*predicted(chosen, field))}"
+        title += f"; the chosen one takes {duration_within(*chosen.predicted(field))}"
     caption = (
         f"Expected time to the progress of {plural(run.plan.epochs, 'epoch')} at "
         "training.base_batch, if nothing scales the gradients: beyond the critical batch a larger "
@@ -173,13 +166,13 @@ def _curves(run: RunContents, measured: list[Point], field: str) -> Curves:
     for item in run.plan.candidates:
         # an epoch of less than one full batch takes no time
         if item.train_time_s > 0 and item.wall_time_s < FOREVER_S:
-            line.append(Point(item.configuration, predicted(item, field), item.feasible))
+            line.append(Point(item.configuration, item.predicted(field), item.feasible))
     return Curves(measured, line, run.plan.chosen, run.out_of_memory)
 
 
 def _measured_cost(plan: Plan, item: Measurement) -> Iterable[Point]:
     """Return the plan's cost, had it known the measured epoch time of a configuration."""
-    candidate = find_candidate(plan, item.configuration)
+    candidate = plan.find(item.configuration)
     epoch = measured_epoch(item, item.dataset_samples or plan.dataset_samples)
     if candidate and epoch and candidate.train_time_s > 0:
         relative = epoch.times(plan.epochs / candidate.train_time_s)

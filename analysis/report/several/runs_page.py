@@ -14,13 +14,7 @@ from tula_hpc.analysis.report.first_page import first_page
 from tula_hpc.analysis.report.output import figure_files, render_page, replace_files
 from tula_hpc.analysis.report.page import shared_content
 from tula_hpc.analysis.report.tables import TextTable, format_interval
-from tula_hpc.analysis.run_contents import (
-    RunContents,
-    holds_study,
-    measured_epochs,
-    predicted,
-    read_run,
-)
+from tula_hpc.analysis.run_contents import RunContents, holds_study, measured_epochs, read_run
 from tula_hpc.config import SweepSpec
 from tula_hpc.errors import InputError
 from tula_hpc.files import loaded_elsewhere
@@ -211,7 +205,7 @@ def _predicted(run: NamedRun, quantity: str) -> str:
     chosen = run.chosen
     if chosen is None:
         return UNKNOWN
-    found = predicted(chosen, quantity)
+    found = chosen.predicted(quantity)
     if quantity != "cost":
         return format_interval(found)
     cost, low, high = (format_money(amount, chosen.currency) for amount in found)

@@ -52,7 +52,7 @@ from tula_hpc.analysis.figures.style import (
 from tula_hpc.analysis.figures.training import training_marks
 from tula_hpc.analysis.models.profiles import parts_of
 from tula_hpc.analysis.plan import make_plan
-from tula_hpc.analysis.run_contents import RunContents, find_candidate, predicted, read_run
+from tula_hpc.analysis.run_contents import RunContents, read_run
 from tula_hpc.config import TrainingSpec
 from tula_hpc.formatting import in_percent
 from tula_hpc.records import Candidate, Configuration, Event, Knee, Measurement, RunDirectory, StepTimes, append_record
@@ -233,7 +233,7 @@ def test_of_several_partitions_all_but_the_front_show_the_chosen_one(run: RunCon
     assert alone.plan is not None
     assert alone.plan.candidates == [item for item in both.plan.candidates if item.partition == "a"]
     assert alone.measurements == []
-    assert find_candidate(both.plan, both.plan.chosen.configuration) == both.plan.chosen
+    assert both.plan.find(both.plan.chosen.configuration) == both.plan.chosen
     assert run.of_chosen_partition() is run
 
 
@@ -582,7 +582,7 @@ def test_errors_of_memory_are_predicted_over_measured_minus_one(run: RunContents
     shown = rows(drawings["memory_error"])
     assert len(shown) == len(run.ok)
     for row, item in zip(shown, run.ok, strict=True):
-        found = find_candidate(run.plan, item.configuration)
+        found = run.plan.find(item.configuration)
         assert found is not None
         assert item.memory is not None
         expected = 100 * (found.peak_memory_bytes / item.memory.reserved_bytes - 1)
@@ -925,10 +925,10 @@ def test_intervals_of_multiples_follow_one_another() -> None:
     item = candidate(configurations()[0])
     low, high = item.interval_90["train_time_s"]
     for field in ("epoch_time_s", "step_time_s", "cost", "train_time_s"):
-        interval = predicted(item, field)
+        interval = item.predicted(field)
         assert interval.low / interval.value == pytest.approx(low / item.train_time_s)
         assert interval.high / interval.value == pytest.approx(high / item.train_time_s)
-    assert predicted(item, "peak_memory_bytes").low == item.peak_memory_bytes
+    assert item.predicted("peak_memory_bytes").low == item.peak_memory_bytes
 
 
 def test_an_infeasible_end_is_shaded(tmp_path: Path) -> None:

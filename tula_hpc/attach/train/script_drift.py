@@ -16,18 +16,24 @@ from torch import Tensor
 from tula_hpc.analysis.drift import (
     Detector,
     Look,
-    Prediction,
     Watch,
     attribute,
     expected_parts,
     extra_s,
-    predict,
     window_seconds,
 )
 from tula_hpc.attach.train.peers import Peers
 from tula_hpc.errors import RunDirectoryError
 from tula_hpc.launch.job_specs import TrainJob
-from tula_hpc.records import Configuration, Drift, Plan, RunDirectory, StepParts, measurements_of
+from tula_hpc.records import (
+    Configuration,
+    Drift,
+    Interval,
+    Plan,
+    RunDirectory,
+    StepParts,
+    measurements_of,
+)
 from tula_hpc.records.base import Record
 from tula_hpc.training.drift import all_reduce_s, put_on_record, read_drift, side_of
 
@@ -36,7 +42,7 @@ class DriftSettings(Record):
     """The plan's step, as a script's process gets it."""
 
     # seconds, and the ends of its 90 % interval
-    prediction: tuple[float, float, float]
+    prediction: Interval
     window_s: float
     # of an episode that goes on, see `Detector`
     side: int = 0
@@ -56,8 +62,8 @@ def drift_settings(job: TrainJob) -> DriftSettings | None:
     except RunDirectoryError:
         # a training that was started by hand
         return None
-    prediction = predict(plan, job.configuration, job.partition)
-    if prediction is None or _in_other_parts(plan, job):
+    planned = plan.find(job.configuration, job.partition)
+    if planned is None or _in_other_parts(plan, job):
         return None
     drift = read_drift(run.train(job.label).drift_file)
     passes = job.sweep.workload.accumulation
@@ -67,7 +73,7 @@ def drift_settings(job: TrainJob) -> DriftSettings | None:
         if (row.accumulation or passes) == passes
     ]
     return DriftSettings(
-        prediction=prediction,
+        prediction=planned.predicted("step_time_s"),
         window_s=window_seconds(job.sweep.training.drift_minutes),
         side=side_of(drift, job.configuration),
         expected=expected_parts(measured, job.configuration),
@@ -105,8 +111,7 @@ class ScriptDrift:
 
     def __init__(self, told: DriftSettings, run: RunDirectory, label: str, job_id: str) -> None:
         self.told, self.run, self.label, self.job_id = told, run, label, job_id
-        detector = Detector(Prediction(*told.prediction), told.side)
-        self.watch = Watch(detector, told.window_s)
+        self.watch = Watch(Detector(told.prediction, told.side), told.window_s)
         self._steps = 0
         self._busy_s = self._waited_s = 0.0
 
@@ -147,7 +152,7 @@ class ScriptDrift:
 
     def _drift(self, reduced_s: float | None) -> Drift:
         measured_s = self.watch.detector.measured_s
-        predicted_s = self.watch.detector.prediction.step_time_s
+        predicted_s = self.watch.detector.prediction.value
         expected = self.told.expected
         seen = StepParts(data_time_s=self.watch.data_time_s, allreduce_time_s=reduced_s)
         measured = seen
