@@ -1,7 +1,7 @@
 """A finished figure with its caption and its numbers, and the files that it becomes.
 
 SVG for the page, PNG and CSV beside it, and the report's PDF: a page with the answer and the table
-of the best candidates, one with the figures that decide, then one per figure that is for studying.
+of the best candidates, then one for each figure.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ import io
 import itertools
 import re
 import textwrap
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
-from matplotlib.artist import Artist
-from matplotlib.backend_bases import RendererBase
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_pdf import FigureCanvasPdf, PdfPages
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -179,8 +177,6 @@ def _adapt_to_page(element: ElementTree.Element, prefix: str) -> None:
 # A5 across: prints on A4 without becoming small, reads well on a screen
 PAGE_WIDTH_IN = 8.27
 PAGE_HEIGHT_IN = 5.83
-# A4 upright
-SHEET_IN = 11.69
 MARGIN_IN = 0.55
 # of 9-point text
 LINE_IN = 0.165
@@ -188,9 +184,6 @@ LINE_IN = 0.165
 LIST_EXTRA_LINES = 2
 CAPTION_CHARACTERS = 108
 TABLE_ROW_IN = 0.36
-# of the line between what decides and what is for studying
-STUDY_IN = 0.4
-STUDY_TITLE = "For studying: the decision does not need what follows"
 
 
 class TitlePage(NamedTuple):
@@ -206,26 +199,17 @@ class TitlePage(NamedTuple):
     lists: dict[str, list[str]]
 
 
-def render_pdf(
-    first: TitlePage, drawings: Sequence[Drawing], deciding: Collection[str] = ()
-) -> bytes:
-    """Render all pages. Figures are laid out again for the page: render their other files first.
+def render_pdf(first: TitlePage, drawings: Sequence[Drawing]) -> bytes:
+    """Render a page of texts, and one for each figure.
 
-    Args:
-        first: The first page.
-        drawings: All figures.
-        deciding: Names of those that share the second page; a line parts it from the others.
+    Figures are laid out again for the page: render their other files first.
     """
     buffer = io.BytesIO()
     metadata = {"Title": printable(first.title), "Creator": "tula_hpc", "CreationDate": None}
-    second = [drawing for drawing in drawings if drawing.name in deciding]
-    others = [drawing for drawing in drawings if drawing.name not in deciding]
-    groups = [group for group in (second, *([drawing] for drawing in others)) if group]
     with styled(), PdfPages(buffer, metadata=metadata) as pages:
         _add_page(pages, _title_page(first))
-        for number, group in enumerate(groups, start=2):
-            studying = bool(deciding) and group == others[:1]
-            _add_page(pages, _figure_page(group, f"{first.title} · {number}", studying=studying))
+        for number, drawing in enumerate(drawings, start=2):
+            _add_page(pages, _figure_page(drawing, f"{first.title} · {number}"))
     return buffer.getvalue()
 
 
@@ -236,88 +220,25 @@ def _add_page(pages: PdfPages, figure: Figure) -> None:
     print_to(pages)
 
 
-class _Block(NamedTuple):
-    """A figure of a page with its caption; heights are inches."""
-
-    drawing: Drawing
-    caption: list[str]
-    # of the title
-    band: float
-    # of the figure's panels
-    body: float
-
-    @classmethod
-    def of(cls, drawing: Drawing, least: float) -> _Block:
-        """Return the block of a figure; alone on its page it is at least so high."""
-        caption = textwrap.wrap(keep_units(drawing.caption), CAPTION_CHARACTERS)
-        band = title_band_in(drawing.title)
-        block = cls(drawing, caption, band, drawing.figure.get_figheight() - band)
-        return block._replace(body=max(block.body, block.body + least - block.height))
-
-    @property
-    def below(self) -> float:
-        """Height of the caption and the margin below it."""
-        return MARGIN_IN + LINE_IN * (len(self.caption) + 1)
-
-    @property
-    def height(self) -> float:
-        """Height of all."""
-        return MARGIN_IN + self.band + self.body + self.below
-
-
-class _Overlaid(Artist):
-    """A figure as part of another one, of the same size."""
-
-    def __init__(self, overlaid: Figure) -> None:
-        super().__init__()
-        self.overlaid = overlaid
-        self.set_in_layout(False)
-
-    def draw(self, renderer: RendererBase) -> None:
-        """Draw it where its own layout says."""
-        page = self.get_figure(root=True)
-        if page is not None:
-            self.overlaid.set_dpi(page.dpi)
-        self.overlaid.draw(renderer)
-
-
-def _figure_page(drawings: Sequence[Drawing], footer: str, *, studying: bool) -> Figure:
-    """Make the first figure as large as the page, and lay the others over it, one below another."""
-    least = PAGE_HEIGHT_IN if len(drawings) == 1 else 0.0
-    blocks = [_Block.of(drawing, least) for drawing in drawings]
-    # several fit on a sheet
-    excess = max(0.0, sum(block.height for block in blocks) - SHEET_IN) if len(blocks) > 1 else 0.0
-    blocks = [block._replace(body=block.body - excess / len(blocks)) for block in blocks]
-    top = STUDY_IN if studying else 0.0
-    height = top + sum(block.height for block in blocks)
-    page = drawings[0].figure
-    for block in blocks:
-        figure = block.drawing.figure
-        _lay_out(block, height, top)
-        if figure is not page:
-            figure.patch.set_visible(False)
-            page.add_artist(_Overlaid(figure))
-        top += block.height
-    _write(page, footer, height - 0.3, size=7.5, color=MUTED.light)
-    if studying:
-        _write(page, STUDY_TITLE, 0.3, size=10, weight="bold")
-        _rule(page, 0.52)
-    return page
-
-
-def _lay_out(block: _Block, height: float, top: float) -> None:
-    """Make the figure as large as the page, its panels and caption where they belong on it."""
-    figure = block.drawing.figure
+def _figure_page(drawing: Drawing, footer: str) -> Figure:
+    """Make the figure as large as a page, its panels between the title and the caption."""
+    figure = drawing.figure
+    caption = textwrap.wrap(keep_units(drawing.caption), CAPTION_CHARACTERS)
+    above = MARGIN_IN + title_band_in(drawing.title)
+    below = MARGIN_IN + LINE_IN * (len(caption) + 1)
+    panels = figure.get_figheight() - title_band_in(drawing.title)
+    height = max(PAGE_HEIGHT_IN, above + panels + below)
     figure.set_size_inches(PAGE_WIDTH_IN, height)
-    above = top + MARGIN_IN + block.band + block.body
-    across = (MARGIN_IN / PAGE_WIDTH_IN, 1 - 2 * MARGIN_IN / PAGE_WIDTH_IN)
-    rect = (across[0], 1 - above / height, across[1], block.body / height)
+    left = MARGIN_IN / PAGE_WIDTH_IN
+    rect = (left, below / height, 1 - 2 * left, 1 - (above + below) / height)
     figure.set_layout_engine(ConstrainedLayoutEngine(rect=rect, h_pad=0.06))
     # the title keeps to the margins at any page height
-    margins = ScaledTranslation(MARGIN_IN, -MARGIN_IN - top, figure.dpi_scale_trans)
+    margins = ScaledTranslation(MARGIN_IN, -MARGIN_IN, figure.dpi_scale_trans)
     title = next(text for text in figure.texts if text.get_gid() == "title")
     title.set_transform(figure.transFigure + margins)
-    _write(figure, "\n".join(block.caption), above + LINE_IN, size=8.5, linespacing=1.35)
+    _write(figure, "\n".join(caption), height - below + LINE_IN, size=8.5, linespacing=1.35)
+    _write(figure, footer, height - 0.3, size=7.5, color=MUTED.light)
+    return figure
 
 
 def _write(

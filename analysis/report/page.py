@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tula_hpc.analysis.report.bill_text import bill_of, bill_table
 from tula_hpc.analysis.report.first_page import first_page
 from tula_hpc.analysis.report.output import figure_files, render_page, replace_files
-from tula_hpc.analysis.report.scaling_text import STEMS, scaling_files, scaling_sections
+from tula_hpc.analysis.report.scaling_text import scaling_files, scaling_sections
 from tula_hpc.analysis.report.tables import (
     SummaryRow,
     TextTable,
@@ -60,7 +60,7 @@ def write_report(run: RunDirectory) -> list[Path]:
     # matplotlib takes half a second; the tables do without
     with loaded_elsewhere():
         from tula_hpc.analysis.figures.all import DECIDING, FIGURES, draw_all
-    from tula_hpc.analysis.figures.drawing import STUDY_TITLE, render_pdf
+    from tula_hpc.analysis.figures.drawing import render_pdf
 
     contents = read_run(run)
     drawn = draw_all(contents)
@@ -69,14 +69,13 @@ def write_report(run: RunDirectory) -> list[Path]:
     page = _page(contents, drawn, figures)
     # the first page tells the accuracy
     page["summary"] = summary_table(summary, with_score=False)
-    page |= {"deciding": DECIDING, "study_title": STUDY_TITLE}
-    page["bills"] = list(_bills(contents))
+    page |= {"deciding": DECIDING, "bills": list(_bills(contents))}
     files = {"report.html": render_page(TEMPLATE, page).encode()} | figures
     if drawn.scaling:
         files |= scaling_files(drawn.scaling)
     # last: it changes the layout of the figures
-    files["report.pdf"] = render_pdf(_title_page(page), drawn.drawings, DECIDING)
-    return replace_files(run.report, {*FIGURES, *STEMS}, files)
+    files["report.pdf"] = render_pdf(_title_page(page), drawn.drawings)
+    return replace_files(run.report, FIGURES, files)
 
 
 def _page(contents: RunContents, drawn: Figures, files: Mapping[str, bytes]) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from tests.run_factory import (
 )
 from tula_hpc.analysis.costs import interruptions as checkpoints
 from tula_hpc.analysis.figures.all import DECIDING, FIGURES
-from tula_hpc.analysis.figures.drawing import STUDY_TITLE
 from tula_hpc.analysis.figures.style import COLOURS
 from tula_hpc.analysis.report.__main__ import main
 from tula_hpc.analysis.report.first_page import first_page
@@ -150,16 +149,14 @@ def test_every_file_is_there_and_nothing_else(finished: Written) -> None:
     assert finished.paths[0] == finished.run.report / "report.html"
 
 
-def test_the_pdf_has_a_sheet_for_the_answer_one_for_what_decides_and_one_for_each_other_figure(
-    finished: Written,
-) -> None:
+def test_the_pdf_has_a_page_for_the_answer_and_one_for_each_figure(finished: Written) -> None:
     content = (finished.run.report / "report.pdf").read_bytes()
     assert content.startswith(b"%PDF")
-    assert len(re.findall(rb"/Type /Page\b", content)) == 2 + len(FIGURES) - len(DECIDING)
+    assert len(re.findall(rb"/Type /Page\b", content)) == 1 + len(FIGURES)
     heights = [float(height) for height in re.findall(rb"/MediaBox \[ 0 0 [\d.]+ ([\d.]+) \]", content)]
+    assert len(heights) == 1 + len(FIGURES)
     # A4 is 842 points high
-    assert len(heights) == len(FIGURES)
-    assert max(heights[:2]) < 842.5
+    assert max(heights[:3]) < 842.5
 
 
 def test_what_decides_stands_before_a_line_and_what_is_for_studying_behind_it(finished: Written) -> None:
@@ -167,7 +164,7 @@ def test_what_decides_stands_before_a_line_and_what_is_for_studying_behind_it(fi
     assert line
     shown = [re.findall(r'<figure id="(\w+)">', part) for part in (deciding, studying)]
     assert shown == [list(DECIDING), [name for name in FIGURES if name not in DECIDING]]
-    assert studying.partition(">")[2].startswith(f"{STUDY_TITLE}</h2>")
+    assert studying.partition(">")[2].startswith("For studying: the decision does not need what follows</h2>")
     for heading in ("All candidates", "How it was measured", "Models", "Will it scale?", "Events", "<details>"):
         assert heading not in deciding
         assert heading in studying
