@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tula_hpc.analysis.costs.training_bill import TrainingBill
 from tula_hpc.analysis.report.bill_text import bill_of
 from tula_hpc.analysis.report.first_page import first_page
 from tula_hpc.analysis.report.output import figure_files, render_page, replace_files
@@ -24,7 +23,7 @@ from tula_hpc.formatting import (
     format_money,
     format_score,
 )
-from tula_hpc.records import Candidate, RunDirectory
+from tula_hpc.records import RunDirectory
 
 TEMPLATE = "runs_template.html"
 # of [workload]: with another value epochs are not the same work
@@ -35,18 +34,26 @@ NOT_TOLD = ("name", "workload.data_dir", "study")
 MOST_DIFFERENCES = 40
 
 
+# rows of the table
+QUANTITIES = (
+    "chosen",
+    "objective",
+    "knee (90 %)",
+    "epoch, predicted (90 %)",
+    "epoch, measured",
+    "whole training, predicted (90 %)",
+    "whole training, actual",
+    "cost, predicted (90 %)",
+    "cost, actual",
+    "score",
+)
+
+
 class NamedRun(NamedTuple):
     """A run with a name that no other one of the page has."""
 
     name: str
     contents: RunContents
-
-    @property
-    def chosen(self) -> Candidate | None:
-        """The plan's choice, if there is a plan."""
-        if self.contents.plan is None:
-            return None
-        return self.contents.plan.chosen
 
 
 def write_runs_report(runs: Sequence[RunDirectory], folder: Path | None = None) -> list[Path]:
@@ -135,50 +142,57 @@ def runs_content(named: Sequence[NamedRun]) -> dict[str, Any]:
 
 
 def runs_table(named: Sequence[NamedRun]) -> TextTable:
-    """Return a row for each quantity, a column for each run."""
-    rows = {
-        "chosen": [_where(run) for run in named],
-        "objective": [_objective(run) for run in named],
-        "knee (90 %)": [_knee(run) for run in named],
-        "epoch, predicted (90 %)": [_predicted(run, "epoch_time_s") for run in named],
-        "epoch, measured": [_measured_epoch(run) for run in named],
-        "whole training, predicted (90 %)": [_predicted(run, "wall_time_s") for run in named],
-        "whole training, actual": [_actual_time(run) for run in named],
-        "cost, predicted (90 %)": [_predicted(run, "cost") for run in named],
-        "cost, actual": [_actual_cost(run) for run in named],
-        "score": [_score(run) for run in named],
-    }
-    filled = [
-        (quantity, *cells)
-        for quantity, cells in rows.items()
-        if any(cell != UNKNOWN for cell in cells)
-    ]
-    return TextTable(("", *(run.name for run in named)), filled)
+    """Return a row for each quantity that a run has, a column for each run."""
+    facts = [{**dict(_planned(run.contents)), **dict(_done(run.contents))} for run in named]
+    rows: list[tuple[str, ...]] = []
+    for quantity in QUANTITIES:
+        cells = [each.get(quantity, UNKNOWN) for each in facts]
+        if any(cell != UNKNOWN for cell in cells):
+            rows.append((quantity, *cells))
+    return TextTable(("", *(run.name for run in named)), rows)
 
 
-def _where(run: NamedRun) -> str:
-    chosen = run.chosen
-    if chosen is None:
-        return UNKNOWN
+def _planned(run: RunContents) -> Iterator[tuple[str, str]]:
+    """Yield quantities of the plan.
+
+    They have all digits: rounded by its own interval, the larger could seem the smaller.
+    """
+    if run.plan is None:
+        return
+    chosen = run.plan.chosen
     on = f"\n{chosen.partition}" if chosen.partition else ""
-    return f"N = {chosen.nodes}, B = {chosen.global_batch:,}{on}"
+    yield "chosen", f"N = {chosen.nodes}, B = {chosen.global_batch:,}{on}"
+    yield "objective", run.plan.objective
+    knee = run.plan.knee
+    if knee and knee.global_batch is not None:
+        text = f"B = {knee.global_batch:,.0f}"
+        if knee.interval_90 is not None:
+            low, high = knee.interval_90
+            text += f"\n{low:,.0f} – {high:,.0f}"
+        yield "knee (90 %)", text
+    yield "epoch, predicted (90 %)", format_interval(chosen.predicted("epoch_time_s"))
+    yield "whole training, predicted (90 %)", format_interval(chosen.predicted("wall_time_s"))
+    paid = chosen.predicted("cost")
+    cost, least, most = (format_money(amount, chosen.currency) for amount in paid)
+    yield "cost, predicted (90 %)", cost if paid.low == paid.high else f"{cost}\n{least} – {most}"
+    here = [row for row in run.ok if row.partition == chosen.partition]
+    profiled = measured_epochs(here, run.plan.dataset_samples)
+    if chosen.configuration in profiled:
+        seconds = profiled[chosen.configuration]
+        yield "epoch, measured", f"{format_duration(seconds)}\nprofiled"
 
 
-def _objective(run: NamedRun) -> str:
-    if run.contents.plan is None:
-        return UNKNOWN
-    return run.contents.plan.objective
-
-
-def _knee(run: NamedRun) -> str:
-    knee = run.contents.plan and run.contents.plan.knee
-    if not knee or knee.global_batch is None:
-        return UNKNOWN
-    text = f"B = {knee.global_batch:,.0f}"
-    if knee.interval_90 is None:
-        return text
-    low, high = knee.interval_90
-    return f"{text}\n{low:,.0f} – {high:,.0f}"
+def _done(run: RunContents) -> Iterator[tuple[str, str]]:
+    """Yield what the first training that has it tells of each quantity."""
+    for training in reversed(run.trainings):
+        if training.epoch_time_s is not None:
+            yield "epoch, measured", f"{format_duration(training.epoch_time_s)}\nin training"
+        if bill := bill_of(run.plan, run.events, training):
+            yield "whole training, actual", format_duration(bill.whole.actual)
+            yield "cost, actual", format_money(bill.cost.actual, bill.currency)
+        if training.result:
+            result = training.result
+            yield "score", format_score(result.test_accuracy, result.test_loss)
 
 
 def knees_apart(named: Sequence[NamedRun]) -> str:
@@ -198,59 +212,6 @@ def knees_apart(named: Sequence[NamedRun]) -> str:
             knees = f"at most B = {high:,.0f} in {name}, at least {low:,.0f} in {other}"
             return f"The knees contradict each other: {knees}. {why}"
     return ""
-
-
-def _predicted(run: NamedRun, quantity: str) -> str:
-    """Write with all digits: rounded by its own interval, the larger could seem the smaller."""
-    chosen = run.chosen
-    if chosen is None:
-        return UNKNOWN
-    found = chosen.predicted(quantity)
-    if quantity != "cost":
-        return format_interval(found)
-    cost, low, high = (format_money(amount, chosen.currency) for amount in found)
-    return cost if found.low == found.high else f"{cost}\n{low} – {high}"
-
-
-def _measured_epoch(run: NamedRun) -> str:
-    for training in run.contents.trainings:
-        if training.epoch_time_s is not None:
-            return f"{format_duration(training.epoch_time_s)}\nin training"
-    if run.chosen is None or run.contents.plan is None:
-        return UNKNOWN
-    here = [row for row in run.contents.ok if row.partition == run.chosen.partition]
-    found = measured_epochs(here, run.contents.plan.dataset_samples)
-    seconds = found.get(run.chosen.configuration)
-    if seconds is None:
-        return UNKNOWN
-    return f"{format_duration(seconds)}\nprofiled"
-
-
-def _bill(run: NamedRun) -> TrainingBill | None:
-    contents = run.contents
-    found = (bill_of(contents.plan, contents.events, each) for each in contents.trainings)
-    return next((bill for bill in found if bill), None)
-
-
-def _actual_time(run: NamedRun) -> str:
-    bill = _bill(run)
-    if bill is None:
-        return UNKNOWN
-    return format_duration(bill.whole.actual)
-
-
-def _actual_cost(run: NamedRun) -> str:
-    bill = _bill(run)
-    if bill is None:
-        return UNKNOWN
-    return format_money(bill.cost.actual, bill.currency)
-
-
-def _score(run: NamedRun) -> str:
-    for training in run.contents.trainings:
-        if training.result:
-            return format_score(training.result.test_accuracy, training.result.test_loss)
-    return UNKNOWN
 
 
 def differences(named: Sequence[NamedRun]) -> TextTable:
