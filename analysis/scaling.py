@@ -120,6 +120,11 @@ class Curve(NamedTuple):
     left_out: Mapping[str, Sequence[int]] = {}
 
     @property
+    def name(self) -> str:
+        """Stem of its files, and name of its figure."""
+        return f"{self.kind}_scaling"
+
+    @property
     def base(self) -> ScalingRow:
         """Row of N₀, to which the others are compared."""
         return self.rows[0]

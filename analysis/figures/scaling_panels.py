@@ -57,9 +57,8 @@ def draw_weak_scaling(run: RunContents, scaling: Scaling | None = None) -> Drawi
 
 
 def _draw(curve: Curve, run: RunContents) -> Drawing | Missing:
-    name = f"{curve.kind}_scaling"
     if curve.why:
-        return Missing(name, f"{curve.kind} scaling", curve.why)
+        return Missing(curve.name, f"{curve.kind} scaling", curve.why)
     title = finding(curve)
     sizes = [row.nodes for row in curve.rows]
     chosen = run.plan.chosen.nodes if run.plan else None
@@ -72,7 +71,7 @@ def _draw(curve: Curve, run: RunContents) -> Drawing | Missing:
             ringed = [row for row in curve.rows if row.nodes == chosen]
             _draw_marks(axes, ringed, quantity)
         _explain(panels[0], curve)
-    return Drawing(name, title, _caption(curve, chosen), figure, _table(curve, chosen))
+    return Drawing(curve.name, title, _caption(curve, chosen), figure, _table(curve, chosen))
 
 
 def _quantities(curve: Curve) -> tuple[Quantity, ...]:

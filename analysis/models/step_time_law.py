@@ -137,8 +137,7 @@ class Rows(NamedTuple):
 
     def only(self, chosen: NDArray[np.bool_] | NDArray[np.intp]) -> Rows:
         """Select rows by mask or index."""
-        kind, nodes, per_node, batch, seconds = self
-        return Rows(kind[chosen], nodes[chosen], per_node[chosen], batch[chosen], seconds[chosen])
+        return Rows._make(column[chosen] for column in self)
 
 
 class Knots(NamedTuple):

@@ -22,7 +22,7 @@ class Constraint(NamedTuple):
     # in the sweep file, e.g. "objective.budget"
     key: str
     limit: float
-    # of the table
+    # of the table, and of a candidate
     column: str
     why: Why
 
@@ -32,11 +32,7 @@ class Constraint(NamedTuple):
 
     def amount(self, candidate: Candidate) -> float:
         """Return the limited quantity of one candidate."""
-        if self.why is Why.DEADLINE:
-            return candidate.wall_time_s
-        if self.why is Why.BUDGET:
-            return candidate.cost
-        return float(candidate.global_batch)
+        return float(getattr(candidate, self.column))
 
     def describe(self, amount: float, candidate: Candidate) -> str:
         """Return such an amount in words, in the candidate's currency."""

@@ -13,8 +13,6 @@ from tula_hpc.records import Interval
 
 # of N, in texts without a column for it
 EXTRAPOLATED_MARK = "*"
-# of the files, without their suffix; also of the figures
-STEMS = ("strong_scaling", "weak_scaling")
 # blanks between two columns of plain text
 GAP = "  "
 
@@ -49,7 +47,7 @@ def scaling_sections(scaling: Scaling) -> list[ScalingSection]:
         for row, (nodes, *others) in zip(curve.rows, table.rows, strict=True):
             rows.append((f"{nodes}\n{row.basis}", *others))
         heading = f"{curve.kind} scaling".capitalize()
-        sections.append(ScalingSection(heading, _stem(curve), table._replace(rows=rows), text))
+        sections.append(ScalingSection(heading, curve.name, table._replace(rows=rows), text))
     return sections
 
 
@@ -57,14 +55,9 @@ def scaling_files(scaling: Scaling) -> dict[str, bytes]:
     """Return each kind of scaling as plain text and as LaTeX, by file name."""
     files = {}
     for curve in scaling.curves:
-        stem = _stem(curve)
-        files[f"{stem}.txt"] = printable(plain_text(scaling, curve)).encode()
-        files[f"{stem}.tex"] = printable(latex(scaling, curve)).encode()
+        files[f"{curve.name}.txt"] = printable(plain_text(scaling, curve)).encode()
+        files[f"{curve.name}.tex"] = printable(latex(scaling, curve)).encode()
     return files
-
-
-def _stem(curve: Curve) -> str:
-    return next(stem for stem in STEMS if stem.startswith(curve.kind))
 
 
 def scaling_table(curve: Curve) -> TextTable:
