@@ -39,7 +39,7 @@ from tula_hpc.analysis.planning.partitions import (
 )
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.formatting import format_bytes, plural
-from tula_hpc.records import Configuration, Doubt, Measurement, Plan
+from tula_hpc.records import Configuration, Doubt, Measurement, Plan, Remedy
 
 RUNNERS_UP = 3
 AGAIN = "run the sweep again"
@@ -70,13 +70,21 @@ def plan_candidates(
     choice = choose(sweep.objective, fitted.table, curves)
     plan = _without_warnings(sweep, fitted, choice)
     doubts = _doubts(plan, sweep, fitted, choice)
-    at = plan.chosen.configuration
     for part in fitted.parts:
         pending = profiling.pending(part.cluster, of_partition(measurements, part.name))
-        doubts += warnings.about_partition(part, sweep, pending, profiling.how, at)
+        doubts += warnings.about_partition(
+            part.name,
+            part.cluster,
+            part.summary,
+            sweep,
+            pending,
+            how_to_profile=profiling.how,
+            chosen=plan.chosen.configuration,
+            model=part.models.step_time,
+        )
     if skipped_lines:
         skipped = f"{plural(skipped_lines, 'damaged line')} of the measurements skipped"
-        doubts += warnings.to_know([skipped])
+        doubts.append(Doubt(skipped, Remedy.KNOW))
     return plan.model_copy(update=_remarks(sweep, fitted, curves, choice)).with_doubts(doubts)
 
 
@@ -101,9 +109,9 @@ def _doubts(plan: Plan, sweep: SweepSpec, fitted: Fitted, choice: Choice) -> lis
         *warnings.about_left_out_samples(row, fitted, many=True),
     ]
     return [
-        *warnings.to_measure(to_measure),
-        *warnings.to_change(to_change),
-        *warnings.to_know(to_know),
+        *Remedy.MEASURE.doubts(to_measure),
+        *Remedy.CHANGE.doubts(to_change),
+        *Remedy.KNOW.doubts(to_know),
     ]
 
 

@@ -17,10 +17,11 @@ from tula_hpc.analysis.models.data_loading import (
     wait_share,
 )
 from tula_hpc.analysis.models.profiles import Profile, Summary
-from tula_hpc.analysis.planning.candidates import FEASIBLE, CandidateTable, Part, Why
+from tula_hpc.analysis.models.step_time import StepTimeModel
+from tula_hpc.analysis.planning.candidates import FEASIBLE, CandidateTable, Why
 from tula_hpc.analysis.planning.feasibility import train_minutes_for
 from tula_hpc.analysis.planning.partitions import Fitted, prefixed
-from tula_hpc.config import SearchSpec, SweepSpec, WorkloadSpec
+from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, WorkloadSpec
 from tula_hpc.formatting import (
     format_duration,
     format_money,
@@ -56,21 +57,6 @@ SCALED_NOTHING = (
     "no gradient was scaled: every factor stayed 1, either because the training was too short for "
     "a first estimate, as it may be on a single worker, or because the gate let no step use one"
 )
-
-
-def to_measure(texts: Iterable[str]) -> list[Doubt]:
-    """Return warnings that more measurements would settle."""
-    return [Doubt(text, Remedy.MEASURE) for text in texts]
-
-
-def to_change(texts: Iterable[str]) -> list[Doubt]:
-    """Return warnings that another setting of the job would settle."""
-    return [Doubt(text, Remedy.CHANGE) for text in texts]
-
-
-def to_know(texts: Iterable[str]) -> list[Doubt]:
-    """Return warnings about which there is nothing to do."""
-    return [Doubt(text, Remedy.KNOW) for text in texts]
 
 
 def about_measurements(summary: Summary, workers_per_node: int) -> list[str]:
@@ -148,12 +134,11 @@ def about_missing(
     return found
 
 
-def about_model(part: Part) -> list[str]:
+def about_model(profiles: Sequence[Profile], model: StepTimeModel) -> list[str]:
     """Name measurements that the model of all of them contradicts."""
-    profiles = part.summary.profiles
     columns = np.array([row.configuration for row in profiles], dtype=np.float64).T
     nodes, per_node, batch = columns
-    predicted_s = part.models.step_time.predict(nodes, batch, per_node).tolist()
+    predicted_s = model.predict(nodes, batch, per_node).tolist()
     found = []
     for row, expected_s in zip(profiles, predicted_s, strict=True):
         ratio = row.times.step_time_s / expected_s
@@ -168,23 +153,27 @@ def about_model(part: Part) -> list[str]:
 
 
 def about_partition(
-    part: Part,
+    name: str,
+    cluster: ClusterSpec,
+    summary: Summary,
     sweep: SweepSpec,
     pending: Iterable[Configuration],
+    *,
     how_to_profile: str,
-    chosen: Configuration,
+    chosen: Configuration | None = None,
+    model: StepTimeModel | None = None,
 ) -> list[Doubt]:
     """List doubts about the measurements and the model of a partition, and missing measurements."""
-    summary = part.summary
+    far_off = about_model(summary.profiles, model) if model else []
     doubts = [
-        *to_measure(about_measurements(summary, part.cluster.workers_per_node)),
-        *to_change(about_samples(summary)),
-        *to_change(about_resume(summary)),
-        *to_change(about_loading(summary.profiles, sweep.workload, chosen)),
-        *to_measure(about_model(part)),
-        *to_measure(about_missing(summary, sweep.search, pending, how_to_profile)),
+        *Remedy.MEASURE.doubts(about_measurements(summary, cluster.workers_per_node)),
+        *Remedy.CHANGE.doubts(about_samples(summary)),
+        *Remedy.CHANGE.doubts(about_resume(summary)),
+        *Remedy.CHANGE.doubts(about_loading(summary.profiles, sweep.workload, chosen)),
+        *Remedy.MEASURE.doubts(far_off),
+        *Remedy.MEASURE.doubts(about_missing(summary, sweep.search, pending, how_to_profile)),
     ]
-    return [Doubt(prefixed(part.name, doubt.text), doubt.remedy) for doubt in doubts]
+    return [Doubt(prefixed(name, doubt.text), doubt.remedy) for doubt in doubts]
 
 
 def about_extrapolation(chosen: int, fitted: Fitted, search: SearchSpec) -> list[str]:

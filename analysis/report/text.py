@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from tula_hpc.analysis.costs import interruptions
 from tula_hpc.analysis.costs.usage import job_runs
 from tula_hpc.analysis.models.profiles import is_out_of_memory, summarize
-from tula_hpc.analysis.planning import warnings as plan_warnings
 from tula_hpc.analysis.planning.partitions import of_partition, prefixed
 from tula_hpc.analysis.planning.planner import AGAIN
+from tula_hpc.analysis.planning.warnings import SCALED_NOTHING, about_partition
 from tula_hpc.analysis.report.plan_text import critical_batch_sentences
 from tula_hpc.analysis.report.tables import format_time
 from tula_hpc.analysis.run_contents import (
@@ -25,7 +25,7 @@ from tula_hpc.formatting import (
     format_number,
     plural,
 )
-from tula_hpc.records import Doubt, Measurement, RunHistory
+from tula_hpc.records import Doubt, Measurement, Remedy, RunHistory
 from tula_hpc.records.events import setup_failures
 from tula_hpc.records.training import NOT_FINITE, WITHOUT_SCORES
 
@@ -70,10 +70,10 @@ def doubts(run: RunContents) -> list[Doubt]:
     found = [Doubt(as_sentence(doubt.text, names), doubt.remedy) for doubt in known]
     return [
         *found,
-        *plan_warnings.to_measure(map(as_sentence, setup_failures(run.job_notes))),
-        *plan_warnings.to_know(_mixed_devices(run)),
-        *plan_warnings.to_change(_about_training(run)),
-        *plan_warnings.to_know(run.notes),
+        *Remedy.MEASURE.doubts(map(as_sentence, setup_failures(run.job_notes))),
+        *Remedy.KNOW.doubts(_mixed_devices(run)),
+        *Remedy.CHANGE.doubts(_about_training(run)),
+        *Remedy.KNOW.doubts(run.notes),
     ]
 
 
@@ -84,27 +84,17 @@ def _doubts_before_plan(run: RunContents) -> list[Doubt]:
     found: list[Doubt] = []
     for name, part in cluster.by_name().items():
         rows = of_partition(run.measurements, name)
-        summary = summarize(rows)
         sweep = sweep_for(run.sweep, part)
         pending = propose(sweep, part, rows) if sweep else []
-        known = [
-            *plan_warnings.to_measure(
-                plan_warnings.about_measurements(summary, part.workers_per_node)
-            ),
-            *plan_warnings.to_change(
-                plan_warnings.about_loading(summary.profiles, run.sweep.workload)
-            ),
-            *plan_warnings.to_measure(
-                plan_warnings.about_missing(summary, run.sweep.search, pending, AGAIN)
-            ),
-        ]
-        found += [Doubt(prefixed(name, doubt.text), doubt.remedy) for doubt in known]
+        found += about_partition(
+            name, part, summarize(rows), run.sweep, pending, how_to_profile=AGAIN
+        )
     return found
 
 
 def _about_training(run: RunContents) -> Iterator[str]:
     for training in run.trainings:
-        found = [plan_warnings.SCALED_NOTHING] if training.metrics.scaled_nothing else []
+        found = [SCALED_NOTHING] if training.metrics.scaled_nothing else []
         if training.result is not None and run.sweep is not None:
             work = run.sweep.workload
             if why := learned_nothing(training.metrics, work):
@@ -194,11 +184,9 @@ def _accounted(run: RunContents, stage: str) -> dict[str, float]:
     is_over = {account.job_id: account.over for account in of_stage}
     if is_over.keys() != jobs.keys() or not all(is_over.values()):
         return {}
-    total: dict[str, float] = {}
-    for account in of_stage:
-        name = jobs[account.job_id].partition or ""
-        total[name] = total.get(name, 0.0) + account.node_seconds
-    return total
+    return _by_partition(
+        (jobs[account.job_id].partition or "", account.node_seconds) for account in of_stage
+    )
 
 
 def _noted_of_profiling(run: RunContents) -> dict[str, float]:
@@ -211,6 +199,10 @@ def _noted_of_profiling(run: RunContents) -> dict[str, float]:
             if item.stage == "profile":
                 node_seconds = item.node_seconds or item.elapsed_s * item.nodes
                 used.append((item.partition, node_seconds))
+    return _by_partition(used)
+
+
+def _by_partition(used: Iterable[tuple[str, float]]) -> dict[str, float]:
     total: dict[str, float] = {}
     for name, node_seconds in used:
         total[name] = total.get(name, 0.0) + node_seconds

@@ -21,10 +21,9 @@ from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.analysis.models.step_time import fit_step_time
 from tula_hpc.analysis.models.step_time_fit import FormName
 from tula_hpc.analysis.planning.partitions import name_of, of_partition
-from tula_hpc.analysis.planning.warnings import to_measure
 from tula_hpc.analysis.search.decision import Chosen
 from tula_hpc.config import SweepSpec
-from tula_hpc.records import Configuration, Doubt, Measurement, Plan, is_usable
+from tula_hpc.records import Configuration, Doubt, Measurement, Plan, Remedy, is_usable
 
 # seconds to start Python and torch and to meet, unless the nodes are the last job's
 START_S = 20.0
@@ -77,7 +76,7 @@ def with_confirmation(
             too_dear = share
         else:
             tried = len({row.configuration for row in usable})
-            doubts = to_measure([_unmeasured(plan, sweep, tried)])
+            doubts = Remedy.MEASURE.doubts([_unmeasured(plan, sweep, tried)])
     return plan.model_copy(update={"profile_share": too_dear}).with_doubts(doubts)
 
 

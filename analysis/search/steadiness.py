@@ -16,12 +16,11 @@ from tula_hpc.analysis.models.data_loading import loader_decides
 from tula_hpc.analysis.models.profiles import Profile, Summary, summarize
 from tula_hpc.analysis.models.step_time import fit_step_time
 from tula_hpc.analysis.planning.partitions import of_partition, prefixed
-from tula_hpc.analysis.planning.warnings import to_measure
 from tula_hpc.analysis.search.decision import DecisionModel
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec
 from tula_hpc.config.search import MOST_SECONDS
 from tula_hpc.formatting import format_duration, in_comparison
-from tula_hpc.records import Configuration, Measurement, Plan, is_usable
+from tula_hpc.records import Configuration, Measurement, Plan, Remedy, is_usable
 
 # of the chosen configuration: its training takes by about half of it longer or shorter
 NOTABLE_DRIFT = 0.05
@@ -122,7 +121,7 @@ def with_steadiness(
         others = ", ".join(str(one.profile.configuration) for one, _ in found[1:])
         more = f"The steps of {others} are as uncertain. "
     text = f"{first.describe()}; {effect}. {more}{_what_to_do(first, sweep.search, usable)}"
-    return plan.with_doubts(to_measure([prefixed(name, text)]))
+    return plan.with_doubts(Remedy.MEASURE.doubts([prefixed(name, text)]))
 
 
 def _effect(

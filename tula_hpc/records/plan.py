@@ -151,6 +151,10 @@ class Remedy(StrEnum):
         headings = {"measure": "Measure more", "change": "Change a setting", "know": "Good to know"}
         return headings[self]
 
+    def doubts(self, texts: Iterable[str]) -> list[Doubt]:
+        """Return warnings that this would settle."""
+        return [Doubt(text, self) for text in texts]
+
 
 class Doubt(NamedTuple):
     """A warning with the action that it asks of its reader."""
