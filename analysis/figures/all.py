@@ -55,18 +55,8 @@ STUDY_FIGURES = {
     "study_delta": draw_study_delta,
     "study_scale": draw_study_scale,
 }
-# figures that hold for the chosen partition only
-OF_NODES = (
-    "epoch_time",
-    "cost",
-    "progress",
-    "strong_scaling",
-    "weak_scaling",
-    "memory",
-    "step_breakdown",
-    "prediction_error",
-    "memory_error",
-)
+# figures that do not hold for the chosen partition only
+OF_ALL_NODES = ("pareto", "training", "sensitivity", "variability", "gradient_norm")
 
 
 class Figures(NamedTuple):
@@ -99,7 +89,7 @@ def draw_all(run: RunContents) -> Figures:
             result = attempt(name, draw, chosen_only, figures.scaling)
         else:
             result = attempt(name, draw, run if draw is draw_pareto else chosen_only)
-        if partition and name in OF_NODES and isinstance(result, Drawing):
+        if partition and name not in OF_ALL_NODES and isinstance(result, Drawing):
             shown = f"Shown is partition {partition}, the chosen one."
             result = result._replace(caption=f"{shown} {result.caption}")
         figures.add(result)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -21,8 +20,6 @@ from tula_hpc.records import Candidate, Configuration, Interval
 
 # a limit this many times above all else is named, not drawn to scale
 FAR_ABOVE = 2.5
-# a growth that departs by more from the mean one, relative, is not the same
-UNEVEN = 0.5
 # share of the axis that a label takes
 ROOM_FOR_TEXT = 0.3
 
@@ -37,31 +34,18 @@ class Line(NamedTuple):
 
     @property
     def growth(self) -> float | None:
-        """Bytes per further sample, predicted or else measured.
+        """Bytes per further sample between the smallest and the largest batch.
 
-        Taken between the smallest and the largest batch.
+        Predicted or else measured.
         """
-        points = self._points
+        if self.predicted:
+            points = [(batch, interval.value) for batch, interval in self.predicted.items()]
+        else:
+            points = sorted((where.local_batch, float(used)) for where, used in self.measured)
         (first, low), (last, high) = points[0], points[-1]
         if last > first and high > low:
             return (high - low) / (last - first)
         return None
-
-    @property
-    def is_uneven(self) -> bool:
-        """Tell whether the growth is only an average: between some batches it is another."""
-        even = self.growth or 0.0
-        for (batch, used), (beyond, more) in pairwise(self._points):
-            if beyond > batch and abs((more - used) / (beyond - batch) - even) > UNEVEN * even:
-                return True
-        return False
-
-    @property
-    def _points(self) -> list[tuple[int, float]]:
-        """Local batches, ascending, with the bytes that are predicted or else measured."""
-        if self.predicted:
-            return [(batch, interval.value) for batch, interval in self.predicted.items()]
-        return sorted((where.local_batch, float(used)) for where, used in self.measured)
 
     @property
     def fitting(self) -> int:
@@ -334,9 +318,8 @@ def _title(usage: Usage) -> str:
     title = "Memory of a worker"
     growth = [line.growth for line in usage.lines]
     if growth[0]:
-        title = f"A worker needs {format_bytes(growth[0])} for each further sample of its batch"
-        if usage.lines[0].is_uneven:
-            title += ", on average"
+        more = format_bytes(growth[0])
+        title = f"A worker needs {more} for each further sample of its batch, on average"
         if growth[1:] and growth[-1]:
             title += f", a single one {format_bytes(growth[-1])}"
     lines = [line for line in usage.lines if line.predicted]

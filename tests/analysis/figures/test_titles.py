@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.run_factory import candidate, configurations, make_run, measurement, plan
+from tests.run_factory import candidate, configurations, make_run, plan
 from tests.study_factory import SWEEP, make_study
 from tula_hpc.analysis.figures.all import FIGURES
 from tula_hpc.analysis.figures.drawing import Drawing
@@ -71,21 +71,6 @@ def test_of_several_trainings_the_title_names_its_own(run: RunContents) -> None:
     both = run._replace(trainings=[training, training._replace(label="other")])
     assert title_of(both, "training").startswith("main: ")
     assert not title_of(run, "training").startswith("main")
-
-
-@pytest.mark.parametrize(("middle", "is_average"), [(1.0, False), (6.0, True)])
-def test_memory_that_grows_in_jumps_is_said_to_grow_on_average(
-    run: RunContents, middle: float, is_average: bool
-) -> None:
-    rows = [measurement(Configuration(1, 1, batch)) for batch in (64, 128, 256)]
-    used = (1e9, 1e9 + middle * 64e6, 1e9 + 192e6)
-    for place, (row, reserved) in enumerate(zip(rows, used, strict=True)):
-        assert row.memory is not None
-        memory = row.memory.model_copy(update={"reserved_bytes": int(reserved)})
-        rows[place] = row.model_copy(update={"memory": memory})
-    title = title_of(run._replace(measurements=rows, plan=None, trainings=[]), "memory")
-    assert "A worker needs 977 KiB for each further sample of its batch" in title
-    assert ("on average" in title) == is_average
 
 
 def test_the_errors_of_fitted_measurements_are_called_those_of_the_fit(run: RunContents) -> None:
