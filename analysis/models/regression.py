@@ -146,7 +146,9 @@ def fit_relative(problem: Problem, starts: Iterable[Array], free: NDArray[np.boo
 def _descend(problem: Problem, start: Array, free: NDArray[np.bool_]) -> tuple[Array, Array, float]:
     """Return coefficients (p,), robust Jacobian (n + beliefs, free p), cost of a local minimum."""
     scale = _scales(problem, start)[free]
-    beliefs = _Beliefs(problem, free)
+    believed = (problem.belief > 0.0) & free
+    firmness = problem.belief[believed]
+    of_beliefs = np.diag(problem.belief)[np.ix_(believed, free)]
 
     def expand(shares: Array) -> Array:
         coefficients = start.copy()
@@ -157,13 +159,13 @@ def _descend(problem: Problem, start: Array, free: NDArray[np.bool_]) -> tuple[A
         coefficients = expand(shares)
         predicted = np.maximum(problem.evaluate(coefficients)[0], TINY * problem.observed)
         of_rows = problem.weights * np.log(predicted / problem.observed)
-        return np.concatenate([of_rows, beliefs.residuals(coefficients)])
+        return np.concatenate([of_rows, firmness * (coefficients - problem.believed)[believed]])
 
     def jacobian(shares: Array) -> Array:
         predicted, gradients = problem.evaluate(expand(shares))
         rows = problem.weights / np.maximum(predicted, TINY * problem.observed)
         of_rows = gradients[:, free] * rows[:, None] * scale
-        return np.concatenate([of_rows, beliefs.jacobian * scale])
+        return np.concatenate([of_rows, of_beliefs * scale])
 
     if not free.any():
         return (
@@ -205,20 +207,6 @@ class _Cached:
             self.result = self.evaluate(coefficients)
             self.point = coefficients.copy()
         return self.result
-
-
-class _Beliefs:
-    """Residuals of the free coefficients from their priors."""
-
-    def __init__(self, problem: Problem, free: NDArray[np.bool_]) -> None:
-        self.mean = problem.believed
-        self.rows = np.flatnonzero((problem.belief > 0.0) & free)
-        self.firmness = problem.belief[self.rows]
-        self.jacobian = np.zeros((len(self.rows), int(free.sum())))
-        self.jacobian[np.arange(len(self.rows)), (np.cumsum(free) - 1)[self.rows]] = self.firmness
-
-    def residuals(self, coefficients: Array) -> Array:
-        return self.firmness * (coefficients - self.mean)[self.rows]
 
 
 def _soft_l1(robust: int, squares: Array) -> Array:
