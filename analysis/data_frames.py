@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from tula_hpc.analysis.run_contents import read_run
+from tula_hpc.analysis.run_contents import leaves, read_run
 from tula_hpc.errors import InputError
 from tula_hpc.records import (
     Candidate,
@@ -100,15 +100,7 @@ def _names(of: type[Record], prefix: str = "") -> Iterator[str]:
 
 
 def _flat(record: Record) -> dict[str, object]:
-    return dict(_cells(record.model_dump(mode="json")))
-
-
-def _cells(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and key not in MAPPINGS:
-            yield from _cells(value, f"{name}.")
-        elif isinstance(value, (Mapping, list)):
-            yield name, json.dumps(value)
-        else:
-            yield name, value
+    found: dict[str, object] = {}
+    for name, value in leaves(record.model_dump(mode="json"), whole=MAPPINGS):
+        found[name] = json.dumps(value) if isinstance(value, (Mapping, list)) else value
+    return found

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tula_hpc.analysis.costs.pricing import fixed_share
 from tula_hpc.analysis.models.profiles import is_out_of_memory, summarize
@@ -140,6 +140,17 @@ def ends(rows: Sequence[T], most: int = MOST_ROWS) -> list[T]:
     if len(rows) <= most:
         return list(rows)
     return [*rows[: most // 2], *rows[-(most // 2) :]]
+
+
+def leaves(
+    values: Mapping[str, Any], prefix: str = "", whole: Collection[str] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings by their keys, joined with dots; those of `whole` whole."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and key not in whole:
+            yield from leaves(value, f"{prefix}{key}.", whole)
+        else:
+            yield f"{prefix}{key}", value
 
 
 class Training(NamedTuple):

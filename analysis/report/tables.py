@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from tula_hpc.analysis.costs.training_bill import TrainingBill
 from tula_hpc.analysis.planning.partitions import name_of, of_partition
-from tula_hpc.analysis.run_contents import ends, measured_epochs
+from tula_hpc.analysis.run_contents import ends, leaves, measured_epochs
 from tula_hpc.analysis.what_if import WhatIf
 from tula_hpc.formatting import (
     UNKNOWN,
@@ -387,21 +387,13 @@ def _model_table(model: object) -> TextTable:
     if isinstance(model, dict) and isinstance(model.get("pinned"), list):
         names.update(map(str, model["pinned"]))
     rows: list[tuple[str, ...]] = []
-    for key, value in _flatten(model):
+    for key, value in leaves(model if isinstance(model, dict) else {"value": model}):
         mark = ""
         if key.split(".")[-1] in names:
             mark = "pinned"
         if key != "pinned":
-            rows.append((key, value, mark))
+            rows.append((key, _plain(value), mark))
     return TextTable(("quantity", "value", ""), rows)
-
-
-def _flatten(value: object, key: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _flatten(inner, f"{key}.{name}" if key else str(name))
-    else:
-        yield key or "value", _plain(value)
 
 
 def _plain(value: object) -> str:

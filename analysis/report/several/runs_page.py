@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,13 @@ from tula_hpc.analysis.report.first_page import first_page
 from tula_hpc.analysis.report.output import figure_files, render_page, replace_files
 from tula_hpc.analysis.report.page import shared_content
 from tula_hpc.analysis.report.tables import TextTable, format_interval
-from tula_hpc.analysis.run_contents import RunContents, holds_study, measured_epochs, read_run
+from tula_hpc.analysis.run_contents import (
+    RunContents,
+    holds_study,
+    leaves,
+    measured_epochs,
+    read_run,
+)
 from tula_hpc.config import SweepSpec
 from tula_hpc.errors import InputError
 from tula_hpc.files import loaded_elsewhere
@@ -231,21 +237,15 @@ def differences(named: Sequence[NamedRun]) -> TextTable:
 
 
 def _settings(run: RunContents) -> dict[str, str]:
-    found: dict[str, str] = {}
+    tables: dict[str, Any] = {}
     if run.sweep:
-        found |= dict(_flat(run.sweep.model_dump(mode="json")))
+        tables |= run.sweep.model_dump(mode="json")
     if run.cluster:
         # values of the environment are no business of a report
-        known = run.cluster.model_dump(mode="json", exclude={"environment", "sbatch", "setup"})
-        found |= {f"cluster.{key}": value for key, value in _flat(known)}
+        own = {"environment", "sbatch", "setup"}
+        tables["cluster"] = run.cluster.model_dump(mode="json", exclude=own)
+    found = {}
+    for key, value in leaves(tables):
+        if value is not None:
+            found[key] = value if isinstance(value, str) else json.dumps(value)
     return found
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        elif isinstance(value, str):
-            yield f"{prefix}{key}", value
-        elif value is not None:
-            yield f"{prefix}{key}", json.dumps(value)
