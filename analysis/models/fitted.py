@@ -32,16 +32,6 @@ class Models(NamedTuple):
     memory: MemoryModel
     update_time_s: UpdateTime
 
-    def train_time_s(
-        self, samples_seen: int, nodes: Array, workers_per_node: Array, local_batch: Array
-    ) -> Array:
-        """Predict the seconds of training over samples; steps need not be whole.
-
-        `T = E·D/B · t_step` (S. Tyagi, F. Wang, "Tula").
-        """
-        steps = samples_seen / (nodes * workers_per_node * local_batch)
-        return steps * self.step_time.predict(nodes, local_batch, workers_per_node)
-
     def describe(self) -> dict[str, Any]:
         """Return forms, coefficients and residuals as plan.json has them."""
         step = self.step_time

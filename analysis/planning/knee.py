@@ -106,21 +106,14 @@ def knee_curves(
         table = predict(index, part, plannable(wide, part)[0], wide)
         # a profile can show that memory suffices
         tables.append(table.take(np.isin(table.why, [FEASIBLE, Why.UNSEEN])))
-    drawn = _drawn_time(parts, epochs) if with_draws else None
-    return TimeCurves(lines_of(stacked(tables)), _fitted_time(parts, epochs), drawn)
+    drawn = _train_time(parts, epochs, drawn=True) if with_draws else None
+    return TimeCurves(lines_of(stacked(tables)), _train_time(parts, epochs, drawn=False), drawn)
 
 
 def _batches_between(low: float, high: float, points: int) -> Array:
     """Return batches from the lowest on, so many to an octave: a higher end adds to them alone."""
     count = math.floor(math.log2(high / low) * points + 1e-6) + 1
     return np.asarray(low * 2.0 ** (np.arange(count) / points))
-
-
-def curve_through(batches: Array, times: Array) -> Curve:
-    """Return the least time through single points, (n,) each, interpolated between them."""
-    dense = _batches_between(batches[0], batches[-1], POINTS)
-    curve = np.exp(np.interp(np.log(dense), np.log(batches), np.log(times)))
-    return Curve(dense, np.minimum.accumulate(curve), POINTS)
 
 
 def lower_envelope(lines: Lines, train_time_s: TrainTime, points: int = POINTS) -> Curve:
@@ -250,22 +243,11 @@ def lines_of(possible: CandidateTable) -> Lines:
     )
 
 
-def _fitted_time(parts: Sequence[Part], epochs: int) -> TrainTime:
-    """Return the seconds of training by the fitted models, as a function."""
+def _train_time(parts: Sequence[Part], epochs: int, *, drawn: bool) -> TrainTime:
+    """Return the seconds of training by the fitted models, or by models drawn around each fit.
 
-    def train_time_s(
-        index: int, nodes: Array, workers_per_node: Array, local_batch: Array
-    ) -> Array:
-        part = parts[index]
-        return part.models.train_time_s(
-            epochs * part.summary.dataset_samples, nodes, workers_per_node, local_batch
-        )
-
-    return train_time_s
-
-
-def _drawn_time(parts: Sequence[Part], epochs: int) -> TrainTime:
-    """Return the seconds of training by models drawn from the uncertainty of each fit."""
+    `T = E·D/B · t_step` (S. Tyagi, F. Wang, "Tula"); steps need not be whole.
+    """
 
     def train_time_s(
         index: int, nodes: Array, workers_per_node: Array, local_batch: Array
@@ -273,6 +255,9 @@ def _drawn_time(parts: Sequence[Part], epochs: int) -> TrainTime:
         part = parts[index]
         steps = epochs * part.summary.dataset_samples / (nodes * workers_per_node * local_batch)
         model = part.models.step_time
-        return steps * model.samples(nodes, local_batch, workers_per_node, count=DRAWS, seed=SEED)
+        points = (nodes, local_batch, workers_per_node)
+        if drawn:
+            return steps * model.samples(*points, count=DRAWS, seed=SEED)
+        return steps * model.predict(*points)
 
     return train_time_s
