@@ -165,7 +165,7 @@ for room in rooms:
             importlib.import_module(module.name)
 from tula_hpc import study; from tula_hpc import sweep
 check("everything", {"torch", "torchvision"})
-from tula_hpc.profiling import session; from tula_hpc.training import loop
+from tula_hpc.profiling import profile_job; from tula_hpc.training import loop
 from tula_hpc.config import WorkloadSpec; from tula_hpc.data.datasets import build_data
 build_data(WorkloadSpec(dataset="digits"))
 check("a worker", {"torchvision", "sklearn", "timm", "torch.distributed.optim"})

@@ -49,7 +49,7 @@ from tula_hpc.env import WorkerEnvironment
 from tula_hpc.gradients.small_batch_norms import LocalNorms
 from tula_hpc.launch.job_specs import ProfileJob
 from tula_hpc.profiling.measure import measure
-from tula_hpc.profiling.session import run_profile
+from tula_hpc.profiling.profile_job import run_profile
 from tula_hpc.profiling.work_queue import Agenda
 from tula_hpc.records import Configuration, Measurement, read_records, with_rank_files
 from tula_hpc.workloads.footprint import estimate_footprint

@@ -27,8 +27,8 @@ from tula_hpc.errors import CheckpointError, RunDirectoryError, StorageError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.files import full_disk
 from tula_hpc.launch.diagnosis import telling_line
+from tula_hpc.launch.job_files import Submitted
 from tula_hpc.launch.launcher import Launcher
-from tula_hpc.launch.submission import Submitted
 from tula_hpc.records import Event, RunDirectory, append_record, read_records, write_atomically
 from tula_hpc.sweep import main
 

@@ -21,10 +21,10 @@ from tula_hpc.errors import LaunchError, RunDirectoryError, StageError, SubmitLi
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import command_line
 from tula_hpc.launch import slurm
+from tula_hpc.launch.job_files import Submitted
 from tula_hpc.launch.job_specs import ControlJob
 from tula_hpc.launch.launcher import Launcher, StillRunningError
 from tula_hpc.launch.slurm import JobState
-from tula_hpc.launch.submission import Submitted
 from tula_hpc.records import RunDirectory
 from tula_hpc.records.events import CONTROL, EventName
 from tula_hpc.records.run_directory import holder_of

@@ -19,8 +19,8 @@ from tula_hpc.analysis.report.page import write_report
 from tula_hpc.cli.changed_inputs import freeze
 from tula_hpc.config import ClusterSpec, load_cluster, without_values
 from tula_hpc.errors import InputError
+from tula_hpc.launch.job_files import SETUP_FILE, run_setup, write_setup
 from tula_hpc.launch.launcher import Launcher
-from tula_hpc.launch.submission import SETUP_FILE, run_setup, write_setup
 from tula_hpc.records import RunDirectory
 from tula_hpc.sweep import main
 

@@ -20,10 +20,7 @@ from tula_hpc.config import ClusterSpec
 from tula_hpc.env import CONTROLLER, SETUP_FAILED, SETUP_WORDS
 from tula_hpc.errors import LaunchError, PreemptedError
 from tula_hpc.launch.diagnosis import telling_line
-from tula_hpc.launch.job_specs import Requeueable
-from tula_hpc.launch.job_start import main, requeue
-from tula_hpc.launch.launcher import Launcher
-from tula_hpc.launch.submission import (
+from tula_hpc.launch.job_files import (
     SETUP_FILE,
     WHAT_TO_DO,
     RequeuePaths,
@@ -31,6 +28,9 @@ from tula_hpc.launch.submission import (
     with_time_outs_left,
     write_pickles,
 )
+from tula_hpc.launch.job_specs import Requeueable
+from tula_hpc.launch.job_start import main, requeue
+from tula_hpc.launch.launcher import Launcher
 from tula_hpc.records import RunDirectory
 
 

@@ -23,10 +23,10 @@ from tula_hpc.env import outside_of_job
 from tula_hpc.errors import LaunchError, RefusedError, SubmitLimitError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch import slurm
+from tula_hpc.launch.job_files import Notice, Request, Submitted, setup_text
 from tula_hpc.launch.launcher import NOTICE, REFUSED, Launcher, StillRunningError, describe_states
 from tula_hpc.launch.local_executor import is_alive
 from tula_hpc.launch.slurm_executor import could_start, requeue_if_killed, time_outs
-from tula_hpc.launch.submission import Notice, Request, Submitted, setup_text
 from tula_hpc.records import Event, RunDirectory, append_record
 from tula_hpc.records.events import CONTROL, GUARD
 from tula_hpc.retry_policy import CONTROL_MINUTES

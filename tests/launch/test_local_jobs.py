@@ -22,10 +22,10 @@ from tula_hpc.env import SECRET_FILE, unix_time
 from tula_hpc.errors import StageError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch import local_executor
+from tula_hpc.launch.job_files import SETUP_FILE
 from tula_hpc.launch.job_specs import ProfileJob
 from tula_hpc.launch.launcher import REFUSED, Launcher
 from tula_hpc.launch.local_executor import begun, run_controller, take_pickle
-from tula_hpc.launch.submission import SETUP_FILE
 from tula_hpc.records import Configuration, RunDirectory, append_record
 from tula_hpc.records.events import EventName
 from tula_hpc.stages import profile as profile_stage

@@ -16,9 +16,9 @@ from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import join_job
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch.diagnosis import telling_line
+from tula_hpc.launch.job_files import Submitted
 from tula_hpc.launch.job_specs import ProfileJob, TrainJob
 from tula_hpc.launch.launcher import Ended, Launcher
-from tula_hpc.launch.submission import Submitted
 from tula_hpc.records import Configuration, RunDirectory
 from tula_hpc.stages.context import describe_failures
 

@@ -16,7 +16,7 @@ from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import CheckpointError, StorageError
 from tula_hpc.files import HeldFolder
 from tula_hpc.launch.job_specs import ProfileJob, TrainJob
-from tula_hpc.profiling.session import run_profile
+from tula_hpc.profiling.profile_job import run_profile
 from tula_hpc.records import Configuration, RunDirectory, append_record, write_atomically
 from tula_hpc.training import loop as trainer_module
 from tula_hpc.training.loop import run_training

@@ -16,8 +16,8 @@ from tests.slurm.testcluster import MiniCluster
 from tula_hpc.config import ClusterSpec
 from tula_hpc.ddp.process_group import pick_device
 from tula_hpc.env import join_job
+from tula_hpc.launch.job_files import Submitted
 from tula_hpc.launch.launcher import Launcher
-from tula_hpc.launch.submission import Submitted
 from tula_hpc.records import RunDirectory
 
 WORKERS = 4

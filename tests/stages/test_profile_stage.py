@@ -14,9 +14,9 @@ from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec
 from tula_hpc.env import unix_time
 from tula_hpc.errors import InputError, StageError
 from tula_hpc.failure_kinds import Failure
+from tula_hpc.launch.job_files import Submitted
 from tula_hpc.launch.job_specs import ProfileJob
 from tula_hpc.launch.launcher import Ended, JobsNow
-from tula_hpc.launch.submission import Submitted
 from tula_hpc.records import (
     Configuration,
     Footprint,

@@ -12,8 +12,8 @@ from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_frozen_sw
 from tula_hpc.errors import StageError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import format_left
+from tula_hpc.launch.job_files import Submitted
 from tula_hpc.launch.launcher import Ended, JobsNow
-from tula_hpc.launch.submission import Submitted
 from tula_hpc.records import (
     Configuration,
     EpochMetrics,

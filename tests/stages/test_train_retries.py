@@ -18,9 +18,9 @@ from tula_hpc.config import ClusterSpec, StudyCell, SweepSpec, WorkloadSpec
 from tula_hpc.env import unix_time
 from tula_hpc.errors import LaunchError, StageError
 from tula_hpc.failure_kinds import Failure
+from tula_hpc.launch.job_files import Submitted
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.launch.launcher import Ended, JobsNow
-from tula_hpc.launch.submission import Submitted
 from tula_hpc.records import (
     Configuration,
     EpochMetrics,

@@ -14,9 +14,9 @@ from tests.study_factory import result
 from tula_hpc.config import ClusterSpec, StudyCell, SweepSpec
 from tula_hpc.errors import StageError
 from tula_hpc.failure_kinds import Failure
+from tula_hpc.launch.job_files import Submitted
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.launch.launcher import Ended
-from tula_hpc.launch.submission import Submitted
 from tula_hpc.records import Configuration, RunDirectory, write_atomically
 from tula_hpc.stages.context import Sweep
 from tula_hpc.stages.train_many import Trainings

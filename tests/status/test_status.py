@@ -31,9 +31,9 @@ from tula_hpc.failure_kinds import Failure
 from tula_hpc.files import MEASUREMENTS_GONE
 from tula_hpc.launch import slurm
 from tula_hpc.launch.diagnosis import explain, read_logs
+from tula_hpc.launch.job_files import Submitted
 from tula_hpc.launch.launcher import NOTICE
 from tula_hpc.launch.slurm import JobState
-from tula_hpc.launch.submission import Submitted
 from tula_hpc.records import (
     Configuration,
     EpochMetrics,

@@ -5,7 +5,7 @@ process of its rank and watches it, and all of them learn how every process ende
 it. The records are those of a profile of the built-in training.
 
 `script_profile.py` describes the whole course, from the job to the measured steps;
-`profiling/session.py` describes the case that memory runs out.
+`profiling/profile_job.py` describes the case that memory runs out.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from tula_hpc.check.site import Site
     from tula_hpc.check.site_verdicts import Verdict
     from tula_hpc.config import ClusterSpec, WorkloadSpec
+    from tula_hpc.launch.job_files import Submitted
     from tula_hpc.launch.launcher import Launcher
-    from tula_hpc.launch.submission import Submitted
     from tula_hpc.records import RunDirectory
 
 

@@ -30,9 +30,9 @@ from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import plural
 from tula_hpc.launch import slurm
 from tula_hpc.launch.diagnosis import BY_HAND
+from tula_hpc.launch.job_files import Submitted
 from tula_hpc.launch.job_specs import ControlJob
 from tula_hpc.launch.launcher import JobsNow, StillRunningError
-from tula_hpc.launch.submission import Submitted
 from tula_hpc.records import RunDirectory
 from tula_hpc.records.events import CONTROL, GUARD
 from tula_hpc.stages.context import (

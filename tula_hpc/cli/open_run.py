@@ -33,7 +33,7 @@ from tula_hpc.formatting import command_line
 
 if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec, SweepSpec
-    from tula_hpc.launch.submission import Submitted
+    from tula_hpc.launch.job_files import Submitted
     from tula_hpc.records import RunDirectory
     from tula_hpc.stages.context import Sweep
 

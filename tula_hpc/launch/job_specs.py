@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from submitit import JobEnvironment
 
 from tula_hpc.config import ClusterSpec, SweepSpec
-from tula_hpc.launch.submission import TimeOutsLeft
+from tula_hpc.launch.job_files import TimeOutsLeft
 from tula_hpc.records import MAIN_LABEL, Configuration, Identity
 from tula_hpc.tracking.follow import following
 

@@ -22,7 +22,7 @@ from submitit.core.utils import UncompletedJobError
 from tula_hpc.env import end_with_controller, enter_submission
 from tula_hpc.errors import LaunchError, PreemptedError
 from tula_hpc.launch import slurm
-from tula_hpc.launch.submission import RequeuePaths, load_pickle, with_time_outs_left
+from tula_hpc.launch.job_files import RequeuePaths, load_pickle, with_time_outs_left
 
 WAIT_S = 60.0
 

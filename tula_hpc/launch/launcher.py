@@ -33,10 +33,10 @@ from tula_hpc.launch.diagnosis import (
     setup_failure,
     waits,
 )
+from tula_hpc.launch.job_files import Notice, Request, Submitted
 from tula_hpc.launch.local_executor import LocalJobs
 from tula_hpc.launch.slurm import JobState, accounted_runs
 from tula_hpc.launch.slurm_executor import SlurmJobs
-from tula_hpc.launch.submission import Notice, Request, Submitted
 from tula_hpc.records import RunDirectory, read_document, write_atomically
 from tula_hpc.records.broken_hosts import BrokenHost, broken_hosts, list_hosts
 from tula_hpc.records.events import CONTROL

@@ -25,8 +25,7 @@ from typing import Any
 from tula_hpc.config import ClusterSpec
 from tula_hpc.containers import NO_FOLDERS, Folders, export_lines, python_of
 from tula_hpc.env import gpus_as_here
-from tula_hpc.launch.slurm import JobState, StepState
-from tula_hpc.launch.submission import (
+from tula_hpc.launch.job_files import (
     Limits,
     Notice,
     Request,
@@ -37,6 +36,7 @@ from tula_hpc.launch.submission import (
     write_pickles,
     write_setup,
 )
+from tula_hpc.launch.slurm import JobState, StepState
 from tula_hpc.retry_policy import TIME_OUTS
 
 # of a process without a command line

@@ -30,8 +30,7 @@ from tula_hpc.errors import InputError, LaunchError, NotStartedError, RefusedErr
 from tula_hpc.files import in_words
 from tula_hpc.launch import slurm
 from tula_hpc.launch.bounded_command import Done, no_answer, run
-from tula_hpc.launch.slurm import JobState, StepState
-from tula_hpc.launch.submission import (
+from tula_hpc.launch.job_files import (
     Limits,
     Notice,
     Request,
@@ -43,6 +42,7 @@ from tula_hpc.launch.submission import (
     write_pickles,
     write_setup,
 )
+from tula_hpc.launch.slurm import JobState, StepState
 from tula_hpc.records import write_atomically
 from tula_hpc.records.events import CONTROL
 from tula_hpc.retry_policy import REVIVALS, TIME_OUTS, controller_time_outs

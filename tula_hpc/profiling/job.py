@@ -1,6 +1,6 @@
 """Entry of the built-in training's profile job. Importing this imports no torch, see `run`.
 
-`session.py` has the job itself, and describes the case that memory runs out; a script's profile
+`profile_job.py` has the job itself, and describes the case that memory runs out; a script's profile
 job begins in `attach/script_profile_job.py`.
 """
 
@@ -20,7 +20,7 @@ def run(job: ProfileJob) -> int:
     with loading_libraries():
         from tula_hpc.ddp.device_errors import telling_broken_devices
         from tula_hpc.ddp.own_errors import telling_own_mistakes
-        from tula_hpc.profiling.session import run_profile
+        from tula_hpc.profiling.profile_job import run_profile
 
     with (
         leaving_at_once(),

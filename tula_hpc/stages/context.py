@@ -28,8 +28,8 @@ from tula_hpc.launch.diagnosis import (
     telling_line,
     without_chatter,
 )
+from tula_hpc.launch.job_files import Submitted
 from tula_hpc.launch.launcher import Ended, Launcher
-from tula_hpc.launch.submission import Submitted
 from tula_hpc.records import Configuration, Measurement, RunDirectory, Submission
 
 # by Slurm's word for the end of a job's earlier run

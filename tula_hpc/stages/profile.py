@@ -14,9 +14,9 @@ from tula_hpc.errors import InputError, StageError, StorageError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import printable
 from tula_hpc.launch.diagnosis import BY_HAND, telling_line
+from tula_hpc.launch.job_files import Submitted, times_out
 from tula_hpc.launch.job_specs import ProfileJob
 from tula_hpc.launch.launcher import Ended, JobsNow
-from tula_hpc.launch.submission import Submitted, times_out
 from tula_hpc.records import (
     Configuration,
     JobNote,

@@ -23,8 +23,8 @@ from tula_hpc.files import (
     open_regular,
 )
 from tula_hpc.launch.diagnosis import read_logs, telling_line
+from tula_hpc.launch.job_files import Submitted
 from tula_hpc.launch.launcher import NOTICE
-from tula_hpc.launch.submission import Submitted
 from tula_hpc.records import (
     MAIN_LABEL,
     RECENT_STEPS,
