@@ -116,6 +116,18 @@ class LoaderPass:
         if self._is_collated and self.size != 1 and not getattr(batches, "drop_last", True):
             self.given_out = self.drawn or sys.maxsize
 
+    def epoch(self, samples: int, batch: int, workers: int) -> tuple[int, int]:
+        """Return the samples of an epoch over all workers, and how many still make a step at its end.
+
+        Args:
+            samples: Of an epoch, as the sweep file says.
+            batch: How many still make a step, where full batches alone are given out.
+            workers: As many go through such passes.
+        """
+        if self.given_out is None:
+            return samples, batch
+        return min(samples, self.given_out * workers), 1
+
     def items_in(self, batch: object, count: int) -> int:
         """Return the items in a batch, whose tensors need not tell: graphs are joined.
 

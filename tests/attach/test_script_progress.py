@@ -51,12 +51,20 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 class Told:
     """A training of one worker that is told of steps, and never asked to stop."""
 
-    def __init__(self, folder: Path, clock: Clock, samples: int, drift: DriftSettings | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        clock: Clock,
+        samples: int,
+        drift: DriftSettings | None = None,
+        *,
+        counts_steps: bool = False,
+    ) -> None:
         self.run, self.clock = RunDirectory(folder / "run").create(), clock
         self.run.make_train()
         settings = TrainSettings(
             root=self.run.root, label="main", job_id="1", samples=samples, global_batch=8, log_interval_steps=3,
-            between_s=3600.0, drift=drift, job_began_at=BEGAN_AT,
+            between_s=3600.0, drift=drift, job_began_at=BEGAN_AT, counts_steps=counts_steps,
         )  # fmt: skip
         said = folder / "said.json"
         spec = ChildSpec(
@@ -136,6 +144,9 @@ def test_passes_that_become_more_are_all_counted(tmp_path: Path, clock: Clock) -
     told = Told(tmp_path, clock, samples=32)
     for parts in (1, 2, 4):
         for _ in range(4 // parts):
+            # as of a policy that acts before it is trained
+            told.training.forward_begins(8)
+            told.training.pass_unused(8)
             told.step(8 * parts, parts)
     told.training.ended(0)
     rows = told.metrics().epochs
@@ -196,6 +207,20 @@ def test_a_step_over_the_end_of_an_epoch_is_of_both_where_the_pass_goes_on(
     told.training.ended(0)
     expected = [3, 6, 9] if begins_anew else [3, 5, 8, 10]
     assert [row.step for row in told.metrics().epochs] == expected
+
+
+def test_epochs_of_a_script_that_is_told_its_steps_are_those_of_the_plan(tmp_path: Path, clock: Clock) -> None:
+    """Full batches alone leave out four of 20 samples in a pass, which add up to further steps and passes."""
+    told = Told(tmp_path, clock, samples=20, counts_steps=True)
+    loader = DataLoader(TensorDataset(torch.zeros(20)), batch_size=8, drop_last=True)
+    for _ in range(5):
+        batches = iter(loader)
+        told.training.loading_begins(batches)
+        for _ in range(2):
+            told.training.hooks.next_batch(batches, torch.zeros(8))
+            told.step()
+    told.training.ended(0)
+    assert [row.step for row in told.metrics().epochs] == [3, 5, 8, 10]
 
 
 def test_a_script_that_halves_its_batch_goes_on_with_its_epochs(tmp_path: Path, clock: Clock) -> None:

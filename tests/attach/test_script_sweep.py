@@ -148,6 +148,31 @@ mode = "partial"
     assert "not measured" not in done.stdout
 
 
+def test_a_script_that_is_told_its_steps_is_planned_with_all_of_them(tmp_path: Path) -> None:
+    """It gives out full batches alone: 15 in a pass, of an epoch's 15.625."""
+    script = (SCRIPTS / "plain.py").read_text()
+    script = script.replace('"--epochs", type=int, default=2)', '"--steps", dest="epochs", type=int)')
+    (tmp_path / "steps.py").write_text(script)
+    path = tmp_path / "steps.toml"
+    path.write_text("""
+name = "steps"
+[workload]
+script = "steps.py"
+arguments = ["--batch-size", "{local_batch}", "--samples", "1000", "--steps", "{steps}"]
+samples = 1000
+epochs = 50
+[search]
+cluster_sizes = [1]
+min_batch = 64
+max_batch = 64
+""")
+    done = sweep(path, tmp_path, *QUICK)
+    assert done.returncode == 0, done.stderr + done.stdout
+    plan = RunDirectory(tmp_path / "run").read_plan()
+    assert plan is not None
+    assert plan.chosen.epoch_time_s == pytest.approx(15.625 * plan.chosen.step_time_s)
+
+
 def test_a_batch_that_memory_forbids_is_taken_in_parts(tmp_path: Path) -> None:
     path = tmp_path / "parts.toml"
     path.write_text(f"""

@@ -86,6 +86,11 @@ def forward_batch(sweep: SweepSpec, configuration: Configuration) -> int:
     return configuration.local_batch // sweep.workload.accumulation
 
 
+def counts_steps(sweep: SweepSpec) -> bool:
+    """Tell whether the script is told the optimizer steps of all its epochs."""
+    return any("{steps}" in text for text in sweep.workload.arguments)
+
+
 def typical_batch(sizes: Counter[int], asked: int | None, *, has_loader: bool = True) -> int:
     """Return the samples of a forward pass, 0 if there was none, or if no tensor tells.
 

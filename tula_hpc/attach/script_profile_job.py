@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tula_hpc.attach.own_folder import own_folder
-from tula_hpc.attach.script import forward_batch, script_of
+from tula_hpc.attach.script import counts_steps, forward_batch, script_of
 from tula_hpc.config import SearchSpec
 from tula_hpc.ddp.exit_at_once import leaving_at_once
 from tula_hpc.env import WorkerEnvironment, job_started_at, join_job, loading_libraries, unix_time
@@ -206,7 +206,7 @@ class Session:
             accumulation=self.sweep.workload.accumulation,
             samples=work.samples or 0,
             counts_epochs=any("{epochs}" in text for text in work.arguments),
-            counts_steps=any("{steps}" in text for text in work.arguments),
+            counts_steps=counts_steps(job.sweep),
             training_steps=work.epochs * (work.samples or 0) / configuration.global_batch,
             hooked_by=job.sweep.training.method if job.sweep.training.adapts else "",
             sources=self.sources,
@@ -224,12 +224,15 @@ class Session:
         if self.env.rank != 0:
             return
         elapsed_s = unix_time() - meeting.began_at
-        told = {
+        told: dict[str, Any] = {
             "partition": self.job.partition,
             "accumulation": self._told_passes,
             "elapsed_s": elapsed_s,
             "node_seconds": self.job.nodes * elapsed_s,
         }
+        if counts_steps(self.sweep):
+            # samples that fill no batch add up to further ones, and it takes as many as it is told
+            told |= {"short_batch": True, "batch_share": 1.0}
         append_record(self.job.output, measurement.model_copy(update=told))
         if result["others"]:
             sys.stderr.write(f"{_which_counts(result)}\n")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tula_hpc.attach.own_folder import own_folder
-from tula_hpc.attach.script import forward_batch, script_of
+from tula_hpc.attach.script import counts_steps, forward_batch, script_of
 from tula_hpc.attach.train.going_on import (
     Start,
     TrainedSoFar,
@@ -229,6 +229,7 @@ class ScriptJob:
             job_id=self.env.job_id,
             samples=job.sweep.workload.samples or 1,
             global_batch=job.configuration.global_batch,
+            counts_steps=counts_steps(job.sweep),
             forward_batch=forward_batch(job.sweep, job.configuration),
             log_interval_steps=options.log_interval_steps,
             restart_count=self.env.restart_count,

@@ -51,6 +51,8 @@ class TrainSettings(Record):
     # of an epoch, over all workers
     samples: int
     global_batch: int
+    # it is told the steps of all epochs, so that an epoch ends within one
+    counts_steps: bool = False
     # samples of one forward pass of one worker; 0: unknown
     forward_batch: int = 0
     log_interval_steps: int
@@ -129,7 +131,8 @@ class ScriptTraining(Mode):
         self._apart = Apart()
         self._agreed: Agreed | None = None
         # samples of an epoch, and how many still make a step at its end
-        self._epoch = self.settings.samples, self.settings.global_batch
+        self._least = 1 if self.settings.counts_steps else self.settings.global_batch
+        self._epoch = self.settings.samples, self._least
         # of this step, on this worker; those of them from before the loader began another pass
         self._samples = 0
         self._samples_before = 0
@@ -294,7 +297,8 @@ class ScriptTraining(Mode):
             self.progress.started_at = self.progress.started_at or now
         self.count_step()
         if (loader := self.hooks.loader) is not None:
-            self._epoch = self._epoch_of(loader)
+            told = self.hooks.pass_of(loader)
+            self._epoch = told.epoch(self.settings.samples, self._least, self.spec.world_size)
         self._count_progress()
         is_last = self.progress.epoch_ends(*self._epoch)
         is_logged = is_last or self.progress.step % self.settings.log_interval_steps == 0
@@ -309,13 +313,6 @@ class ScriptTraining(Mode):
                 self.end_epoch()
             # what a script saves it saves after an epoch; workers may count its end a step apart
             self._stop_if(not is_last or self.settings.samples < 2 * self.settings.global_batch)
-
-    def _epoch_of(self, loader: object) -> tuple[int, int]:
-        """Return them as the loader of this step's batch says."""
-        own = self.hooks.pass_of(loader).given_out
-        if own is None:
-            return self.settings.samples, self.settings.global_batch
-        return min(self.settings.samples, own * self.spec.world_size), 1
 
     def _count_progress(self) -> None:
         progress, whole = self.progress, self.settings.global_batch
@@ -448,8 +445,8 @@ class ScriptTraining(Mode):
         self.progress.reported = {}
         self.progress.count_epoch()
         loader = None if self.is_kept else self.hooks.loader
-        if loader is not None and self.hooks.pass_of(loader).given_out == sys.maxsize:
-            # of a pass without an end
+        if loader is not None and self.hooks.pass_of(loader).given_out in (None, sys.maxsize):
+            # of a pass without an end, or of epochs that end within a step
             self._carried = max(self._carried, self.progress.offset - self.settings.samples)
         self.progress.begin_epoch()
         self.progress.offset = self._carried
