@@ -8,14 +8,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import click
 import pytest
 
 from tests.attach.script_runs import SCRIPTS
 from tests.forked_jobs import run_command
 from tula_hpc.attach.__main__ import main
 from tula_hpc.attach.processes import end_of
-from tula_hpc.attach.script import ParsedOptions, with_placeholders
+from tula_hpc.attach.script import ParsedOptions, note_parsed, with_placeholders
 from tula_hpc.config import ClusterSpec, check_together, load_sweep, load_together
 from tula_hpc.errors import InputError
 from tula_hpc.init.__main__ import main as init
@@ -270,6 +272,56 @@ def test_a_scripts_parser_tells_which_options_carry_batch_and_epochs(arguments: 
     values = {"--train_batch_size": 32, "--width": 32, "--num-epochs": 9, "--warmup-epochs": 9}
     told = with_placeholders(arguments.split(), 32, 1, ParsedOptions(names, values))
     assert " ".join(told) == expected
+
+
+def test_options_of_click_are_known_while_its_command_runs() -> None:
+    found = ParsedOptions({}, {})
+
+    @click.command()
+    @click.argument("data")
+    @click.option("--batch-size", "-b", default=32)
+    @click.option("--test-batch-size", default=32)
+    @click.option("--epochs", type=int)
+    def train(**_: object) -> None:
+        note_parsed(found)
+
+    train.main(["64", "--epochs", "9"], standalone_mode=False)
+    assert found.names["-b"] == "--batch-size"
+    assert found.values == {"--batch-size": 32, "--test-batch-size": 32, "--epochs": 9}
+    told = with_placeholders(["64", "--epochs", "9"], 32, 1, found)
+    assert told == ["64", "--epochs", "{epochs}", "--batch-size", "{local_batch}"]
+
+
+class Config:
+    """As OmegaConf's, which need not be installed."""
+
+    def __init__(self, values: dict[str, object]) -> None:
+        self.values = values
+
+    def _get_parent(self) -> None: ...
+
+    @staticmethod
+    def to_container(config: Config, *, resolve: bool) -> dict[str, object]:
+        assert not resolve
+        return config.values
+
+
+def test_keys_of_omegaconf_are_known_but_for_those_of_hydra_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type("DictConfig", (Config,), {"__module__": "omegaconf.dictconfig"})
+    monkeypatch.setitem(sys.modules, "omegaconf", SimpleNamespace(OmegaConf=Config))
+    own: dict[str, object] = {
+        "data": {"batch": 32, "path": "${oc.env:DATA}"},
+        "max_epochs": 9,
+        "num_nodes": 1,
+        "amp": True,
+    }
+    configs = [kind(own), kind({"hydra_help": {}, "n_jobs": 32, "a": 1, "b": 2, "c": 3, "d": 4})]
+    found = ParsedOptions({}, {})
+    note_parsed(found)
+    assert len(configs) == 2
+    assert found.values == {"data.batch=": 32, "max_epochs=": 9, "num_nodes=": 1, "amp=": 1}
+    told = with_placeholders(["lr=2"], 32, 1, found)
+    assert told == ["lr=2", "data.batch={local_batch}", "max_epochs={epochs}", "num_nodes={nodes}"]
 
 
 @pytest.mark.parametrize("name", ["--epochs", "--n_epochs", "--nepochs", "--num-train-epochs"])

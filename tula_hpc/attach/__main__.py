@@ -19,7 +19,8 @@ Values that were not observed are in lines that end with `unknown`, as in the fi
     accumulation         forward passes of a step
     samples              of an epoch
     loader_workers       loader processes
-    options              of its argparse parser: longest name by any, and whole numbers by that
+    options              of its parser (argparse, click, typer, OmegaConf): longest name by any, and
+                         whole numbers by that
     device               "cpu" or "cuda"
     measurement          as a line of a run's measurements: times, memory, identity, noise_scale
     workload             the table, as far as it is known
@@ -41,7 +42,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tula_hpc.analysis.planning.warnings import ONE_ITERATOR
-from tula_hpc.attach.script import ParsedOptions, Script, with_placeholders
+from tula_hpc.attach.script import ParsedOptions, Script, with_placeholders, worded
 from tula_hpc.command_errors import CommandParser, exit_code_of
 from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.config.validation import shown
@@ -376,7 +377,7 @@ def _with_batch(
             return [*arguments[:place], *carrying, *arguments[place + 2 - len(equals) :]]
     own = next((name for name in known.names.values() if "batch" in name), None)
     if own is not None:
-        return [*arguments, own, "{local_batch}"]
+        return [*arguments, *worded(own, "{local_batch}")]
     declared = None if options.is_module else read_options(Path(options.script)).batch
     if declared is not None:
         return [*arguments, *declared.words("{local_batch}")]

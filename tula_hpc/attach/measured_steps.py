@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from tula_hpc.attach.hooks.find_model import (
     is_sharded,
+    model_of,
     modules_with,
     name_of,
     parameters_of,
@@ -258,6 +259,14 @@ class MeasuredSteps(Mode):
                 f"{name}: expected an optimizer over the parameters of a model, found none"
             )
         return self.hooks.model, self.hooks.optimizer
+
+    def _model_name(self) -> str:
+        return name_of(self.found[0])
+
+    def _others(self) -> list[str]:
+        """Return the optimizers that do not count, with their models as far as these are known."""
+        names = ((type(each).__name__, model_of(each)) for each in self.hooks.others)
+        return [" of ".join(filter(None, each)) for each in names]
 
     def meet(self) -> None:
         """Make a group of this package's own with the other processes. Collective.

@@ -8,6 +8,7 @@ with those of another configuration.
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import re
 import runpy
@@ -261,10 +262,18 @@ def torchrun_variables(
 class ParsedOptions(NamedTuple):
     """Options of the parsers by which a script reads its arguments."""
 
-    # of each option by any of its names: the longest
+    # of each option by any of its names: the longest; with a "=" behind it where the value is in the
+    # same word
     names: dict[str, str]
     # whole numbers above 0, by the longest name
     values: dict[str, int]
+
+    def add(self, names: Sequence[str], value: object) -> None:
+        """Note an option by its names, as they are typed, and its value."""
+        name = max(names, key=len)
+        self.names.update(dict.fromkeys(names, name))
+        if isinstance(value, int | float) and value > 0 and float(value).is_integer():
+            self.values[name] = int(value)
 
     def batches(self) -> list[int]:
         """Return the values of options that are named after a batch."""
@@ -283,25 +292,55 @@ def watch_parsers() -> ParsedOptions:
     def parse_known_args(self: Any, *args: Any, **kwargs: Any) -> Any:
         parsed = original(self, *args, **kwargs)
         for action in self._actions:
-            value = getattr(parsed[0], action.dest, None)
-            if not action.option_strings:
-                continue
-            name = max(action.option_strings, key=len)
-            found.names.update(dict.fromkeys(action.option_strings, name))
-            if isinstance(value, int | float) and value > 0 and float(value).is_integer():
-                found.values[name] = int(value)
+            if action.option_strings:
+                found.add(action.option_strings, getattr(parsed[0], action.dest, None))
         return parsed
 
     argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[method-assign] # to be told
     return found
 
 
+def note_parsed(found: ParsedOptions) -> None:
+    """Add the options of click and typer, and the keys of OmegaConf and Hydra, that are in force."""
+    configs: list[Any] = []
+    for thing in gc.get_objects():
+        # without asking it for anything: some are lazy
+        kind = (str(type(thing).__module__).rpartition("_")[2], type(thing).__name__)
+        if kind == ("click.core", "Context"):
+            for option in thing.command.params:
+                # an argument has no dash
+                if names := [name for name in option.opts if name.startswith("-")]:
+                    found.add(names, thing.params.get(option.name))
+        elif kind == ("omegaconf.dictconfig", "DictConfig") and thing._get_parent() is None:
+            to_container = sys.modules["omegaconf"].OmegaConf.to_container
+            configs.append(_keys_in(to_container(thing, resolve=False)))
+    # Hydra has one of its own, and scripts merge those of files and of the command line
+    of_script = [keys for keys in configs if not any(key.startswith("hydra") for key in keys)]
+    for key, value in max(of_script, key=len, default={}).items():
+        found.add([f"{key}="], value)
+
+
+def _keys_in(config: object, within: str = "") -> dict[str, object]:
+    """Return values by their keys with dots."""
+    if not isinstance(config, dict):
+        return {within.removesuffix("."): config}
+    found: dict[str, object] = {}
+    for key, value in config.items():
+        found |= _keys_in(value, f"{within}{key}.")
+    return found
+
+
+def worded(name: str, value: str) -> list[str]:
+    """Return the words of a command line that give an option this value."""
+    return [f"{name}{value}"] if name.endswith("=") else [name, value]
+
+
 # in the names of options
 OF_BATCH = ("batch", "bs")
 OF_EVALUATION = ("eval", "val", "test")
-OF_EPOCHS = re.compile(r"--((n|num|max|total|train)[_-]?)*epochs")
+OF_EPOCHS = re.compile(r"(--|([\w.]+\.)?)((n|num|max|total|train)[_-]?)*epochs=?")
 # of the cluster where it is 1 by default, else perhaps of a graph
-OF_NODES = re.compile(r"--((n|num)[_-]?)?nodes|--nnodes")
+OF_NODES = re.compile(r"(--|([\w.]+\.)?)(((n|num)[_-]?)?nodes|nnodes)=?")
 # those that set the steps of the whole training
 OF_STEPS = tuple(
     f"{most}{mark}{unit}"
@@ -385,7 +424,7 @@ def _defaults(
         wanted["{global_batch}"] = [name for name in whole if _is_whole_batch(name.lower())]
     if "batch}" not in given:
         sizes = [name for name, value in options.values.items() if value == batch]
-        wanted["{local_batch}"] = [name for name in sizes if _is_of(name.lower(), OF_BATCH)]
+        wanted["{local_batch}"] = [name for name in sizes if _is_whole_batch(name.lower())]
     if "{epochs}" not in given and "{steps}" not in given:
         wanted["{epochs}"] = [name for name in options.values if OF_EPOCHS.fullmatch(name)]
     ones = [name for name, value in options.values.items() if value == 1 and name not in given]
@@ -393,7 +432,7 @@ def _defaults(
     found: list[str] = []
     for placeholder, names in wanted.items():
         if len(names) == 1:
-            found += [names[0], placeholder]
+            found += worded(names[0], placeholder)
     return found
 
 

@@ -30,13 +30,13 @@ from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc.attach import kept_things, tell_epochs, was_kept
-from tula_hpc.attach.hooks.find_model import model_of, name_of
 from tula_hpc.attach.measured_steps import MeasuredSteps, between_epochs_s, captured
 from tula_hpc.attach.reporting import ChildSpec, Said, leave, own_hook
 from tula_hpc.attach.script import (
     NEAR,
     NO_OPTIONS,
     batch_share,
+    note_parsed,
     remedy_of_batch,
     remedy_of_passes,
     typical_batch,
@@ -227,6 +227,8 @@ class ScriptProfile(MeasuredSteps):
 
     def _steps(self) -> Iterator[None]:
         # the first step has just ended
+        if self.spec.mode == "look":
+            note_parsed(self.options)
         self.meet()
         if self.settings.hooked_by and getattr(self.hooks.model, "_comm_hooks", None):
             raise own_hook(self.settings.hooked_by)
@@ -308,9 +310,6 @@ class ScriptProfile(MeasuredSteps):
                 key="workload.script",
             )
 
-    def _model_name(self) -> str:
-        return name_of(self.found[0])
-
     # what was found
 
     def _measurement(self) -> Measurement:
@@ -374,11 +373,6 @@ class ScriptProfile(MeasuredSteps):
             test_samples=0,
             sources=self.settings.sources,
         )
-
-    def _others(self) -> list[str]:
-        """Return the optimizers that do not count, with their models as far as these are known."""
-        names = ((type(each).__name__, model_of(each)) for each in self.hooks.others)
-        return [" of ".join(filter(None, each)) for each in names]
 
     def _seen(self) -> dict[str, Any]:
         """Return observations of the script's training, for people."""
