@@ -74,7 +74,7 @@ def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, scri
         (
             "calls a method",
             Failure.BAD_INPUT,
-            "misbehaving.py: expected forward passes of Linear in training mode in a step, found none; call the model",
+            "its methods: end its class with `forward = loss`, and write `model(…)` for `model.loss(…)`",
         ),
         ("keeps its batch", Failure.BAD_INPUT, "misbehaving.py: its steps all pass over one batch; expected a new one"),
         ("shards its model", Failure.BAD_INPUT, "misbehaving.py shards its model (FSDP), which is not measured or"),

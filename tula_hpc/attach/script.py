@@ -172,20 +172,25 @@ def remedy_of_passes(passes: int, parts: int, batch: int, asked: int | None, wor
     )
 
 
-def why_no_passes(model: str, *, has_repeated: bool, has_others: bool) -> str:
+def why_no_passes(
+    model: str, methods: Sequence[str], *, has_repeated: bool, has_others: bool
+) -> str:
     """Return the reason why no forward pass counts, and advice.
 
     Args:
         model: Class of the model that counts.
+        methods: Its own ones, of which the script may call one.
         has_repeated: There were passes, of a batch that had had one.
         has_others: Another model has an optimizer.
     """
     if has_repeated:
         return "its steps all pass over one batch; expected a new one from the loader in each step"
-    other = ", or set workload.counted_model to the class of the one that it calls"
+    method = methods[0] if len(methods) == 1 else "METHOD"
+    other = "; or set workload.counted_model to the class of the one that it calls"
     return (
         f"expected forward passes of {model} in training mode in a step, found none; call the model "
-        "itself, as DistributedDataParallel asks too, and none of its methods"
+        "itself, as DistributedDataParallel asks too, and none of its methods: end its class with "
+        f"`forward = {method}`, and write `model(…)` for `model.{method}(…)`"
         f"{other if has_others else ''}"
     )
 

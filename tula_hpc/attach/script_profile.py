@@ -30,6 +30,7 @@ from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc.attach import kept_things, tell_epochs, was_kept
+from tula_hpc.attach.hooks.find_model import methods_of
 from tula_hpc.attach.measured_steps import MeasuredSteps, between_epochs_s, captured
 from tula_hpc.attach.reporting import ChildSpec, Said, leave, own_hook
 from tula_hpc.attach.script import (
@@ -253,7 +254,8 @@ class ScriptProfile(MeasuredSteps):
         if passes == 0:
             others = bool(self.hooks.others)
             repeated = self.hooks.has_repeated
-            why = why_no_passes(self._model_name(), has_repeated=repeated, has_others=others)
+            known = self._model_name(), methods_of(self.found[0])
+            why = why_no_passes(*known, has_repeated=repeated, has_others=others)
             raise InputError(f"{name}: {why}")
         if parts is not None and passes != parts:
             remedy = remedy_of_passes(passes, parts, batch, asked, self.env.world_size)

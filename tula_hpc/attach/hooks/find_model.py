@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from inspect import isfunction
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -63,6 +64,15 @@ def name_of(model: nn.Module) -> str:
     own = (each for each in around if not any(hasattr(each, name) for name in WRAPPED))
     names = [type(module).__name__ for module in own]
     return names[-1] if names else type(model).__name__
+
+
+def methods_of(model: nn.Module) -> list[str]:
+    """Return the public methods that a class of the script's own has beside `forward`."""
+    kind = type(model)
+    if kind.__module__.startswith("torch."):
+        return []
+    found = [name for name, value in vars(kind).items() if isfunction(value)]
+    return [name for name in found if name != "forward" and not name.startswith("_")]
 
 
 def is_sharded(model: nn.Module) -> bool:
