@@ -961,6 +961,32 @@ def test_a_training_that_failed_is_told_with_what_is_left_of_it(
     assert (waits.stand, waits.epoch > 0) == ("waiting", is_saved)
 
 
+def test_what_was_lost_at_a_kill_is_not_told_as_done(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = new_run(tmp_path / "run")
+    log_steps(run, 20, batch=100)
+    run.train().checkpoints.mkdir()
+    (run.train().checkpoints / "checkpoint-r0000-000000001500.tula").touch()
+    submit(run, "30", "train", label="main")
+
+    def told(state: str) -> tuple[float, int, int, float | None]:
+        cluster.jobs = {"30": (state, "None")}
+        training = status.status_of(run.root).training
+        assert training is not None
+        return training.epoch, training.step, training.samples_seen, training.left_s
+
+    # the sweep trains 20 epochs of a thousand samples
+    as_logged = (2.0, 20, 2000, 180 * 0.5)
+    as_saved = (1.5, 15, 1500, 185 * 0.5)
+    assert told("RUNNING") == as_logged
+    assert told("PENDING") == as_saved
+    data = {"label": "main", "samples_seen": 1500, "step": 15, "began_at": time.time() + 1.0}
+    run.log_event("resumed", "train", job_id="30", data=data)
+    assert told("RUNNING") == as_saved
+    log_steps(run, 1)
+    os.utime(run.train().metrics_file, (time.time() + 2.0,) * 2)
+    assert told("RUNNING")[1] == 1
+
+
 @pytest.mark.parametrize(("accuracy", "notes"), [(0.5, 0), (None, 1)])
 def test_a_score_that_was_asked_for_and_never_came_is_noted(tmp_path: Path, accuracy: float | None, notes: int) -> None:
     run = make_run(tmp_path / "run")

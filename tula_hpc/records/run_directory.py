@@ -67,6 +67,15 @@ class TrainDirectory:
         """Return the file with the model, which is the trained one at the end of training."""
         return max(self.checkpoints.glob("checkpoint-*.tula"), default=None)
 
+    @property
+    def saved_samples(self) -> int | None:
+        """Return the samples seen by the newest checkpoint, as its name tells; None without one."""
+        newest = self.newest_checkpoint
+        if newest is None:
+            return None
+        count = newest.stem.rpartition("-")[2]
+        return int(count) if count.isdecimal() else None
+
     def read_result(self) -> TrainResult | None:
         """Read result.json; None where training has not ended.
 

@@ -67,8 +67,9 @@ class TrainingFacts(NamedTuple):
     label: str
     result: TrainResult | None
     tail: Tail
-    # Unix time of the newest
+    # Unix time of the newest, and what it has seen
     checkpoint_at: float | None
+    saved_samples: int | None
     # Unix time of the last line of metrics.jsonl
     logged_at: float | None
 
@@ -269,6 +270,7 @@ def _training(files: TrainDirectory, label: str, doubts: list[str]) -> TrainingF
         result=result,
         tail=Tail([], None) if result else read_tail(files.metrics_file),
         checkpoint_at=_newest(files.checkpoints.glob("checkpoint-*.tula")),
+        saved_samples=files.saved_samples,
         logged_at=_newest([files.metrics_file]),
     )
 

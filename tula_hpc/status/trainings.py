@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Literal
 
 from tula_hpc.analysis.drift import describe_drift
 from tula_hpc.failure_kinds import Failure
-from tula_hpc.records import Record, samples_a_step, steps_left_s
+from tula_hpc.records import Record, StepMetrics, samples_a_step, steps_left_s
+from tula_hpc.records.events import Restart
 from tula_hpc.status.jobs import JobPhase, JobStatus
 from tula_hpc.status.run_files import Facts, TrainingFacts
 
@@ -88,7 +90,11 @@ def _status(facts: Facts, label: str, jobs: Sequence[JobStatus]) -> TrainingStat
         if files.checkpoint_at is not None:
             known["checkpoint_age_s"] = max(0.0, facts.now - files.checkpoint_at)
         known["starts_over"] = files.checkpoint_at is None and not _resumes_itself(facts)
-        known |= _ended(files, epochs) if files.result else _under_way(files, epochs)
+        if files.result:
+            known |= _ended(files, epochs)
+        else:
+            steps = _kept_steps(files, restart, _stand(files, jobs))
+            known |= _under_way(files, steps, epochs)
         # one that has diverged does not go on; of one that starts over all is left
         has_diverged = bool(jobs) and jobs[-1].failure is Failure.DIVERGED
         starts_over = known["starts_over"] and known["stand"] in ("waiting", "failed", "over")
@@ -136,18 +142,39 @@ def _ended(files: TrainingFacts, epochs: int | None) -> dict[str, object]:
     }
 
 
-def _under_way(files: TrainingFacts, epochs: int | None) -> dict[str, object]:
+def _kept_steps(
+    files: TrainingFacts, restart: Restart | None, stand: Stand
+) -> Sequence[StepMetrics]:
+    """Return the last logged steps; where later ones were lost at a kill, at its end what is kept."""
+    steps = files.tail.steps
+    kept = None
+    if stand in ("waiting", "failed", "over"):
+        kept = files.saved_samples
+    elif restart and (restart.began_at or 0.0) > (files.logged_at or math.inf):
+        # a job that has logged nothing yet
+        kept = restart.samples_seen
+    if not steps or kept is None or kept >= steps[-1].samples_seen:
+        return steps
+    last = steps[-1]
+    share = kept / last.samples_seen
+    place = {"step": round(share * last.step), "epoch": share * last.epoch, "samples_seen": kept}
+    return [*steps, last.model_copy(update=place)]
+
+
+def _under_way(
+    files: TrainingFacts, steps: Sequence[StepMetrics], epochs: int | None
+) -> dict[str, object]:
     """Read the progress from the last lines of the metrics; an epoch's line follows its steps."""
     known: dict[str, object] = {}
     if files.tail.epoch is not None:
         last_epoch = files.tail.epoch
         known |= {"test_accuracy": last_epoch.test_accuracy, "test_loss": last_epoch.test_loss}
         known["test_epoch"] = last_epoch.epoch
-    if not files.tail.steps:
+    if not steps:
         return known
-    last = files.tail.steps[-1]
-    batch = samples_a_step(files.tail.steps)
-    step_time_s = median(row.step_time_s for row in files.tail.steps)
+    last = steps[-1]
+    batch = samples_a_step(steps)
+    step_time_s = median(row.step_time_s for row in steps)
     known |= {
         "epoch": last.epoch,
         "step": last.step,
@@ -161,5 +188,5 @@ def _under_way(files: TrainingFacts, epochs: int | None) -> dict[str, object]:
         known["global_batch"] = files.tail.epoch.global_batch
     if epochs:
         known["share"] = min(1.0, last.epoch / epochs)
-        known["left_s"] = steps_left_s(files.tail.steps, epochs)
+        known["left_s"] = steps_left_s(steps, epochs)
     return known
