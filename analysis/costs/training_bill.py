@@ -14,6 +14,7 @@ that was lost with them, too, and counts as repeated.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
@@ -175,17 +176,23 @@ def _end_s(starts_s: float, events: Iterable[Event]) -> float:
 
 
 def _failed_s(result: TrainResult, history: RunHistory, accounts: Sequence[JobAccount]) -> float:
-    """Return the seconds of runs before the last one that began with nothing."""
+    """Return the seconds of runs before the last one that began with nothing.
+
+    Where a job has left events of fewer runs than it had, it is not known which ones they are, but
+    for the last of all.
+    """
     if not result.restarts:
         return sum(account.elapsed_s for account in accounts[:-1])
-    jobs = {account.job_id for account in accounts}
-    begun = {job: history.job(job).begun_with_nothing for job in jobs}
+    runs = Counter(account.job_id for account in accounts)
+    begun = {job: history.job(job).begun_with_nothing for job in runs}
     so_far_s = sum(account.elapsed_s for account in accounts)
     # from the last one back: the first runs of a requeued job may have left nothing
     for account in reversed(accounts):
         so_far_s -= account.elapsed_s
         left = begun[account.job_id]
-        if left and left.pop():
+        is_known = account is accounts[-1] or len(left) == runs[account.job_id]
+        runs[account.job_id] -= 1
+        if is_known and left and left.pop():
             return so_far_s
     return 0.0
 
