@@ -340,10 +340,11 @@ def refuse_lost_measurements(run: RunDirectory, measured: Sequence[Measurement])
 def _as_text(
     plan: Plan, cluster: ClusterSpec, measurements: Sequence[Measurement], run: RunDirectory
 ) -> str:
+    from tula_hpc.analysis.costs.usage import describe_profiling, job_runs
     from tula_hpc.analysis.report.plan_text import describe_plan
-    from tula_hpc.analysis.search import profiling_cost
 
-    return describe_plan(plan, profiling_cost.describe(cluster, measurements, run.job_notes()))
+    runs = job_runs(run.job_notes(), measurements, cluster)
+    return describe_plan(plan, describe_profiling(runs, measurements))
 
 
 if __name__ == "__main__":

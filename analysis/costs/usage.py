@@ -8,7 +8,8 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from tula_hpc.config import ClusterSpec
-from tula_hpc.records import Event, JobNote, Measurement, RunHistory, TrainResult
+from tula_hpc.formatting import format_duration, format_number, format_percent, plural
+from tula_hpc.records import Event, JobNote, Measurement, RunHistory, TrainResult, is_usable
 
 
 class JobRun(NamedTuple):
@@ -115,6 +116,28 @@ def length_of_union(intervals: Iterable[tuple[float, float]]) -> float:
         total += max(0.0, high - max(low, reached))
         reached = max(reached, high)
     return total
+
+
+def describe_profiling(runs: Sequence[JobRun], measurements: Iterable[Measurement]) -> str:
+    """Return the cost of profile jobs in one sentence; empty where none left notes.
+
+    By their own clock, from the start of the allocation to their last note: the scheduler's
+    accounting has a second or two more, in which the processes end.
+    """
+    if not runs:
+        return ""
+    node_seconds = sum(run.node_seconds for run in runs)
+    startup = sum(run.nodes * run.startup_s for run in runs)
+    starting = format_percent(startup / max(node_seconds, 1e-9))
+    waited_s = only_waiting_s(runs)
+    waiting = format_duration(waited_s) if waited_s >= 0.5 else "no time"
+    profiles = [row for row in measurements if row.stage == "profile" and is_usable(row)]
+    measured = {(row.partition, row.configuration) for row in profiles}
+    return (
+        f"{plural(len(measured), 'configuration')} in {plural(len(runs), 'job')}: "
+        f"{format_number(node_seconds, 3)} node-seconds ({starting} of them starting up), "
+        f"and {waiting} waiting for nodes"
+    )
 
 
 class Use(NamedTuple):

@@ -39,7 +39,6 @@ from tula_hpc.analysis.report.tables import (
 from tula_hpc.analysis.report.text import assumptions, doubts, how_measured
 from tula_hpc.analysis.run_contents import RunContents, candidate_of, median_epoch_s, read_run
 from tula_hpc.analysis.scaling import no_scaling
-from tula_hpc.analysis.search.profiling_cost import profiling_cost
 from tula_hpc.cli.pipeline import carry_out, print_summary, report_stage
 from tula_hpc.config import ClusterSpec, PricingSpec, load_cluster, load_sweep
 from tula_hpc.errors import RunDirectoryError, StorageError
@@ -724,7 +723,6 @@ def test_profiling_cost_is_that_of_the_jobs_where_they_left_notes(tmp_path: Path
             told = {"note": note, "time": at, "began_at": 1000.0, "job_id": name, "allocated_nodes": nodes}
             append_record(path.with_suffix(".notes"), JobNote.model_validate(told))
     contents = read_run(run)
-    assert profiling_cost(contents.measurements, contents.job_notes).node_seconds == 3_600.0
     said = dict(how_measured(contents))["cost of profiling"]
     assert said == "3,600 node-seconds (1 node-hours), 2.80 USD"  # 0.8 hours at 1 USD, 0.2 at 10 USD
 

@@ -41,6 +41,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tests.slurm.testcluster import MiniCluster
+from tula_hpc.analysis.costs.usage import job_runs
 from tula_hpc.analysis.models.fitted import fit_models
 from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.analysis.models.step_time import fit_step_time
@@ -49,7 +50,6 @@ from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.run_contents import measured_epochs
 from tula_hpc.analysis.search.adaptive import AdaptiveSearch
 from tula_hpc.analysis.search.decision import DecisionModel
-from tula_hpc.analysis.search.profiling_cost import profiling_cost
 from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_frozen_sweep
 from tula_hpc.records import Configuration, Measurement, RunDirectory, corners, is_usable
 
@@ -120,9 +120,9 @@ def read(run: Path) -> Searched:
     """What a profile stage left."""
     directory = RunDirectory(run)
     measured = directory.measurements().records
-    cost = profiling_cost(measured, directory.job_notes())
+    runs = job_runs(directory.job_notes(), measured)
     sweep, cluster = load_frozen_sweep(directory.sweep_file), load_cluster(directory.cluster_file)
-    return Searched(sweep, cluster, measured, cost.node_seconds, cost.jobs)
+    return Searched(sweep, cluster, measured, sum(run.node_seconds for run in runs), len(runs))
 
 
 def pooled(rounds: Sequence[Searched]) -> Searched:

@@ -359,9 +359,11 @@ def _warn_of_scores(sweep: Sweep, trained: Training) -> None:
 
 
 def _profiling_cost(sweep: Sweep) -> str:
-    from tula_hpc.analysis.search.profiling_cost import describe
+    from tula_hpc.analysis.costs.usage import describe_profiling, job_runs
 
-    return describe(sweep.cluster, sweep.run.measurements().records, sweep.run.job_notes())
+    measured = sweep.run.measurements().records
+    runs = job_runs(sweep.run.job_notes(), measured, sweep.cluster)
+    return describe_profiling(runs, measured)
 
 
 def _contents(path: Path) -> bytes:
@@ -401,6 +403,7 @@ def _say_plan(sweep: Sweep, plan: Plan, *, is_new: bool = True) -> None:
 
 
 def _say_what_it_takes(sweep: Sweep, plan: Plan) -> None:
+    from tula_hpc.analysis.costs.usage import job_runs
     from tula_hpc.analysis.planning.partitions import name_of
     from tula_hpc.analysis.report.plan_text import (
         alternatives,
@@ -409,7 +412,6 @@ def _say_what_it_takes(sweep: Sweep, plan: Plan) -> None:
         unmeasured,
         without_price,
     )
-    from tula_hpc.analysis.search.profiling_cost import profiling_cost
 
     chosen = plan.chosen
     where = f" on {chosen.partition}" if chosen.partition else ""
@@ -426,7 +428,8 @@ def _say_what_it_takes(sweep: Sweep, plan: Plan) -> None:
         why = unmeasured(plan) or ["The chosen configuration itself was not measured."]
         print(f"planned: {why[0]} A model predicts it.")
     measured = sweep.run.measurements().records
-    spent = profiling_cost(measured, sweep.run.job_notes(), sweep.cluster).node_seconds
+    runs = job_runs(sweep.run.job_notes(), measured, sweep.cluster)
+    spent = sum(run.node_seconds for run in runs)
     takes = chosen.nodes * chosen.wall_time_s
     if spent > takes:
         print(

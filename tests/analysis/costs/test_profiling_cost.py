@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.run_factory import configurations, measurement
-from tula_hpc.analysis.costs.usage import job_runs
-from tula_hpc.analysis.search.profiling_cost import describe, profiling_cost
+from tula_hpc.analysis.costs.usage import describe_profiling, job_runs, only_waiting_s
 from tula_hpc.config import ClusterSpec
 from tula_hpc.records import Configuration, JobNote, Measurement
 
@@ -30,20 +29,20 @@ def row(configuration: Configuration, elapsed_s: float, **fields: object) -> Mea
 
 def test_node_seconds_and_waiting_are_told_apart() -> None:
     notes = told(1000, 1100, 1130, 1200, nodes=4)
-    cost = profiling_cost([row(Configuration(4, 1, 8), 60.0)], notes)
-    assert (cost.node_seconds, cost.startup_node_seconds) == (400.0, 120.0)
-    assert (cost.queue_s, cost.jobs, cost.configurations) == (100.0, 1, 1)
+    (run,) = job_runs(notes, [row(Configuration(4, 1, 8), 60.0)])
+    assert (run.node_seconds, run.startup_s, only_waiting_s([run])) == (400.0, 30.0, 100.0)
 
 
 def test_a_job_costs_no_more_than_its_limit_whatever_a_clock_says() -> None:
     cluster = ClusterSpec(profile_minutes=10)
     notes = told(1000, 1100, 1130, 60_000_000, nodes=4)
-    assert profiling_cost([], notes, cluster).node_seconds == 4 * 600.0
+    (run,) = job_runs(notes, [], cluster)
+    assert run.node_seconds == 4 * 600.0
 
 
 def test_tasks_of_an_array_that_wait_for_each_other_are_in_no_queue() -> None:
     notes = [*told(1000, 1010, 1020, 1100, job="5_0"), *told(1000, 1105, 1110, 1200, job="5_1")]
-    assert profiling_cost([], notes).queue_s == 15.0  # before the first, and between the two
+    assert only_waiting_s(job_runs(notes)) == 15.0  # before the first, and between the two
 
 
 def test_a_requeued_job_waits_from_the_end_of_its_first_run() -> None:
@@ -70,17 +69,17 @@ def test_parts_never_exceed_the_whole(jobs: list[tuple[list[float], int]]) -> No
             submitted, began, max(ready, began + 0.5), max(ended, began + 0.5), nodes=nodes, job=str(index)
         )
     ]
-    cost = profiling_cost([], notes)
-    assert 0 <= cost.startup_node_seconds <= cost.node_seconds + 1e-6
-    assert -1e-6 <= cost.queue_s <= sum(times[1] - times[0] for times, _ in jobs) + 1e-6
+    runs = job_runs(notes)
+    assert all(0 <= run.nodes * run.startup_s <= run.node_seconds + 1e-6 for run in runs)
+    assert -1e-6 <= only_waiting_s(runs) <= sum(times[1] - times[0] for times, _ in jobs) + 1e-6
 
 
 def test_the_sentence_says_what_was_paid() -> None:
     rows = [row(c, 10.0) for c in configurations([1], [32, 2048])]
-    text = describe(ClusterSpec(), rows, told(1000, 4600, 4620, 4640))
+    text = describe_profiling(job_runs(told(1000, 4600, 4620, 4640)), rows)
     assert "2 configurations in 1 job: 40 node-seconds (50.0 % of them starting up)" in text
     assert "1 h waiting for nodes" in text
 
 
 def test_without_notes_nothing_is_made_up() -> None:
-    assert describe(ClusterSpec(), [row(Configuration(1, 1, 32), 10.0)], []) == ""
+    assert describe_profiling([], [row(Configuration(1, 1, 32), 10.0)]) == ""
