@@ -42,10 +42,6 @@ class Constraint(NamedTuple):
             return format_money(amount, candidate.currency)
         return f"B={amount:,.0f}"
 
-    def is_broken_by(self, candidate: Candidate) -> bool:
-        """Tell whether a candidate exceeds the limit."""
-        return self.amount(candidate) > self.limit
-
 
 def constraints_of(objective: ObjectiveSpec) -> list[Constraint]:
     """Return the constraints that are set."""

@@ -185,5 +185,5 @@ def lost_fallbacks(
 
 
 def _broken(candidate: Candidate, constraints: Sequence[Constraint]) -> str:
-    broken = [one for one in constraints if one.is_broken_by(candidate)]
+    broken = [one for one in constraints if one.amount(candidate) > one.limit]
     return "; ".join(breaks(one, candidate) for one in broken)
