@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter
 from tula_hpc.analysis.figures import labels, style
 from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
 from tula_hpc.analysis.run_contents import RunContents, Training, ends
-from tula_hpc.config import Gate, TrainingSpec
+from tula_hpc.config import SweepSpec
 from tula_hpc.formatting import format_number, format_percent, format_score, in_percent, plural
 from tula_hpc.records import EpochMetrics, Event, Metrics, RunHistory, StepMetrics
 
@@ -251,37 +251,26 @@ def draw_sensitivity(run: RunContents) -> Drawing | Missing:
     steps = next(filter(None, map(_scaled_steps, run.trainings)), None)
     if steps is None:
         return Missing("sensitivity", subject, "training logged no gradient scale")
-    gate = UNKNOWN_GATE
-    if run.sweep:
-        gate = _gate(run.sweep.training)
-    title = _sensitivity_title(steps, gate)
+    gate = _gate(run.sweep)
+    delta = None if gate == math.inf else gate
+    title = _sensitivity_title(steps, delta)
     with style.styled():
         figure, panels = style.new_figure(title, 5.6, ratios=(1.2, 1.2, 0.7))
-        _draw_sensitivity(panels[0], steps, gate.delta)
+        _draw_sensitivity(panels[0], steps, delta)
         _draw_scale(panels[1], steps)
         _draw_share(panels[2], steps)
     table = _sensitivity_table(steps)
     return Drawing("sensitivity", title, _sensitivity_caption(gate), figure, table)
 
 
-class _Gate(NamedTuple):
-    """Rule for the steps that are scaled."""
-
-    # None: the run's settings are not known
-    kind: Gate | None
-    # threshold of Δ(G); None where none counts, or none is known
-    delta: float | None
-
-
-UNKNOWN_GATE = _Gate(None, None)
-
-
-def _gate(training: TrainingSpec) -> _Gate:
-    options = training.ags
+def _gate(sweep: SweepSpec | None) -> float | None:
+    """Return δ, infinite without a gate; None where the run's settings are not known."""
+    if sweep is None:
+        return None
+    training = sweep.training
     # AdaScale has no gate, whatever the keys of AGS say
-    if training.method == "adascale" or options.gate == "none":
-        return _Gate("none", None)
-    return _Gate(options.gate, options.delta)
+    has_gate = training.method != "adascale" and training.ags.gate != "none"
+    return training.ags.delta if has_gate else math.inf
 
 
 def _scaled_steps(training: Training) -> list[StepMetrics]:
@@ -346,7 +335,7 @@ def _draw_share(axes: Axes, steps: Sequence[StepMetrics]) -> None:
     axes.set_xlabel("optimizer steps")
 
 
-def _sensitivity_title(steps: Sequence[StepMetrics], gate: _Gate) -> str:
+def _sensitivity_title(steps: Sequence[StepMetrics], delta: float | None) -> str:
     known = [row.sensitivity for row in steps if row.sensitivity is not None]
     means = [row.applied_scale for row in steps if row.applied_scale is not None]
     scaled = ""
@@ -354,11 +343,11 @@ def _sensitivity_title(steps: Sequence[StepMetrics], gate: _Gate) -> str:
         scaled = f"scaled by {format_number(statistics.fmean(means), 3)} on average"
         # a mean of 1 may hide that all were scaled
         scaled += describe_range(means)
-    if gate.delta is None or not known:
+    if delta is None or not known:
         return f"Gradients were {scaled}" if scaled else "Gradient sensitivity over training"
-    calm = sum(value < gate.delta for value in known) / len(known)
+    calm = sum(value < delta for value in known) / len(known)
     title = (
-        f"Gradients were calm (Δ below {format_number(gate.delta)}) in {format_percent(calm)} of "
+        f"Gradients were calm (Δ below {format_number(delta)}) in {format_percent(calm)} of "
         "the logged steps"
     )
     if scaled:
@@ -374,24 +363,24 @@ def describe_range(values: Sequence[float]) -> str:
     return f" ({format_number(low, 2)} to {format_number(high, 2)})"
 
 
-def _sensitivity_caption(gate: _Gate) -> str:
+def _sensitivity_caption(gate: float | None) -> str:
     return (
         "Above: Δ(G), how much the squared norm of the gradient changed from one step to the next. "
-        "Middle: the factor on "
-        "gradients as estimated (mean over all parameters, band from the smallest to the largest), "
-        f"which makes a large batch step like a small one. {_describe_gate(gate)} While it warms "
+        "Middle: the factor on gradients as estimated (mean over all parameters, band from the "
+        "smallest to the largest), which makes a large batch step like a small one. "
+        f"{_describe_gate(gate)} While it warms "
         "up a part of it is applied. The mean applied is over the steps between two lines of the "
         "log, of which those that were left alone count as 1. Below: the share of steps that "
         "were scaled, none as long as all factors are 1."
     )
 
 
-def _describe_gate(gate: _Gate) -> str:
-    if gate.kind is None:
+def _describe_gate(gate: float | None) -> str:
+    if gate is None:
         return "Whether Δ(G) decides at which steps it is applied is not known here."
-    if gate.delta is None:
+    if gate == math.inf:
         return "After its warm-up it is applied in full at every step, whatever Δ(G) is."
-    threshold = f"the dashed threshold δ = {format_number(gate.delta)}"
+    threshold = f"the dashed threshold δ = {format_number(gate)}"
     return (
         f"It is applied only while Δ(G) is below {threshold}; where gradients change faster, "
         "training is in a sensitive phase and they are left alone."
