@@ -11,10 +11,9 @@ from tests.run_factory import SWEEP_TOML, make_run
 from tula_hpc.analysis.figures.drawing import Drawing
 from tula_hpc.analysis.figures.run_curves import RunCurve, draw_run_curves
 from tula_hpc.analysis.report.__main__ import main
-from tula_hpc.analysis.report.several.runs_page import NamedRun, knees_apart, read_runs, runs_table
+from tula_hpc.analysis.report.several.runs_page import read_runs, runs_table
 from tula_hpc.errors import InputError
 from tula_hpc.records import Interval, RunDirectory
-from tula_hpc.records.plan import Knee
 
 
 @pytest.fixture(scope="module")
@@ -66,27 +65,11 @@ def test_the_table_has_a_column_for_each_run_and_no_empty_row(runs: list[RunDire
     assert [cell == "–" for cell in whole[1:]] == [False, False, True], "the third has no plan"
     predicted = next(row for row in table.rows if row[0].startswith("epoch, predicted"))
     assert predicted[1].startswith("17.2 s"), "with the digits by which runs are compared"
+    knee = next(row for row in table.rows if row[0] == "knee (90 %)")
+    assert knee[1] == "B = 420\n360 – 500"
     score = next(row for row in table.rows if row[0] == "score")
     assert score[1].endswith("test accuracy")
     assert score[2:] == ("–", "–")
-
-
-def test_knees_that_contradict_each_other_are_told(runs: list[RunDirectory], tmp_path: Path) -> None:
-    first = read_runs(runs)[0]
-    same = read_runs([runs[0], make_run(tmp_path / "same", stage="plan")])[1]
-    apart = [with_knee(first, 146.0, 280.0), with_knee(same, 636.0, 790.0)]
-    said = knees_apart(apart)
-    assert "at most B = 280 in first, at least 636 in same" in said
-    assert knees_apart(apart[::-1]) == said
-    assert said.endswith("so machine or code differed: measure both again.")
-    assert knees_apart([with_knee(first, 146.0, 640.0), with_knee(same, 636.0, 790.0)]) == ""
-    assert "146 – 280" in str(runs_table(apart).rows)
-
-
-def with_knee(run: NamedRun, low: float, high: float) -> NamedRun:
-    assert run.contents.plan is not None
-    plan = run.contents.plan.model_copy(update={"knee": Knee(global_batch=low, interval_90=(low, high))})
-    return run._replace(contents=run.contents._replace(plan=plan))
 
 
 def test_runs_of_one_name_are_told_apart(runs: list[RunDirectory], tmp_path: Path) -> None:

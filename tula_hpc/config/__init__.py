@@ -36,7 +36,6 @@ from tula_hpc.config.sweep import (
 from tula_hpc.config.training import (
     CHECKPOINT_MINUTES,
     AgsOptions,
-    Gate,
     LrScaling,
     Method,
     TrainingSpec,

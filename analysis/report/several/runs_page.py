@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -143,7 +142,6 @@ def runs_content(named: Sequence[NamedRun]) -> dict[str, Any]:
         "decisions": [(name, page.decision) for name, page in pages],
         "runs": runs_table(named),
         "differences": differences(named),
-        "knees_apart": knees_apart(named),
     }
 
 
@@ -199,25 +197,6 @@ def _done(run: RunContents) -> Iterator[tuple[str, str]]:
         if training.result:
             result = training.result
             yield "score", format_score(result.test_accuracy, result.test_loss)
-
-
-def knees_apart(named: Sequence[NamedRun]) -> str:
-    """Say which runs' knees lie apart by more than their intervals, and why; "" if none do."""
-    ends = {
-        run.name: run.contents.plan.knee.interval_90
-        for run in named
-        if run.contents.plan and run.contents.plan.knee and run.contents.plan.knee.interval_90
-    }
-    for (name, (_, high)), (other, (low, _)) in itertools.permutations(ends.items(), 2):
-        if high < low:
-            why = "Look at the settings that differ."
-            if not differences(named).rows:
-                why = (
-                    "Their settings are the same, so machine or code differed: measure both again."
-                )
-            knees = f"at most B = {high:,.0f} in {name}, at least {low:,.0f} in {other}"
-            return f"The knees contradict each other: {knees}. {why}"
-    return ""
 
 
 def differences(named: Sequence[NamedRun]) -> TextTable:
