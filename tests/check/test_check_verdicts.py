@@ -39,8 +39,6 @@ WORKLOAD = WorkloadSpec(loader_workers=0)
 HOST = Host(
     cores=(0, 1),
     node_cores=2,
-    memory_bytes=2**34,
-    available_bytes=2**34,
     memlock_bytes=None,
     open_files=4096,
     shm_free_bytes=2**33,

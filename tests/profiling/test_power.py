@@ -1,17 +1,14 @@
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
+from tula_hpc.profiling import meters
 from tula_hpc.profiling.meters import Power, PowerMeter, read_rapl
-
-
-def no_nvml() -> Any:
-    raise ImportError
 
 
 def zone(root: Path, name: str, microjoules: int, limit: int = 1_000_000_000) -> None:
@@ -20,6 +17,13 @@ def zone(root: Path, name: str, microjoules: int, limit: int = 1_000_000_000) ->
     (folder / "name").write_text("psys\n" if name.endswith(":9") else "package-0\n")
     (folder / "energy_uj").write_text(f"{microjoules}\n")
     (folder / "max_energy_range_uj").write_text(f"{limit}\n")
+
+
+@pytest.fixture(autouse=True)
+def _counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processors whose counters the test writes, and no GPUs."""
+    monkeypatch.setattr(meters, "POWERCAP", tmp_path)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
 
 
 @pytest.fixture
@@ -33,7 +37,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_packages_are_added_and_neither_their_parts_nor_the_whole(tmp_path: Path, clock: list[float]) -> None:
     for name in ("intel-rapl:0", "intel-rapl:1", "intel-rapl:0:0", "intel-rapl:9"):
         zone(tmp_path, name, 5_000_000)
-    meter = PowerMeter(tmp_path, nvml=no_nvml).start()
+    meter = PowerMeter().start()
     for name in ("intel-rapl:0", "intel-rapl:1", "intel-rapl:0:0", "intel-rapl:9"):
         zone(tmp_path, name, 505_000_000)
     power = meter.stop()
@@ -44,7 +48,7 @@ def test_packages_are_added_and_neither_their_parts_nor_the_whole(tmp_path: Path
 
 def test_a_counter_that_wraps_goes_on(tmp_path: Path, clock: list[float]) -> None:
     zone(tmp_path, "intel-rapl:0", 900_000_000)
-    meter = PowerMeter(tmp_path, nvml=no_nvml).start()
+    meter = PowerMeter().start()
     zone(tmp_path, "intel-rapl:0", 100_000_000)
     assert meter.stop().watts == pytest.approx(20.0)
 
@@ -54,11 +58,11 @@ def test_what_may_not_be_read_is_unknown(tmp_path: Path) -> None:
     (tmp_path / "intel-rapl:1").mkdir()
     (tmp_path / "intel-rapl:1" / "energy_uj").write_text("n/a")
     assert read_rapl(tmp_path) == {}
-    assert PowerMeter(tmp_path / "none", nvml=no_nvml).start().stop() == Power(None, None)
+    assert PowerMeter().start().stop() == Power(None, None)
     assert Power(None, None).watts == 0.0
 
 
-def test_nvml_counts_energy_where_it_is_there(tmp_path: Path, clock: list[float]) -> None:
+def test_nvml_counts_energy_where_it_is_there(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
     energy = [1_000_000, 3_000_000, 2_500_000, 4_500_000]  # millijoules: two GPUs, before and after
     nvml = SimpleNamespace(
         NVMLError=RuntimeError,
@@ -68,17 +72,19 @@ def test_nvml_counts_energy_where_it_is_there(tmp_path: Path, clock: list[float]
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetTotalEnergyConsumption=lambda _: energy.pop(0),
     )
-    assert PowerMeter(tmp_path, nvml=lambda: nvml).start().stop().gpus_w == pytest.approx(300.0)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert PowerMeter().start().stop().gpus_w == pytest.approx(300.0)
 
 
-def test_an_old_nvml_leaves_it_unknown(tmp_path: Path) -> None:
+def test_an_old_nvml_leaves_it_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise RuntimeError
 
     nvml = SimpleNamespace(NVMLError=RuntimeError, nvmlInit=broken)
-    assert PowerMeter(tmp_path, nvml=lambda: nvml).start().stop().gpus_w is None
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert PowerMeter().start().stop().gpus_w is None
 
 
-def test_stop_needs_a_start(tmp_path: Path) -> None:
+def test_stop_needs_a_start() -> None:
     with pytest.raises(ValueError, match="start"):
-        PowerMeter(tmp_path, nvml=no_nvml).stop()
+        PowerMeter().stop()

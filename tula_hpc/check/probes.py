@@ -220,16 +220,13 @@ class Peers:
 
 
 def describe_host(backend: str) -> Host:
-    """Look at the node's cores, memory, limits and interfaces."""
-    memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    """Look at the node's cores, limits and interfaces."""
     memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     shared = os.statvfs("/dev/shm")  # noqa: S108 - nothing is written there
     return Host(
         cores=tuple(sorted(os.sched_getaffinity(0))),
         node_cores=os.cpu_count() or 1,
-        memory_bytes=int(memory["MemTotal"].split()[0]) * 1024,
-        available_bytes=int(memory["MemAvailable"].split()[0]) * 1024,
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
         open_files=open_files,
         shm_free_bytes=shared.f_bavail * shared.f_frsize,

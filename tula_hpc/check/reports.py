@@ -61,8 +61,6 @@ class Host(Record):
 
     cores: tuple[int, ...]
     node_cores: int
-    memory_bytes: int
-    available_bytes: int
     # None: unlimited
     memlock_bytes: int | None
     open_files: int

@@ -121,7 +121,7 @@ def ask_partitions() -> list[dict[str, str]]:
     """Ask for the fields of every partition."""
     shown = ask("scontrol", "show", "partition", "--oneliner")
     partitions = [
-        fields_of(line) for line in shown.splitlines() if line.startswith("PartitionName=")
+        slurm.fields_of(line) for line in shown.splitlines() if line.startswith("PartitionName=")
     ]
     if not partitions:
         raise no_answer("scontrol show partition", shown)
@@ -149,11 +149,6 @@ def ask(*command: str) -> str:
         LaunchError: There is none.
     """
     return slurm.run_command(command, TIMEOUT_S)
-
-
-def fields_of(line: str) -> dict[str, str]:
-    """Read one line of scontrol's, NAME=VALUE."""
-    return dict(re.findall(r"(\w+)=(\S*)", line))
 
 
 def partition_of(fields: dict[str, str], config: dict[str, str]) -> Partition:

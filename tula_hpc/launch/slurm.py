@@ -400,6 +400,11 @@ def _job_fields(job_id: str, timeout_s: float = COMMAND_TIMEOUT_S) -> dict[str, 
 def _shown_fields(job_id: str, timeout_s: float) -> dict[str, str]:
     text = run_command(["scontrol", "show", "job", "--oneliner", job_id], timeout_s)
     line = next((line for line in text.splitlines() if line.startswith("JobId=")), "")
+    return fields_of(line)
+
+
+def fields_of(line: str) -> dict[str, str]:
+    """Return the fields of a line of `scontrol show --oneliner`."""
     return dict(_FIELD.findall(line[:MOST_FIELDS]))
 
 

@@ -24,7 +24,6 @@ from tula_hpc.profiling.meters import (
     MemoryMeter,
     NodePower,
     largest_over_workers,
-    prefetched_batches,
 )
 from tula_hpc.profiling.probes import probe_noise, time_forward
 from tula_hpc.profiling.record import describe
@@ -251,7 +250,9 @@ class StepProfile(Course):
 
     def use_up_batches(self) -> None:
         """See `Course`."""
-        for _ in range(prefetched_batches(self.worker)):
+        loader = self.worker.loader
+        # it holds so many when it is ahead
+        for _ in range(loader.num_workers * (loader.prefetch_factor or 0)):
             next(self.batches)
 
     def _whole_step(self) -> None:

@@ -14,7 +14,7 @@ import importlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from tula_hpc import process_memory
 from tula_hpc.batches import tensors_of
 from tula_hpc.config import ClusterSpec
-from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.records import Configuration, MemoryUse
 from tula_hpc.workloads.optimizers import is_divided, own_states
@@ -51,13 +50,9 @@ class PowerMeter:
     """Meter of this node's mean power between two calls, without the sources that cannot be read.
 
     It covers the whole node: meaningful where the job has its nodes to itself.
-
-    The arguments are for tests: the folder in which the kernel shows RAPL, and what loads pynvml.
     """
 
-    def __init__(self, powercap: Path = POWERCAP, nvml: Callable[[], Any] | None = None) -> None:
-        self.powercap = powercap
-        self._nvml = nvml or _load_nvml
+    def __init__(self) -> None:
         self._began: _Reading | None = None
 
     def start(self) -> PowerMeter:
@@ -81,8 +76,8 @@ class PowerMeter:
         )
 
     def _read(self) -> _Reading:
-        joules = _nvml_joules(self._nvml)
-        return _Reading(time.monotonic(), read_rapl(self.powercap), joules)
+        joules = _nvml_joules()
+        return _Reading(time.monotonic(), read_rapl(POWERCAP), joules)
 
 
 class _Reading(NamedTuple):
@@ -144,15 +139,11 @@ def _gpu_watts(began: float | None, ended: float | None, elapsed_s: float) -> fl
     return max(0.0, ended - began) / elapsed_s
 
 
-def _load_nvml() -> Any:
-    """Return the module pynvml of the package nvidia-ml-py, which may be absent."""
-    return importlib.import_module("pynvml")
-
-
-def _nvml_joules(load: Callable[[], Any]) -> float | None:
+def _nvml_joules() -> float | None:
     """Return the energy of all GPUs since their driver was loaded; None if NVML is too old."""
     try:
-        nvml = load()
+        # of the package nvidia-ml-py, which may be absent
+        nvml: Any = importlib.import_module("pynvml")
     except ImportError:
         return None
     try:
@@ -302,11 +293,6 @@ def largest_over_workers(worker: Metered, use: MemoryUse) -> MemoryUse:
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Return the bytes that tensors hold."""
     return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def prefetched_batches(worker: Worker) -> int:
-    """Return the batches that a loader holds when it is ahead: prefetch × loader processes."""
-    return worker.loader.num_workers * (worker.loader.prefetch_factor or 0)
 
 
 class ProcessorSeconds(NamedTuple):

@@ -89,7 +89,9 @@ def _status(facts: Facts, label: str, jobs: Sequence[JobStatus]) -> TrainingStat
     if files is not None:
         if files.checkpoint_at is not None:
             known["checkpoint_age_s"] = max(0.0, facts.now - files.checkpoint_at)
-        known["starts_over"] = files.checkpoint_at is None and not _resumes_itself(facts)
+        # a script may have saved something that it goes on from
+        resumes_itself = facts.spec is not None and facts.spec.workload.goes_on
+        known["starts_over"] = files.checkpoint_at is None and not resumes_itself
         if files.result:
             known |= _ended(files, epochs)
         else:
@@ -103,11 +105,6 @@ def _status(facts: Facts, label: str, jobs: Sequence[JobStatus]) -> TrainingStat
             if known["stand"] == "waiting":
                 known |= {"epoch": 0.0, "share": 0.0, "step": 0, "samples_seen": 0}
     return TrainingStatus.model_validate(known)
-
-
-def _resumes_itself(facts: Facts) -> bool:
-    """Tell whether a script may have saved something that it goes on from."""
-    return facts.spec is not None and facts.spec.workload.goes_on
 
 
 def _stand(files: TrainingFacts | None, jobs: Sequence[JobStatus]) -> Stand:

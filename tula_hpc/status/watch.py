@@ -135,15 +135,15 @@ def state_line(status: RunStatus) -> str:
         parts.append(f"{round(status.training.epoch, 1):g}{of} epochs done")
     elif status.profile is not None:
         parts.append(f"{plural(status.profile.measured, 'configuration')} measured")
-    waiting = [job for job in status.jobs if job.phase is JobPhase.WAITING and _is_work(job)]
+    waiting = [
+        job
+        for job in status.jobs
+        # controller jobs wait for the others by design
+        if job.phase is JobPhase.WAITING and job.stage != "control"
+    ]
     if waiting:
         parts.append(_waits(waiting[0], len(waiting)))
     return ", ".join(parts)
-
-
-def _is_work(job: JobStatus) -> bool:
-    # controller jobs wait for the others by design
-    return job.stage != "control"
 
 
 def _waits(job: JobStatus, count: int) -> str:
