@@ -179,8 +179,7 @@ def trained_on(*partitions: str) -> list[Event]:
     return [Event(time=1.0, event="submitted", stage="train", data={"partition": name}) for name in partitions]
 
 
-@pytest.mark.parametrize("where", ["old", "new"])
-@pytest.mark.parametrize("ratio", [1.0, 3.0])
+@pytest.mark.parametrize(("where", "ratio"), [("old", 1.0), ("new", 3.0)])
 def test_all_partitions_are_corrected_by_the_ratio_that_one_of_them_measured(where: str, ratio: float) -> None:
     plain = evaluations()
     metrics = Metrics([], [epoch(ratio * plain[where] / 5, batch=64)], 0)

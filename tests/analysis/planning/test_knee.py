@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kneed import KneeLocator
 
 from tests.table_factory import Row, hyperbola, rows_of, table_of
 from tula_hpc.analysis.planning.knee import (
@@ -64,6 +63,8 @@ def test_kneedles_knee_of_a_hyperbola_is_the_geometric_mean_of_its_ends(
 @given(st.lists(st.tuples(st.floats(0.01, 10), st.floats(1e-5, 1e-2)), min_size=1, max_size=4), st.integers(3, 9))
 def test_it_is_the_knee_that_kneed_finds(steps: list[tuple[float, float]], octaves: int) -> None:
     """Envelopes of several cluster sizes have several knees; ours is the one of theirs that bends most."""
+    from kneed import KneeLocator
+
     batches = np.geomspace(32, 32 * 2**octaves, 1001)
     each = [(fixed + slope * batches / 2**k) / batches for k, (fixed, slope) in enumerate(steps)]
     times = np.minimum.accumulate(np.min(each, axis=0))
