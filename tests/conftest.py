@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.fuzzing import TIMES
 from tula_hpc.env import loading_libraries
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # a module is compiled once, not at every start of a process
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-settings.register_profile("busy machines", deadline=None)  # an example may wait for a processor
+# an example may wait for a processor; others are tried in every run
+settings.register_profile("busy machines", deadline=None, max_examples=25 * max(1, TIMES))
 settings.load_profile("busy machines")
 
 # those that take longest first; each of the first two has a cluster of its own
