@@ -16,11 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.utils.data import TensorDataset
-from torchvision.datasets.folder import IMG_EXTENSIONS
-from torchvision.transforms import v2
 
 from tula_hpc.config import WorkloadSpec
 from tula_hpc.data import image_cache as decoded_cache
@@ -102,9 +99,13 @@ def test_digits_are_real_images_split_by_class() -> None:
 
 
 def test_digits_and_kinds_of_files_are_those_of_the_libraries_that_are_not_loaded_for_them() -> None:
+    from sklearn.datasets import load_digits
+
     digits, (images, found) = load_digits(), _read_digits()
     assert np.array_equal(digits.images, images)
     assert np.array_equal(digits.target, found)
+    from torchvision.datasets.folder import IMG_EXTENSIONS
+
     assert set(EXTENSIONS) == set(IMG_EXTENSIONS)
 
 
@@ -113,6 +114,8 @@ SCALING = Scaling((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 def test_stepwise_scaling_has_the_bits_of_torchvisions_transforms() -> None:
+    from torchvision.transforms import v2
+
     floats = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(SCALING.mean, SCALING.deviation)])
     assert torch.equal(SCALING._replace(stepwise=True).apply(ALL_BYTES), floats(ALL_BYTES))
 

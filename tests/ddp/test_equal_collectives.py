@@ -16,9 +16,6 @@ from signal import SIGUSR2
 from typing import Any, get_args
 
 import pytest
-
-# of some forms: imported here, not in every process that is forked
-import timm.optim  # noqa: F401
 import torch
 import torch.distributed as dist
 import torch.distributed.optim
@@ -242,6 +239,12 @@ def come_to_pass(work: Any, form: Form, world_size: int, folder: Path) -> Story:
     # read here once, not in every process that is forked
     own_code(tuple(sweep.workload.entry_points))
     return in_step(partial(work, sweep=sweep, root=root), world_size)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def with_layerwise_optimizers() -> None:
+    """Some forms have one: imported here, not in every process that is forked, nor where other tests run."""
+    import timm.optim  # noqa: F401
 
 
 # what happens
