@@ -70,13 +70,8 @@ def test_the_wheel_has_every_module_and_template_and_nothing_else(wheel: Path) -
 
 def test_what_is_installed_does_what_the_readme_says(environment: Path, tmp_path: Path) -> None:
     tula = environment / "tula"
-    assert "tula init --script train.py" in run(tula, "--help", cwd=tmp_path)
-    assert "complete -F _tula tula" in run(tula, "completion", "bash", cwd=tmp_path)
     run(tula, "init", "--examples", "examples", cwd=tmp_path)
-    sweep = "examples/sweeps/quickstart.toml"
-    fast = ("--set", "search.estimate=false")
-    assert "candidates" in run(tula, "sweep", sweep, "--dry-run", *fast, cwd=tmp_path)
-    cluster = ("--cluster", "examples/slurm_templates/v100.toml", *fast)
+    cluster = ("--cluster", "examples/slurm_templates/v100.toml", "--set", "search.estimate=false")
     assert "#SBATCH" in run(
         tula, "sweep", "examples/sweeps/resnet50_imagenet.toml", *cluster, "--dry-run", cwd=tmp_path
     )
