@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -128,9 +129,18 @@ def test_an_answer_is_read_whatever_a_site_prints_around_it(commands: Path, ques
     assert question.ask(commands) == question.answer
 
 
-@questions
-@pytest.mark.parametrize("how", [fault for fault in FAULTS if fault != "a child without end"])
-def test_what_is_no_answer_is_taken_for_none(commands: Path, question: Question, how: str) -> None:
+# what ends well or says something is read by each question's own lines; how a command ends is seen in one place
+SAID = ("nothing", "a banner", "bytes that are no UTF-8", "a failure without a word", "a failure with bytes")
+ENDS = [how for how in FAULTS if how not in (*SAID, "a child without end")]
+OF_EACH_COMMAND = ("own jobs", "steps", "the largest array", "a submission")
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [*itertools.product(QUESTIONS, SAID), *itertools.product(OF_EACH_COMMAND, ENDS)],
+)
+def test_what_is_no_answer_is_taken_for_none(commands: Path, name: str, how: str) -> None:
+    question = QUESTIONS[name]
     put_commands(commands, how, question.command)
     if question.command == "sbatch":
         (commands / "squeue").write_text("#!/bin/sh\necho 'ARRAY_JOB_ID|NAME'\n")
@@ -240,8 +250,9 @@ def test_a_status_is_told_whatever_a_site_prints(
     assert told == {"12_0": JobPhase.RUNNING, "12_1": JobPhase.WAITING}
 
 
-@pytest.mark.parametrize("only", ["squeue", ""])
-@pytest.mark.parametrize("how", FAULTS)
+@pytest.mark.parametrize(
+    ("how", "only"), [*((how, "squeue") for how in FAULTS), *((how, "") for how in ("nothing", "no end", "a folder"))]
+)
 def test_a_status_without_an_answer_is_not_known(
     commands: Path, run: RunDirectory, how: str, only: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
