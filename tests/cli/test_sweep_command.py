@@ -1051,8 +1051,9 @@ def test_a_dry_run_refuses_what_fits_nowhere_as_the_sweep_would(
     monkeypatch.setattr("tula_hpc.cli.dry_run.rehearse", lambda *_: "it was not asked")
     monkeypatch.setattr("tula_hpc.cli.dry_run.estimate", in_this_process)
     cluster = sweep_file.parent / "c.toml"
-    cluster.write_text('executor = "slurm"\ndevice = "cuda"\ngres = "gpu:1"\ndevice_memory_gb = 0.01\n')
-    assert main([str(sweep_file), "--cluster", str(cluster), "--dry-run", *TRIED]) == 2
+    cluster.write_text('executor = "slurm"\ndevice = "cuda"\ngres = "gpu:1"\ndevice_memory_gb = 0.001\n')
+    small = ("--set", "workload.model=tula_hpc.workloads.small_cnns:compact_cnn")
+    assert main([str(sweep_file), "--cluster", str(cluster), "--dry-run", *TRIED, *small]) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.splitlines()[-1].startswith("no batch fits into memory: by an estimate a worker has ")
