@@ -122,7 +122,11 @@ def _remarks(
     left_out = warnings.about_left_out_samples(int(choice.ranking[0]), fitted, many=False)
     remarks: dict[str, Any] = {
         "binding": binding(fitted, sweep.objective, curves),
-        "notes": [*_all_notes(fitted.parts), *left_out],
+        "notes": [
+            *_all_notes(fitted.parts),
+            *warnings.about_script(fitted, sweep.workload),
+            *left_out,
+        ],
         "provisional": _provisional(fitted.parts),
     }
     if critical and sweep.training.scales:

@@ -42,6 +42,8 @@ NEAR = 0.1
 BOUND_SHARE = 0.05
 # measured over fitted step time, or the reverse; single runs of real clusters reach 1.4
 CONTRADICTS_FROM = 1.5
+# share of a model's parameters: those of few layers without gradients are nothing to tell
+MOST_TRAINED = 0.99
 SHORT_OF_MEMORY = (
     "ran only because torch's allocator freed its cache and tried again, which is slow and may "
     "fail in training, so that no local batch as large is planned; where "
@@ -195,6 +197,24 @@ def about_left_out_samples(chosen: int, fitted: Fitted, *, many: bool) -> list[s
         return []
     batches = f"full batches of {global_batch:,}"
     return [f"{batches} leave out {100 * share:.0f} % of the {samples:,} samples in every epoch"]
+
+
+def about_script(fitted: Fitted, workload: WorkloadSpec) -> list[str]:
+    """Say what a plan of a script is of, as nothing else of it was seen."""
+    if not workload.is_script:
+        return []
+    uses = [use for part in fitted.parts for use in part.summary.memory_uses]
+    trained = min((use.gradient_bytes / max(1, use.parameter_bytes) for use in uses), default=1.0)
+    frozen = ""
+    if trained < MOST_TRAINED:
+        frozen = (
+            f"; {format_percent(1.0 - trained)} of its model was not trained while it was measured"
+        )
+    return [
+        "planned is the script's first training, with steps as they were measured at its beginning: "
+        "further ones (folds, fine-tuning) come on top, and layers that are unfrozen or larger "
+        f"images later make it longer{frozen}"
+    ]
 
 
 def about_range(plan: Plan, sweep: SweepSpec) -> list[str]:

@@ -287,6 +287,27 @@ def test_left_out_samples_are_said_from_one_percent_on(left_out: int, is_said: b
     assert (said in make_plan(sweep(), cluster(), rows).notes) == is_said
 
 
+@pytest.mark.parametrize(("trained", "said"), [(1.0, ""), (0.25, "; 75.0 % of its model was not trained while it")])
+def test_a_plan_of_a_script_says_that_it_is_of_its_first_training_as_it_begins(trained: float, said: str) -> None:
+    rows = []
+    for row in CORNERS:
+        assert row.memory is not None
+        of_all = row.memory.parameter_bytes
+        memory = row.memory.model_copy(update={"gradient_bytes": round(trained * of_all)})
+        rows.append(row.model_copy(update={"memory": memory}))
+    spec = sweep("time")
+    script = {"script": Path("train.py"), "arguments": ("{local_batch}",), "samples": 20_000}
+    of_script = spec.model_copy(update={"workload": spec.workload.model_copy(update=script)})
+    found = [
+        [note for note in make_plan(each, cluster(), rows).notes if "first training" in note]
+        for each in (spec, of_script)
+    ]
+    assert found[0] == []
+    (note,) = found[1]
+    assert note.partition("make it longer")[2].startswith(said)
+    assert bool(said) == (";" in note)
+
+
 def test_the_knee_is_that_of_the_fitted_curve() -> None:
     rows = [ok(4, 8), ok(4, 2048)]
     plan = make_plan(sweep(cluster_sizes=[4], max_batch=8192), cluster(), rows)
