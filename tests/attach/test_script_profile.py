@@ -255,6 +255,14 @@ def test_epochs_and_evaluations_are_left_out_of_steps(tmp_path: Path) -> None:
     assert measured.round_steps["step"] * len(measured.samples["step"]) == 10
 
 
+@pytest.mark.parametrize(("steps", "samples"), [(250, 0), (240, 1000)])
+def test_data_that_are_made_for_all_steps_say_nothing_of_an_epoch(tmp_path: Path, steps: int, samples: int) -> None:
+    """As Megatron's, of train_iters times the global batch."""
+    arguments = ("shares no data", "4", "--train-iters", str(steps))
+    (outcome,) = profiled(SCRIPTS / "misbehaving.py", arguments, tmp_path, counts_steps=True)
+    assert (measurement_of(outcome).epoch_samples, outcome.said.result["samples"]) == (samples, samples)
+
+
 def test_loader_processes_are_seen(tmp_path: Path) -> None:
     arguments = ("--batch-size", "4", "--loaders", "2", "--epochs", "1000")
     (outcome,) = profiled(SCRIPTS / "plain.py", arguments, tmp_path)

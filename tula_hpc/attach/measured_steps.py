@@ -33,6 +33,7 @@ from tula_hpc.attach.hooks.find_model import (
 )
 from tula_hpc.attach.hooks.passes import FEW_STEPS, Apart
 from tula_hpc.attach.reporting import ChildSpec, Mode
+from tula_hpc.attach.script import ParsedOptions, steps_asked
 from tula_hpc.attach.train.peers import Peers
 from tula_hpc.batches import LoaderPass, length_of
 from tula_hpc.ddp.process_group import PROFILE_COLLECTIVE_TIMEOUT
@@ -40,6 +41,7 @@ from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import InputError
 from tula_hpc.profiling.meters import ProcessorSeconds, processor_seconds
 from tula_hpc.profiling.timing import LoaderWaits
+from tula_hpc.records import Configuration
 
 # steps that each worker may take by itself before the training
 MOST_APART = 200
@@ -47,6 +49,9 @@ MOST_APART = 200
 
 class MeasuredSteps(Mode):
     """Times of a script's steps, and agreement with the other workers' processes."""
+
+    configuration: Configuration
+    options: ParsedOptions
 
     def __init__(self, spec: ChildSpec, env: WorkerEnvironment, device: str) -> None:
         super().__init__(spec)
@@ -327,10 +332,14 @@ class MeasuredSteps(Mode):
 
     @property
     def loaded_samples(self) -> int:
-        """Samples of the training's data set; 0 where it does not say."""
-        if self._gives_batches:
-            return 0
-        return length_of(getattr(self.loader, "_dataset", None)) or 0
+        """Samples of the training's data set; 0 where it does not say.
+
+        One that is made as long as all steps that were asked for says nothing of an epoch.
+        """
+        samples = length_of(getattr(self.loader, "_dataset", None)) or 0
+        steps = steps_asked(self.spec.program.arguments, self.options)
+        is_of_all = samples in {self.configuration.global_batch * each for each in steps}
+        return 0 if self._gives_batches or is_of_all else samples
 
     @property
     def loader_batches(self) -> int:

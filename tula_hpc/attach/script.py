@@ -406,6 +406,16 @@ def with_placeholders(
     return [*found, *_defaults(found, batch, passes, options)]
 
 
+def steps_asked(arguments: Sequence[str], options: ParsedOptions) -> set[int]:
+    """Return the steps of a whole training that arguments ask for, or the parser by default."""
+    flags = [_flag_before(arguments, index) for index in range(len(arguments))]
+    last = [argument.rpartition("=")[2] for argument in arguments]
+    typed = [
+        (options.names.get(f, f), int(n)) for f, n in zip(flags, last, strict=True) if n.isdigit()
+    ]
+    return {number for flag, number in (*options.values.items(), *typed) if _is_of(flag, OF_STEPS)}
+
+
 def _of_a_sample(flag: str, total: int, samples: int) -> int:
     """Return the tokens of a sample by an option that tells those of a step; 0: it does not."""
     is_named = OF_TOTAL.search(flag.replace("-", "_")) is not None
