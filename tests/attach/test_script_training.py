@@ -127,6 +127,25 @@ def test_a_script_trains_and_its_output_tells_the_scores(tmp_path: Path) -> None
     assert 0.6 * result.train_time_s < sum(row.step_time_s for row in metrics.steps) < 1.1 * result.train_time_s
 
 
+def test_nodes_of_a_graph_are_not_counted_as_samples(tmp_path: Path) -> None:
+    script = tmp_path / "draws.py"
+    script.write_text(
+        "import sys, torch, torch.distributed as dist\n"
+        "from torch.nn.parallel import DistributedDataParallel\n"
+        "batch, epochs = map(int, sys.argv[1:])\n"
+        "dist.init_process_group('gloo')\n"
+        "model = DistributedDataParallel(torch.nn.Linear(4, 1))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for step in range(epochs * 4):\n"
+        "    model(torch.randn(100 + step, 4))[:batch].square().mean().backward()\n"
+        "    optimizer.step()\n"
+    )
+    work = OWN | {"script": script, "arguments": ["{local_batch}", "{epochs}"]}
+    run, ended = train(tmp_path / "run", work)
+    result = result_of(run, ended)
+    assert (result.epochs, result.steps, result.samples_seen) == (3, 12, 192)
+
+
 def test_memory_that_a_step_frees_is_kept_for_the_next_as_in_its_profile(tmp_path: Path) -> None:
     workload = {**OWN, "script": SCRIPTS / "page_faults.py", "epochs": 1, "metric": r"faults (?P<test_loss>[\d.]+)"}
     run, ended = train(tmp_path / "run", {**workload, "samples": 256})

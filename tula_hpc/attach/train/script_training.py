@@ -40,6 +40,9 @@ from tula_hpc.records.base import Record
 from tula_hpc.records.events import EventName
 from tula_hpc.training.metrics_writer import MetricsWriter, StepWindow
 
+# times a pass's batch; batches that are drawn anew vary by less
+MUCH_MORE = 1.5
+
 
 class TrainSettings(Record):
     """Settings of a script's training, beside those that every process has."""
@@ -236,7 +239,7 @@ class ScriptTraining(Mode):
 
     def forward_begins(self, samples: int) -> None:
         """See `Listener`."""
-        self._samples += samples
+        self._samples += self._told(samples)
         self._backward_due += 1
         if self.scaling is not None:
             self.scaling.forward_begins(self.hooks.model)
@@ -262,9 +265,15 @@ class ScriptTraining(Mode):
             # a script that loads in its own way
             self._loading_s = gap_s
 
+    def _told(self, samples: int) -> int:
+        """Return the samples of a pass: without a loader a tensor may have a graph's nodes."""
+        asked = self.settings.forward_batch
+        is_other = self.hooks.loader is None and 0 < MUCH_MORE * asked < samples
+        return asked if is_other else samples
+
     def pass_unused(self, samples: int) -> None:
         """See `Listener`."""
-        self._samples -= samples
+        self._samples -= self._told(samples)
         self._samples_before = min(self._samples_before, self._samples)
         self._backward_due -= 1
 
