@@ -388,18 +388,6 @@ def test_no_smaller_batch_is_timed_that_the_job_knows_or_will_know(
     assert shared.computed == known | {(1, 32)} | {(1, batch) for batch in timed}
 
 
-class FakePower:
-    """A node that draws 200 W besides its GPUs."""
-
-    gpus_w: float | None = None
-
-    def start(self) -> FakePower:
-        return self
-
-    def stop(self) -> Power:
-        return Power(200.0, self.gpus_w)
-
-
 @pytest.mark.parametrize(
     ("nodes", "local_rank", "exclusive", "watts"),
     [(1, 0, True, 200.0), (1, 1, True, 0.0), (1, 0, False, 0.0), (2, 0, True, 0.0)],
@@ -408,7 +396,7 @@ class FakePower:
 def test_one_worker_reads_the_power_of_a_node_that_is_the_jobs_alone(
     monkeypatch: pytest.MonkeyPatch, nodes: int, local_rank: int, exclusive: bool, watts: float
 ) -> None:
-    monkeypatch.setattr("tula_hpc.profiling.meters.PowerMeter", FakePower)
+    monkeypatch.setattr("tula_hpc.profiling.meters.mean_power", lambda *_: Power(200.0, None))
     worker = Worker(sweep("lbt"), ClusterSpec(), CONFIGURATION, ALONE)
     worker.configuration = CONFIGURATION._replace(nodes=nodes)
     worker.env = ALONE._replace(local_rank=local_rank)
@@ -433,7 +421,7 @@ def test_a_sample_that_is_not_finite_is_named_by_the_profile(monkeypatch: pytest
 
 
 def test_gpus_that_cannot_be_read_leave_the_power_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tula_hpc.profiling.meters.PowerMeter", FakePower)
+    monkeypatch.setattr("tula_hpc.profiling.meters.mean_power", lambda *_: Power(200.0, None))
     worker = Worker(sweep("lbt"), ClusterSpec(), CONFIGURATION, ALONE)
     worker.device = torch.device("cuda")
     power = NodePower(ClusterSpec(), worker)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tula_hpc.profiling import meters
-from tula_hpc.profiling.meters import Power, PowerMeter, read_rapl
+from tula_hpc.profiling.meters import Power, mean_power, read_energy, read_rapl
 
 
 def zone(root: Path, name: str, microjoules: int, limit: int = 1_000_000_000) -> None:
@@ -37,10 +37,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_packages_are_added_and_neither_their_parts_nor_the_whole(tmp_path: Path, clock: list[float]) -> None:
     for name in ("intel-rapl:0", "intel-rapl:1", "intel-rapl:0:0", "intel-rapl:9"):
         zone(tmp_path, name, 5_000_000)
-    meter = PowerMeter().start()
+    began = read_energy()
     for name in ("intel-rapl:0", "intel-rapl:1", "intel-rapl:0:0", "intel-rapl:9"):
         zone(tmp_path, name, 505_000_000)
-    power = meter.stop()
+    power = mean_power(began, read_energy())
     assert power.processors_w == pytest.approx(100.0)
     assert power.gpus_w is None
     assert clock == []
@@ -48,17 +48,17 @@ def test_packages_are_added_and_neither_their_parts_nor_the_whole(tmp_path: Path
 
 def test_a_counter_that_wraps_goes_on(tmp_path: Path, clock: list[float]) -> None:
     zone(tmp_path, "intel-rapl:0", 900_000_000)
-    meter = PowerMeter().start()
+    began = read_energy()
     zone(tmp_path, "intel-rapl:0", 100_000_000)
-    assert meter.stop().watts == pytest.approx(20.0)
+    assert mean_power(began, read_energy()).watts == pytest.approx(20.0)
 
 
 def test_what_may_not_be_read_is_unknown(tmp_path: Path) -> None:
     (tmp_path / "intel-rapl:0").mkdir()
     (tmp_path / "intel-rapl:1").mkdir()
     (tmp_path / "intel-rapl:1" / "energy_uj").write_text("n/a")
-    assert read_rapl(tmp_path) == {}
-    assert PowerMeter().start().stop() == Power(None, None)
+    assert read_rapl() == {}
+    assert mean_power(read_energy(), read_energy()) == Power(None, None)
     assert Power(None, None).watts == 0.0
 
 
@@ -73,7 +73,7 @@ def test_nvml_counts_energy_where_it_is_there(monkeypatch: pytest.MonkeyPatch, c
         nvmlDeviceGetTotalEnergyConsumption=lambda _: energy.pop(0),
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    assert PowerMeter().start().stop().gpus_w == pytest.approx(300.0)
+    assert mean_power(read_energy(), read_energy()).gpus_w == pytest.approx(300.0)
 
 
 def test_an_old_nvml_leaves_it_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,9 +82,4 @@ def test_an_old_nvml_leaves_it_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
 
     nvml = SimpleNamespace(NVMLError=RuntimeError, nvmlInit=broken)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    assert PowerMeter().start().stop().gpus_w is None
-
-
-def test_stop_needs_a_start() -> None:
-    with pytest.raises(ValueError, match="start"):
-        PowerMeter().stop()
+    assert mean_power(read_energy(), read_energy()).gpus_w is None

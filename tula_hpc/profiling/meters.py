@@ -46,44 +46,27 @@ class Power(NamedTuple):
         return (self.processors_w or 0.0) + (self.gpus_w or 0.0)
 
 
-class PowerMeter:
-    """Meter of this node's mean power between two calls, without the sources that cannot be read.
+class EnergyReading(NamedTuple):
+    """Energy counters of the whole node at a time, without the sources that cannot be read."""
 
-    It covers the whole node: meaningful where the job has its nodes to itself.
-    """
-
-    def __init__(self) -> None:
-        self._began: _Reading | None = None
-
-    def start(self) -> PowerMeter:
-        """Begin, and return the meter itself."""
-        self._began = self._read()
-        return self
-
-    def stop(self) -> Power:
-        """Return the mean power since `start`.
-
-        Raises:
-            ValueError: It was not started.
-        """
-        if self._began is None:
-            raise ValueError("start() comes first")
-        began, ended = self._began, self._read()
-        elapsed_s = max(ended.time_s - began.time_s, 1e-9)
-        return Power(
-            _rapl_watts(began.rapl, ended.rapl, elapsed_s),
-            _gpu_watts(began.gpu_joules, ended.gpu_joules, elapsed_s),
-        )
-
-    def _read(self) -> _Reading:
-        joules = _nvml_joules()
-        return _Reading(time.monotonic(), read_rapl(POWERCAP), joules)
-
-
-class _Reading(NamedTuple):
     time_s: float
     rapl: Mapping[str, RaplCounter]
     gpu_joules: float | None
+
+
+def read_energy() -> EnergyReading:
+    """Read the counters as they are now."""
+    joules = _nvml_joules()
+    return EnergyReading(time.monotonic(), read_rapl(), joules)
+
+
+def mean_power(began: EnergyReading, ended: EnergyReading) -> Power:
+    """Return the node's mean power between two readings."""
+    elapsed_s = max(ended.time_s - began.time_s, 1e-9)
+    return Power(
+        _rapl_watts(began.rapl, ended.rapl, elapsed_s),
+        _gpu_watts(began.gpu_joules, ended.gpu_joules, elapsed_s),
+    )
 
 
 class RaplCounter(NamedTuple):
@@ -94,10 +77,10 @@ class RaplCounter(NamedTuple):
     wraps_at: int
 
 
-def read_rapl(powercap: Path = POWERCAP) -> dict[str, RaplCounter]:
+def read_rapl() -> dict[str, RaplCounter]:
     """Return the readable counters of processor packages by name; they include their parts."""
     found = {}
-    for zone in sorted(powercap.glob("intel-rapl:*")):
+    for zone in sorted(POWERCAP.glob("intel-rapl:*")):
         # intel-rapl:0:1 is a part of intel-rapl:0
         if zone.name.count(":") != 1:
             continue
@@ -190,20 +173,19 @@ class NodePower:
     def __init__(self, cluster: ClusterSpec, worker: Metered) -> None:
         self.worker = worker
         real = worker.configuration.nodes == 1 or worker.env.on_slurm
-        self.meter: PowerMeter | None = None
-        if worker.env.local_rank == 0 and cluster.exclusive and real:
-            self.meter = PowerMeter()
+        self.reads = worker.env.local_rank == 0 and cluster.exclusive and real
+        self.began: EnergyReading | None = None
         self.watts = 0.0
 
     def start(self) -> None:
         """Begin."""
-        if self.meter is not None:
-            self.meter.start()
+        if self.reads:
+            self.began = read_energy()
 
     def stop(self) -> None:
         """End. Without its busy GPUs a node's power is unknown."""
-        if self.meter is not None:
-            power = self.meter.stop()
+        if self.began is not None:
+            power = mean_power(self.began, read_energy())
             blind = self.worker.device.type == "cuda" and power.gpus_w is None
             self.watts = 0.0 if blind else power.watts
 
