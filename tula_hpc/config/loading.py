@@ -198,21 +198,18 @@ S = TypeVar("S", bound=Spec)
 Loaded = TypeVar("Loaded")
 
 
-def load_sweep(path: Path, overrides: Sequence[str] = (), *, check_paths: bool = True) -> SweepSpec:
+def load_sweep(
+    path: Path, overrides: Sequence[str] = (), *, check_paths: bool = True, frozen: bool = False
+) -> SweepSpec:
     """Read and check a sweep file, with overrides `section.key=value` in TOML or bare words.
 
     With `check_paths=False` the data folder and the modules of a user's own functions need not
-    exist here: for planning and reporting from logs that were copied from another machine.
+    exist here: for planning and reporting from logs that were copied from another machine. The file
+    of a run is `frozen`: an earlier version may have written it.
 
     Raises:
         InputError: One line per mistake: file, key, expected value.
     """
-    return _load_sweep(path, overrides, check_paths=check_paths)
-
-
-def _load_sweep(
-    path: Path, overrides: Sequence[str], *, check_paths: bool, frozen: bool = False
-) -> SweepSpec:
     tables = read_toml(path)
     if "executor" in tables and "workload" not in tables:
         raise InputError(
@@ -235,7 +232,7 @@ def _drop_gone(tables: dict[str, Any], *, whatever: bool) -> None:
 def load_frozen_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepSpec:
     """Read the sweep of a run, perhaps an earlier version's, and its data on another machine."""
     return _naming_overrides(
-        lambda given: _load_sweep(path, given, check_paths=False, frozen=True), overrides
+        lambda given: load_sweep(path, given, check_paths=False, frozen=True), overrides
     )
 
 
@@ -262,17 +259,8 @@ def idle_cluster_keys(cluster: ClusterSpec) -> Iterator[tuple[str, str]]:
         yield "device_memory_gb", why
 
 
-def load_cluster(path: Path, overrides: Sequence[str] = ()) -> ClusterSpec:
+def load_cluster(path: Path, overrides: Sequence[str] = (), *, frozen: bool = False) -> ClusterSpec:
     """Read and check a cluster file; see `load_sweep`."""
-    return _naming_overrides(lambda given: _load_cluster(path, given), overrides)
-
-
-def load_frozen_cluster(path: Path, overrides: Sequence[str] = ()) -> ClusterSpec:
-    """Read the cluster of a run, perhaps made when options of [sbatch] might replace a key."""
-    return _naming_overrides(lambda given: _load_cluster(path, given, frozen=True), overrides)
-
-
-def _load_cluster(path: Path, overrides: Sequence[str], *, frozen: bool = False) -> ClusterSpec:
     tables = read_toml(path)
     if isinstance(tables.get("workload"), dict):
         message = "is a sweep file (it has [workload]); expected a cluster file"
@@ -286,6 +274,11 @@ def _load_cluster(path: Path, overrides: Sequence[str], *, frozen: bool = False)
             f'{message}, or "local" to run everything on this machine', source=path, key="executor"
         )
     return cluster
+
+
+def load_frozen_cluster(path: Path, overrides: Sequence[str] = ()) -> ClusterSpec:
+    """Read the cluster of a run, perhaps made when options of [sbatch] might replace a key."""
+    return _naming_overrides(lambda given: load_cluster(path, given, frozen=True), overrides)
 
 
 def load_together(
@@ -309,7 +302,7 @@ def load_together(
         if cluster_file is None:
             cluster = _parse(ClusterSpec, DEFAULT, {}, of_cluster)
         else:
-            cluster = _load_cluster(cluster_file, of_cluster)
+            cluster = load_cluster(cluster_file, of_cluster)
         check_together(sweep, cluster, sweep_file, cluster_file or DEFAULT)
         return sweep, cluster
 
