@@ -50,14 +50,17 @@ def test_errors_are_told_apart(error: BaseException, failure: Failure | None) ->
         "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
     ],
 )
-def test_where_little_memory_is_free_what_has_several_causes_is_want_of_memory(words: str) -> None:
-    error = RuntimeError(words)
-    assert out_of_memory(error, free_share=lambda: 0.01) is Failure.DEVICE_OOM
-    assert out_of_memory(error, free_share=lambda: 0.5) is None
+def test_where_little_memory_is_free_what_has_several_causes_is_want_of_memory(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for free, failure in ((0.01, Failure.DEVICE_OOM), (0.5, None)):
+        monkeypatch.setattr("tula_hpc.process_memory.free_device_share", lambda free=free: free)
+        assert out_of_memory(RuntimeError(words)) is failure
 
 
-def test_other_errors_are_none_however_little_memory_is_free() -> None:
-    assert out_of_memory(RuntimeError("CUDA error: device-side assert triggered"), free_share=lambda: 0.0) is None
+def test_other_errors_are_none_however_little_memory_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tula_hpc.process_memory.free_device_share", lambda: 0.0)
+    assert out_of_memory(RuntimeError("CUDA error: device-side assert triggered")) is None
 
 
 GIB = 1024**3

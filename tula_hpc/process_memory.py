@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -155,25 +155,16 @@ def free_device_share() -> float:
     return (free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()) / total
 
 
-def out_of_memory(
-    error: BaseException, free_share: Callable[[], float] = free_device_share
-) -> Failure | None:
-    """Return the kind of memory that an error says ran out, or None for any other error.
+def out_of_memory(error: BaseException) -> Failure | None:
+    """Return DEVICE_OOM or HOST_OOM for an error that says so, None for any other.
 
     Call it while the error is handled: the tensors that it keeps alive count as used.
-
-    Args:
-        error: The exception.
-        free_share: Returns the free share of the device's memory; called only where it decides.
-
-    Returns:
-        DEVICE_OOM, HOST_OOM or None.
     """
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError) or _DEVICE_PHRASES.search(text):
         return Failure.DEVICE_OOM
     if isinstance(error, MemoryError) or any(phrase in text for phrase in _HOST_PHRASES):
         return Failure.HOST_OOM
-    if _AMBIGUOUS_DEVICE_PHRASES.search(text) and free_share() < LITTLE_FREE:
+    if _AMBIGUOUS_DEVICE_PHRASES.search(text) and free_device_share() < LITTLE_FREE:
         return Failure.DEVICE_OOM
     return None

@@ -77,10 +77,11 @@ def test_own_code_that_crashes_is_refused_with_its_place(answers: Callable[[str]
     ],
 )
 def test_where_it_cannot_be_tried_nothing_is_refused(
-    answers: Callable[[str], None], program: str, timeout_s: float, reason: str
+    answers: Callable[[str], None], program: str, timeout_s: float, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers(program)
-    said = rehearse(spec_of(), SLURM, FILES, timeout_s=timeout_s)
+    monkeypatch.setattr("tula_hpc.stages.rehearsal.TIMEOUT_S", timeout_s)
+    said = rehearse(spec_of(), SLURM, FILES)
     assert isinstance(said, str)
     assert said.startswith(reason)
 

@@ -858,20 +858,21 @@ def test_the_command_at_work_is_named_while_it_is_and_nobody_is_ever_refused_for
     assert (told.command.process, told.command.alive) == (process.pid, False)
 
 
-def test_a_lock_that_only_the_file_server_knows_of_is_seen(tmp_path: Path) -> None:
+def test_a_lock_that_only_the_file_server_knows_of_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NFS turns flock into such a lock, which F_GETLK of another client sees; here a process holds one."""
     path = tmp_path / ".lock"
     path.write_text("process 17 on elsewhere")
     hold = "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, 2); print(1, flush=True); sys.stdin.read()"
     unlisted = tmp_path / "locks"
     unlisted.touch()
-    assert holder_of(path, unlisted).alive is None, "another machine's process cannot be seen"
+    monkeypatch.setattr("tula_hpc.records.run_directory.KERNELS_LIST", unlisted)
+    assert holder_of(path).alive is None, "another machine's process cannot be seen"
     with subprocess.Popen(
         [sys.executable, "-c", hold, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        assert holder_of(path, unlisted).alive is True
+        assert holder_of(path).alive is True
         process.communicate()
 
 

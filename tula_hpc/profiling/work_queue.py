@@ -10,7 +10,6 @@ import json
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable
 from typing import Any, Literal
 
 from tula_hpc.config import ClusterSpec, SweepSpec
@@ -107,18 +106,12 @@ class Agenda:
     The notes are on disk before the work begins. When the job is killed, as by the memory limit of
     a node, they show the configuration that did it.
 
-    Only rank 0 decides and writes. `ask` asks the search; a test may put its own answers here.
+    Only rank 0 decides and writes.
     """
 
-    def __init__(
-        self,
-        job: ProfileJob,
-        env: WorkerEnvironment,
-        ask: Callable[[ProfileJob], list[Configuration]] = ask_search,
-    ) -> None:
+    def __init__(self, job: ProfileJob, env: WorkerEnvironment) -> None:
         self.job = job
         self.env = env
-        self._ask = ask
         self._began_at = job_started_at()
         self._here_since = unix_time()
         self._todo = deque(job.configurations)
@@ -148,7 +141,7 @@ class Agenda:
         if not self._pending(done) and self.job.asks:
             try:
                 self._todo.extend(
-                    c for c in self._ask(self.job) if self._belongs_here(c, longest_s)
+                    c for c in ask_search(self.job) if self._belongs_here(c, longest_s)
                 )
             except StageError as error:
                 # the command will ask the search itself, and report if that fails too

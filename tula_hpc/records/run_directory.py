@@ -400,7 +400,7 @@ class Holder(NamedTuple):
 NOBODY = Holder(0, "", False)
 
 
-def holder_of(lock_file: Path, locks: Path = KERNELS_LIST) -> Holder:
+def holder_of(lock_file: Path) -> Holder:
     """Return who works on the run directory of that lock file, as far as can be seen from here."""
     try:
         descriptor = os.open(lock_file, os.O_RDONLY | os.O_NONBLOCK)
@@ -408,25 +408,25 @@ def holder_of(lock_file: Path, locks: Path = KERNELS_LIST) -> Holder:
         return NOBODY
     except PermissionError:
         # someone else's; whether it is locked can be seen all the same
-        return Holder(0, "", _is_listed(lock_file.stat(), 0, locks) or None)
+        return Holder(0, "", _is_listed(lock_file.stat(), 0) or None)
     try:
         match = _OWNER.match(os.read(descriptor, 200).decode(errors="replace"))
         process, host = (int(match[1]), match[2]) if match else (0, "")
-        if _is_listed(os.fstat(descriptor), process, locks) or _is_locked_elsewhere(descriptor):
+        if _is_listed(os.fstat(descriptor), process) or _is_locked_elsewhere(descriptor):
             return Holder(process, host, True, os.fstat(descriptor).st_mtime)
     finally:
         os.close(descriptor)
     return Holder(process, host, False if host in ("", os.uname().nodename) else None)
 
 
-def _is_listed(file: os.stat_result, process: int, locks: Path) -> bool:
+def _is_listed(file: os.stat_result, process: int) -> bool:
     """Tell whether a process of this machine holds a lock on the file.
 
     Some file systems show another device to stat than to the kernel's list: there the process must
     be the noted one.
     """
     try:
-        text = locks.read_text()
+        text = KERNELS_LIST.read_text()
     except OSError:
         return False
     device = (os.major(file.st_dev), os.minor(file.st_dev))

@@ -55,7 +55,6 @@ def rehearse(
     cluster: ClusterSpec,
     files: tuple[Path, Path],
     memory: Sequence[str] = (),
-    timeout_s: float = TIMEOUT_S,
 ) -> Trial | str:
     """Try the workload; return the findings, or the reason why it could not be tried.
 
@@ -78,7 +77,7 @@ def rehearse(
     command += [word for name in memory for word in ("--memory", name)]
     # of the code as it is now
     key = key_of(spec)
-    done = run_apart(command, timeout_s, with_variables(cluster.parts()[0].environment))
+    done = run_apart(command, TIMEOUT_S, with_variables(cluster.parts()[0].environment))
     if isinstance(done, str):
         return f"it {done}"
     said = last_line(done.stderr)
