@@ -127,6 +127,30 @@ def test_a_script_trains_and_its_output_tells_the_scores(tmp_path: Path) -> None
     assert 0.6 * result.train_time_s < sum(row.step_time_s for row in metrics.steps) < 1.1 * result.train_time_s
 
 
+def test_a_script_that_has_taken_the_steps_that_it_was_told_has_trained_all_epochs(tmp_path: Path) -> None:
+    """Though its pass ends with a shorter batch, so that as many full ones would have seen more samples."""
+    script = tmp_path / "steps.py"
+    script.write_text("""
+import sys, torch
+torch.distributed.init_process_group("gloo")
+data = torch.utils.data.TensorDataset(torch.randn(40, 2))
+sampler = torch.utils.data.DistributedSampler(data)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+left = int(sys.argv[2])
+while left:
+    for inputs, in torch.utils.data.DataLoader(data, int(sys.argv[1]), sampler=sampler):
+        if left:
+            model(inputs).sum().backward()
+            optimizer.step()
+            left -= 1
+""")
+    workload = {"script": script, "arguments": ["{local_batch}", "{steps}"], "samples": 40, "epochs": 8}
+    run, ended = train(tmp_path / "run", workload)
+    result = result_of(run, ended)
+    assert (result.epochs, result.steps) == (8, 8 * 40 // 16)
+
+
 def test_nodes_of_a_graph_are_not_counted_as_samples(tmp_path: Path) -> None:
     script = tmp_path / "draws.py"
     script.write_text(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tula_hpc.attach.own_folder import own_folder
-from tula_hpc.attach.script import counts_steps, forward_batch, script_of
+from tula_hpc.attach.script import counts_steps, forward_batch, script_of, values_of
 from tula_hpc.attach.train.going_on import (
     Start,
     TrainedSoFar,
@@ -297,7 +297,13 @@ class ScriptJob:
         return mine.model_copy(update={"said": failed})
 
     def _is_whole(self, result: dict[str, Any]) -> bool:
-        return bool(result["epoch"] >= self.job.sweep.workload.epochs and not result["code"])
+        return self._has_all(result["epoch"], result["step"]) and not result["code"]
+
+    def _has_all(self, epoch: int, step: int) -> bool:
+        """Tell whether these are all epochs, or all steps of a script that is told their number."""
+        sweep = self.job.sweep
+        steps = values_of(sweep, self.job.configuration, self._work)["steps"]
+        return epoch >= sweep.workload.epochs or (counts_steps(sweep) and step >= int(steps))
 
     # end
 
@@ -353,7 +359,7 @@ class ScriptJob:
         told = without_repeated(told, start, epochs, rows)
         # where a script went on by itself is known to an epoch only
         started_at = told.started_at or start.started_at
-        is_whole = told.epoch >= epochs - int(start.resumes)
+        is_whole = self._has_all(told.epoch + int(start.resumes), told.step)
         result = TrainResult(
             label=job.label,
             **job.configuration._asdict(),
