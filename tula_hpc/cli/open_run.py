@@ -386,7 +386,7 @@ def _refuse_changed_meanwhile(sweep: Sweep) -> None:
         )
 
 
-def say_interrupted(sweep: Sweep, until: str = "report") -> None:
+def say_interrupted(sweep: Sweep, until: str) -> None:
     """Say which work goes on without this command, how to continue, and how to cancel the jobs."""
     from tula_hpc.launch.launcher import describe_states
     from tula_hpc.stages.context import jobs_on_record

@@ -279,7 +279,7 @@ _OUTSIDE = {
 }
 
 
-def check_script(training: TrainingSpec, *, scales: bool, of_study: bool = False) -> None:
+def check_script(training: TrainingSpec, *, scales: bool, of_study: bool) -> None:
     """Refuse keys of `[training]` that cannot act on a training script from outside.
 
     `scales`: the script takes a factor of its rate, {lr_scale}. `of_study`: other columns of a

@@ -119,7 +119,7 @@ class KeyedItems(Protocol):
 class EpochDataset(NamedItems):
     """Data set with items that follow from (epoch, index) and the augmentation's seed alone."""
 
-    def __init__(self, dataset: Dataset[Any], seed: int, classes: int | None = None) -> None:
+    def __init__(self, dataset: Dataset[Any], seed: int, classes: int | None) -> None:
         super().__init__(dataset, "training", classes)
         self.seed = seed
 

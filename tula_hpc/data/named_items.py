@@ -28,7 +28,7 @@ class NamedItems(Dataset[Any]):
     Labels are checked against so many classes; None: they are no labels.
     """
 
-    def __init__(self, dataset: Dataset[Any], what: str, classes: int | None = None) -> None:
+    def __init__(self, dataset: Dataset[Any], what: str, classes: int | None) -> None:
         self.dataset = dataset
         self.what = what
         # ours are right

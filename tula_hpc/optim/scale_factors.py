@@ -40,7 +40,7 @@ from tula_hpc.optim.norm_ratio import EPSILON, NormRatios
 Granularity = Literal["element", "tensor", "model"]
 
 
-def default_s_max(small_batch: float, large_batch: int, exponent: float = 1.0) -> float:
+def default_s_max(small_batch: float, large_batch: int, exponent: float) -> float:
     """Return √(b_large / b_small)^exponent: the square-root scaling rule, or with 2 the linear."""
     return float(math.sqrt(large_batch / small_batch) ** exponent)
 
@@ -358,7 +358,7 @@ class Estimates:
         parameters: Sequence[Tensor],
         norms: Mapping[Tensor, Tensor],
         norm_squared: Tensor,
-        shortened: Tensor | float = 1.0,
+        shortened: Tensor | float,
     ) -> bool:
         """Use the norms of `expect`; return False if there are none. Does not wait for the device.
 

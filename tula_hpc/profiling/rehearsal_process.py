@@ -71,9 +71,7 @@ class MixedSamplesWarning(UserWarning):
     """The user's loss of a sample depends on the other samples of its batch."""
 
 
-def try_workload(
-    spec: WorkloadSpec, data: Data, *, for_gpus: bool = False, several: bool = False
-) -> Identity:
+def try_workload(spec: WorkloadSpec, data: Data, *, for_gpus: bool, several: bool) -> Identity:
     """Take a job's first actions as a trial.
 
     Where several workers train, every parameter needs a gradient.

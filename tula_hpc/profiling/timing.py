@@ -299,7 +299,7 @@ def agreed_s(worker: Agreement, step: Callable[[], object]) -> float:
 
 
 def rounds_apart(
-    worker: Agreement, rule: StoppingRule, step: Callable[[], object], *, briefly: bool = False
+    worker: Agreement, rule: StoppingRule, step: Callable[[], object], *, briefly: bool
 ) -> tuple[list[float], int]:
     """Return mean seconds of a call in each round, and the calls in a round. Collective.
 

@@ -218,7 +218,7 @@ class Sweep(NamedTuple):
 
 
 def failed_measurement(
-    cluster: ClusterSpec, configuration: Configuration, end: Ended, partition: str = ""
+    cluster: ClusterSpec, configuration: Configuration, end: Ended, partition: str
 ) -> Measurement:
     """Return the record of a configuration that ended its job before the job could write one."""
     return Measurement(

@@ -182,7 +182,7 @@ def _profile_part(part: Sweep, progress: StageProgress, trusted_batch: int | Non
             arrays.append(_submit(part, group, trusted_batch, arrays[-beside]))
 
 
-def propose_on(part: Sweep, trusted_batch: int | None = None) -> list[Configuration]:
+def propose_on(part: Sweep, trusted_batch: int | None) -> list[Configuration]:
     """Return the proposals of the search here; `trusted_batch` fits into memory by an estimate."""
     from tula_hpc.analysis.search.propose import propose
 

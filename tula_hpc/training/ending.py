@@ -157,7 +157,7 @@ def _requeue(training: Leaving, saved: str, data: dict[str, Any]) -> str:
 
 
 def write_result(
-    training: Training, test: Evaluation, on_training_samples: Evaluation | None, diverged: str = ""
+    training: Training, test: Evaluation, on_training_samples: Evaluation | None, diverged: str
 ) -> None:
     """Write the training's result on rank 0.
 

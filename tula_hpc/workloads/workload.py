@@ -82,7 +82,7 @@ def build_workload(spec: WorkloadSpec, device: torch.device = CPU) -> Workload:
 
 
 def workload_of(
-    spec: WorkloadSpec, data: Data, device: torch.device = CPU, tried: int = TRIED_BY_JOBS
+    spec: WorkloadSpec, data: Data, device: torch.device, tried: int = TRIED_BY_JOBS
 ) -> Workload:
     """Return the workload over data that are there already; see `build_workload`."""
     model = build_model(spec, data.classes, data.image_size)
