@@ -260,6 +260,16 @@ def with_actions() -> None:
         optimizer.step()
 
 
+def with_actions_and_a_loader() -> None:
+    """As of a policy that is trained several times on what it has done."""
+    model, optimizer = known()
+    for _ in range(2):
+        done = torch.cat([model(torch.randn(2, 4)).detach() for _ in range(4)])
+        for inputs, _ in DataLoader(TensorDataset(torch.randn(8, 4), done), 4):
+            torch.autograd.backward(model(inputs).sum())
+            optimizer.step()
+
+
 def with_two_stages() -> None:
     """Both have a part in the loss."""
     model, optimizer = known()
@@ -583,6 +593,12 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
     "with actions": (
         with_actions,
         "ready step, forward 1 forward 1 forward 2 unused 1 unused 1 ready step",
+    ),
+    "with actions and a loader": (
+        with_actions_and_a_loader,
+        "ready step,"
+        + 2
+        * (4 * " forward 2" + " begin batch forward 4" + 4 * " unused 2" + " ready step, batch forward 4 ready step"),
     ),
     "with two stages": (with_two_stages, "ready step, forward 3 forward 2 ready step"),
     "with a generator": (with_a_generator, "ready step, begin batch forward 3 batch forward 3 ready step"),

@@ -115,11 +115,12 @@ class Pass:
 
     Attributes:
         samples: As its arguments tell; 0: unknown.
+        is_loaded: It has taken a batch of training's loader, which is a part of an epoch in any case.
         is_used: A backward pass has come to its output; None: nobody knows.
     """
 
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
+    def __init__(self, samples: int, *, is_loaded: bool) -> None:
+        self.samples, self.is_loaded = samples, is_loaded
         self.is_used: bool | None = None
 
     def returns(self, output: Any) -> None:
@@ -143,7 +144,8 @@ def unused_of(passes: Sequence[Pass]) -> Iterator[int]:
     So a policy acts in an environment where the script does without `torch.no_grad`.
     """
     if any(each.is_used for each in passes):
-        yield from (each.samples for each in passes if each.is_used is False)
+        apart = (each for each in passes if each.is_used is False and not each.is_loaded)
+        yield from (each.samples for each in apart)
 
 
 class BackwardPasses:

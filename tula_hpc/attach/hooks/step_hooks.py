@@ -225,11 +225,9 @@ class Hooks:
                 # the same batch once more, as for a GAN's other optimizer: no further part of a step
                 self.has_repeated = True
                 return
-            made = Pass(samples)
-            self._forwards.append(made)
-            # what a batch of training's loader is passed for is a part of its epoch in any case
             is_loaded = unused is not None and unused[0] == self._data
-            self._inside = None if is_loaded else made
+            self._inside = Pass(samples, is_loaded=is_loaded)
+            self._forwards.append(self._inside)
             self.listener.forward_begins(samples)
         elif inner.training and self._last.data and self._data in (0, self._last.data):
             # features of a batch that is passed again with gradients, as in parts of a large batch
