@@ -542,6 +542,18 @@ def wrapped_again() -> None:
         optimizer.step()
 
 
+def names_of_wrapped(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    told = [model_of(torch.optim.SGD(model.parameters(), 0.1)), name_of(model.module)]
+    (folder / "told.json").write_text(json.dumps(told))
+
+
+def test_a_wrapped_model_has_the_name_that_the_script_has_for_it(tmp_path: Path) -> None:
+    start_workers(1, names_of_wrapped, tmp_path)
+    assert json.loads((tmp_path / "told.json").read_text()) == ["Linear", "Linear"]
+
+
 def wrapped() -> None:
     """What is wrapped is known before its first pass, and frozen layers may be evaluated in training."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

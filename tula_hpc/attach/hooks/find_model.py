@@ -61,7 +61,8 @@ def name_of(model: nn.Module) -> str:
     if isinstance(model, DistributedDataParallel):
         return type(model.module).__name__
     around = modules_with(set(model.parameters()))
-    own = (each for each in around if not any(hasattr(each, name) for name in WRAPPED))
+    inner = (each for each in around if not isinstance(each, DistributedDataParallel))
+    own = (each for each in inner if not any(hasattr(each, name) for name in WRAPPED))
     names = [type(module).__name__ for module in own]
     return names[-1] if names else type(model).__name__
 
