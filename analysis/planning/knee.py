@@ -228,19 +228,14 @@ def _interval(grid: Array, found: Array, knee: float | None) -> tuple[float, flo
 
 def lines_of(possible: CandidateTable) -> Lines:
     """Return the cluster sizes of possible candidates."""
-    key = (possible.part << 25) | (possible.nodes << 7) | possible.workers_per_node
-    # stable: fast where they are in order already
-    order = np.argsort(key, kind="stable")
-    starts = np.flatnonzero(np.diff(key[order], prepend=-1))
-    batches = possible.global_batch[order]
-    first = possible.take(order[starts])
-    return Lines(
-        part=first.part.astype(np.float64),
-        nodes=first.nodes.astype(np.float64),
-        workers_per_node=first.workers_per_node.astype(np.float64),
-        smallest=np.minimum.reduceat(batches, starts).astype(np.float64),
-        largest=np.maximum.reduceat(batches, starts).astype(np.float64),
-    )
+    columns = np.stack([possible.part, possible.nodes, possible.workers_per_node], axis=1)
+    sizes, line = np.unique(columns, axis=0, return_inverse=True)
+    smallest = np.full(len(sizes), np.inf)
+    largest = np.zeros(len(sizes))
+    np.minimum.at(smallest, line.ravel(), possible.global_batch)
+    np.maximum.at(largest, line.ravel(), possible.global_batch)
+    part, nodes, workers_per_node = sizes.T.astype(np.float64)
+    return Lines(part, nodes, workers_per_node, smallest, largest)
 
 
 def _train_time(parts: Sequence[Part], epochs: int, *, drawn: bool) -> TrainTime:
