@@ -228,9 +228,11 @@ class StepTimeModel:
         """Return steps of one pass (n,), how many passes more each has, and the arguments' shape."""
         passes = self.passes.of(local_batch)
         batch = np.asarray(local_batch, dtype=np.float64) / passes
-        rows, shape = _points(nodes, batch, workers_per_node)
-        more = np.broadcast_to(passes - 1.0, shape).ravel()
-        return rows, more, shape
+        shape = np.broadcast_shapes(*map(np.shape, (nodes, batch, workers_per_node)))
+        per_node, count, batch = as_columns(workers_per_node, nodes, batch)
+        check_positive(nodes=count, local_batch=batch, workers_per_node=per_node)
+        rows = Rows(np.full(batch.shape, STEP), count, per_node, batch, batch)
+        return rows, np.broadcast_to(passes - 1.0, shape).ravel(), shape
 
     def _seconds(self, coefficients: Array, rows: Rows, more: Array) -> Array:
         seconds = self._fitted.law.seconds(coefficients, rows)
@@ -342,15 +344,6 @@ def _observations(profile: Profile, alone_s: float) -> Iterator[tuple[float, ...
         # a loader that is too slow is so for each sample
         compute_s = wait_s * smaller / batch + times.optimizer_time_s + seconds
         yield nodes, per_node, smaller, math.nan, compute_s, math.nan
-
-
-def _points(
-    nodes: ArrayLike, local_batch: ArrayLike, workers_per_node: ArrayLike
-) -> tuple[Rows, tuple[int, ...]]:
-    per_node, count, batch = as_columns(workers_per_node, nodes, local_batch)
-    check_positive(nodes=count, local_batch=batch, workers_per_node=per_node)
-    shape = np.broadcast_shapes(*map(np.shape, (nodes, local_batch, workers_per_node)))
-    return Rows(np.full(batch.shape, STEP), count, per_node, batch, batch), shape
 
 
 def _computes(rows: Rows) -> Rows:
