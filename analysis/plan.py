@@ -76,7 +76,7 @@ def make_plan(
         InputError: A price needs a quantity that is not known.
     """
     from tula_hpc.analysis.planning.partitions import Trained
-    from tula_hpc.analysis.planning.planner import AGAIN, Profiling, plan_candidates
+    from tula_hpc.analysis.planning.planner import AGAIN, plan_candidates
     from tula_hpc.analysis.search.confirmation import with_confirmation
     from tula_hpc.analysis.search.propose import propose
     from tula_hpc.analysis.search.steadiness import with_steadiness
@@ -94,7 +94,8 @@ def make_plan(
         cluster,
         measurements,
         Trained(metrics, events),
-        Profiling(pending, how_to_profile or AGAIN),
+        pending=pending,
+        how_to_profile=how_to_profile or AGAIN,
         skipped_lines=skipped_lines,
     )
     plan = with_confirmation(plan, sweep, measurements, awaited)

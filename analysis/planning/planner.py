@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,24 +45,20 @@ RUNNERS_UP = 3
 AGAIN = "run the sweep again"
 
 
-class Profiling(NamedTuple):
-    """Profiling that is still to come."""
-
-    # returns the configurations that the search still proposes on a partition
-    pending: Callable[[ClusterSpec, Sequence[Measurement]], Sequence[Configuration]]
-    how: str
-
-
 def plan_candidates(
     sweep: SweepSpec,
     cluster: ClusterSpec,
     measurements: Sequence[Measurement],
     trained: Trained,
-    profiling: Profiling,
     *,
+    pending: Callable[[ClusterSpec, Sequence[Measurement]], Sequence[Configuration]],
+    how_to_profile: str,
     skipped_lines: int,
 ) -> Plan:
-    """Return the plan; see `tula_hpc.analysis.plan.make_plan`."""
+    """Return the plan; see `tula_hpc.analysis.plan.make_plan`.
+
+    `pending` returns the configurations that the search still proposes on a partition.
+    """
     fitted = fit_parts(sweep, cluster, measurements, trained)
     fitted = fitted._replace(table=constrain(fitted.table, sweep.objective))
     require_feasible(fitted, sweep.objective, sweep.training.max_requeues)
@@ -71,14 +67,14 @@ def plan_candidates(
     plan = _without_warnings(sweep, fitted, choice)
     doubts = _doubts(plan, sweep, fitted, choice)
     for part in fitted.parts:
-        pending = profiling.pending(part.cluster, of_partition(measurements, part.name))
+        rows = of_partition(measurements, part.name)
         doubts += warnings.about_partition(
             part.name,
             part.cluster,
             part.summary,
             sweep,
-            pending,
-            how_to_profile=profiling.how,
+            pending(part.cluster, rows),
+            how_to_profile=how_to_profile,
             chosen=plan.chosen.configuration,
             model=part.models.step_time,
         )
