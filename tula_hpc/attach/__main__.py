@@ -41,7 +41,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tula_hpc.analysis.planning.warnings import ONE_ITERATOR
 from tula_hpc.attach.script import ParsedOptions, Script, with_placeholders, worded
 from tula_hpc.command_errors import CommandParser, exit_code_of
 from tula_hpc.config import ClusterSpec, SearchSpec
@@ -323,6 +322,9 @@ def _told(result: dict[str, Any]) -> Iterator[str]:
         noise = f"larger than can be told from {measured.noise_samples:,} samples"
     yield f"noise scale {noise}"
     if measured.one_iterator:
+        # late: it computes with NumPy, which --help and completions do without
+        from tula_hpc.analysis.planning.warnings import ONE_ITERATOR
+
         yield f"resume      {ONE_ITERATOR}"
 
 
