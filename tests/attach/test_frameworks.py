@@ -151,6 +151,23 @@ def test_with_another_batch_a_framework_begins_anew_and_says_so(tmp_path: Path) 
     assert read_metrics(story.run.train().metrics_file).epochs[-1].samples_seen == 2 * 64
 
 
+def test_a_model_that_saves_by_other_names_is_kept_by_its_own(tmp_path: Path) -> None:
+    """As a ViT does; a Trainer that goes on takes them as they are."""
+    from safetensors.torch import load_file
+    from transformers import ViTConfig, ViTForImageClassification
+
+    from tula_hpc.attach.frameworks.huggingface import names_of_their_own
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, **sizes))
+    with names_of_their_own():
+        model.save_pretrained(tmp_path / "ours")
+    model.save_pretrained(tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors").keys() for name in ("ours", "theirs"))
+    assert ours == model.state_dict().keys()
+    assert theirs != ours
+
+
 def test_without_tula_around_the_callbacks_are_the_frameworks_own() -> None:
     import lightning
     from transformers import TrainerCallback

@@ -8,13 +8,14 @@ the same as without us.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial, partialmethod, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import Trainer, TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from tula_hpc.attach.frameworks.folders import FolderState
 from tula_hpc.errors import InputError
@@ -96,7 +97,8 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
         return str(self.found)
 
     def _save(self, folder: Path) -> None:
-        with _changed(self.trainer.args, {**OURS, "output_dir": str(folder)}):
+        changes = {**OURS, "output_dir": str(folder)}
+        with _changed(self.trainer.args, changes), names_of_their_own():
             self.trainer._save_checkpoint(self.trainer.model_wrapped, trial=None)
 
     def _note(self, folder: Path) -> None:
@@ -145,6 +147,23 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
         """Report the mean loss of the steps since the last log."""
         if self.in_epoch and "loss" in (logs or {}):
             self.keeper.report({"train_loss": (logs or {})["loss"]})
+
+
+@contextmanager
+def names_of_their_own() -> Iterator[None]:
+    """Have models save their weights in the block by the names that these have in memory.
+
+    Many models save by the names of earlier versions, which a Trainer that goes on does not know:
+    it warns, and trains on with weights that were drawn anew.
+    """
+    original = PreTrainedModel.save_pretrained
+    if "save_original_format" not in inspect.signature(original).parameters:
+        yield
+        return
+    with _changed(
+        PreTrainedModel, {"save_pretrained": partialmethod(original, save_original_format=False)}
+    ):
+        yield
 
 
 def _restore_callbacks(trainer: Any) -> None:
