@@ -292,7 +292,7 @@ def odd_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Story
         ("zipped", [20, 10]),
         ("zipped", [25]),
         ("zipped", [30, 15]),
-        # processes of a loader take a random number as they start, but not once an epoch
+        # processes of loaders, of an evaluation too, take a random number as they start, but not once an epoch
         ("persistent", [16]),
         ("persistent", [20]),
         ("carry", [0]),

@@ -102,6 +102,7 @@ first, second = loader(), loader()
 third = loader(torch.Generator().manual_seed(7))
 if options.case == "persistent":
     first = DataLoader(data, options.batch_size, shuffle=True, num_workers=1, persistent_workers=True)
+    second = DataLoader(TensorDataset(data.tensors[0][:8]), 8, num_workers=1, persistent_workers=True)
 if options.case == "final":
     # its order is drawn from the script's own numbers
     first = DataLoader(data, options.batch_size, shuffle=True)
@@ -142,6 +143,12 @@ elif options.case == "carry":
             train(*batch, steps=number % 3 == 0)
         if number == len(first) and is_first_time():
             os.kill(os.getpid(), signal.SIGTERM)
+elif options.case == "persistent":
+    for _ in tula.epochs(options.epochs):
+        for inputs, numbers in tula.batches(first):
+            train(inputs + torch.randn(4), numbers)
+            if int(numbers.sum()) % 3 == 0:
+                list(second)
 elif options.case == "half":
     for _ in tula.epochs(1):
         for number, batch in enumerate(tula.batches(first)):

@@ -11,10 +11,18 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import tula_hpc.attach as tula
+
+
+class Noisy(TensorDataset):
+    """Draws from this process's random numbers, while its loader is a batch ahead."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        inputs, targets = (each[index] for each in self.tensors)
+        return inputs + 0.1 * torch.randn(16), targets
 
 
 def main() -> None:
@@ -31,7 +39,7 @@ def main() -> None:
     loading = DataLoaderConfiguration(use_seedable_sampler=options.seedable)
     accelerator = Accelerator(gradient_accumulation_steps=options.accumulate, dataloader_config=loading)
     set_seed(0)
-    data = TensorDataset(torch.randn(options.samples, 16), torch.randint(0, 4, (options.samples,)))
+    data = Noisy(torch.randn(options.samples, 16), torch.randint(0, 4, (options.samples,)))
     width = options.width
     model: nn.Module = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

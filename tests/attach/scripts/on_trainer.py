@@ -1,7 +1,7 @@
 """Hugging Face's Trainer on a small GPT-2 with made texts; kept by one line where tula_hpc is around it.
 
 on_trainer.py --batch-size 8 --epochs 2 [--samples 128] [--accumulate 2] [--width 32] [--log FOLDER]
-              [--pause 0.1] [--eval-steps 4] [--early] [--group]
+              [--pause 0.1] [--eval-steps 4] [--early] [--group] [--masks]
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ WORDS, LENGTH = 64, 16
 
 
 class Texts(Dataset[Any]):
-    def __init__(self, samples: int, seed: int) -> None:
+    def __init__(self, samples: int, seed: int, masks: bool = False) -> None:
+        self.masks = masks
         numbers = torch.Generator().manual_seed(seed)
         self.tokens = torch.randint(0, WORDS, (samples, LENGTH), generator=numbers)
 
@@ -33,7 +34,9 @@ class Texts(Dataset[Any]):
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+        tokens = self.tokens[index]
+        shown = tokens.masked_fill(torch.rand(LENGTH) < 0.2, 0) if self.masks else tokens
+        return {"input_ids": shown, "labels": tokens}
 
 
 class Logged(Trainer):  # type: ignore[misc] # no types are read from transformers
@@ -75,6 +78,7 @@ def main() -> None:
     parser.add_argument("--eval-steps", type=int, default=0)
     parser.add_argument("--early", action="store_true")
     parser.add_argument("--group", action="store_true")
+    parser.add_argument("--masks", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     set_seed(0)
@@ -101,7 +105,7 @@ def main() -> None:
     trainer = Logged(
         model=model,
         args=arguments,
-        train_dataset=Texts(options.samples, 1),
+        train_dataset=Texts(options.samples, 1, options.masks),
         eval_dataset=Texts(16, 2),
         compute_metrics=accuracy,
         callbacks=[tula.trainer_callback()],

@@ -15,6 +15,7 @@ from functools import partial, partialmethod, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from tula_hpc.attach.frameworks.folders import FolderState
@@ -90,6 +91,14 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
         )
         if self.keeper.progress.loops:
             _train_no_further(trainer)
+        original = trainer.get_batch_samples
+
+        @wraps(original)
+        def get_batch_samples(*args: Any, **kwargs: Any) -> Any:
+            self.keeper.history.take_batches(self.keeper.steps.hooks.loader)
+            return original(*args, **kwargs)
+
+        trainer.get_batch_samples = get_batch_samples
         if self.found is None:
             return None
         # or early stopping would forget how long it has waited
@@ -110,12 +119,19 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
         self.keeper.begin_epoch()
         # samplers may draw from them; the Trainer's own states follow with the first batch
         self.keeper.begin_draws()
+        batches = self.keeper.progress.batches
+        # of others those before it are left out by their indices
+        is_stream = isinstance(self.trainer.train_dataset, IterableDataset)
+        self.keeper.history.load_ahead(batches if is_stream else 0, self.keeper.found)
         self.in_epoch = True
         self.looked = state.global_step
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save or stop after the step before, unless it was of another epoch."""
+        self.keeper.history.catch_up()
         if state.global_step > self.looked:
+            done = state.global_step - self.looked
+            self.keeper.progress.batches += done * args.gradient_accumulation_steps
             self.looked = state.global_step
             self.keeper.end_batch()
 

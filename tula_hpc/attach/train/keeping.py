@@ -20,6 +20,7 @@ from tula_hpc.attach.frameworks.folders import batch_of, check_folders, kept_in_
 from tula_hpc.attach.reporting import Said
 from tula_hpc.attach.train.first_pass import rehearse_first_pass
 from tula_hpc.attach.train.loaders import (
+    LoaderHistory,
     OwnBeginnings,
     Passed,
     Stream,
@@ -28,7 +29,6 @@ from tula_hpc.attach.train.loaders import (
     random_state,
     set_generator_states,
     set_random_state,
-    start_processes,
     tell_beginnings,
 )
 from tula_hpc.attach.train.peers import Peers, state_of
@@ -79,6 +79,7 @@ class Keeper(SafePoints):
         # generators and loaders that have theirs: places may share them
         self.restored: list[object] = []
         self.beginnings = OwnBeginnings(self.restored)
+        self.history = LoaderHistory()
         # loops over `epochs` that this process has begun
         self.loops = 0
         # `epochs` was called, where all workers meet; a framework has ended
@@ -163,6 +164,7 @@ class Keeper(SafePoints):
         }
         self.generators = json.loads(self.found.pop("generators"))
         self.beginnings.load(self.found.pop("beginnings", "{}"))
+        self.history.load_state(self.found.pop("history", "[{}, {}]"))
 
     # the script's loops
 
@@ -207,6 +209,7 @@ class Keeper(SafePoints):
         if is_new:
             # nothing of the epoch was done
             self.found = {}
+            self.history.begin_epoch()
         self.beginnings.begin_epoch(is_new=is_new)
         self.began["epoch"] = random_state()
 
@@ -315,27 +318,24 @@ class Keeper(SafePoints):
         self, loader: Iterable[Any], begin: Callable[[], Iterator[Any]] | None = None
     ) -> Stream:
         progress, passed = self.progress, None
-        if progress.epoch and progress.restarts:
-            start_processes(loader)
         if "loader" in self.found:
             set_random_state(self.found.pop("loader"), loader)
             passed = Passed(progress.batches, progress.batch_size, progress.workers)
+            # one of accelerate's
+            if hasattr(loader, "base_dataloader"):
+                self.history.load_ahead(progress.batches, self.found)
         self.began["loader"] = random_state(loader)
         stream = Stream(loader, passed, self.spec.world_size, begin)
         if "now" in self.found:
             set_random_state(self.found.pop("now"), loader)
             self.beginnings.go_on()
-        self._recount(loader, passed)
-        return stream
-
-    def _recount(self, loader: Iterable[Any], passed: Passed | None) -> None:
-        """Count the batches of this place in those of the loader as it is now."""
-        progress = self.progress
+        self.history.catch_up()
+        # counted in batches of the loader as it is now
         size, workers = batch_size_of(loader), self.spec.world_size
         if passed is not None and size:
-            samples = passed.batches * passed.batch_size * passed.workers
-            progress.batches = samples // (size * workers)
+            progress.batches = passed.samples // (size * workers)
         progress.batch_size, progress.workers = size, workers
+        return stream
 
     def _each(self, batches: Iterator[Any]) -> Iterator[Any]:
         self.marked = time.perf_counter()
@@ -442,11 +442,10 @@ class Keeper(SafePoints):
     def state(self) -> dict[str, Any]:
         """See `SafePoints`."""
         begun = {str(place): generator_states(each) for place, each in self.loaders.items()}
+        moments = self.history.moments(self.steps.hooks.loader, self.loaders.get(self.calls))
+        moments |= {**self.began, "beginnings": self.beginnings.state()}
         # with those of the checkpoint that this process has not come to
-        generators = self.generators | begun
-        now = random_state(self.loaders.get(self.calls))
-        moments = {**self.began, "now": now, "generators": json.dumps(generators)}
-        moments["beginnings"] = self.beginnings.state()
+        moments["generators"] = json.dumps(self.generators | begun)
         random = {moment: self.worker.texts(text) for moment, text in moments.items()}
         kept = {name: state_of(thing) for name, thing in self.kept.items()}
         if not self.is_main:
@@ -477,6 +476,7 @@ class KeptTraining(ScriptTraining):
         """See `Mode`."""
         super().begin()
         self.keeper = Keeper(self)
+        self.keeper.history.install()
         be_around(self.keeper)
         tell_beginnings(self.keeper.note_beginning)
 

@@ -17,13 +17,16 @@ import contextlib
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, wraps
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from tula_hpc.batches import length_of
 from tula_hpc.data.loader import stop_signals_blocked
@@ -40,16 +43,39 @@ class Passed(NamedTuple):
     batch_size: int
     workers: int
 
+    @property
+    def samples(self) -> int:
+        """Samples in them, of all workers."""
+        return self.batches * self.batch_size * self.workers
 
-def random_state(loader: object = None) -> str:
-    """Return this process's random states, those of a loader's own generators included, as text."""
-    version, numbers, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+
+class Numbers(NamedTuple):
+    """States of random numbers on the host, as their libraries have them."""
+
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
+    torch: torch.Tensor
+
+
+def random_numbers() -> Numbers:
+    """Return them as they are now, at less cost than `random_state`."""
+    numpy: Any = np.random.get_state(legacy=True)
+    return Numbers(random.getstate(), numpy, torch.get_rng_state())
+
+
+def random_state(loader: object = None, numbers: Numbers | None = None) -> str:
+    """Return this process's random states, those of a loader's own generators included, as text.
+
+    Those of the host are `numbers`, if they are given.
+    """
+    host = numbers or random_numbers()
+    version, python, gauss = host.python
+    name, keys, position, has_gauss, cached = host.numpy
     has_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call] # torch's
     state = {
-        "python": [version, list(numbers), gauss],
+        "python": [version, list(python), gauss],
         "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
-        "torch": _text(torch.get_rng_state()),
+        "torch": _text(host.torch),
         "cuda": _text(torch.cuda.get_rng_state()) if has_gpu else None,
         "generators": generator_states(loader),
     }
@@ -66,7 +92,8 @@ def set_random_state(text: str, loader: object = None) -> None:
     torch.set_rng_state(_tensor(state["torch"]))
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(_tensor(state["cuda"]))
-    set_generator_states(loader, state["generators"])
+    if loader is not None:
+        set_generator_states(loader, state["generators"])
 
 
 def generator_states(loader: object) -> list[str]:
@@ -246,11 +273,11 @@ class Stream:
         if is_plain and is_same and length is not None and passed.batches >= length:
             return iter(())
         if indexed is not None:
-            samples = passed.batches * passed.batch_size * passed.workers // workers
+            samples = passed.samples // workers
             return self._begin_by_index(indexed, samples)
         batches = passed.batches
         if not is_same and size:
-            batches = passed.batches * passed.batch_size * passed.workers // (size * workers)
+            batches = passed.samples // (size * workers)
         stream = _begun(self.begin)
         with contextlib.suppress(StopIteration):
             for _ in range(batches):
@@ -275,15 +302,128 @@ def _begun(begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         return begin()
 
 
-def start_processes(loader: object) -> None:
-    """Start the processes that a loader keeps, which take a random number, as if it had them by now."""
-    for each in getattr(loader, "flattened", [getattr(loader, "base_dataloader", loader)]):
-        if isinstance(each, DataLoader) and each.persistent_workers and each._iterator is None:
-            before = random_state(each)
-            with stop_signals_blocked():
-                # not accelerate's, which is a generator
-                DataLoader.__iter__(each)
-            set_random_state(before, each)
+class LoaderHistory:
+    """What a training's loaders have done, as far as a resumed one has to know it.
+
+    Processes that a loader keeps start once in a training, which takes a random number. In a resumed
+    one they do so again, but take none. And accelerate's loaders, the Trainer's among them, load a
+    batch before the step of the one before it. Where the script's process loads by itself, a resumed
+    one loads that batch with the numbers that it was loaded with, and goes on with those of the
+    moment that was saved.
+    """
+
+    def __init__(self) -> None:
+        # of processes that are kept, so far and until this epoch, by data set and their number
+        self.starts: Counter[str] = Counter()
+        self.before: Counter[str] = Counter()
+        # an epoch is resumed, with the random numbers of its beginning
+        self.is_behind = False
+        # before the last batch of each iterator
+        self._loading: weakref.WeakKeyDictionary[Any, Numbers] = weakref.WeakKeyDictionary()
+        # by a framework that takes the batches of a step at once: those, and the ones before it
+        self._taken: tuple[Numbers | None, Numbers] | None = None
+        # of the checkpoint: batches before the one that was ahead, its numbers, those after it
+        self._found: tuple[int, str, str] | None = None
+
+    def install(self) -> None:
+        """Watch from now on."""
+        start = DataLoader._get_iterator
+        load: Any = _SingleProcessDataLoaderIter._next_data
+        history = self
+
+        @wraps(start)
+        def started(loader: Any) -> Any:
+            if not loader.persistent_workers or not history._had(loader):
+                return start(loader)
+            before = random_state(loader)
+            iterator = start(loader)
+            set_random_state(before, loader)
+            # as if it had them by now
+            iterator._reset(loader)
+            return iterator
+
+        @wraps(load)
+        def loaded(iterator: Any) -> Any:
+            behind = history._begin(iterator)
+            batch = load(iterator)
+            if behind:
+                set_random_state(behind)
+            return batch
+
+        DataLoader._get_iterator = started  # type: ignore[assignment, method-assign] # to be told
+        _SingleProcessDataLoaderIter._next_data = loaded  # type: ignore[method-assign] # likewise
+
+    def _had(self, loader: Any) -> bool:
+        """Tell whether a loader has had processes in this training; count those that it starts."""
+        data = loader.dataset
+        key = f"{type(data).__qualname__} {length_of(data)} {loader.num_workers}"
+        # one that is made anew for each epoch starts some each time
+        if (self.before if self.is_behind else self.starts)[key] == 1:
+            return True
+        self.starts[key] += not self.is_behind
+        return False
+
+    def _begin(self, iterator: Any) -> str:
+        """Note that an iterator loads a batch; return the numbers to go on with, "" for its own."""
+        self._loading[iterator] = random_numbers()
+        if self._found is None:
+            return ""
+        left, ahead, behind = self._found
+        self._found = (left - 1, ahead, behind)
+        if left:
+            return ""
+        self._found = None
+        _after_index(iterator, partial(set_random_state, ahead))
+        return behind
+
+    def begin_epoch(self) -> None:
+        """Note that an epoch begins, of which nothing was done."""
+        self.is_behind = False
+        self.before = Counter(self.starts)
+
+    def take_batches(self, iterator: object) -> None:
+        """Note that a framework takes the batches of its next step; the first one is loaded."""
+        self._taken = (self._before(iterator), random_numbers())
+
+    def load_ahead(self, passed: int, found: Mapping[str, str]) -> None:
+        """Load the batch after so many as it was loaded before the checkpoint."""
+        if found.get("ahead") and "now" in found:
+            self._found = (passed, found["ahead"], found["now"])
+
+    def catch_up(self) -> None:
+        """Note that a resumed training is where it was."""
+        self.is_behind = False
+        self._found = None
+
+    def _before(self, iterator: object) -> Numbers | None:
+        return None if iterator is None else self._loading.get(iterator)
+
+    def moments(self, iterator: object, loader: object) -> dict[str, str]:
+        """Return what a resumed training needs, and the numbers of now, as text."""
+        ahead, now = self._taken or (self._before(iterator), None)
+        return {
+            "ahead": random_state(numbers=ahead) if ahead else "",
+            "now": random_state(loader, now),
+            "history": json.dumps([self.starts, self.before]),
+        }
+
+    def load_state(self, text: str) -> None:
+        """Go on from the history among what `moments` returned, within an epoch."""
+        self.starts, self.before = map(Counter, json.loads(text))
+        self.is_behind = True
+
+
+def _after_index(iterator: Any, then: Callable[[], None]) -> None:
+    """Call a function once the sampler has drawn what belongs to an iterator's next batch."""
+    original = iterator._next_index
+
+    def next_index() -> Any:
+        index = original()
+        del iterator._next_index
+        then()
+        return index
+
+    iterator._next_index = next_index
 
 
 def _is_indexed(loader: object) -> TypeGuard[DataLoader[Any]]:
