@@ -129,7 +129,7 @@ def test_only_env_reads_the_schedulers_variables() -> None:
 # One process for all commands and what they submit, those that need least first: what is loaded stays.
 COMMANDS = """
 import contextlib, io, os, sys
-numerics, drawing, jobs = {"numpy", "scipy"}, {"matplotlib", "matplotlib.pyplot"}, {"submitit", "torch"}
+numerics, drawing, jobs = {"numpy", "scipy", "kneed"}, {"matplotlib", "matplotlib.pyplot"}, {"submitit", "torch"}
 run = sys.argv[1]
 
 def main(command, *arguments):
@@ -143,8 +143,8 @@ def check(what, *modules):
 from tula_hpc.analysis import plan
 main(plan, "--help")
 check("help", numerics, jobs, drawing, {"rich"})
-assert main(plan, run, "--objective", "kneedle", "--json") == 0
-check("plan", jobs, drawing)
+assert main(plan, run, "--objective", "time", "--json") == 0
+check("plan", jobs, drawing, {"kneed"})
 assert "numpy" in sys.modules
 from tula_hpc.analysis.report import __main__ as report
 check("import of report", jobs, drawing)
@@ -152,6 +152,8 @@ from tula_hpc.analysis.figures import all as figures
 figures.FIGURES = {"memory": figures.FIGURES["memory"]}
 assert main(report, run) == 0
 check("report", jobs, drawing - {"matplotlib"}, {"torchvision"})
+assert main(plan, run, "--objective", "knee", "--json") == 0
+check("knee", jobs)
 from tula_hpc.status import __main__ as status
 path, os.environ["PATH"] = os.environ["PATH"], ""  # no Slurm: nothing is known
 assert main(status, run) == 4

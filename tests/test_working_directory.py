@@ -31,7 +31,7 @@ from tula_hpc.formatting import command_line
 from tula_hpc.python_path import is_found_elsewhere
 
 ROOT = Path(__file__).resolve().parents[1]
-LIBRARIES = {"pydantic", "numpy", "scipy", "matplotlib", "jinja2", "markupsafe", "rich", "submitit", "torch"}
+LIBRARIES = {"pydantic", "numpy", "scipy", "matplotlib", "jinja2", "markupsafe", "rich", "kneed", "submitit", "torch"}
 NAMES = (sys.stdlib_module_names | LIBRARIES | {"analysis", "tests", "sitecustomize"}) - {"antigravity", "this"}
 PACKAGES = Path(np.__file__).parents[1]
 SCRIPT = "import sys\nfrom tula_hpc.__main__ import main\nsys.exit(main())\n"

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,7 @@ from tula_hpc.analysis.planning.candidates import (
 )
 from tula_hpc.analysis.planning.partitions import plannable
 from tula_hpc.config import SweepSpec
+from tula_hpc.files import loaded_elsewhere
 from tula_hpc.records import Knee
 
 Array = NDArray[np.float64]
@@ -179,6 +181,33 @@ def knees(kind: str, curve: Curve) -> Array:
     return kneedle_knees(curve) if kind == "kneedle" else doubling_knees(curve)
 
 
+def find_kneedle(curve: Curve) -> float | None:
+    """Return the knee of one curve by the package kneed; None if it hardly bends.
+
+    Of several it is the one farthest below the chord, which `kneedle_knees` finds in hundreds of
+    curves at once.
+    """
+    batches, times, _ = curve
+    if np.isnan(kneedle_knees(curve)):
+        return None
+    locator = _knee_locator()(batches, times, curve="convex", direction="decreasing", online=True)
+    height = (times - times[-1]) / (times[0] - times[-1])
+    bend = 1.0 - (batches - batches[0]) / (batches[-1] - batches[0]) - height
+    return max(
+        sorted(map(float, locator.all_knees)),
+        key=lambda batch: float(np.interp(batch, batches, bend)),
+        default=None,
+    )
+
+
+@cache
+def _knee_locator() -> Any:
+    # kneed loads matplotlib and scipy.signal, half a second that only a knee is worth
+    with loaded_elsewhere():
+        from kneed import KneeLocator
+    return KneeLocator
+
+
 def batches_up_to(kind: str, knee: float | Array) -> Array:
     """Return the largest batch that is taken with a knee: itself; for Kneedle the nearest octave."""
     return np.asarray(knee * (1.0 if kind == "knee" else math.sqrt(2.0)) * (1.0 + 1e-9))
@@ -199,16 +228,15 @@ def _sampled(lines: Lines, train_time_s: TrainTime) -> Curve:
 def knee_of(kind: str, curves: TimeCurves) -> Knee:
     """Return the fitted curve's knee, if any, with its 90 % interval where models were drawn."""
     nominal = lower_envelope(curves.lines, curves.nominal)
-    found = float(knees(kind, nominal))
-    knee = None if math.isnan(found) else found
+    knee = find_kneedle(nominal) if kind == "kneedle" else float(doubling_knees(nominal))
     if curves.drawn is None:
         return Knee(global_batch=knee)
     drawn = _sampled(curves.lines, curves.drawn)
-    others = knees(kind, drawn)
-    share = float(np.mean(np.isnan(others)))
+    found = knees(kind, drawn)
+    share = float(np.mean(np.isnan(found)))
     if share == 1.0:
         return Knee(global_batch=knee, share_without_knee=share)
-    interval = _interval(drawn.global_batch, others, knee)
+    interval = _interval(drawn.global_batch, found, knee)
     is_cut = interval[1] >= drawn.global_batch[-1]
     return Knee(global_batch=knee, interval_90=interval, is_cut=is_cut, share_without_knee=share)
 

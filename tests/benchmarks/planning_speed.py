@@ -27,6 +27,7 @@ from tula_hpc.records import Measurement, RunDirectory, append_record
 
 EPOCHS = 5
 MEASUREMENTS = 100_000
+# kneed, for the knee, loads matplotlib and scipy.signal, which takes most of the command's time
 LIMITS_S = {"aggregate": 3.0, "command": 2.5}
 
 
