@@ -15,7 +15,8 @@ from typing import Literal, NamedTuple
 
 from tula_hpc.config import REFERENCE_COLUMN, StudyCell, StudySpec, SweepSpec, load_frozen_sweep
 from tula_hpc.errors import RunDirectoryError
-from tula_hpc.formatting import UNKNOWN, in_percent, listed
+from tula_hpc.files import not_a_run
+from tula_hpc.formatting import UNKNOWN, command_line, in_percent, listed
 from tula_hpc.records import (
     EpochMetrics,
     Event,
@@ -80,13 +81,16 @@ def read_study(run: RunDirectory) -> StudyContents:
     """Read a study, finished or not.
 
     Raises:
-        RunDirectoryError: It holds no study.
-        InputError: Its sweep.toml is missing or damaged.
+        RunDirectoryError: There is no such directory, or it holds no study.
+        InputError: Its sweep.toml is damaged.
     """
+    if not run.sweep_file.exists():
+        raise RunDirectoryError(not_a_run(run.root), source=run.root)
     # frozen: the data may be on another machine
     sweep = load_frozen_sweep(run.sweep_file)
     if sweep.study is None:
-        raise RunDirectoryError("holds no study", source=run.root)
+        report = command_line("report", str(run.root))
+        raise RunDirectoryError(f"holds no study; use {report}", source=run.root)
     events = run.events()
     cells = sweep.study.cells()
     return StudyContents(

@@ -102,7 +102,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
         # their modules are in the next one as well
         pytest.param("profile", "analysis.plan", ["--objective", "time"], 0, marks=pytest.mark.thorough),
         pytest.param("profile", "analysis.report", [], 0, marks=pytest.mark.thorough),
-        ("study", "analysis.report", [], 0),
+        ("study", "analysis.study", [], 0),
         ("run", "__main__", [], 2),
     ],
 )

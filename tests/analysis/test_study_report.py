@@ -30,6 +30,7 @@ from tula_hpc.analysis.figures.style import SIZES, styled
 from tula_hpc.analysis.report import __main__ as report
 from tula_hpc.analysis.report.study_page import write_study_report
 from tula_hpc.analysis.report.study_text import cautions, latex, verdicts
+from tula_hpc.analysis.study import main
 from tula_hpc.analysis.study_results import answer, make_table, read_study
 from tula_hpc.config import StudyCell, SweepSpec
 from tula_hpc.errors import RunDirectoryError
@@ -140,10 +141,12 @@ def test_the_command_for_runs_makes_a_studys_own_report(tmp_path: Path, capsys: 
     assert {path.name for path in run.report.iterdir()} == TEXTS
 
 
-def test_what_is_no_study_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "sweep.toml").write_text('name = "x"\n')
-    with pytest.raises(RunDirectoryError, match="holds no study"):
+def test_what_is_no_study_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RunDirectoryError, match=r"no sweep\.toml"):
         read_study(RunDirectory(tmp_path))
+    (tmp_path / "sweep.toml").write_text('name = "x"\n')
+    assert main([str(tmp_path)]) == 2
+    assert "holds no study" in capsys.readouterr().err
 
 
 def test_the_verdict_names_the_loss_the_best_and_what_came_back(run: RunDirectory) -> None:

@@ -1,0 +1,40 @@
+"""Write the report of a study: `python -m tula_hpc.analysis.study RUN`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tula_hpc.analysis.report.output import exit_code_of
+from tula_hpc.analysis.report.study_page import study_text, write_study_report
+from tula_hpc.command_errors import CommandParser
+from tula_hpc.formatting import printable_output
+from tula_hpc.records import RunDirectory
+
+
+@printable_output()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code: 0 done, 1 failed, 2 bad input."""
+    parser = CommandParser(
+        prog="python -m tula_hpc.analysis.study",
+        description=(
+            "Write table, figures and verdicts of a study into RUN/report, from the files in RUN "
+            "alone."
+        ),
+    )
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="a run directory of a study, finished or not"
+    )
+    run = RunDirectory(parser.parse_args(arguments).run)
+
+    def write() -> None:
+        paths = write_study_report(run)
+        print(study_text(run))
+        print(f"report: {paths[0]}")
+
+    return exit_code_of(write, run.root)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
