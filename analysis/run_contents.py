@@ -25,6 +25,7 @@ from tula_hpc.config import (
     load_frozen_sweep,
     without_values,
 )
+from tula_hpc.env import unix_time
 from tula_hpc.errors import InputError, RunDirectoryError
 from tula_hpc.files import not_a_run, read_bounded
 from tula_hpc.formatting import format_number, plural
@@ -48,6 +49,7 @@ from tula_hpc.records import (
     read_metrics,
     steps_of_epoch,
 )
+from tula_hpc.records.run_directory import holder_of
 
 # standard errors of counting within which an accuracy may be that of guessing
 ERRORS = 3.0
@@ -218,6 +220,8 @@ class RunContents(NamedTuple):
     notes: list[str]
     # of all jobs, where accounting was asked
     accounts: Sequence[JobAccount] = ()
+    # Unix time of this reading where a command is at work in the run, else 0
+    seen_at: float = 0.0
 
     @property
     def cluster_sizes(self) -> list[int]:
@@ -308,6 +312,7 @@ def read_run(run: RunDirectory) -> RunContents:
         job_notes=run.job_notes(),
         notes=notes,
         accounts=accounts,
+        seen_at=unix_time() if holder_of(run.root / ".lock").alive else 0.0,
     )
 
 

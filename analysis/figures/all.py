@@ -25,6 +25,7 @@ from tula_hpc.analysis.figures.time_and_cost.over_batch import (
     draw_progress,
 )
 from tula_hpc.analysis.figures.time_and_cost.pareto_front import draw_pareto
+from tula_hpc.analysis.figures.timeline import draw_timeline
 from tula_hpc.analysis.figures.training import draw_sensitivity, draw_training
 from tula_hpc.analysis.run_contents import RunContents
 from tula_hpc.analysis.scaling import Scaling, no_scaling, scaling_of
@@ -37,6 +38,7 @@ FIGURES = {
     "epoch_time": draw_epoch_time,
     "pareto": draw_pareto,
     "training": draw_training,
+    "timeline": draw_timeline,
     "progress": draw_progress,
     "cost": draw_cost,
     "strong_scaling": draw_strong_scaling,

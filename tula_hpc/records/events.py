@@ -384,6 +384,11 @@ class Sign(NamedTuple):
 
     time: float
     kind: Literal["resumed", "stopped", "finished"]
+    # to be shown: the name of the event
+    title: str = ""
+    job_id: str = ""
+    # of the training
+    label: str = MAIN_LABEL
     # Unix time of the start of the job's run, where its end tells it
     began_at: float | None = None
 
@@ -637,11 +642,12 @@ class RunHistory:
     def signs(self) -> list[Sign]:
         """Return the signs of life of all trainings, in the order of time."""
         found = []
-        for events in self._by_label.values():
+        for label, events in self._by_label.items():
             for event in events:
                 if event.event in _SIGNS:
+                    kind = _SIGNS[event.event]
                     began_at = ProgressData.of(event).began_at
-                    found.append(Sign(event.time, _SIGNS[event.event], began_at))
+                    found.append(Sign(event.time, kind, event.title, event.job_id, label, began_at))
         return sorted(found, key=lambda sign: sign.time)
 
     def news(self, since: int) -> list[News]:

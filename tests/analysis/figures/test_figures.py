@@ -712,7 +712,7 @@ def test_figures_without_data_are_named_with_the_reason(tmp_path: Path) -> None:
 def test_a_plan_without_measurements_is_drawn(run: RunContents) -> None:
     result = draw_all(run._replace(measurements=[], trainings=[]))
     assert {drawing.name for drawing in result.drawings} == {
-        "epoch_time", "progress", "cost", "pareto", "memory"
+        "epoch_time", "progress", "cost", "pareto", "memory", "timeline"
     }  # fmt: skip
 
 

@@ -1,0 +1,271 @@
+"""Timeline of a run: when each of its jobs waited and ran, and interruptions of the training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
+from typing import Literal, NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from tula_hpc.analysis.costs.usage import job_runs, length_of_union
+from tula_hpc.analysis.figures import style
+from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
+from tula_hpc.analysis.run_contents import RunContents, evenly
+from tula_hpc.formatting import format_duration, plural
+from tula_hpc.records import MAIN_LABEL, RunHistory, Sign, Submission
+
+Kind = Literal["waiting", "profiling", "training"]
+COLOURS: dict[Kind, style.Colour] = {
+    "waiting": style.DATA,
+    "profiling": style.COMPUTE,
+    "training": style.SIZES[0],
+}
+STOPS = ("stopped", "finished")
+COLUMNS = ("row", "job", "kind", "begin_s", "end_s", "ended_by")
+# jobs with a row each; of more, evenly spread ones
+MOST_ROWS = 24
+# waits and runs that are drawn; of more, evenly spread ones
+MOST_STRETCHES = 1000
+ROW_IN = 0.27
+# share of the whole below which a bar could not be seen
+LEAST_WIDTH = 0.004
+# share of the whole that is worth a word in the title
+NOTABLE_WAIT = 0.005
+# the axis of a run without any length
+MOMENT_S = 1e-3
+
+
+class Stretch(NamedTuple):
+    """One job's wait or run, on a clock of Unix seconds."""
+
+    row: str
+    job_id: str
+    kind: Kind
+    begin: float
+    end: float
+    # "preempted", "requeued", "finished", …; empty where nothing says
+    ended_by: str = ""
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Tell whether the run ended before the work was done."""
+        return self.kind == "training" and self.ended_by not in ("", "finished")
+
+
+def stretches(run: RunContents) -> list[Stretch]:
+    """Return the waits and runs of all profile jobs and trainings, by their beginnings."""
+    history = RunHistory(run.events)
+    found = [*_profiling(run, history)]
+    signs = history.signs()
+    submitted = history.submissions("train")
+    labels = [one.label for one in run.trainings]
+    labels += [sign.label for sign in signs] + [job.label for job in submitted]
+    for label in dict.fromkeys(labels):
+        mine = [sign for sign in signs if sign.label == label]
+        jobs = [job for job in submitted if job.label == label]
+        found += _training(run, label, jobs, mine)
+    return sorted(found, key=lambda one: (one.begin, one.end))
+
+
+def _profiling(run: RunContents, history: RunHistory) -> Iterator[Stretch]:
+    """Yield the profile jobs by their notes, or by their submission and end where they left none."""
+    noted = set()
+    for job in job_runs(run.job_notes, run.measurements, run.cluster):
+        # tasks of an array have the id of the array with a number
+        noted |= {job.job_id, job.job_id.partition("_")[0]}
+        row = f"profile {job.job_id}".strip()
+        yield Stretch(row, job.job_id, "waiting", job.waited_from, job.began_at)
+        yield Stretch(row, job.job_id, "profiling", job.began_at, job.ended_at)
+    elapsed = {account.job_id: account.elapsed_s for account in run.accounts if account.over}
+    for submitted in history.submissions("profile"):
+        if submitted.job_id in noted:
+            continue
+        row = f"profile {submitted.job_id}".strip()
+        waited_from = submitted.submitted_at
+        if submitted.end is None:
+            # it would have noted its start
+            yield _still_waiting(row, submitted.job_id, waited_from, run)
+            continue
+        ended = submitted.end.time
+        began = max(waited_from, ended - elapsed.get(submitted.job_id, ended))
+        yield Stretch(row, submitted.job_id, "waiting", waited_from, began)
+        yield Stretch(row, submitted.job_id, "profiling", began, max(began, ended))
+
+
+def _training(
+    run: RunContents, label: str, jobs: Sequence[Submission], signs: Sequence[Sign]
+) -> Iterator[Stretch]:
+    row = "training" if label == MAIN_LABEL else f"training {label}"
+    submitted = {job.job_id: job.submitted_at for job in jobs}
+    of_job: dict[str, list[Sign]] = {job_id: [] for job_id in submitted}
+    for sign in signs:
+        of_job.setdefault(sign.job_id, []).append(sign)
+    mine = [training for training in run.trainings if training.label == label]
+    # a job writes few events while it trains
+    logged_s = sum(epoch.epoch_time_s for one in mine for epoch in one.metrics.epochs)
+    for job in jobs:
+        of_job[job.job_id] += _last_known(job, of_job[job.job_id], jobs[0].submitted_at + logged_s)
+    took: dict[str, list[float]] = {}
+    for one in run.accounts:
+        if one.over:
+            took.setdefault(one.job_id, []).append(one.elapsed_s)
+    worked_s = sum(one.result.wall_time_s for one in mine if one.result)
+    for job_id, its_signs in of_job.items():
+        groups = _runs(its_signs)
+        known = took.get(job_id, [])
+        elapsed: Sequence[float | None] = known if len(known) == len(groups) else ()
+        reached = submitted.get(job_id)
+        for signs_of_run, seconds in zip_longest(groups, elapsed):
+            usual = worked_s if len(groups) == len(submitted) == 1 else None
+            begin = _begin(signs_of_run, seconds or usual, reached)
+            last = next((one for one in signs_of_run if one.kind in STOPS), None)
+            end = max(begin, (last or signs_of_run[-1]).time)
+            if reached is not None:
+                yield Stretch(row, job_id, "waiting", reached, begin)
+            yield Stretch(row, job_id, "training", begin, end, last.title if last else "")
+            reached = max(end, signs_of_run[-1].time)
+        waits = not groups or groups[-1][-1].title == "requeued"
+        if waits and reached is not None:
+            yield _still_waiting(row, job_id, reached, run)
+
+
+def _still_waiting(row: str, job_id: str, since: float, run: RunContents) -> Stretch:
+    return Stretch(row, job_id, "waiting", since, max(since, run.seen_at))
+
+
+def _last_known(job: Submission, signs: Sequence[Sign], logged_at: float) -> list[Sign]:
+    """Return how far the last run of a job is known to have come that left no sign of its end."""
+    if signs and signs[-1].kind in STOPS:
+        return []
+    if job.end is not None:
+        failure = job.end.failure
+        return [Sign(job.end.time, "stopped", failure.value if failure else "", job.job_id)]
+    known = max(job.last_sign_at, logged_at)
+    return [Sign(known, "stopped", "", job.job_id)] if known > job.submitted_at else []
+
+
+def _runs(signs: Iterable[Sign]) -> list[list[Sign]]:
+    """Split the signs of a job: a run lasts from a beginning to the next one that follows a stop."""
+    groups: list[list[Sign]] = []
+    has_stopped = True
+    for sign in signs:
+        if not groups or (sign.kind == "resumed" and has_stopped):
+            groups.append([])
+            has_stopped = False
+        groups[-1].append(sign)
+        has_stopped = has_stopped or sign.kind in STOPS
+    return groups
+
+
+def _begin(signs: Sequence[Sign], elapsed_s: float | None, reached: float | None) -> float:
+    """Return when a run began: as its end tells, by its first sign or length, or after the last one."""
+    for sign in signs:
+        if sign.began_at is not None:
+            return sign.began_at if reached is None else max(reached, sign.began_at)
+    known = []
+    if signs[0].kind == "resumed":
+        known.append(signs[0].time)
+    if elapsed_s:
+        known.append(signs[-1].time - elapsed_s)
+    if reached is None:
+        return min(known, default=signs[0].time)
+    return max(reached, min(known, default=reached))
+
+
+def draw_timeline(run: RunContents) -> Drawing | Missing:
+    """Draw the waits and runs of all jobs over the hours, a row each, with interruptions."""
+    found = stretches(run)
+    if not found:
+        return Missing("timeline", "timeline", "no job has been submitted yet", optional=True)
+    first = min(one.begin for one in found)
+    whole_s = max(max(one.end for one in found) - first, MOMENT_S)
+    title = _title(found, whole_s)
+    rows = evenly(list(dict.fromkeys(one.row for one in found)), MOST_ROWS)
+    shown = evenly(found, MOST_STRETCHES)
+    with style.styled():
+        figure, (axes,) = style.new_figure(title, 1.0 + ROW_IN * max(2, len(rows)))
+        _draw(axes, [one for one in shown if one.row in rows], rows, first, whole_s)
+        _dress(axes, rows, whole_s, found)
+    table = Table(COLUMNS, [_row(one, first) for one in shown])
+    return Drawing("timeline", title, _caption(found, rows), figure, table)
+
+
+def _draw(
+    axes: Axes, shown: Sequence[Stretch], rows: Sequence[str], first: float, whole_s: float
+) -> None:
+    places = {row: place for place, row in enumerate(rows)}
+    # without a wait the bar of the run hides that of the wait
+    axes.barh(
+        [places[one.row] for one in shown],
+        [max(one.end - one.begin, LEAST_WIDTH * whole_s) for one in shown],
+        left=[one.begin - first for one in shown],
+        height=0.62,
+        color=[COLOURS[one.kind].light for one in shown],
+        edgecolor=style.PAPER.light,
+        linewidth=0.5,
+        zorder=3,
+    )
+    for one in shown:
+        if one.is_interrupted:
+            at = ([one.end - first], [places[one.row]])
+            axes.plot(*at, "X", color=style.ALERT.light, markersize=7, zorder=5)
+
+
+def _dress(axes: Axes, rows: Sequence[str], whole_s: float, found: Sequence[Stretch]) -> None:
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
+    axes.grid(visible=True, axis="x")
+    axes.set_xlim(0, 1.02 * whole_s)
+    axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: style.duration_tick(value)))
+    axes.set_xlabel("time since the first job was submitted")
+    last = {one.row: one for one in found}.values()
+    kinds = {one.kind for one in found if one.end > one.begin or one in last}
+    keys = [
+        style.Key(kind, marker="s", colour=colour.light)
+        for kind, colour in COLOURS.items()
+        if kind in kinds
+    ]
+    if any(one.is_interrupted for one in found):
+        keys.append(style.Key("interrupted", marker="X", colour=style.ALERT.light))
+    style.legend(axes, keys, left=0.0)
+
+
+def _title(found: Sequence[Stretch], whole_s: float) -> str:
+    parts = [f"{format_duration(whole_s)} from the first job to the last"]
+    # waiting while another job runs is no queue
+    running = [one for one in found if one.kind != "waiting"]
+    ran_s = length_of_union((one.begin, one.end) for one in running)
+    known_s = length_of_union((one.begin, one.end) for one in found)
+    if known_s - ran_s >= NOTABLE_WAIT * whole_s:
+        parts.append(f"{format_duration(known_s - ran_s)} of it only waiting for nodes")
+    if whole_s - known_s >= NOTABLE_WAIT * whole_s:
+        parts.append(f"{format_duration(whole_s - known_s)} without a job")
+    if stops := sum(one.is_interrupted for one in running):
+        parts.append(f"{plural(stops, 'interruption')} of the training")
+    return ", ".join(parts)
+
+
+def _caption(found: Sequence[Stretch], rows: Sequence[str]) -> str:
+    text = (
+        "One row for each profile job, one for each training with all its jobs. Jobs wait from "
+        "their submission, or from the end of the run before, until they have nodes; what no note "
+        "tells apart from waiting counts as running. A job without any sign yet is drawn up to the "
+        "report, if a command was at work then. "
+    )
+    if any(one.is_interrupted for one in found):
+        text += "A cross marks where a preemption, a time limit or a failure ended a run. "
+    left_out = len({one.row for one in found}) - len(rows)
+    if left_out:
+        text += f"Of very many jobs {plural(left_out, 'row')} are left out; the numbers have them. "
+    if len(found) > MOST_STRETCHES:
+        text += f"Of {len(found):,} waits and runs {MOST_STRETCHES:,} are shown, evenly spread. "
+    return text.strip()
+
+
+def _row(one: Stretch, first: float) -> tuple[Cell, ...]:
+    return (one.row, one.job_id, one.kind, one.begin - first, one.end - first, one.ended_by)
