@@ -18,6 +18,7 @@ from tula_hpc.analysis.figures.study.accuracy import (
     draw_study_delta,
     draw_study_epochs,
 )
+from tula_hpc.analysis.figures.study.results_table import draw_study_table
 from tula_hpc.analysis.figures.study.scales import draw_study_scale
 from tula_hpc.analysis.figures.time_and_cost.over_batch import (
     draw_cost,
@@ -52,6 +53,7 @@ FIGURES = {
     "gradient_norm": draw_gradient_norm,
 }
 STUDY_FIGURES = {
+    "study_table": draw_study_table,
     "study_accuracy": draw_study_accuracy,
     "study_epochs": draw_study_epochs,
     "study_delta": draw_study_delta,

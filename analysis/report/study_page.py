@@ -15,11 +15,9 @@ from tula_hpc.analysis.report.page import shared_content
 from tula_hpc.analysis.report.study_text import cautions, latex, plain_text, table_cells, verdicts
 from tula_hpc.analysis.report.tables import TextTable
 from tula_hpc.analysis.study_results import (
-    CSV_COLUMNS,
     StudyContents,
     StudyTable,
     answer,
-    csv_rows,
     make_table,
     read_study,
 )
@@ -46,8 +44,8 @@ RUN_COLUMNS = (
 def write_study_report(run: RunDirectory) -> list[Path]:
     """Write RUN/report and return its files, study.html first.
 
-    The others are the table as study_table.csv and study_table.tex, study_runs.csv, and each figure
-    as SVG, PNG and CSV.
+    The others are study_table.tex, study_runs.csv, and each figure as SVG, PNG and CSV; the CSV
+    file of the table's figure is the table.
     """
     # matplotlib takes half a second
     with loaded_elsewhere():
@@ -63,7 +61,6 @@ def write_study_report(run: RunDirectory) -> list[Path]:
     ]
     files: dict[str, bytes] = {
         "study.html": render_page(TEMPLATE, _page(contents, table, drawn, figures)).encode(),
-        "study_table.csv": Table(CSV_COLUMNS, csv_rows(table)).to_csv().encode(),
         "study_table.tex": printable(latex(table)).encode(),
         "study_runs.csv": Table(RUN_COLUMNS, runs).to_csv().encode(),
     }

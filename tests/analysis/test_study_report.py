@@ -5,11 +5,15 @@ from __future__ import annotations
 import csv
 import itertools
 import re
+import shutil
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_rgba
+from matplotlib.patches import Rectangle
+from matplotlib.transforms import Bbox
 
 from tests.study_factory import SWEEP, accuracy, make_study
 from tula_hpc.analysis.figures.drawing import Drawing, Missing
@@ -21,12 +25,13 @@ from tula_hpc.analysis.figures.study.accuracy import (
     draw_study_epochs,
     line_style,
 )
+from tula_hpc.analysis.figures.study.results_table import draw_study_table
 from tula_hpc.analysis.figures.study.scales import (
     density,
     draw_study_scale,
     used_scales,
 )
-from tula_hpc.analysis.figures.style import SIZES, styled
+from tula_hpc.analysis.figures.style import ALERT, INK, SIZES, styled
 from tula_hpc.analysis.report import __main__ as report
 from tula_hpc.analysis.report.study_page import write_study_report
 from tula_hpc.analysis.report.study_text import cautions, latex, verdicts
@@ -35,9 +40,6 @@ from tula_hpc.analysis.study_results import answer, make_table, read_study
 from tula_hpc.config import StudyCell, SweepSpec
 from tula_hpc.errors import RunDirectoryError
 from tula_hpc.records import Metrics, RunDirectory, StepMetrics, TunedRates
-
-# what a report has beside its figures
-TEXTS = {"study.html", "study_table.csv", "study_table.tex", "study_runs.csv"}
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +55,14 @@ def rows(run: RunDirectory, name: str) -> list[dict[str, str]]:
 
 def test_all_files_are_there(run: RunDirectory) -> None:
     names = {path.name for path in run.report.iterdir()}
-    figures = ("study_accuracy", "study_epochs", "study_delta", "study_scale")
+    figures = ("study_table", "study_accuracy", "study_epochs", "study_delta", "study_scale")
     wanted = {f"{figure}.{suffix}" for figure in figures for suffix in ("svg", "png", "csv")}
-    assert names == wanted | TEXTS
+    assert names == wanted | {"study.html", "study_table.tex", "study_runs.csv"}
 
 
 def test_the_page_holds_table_verdicts_and_figures_and_asks_the_network_for_nothing(run: RunDirectory) -> None:
     page = (run.report / "study.html").read_text()
-    assert page.count("<figure ") == 4
+    assert page.count("<figure ") == 5
     assert "B = 1,024: plain large-batch training" in page.replace("\u00a0", " ")
     assert "lrs diverged in 1 of 3 runs." in page.replace("\u00a0", " ")
     assert not re.search(r'(src|href)="(https?:)?//', page)
@@ -138,7 +140,7 @@ def test_the_command_for_runs_makes_a_studys_own_report(tmp_path: Path, capsys: 
         path.unlink()
     assert report.main([str(run.root)]) == 0
     assert capsys.readouterr().out == f"{run.report / 'study.html'}\n"
-    assert {path.name for path in run.report.iterdir()} == TEXTS
+    assert {path.name for path in run.report.iterdir()} == {"study.html", "study_table.tex", "study_runs.csv"}
 
 
 def test_what_is_no_study_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,6 +208,14 @@ def test_where_all_diverged_nothing_is_said_to_come_and_what_to_do(
     drawn = [draw_study_accuracy(contents, table), draw_study_epochs(contents, table)]
     reasons = [missing.why for missing in drawn if isinstance(missing, Missing)]
     assert reasons == ([] if 256 in came_through else ["all trainings are over without a result: 54 diverged"] * 2)
+
+
+def test_one_seed_has_no_deviation(tmp_path: Path) -> None:
+    tables = {**SWEEP, "study": {"methods": ["lbt", "ags"], "batches": [256], "seeds": [0]}}
+    contents = read_study(make_study(tmp_path / "run", tables))
+    drawn = draw_study_table(contents, make_table(contents.study, contents.outcomes))
+    assert isinstance(drawn, Drawing)
+    assert "at the end of 20 epochs, of one seed; below it" in drawn.caption
 
 
 def test_a_column_that_never_scaled_is_said_to_have_done_nothing(run: RunDirectory) -> None:
@@ -288,6 +298,50 @@ def test_methods_and_batches_of_which_nothing_can_be_drawn_have_no_key_and_no_pa
     names = [text.get_text() for text in legend.get_texts()]
     assert names == ["lbt", "lrs", "ags", "ags-d0.1", "ags-d2", "small batch"]
     assert [axes.get_ylabel().split("\n")[1] for axes in drawn.figure.axes] == ["B = 256", "B = 1,024"]
+
+
+def test_the_table_frames_what_its_title_counts_and_explains_its_marks(tmp_path: Path) -> None:
+    reached = {"lbt": (0.6, 0.9, 0.6), "ags": (0.9, 0.6, 0.601), "lrs": (0.3, 0.3, 0.3)}  # ags is ahead by a hair
+    tables = {**SWEEP, "study": {"methods": list(reached), "batches": [256], "small_batch": 128}}
+
+    def outcome(cell: StudyCell) -> float:
+        return 0.95 if cell.batch == 128 else reached[cell.column][cell.seed]
+
+    contents = read_study(make_study(tmp_path / "run", tables, outcome))
+    drawn = draw_study_table(contents, make_table(contents.study, contents.outcomes))
+    assert isinstance(drawn, Drawing)
+    assert drawn.title.startswith("lbt and ags are best, or within one standard deviation")
+    (axes,) = drawn.figure.axes
+    frames = [patch.get_edgecolor() for patch in axes.patches if not patch.get_fill()]
+    assert frames == [to_rgba(colour.light) for colour in (INK, INK, ALERT)]
+    legend = axes.get_legend()
+    assert legend is not None
+    assert len(legend.get_texts()) == 3
+    assert any(text.get_text().startswith("back: ") for text in axes.texts)
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 6, 7, 13])
+def test_what_cells_of_the_table_say_stays_in_them(tmp_path: Path, count: int) -> None:
+    batches = [256 * 2**number for number in range(count)]
+    seeds = {"seeds": [0, 1, 2, 3], "small_batch": 128}
+    tables = {**SWEEP, "study": {"methods": ["lbt", "ags"], "batches": batches, **seeds}}
+    run = make_study(tmp_path / "run", tables, lambda cell: [0.7, 0.5 + 0.01 * len(cell.column), None, 0.6][cell.seed])
+    for batch in batches:
+        shutil.rmtree(run.train(f"study/ags-b{batch}-s3").root)  # is missing
+    contents = read_study(run)
+    drawn = draw_study_table(contents, make_table(contents.study, contents.outcomes))
+    assert isinstance(drawn, Drawing)
+    with styled():
+        drawn.figure.draw_without_rendering()
+    (axes,) = drawn.figure.axes
+    cells = [patch for patch in axes.patches if isinstance(patch, Rectangle) and patch.get_fill()]
+    assert len(cells) == 2 * count
+    for cell in cells:
+        said = [text.get_window_extent() for text in axes.texts if cell.get_bbox().contains(*text.get_position())]
+        assert len(said) >= 3
+        within = cell.get_window_extent()
+        assert Bbox.union([within, *said]).bounds == pytest.approx(within.bounds, abs=1.0)  # pixels
+        assert not any(one.overlaps(other) for one, other in itertools.combinations(said, 2))
 
 
 @pytest.mark.parametrize("small", [0.70, 0.72, 0.745, 0.76])
