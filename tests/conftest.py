@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import pickle
+import sys
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from tula_hpc.env import loading_libraries
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # a module is compiled once, not at every start of a process
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # an example may wait for a processor; others are tried in every run
 settings.register_profile("busy machines", deadline=None, max_examples=25 * max(1, TIMES))
 settings.load_profile("busy machines")
