@@ -433,8 +433,11 @@ def test_the_next_command_has_what_the_script_requires(
     script = tmp_path / "train.py"
     script.write_text(text)
     assert next_lines(tmp_path, str(script), capsys) == [str(script), *words.split()[1:]]
-    required = required_arguments((tmp_path / "train.toml").read_text())
-    assert len(required) == words.count("...")
+    written = (tmp_path / "train.toml").read_text()
+    assert len(required_arguments(written)) == words.count("...")
+    # where nothing but steps is told, an epoch is the user's own
+    assert ("{steps} is epochs * samples" in written) == ("--epochs" not in words and "--config" not in words)
+    assert ("name it, as in batch-{local_batch}.yaml" in written) == ("--config" in words)
 
 
 def test_a_script_that_imports_from_its_package_is_run_as_a_module(

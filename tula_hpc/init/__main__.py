@@ -286,7 +286,10 @@ def _notes(cluster: _Cluster, script: Script | None) -> Iterator[str]:
     if script is None:
         return
     if script.options.batch is None:
-        yield f"{script.path.name} has no option for its batch that could be found; it needs one."
+        yield (
+            f"{script.path.name} has no option for its batch that could be found; it needs one, or a "
+            "file of settings for each batch."
+        )
     if not script.options.saves:
         yield f"{script.path.name} does not seem to save its model, which would be lost at its end."
     if not trains_together([str(script.path)]):

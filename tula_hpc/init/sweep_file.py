@@ -118,7 +118,10 @@ def _workload(script: Script) -> Iterator[Line]:
     )
     epochs = _number(options.epochs, 100_000)
     if epochs is None:
-        yield Line("epochs", 90, f"of the whole training: {UNKNOWN}", asked=True)
+        words = "of the whole training"
+        if options.steps is not None:
+            words += "; {steps} is epochs * samples / global batch"
+        yield Line("epochs", 90, f"{words}: {UNKNOWN}", asked=True)
     else:
         yield Line("epochs", epochs, "the script's own default")
     if options.seed is not None:
@@ -139,7 +142,10 @@ def _workload(script: Script) -> Iterator[Line]:
 def _arguments(options: ScriptOptions) -> Iterator[Line]:
     batch = options.batch
     if batch is None:
-        comment = f"no option of it names a batch: {UNKNOWN}"
+        comment = (
+            "no option of it names a batch; where a file of settings does, write one for each and "
+            f"name it, as in batch-{{local_batch}}.yaml: {UNKNOWN}"
+        )
         yield Line("arguments", ["--batch-size", "{local_batch}"], comment, asked=True)
     else:
         words = options.words(
