@@ -72,7 +72,7 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc] # no types ar
     def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
         outputs = self(batch[0])
         self.log("val_loss", nn.functional.cross_entropy(outputs, batch[1]))
-        self.log("val_acc", (outputs.argmax(1) == batch[1]).float().mean())
+        self.log("val/acc", (outputs.argmax(1) == batch[1]).float().mean())
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -101,7 +101,7 @@ def main() -> None:
     callbacks = [tula.lightning_callback()]
     if options.early:
         # asks to stop after each epoch; Lightning goes on until the least number of them
-        callbacks.insert(0, EarlyStopping("val_acc", mode="max", stopping_threshold=-1.0))
+        callbacks.insert(0, EarlyStopping("val/acc", mode="max", stopping_threshold=-1.0))
         callbacks.append(Halved())
     most = options.epochs + 2 * options.early
     trainer = lightning.Trainer(

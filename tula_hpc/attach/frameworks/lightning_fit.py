@@ -174,7 +174,9 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         """Report the scores that records know."""
         if trainer.sanity_checking:
             return
-        metrics = trainer.callback_metrics
+        # many log them in groups, as val/loss
+        logged = trainer.callback_metrics.items()
+        metrics = {name.replace("/", "_"): value for name, value in logged}
         found = {}
         for score, names in SCORES.items():
             known = [float(metrics[name]) for name in names if name in metrics]
