@@ -7,6 +7,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tula_hpc.ddp.agreement import Agreed, Decision, Stop, Wish
 from tula_hpc.ddp.stop_signals import StopRequest
@@ -14,6 +15,8 @@ from tula_hpc.ddp.stop_signals import StopRequest
 
 class Peers:
     """A worker whose peers report the given values."""
+
+    device = torch.device("cpu")
 
     def __init__(self, *peers: tuple[float, ...]) -> None:
         self.peers = peers

@@ -5,6 +5,7 @@ import random
 import time
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,6 +28,8 @@ RULE = StoppingRule(min_steps=15, max_steps=200, max_seconds=60, ci_width=0.02)
 
 class Alone:
     """A worker without peers."""
+
+    device = torch.device("cpu")
 
     def agree(self, *values: float) -> list[float]:
         return list(values)

@@ -189,6 +189,8 @@ def test_each_start_from_one_checkpoint_counts(tmp_path: Path) -> None:
 class Peer:
     """A worker with a peer that stops at a look."""
 
+    device = torch.device("cpu")
+
     def __init__(self, stops_at: int) -> None:
         self.looks, self.stops_at = 0, stops_at
 

@@ -71,12 +71,6 @@ class BackgroundWriter:
         return (0.0, error) if error is not None else (write.result(), None)
 
 
-class Member(Agreement, Protocol):
-    """A worker, as saving and stopping need it."""
-
-    device: torch.device
-
-
 class OwnState(Protocol):
     """State that each worker saves by itself."""
 
@@ -94,7 +88,7 @@ class Saving:
 
     def __init__(
         self,
-        worker: Member,
+        worker: Agreement,
         store: CheckpointStore | None,
         own: OwnState | None,
         cadence: Cadence,

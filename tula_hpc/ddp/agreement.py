@@ -7,12 +7,18 @@ from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
 from typing import NamedTuple, Protocol, TypeVar
 
+import torch
+
 from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.process_memory import out_of_memory
 
 
 class Agreement(Protocol):
     """Part of a worker that timing and agreeing need."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of the training."""
 
     def agree(self, *values: float) -> list[float]:
         """Return the largest of each value over all workers. Collective."""

@@ -19,6 +19,7 @@ from tula_hpc.batches import Batch, map_tensors, samples_in, take
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.data.images import ImageDataset, prepared
 from tula_hpc.data.loader import StreamCopies, make_train_loader, one_ahead
+from tula_hpc.ddp.agreement import Agreement
 from tula_hpc.ddp.methods import ReferenceBatch, build_stepper, reference_share
 from tula_hpc.ddp.norms_per_step import small_norms
 from tula_hpc.ddp.process_group import check_kernels, check_precision, choose_kernels, pick_device
@@ -370,16 +371,12 @@ class Worker:
 BUCKET_BYTES = 25 * 1024**2
 
 
-class Trained(Protocol):
+class Trained(Agreement, Protocol):
     """Part of a worker that an all-reduce of the gradient's size needs."""
 
     @property
     def parameters(self) -> Sequence[Tensor]:
         """Those with a gradient."""
-
-    @property
-    def device(self) -> torch.device:
-        """Theirs."""
 
 
 def bare_all_reduce(worker: Trained) -> Callable[[], None]:

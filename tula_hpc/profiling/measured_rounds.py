@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 
-from tula_hpc.ddp.agreement import Agreement
 from tula_hpc.ddp.worker import Trained, bare_all_reduce
 from tula_hpc.env import unix_time
 from tula_hpc.profiling.meters import (
@@ -45,7 +44,7 @@ MOST_ATTEMPTS = 3
 SETTLING_S = 1.0
 
 
-class Profiled(Agreement, Metered, Trained, Protocol):
+class Profiled(Metered, Trained, Protocol):
     """A worker whose steps are timed."""
 
 

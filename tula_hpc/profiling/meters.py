@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from tula_hpc import process_memory
 from tula_hpc.batches import tensors_of
 from tula_hpc.config import ClusterSpec
+from tula_hpc.ddp.agreement import Agreement
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.records import Configuration, MemoryUse
 from tula_hpc.workloads.optimizers import is_divided, own_states
@@ -141,7 +142,7 @@ def _nvml_joules() -> float | None:
     return sum(energy) * MILLI if energy else None
 
 
-class Metered(Protocol):
+class Metered(Agreement, Protocol):
     """Part of a worker that meters need."""
 
     @property
@@ -151,13 +152,6 @@ class Metered(Protocol):
     @property
     def env(self) -> WorkerEnvironment:
         """Place among the workers."""
-
-    @property
-    def device(self) -> torch.device:
-        """Of the training."""
-
-    def agree(self, *values: float) -> list[float]:
-        """Return the largest of each value over all workers. Collective."""
 
     def total(self, *values: float) -> list[float]:
         """Return the sum of each value over all workers. Collective."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -190,11 +190,7 @@ def _compute_s(worker: Worker, inputs: Batch, targets: Batch) -> float:
     return _pass_s(worker, compute) if if_memory_suffices(worker, compute) else -1.0
 
 
-class Probed(Trained, Agreement, Protocol):
-    """Part of a worker that timing a bare all-reduce needs."""
-
-
-def all_reduce_s(worker: Probed, workers: int) -> float | None:
+def all_reduce_s(worker: Trained, workers: int) -> float | None:
     """Return the slowest worker's seconds of a bare all-reduce; None if any is out of memory.
 
     Collective.
