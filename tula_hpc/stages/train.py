@@ -447,7 +447,7 @@ def _off_plan(metrics: Metrics, done: float, epochs: int) -> Iterator[str]:
     if done > MANY_EPOCHS * epochs:
         yield (
             "the script goes on after workload.epochs of workload.samples: one of the two is too "
-            "small"
+            "small, or it trains its model again, which is not planned"
         )
     planned = metrics.epochs[-1].global_batch if metrics.epochs else math.inf
     if samples_a_step(metrics.steps) > MUCH_MORE * planned:
