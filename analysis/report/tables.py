@@ -127,7 +127,7 @@ def summary_cells(row: SummaryRow) -> tuple[str, ...]:
     if row.paid is not None:
         cost += f"\n{format_money(row.paid, item.currency)} paid"
     return (
-        f"N = {item.nodes}, B = {item.global_batch:,}\n{role}",
+        f"{item.configuration.short}\n{role}",
         format_interval(item.predicted("epoch_time_s")),
         measured,
         off,
@@ -265,7 +265,7 @@ def what_if_table(rows: Sequence[WhatIf]) -> TextTable:
         if item is None:
             continue
         where = f" on {item.partition}" if item.partition else ""
-        choice = f"N = {item.nodes}, B = {item.global_batch:,}{where}"
+        choice = f"{item.configuration.short}{where}"
         # beside each other, rounded by their intervals, values that are 2 % apart could seem far
         time = format_duration(item.wall_time_s)
         cells.append((row.change, choice, time, format_money(item.cost, item.currency)))

@@ -41,6 +41,11 @@ class Configuration(NamedTuple):
         """Samples per step over all workers, B."""
         return self.world_size * self.local_batch
 
+    @property
+    def short(self) -> str:
+        """Nodes and global batch, as figures and tables name it."""
+        return f"N = {self.nodes}, B = {self.global_batch:,}"
+
     def __str__(self) -> str:
         return f"N={self.nodes} b={self.local_batch} (B={self.global_batch})"
 

@@ -12,7 +12,6 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tula_hpc.analysis.figures import style
 from tula_hpc.analysis.figures.drawing import CONFIGURATION_COLUMNS, Cell, Drawing, Missing, Table
-from tula_hpc.analysis.figures.step_time.step_breakdown import short_name
 from tula_hpc.analysis.run_contents import RunContents, candidate_of, used_bytes
 from tula_hpc.formatting import format_percent
 from tula_hpc.records import Configuration, Plan
@@ -80,7 +79,7 @@ def draw_memory_error(run: RunContents) -> Drawing | Missing:
     worst = max(errors, key=lambda error: abs(error.relative))
     title = (
         f"Memory is predicted {_median(errors)} off (median), "
-        f"{format_percent(abs(worst.relative))} at most ({short_name(worst.configuration)})"
+        f"{format_percent(abs(worst.relative))} at most ({worst.configuration.short})"
     )
     with style.styled():
         figure, (axes,) = style.new_figure(title, 3.0)
@@ -135,7 +134,7 @@ def _draw_errors(
         look = style.size_style(sizes, error.configuration.nodes)
         _draw_training(axes, len(names), error, look)
         name = f"training {error.training}" if len(trainings) > 1 else "training"
-        names.append("\n".join([name, *short_name(error.configuration).split(", ")]))
+        names.append("\n".join([name, *error.configuration.short.split(", ")]))
     axes.set_xticks(range(len(names)), names)
     axes.set_xlim(-0.5, len(names) - 0.5)
     widest = 100 * max(abs(error.relative) for error in (*steps, *trainings))
@@ -191,7 +190,7 @@ def _error_title(steps: Sequence[Error], trainings: Sequence[Error]) -> str:
     else:
         worst = max(steps, key=lambda error: abs(error.relative))
         at_most = f"{format_percent(abs(worst.relative))} at most"
-        clauses.append(f"{at_most} ({short_name(worst.configuration)})")
+        clauses.append(f"{at_most} ({worst.configuration.short})")
     title = "; ".join(clauses)
     return title[:1].upper() + title[1:]
 

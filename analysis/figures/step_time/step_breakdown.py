@@ -38,11 +38,6 @@ class Bar(NamedTuple):
     # and takes the largest part of the step
     loader_decides: bool
 
-    @property
-    def name(self) -> str:
-        """Nodes and global batch."""
-        return short_name(self.configuration)
-
     def share(self, part: int) -> float:
         """Return the share of the step that one part takes."""
         return self.parts[part] / self.step_s
@@ -51,11 +46,6 @@ class Bar(NamedTuple):
     def unhidden_s(self) -> float:
         """Time of the step if none of the all-reduce were hidden behind the backward pass."""
         return sum(self.parts) - self.parts.exposed_sync_s + self.allreduce_s
-
-
-def short_name(configuration: Configuration) -> str:
-    """Return nodes and global batch, for a mark's name."""
-    return f"N = {configuration.nodes}, B = {configuration.global_batch:,}"
 
 
 def draw_step_breakdown(run: RunContents) -> Drawing | Missing:
@@ -121,7 +111,7 @@ def _draw_bars(axes: Axes, rows: Sequence[Bar | None], sizes: list[int]) -> None
         if bar is not None:
             _draw_bar(axes, y, bar)
             widest = max(widest, sum(bar.parts) / bar.step_s, bar.unhidden_s / bar.step_s)
-            names[y] = bar.name
+            names[y] = bar.configuration.short
             colours.append(style.size_style(sizes, bar.configuration.nodes).colour)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, widest * 1.16)
@@ -156,7 +146,7 @@ def _breakdown_title(bars: Sequence[Bar]) -> str:
     worst = max(bars, key=lambda bar: (bar.loader_decides, bar.share(DATA)))
     if worst.loader_decides:
         waiting = f"waiting for data takes {format_percent(worst.share(DATA))} of a step"
-        return f"The data loader decides: {waiting} at {worst.name}"
+        return f"The data loader decides: {waiting} at {worst.configuration.short}"
     named = []
     for bar in bars:
         named += [(DATA, bar), (OPTIMIZER, bar)]
@@ -166,7 +156,7 @@ def _breakdown_title(bars: Sequence[Bar]) -> str:
     share = format_percent(worst.share(part))
     if worst.share(part) < NOTABLE:
         return _calm_title(bars, share)
-    title = f"{_taken(part, worst, bars).format(share)} of a step at {worst.name}"
+    title = f"{_taken(part, worst, bars).format(share)} of a step at {worst.configuration.short}"
     if part == REST and worst.allreduce_s and not _is_exchange(worst, bars):
         title += f" (a bare all-reduce takes {format_percent(worst.allreduce_s / worst.step_s)})"
     others = [bar for other, bar in named if other == part]
@@ -174,7 +164,7 @@ def _breakdown_title(bars: Sequence[Bar]) -> str:
     if least.share(part) > 0.8 * worst.share(part):
         return title
     share = format_percent(least.share(part)) if least.share(part) >= 0.005 else "hardly any"
-    return f"{title}, but {share} at {least.name}"
+    return f"{title}, but {share} at {least.configuration.short}"
 
 
 def _taken(part: int, bar: Bar, bars: Sequence[Bar]) -> str:

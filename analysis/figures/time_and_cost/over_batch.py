@@ -293,7 +293,7 @@ def _mark_chosen(axes: Axes, curves: Curves, quantity: Quantity, taken: labels.P
         low, high = axes.get_ylim()
         lines.append([(curves.knee_batch, low), (curves.knee_batch, high)])
     value = float(getattr(chosen, quantity.field))
-    text = f"chosen: N = {chosen.nodes}, B = {chosen.global_batch:,}\n{quantity.write(value)}"
+    text = f"chosen: {chosen.configuration.short}\n{quantity.write(value)}"
     labels.mark_chosen(axes, (chosen.global_batch, value), text, lines=lines, taken=taken)
 
 

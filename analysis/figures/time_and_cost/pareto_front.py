@@ -50,7 +50,7 @@ def draw_pareto(run: RunContents) -> Drawing | Missing:
         for _, alike in sorted(marks.items(), key=lambda entry: entry[0]):
             _draw_alike(axes, alike, _look(run, plan, alike[0]))
         axes.plot(*zip(*front, strict=True), "-", color=style.INK.light, linewidth=1.2, zorder=2)
-        text = f"chosen: N = {chosen.nodes}, B = {chosen.global_batch:,}"
+        text = f"chosen: {chosen.configuration.short}"
         if chosen.partition:
             text += f"\non {chosen.partition}"
         here = (chosen.cost, chosen.wall_time_s)

@@ -165,7 +165,7 @@ def _planned(run: RunContents) -> Iterator[tuple[str, str]]:
         return
     chosen = run.plan.chosen
     on = f"\n{chosen.partition}" if chosen.partition else ""
-    yield "chosen", f"N = {chosen.nodes}, B = {chosen.global_batch:,}{on}"
+    yield "chosen", f"{chosen.configuration.short}{on}"
     yield "objective", run.plan.objective
     knee = run.plan.knee
     if knee and knee.global_batch is not None:
