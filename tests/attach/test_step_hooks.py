@@ -19,7 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from tests.forked import start_workers
 from tula_hpc.attach.hooks.find_model import model_of, name_of, parameters_of, trained_in
-from tula_hpc.attach.hooks.passes import Listener
+from tula_hpc.attach.hooks.passes import FEW_STEPS, Listener
 from tula_hpc.attach.hooks.step_hooks import Hooks
 from tula_hpc.batches import LoaderPass, samples_in
 
@@ -268,6 +268,17 @@ def with_actions_and_a_loader() -> None:
         for inputs, _ in DataLoader(TensorDataset(torch.randn(8, 4), done), 4):
             torch.autograd.backward(model(inputs).sum())
             optimizer.step()
+
+
+def with_actions_later() -> None:
+    """Once none was seen in the first steps none is looked for: that would take time at every step."""
+    model, optimizer = known()
+    for step in range(FEW_STEPS + 1):
+        if step == FEW_STEPS:
+            model(torch.randn(1, 4))
+            assert not model._forward_hooks
+        torch.autograd.backward(model(torch.randn(2, 4)).sum())
+        optimizer.step()
 
 
 def with_two_stages() -> None:
@@ -611,6 +622,10 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
         "ready step,"
         + 2
         * (4 * " forward 2" + " begin batch forward 4" + 4 * " unused 2" + " ready step, batch forward 4 ready step"),
+    ),
+    "with actions later": (
+        with_actions_later,
+        "ready step," + FEW_STEPS * " forward 2 ready step" + " forward 1 forward 2 ready step",
     ),
     "with two stages": (with_two_stages, "ready step, forward 3 forward 2 ready step"),
     "with a generator": (with_a_generator, "ready step, begin batch forward 3 batch forward 3 ready step"),

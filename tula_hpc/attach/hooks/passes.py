@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Any
 
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
+from tula_hpc.attach.hooks.around import after_forward
 from tula_hpc.attach.hooks.find_model import objects_of
 from tula_hpc.batches import leaves_of, tensors_of
 
@@ -138,14 +140,62 @@ class Pass:
         self.is_used = True
 
 
-def unused_of(passes: Sequence[Pass]) -> Iterator[int]:
-    """Yield the samples of passes that led to no gradient, beside others that did.
+class Forwards:
+    """Forward passes since the last step, of which some may lead to no gradient.
 
-    So a policy acts in an environment where the script does without `torch.no_grad`.
+    So a policy acts in an environment where the script does without `torch.no_grad`. It acts from
+    the beginning: after some steps without such a pass none is looked for, as that takes time.
     """
-    if any(each.is_used for each in passes):
-        apart = (each for each in passes if each.is_used is False and not each.is_loaded)
-        yield from (each.samples for each in apart)
+
+    def __init__(self) -> None:
+        self._passes: list[Pass] = []
+        self._inside: Pass | None = None
+        # None: none is looked for
+        self._hook: RemovableHandle | None = None
+        self._steps = 0
+        self._has_unused = False
+
+    def watch(self, model: nn.Module) -> None:
+        """Look for such passes of this model, from now on."""
+        self._stop()
+        self._steps = 0
+        self._hook = after_forward(model, self._returns)
+
+    def begin(self, samples: int, *, is_loaded: bool) -> None:
+        """Note that a pass begins."""
+        if self._hook is not None:
+            self._inside = Pass(samples, is_loaded=is_loaded)
+            self._passes.append(self._inside)
+
+    def leave(self) -> None:
+        """Note that the next output of the model is not of the pass that was noted last."""
+        self._inside = None
+
+    def end_step(self) -> list[int]:
+        """Return the samples of passes that led to no gradient, beside others that did."""
+        if self._hook is None:
+            return []
+        unused = []
+        if any(each.is_used for each in self._passes):
+            apart = (each for each in self._passes if each.is_used is False and not each.is_loaded)
+            unused += [each.samples for each in apart]
+        self._passes.clear()
+        self._has_unused |= bool(unused)
+        self._steps += 1
+        if self._steps == FEW_STEPS and not self._has_unused:
+            self._stop()
+        return unused
+
+    def _returns(self, module: nn.Module, args: object, output: Any) -> None:
+        if self._inside is not None:
+            self._inside.returns(output)
+
+    def _stop(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = None
+        self._passes.clear()
+        self._inside = None
 
 
 class BackwardPasses:

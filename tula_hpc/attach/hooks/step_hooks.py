@@ -38,7 +38,6 @@ from torch.utils.hooks import RemovableHandle
 
 from tula_hpc.attach.hooks.around import (
     after,
-    after_forward,
     at_first_call,
     before,
     before_forward,
@@ -51,7 +50,7 @@ from tula_hpc.attach.hooks.find_model import (
     size_of,
     trained_parameters,
 )
-from tula_hpc.attach.hooks.passes import BackwardPasses, Listener, Pass, unused_of
+from tula_hpc.attach.hooks.passes import BackwardPasses, Forwards, Listener
 from tula_hpc.batches import LoaderPass, length_of, samples_in, tensors_of
 
 
@@ -102,10 +101,8 @@ class Hooks:
         self._past: list[Optimizer] = []
         self.has_repeated = False
         self.further_steps = 0
-        self._forward_hooks: list[RemovableHandle] = []
-        # since the last step, and the one that the model is in; None: it does not count
-        self._forwards: list[Pass] = []
-        self._inside: Pass | None = None
+        self._forward_hook: RemovableHandle | None = None
+        self._forwards = Forwards()
         self.backward = BackwardPasses(listener.refuse)
         # samples of the batch that a loader of torch has last given out; 0: not known
         self._batch = 0
@@ -166,16 +163,13 @@ class Hooks:
         self.listener.model_wrapped(model)
 
     def _watch(self, model: nn.Module) -> None:
-        for hook in self._forward_hooks:
-            hook.remove()
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
         self.model = model
-        self._forwards.clear()
+        self._forwards.watch(model)
         # kept, as it is asked for several times at every step
         self.inner_model = model.module if isinstance(model, DistributedDataParallel) else model
-        self._forward_hooks = [
-            before_forward(model, self._before_forward),
-            after_forward(model, self._after_forward),
-        ]
+        self._forward_hook = before_forward(model, self._before_forward)
 
     def _modules_of(self, owned: set[Tensor], *, parts: bool = True) -> list[nn.Module]:
         """Return the modules that may be the model of these parameters, inner ones first."""
@@ -202,7 +196,7 @@ class Hooks:
         inner = module if self.inner_model is None else self.inner_model
         in_a_row = self._in_a_row
         self._in_a_row = 0
-        self._inside = None
+        self._forwards.leave()
         if inner.training and torch.is_grad_enabled():
             samples = self._samples_in(args, kwargs)
             alike = (key for key in reversed(self._given) if self._given[key].items == samples)
@@ -226,8 +220,7 @@ class Hooks:
                 self.has_repeated = True
                 return
             is_loaded = unused is not None and unused[0] == self._data
-            self._inside = Pass(samples, is_loaded=is_loaded)
-            self._forwards.append(self._inside)
+            self._forwards.begin(samples, is_loaded=is_loaded)
             self.listener.forward_begins(samples)
         elif inner.training and self._last.data and self._data in (0, self._last.data):
             # features of a batch that is passed again with gradients, as in parts of a large batch
@@ -235,10 +228,6 @@ class Hooks:
         else:
             self._use_next()
             self.listener.evaluating()
-
-    def _after_forward(self, module: nn.Module, args: object, output: Any) -> None:
-        if self._inside is not None:
-            self._inside.returns(output)
 
     @property
     def _is_over_kept(self) -> bool:
@@ -352,9 +341,8 @@ class Hooks:
         return (args[0], told, *args[2:]), kwargs
 
     def _end_passes(self) -> None:
-        for samples in unused_of(self._forwards):
+        for samples in self._forwards.end_step():
             self.listener.pass_unused(samples)
-        self._forwards.clear()
         self.listener.gradients_ready()
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
