@@ -140,9 +140,13 @@ def check(what, *modules):
     found = set().union(*modules) & sys.modules.keys()
     assert not found, (what, found)
 
+from tula_hpc import __main__ as tula; from tula_hpc import sweep
+main(tula, "--help"); main(sweep, "--help")
+check("help", numerics, jobs, drawing, {"rich", "jinja2", "markupsafe", "pydantic"})
+assert main(tula, "completion", "bash") == 0
 from tula_hpc.analysis import plan
 main(plan, "--help")
-check("help", numerics, jobs, drawing, {"rich"})
+check("completion and help of a plan", numerics, jobs, drawing, {"rich", "jinja2"})
 assert main(plan, run, "--objective", "time", "--json") == 0
 check("plan", jobs, drawing, {"kneed"})
 assert "numpy" in sys.modules
@@ -165,7 +169,11 @@ for room in rooms:
     for module in pkgutil.walk_packages(package.__path__, f"tula_hpc.{room}."):
         if module.name not in ("tula_hpc.check.probes", "tula_hpc.check.speed"):
             importlib.import_module(module.name)
-from tula_hpc import study; from tula_hpc import sweep
+from tula_hpc import study
+# a signal that comes while torch is imported must already be handled
+from tula_hpc.launch.job_specs import Requeueable, resolve
+kinds = Requeueable.__subclasses__()
+assert len(kinds) == 4 and all(callable(resolve(job.run)) for job in kinds)
 check("everything", {"torch", "torchvision"})
 from tula_hpc.profiling import profile_job; from tula_hpc.training import loop
 from tula_hpc.config import WorkloadSpec; from tula_hpc.data.datasets import build_data

@@ -223,11 +223,11 @@ def test_a_misspelt_option_is_one_line_with_the_one_that_is_near(capsys: pytest.
     assert capsys.readouterr().err == f"{complaint}; tula sweep --help lists what there is\n"
 
 
-def test_help_loads_no_library() -> None:
-    code = "import sys; from tula_hpc.__main__ import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
-    done = run(["-c", f"{code}print(*sys.modules)"], ROOT)
-    assert all(f"\n  {name} " in done.stdout for name in COMMANDS)
-    assert not LIBRARIES & set(done.stdout.splitlines()[-1].split())
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert all(f"\n  {name} " in said for name in COMMANDS)
 
 
 @pytest.fixture

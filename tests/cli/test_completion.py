@@ -78,14 +78,6 @@ def test_zsh_takes_the_script(folder: Path) -> None:
     assert (done.stdout.strip(), done.stderr) == ("_tula", "")
 
 
-def test_making_the_script_loads_nothing_that_computes() -> None:
-    heavy = "{'torch', 'numpy', 'scipy', 'matplotlib', 'submitit', 'rich', 'jinja2'}"
-    code = f"import sys; from tula_hpc.__main__ import main; main(sys.argv[1:]); print({heavy} & {{*sys.modules}})"
-    command = [sys.executable, "-c", code, "completion", "bash"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("complete -F _tula tula\nset()\n")
-
-
 def test_an_interrupt_at_any_moment_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     # such as while libraries are loaded, or a figure is drawn
     def interrupted(_: object) -> None:

@@ -55,17 +55,6 @@ def sweep_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_help_imports_nothing_heavy() -> None:
-    code = (
-        "import sys, tula_hpc.sweep\n"
-        "try: tula_hpc.sweep.main(['--help'])\n"
-        "except SystemExit: pass\n"
-        "print([m for m in ('torch', 'numpy', 'pydantic', 'submitit', 'scipy') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("[]\n")
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
