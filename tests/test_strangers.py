@@ -265,7 +265,7 @@ FORBIDDEN = re.compile(
     r"(cloud)?pickle\.loads?|marshal\.|shelve\.|eval$|exec$|os\.system|os\.popen|.*_object(_list|s)?$"
 )
 # a job's pickle, once it is found to be the one that was submitted
-ALLOWED = {"job_files.py": {"pickle.loads"}, "find_model.py": {"gc.get_objects"}}
+ALLOWED = {"job_files.py": {"pickle.loads"}, "find_model.py": {"gc.get_objects"}, "script.py": {"gc.get_objects"}}
 ONLY_WITH = {"torch.load": "weights_only=True", "np.load": "allow_pickle=False", "numpy.load": "allow_pickle=False"}
 
 
