@@ -308,7 +308,8 @@ def test_without_a_loader_sizes_that_differ_are_a_batch_only_near_what_was_asked
 @pytest.mark.parametrize(
     ("sizes", "asked", "mean", "share"),
     [([8] * 6 + [5], 8, 0.0, 1.0), ([], 8, 0.0, 1.0), ([57, 66, 70, 61], None, 0.0, 1.0),
-     ([570, 661, 703], 64, 0.0, 1.0), ([57, 66, 70, 61], 64, 0.0, 63.5 / 64), ([57, 66, 70, 61], 64, 60.0, 60 / 64)],
+     ([570, 661, 703], 64, 0.0, 1.0), ([57, 66, 70, 61], 64, 0.0, 63.5 / 64), ([57, 66, 70, 61], 64, 60.0, 60 / 64),
+     ([57, 66, 70, 61], 64, 20_000.0, 63.5 / 64), ([57, 66, 70, 61], 64, 2.0, 63.5 / 64)],
 )  # fmt: skip
 def test_batches_that_vary_have_fewer_samples_than_asked_for_or_more(
     sizes: list[int], asked: int | None, mean: float, share: float

@@ -117,12 +117,14 @@ def varies(sizes: Counter[int]) -> bool:
 def batch_share(sizes: Counter[int], asked: int | None, mean: float) -> float:
     """Return the samples of a batch that varies, on average, over those that were asked for.
 
-    `mean` is that of an epoch by the loader, as a profile sees but some of it; 0: unknown.
+    `mean` is that of an epoch by the loader, as a profile sees but some of it; 0: unknown. One that
+    is far from them is of a sampler that draws other numbers than the data set has.
     """
     is_asked = typical_batch(sizes, asked, has_loader=False) == asked
     if asked is None or not is_asked or not varies(sizes):
         return 1.0
-    return (mean or statistics.fmean(sizes.elements())) / asked
+    told = mean if abs(mean - asked) <= NEAR * asked else statistics.fmean(sizes.elements())
+    return told / asked
 
 
 def remedy_of_batch(script: str, asked: int, got: int, configuration: Configuration) -> str:
