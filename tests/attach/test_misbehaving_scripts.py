@@ -185,6 +185,11 @@ def test_several_workers_have_to_train_together(how: str, tmp_path: Path) -> Non
     assert "does not wrap Linear, the first model that an optimizer trains, in Distrib" in outcome.said.detail
 
 
+def test_slow_steps_that_workers_take_apart_are_told_as_no_steps_of_a_wrapped_model(tmp_path: Path) -> None:
+    said = misbehave("trains apart slowly", tmp_path, world=2, step_s=5.0).said
+    assert "until its first optimizer step of a model in DistributedDataParallel" in said.detail
+
+
 def test_several_workers_may_search_for_a_rate_each_by_itself_before_they_train_together(tmp_path: Path) -> None:
     outcome = misbehave("searches a rate first", tmp_path, world=2)
     assert outcome.is_done, outcome.said.detail

@@ -306,6 +306,9 @@ def watch(
 def _without_step(child: Child, step_s: float) -> str:
     said = child.said()
     since = "until its first optimizer step"
+    if child.spec.world_size > 1:
+        # each worker may have taken some by itself
+        since += " of a model in DistributedDataParallel"
     if said is not None:
         since = "between two optimizer steps"
     limit = f"{step_s:.0f} s (search.first_step_minutes)"

@@ -352,6 +352,7 @@ WAYS: dict[str, Callable[[], object]] = {
     "hangs later": lambda: train(then=lambda step: time.sleep(600 if step == 3 else 0)),
     "trains apart": lambda: train(wrapped=False),
     "trains apart for a while": lambda: train(20, wrapped=False),
+    "trains apart slowly": lambda: train(wrapped=False, then=lambda _: time.sleep(1.0)),
     "searches a rate first": searches_a_rate_first,
     "draws neighbours": draws_neighbours,
     "keeps all": lambda: keeps("model", "optimizer", "within"),
