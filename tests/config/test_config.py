@@ -34,7 +34,7 @@ from tula_hpc.config import (
     local_batches,
     split_overrides,
 )
-from tula_hpc.config.loading import GONE
+from tula_hpc.config.loading import GONE, GONE_VALUES
 from tula_hpc.config.workload import DATASETS, TORCHVISION_MODELS
 from tula_hpc.errors import InputError
 
@@ -461,6 +461,22 @@ def test_a_key_of_an_earlier_version_is_read_in_the_files_of_its_runs(here: Path
     assert changes_of(path, spec) == {}
     assert f"{table}.{key}: unknown key" in complaint(load_sweep, f"{NAME}[{table}]\n{key} = 7\n")
     assert load_frozen_sweep(path) == spec
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "value"), [*((*at, 7) for at in GONE), *((*at, GONE_VALUES[at][-1]) for at in GONE_VALUES)]
+)
+def test_what_an_earlier_version_had_is_dropped_from_the_file_of_a_run_and_of_a_studys_columns(
+    here: Path, table: str, key: str, value: object
+) -> None:
+    study = '[study]\nbatches = [256]\n[study.variants.mine]\n"training.delta" = 0.2\n'
+    path = Path("in.toml")
+    path.write_text(f"{NAME}{study}")
+    spec = load_frozen_sweep(path)
+    gone = json.dumps(value)
+    path.write_text(f'{NAME}[{table}]\n{key} = {gone}\n{study}"{table}.{key}" = {gone}\n')
+    assert load_frozen_sweep(path) == spec
+    assert f"{table}.{key}: " in complaint(load_sweep, path.read_text())
 
 
 def test_a_key_of_a_study_that_changes_nothing_in_any_column_is_named(here: Path) -> None:

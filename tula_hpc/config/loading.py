@@ -61,6 +61,11 @@ GONE: dict[tuple[str, str], object] = {
     ("training", "exclude_norms"): False,
     ("search", "noise_steps"): 0,
 }
+# values that keys of theirs had, and have no more
+GONE_VALUES: dict[tuple[str, str], tuple[object, ...]] = {
+    ("training", "gate"): ("smooth", "smoothed"),
+    ("training", "granularity"): ("layer",),
+}
 # tomllib's time grows with the square of a dotted key's parts
 MOST_KEY_PARTS = 100
 
@@ -215,18 +220,35 @@ def load_sweep(
         raise InputError(
             "is a cluster file (it has executor); expected a sweep file, see sweeps/", source=path
         )
-    _drop_gone(tables, whatever=frozen)
+    _drop_gone(tables)
+    if frozen:
+        _drop_all_gone(tables)
     sweep = _parse(SweepSpec, path, tables, overrides, check_paths=check_paths)
     check_columns(sweep, path, check_paths=check_paths)
     return sweep
 
 
-def _drop_gone(tables: dict[str, Any], *, whatever: bool) -> None:
-    """Drop keys of earlier versions that have their default, or `whatever` they have."""
+def _drop_gone(tables: dict[str, Any]) -> None:
+    """Drop keys of earlier versions that have their default."""
     for (table, key), usual in GONE.items():
-        inner = tables.get(table)
-        if isinstance(inner, dict) and (whatever or inner.get(key) == usual):
-            inner.pop(key, None)
+        if _table_in(tables, table).get(key) == usual:
+            del tables[table][key]
+
+
+def _drop_all_gone(tables: dict[str, Any]) -> None:
+    """Drop keys and values of earlier versions from a run's file, also from a study's columns."""
+    columns = _table_in(_table_in(tables, "study"), "variants")
+    for table, key in (*GONE, *GONE_VALUES):
+        places = [(_table_in(tables, table), key)]
+        places += [(_table_in(columns, column), f"{table}.{key}") for column in columns]
+        for inner, name in places:
+            if inner.get(name) in GONE_VALUES.get((table, key), (inner.get(name),)):
+                inner.pop(name, None)
+
+
+def _table_in(tables: dict[str, Any], name: str) -> dict[str, Any]:
+    inner = tables.get(name)
+    return inner if isinstance(inner, dict) else {}
 
 
 def load_frozen_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepSpec:

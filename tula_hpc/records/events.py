@@ -44,6 +44,8 @@ EventName = Literal[
     "failed",
     "ended",
     "detached",
+    # of an earlier version
+    "replanned",
 ]
 Stage = Literal["profile", "plan", "train", "report", "control"]
 
