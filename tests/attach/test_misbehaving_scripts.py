@@ -220,6 +220,7 @@ def test_what_is_kept_has_the_weights_and_what_the_optimizer_remembers(how: str,
     outcome = misbehave(how, tmp_path)
     assert outcome.is_done == (not words), outcome.said.detail
     assert outcome.said.detail.startswith(words)
+    assert outcome.said.detail.endswith("name both, the inner one first") == bool(words)
 
 
 def test_a_method_that_needs_the_communication_hook_is_refused_by_a_profile_where_the_script_has_its_own(

@@ -135,7 +135,8 @@ def check_kept(things: Mapping[str, Any], model: nn.Module, optimizer: Optimizer
         if not all(any(_is_same(tensor, each) for each in held) for tensor in tensors):
             raise InputError(
                 f"the {name} would begin anew after a stop, as {', '.join(things)} have it not in "
-                "their states: name it, too; of an optimizer around another one name both",
+                "their states: name it, too; of an optimizer around another one name both, the inner "
+                "one first",
                 source="tula.keep",
             )
 
