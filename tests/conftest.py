@@ -27,8 +27,15 @@ settings.load_profile("busy machines")
 # those that take longest first; each of the first two has a cluster of its own
 JOBS = ("tests/slurm/faults/", "tests/slurm/", "tests/local/", "tests/attach/")
 LONGEST = JOBS[:2]  # their tests, one after another, take longest of all
-# forks a hundred processes, which is quick where torch has no threads yet: see `forked.context_of_workers`
-FORKING = "tests/ddp/test_equal_collectives.py"
+# these fork processes, which is quick where torch has no threads yet: see `forked.context_of_workers`
+FORKING = (
+    "tests/ddp/test_equal_collectives.py",
+    "tests/ddp/test_suspension.py",
+    "tests/gradients/test_reference_gradient.py",
+    "tests/launch/",
+    "tests/records/test_identity.py",
+    "tests/workloads/test_own_loss.py",
+)
 LESS_URGENT = 5  # of 19: a third of a usual claim to a processor
 WAIT_FOR_DISK = os.fsync
 
@@ -65,7 +72,8 @@ def pytest_configure_node(node: Any) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Jobs first: they take longest, and what else there is can go beside them."""
-    for start in (FORKING, *reversed(JOBS)):
+    items.sort(key=lambda item: not item.nodeid.startswith(FORKING))
+    for start in reversed(JOBS):
         items.sort(key=lambda item: not item.nodeid.startswith(start))
 
 
