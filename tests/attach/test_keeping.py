@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from tests.forked import context_of_workers
 from tula_hpc.attach import child
@@ -20,6 +22,7 @@ from tula_hpc.attach.reporting import ChildSpec, read_said
 from tula_hpc.attach.script import Script
 from tula_hpc.attach.train import script_training
 from tula_hpc.attach.train.keeping import KeptTraining
+from tula_hpc.attach.train.loaders import LoaderHistory
 from tula_hpc.attach.train.script_training import ScriptTraining, TrainSettings
 from tula_hpc.config import SweepSpec
 from tula_hpc.ddp.rendezvous import free_port
@@ -310,6 +313,28 @@ def test_loops_of_other_forms_go_on_as_undisturbed(
     assert [story.start(at) for at in stops] == [[STOPPED]] * len(stops)
     assert story.start() == [EXITED]
     assert_same(alone, story)
+
+
+def test_only_what_an_earlier_process_started_takes_no_random_number_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader that is made anew for each epoch starts processes in each, and takes a number."""
+    monkeypatch.setattr(DataLoader, "_get_iterator", DataLoader._get_iterator)
+    monkeypatch.setattr(_SingleProcessDataLoaderIter, "_next_data", _SingleProcessDataLoaderIter._next_data)
+
+    def begin() -> bool:
+        before = torch.get_rng_state()
+        iter(DataLoader(TensorDataset(torch.zeros(4)), num_workers=1, persistent_workers=True))
+        return not torch.equal(before, torch.get_rng_state())
+
+    history = LoaderHistory()
+    history.install()
+    history.begin_epoch()
+    once = [begin(), history.moments(None, None)["history"]]
+    assert [once[0], begin(), begin()] == [True, True, True]
+    history.load_state(str(once[1]))
+    # in the first epoch it is begun as it was
+    assert begin()
+    history.catch_up()
+    assert [begin(), begin()] == [False, True]
 
 
 def test_an_epochs_loop_that_is_left_has_its_last_epoch_and_later_scores(tmp_path: Path) -> None:

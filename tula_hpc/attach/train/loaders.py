@@ -316,6 +316,8 @@ class LoaderHistory:
         # of processes that are kept, so far and until this epoch, by data set and their number
         self.starts: Counter[str] = Counter()
         self.before: Counter[str] = Counter()
+        # by earlier processes of the training, that were not made up for
+        self._earlier: Counter[str] = Counter()
         # an epoch is resumed, with the random numbers of its beginning
         self.is_behind = False
         # before the last batch of each iterator
@@ -357,10 +359,12 @@ class LoaderHistory:
         """Tell whether a loader has had processes in this training; count those that it starts."""
         data = loader.dataset
         key = f"{type(data).__qualname__} {length_of(data)} {loader.num_workers}"
+        if self.is_behind:
+            return self.before[key] == 1
         # one that is made anew for each epoch starts some each time
-        if (self.before if self.is_behind else self.starts)[key] == 1:
+        if self._earlier.pop(key, 0) == 1:
             return True
-        self.starts[key] += not self.is_behind
+        self.starts[key] += 1
         return False
 
     def _begin(self, iterator: Any) -> str:
@@ -410,6 +414,7 @@ class LoaderHistory:
     def load_state(self, text: str) -> None:
         """Go on from the history among what `moments` returned, within an epoch."""
         self.starts, self.before = map(Counter, json.loads(text))
+        self._earlier = Counter(self.starts)
         self.is_behind = True
 
 
