@@ -271,12 +271,12 @@ def with_actions_and_a_loader() -> None:
 
 
 def with_actions_later() -> None:
-    """Once none was seen in the first steps none is looked for: that would take time at every step."""
+    """Once none was seen in the first steps none is looked for, until a step has more passes."""
     model, optimizer = known()
-    for step in range(FEW_STEPS + 1):
-        if step == FEW_STEPS:
+    for step in range(FEW_STEPS + 2):
+        for _ in range(2 if step >= FEW_STEPS else 0):
+            assert bool(model._forward_hooks) == (step > FEW_STEPS)
             model(torch.randn(1, 4))
-            assert not model._forward_hooks
         torch.autograd.backward(model(torch.randn(2, 4)).sum())
         optimizer.step()
 
@@ -625,7 +625,10 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
     ),
     "with actions later": (
         with_actions_later,
-        "ready step," + FEW_STEPS * " forward 2 ready step" + " forward 1 forward 2 ready step",
+        "ready step,"
+        + FEW_STEPS * " forward 2 ready step"
+        + " forward 1 forward 1 forward 2 unused 1 ready step"
+        + " forward 1 forward 1 forward 2 unused 1 unused 1 ready step",
     ),
     "with two stages": (with_two_stages, "ready step, forward 3 forward 2 ready step"),
     "with a generator": (with_a_generator, "ready step, begin batch forward 3 batch forward 3 ready step"),

@@ -143,11 +143,15 @@ class Pass:
 class Forwards:
     """Forward passes since the last step, of which some may lead to no gradient.
 
-    So a policy acts in an environment where the script does without `torch.no_grad`. It acts from
-    the beginning: after some steps without such a pass none is looked for, as that takes time.
+    So a policy acts in an environment where the script does without `torch.no_grad`. After some
+    steps without such a pass none is looked for, as that takes time, until a step has more passes.
     """
 
     def __init__(self) -> None:
+        self._model: nn.Module | None = None
+        # since the last step, and the most of a step
+        self._count = 0
+        self._most = 0
         self._passes: list[Pass] = []
         self._inside: Pass | None = None
         # None: none is looked for
@@ -158,11 +162,15 @@ class Forwards:
     def watch(self, model: nn.Module) -> None:
         """Look for such passes of this model, from now on."""
         self._stop()
+        self._model = model
         self._steps = 0
         self._hook = after_forward(model, self._returns)
 
     def begin(self, samples: int, *, is_loaded: bool) -> None:
         """Note that a pass begins."""
+        self._count += 1
+        if self._hook is None and self._model is not None and self._count > self._most:
+            self.watch(self._model)
         if self._hook is not None:
             self._inside = Pass(samples, is_loaded=is_loaded)
             self._passes.append(self._inside)
@@ -173,6 +181,8 @@ class Forwards:
 
     def end_step(self) -> list[int]:
         """Return the samples of passes that led to no gradient, beside others that did."""
+        self._most = max(self._most, self._count)
+        self._count = 0
         if self._hook is None:
             return []
         unused = []
