@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+    dataloader,
+)
 
 import tula_hpc.attach as tula
-from tula_hpc.attach.train.loaders import Passed, Stream, batch_size_of, random_state, set_random_state
+from tula_hpc.attach.train import loaders
+from tula_hpc.attach.train.loaders import (
+    LoaderHistory,
+    Passed,
+    Stream,
+    batch_size_of,
+    random_state,
+    set_random_state,
+)
 
 SAMPLES, BATCH = 22, 4
 
@@ -121,3 +138,22 @@ def test_without_anything_around_the_three_lines_do_nothing() -> None:
     assert list(tula.epochs(3)) == [0, 1, 2]
     assert tula.batches(loader) is loader
     tula.report(test_accuracy=0.5, anything=1.0)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_random_numbers_are_noted_at_each_batch_only_where_a_library_loads_ahead(
+    ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "accelerate", raising=False)
+    if ahead:
+        monkeypatch.setitem(sys.modules, "accelerate", sys)
+    # to be put back
+    kind = dataloader._SingleProcessDataLoaderIter
+    monkeypatch.setattr(kind, "_next_data", kind._next_data)
+    monkeypatch.setattr(DataLoader, "_get_iterator", DataLoader._get_iterator)
+    noted: list[int] = []
+    monkeypatch.setattr(loaders, "random_numbers", lambda: noted.append(1))
+    LoaderHistory().install()
+    batches = list(DataLoader(Noisy(), BATCH, drop_last=True))
+    # the end is looked for, too
+    assert len(noted) == ahead * (len(batches) + 1)

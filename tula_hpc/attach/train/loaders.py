@@ -17,6 +17,7 @@ import contextlib
 import itertools
 import json
 import random
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -369,7 +370,9 @@ class LoaderHistory:
 
     def _begin(self, iterator: Any) -> str:
         """Note that an iterator loads a batch; return the numbers to go on with, "" for its own."""
-        self._loading[iterator] = random_numbers()
+        # nothing else loads ahead, and it takes 0.1 ms
+        if "accelerate" in sys.modules:
+            self._loading[iterator] = random_numbers()
         if self._found is None:
             return ""
         left, ahead, behind = self._found
