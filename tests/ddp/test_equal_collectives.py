@@ -185,9 +185,8 @@ def prepared(folder: Path, world_size: int) -> Path:
     """A run directory with a plan whose step time, 1 ms, a drift watch will not find."""
     run = RunDirectory(folder).create()
     run.train().root.mkdir()
-    known = candidate(place(world_size))
-    chosen = with_step_time(known, 1e-3)
-    write_plan(run, plan([known] * 4, chosen=chosen))
+    chosen = with_step_time(candidate(place(world_size)), 1e-3)
+    write_plan(run, plan([chosen] * 4, chosen=chosen))
     return folder
 
 
