@@ -142,6 +142,14 @@ def test_one_that_stops_early_does_so_as_undisturbed_and_trains_no_further(
         assert losses[1] == float((story.log / "validated").read_text())
 
 
+def test_averages_that_are_stopped_in_their_first_epoch_go_on_as_undisturbed(tmp_path: Path, alone: Alone) -> None:
+    arguments = ("--samples", "64", "--averaged")
+    whole = alone(LIGHTNING, 1, *arguments)
+    story = Story(tmp_path / "run", 1, arguments, script=LIGHTNING)
+    assert [story.start(3), story.start(3), story.start()] == [[STOPPED], [STOPPED], [EXITED]]
+    assert_same(whole, story, lines=set)
+
+
 def test_with_another_batch_a_framework_begins_anew_and_says_so(tmp_path: Path) -> None:
     story = Story(tmp_path / "run", 1, ("--samples", "64"), script=TRAINER)
     assert story.start(3) == [STOPPED]

@@ -1,7 +1,7 @@
 """Lightning, whose optimizer steps by a closure or by hand; kept by one line where tula_hpc is around it.
 
 on_lightning.py --batch-size 8 --epochs 2 [--samples 128] [--by-hand] [--accumulate 2] [--max-steps 14] [--width 32]
-                [--log FOLDER] [--pause 0.1] [--early] [--loader-workers 1]
+                [--log FOLDER] [--pause 0.1] [--early] [--averaged] [--loader-workers 1]
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -45,9 +45,12 @@ class Halved(lightning.Callback):  # type: ignore[misc] # no types are read from
 
 
 class Classifier(lightning.LightningModule):  # type: ignore[misc] # no types are read from lightning
-    def __init__(self, log_file: Any, by_hand: bool, pause_s: float, width: int) -> None:
+    # of the class, as a model may be copied
+    log_file: Any = None
+
+    def __init__(self, by_hand: bool, pause_s: float, width: int) -> None:
         super().__init__()
-        self.log_file, self.automatic_optimization, self.pause_s = log_file, not by_hand, pause_s
+        self.automatic_optimization, self.pause_s = not by_hand, pause_s
         self.layers = nn.Sequential(
             nn.Linear(16, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 4)
         )
@@ -91,6 +94,7 @@ def main() -> None:
     parser.add_argument("--log", type=Path, default=Path("log"))
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--early", action="store_true")
+    parser.add_argument("--averaged", action="store_true")
     parser.add_argument("--loader-workers", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -103,6 +107,8 @@ def main() -> None:
         # asks to stop after each epoch; Lightning goes on until the least number of them
         callbacks.insert(0, EarlyStopping("val/acc", mode="max", stopping_threshold=-1.0))
         callbacks.append(Halved())
+    if options.averaged:
+        callbacks.append(StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1))
     most = options.epochs + 2 * options.early
     trainer = lightning.Trainer(
         min_epochs=options.epochs,
@@ -119,7 +125,8 @@ def main() -> None:
         callbacks=callbacks,
     )
     with (options.log / f"losses-{rank}.txt").open("a") as log:
-        model = Classifier(log, options.by_hand, options.pause, options.width)
+        Classifier.log_file = log
+        model = Classifier(options.by_hand, options.pause, options.width)
         data = Noisy(options.samples)
         loader = DataLoader(data, options.batch_size, shuffle=True, num_workers=options.loader_workers)
         trainer.fit(model, loader, DataLoader(validation, 8))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities import CombinedLoader
 
@@ -107,7 +107,7 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
             {"lightning": FolderState("lightning", self._save, self._note, self.keeper, batch)}
         )
         loop = trainer.fit_loop
-        after(loop.epoch_loop, "on_run_start", self._set_accumulation)
+        after(loop.epoch_loop, "on_run_start", self._go_on)
         after(loop.epoch_loop, "on_advance_end", self._end_batch)
         after(loop, "on_advance_end", self._end_epoch)
         if self.found is None:
@@ -186,11 +186,14 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
             found["train_loss"] = float(metrics["train_loss"])
         self.keeper.report(found)
 
-    def _set_accumulation(self, data_fetcher: Any) -> None:
-        """Have the passes of a step scheduled in an epoch that goes on, too."""
-        for each in self.trainer.callbacks:
-            if isinstance(each, GradientAccumulationScheduler):
-                each.on_train_epoch_start(self.trainer)
+    def _go_on(self, data_fetcher: Any) -> None:
+        """Have an epoch that goes on begin for callbacks that schedule or average in it, too."""
+        trainer = self.trainer
+        if not self.keeper.progress.batches:
+            return
+        for each in trainer.callbacks:
+            if isinstance(each, GradientAccumulationScheduler | StochasticWeightAveraging):
+                each.on_train_epoch_start(trainer, trainer.lightning_module)
 
     def _end_batch(self, data_fetcher: Any) -> None:
         loop = self.trainer.fit_loop.epoch_loop
