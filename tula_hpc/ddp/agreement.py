@@ -18,7 +18,7 @@ class Agreement(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Of the training."""
+        """Device of the training."""
 
     def agree(self, *values: float) -> list[float]:
         """Return the largest of each value over all workers. Collective."""

@@ -1,4 +1,4 @@
-"""What executors submit, and the files that a job starts from: its pickle, and its setup lines.
+"""Form of what executors submit, and the files that a job starts from: pickle and setup lines.
 
 The batch script itself is made by `_script` of `launch/slurm_executor.py`.
 

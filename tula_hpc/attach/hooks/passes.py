@@ -1,4 +1,4 @@
-"""Who is told of a script's steps; notes on its model's passes: pauses, changes by hand."""
+"""Listener of a script's steps; notes on its model's passes: pauses, use, changes by hand."""
 
 from __future__ import annotations
 
@@ -122,7 +122,8 @@ class Pass:
     """
 
     def __init__(self, samples: int, *, is_loaded: bool) -> None:
-        self.samples, self.is_loaded = samples, is_loaded
+        self.samples = samples
+        self.is_loaded = is_loaded
         self.is_used: bool | None = None
 
     def returns(self, output: Any) -> None:

@@ -304,7 +304,7 @@ def _begun(begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
 
 
 class LoaderHistory:
-    """What a training's loaders have done, as far as a resumed one has to know it.
+    """Past of a training's loaders, as far as a resumed one has to know it.
 
     Processes that a loader keeps start once in a training, which takes a random number. In a resumed
     one they do so again, but take none. And accelerate's loaders, the Trainer's among them, load a

@@ -292,7 +292,8 @@ class ScriptTraining(Mode):
             self.scaling.step_ends()
         # a single worker's model is known from its first step on
         is_first = not self.steps
-        model, before = self.hooks.inner_model, self.settings.parameters
+        model = self.hooks.inner_model
+        before = self.settings.parameters
         # a script may unfreeze layers later, for an optimizer of its own
         if self._stepped_at is None and model is not None and before is not None:
             refuse_another(model, before)
