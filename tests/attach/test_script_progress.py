@@ -409,6 +409,21 @@ def test_a_pass_that_leads_to_no_gradient_is_none_of_the_steps_samples(tmp_path:
     assert [(row.epoch, row.step, row.samples_seen) for row in told.metrics().epochs] == [(1, 2, 16)]
 
 
+def test_what_a_policy_does_before_its_loader_begins_is_carried_to_no_epoch(tmp_path: Path, clock: Clock) -> None:
+    told = Told(tmp_path, clock, samples=32)
+    for _ in range(8):
+        for _ in range(2):
+            told.training.forward_begins(8)
+        told.training.loading_begins(object())
+        told.training.forward_begins(8)
+        told.training.hooks.backward.count += 1
+        for _ in range(2):
+            told.training.pass_unused(8)
+        told.training.gradients_ready()
+        told.training.step_ends()
+    assert [row.step for row in told.metrics().epochs] == [4, 8]
+
+
 def test_of_a_model_with_frozen_layers_those_that_are_trained_count(tmp_path: Path, clock: Clock) -> None:
     told = Told(tmp_path, clock, samples=16)
     told.training.settings = told.training.settings.model_copy(update={"parameters": 4})
