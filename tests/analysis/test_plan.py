@@ -244,6 +244,18 @@ def test_missing_measurements_become_warnings() -> None:
     assert "not run with 1 worker per node: N=1 b=32" in warnings_of([*CORNERS, *other])
 
 
+def test_steps_far_from_the_model_of_all_become_a_warning() -> None:
+    rows = [ok(nodes, batch) for nodes in (1, 2, 4) for batch in (32, 64, 128, 256)]
+    assert "far from the model" not in warnings_of(rows)
+    times = rows[5].times
+    assert times is not None
+    slow = times.model_copy(update={"step_time_s": 3.0 * times.step_time_s})
+    rows[5] = rows[5].model_copy(update={"times": slow})
+    assert f"steps measured far from the model that is fitted to all of them: {rows[5].configuration} (" in warnings_of(
+        rows
+    )
+
+
 def test_candidates_beyond_the_profiled_range_become_a_warning() -> None:
     found = warnings_of([ok(1, 32), ok(1, 64), ok(4, 8), ok(4, 16), failed(4, 256), failed(4, 256)])
     assert (
