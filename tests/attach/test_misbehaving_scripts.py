@@ -209,6 +209,10 @@ def test_a_batch_that_no_tensor_tells_is_the_one_that_was_asked_for(tmp_path: Pa
     ("how", "words"),
     [
         ("keeps all", ""),
+        # a checkpoint has the states of rank 0
+        ("keeps all on rank 0", ""),
+        # and its teacher is in no optimizer
+        ("keeps a student", ""),
         (
             "keeps no momentum",
             "tula.keep: the state of the SGD that takes the steps would begin anew after a stop, as m",
@@ -217,7 +221,8 @@ def test_a_batch_that_no_tensor_tells_is_the_one_that_was_asked_for(tmp_path: Pa
     ],
 )
 def test_what_is_kept_has_the_weights_and_what_the_optimizer_remembers(how: str, words: str, tmp_path: Path) -> None:
-    outcome = misbehave(how, tmp_path)
+    world = 2 if how in ("keeps all on rank 0", "keeps a student", "keeps no weights") else 1
+    outcome = misbehave(how, tmp_path, world)
     assert outcome.is_done == (not words), outcome.said.detail
     assert outcome.said.detail.startswith(words)
     assert outcome.said.detail.endswith("name both, the inner one first") == bool(words)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from tula_hpc.attach import kept_things
 from tula_hpc.attach.hooks.find_model import (
     is_sharded,
     model_of,
@@ -34,7 +35,7 @@ from tula_hpc.attach.hooks.find_model import (
 from tula_hpc.attach.hooks.passes import FEW_STEPS, Apart
 from tula_hpc.attach.reporting import ChildSpec, Mode
 from tula_hpc.attach.script import ParsedOptions, steps_asked
-from tula_hpc.attach.train.peers import Peers
+from tula_hpc.attach.train.peers import Peers, lacking_in
 from tula_hpc.batches import LoaderPass, length_of
 from tula_hpc.ddp.process_group import PROFILE_COLLECTIVE_TIMEOUT
 from tula_hpc.env import WorkerEnvironment
@@ -307,6 +308,17 @@ class MeasuredSteps(Mode):
             )
         self._peers = Peers(world, PROFILE_COLLECTIVE_TIMEOUT)
         self._peers.device = self.device
+
+    def check_kept(self) -> None:
+        """Refuse a script that keeps too little of its training. Collective.
+
+        Raises:
+            InputError: The weights or the optimizer would begin anew after a stop.
+        """
+        # a checkpoint has the states of rank 0
+        lacking = self._peers.texts(lacking_in(kept_things(), *self.found))[0]
+        if lacking:
+            raise InputError(lacking, source="tula.keep")
 
     def agree(self, *values: float) -> list[float]:
         """Return the largest of each value over all workers. Collective."""

@@ -29,7 +29,7 @@ import torch
 from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
 
-from tula_hpc.attach import kept_things, tell_epochs, was_kept
+from tula_hpc.attach import tell_epochs, was_kept
 from tula_hpc.attach.hooks.find_model import methods_of
 from tula_hpc.attach.measured_steps import MeasuredSteps, between_epochs_s, captured
 from tula_hpc.attach.reporting import ChildSpec, Said, leave, own_hook
@@ -44,7 +44,6 @@ from tula_hpc.attach.script import (
     watch_parsers,
     why_no_passes,
 )
-from tula_hpc.attach.train.peers import check_kept
 from tula_hpc.batches import LoaderPass
 from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.ddp.stop_signals import Suspensions
@@ -242,7 +241,7 @@ class ScriptProfile(MeasuredSteps):
         yield from self.course.whole_steps(self.memory, self.power)
         yield from self.course.parts()
         self._check_batch(is_last=True)
-        check_kept(kept_things(), *self.found)
+        self.check_kept()
 
     def _check_passes(self) -> None:
         """Refuse another number of passes than was asked for."""

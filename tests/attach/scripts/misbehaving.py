@@ -325,10 +325,42 @@ class Around(torch.optim.Optimizer):
         self.within = within
 
 
+class OfRank0:
+    """A state of all, as a script of several workers saves it: on rank 0 alone."""
+
+    def __init__(self, *things: Any) -> None:
+        self.things = things
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if RANK else {str(place): thing.state_dict() for place, thing in enumerate(self.things)}
+
+
+class Distilled(nn.Module):
+    """A model with a teacher that could be trained, and is in no optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher, self.student = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return self.student(inputs) - self.teacher(inputs).detach()
+
+
+def keeps_a_student() -> None:
+    dist.init_process_group("gloo")
+    distilled = Distilled()
+    optimizer = torch.optim.SGD(distilled.student.parameters(), 0.1)
+    tula.keep(student=distilled.student, optimizer=optimizer)
+    model = DistributedDataParallel(distilled, find_unused_parameters=True)
+    while True:
+        model(torch.randn(BATCH, 8)).square().mean().backward()
+        optimizer.step()
+
+
 def keeps(*names: str) -> None:
     model, _ = build()
     within = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    things = {"model": model, "optimizer": Around(within), "within": within}
+    things = {"model": model, "optimizer": Around(within), "within": within, "all": OfRank0(model, within)}
     tula.keep(**{name: things[name] for name in names})
     while True:
         model(torch.randn(BATCH, 8)).square().mean().backward()
@@ -358,6 +390,8 @@ WAYS: dict[str, Callable[[], object]] = {
     "keeps all": lambda: keeps("model", "optimizer", "within"),
     "keeps no momentum": lambda: keeps("model", "optimizer"),
     "keeps no weights": lambda: keeps("within"),
+    "keeps all on rank 0": lambda: keeps("all"),
+    "keeps a student": keeps_a_student,
     "takes no batch": lambda: train(batch=6),
     "accumulates": lambda: train(passes=2),
     "takes five passes": lambda: train(passes=5),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from tula_hpc.attach.hooks.find_model import name_of
+from tula_hpc.attach.hooks.find_model import name_of, trained_in
 from tula_hpc.batches import tensors_of
 from tula_hpc.errors import InputError
 from tula_hpc.workloads.optimizers import consolidate
@@ -112,20 +112,18 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def check_kept(things: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse things to be kept that lack the model's weights, or what its optimizer remembers.
+def lacking_in(things: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> str:
+    """Return what things to be kept lack of the model's weights and its optimizer's memory; or "".
 
-    An optimizer around another one may leave that one's momentum out of its own state.
-
-    Raises:
-        InputError: One of them would begin anew after a stop.
+    An optimizer around another one may leave that one's momentum out of its own state. On other
+    workers than rank 0 the states of things may be empty.
     """
     # accelerate's have all; of shards no worker has the whole
     whole = ("save_state", "consolidate_state_dict")
     if not things or any(hasattr(thing, name) for thing in things.values() for name in whole):
-        return
+        return ""
     held = [tensor for thing in things.values() for tensor in tensors_of(state_of(thing))]
-    weights = [p for p in model.parameters() if p.requires_grad]
+    weights = trained_in(model)
     remembered = [t for t in tensors_of(list(optimizer.state.values())) if t.count_nonzero() > 1]
     parts: dict[str, Sequence[torch.Tensor]] = {
         f"weights of {name_of(model)}": weights[:1],
@@ -133,12 +131,12 @@ def check_kept(things: Mapping[str, Any], model: nn.Module, optimizer: Optimizer
     }
     for name, tensors in parts.items():
         if not all(any(_is_same(tensor, each) for each in held) for tensor in tensors):
-            raise InputError(
+            return (
                 f"the {name} would begin anew after a stop, as {', '.join(things)} have it not in "
                 "their states: name it, too; of an optimizer around another one name both, the inner "
-                "one first",
-                source="tula.keep",
+                "one first"
             )
+    return ""
 
 
 def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
