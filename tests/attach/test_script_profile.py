@@ -126,6 +126,7 @@ def test_passes_without_synchronization_leave_nothing_to_the_next_one(*, within:
         ("shared", False),
         ("persistent", False),
         ("peek", False),
+        ("look", False),
         # without an end, and begun before the first epoch
         ("infinite", True),
         ("one iterator", True),

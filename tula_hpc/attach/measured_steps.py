@@ -103,10 +103,13 @@ class MeasuredSteps(Mode):
         """Note that an epoch of `tula.epochs` begins."""
         self._begun = weakref.WeakSet()
 
-    def loading_begins(self, loader: object) -> None:
-        """Note that an epoch begins, or an evaluation."""
+    def iterating(self, loader: object) -> None:
+        """See `Listener`."""
         if self._begun is not None:
             self._begun.add(loader)
+
+    def loading_begins(self, loader: object) -> None:
+        """Note that an epoch begins, or an evaluation."""
         self._apart.note_loader(is_of_steps=self.hooks.is_of_steps(loader))
         if self._used_before is None:
             self._used_before = self.processor_seconds()

@@ -126,6 +126,12 @@ elif options.case == "peek":
             train(*batch)
             # of the same loader, as for a picture of some samples
             next(iter(first))
+elif options.case == "look":
+    # at some samples, before the training
+    next(iter(first))
+    for _ in tula.epochs(options.epochs):
+        for batch in tula.batches(first):
+            train(*batch)
 elif options.case == "zipped":
     second = loader(torch.Generator().manual_seed(6))
     for _ in tula.epochs(options.epochs):

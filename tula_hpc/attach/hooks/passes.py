@@ -28,8 +28,11 @@ class Listener:
     def model_wrapped(self, model: DistributedDataParallel) -> None:
         """Note a model that the script has just wrapped, before its first forward pass."""
 
+    def iterating(self, loader: object) -> None:
+        """Note that an iterator over batches was made or begins anew, be it for one batch alone."""
+
     def loading_begins(self, loader: object) -> None:
-        """Note that an iterator over batches was made: an epoch begins, or an evaluation."""
+        """Note that one was made for an epoch, or an evaluation."""
 
     def batch_wanted(self) -> None:
         """Note that the script now waits for a batch."""

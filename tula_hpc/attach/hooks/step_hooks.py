@@ -309,6 +309,7 @@ class Hooks:
         # the id may have been that of an iterator that is gone
         self._gave.discard(id(loader))
         self._in_a_row = 0
+        self.listener.iterating(loader)
         may_be_of_steps = data == self._data or self._loader is None
         if not (may_be_of_steps and data in self._firsts_alone):
             self.listener.loading_begins(loader)
