@@ -10,9 +10,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
+import tula_hpc.attach as tula
 from tests.attach.script_runs import BATCH, QUICK, SCRIPTS, measurement_of, profiled
 from tests.forked_jobs import forking_scripts
 from tula_hpc.attach.hangs import Place
@@ -226,6 +229,23 @@ def test_what_is_kept_has_the_weights_and_what_the_optimizer_remembers(how: str,
     assert outcome.is_done == (not words), outcome.said.detail
     assert outcome.said.detail.startswith(words)
     assert outcome.said.detail.endswith("name both, the inner one first") == bool(words)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_framework_keeps_its_training_whatever_is_kept_beside_it(
+    is_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frameworks = "tula_hpc.attach.frameworks"
+    for name in ("huggingface", "lightning_fit"):
+        monkeypatch.setitem(sys.modules, f"{frameworks}.{name}", SimpleNamespace(callback_for=id))
+    for callback in (tula.trainer_callback, tula.lightning_callback):
+        for name in ("_kept", "_is_framework"):
+            monkeypatch.setattr(tula, name, None)
+        calls: list[Callable[[], object]] = [callback, lambda: tula.keep(scores=nn.Linear(1, 1))]
+        for call in calls if is_first else reversed(calls):
+            call()
+        assert tula.was_kept()
+        assert not tula.kept_things()
 
 
 def test_a_method_that_needs_the_communication_hook_is_refused_by_a_profile_where_the_script_has_its_own(

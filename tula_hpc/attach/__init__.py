@@ -28,6 +28,8 @@ T = TypeVar("T")
 _around: Keeper | None = None
 # what the script keeps; None: nothing
 _kept: dict[str, Any] | None = None
+# a framework keeps its whole training
+_is_framework = False
 # called as each of the epochs begins, in a profile
 _at_epoch: Callable[[], None] | None = None
 
@@ -51,12 +53,13 @@ def was_kept() -> bool:
 
 def kept_things() -> dict[str, Any]:
     """Return what the script has named to be kept; empty where a framework keeps all."""
-    return _kept or {}
+    return {} if _kept is None or _is_framework else _kept
 
 
-def _note_kept(things: dict[str, Any]) -> None:
-    global _kept  # noqa: PLW0603 - see above
+def _note_kept(things: dict[str, Any], *, is_framework: bool = False) -> None:
+    global _kept, _is_framework  # noqa: PLW0603 - see above
     _kept = {**(_kept or {}), **things}
+    _is_framework = _is_framework or is_framework
 
 
 def keep(**things: Any) -> None:
@@ -122,7 +125,7 @@ def report(**scores: float) -> None:
 
 def trainer_callback() -> Any:
     """Return a callback for Hugging Face's Trainer, which keeps its training and reports scores."""
-    _note_kept({})
+    _note_kept({}, is_framework=True)
     from tula_hpc.attach.frameworks.huggingface import callback_for
 
     return callback_for(_around)
@@ -130,7 +133,7 @@ def trainer_callback() -> Any:
 
 def lightning_callback() -> Any:
     """Return a callback for Lightning's Trainer, which keeps its training and reports scores."""
-    _note_kept({})
+    _note_kept({}, is_framework=True)
     from tula_hpc.attach.frameworks.lightning_fit import callback_for
 
     return callback_for(_around)
