@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 from tests.forked import start_workers
 from tula_hpc.attach.hooks.find_model import model_of, name_of, parameters_of, trained_in
 from tula_hpc.attach.hooks.passes import FEW_STEPS, Listener
-from tula_hpc.attach.hooks.step_hooks import Hooks
+from tula_hpc.attach.hooks.step_hooks import MOST_AWAITED, Hooks
 from tula_hpc.batches import LoaderPass, samples_in
 
 
@@ -740,6 +742,24 @@ def count_further(rank: int, folder: Path) -> None:
 def test_steps_of_further_trainings_are_counted_apart(tmp_path: Path) -> None:
     start_workers(1, count_further, tmp_path)
     assert (tmp_path / "told.json").read_text() == "2"
+
+
+def count_searches(rank: int, folder: Path) -> None:
+    Hooks(Listener()).install()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    models = [DistributedDataParallel(nn.Linear(4, size)) for size in (1, 8)]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+    for _ in range(MOST_AWAITED + 2):
+        optimizers[0].step()
+    with mock.patch("gc.get_objects", wraps=gc.get_objects) as search:
+        for _ in range(10):
+            optimizers[0].step()
+    (folder / "told.json").write_text(str(search.call_count))
+
+
+def test_objects_are_not_searched_at_every_step_of_a_model_before_the_largest_wrapped_one(tmp_path: Path) -> None:
+    start_workers(1, count_searches, tmp_path)
+    assert (tmp_path / "told.json").read_text() == "0"
 
 
 class Around(nn.Module):

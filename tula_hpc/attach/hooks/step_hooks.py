@@ -358,13 +358,14 @@ class Hooks:
     def _counts(self, optimizer: Optimizer) -> bool:
         if optimizer is self.optimizer:
             return True
-        is_awaiting = self.optimizer is None and self.further_steps >= MOST_AWAITED
-        if any(optimizer is other for other in self.others) and not is_awaiting:
+        is_wrapped = isinstance(self.model, DistributedDataParallel)
+        # of a wrapped model the largest is known, and a look takes long
+        is_over = self.optimizer is None and not is_wrapped and self.further_steps >= MOST_AWAITED
+        if any(optimizer is other for other in self.others) and not is_over:
             return self._succeeds(optimizer)
         self.others = [other for other in self.others if other is not optimizer]
         # its first step
         self.backward.is_stepped = True
-        is_wrapped = isinstance(self.model, DistributedDataParallel)
         if not is_wrapped and self.listener.trains_apart(optimizer):
             return False
         if self.optimizer is None or not is_wrapped:
