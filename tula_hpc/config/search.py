@@ -30,9 +30,9 @@ class SearchSpec(Spec):
     """`[search]`: candidates, the profiled ones among them, and the length of a measurement."""
 
     cluster_sizes: tuple[Annotated[int, Field(ge=1, le=65_536)], ...] = Field(
-        default=(1, 2, 4), min_length=1, max_length=64
+        default=(1, 2, 4), min_length=1, max_length=256
     )
-    """Numbers of nodes that are candidates, 64 at most."""
+    """Numbers of nodes that are candidates, 256 at most."""
     min_batch: int = Field(default=32, ge=1, le=2**30)
     """Smallest global batch (over all workers) that is a candidate."""
     max_batch: int = Field(default=1024, ge=1, le=2**30)
