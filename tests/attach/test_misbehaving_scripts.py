@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import tula_hpc.attach as tula
 from tests.attach.script_runs import BATCH, QUICK, SCRIPTS, measurement_of, profiled
@@ -22,6 +24,7 @@ from tula_hpc.attach.hangs import Place
 from tula_hpc.attach.processes import Outcome, error_of, worst
 from tula_hpc.attach.reporting import Said, unexplained
 from tula_hpc.attach.script import Script
+from tula_hpc.attach.train.peers import lacking_in
 from tula_hpc.errors import InputError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.process_memory import descendants
@@ -246,6 +249,23 @@ def test_a_framework_keeps_its_training_whatever_is_kept_beside_it(
             call()
         assert tula.was_kept()
         assert not tula.kept_things()
+
+
+class OfFewBits(Tensor):
+    """As torchao's optimizers have their states: it knows only what these do with it."""
+
+    @classmethod
+    def __torch_dispatch__(cls, *call: Any, **_: Any) -> Any:
+        raise NotImplementedError(f"{cls.__name__} has no {call[0]}")
+
+
+def test_tensors_of_a_kind_of_their_own_are_not_compared_with_what_is_kept() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    few = Tensor._make_wrapper_subclass(OfFewBits, (2, 2))
+    optimizer.state[model.weight] = {"momentum_buffer": few}
+    kept = SimpleNamespace(state_dict=lambda: {"few": few, "weight": model.weight})
+    assert not lacking_in({"all": kept}, model, optimizer)
 
 
 def test_a_method_that_needs_the_communication_hook_is_refused_by_a_profile_where_the_script_has_its_own(

@@ -122,9 +122,9 @@ def lacking_in(things: Mapping[str, Any], model: nn.Module, optimizer: Optimizer
     whole = ("save_state", "consolidate_state_dict")
     if not things or any(hasattr(thing, name) for thing in things.values() for name in whole):
         return ""
-    held = [tensor for thing in things.values() for tensor in tensors_of(state_of(thing))]
-    weights = trained_in(model)
-    remembered = [t for t in tensors_of(list(optimizer.state.values())) if t.count_nonzero() > 1]
+    held = _plain_tensors([state_of(thing) for thing in things.values()])
+    weights = _plain_tensors(trained_in(model))
+    remembered = [t for t in _plain_tensors([*optimizer.state.values()]) if t.count_nonzero() > 1]
     parts: dict[str, Sequence[torch.Tensor]] = {
         f"weights of {name_of(model)}": weights[:1],
         f"state of the {type(optimizer).__name__} that takes the steps": remembered[:1],
@@ -137,6 +137,11 @@ def lacking_in(things: Mapping[str, Any], model: nn.Module, optimizer: Optimizer
                 "one first"
             )
     return ""
+
+
+def _plain_tensors(state: Any) -> list[torch.Tensor]:
+    """Return those of torch's own kinds: of others, as of few bits, it is not known what they can."""
+    return [each for each in tensors_of(state) if type(each) in (torch.Tensor, nn.Parameter)]
 
 
 def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
