@@ -72,8 +72,8 @@ MOST_AHEAD = 1024
 FEW_AHEAD = 2
 # after so many steps without a new batch it goes over those that it keeps
 KEPT_STEPS = 2
-# of smaller models before the first one of the largest, as of a GAN's critic
-MOST_AWAITED = 1000
+# of smaller models before the first one of the largest: a WGAN's critic may begin with a hundred
+MOST_AWAITED = 200
 
 
 class Hooks:
