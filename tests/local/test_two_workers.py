@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run.train().root.mkdir()
         known = candidate(CONFIGURATION)
         chosen = with_step_time(known, 1e-5)
-        write_plan(run, plan([known] * 4, chosen=chosen))
+        write_plan(run, plan([chosen] * 4, chosen=chosen))
     taken = candidate_ports(environment(0, folder))[0]
     with socket.create_server((LOOPBACK, taken)):  # by a stranger, who never says a word
         give_secret(folder)
