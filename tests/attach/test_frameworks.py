@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import pytest
 
+import tula_hpc.attach as tula
 from tests.attach.test_keeping import EXITED, KILLED, STOPPED, Story, assert_same, assert_scales_go_on
-from tula_hpc.attach import lightning_callback, trainer_callback
 from tula_hpc.attach.reporting import failed_by
 from tula_hpc.records import read_metrics
 
@@ -176,12 +176,15 @@ def test_a_model_that_saves_by_other_names_is_kept_by_its_own(tmp_path: Path) ->
     assert theirs != ours
 
 
-def test_without_tula_around_the_callbacks_are_the_frameworks_own() -> None:
+def test_without_tula_around_the_callbacks_are_the_frameworks_own(monkeypatch: pytest.MonkeyPatch) -> None:
     import lightning
     from transformers import TrainerCallback
 
-    assert type(trainer_callback()) is TrainerCallback
-    assert type(lightning_callback()) is lightning.Callback
+    # what they note would be known to scripts that later tests fork
+    monkeypatch.setattr(tula, "_kept", None)
+    monkeypatch.setattr(tula, "_is_framework", False)
+    assert type(tula.trainer_callback()) is TrainerCallback
+    assert type(tula.lightning_callback()) is lightning.Callback
 
 
 def test_lightning_on_nodes_that_it_was_not_told_of_is_told_how(monkeypatch: pytest.MonkeyPatch) -> None:
