@@ -187,7 +187,9 @@ _LIVING: set[int] = set()
 
 
 def _of_living() -> set[int]:
-    return _LIVING.union(*(set(descendants(process)) for process in _LIVING))
+    # a copy, as another thread may end its own meanwhile
+    living = tuple(_LIVING)
+    return set(living).union(*(set(descendants(process)) for process in living))
 
 
 def _kill(process: int) -> None:
