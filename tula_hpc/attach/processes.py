@@ -25,7 +25,7 @@ from torch.distributed import (  # type: ignore[attr-defined] # documented, thou
     Store,
 )
 
-from tula_hpc.attach.hangs import are_in_different_collectives, ask_where, told
+from tula_hpc.attach.hangs import ANSWER_S, are_in_different_collectives, ask_where, told
 from tula_hpc.attach.own_folder import own_folder
 from tula_hpc.attach.reporting import EVERY_WORKER, ChildSpec, Said, read_said, unexplained
 from tula_hpc.attach.script import torchrun_variables
@@ -47,6 +47,8 @@ from tula_hpc.records import Configuration, parse_record, write_atomically
 from tula_hpc.records.base import Record
 
 POLL_S = 0.5
+# until another worker has noticed a failure, and asked its own script where it is
+LEAVE_S = 2.0 * POLL_S + ANSWER_S
 # after its last word a process has nothing left to do
 GRACE_S = 10.0
 # but what a training has made may still be uploaded
@@ -124,6 +126,11 @@ class Child:
                 self._stamp, self._told_at = stamp, time.monotonic()
                 self._said = read_said(self.spec.said)
         return self._said
+
+    def has_ended_its_task(self) -> bool:
+        """Tell whether it has given its last message."""
+        said = self.said()
+        return said is not None and said.state != "stepping"
 
     def quiet_s(self) -> float:
         """Return the seconds since its last sign of life, or since its start."""
@@ -234,12 +241,31 @@ class Peers:
     def __init__(self, store: Store | None, run_id: str) -> None:
         self.store = HashStore() if store is None else store
         self.run_id = run_id
+        self._has_left = False
 
     def announce(self, outcome: Outcome) -> None:
         """Tell the others how this worker's process ended."""
         self.store.set(f"outcome/{self.run_id}/{outcome.rank}", outcome.model_dump_json())
         if not outcome.is_done:
-            self.store.set(f"failed/{self.run_id}", "")
+            self._leave()
+
+    def leave(self, world_size: int) -> None:
+        """Tell the others that this worker ends its process, and wait until all do, or have ended.
+
+        A process that loses another leaves its place in the script, which is then no longer told.
+        """
+        left = self._leave()
+        ends = time.monotonic() + LEAVE_S
+        while left < world_size and time.monotonic() < ends:
+            time.sleep(0.05)
+            left = self.store.add(f"left/{self.run_id}", 0)
+
+    def _leave(self) -> int:
+        """Tell the others of a failure; return how many have told of one."""
+        self.store.set(f"failed/{self.run_id}", "")
+        is_first = not self._has_left
+        self._has_left = True
+        return int(self.store.add(f"left/{self.run_id}", int(is_first)))
 
     def ask_to_stop(self) -> None:
         """Tell the others that this worker was asked to stop."""
@@ -282,27 +308,36 @@ def watch(
     its steps an evaluation or a save may take any time, and `look`, called a few times a second,
     returns a reason to end the process, if there is one.
     """
-    in_training = look is not None
     try:
         while (code := child.wait(POLL_S)) is None:
-            if look is not None and (reason := look(child)):
-                name = child.spec.program.name
-                return child.stopped(Failure.BUG, f"{name} {reason}")
-            said = child.said()
-            if said is not None and said.state != "stepping":
-                code = child.wait(TRAINED_GRACE_S if in_training else GRACE_S)
+            if stopped := _given_up(child, peers, step_s, look):
+                peers.leave(child.spec.world_size)
+                return stopped
+            if child.has_ended_its_task():
+                code = child.wait(GRACE_S if look is None else TRAINED_GRACE_S)
                 break
-            if peers.have_failed():
-                return child.stopped(Failure.KILLED, "ended with the others", follows=True)
-            is_waited_for = said is None or not in_training
-            if is_waited_for and child.quiet_s() > step_s:
-                return child.stopped(Failure.BAD_INPUT, _without_step(child, step_s))
         if code is not None and code < 0:
             # perhaps the whole job was sent the signal: then this process ends while it sleeps
             time.sleep(SIGNAL_GRACE_S)
         return child.outcome(code or 0)
     finally:
         child.end()
+
+
+def _given_up(
+    child: Child, peers: Peers, step_s: float, look: Callable[[Child], str | None] | None
+) -> Outcome | None:
+    """Return the outcome of a process that has to be ended now; None: it may go on."""
+    if look is not None and (reason := look(child)):
+        return child.stopped(Failure.BUG, f"{child.spec.program.name} {reason}")
+    if child.has_ended_its_task():
+        return None
+    if peers.have_failed():
+        return child.stopped(Failure.KILLED, "ended with the others", follows=True)
+    is_waited_for = look is None or child.said() is None
+    if is_waited_for and child.quiet_s() > step_s:
+        return child.stopped(Failure.BAD_INPUT, _without_step(child, step_s))
+    return None
 
 
 def _without_step(child: Child, step_s: float) -> str:
