@@ -502,6 +502,21 @@ def with_batches_ahead() -> None:
         optimizer.step()
 
 
+def with_a_batch_ahead_of_the_first_step(by_closure: bool) -> None:
+    """As Lightning takes the next one of a stream, by a closure or by hand."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batches = iter(DataLoader(TensorDataset(torch.randn(9, 4)), 3))
+    ahead = next(batches)
+    while ahead is not None:
+        (inputs,), ahead = ahead, next(batches, None)
+        if by_closure:
+            optimizer.step(lambda inputs=inputs: torch.autograd.backward(model(inputs).sum()))
+            continue
+        torch.autograd.backward(model(inputs).sum())
+        optimizer.step()
+
+
 def with_a_second_training() -> None:
     """As of folds, or of repetitions: the first one counts."""
     for model in reversed([nn.Linear(4, 2), nn.Linear(4, 2)]):
@@ -690,6 +705,14 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
         with_batches_ahead,
         "ready step, begin batch batch forward 2 forward 2 ready step, batch batch forward 2 forward 2 ready step, "
         "begin batch batch forward 3 ready step, batch forward 3 ready step, forward 1 ready step",
+    ),
+    "with a batch ahead of the first step": (
+        lambda: with_a_batch_ahead_of_the_first_step(by_closure=False),
+        "begin batch batch ready step, batch forward 3 ready step, forward 3 ready step",
+    ),
+    "with a batch ahead of the first closure": (
+        lambda: with_a_batch_ahead_of_the_first_step(by_closure=True),
+        "begin batch batch forward 3 ready step, batch forward 3 ready step, forward 3 ready step",
     ),
     "with a second training": (with_a_second_training, "ready step, forward 3 ready step"),
     "with several loaders": (

@@ -300,6 +300,14 @@ class Hooks:
         if (unused := next((each for each in self._unused if each[0] == data), None)) is not None:
             self._unused.remove(unused)
 
+    def _use_first(self) -> None:
+        """Take the batches of the passes before a model's first step, of which nobody was told.
+
+        Some frameworks have taken the next one by then.
+        """
+        given = [each for each in self._unused if each[0] == self._last.data]
+        self._unused = deque(given[self.backward.count :], MOST_AHEAD)
+
     def _begin_loading(self, loader: object, *_: Any) -> None:
         # those of training that an evaluation comes between stay
         data = _data_of(loader)
@@ -404,8 +412,7 @@ class Hooks:
                 self._await_whole(owned)
                 return
             self._watch_one_of(found)
-            # of the passes before this step nobody was told
-            self._unused.clear()
+            self._use_first()
         elif owned.isdisjoint(self.model.parameters()):
             return
         if self.optimizer is not None:
