@@ -175,7 +175,7 @@ from tula_hpc.launch.job_specs import Requeueable, resolve
 kinds = Requeueable.__subclasses__()
 assert len(kinds) == 4 and all(callable(resolve(job.run)) for job in kinds)
 check("everything", {"torch", "torchvision"})
-from tula_hpc.profiling import profile_job; from tula_hpc.training import loop
+from tula_hpc.profiling import profile_loop; from tula_hpc.training import loop
 from tula_hpc.config import WorkloadSpec; from tula_hpc.data.datasets import build_data
 build_data(WorkloadSpec(dataset="digits"))
 check("a worker", {"torchvision", "sklearn", "timm", "torch.distributed.optim"})

@@ -4,7 +4,7 @@ From the sweep file to a job: of the `candidates` those that are `believed_to_fi
 measured nor given up (by `retry_policy.py`) are proposed, all of them (mode "full"), the corners
 ("partial"), or those that narrow the predictions that matter (`adaptive.py`). `stages/profile.py`
 asks once a round (`propose_on`), and submits those that do not disturb each other (`first_wave`). A
-job goes on by itself: `Agenda` in `profiling/work_queue.py` measures its list, then asks here again
+job goes on by itself: `WorkQueue` in `profiling/work_queue.py` measures its list, then asks here again
 for its own number of nodes, or fewer, until its time is up.
 
 Everything is a pure function of the measurements so far: replayed over recorded ones, a search

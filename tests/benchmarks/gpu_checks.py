@@ -49,8 +49,8 @@ from tula_hpc.env import WorkerEnvironment
 from tula_hpc.gradients.small_batch_norms import LocalNorms
 from tula_hpc.launch.job_specs import ProfileJob
 from tula_hpc.profiling.measure import measure
-from tula_hpc.profiling.profile_job import run_profile
-from tula_hpc.profiling.work_queue import Agenda
+from tula_hpc.profiling.profile_loop import run_profile
+from tula_hpc.profiling.work_queue import WorkQueue
 from tula_hpc.records import Configuration, Measurement, read_records, with_rank_files
 from tula_hpc.workloads.footprint import estimate_footprint
 
@@ -321,7 +321,7 @@ def check_out_of_memory(device: torch.device) -> dict[str, Any]:
         output.parent.mkdir()
         job = ProfileJob(spec, cluster, (Configuration(1, 1, TOO_LARGE),), output, nodes=1)
         with allowed(ALLOWED_BYTES, device):
-            ending = _ending(lambda: run_profile(job, place(0, 1), Agenda(job, place(0, 1))))
+            ending = _ending(lambda: run_profile(job, place(0, 1), WorkQueue(job, place(0, 1))))
         (record,) = read_records(Measurement, with_rank_files(output)).records
     wanted = "device_oom" if device.type == "cuda" else "host_oom"
     assert (record.status, str(record.failure)) == ("oom", wanted), record

@@ -105,7 +105,7 @@ def test_a_configuration_whose_job_was_suspended_is_measured_again(monkeypatch: 
         profiles.append(self)
 
     monkeypatch.setattr(StepProfile, "run", suspended_at_first)
-    shared = SharedTimes.none()
+    shared = SharedTimes()
     measured = measure(sweep(), ClusterSpec(), CONFIGURATION, ALONE, shared, job_began_at=1.0)
     assert len(profiles) == 2
     assert known == [set(), set()]  # of the first nothing is kept

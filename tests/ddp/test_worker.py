@@ -268,7 +268,7 @@ def test_a_profile_changes_no_weight() -> None:
     spec = sweep()
     worker = Worker(spec, ClusterSpec(), CONFIGURATION, ALONE)
     before = [p.detach().clone() for p in worker.parameters]
-    profile = StepProfile(worker, StoppingRule.of(spec.search, math.inf), SharedTimes.none())
+    profile = StepProfile(worker, StoppingRule.of(spec.search, math.inf), SharedTimes())
     for _ in range(3):
         worker.train_step(*next(profile.batches))
     assert all(torch.equal(old, new) for old, new in zip(before, worker.parameters, strict=True))
@@ -287,7 +287,7 @@ def test_timing_the_optimizer_lets_no_gradient_grow(
     worker = Worker(_with_factors_at_once(spec), ClusterSpec(), CONFIGURATION._replace(local_batch=64), ALONE)
     before = [p.detach().clone() for p in worker.parameters]
     looked_at = noted_gradients(monkeypatch)
-    profile = StepProfile(worker, StoppingRule(40, 40, 60.0, 0.02), SharedTimes.none())
+    profile = StepProfile(worker, StoppingRule(40, 40, 60.0, 0.02), SharedTimes())
     profile.run(MemoryMeter(ClusterSpec()), NodePower(ClusterSpec(), worker))
     assert all(torch.equal(old, new) for old, new in zip(before, worker.parameters, strict=True))
     assert all(p.grad is not None and p.grad.isfinite().all() for p in worker.parameters)
@@ -323,7 +323,7 @@ def test_timed_steps_have_factors_however_late_gradients_no_longer_overflow(
             return super().whole_steps(memory, power)
 
     monkeypatch.setattr(worker.scaler, "unscale_", unscale_after_overflow)
-    profile = Noting(worker, StoppingRule(40, 40, 60.0, 0.02), SharedTimes.none())
+    profile = Noting(worker, StoppingRule(40, 40, 60.0, 0.02), SharedTimes())
     profile.run(MemoryMeter(ClusterSpec()), NodePower(ClusterSpec(), worker))
     assert all(factor is not None for factor in factors[0])
 

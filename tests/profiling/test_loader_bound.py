@@ -69,7 +69,7 @@ class FakeWorker:
 def profiled(monkeypatch: pytest.MonkeyPatch, fake: FakeWorker) -> StepProfile:
     """After a warm-up in which the loader gets ahead, the part of a profile that times whole steps."""
     monkeypatch.setattr(time, "perf_counter", lambda: fake.now)
-    profile = StepProfile(cast(Worker, fake), StoppingRule(15, 200, 60.0, 0.02), SharedTimes.none())
+    profile = StepProfile(cast(Worker, fake), StoppingRule(15, 200, 60.0, 0.02), SharedTimes())
     for _ in range(5):
         next(profile.batches)
         fake.now += 10 * STEP_S * fake.loader.num_workers

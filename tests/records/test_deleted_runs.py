@@ -16,7 +16,7 @@ from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import CheckpointError, StorageError
 from tula_hpc.files import HeldFolder
 from tula_hpc.launch.job_specs import ProfileJob, TrainJob
-from tula_hpc.profiling.profile_job import run_profile
+from tula_hpc.profiling.profile_loop import run_profile
 from tula_hpc.records import Configuration, RunDirectory, append_record, write_atomically
 from tula_hpc.training import loop as trainer_module
 from tula_hpc.training.loop import run_training
@@ -99,7 +99,7 @@ def test_a_training_whose_folder_was_deleted_ends_and_writes_nothing_into_the_ne
 
 
 class SwapWhenAsked:
-    """An agenda of one configuration, at whose naming the profile's folder is replaced."""
+    """A work queue of one configuration, at whose naming the profile's folder is replaced."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.left = folder, [CONFIGURATION]

@@ -5,7 +5,7 @@ process of its rank and watches it, and all of them learn how every process ende
 it. The records are those of a profile of the built-in training.
 
 `script_profile.py` describes the whole course, from the job to the measured steps;
-`profiling/profile_job.py` describes the case that memory runs out.
+`profiling/profile_loop.py` describes the case that memory runs out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tula_hpc.errors import StorageError
 from tula_hpc.files import HeldFolder
 from tula_hpc.launch.job_specs import ProfileJob, in_passes
 from tula_hpc.own_sources import digests_of
-from tula_hpc.profiling.work_queue import Agenda
+from tula_hpc.profiling.work_queue import WorkQueue
 from tula_hpc.records import (
     Configuration,
     Identity,
@@ -48,21 +48,21 @@ def run(job: ProfileJob) -> int:
     """Measure and append; every worker calls this. Return how many configurations it measured."""
     env = join_job()
     # notes that the job began, before torch is imported, which takes seconds
-    agenda = Agenda(job, env)
+    queue = WorkQueue(job, env)
     with loading_libraries():
         from tula_hpc.ddp.device_errors import telling_broken_devices
         from tula_hpc.ddp.process_group import Allocation
 
     with leaving_at_once(), telling_broken_devices(job.output.parent.parent, "profile"):
         allocation = Allocation(job.cluster, env, timedelta(minutes=job.cluster.profile_minutes))
-        return Session(job, allocation, agenda).run()
+        return Session(job, allocation, queue).run()
 
 
 class Session:
     """Profiles of a script in one allocation, as one of its workers sees them."""
 
-    def __init__(self, job: ProfileJob, allocation: Allocation, agenda: Agenda) -> None:
-        self.job, self.allocation, self.agenda = job, allocation, agenda
+    def __init__(self, job: ProfileJob, allocation: Allocation, queue: WorkQueue) -> None:
+        self.job, self.allocation, self.queue = job, allocation, queue
         self.env = allocation.env
         # among the workers of the configuration that is measured; None: it is none of them
         self.place: WorkerEnvironment | None = None
@@ -87,9 +87,7 @@ class Session:
 
     def _next(self) -> Configuration | None:
         """Return the next configuration of rank 0's queue, None at its end. Collective."""
-        told = self.allocation.broadcast(
-            lambda: json.dumps([self.agenda.next(), self.agenda.passes])
-        )
+        told = self.allocation.broadcast(lambda: json.dumps([self.queue.next(), self.queue.passes]))
         fields, passes = json.loads(told)
         self.sweep = in_passes(self.job.sweep, passes or 1)
         if fields is None:

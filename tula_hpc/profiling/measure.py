@@ -7,8 +7,10 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -44,22 +46,14 @@ from tula_hpc.records import Configuration, Identity, Measurement, compute_of
 MOST_OVERFLOWS = 24
 
 
-class SharedTimes(NamedTuple):
+@dataclass
+class SharedTimes:
     """Times of one configuration of a job that later ones share."""
 
     # bare all-reduce by world size: it does not depend on the batch
-    allreduce_s: dict[int, float]
+    allreduce_s: dict[int, float] = field(default_factory=dict)
     # world sizes and samples with a timed computation
-    computed: set[tuple[int, int]]
-
-    @classmethod
-    def none(cls) -> SharedTimes:
-        """Return the times at the start of a job."""
-        return cls({}, set())
-
-    def copy(self) -> SharedTimes:
-        """Return an independent copy."""
-        return SharedTimes(dict(self.allreduce_s), set(self.computed))
+    computed: set[tuple[int, int]] = field(default_factory=set)
 
     def update(self, other: SharedTimes) -> None:
         """Add the times of another."""
@@ -85,11 +79,11 @@ def measure(
     is given `job_began_at`, Unix time: the start's time is measured too. `on_built` takes the
     workload's identity, before memory may run out.
     """
-    shared = shared or SharedTimes.none()
+    shared = shared or SharedTimes()
     suspensions = Suspensions().install()
     attempt = partial(_measure, sweep, cluster, configuration, env)
     for left in reversed(range(MOST_ATTEMPTS)):
-        known = shared.copy()
+        known = deepcopy(shared)
         with suspensions.blamed():
             measured, suspended = attempt(
                 known, job_began_at=job_began_at, suspensions=suspensions, on_built=on_built

@@ -100,7 +100,7 @@ def answer(question: str) -> str:
 MARGIN = 1.5
 
 
-class Agenda:
+class WorkQueue:
     """Work queue of one run of a job, with a note before each configuration.
 
     The notes are on disk before the work begins. When the job is killed, as by the memory limit of

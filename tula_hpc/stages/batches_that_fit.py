@@ -1,6 +1,6 @@
 """Memory of a batch: the estimate before the first profile, and words where no batch fits.
 
-The estimate is made in a process of its own, since it needs torch. `profiling/profile_job.py`
+The estimate is made in a process of its own, since it needs torch. `profiling/profile_loop.py`
 handles a profile that runs out of memory; a training's smaller batch is `next_candidate` of
 `stages/train.py`.
 """

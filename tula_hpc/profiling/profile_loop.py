@@ -1,4 +1,4 @@
-"""Profile job of the built-in training: measures one configuration after another.
+"""Loop of the built-in training's profile job: measures one configuration after another.
 
 Where memory runs out:
 
@@ -28,20 +28,20 @@ from tula_hpc.launch.job_specs import ProfileJob
 from tula_hpc.process_memory import out_of_memory
 from tula_hpc.profiling.measure import SharedTimes, measure
 from tula_hpc.profiling.record import record_oom
-from tula_hpc.profiling.work_queue import Agenda
+from tula_hpc.profiling.work_queue import WorkQueue
 from tula_hpc.records import Configuration, Identity, append_record
 from tula_hpc.workloads.workload import own_code
 
 
-def run_profile(job: ProfileJob, env: WorkerEnvironment, agenda: Agenda) -> int:
+def run_profile(job: ProfileJob, env: WorkerEnvironment, queue: WorkQueue) -> int:
     """Measure a job's configurations; see `ProfileJob`."""
     allocation = Allocation(job.cluster, env, timedelta(minutes=job.cluster.profile_minutes))
-    shared = SharedTimes.none()
+    shared = SharedTimes()
     # it takes memory for a moment, which is not the training's
     own_code(tuple(job.sweep.workload.entry_points))
     folder = HeldFolder(job.output.parent)
     measured = 0
-    while (configuration := _next(allocation, agenda)) is not None:
+    while (configuration := _next(allocation, queue)) is not None:
         member = allocation.join(configuration.nodes)
         if member is not None:
             # the start of the job is measured with its first configuration
@@ -52,9 +52,9 @@ def run_profile(job: ProfileJob, env: WorkerEnvironment, agenda: Agenda) -> int:
     return measured
 
 
-def _next(allocation: Allocation, agenda: Agenda) -> Configuration | None:
+def _next(allocation: Allocation, queue: WorkQueue) -> Configuration | None:
     """Return the next configuration of rank 0's queue, None at its end. Collective."""
-    fields = json.loads(allocation.broadcast(lambda: json.dumps(agenda.next())))
+    fields = json.loads(allocation.broadcast(lambda: json.dumps(queue.next())))
     if fields is None:
         return None
     return Configuration(*fields)

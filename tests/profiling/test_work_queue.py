@@ -14,7 +14,7 @@ from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import StageError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch.job_specs import ProfileJob
-from tula_hpc.profiling.work_queue import Agenda, ask_search
+from tula_hpc.profiling.work_queue import WorkQueue, ask_search
 from tula_hpc.records import Configuration, JobNote, append_record, notes_file, rank_file, read_records
 from tula_hpc.stages.profile import died_of
 
@@ -49,11 +49,11 @@ def finish(of: ProfileJob, configuration: Configuration, **fields: object) -> No
 
 
 def work_off(of: ProfileJob, ask: Ask, **fields: object) -> list[Configuration]:
-    agenda, seen = Agenda(of, RANK_0), []
+    queue, seen = WorkQueue(of, RANK_0), []
     fields = {"elapsed_s": 2 * STARTUP_S, **fields}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tula_hpc.profiling.work_queue.ask_search", ask)
-        while (configuration := agenda.next()) is not None:
+        while (configuration := queue.next()) is not None:
             seen.append(configuration)
             finish(of, configuration, **fields)
     return seen
@@ -134,17 +134,17 @@ def test_nothing_is_begun_that_the_time_limit_would_cut(tmp_path: Path) -> None:
 
 def test_only_rank_0_writes(tmp_path: Path) -> None:
     of = job(tmp_path)
-    Agenda(of, RANK_0._replace(rank=1))
+    WorkQueue(of, RANK_0._replace(rank=1))
     assert not notes_file(of.output).exists()
 
 
 def killed_after(of: ProfileJob, steps: int) -> Configuration | None:
     """What the job is held to have died of, when it is killed while it measures its n-th configuration."""
-    agenda = Agenda(of, RANK_0)
+    queue = WorkQueue(of, RANK_0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tula_hpc.profiling.work_queue.ask_search", answers(MORE))
         for step in range(steps):
-            configuration = agenda.next()
+            configuration = queue.next()
             if configuration is not None and step < steps - 1:
                 finish(of, configuration)
     return died_of(LIST, of.output)
@@ -163,7 +163,7 @@ def test_a_job_that_left_no_notes_is_held_against_the_first_of_its_list(tmp_path
 
 def test_an_out_of_memory_that_a_worker_recorded_needs_no_second_record(tmp_path: Path) -> None:
     of = job(tmp_path)
-    Agenda(of, RANK_0).next()
+    WorkQueue(of, RANK_0).next()
     append_record(rank_file(of.output, 1), measurement(LIST[0], status="oom"))
     assert died_of(LIST, of.output) is None
 
@@ -199,7 +199,7 @@ def test_a_search_that_breaks_says_why(tmp_path: Path) -> None:
 
 def test_a_job_that_was_killed_between_two_configurations_is_held_against_neither(tmp_path: Path) -> None:
     of = job(tmp_path)
-    assert Agenda(of, RANK_0).next() == LIST[0]
+    assert WorkQueue(of, RANK_0).next() == LIST[0]
     finish(of, LIST[0])
     assert died_of(LIST, of.output) is None
 
