@@ -280,6 +280,17 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{ending}"
 
 
+def first_line(text: str) -> str:
+    """Return the first line that is not empty, "" if there is none."""
+    return text.strip().partition("\n")[0]
+
+
+def last_line(text: str) -> str:
+    """Return the last line that is not empty, "" if there is none."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
 def listed(names: Sequence[str]) -> str:
     """Return for example "a, b and c"; "" for none."""
     *others, last = names or ("",)

@@ -28,6 +28,7 @@ from tula_hpc.analysis.report.text import as_sentence, doubts, of_partition_in_w
 from tula_hpc.analysis.run_contents import RunContents, Training, candidate_of, measured_epochs
 from tula_hpc.formatting import (
     duration_within,
+    first_line,
     format_bytes,
     format_duration,
     format_number,
@@ -37,7 +38,6 @@ from tula_hpc.formatting import (
     plural,
 )
 from tula_hpc.records import Candidate, Measurement, Plan, Remedy, RunHistory, TrainResult
-from tula_hpc.records.broken_hosts import first_line
 
 # share of a step
 NOTABLE = 0.01

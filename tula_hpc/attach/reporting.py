@@ -29,6 +29,7 @@ from tula_hpc.env import meeting_variables, set_back
 from tula_hpc.errors import DeviceError, InputError, MeetingError, TulaError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.files import NO_SPACE, full_disk
+from tula_hpc.formatting import first_line
 from tula_hpc.launch.diagnosis import lost_a_peer
 from tula_hpc.process_memory import keep_freed, out_of_memory
 from tula_hpc.records import parse_record, write_atomically
@@ -166,7 +167,7 @@ def _failed(failure: Failure, detail: str) -> Said:
 
 
 def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return f"{type(error).__name__}: {first_line(str(error))}"
 
 
 def leave(code: int) -> NoReturn:

@@ -38,6 +38,7 @@ from tula_hpc.checkpoint.payload import (
 )
 from tula_hpc.errors import CheckpointError
 from tula_hpc.files import in_words, make_private, mistrust, whole_file
+from tula_hpc.formatting import first_line
 
 MAGIC = b"TULACKPT"
 VERSION = 1
@@ -406,7 +407,7 @@ def _unloadable_reason(error: Exception) -> str:
     if isinstance(error, pickle.UnpicklingError):
         refused = re.search(r"GLOBAL (\S+)", str(error))
         return f"a reference to {refused[1]}" if refused else "more than tensors and plain values"
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    return first_line(str(error)) or type(error).__name__
 
 
 def _check_storable(value: Any, where: str, depth: int = 0) -> None:

@@ -23,6 +23,7 @@ from tula_hpc.config import ClusterSpec, WorkloadSpec
 from tula_hpc.ddp.rendezvous import meet
 from tula_hpc.env import WorkerEnvironment, granted_gpus, socket_interface
 from tula_hpc.errors import DeviceError, InputError
+from tula_hpc.formatting import first_line
 
 # gloo and srun -K1 notice a peer that died at once; these limits hold where neither helps
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -134,7 +135,7 @@ def _why_no_gpu() -> str:
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call] # torch's
     except (RuntimeError, AssertionError) as error:
-        return str(error).strip().partition("\n")[0].rstrip(".")
+        return first_line(str(error)).rstrip(".")
     return "it does not say why"
 
 

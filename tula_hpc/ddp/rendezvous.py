@@ -45,6 +45,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from tula_hpc.env import SECRET_FILE, WorkerEnvironment
 from tula_hpc.errors import InputError, MeetingError
 from tula_hpc.files import read_bounded
+from tula_hpc.formatting import first_line
 
 # from 32768 on, Linux gives ports to outgoing connections
 PORTS = range(10_000, 32_768)
@@ -343,7 +344,7 @@ def _visit(env: WorkerEnvironment, secret: bytes, port: int, ends: float) -> Sto
         store = TCPStore(place["address"], place["port"], wait_for_workers=False, timeout=LOOK_UP)
     except (DistNetworkError, RuntimeError) as error:
         raise MeetingError(
-            f"rank {env.rank} does not reach rank 0's store: {_first_line(error)}"
+            f"rank {env.rank} does not reach rank 0's store: {first_line(str(error))}"
         ) from None
     return PrefixStore(place["prefix"], store)
 
@@ -433,7 +434,3 @@ def _host(env: WorkerEnvironment) -> str:
 
 def _named(ports: Sequence[int]) -> str:
     return ("port " if len(ports) == 1 else "ports ") + ", ".join(map(str, ports))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]

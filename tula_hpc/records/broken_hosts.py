@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from tula_hpc.failure_kinds import Failure
-from tula_hpc.formatting import listed
+from tula_hpc.formatting import first_line, listed
 from tula_hpc.records.base import Configuration, Record
 from tula_hpc.records.events import EndData, Event, hosts_in
 
@@ -51,11 +51,6 @@ def list_hosts(broken: Sequence[BrokenHost]) -> str:
     for each in broken:
         hosts.setdefault(first_line(each.said), []).append(each.host)
     return "; ".join(f"{listed(names)} reported {said!r}" for said, names in hosts.items())
-
-
-def first_line(text: str) -> str:
-    """Return the first line of a text."""
-    return text.strip().partition("\n")[0]
 
 
 def why_given_up(events: Iterable[Event], job_id: str, now: float) -> str:

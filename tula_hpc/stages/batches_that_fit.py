@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from tula_hpc.failure_kinds import Failure
-from tula_hpc.formatting import format_bytes
+from tula_hpc.formatting import format_bytes, last_line
 from tula_hpc.python_path import start_of_python
 from tula_hpc.records import Footprint, RunDirectory, is_usable
 from tula_hpc.stages.context import Sweep
@@ -91,12 +91,6 @@ def estimate(
         return Estimate(Footprint.model_validate_json(last_line(done.stdout)))
     except ValidationError as error:
         return Estimate(None, f"the estimate is damaged: {error.errors()[0]['msg']}")
-
-
-def last_line(text: str) -> str:
-    """Return the last line that is not empty, "" if there is none."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
 
 
 def none_fits(part: Sweep, footprint: Footprint | None) -> str:

@@ -20,10 +20,9 @@ from pydantic import Field
 
 from tula_hpc.env import with_variables
 from tula_hpc.errors import LaunchError, RunDirectoryError, StorageError
-from tula_hpc.formatting import printable
+from tula_hpc.formatting import first_line, printable
 from tula_hpc.launch.bounded_command import run as run_command
 from tula_hpc.records import MAIN_LABEL, Record, read_document, write_atomically
-from tula_hpc.records.broken_hosts import first_line
 from tula_hpc.stages.context import Sweep
 
 TIME_LIMIT_S = 10.0

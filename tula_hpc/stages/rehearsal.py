@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from tula_hpc.config import ClusterSpec, SweepSpec, local_batches, study_part
 from tula_hpc.env import slurm_job_id, with_variables
 from tula_hpc.errors import InputError, TrialError
-from tula_hpc.formatting import printable
+from tula_hpc.formatting import last_line, printable
 from tula_hpc.own_sources import digests_of, is_own, trains_together
 from tula_hpc.python_path import start_of_python
 from tula_hpc.records import (
@@ -37,7 +37,7 @@ from tula_hpc.records import (
     refuse_another,
     write_atomically,
 )
-from tula_hpc.stages.batches_that_fit import TIMEOUT_S, Estimate, last_line, run_apart
+from tula_hpc.stages.batches_that_fit import TIMEOUT_S, Estimate, run_apart
 from tula_hpc.stages.context import Sweep, stage_progress
 from tula_hpc.stages.profile import NOTHING, parts_of, wants_estimate
 

@@ -17,7 +17,7 @@ from tula_hpc.analysis.drift import describe_drift
 from tula_hpc.env import unix_time
 from tula_hpc.errors import CancelledJobError, DivergedError, StageError
 from tula_hpc.failure_kinds import Failure
-from tula_hpc.formatting import format_duration, format_score, plural
+from tula_hpc.formatting import first_line, format_duration, format_score, plural
 from tula_hpc.launch.diagnosis import last_bytes
 from tula_hpc.launch.job_specs import TrainJob, in_passes
 from tula_hpc.launch.launcher import Ended, JobsNow
@@ -42,7 +42,7 @@ from tula_hpc.records import (
     samples_a_step,
     training_left_s,
 )
-from tula_hpc.records.broken_hosts import first_line, why_given_up
+from tula_hpc.records.broken_hosts import why_given_up
 from tula_hpc.records.events import JobEvents, JobFailure, Restart
 from tula_hpc.retry_policy import RetryPolicy, Verdict, plan_policy
 from tula_hpc.stages.context import (

@@ -7,10 +7,10 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from tula_hpc.failure_kinds import Failure
+from tula_hpc.formatting import first_line
 from tula_hpc.launch.diagnosis import explain, waits
 from tula_hpc.launch.slurm import JobState
 from tula_hpc.records import Configuration, JobNote, Measurement, Record, Submission
-from tula_hpc.records.broken_hosts import first_line
 from tula_hpc.status.run_files import Facts
 
 

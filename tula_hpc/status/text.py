@@ -8,6 +8,7 @@ from itertools import groupby
 from tula_hpc.formatting import (
     command_line,
     duration_within,
+    first_line,
     format_duration,
     format_left,
     format_money,
@@ -21,7 +22,6 @@ from tula_hpc.formatting import (
     wrapped,
 )
 from tula_hpc.records import Configuration
-from tula_hpc.records.broken_hosts import first_line
 from tula_hpc.status.cost import CostStatus, PromiseStatus, StageCost
 from tula_hpc.status.jobs import JobPhase, JobStatus
 from tula_hpc.status.run_status import (

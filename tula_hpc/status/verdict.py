@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tula_hpc.failure_kinds import Failure
-from tula_hpc.formatting import command_line, plural
-from tula_hpc.records.broken_hosts import first_line
+from tula_hpc.formatting import command_line, first_line, plural
 from tula_hpc.records.events import StageFailure
 from tula_hpc.stages.plan import why_no_model
 from tula_hpc.status.jobs import Answer, JobPhase, JobStatus
