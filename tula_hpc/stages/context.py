@@ -1,4 +1,7 @@
-"""Progress of a stage on a terminal or in a log, and helpers that the stages share."""
+"""`Sweep`, on which every stage works, and what else the stages share.
+
+That is the progress of a stage, on a terminal or in a log, and words on why jobs ended or wait.
+"""
 
 from __future__ import annotations
 
@@ -249,7 +252,7 @@ def why_interrupted(sweep: Sweep) -> dict[str, list[str]]:
     return found
 
 
-class Interruptions:
+class InterruptionNews:
     """Says why jobs that ran wait again, while a command waits for them."""
 
     def __init__(self, sweep: Sweep, stage: str) -> None:

@@ -42,7 +42,7 @@ from tula_hpc.stages.batches_that_fit import (
     only_out_of_memory,
 )
 from tula_hpc.stages.context import (
-    Interruptions,
+    InterruptionNews,
     StageProgress,
     Sweep,
     describe_failures,
@@ -98,20 +98,22 @@ def _profile_parts(sweep: Sweep) -> None:
         tried = len(_tried(sweep))
         text = f"{good} of {tried} measured" if good else "nothing was measured"
         progress.update(tried if good else 0, tried, text)
-    if not good and failures and failures[-1].failure is Failure.DEVICE_FAILED:
-        job_id = failures[-1].job.job_id
-        raise StageError(f"profile: {why_given_up(sweep.run.events(), job_id, unix_time())}")
-    if not good and (words := only_out_of_memory(sweep)):
-        raise StageError(f"profile: {words}")
-    late = next((end for end in failures if end.failure is Failure.TIMED_OUT), None)
-    if not good and late is not None:
-        raise StageError(
-            f"profile: {_at_its_limit(sweep, late.job)} and measured nothing; raise profile_minutes"
-        )
     if not good:
-        raise StageError(f"profile: nothing could be measured; {describe_failures(failures)}")
+        raise StageError(f"profile: {_why_nothing(sweep, failures)}")
     if wrong := _wrong(failures):
         raise StageError(f"profile: {describe_failures(wrong)}{_on_arguments(sweep, wrong)}")
+
+
+def _why_nothing(sweep: Sweep, failures: Sequence[Ended]) -> str:
+    """Say why nothing could be measured."""
+    if failures and failures[-1].failure is Failure.DEVICE_FAILED:
+        return why_given_up(sweep.run.events(), failures[-1].job.job_id, unix_time())
+    if words := only_out_of_memory(sweep):
+        return words
+    late = next((end for end in failures if end.failure is Failure.TIMED_OUT), None)
+    if late is not None:
+        return f"{_at_its_limit(sweep, late.job)} and measured nothing; raise profile_minutes"
+    return f"nothing could be measured; {describe_failures(failures)}"
 
 
 def _at_its_limit(sweep: Sweep, job: Submitted) -> str:
@@ -275,7 +277,7 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
                 told.add(words)
                 sys.stderr.write(f"warning: {printable(words)}\n")
 
-    interruptions = Interruptions(part, "profiling")
+    interruptions = InterruptionNews(part, "profiling")
 
     def tick(now: JobsNow) -> None:
         warn_of_setup()

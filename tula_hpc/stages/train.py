@@ -46,7 +46,7 @@ from tula_hpc.records.broken_hosts import why_given_up
 from tula_hpc.records.events import JobEvents, JobFailure, Restart
 from tula_hpc.retry_policy import RetryPolicy, Verdict, plan_policy
 from tula_hpc.stages.context import (
-    Interruptions,
+    InterruptionNews,
     StageProgress,
     Sweep,
     describe_failures,
@@ -400,7 +400,7 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
     # the last step of a training that begins anew, until it has
     old: list[StepMetrics] = []
     restarts = [sweep.run.history().restarts(MAIN_LABEL)]
-    interruptions = Interruptions(sweep, "training")
+    interruptions = InterruptionNews(sweep, "training")
 
     def tick(now: JobsNow) -> None:
         tell_news(sweep, now.running)
