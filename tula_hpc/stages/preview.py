@@ -1,9 +1,9 @@
-"""Preview of a submission for a dry run: its sbatch scripts, and Slurm's answer to them.
+"""Questions to Slurm before anything is submitted: a dry run's `Preview`, and what is `impossible`.
 
-One script of each kind (profile, train) is shown whole, the others as a table of their differences.
-
-Slurm is asked about each script (`sbatch --test-only`): an account, a partition or a limit that is
-wrong shows before anything waits in a queue.
+A preview shows one script of each kind (profile, train) whole, the others as a table of their
+differences, and Slurm's answer to each (`sbatch --test-only`): an account, a partition or a limit
+that is wrong shows before anything waits in a queue. Every command refuses what is `impossible`: a
+partition that is not there, or too small for the jobs.
 """
 
 from __future__ import annotations
