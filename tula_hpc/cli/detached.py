@@ -45,12 +45,11 @@ from tula_hpc.stages.context import (
 from tula_hpc.stages.train import training_tick
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
 
 # for which a controller waits for another command to leave the run directory
 TURN_S = 300.0
-NOTHING: Mapping[str, object] = {}
 
 
 def carry_on_detached(sweep: Sweep, until: str) -> int:
@@ -292,7 +291,7 @@ def take_over(sweep: Sweep) -> None:
         return
     # a controller that was submitted by a command that was killed
     sweep.launcher.find_lost()
-    if cancelled := _relieve_controllers(sweep, {"taken_over": True}):
+    if cancelled := _relieve_controllers(sweep, taken_over=True):
         print(f"controller job {cancelled[0].job_id} is cancelled: this command carries on instead")
         print(
             "the sweep does not go on unattended any more; for that, end this command and add --detach",
@@ -300,12 +299,13 @@ def take_over(sweep: Sweep) -> None:
         )
 
 
-def _relieve_controllers(sweep: Sweep, noted: Mapping[str, object] = NOTHING) -> list[Submitted]:
+def _relieve_controllers(sweep: Sweep, *, taken_over: bool = False) -> list[Submitted]:
     """Cancel the controllers that are left, and note their ends; returns those that waited."""
     left = sweep.run.history().unsettled(CONTROL)
     waiting = controllers(sweep) if left else []
     if waiting:
         slurm.cancel([job.job_id for job in waiting])
+    noted = {"taken_over": True} if taken_over else {}
     for job in left:
-        sweep.run.log_event("ended", CONTROL, job_id=job.job_id, data=dict(noted))
+        sweep.run.log_event("ended", CONTROL, job_id=job.job_id, data=noted)
     return waiting
