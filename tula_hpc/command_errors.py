@@ -35,9 +35,9 @@ FOLDER_DELETED = (
     "the folder in which this was started has been deleted: cd to one that exists, even to one of "
     "the same name\n"
 )
-# of a command that says itself what it leaves once it works
 # exit code, as of a shell whose command a signal ended
 INTERRUPTED = 128 + signal.SIGINT
+# of a command that says itself what it leaves once it works
 NOTHING_BEGUN = "interrupted before anything was begun"
 
 

@@ -479,8 +479,7 @@ def report_study(run: RunDirectory) -> int:
 
 
 def _describe(failures: Mapping[str, str]) -> str:
-    count = f"{len(failures)} training{'s' if len(failures) > 1 else ''}"
-    lines = [f"study: {count} without a result:"]
+    lines = [f"study: {plural(len(failures), 'training')} without a result:"]
     lines += [f"  {label}: {why}" for label, why in list(failures.items())[:SAID]]
     if len(failures) > SAID:
         lines.append(f"  and {len(failures) - SAID} more")

@@ -36,6 +36,7 @@ from tula_hpc.config import ClusterSpec
 from tula_hpc.env import SETUP_FAILED, SETUP_WORDS
 from tula_hpc.errors import LaunchError
 from tula_hpc.files import in_words, open_regular, read_bounded
+from tula_hpc.formatting import plural
 from tula_hpc.python_path import is_found_elsewhere
 from tula_hpc.records import Record, write_atomically
 from tula_hpc.retry_policy import TIME_OUTS
@@ -197,7 +198,7 @@ def _or_end(condition: str, words: str) -> str:
 
 def describe_setup(cluster: ClusterSpec) -> str:
     """Return a comment for the script that names the variables and counts the setup lines."""
-    count = f"{len(cluster.setup)} line{'' if len(cluster.setup) == 1 else 's'} of setup"
+    count = f"{plural(len(cluster.setup), 'line')} of setup"
     return f"# {SETUP_FILE}, for you alone: {count}; variables {', '.join(variables_of(cluster))}"
 
 
