@@ -28,8 +28,8 @@ from tula_hpc.analysis.figures.time_and_cost.over_batch import (
 from tula_hpc.analysis.figures.time_and_cost.pareto_front import draw_pareto
 from tula_hpc.analysis.figures.timeline import draw_timeline
 from tula_hpc.analysis.figures.training import draw_sensitivity, draw_training
+from tula_hpc.analysis.node_scaling import NodeScaling, no_scaling, node_scaling_of
 from tula_hpc.analysis.run_contents import RunContents
-from tula_hpc.analysis.scaling import Scaling, no_scaling, scaling_of
 from tula_hpc.analysis.study_results import StudyContents, StudyTable
 
 # figures that a decision needs: what each candidate takes, and what it costs; the others explain
@@ -68,7 +68,7 @@ class Figures(NamedTuple):
 
     drawings: list[Drawing]
     missing: list[Missing]
-    scaling: Scaling | None = None
+    scaling: NodeScaling | None = None
 
     def add(self, result: Drawing | Missing) -> None:
         """File a result; an optional figure without data is not mentioned."""
@@ -100,9 +100,9 @@ def draw_all(run: RunContents) -> Figures:
     return figures
 
 
-def _scaling(run: RunContents) -> Scaling:
+def _scaling(run: RunContents) -> NodeScaling:
     try:
-        return scaling_of(run)
+        return node_scaling_of(run)
     except Exception as error:  # noqa: BLE001 - all else of the report is worth having
         return no_scaling(f"it could not be predicted, {type(error).__name__}: {error}")
 

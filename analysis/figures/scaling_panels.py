@@ -11,8 +11,14 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tula_hpc.analysis.figures import style
 from tula_hpc.analysis.figures.drawing import CONFIGURATION_COLUMNS, Cell, Drawing, Missing, Table
+from tula_hpc.analysis.node_scaling import (
+    Curve,
+    NodeScaling,
+    ScalingRow,
+    describe_left_out,
+    node_scaling_of,
+)
 from tula_hpc.analysis.run_contents import RunContents
-from tula_hpc.analysis.scaling import Curve, Scaling, ScalingRow, describe_left_out, scaling_of
 from tula_hpc.formatting import format_number, plural
 from tula_hpc.records import Interval
 
@@ -46,14 +52,14 @@ class Quantity(NamedTuple):
     share: bool = False
 
 
-def draw_strong_scaling(run: RunContents, scaling: Scaling | None = None) -> Drawing | Missing:
+def draw_strong_scaling(run: RunContents, scaling: NodeScaling | None = None) -> Drawing | Missing:
     """Draw how one global batch scales over the nodes; `scaling` is that of the run, if known."""
-    return _draw((scaling or scaling_of(run)).strong, run)
+    return _draw((scaling or node_scaling_of(run)).strong, run)
 
 
-def draw_weak_scaling(run: RunContents, scaling: Scaling | None = None) -> Drawing | Missing:
+def draw_weak_scaling(run: RunContents, scaling: NodeScaling | None = None) -> Drawing | Missing:
     """Draw how one local batch scales over the nodes; `scaling` is that of the run, if known."""
-    return _draw((scaling or scaling_of(run)).weak, run)
+    return _draw((scaling or node_scaling_of(run)).weak, run)
 
 
 def _draw(curve: Curve, run: RunContents) -> Drawing | Missing:

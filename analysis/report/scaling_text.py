@@ -6,8 +6,14 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from tula_hpc.analysis.node_scaling import (
+    Basis,
+    Curve,
+    NodeScaling,
+    describe_left_out,
+    listed_sizes,
+)
 from tula_hpc.analysis.report.tables import TextTable, latex_escaped
-from tula_hpc.analysis.scaling import Basis, Curve, Scaling, describe_left_out, listed_sizes
 from tula_hpc.formatting import HOUR_S, MINUTE_S, UNKNOWN, format_number, plural, printable
 from tula_hpc.records import Interval
 
@@ -31,7 +37,7 @@ class ScalingSection(NamedTuple):
     text: str
 
 
-def scaling_sections(scaling: Scaling) -> list[ScalingSection]:
+def scaling_sections(scaling: NodeScaling) -> list[ScalingSection]:
     """Return the page's section on each kind of scaling that could be predicted.
 
     Sentences of the first section are not repeated in the second.
@@ -51,7 +57,7 @@ def scaling_sections(scaling: Scaling) -> list[ScalingSection]:
     return sections
 
 
-def scaling_files(scaling: Scaling) -> dict[str, bytes]:
+def scaling_files(scaling: NodeScaling) -> dict[str, bytes]:
     """Return each kind of scaling as plain text and as LaTeX, by file name."""
     files = {}
     for curve in scaling.curves:
@@ -119,7 +125,7 @@ def _number(value: float) -> str:
     return f"{value:,.{decimals}f}"
 
 
-def explain(scaling: Scaling, curve: Curve) -> Iterator[str]:
+def explain(scaling: NodeScaling, curve: Curve) -> Iterator[str]:
     """Yield sentences on the measurements, the predictions, and the meaning of the numbers."""
     yield (
         f"Step times were measured on {listed_sizes(scaling.profiled_sizes)} nodes "
@@ -143,7 +149,7 @@ _OUTCOMES: dict[Basis, str] = {
 }
 
 
-def _definitions(scaling: Scaling, curve: Curve) -> Iterator[str]:
+def _definitions(scaling: NodeScaling, curve: Curve) -> Iterator[str]:
     base = curve.base.nodes
     yield (
         f"Speed-up (of samples per second) and efficiency are relative to N = {base:,}, the "
@@ -163,14 +169,14 @@ def _definitions(scaling: Scaling, curve: Curve) -> Iterator[str]:
         yield f"Left out: {left_out}."
 
 
-def _subject(scaling: Scaling, curve: Curve) -> str:
+def _subject(scaling: NodeScaling, curve: Curve) -> str:
     if curve.kind == "strong":
         return f"Strong scaling of {scaling.name}: one global batch of {curve.batch:,} samples."
     samples = plural(curve.batch, "sample")
     return f"Weak scaling of {scaling.name}: {samples} per worker and step."
 
 
-def plain_text(scaling: Scaling, curve: Curve) -> str:
+def plain_text(scaling: NodeScaling, curve: Curve) -> str:
     """Return the table in columns of one width, with a heading and an explanation."""
     table = scaling_table(curve)
     rows = [table.columns]
@@ -189,7 +195,7 @@ def _on_one_line(cell: str) -> str:
     return text.replace(UNKNOWN, "-")
 
 
-def latex(scaling: Scaling, curve: Curve) -> str:
+def latex(scaling: NodeScaling, curve: Curve) -> str:
     """Return a table that needs no package, with its intervals below, and an explanation."""
     table = scaling_table(curve)
     lines = [

@@ -31,9 +31,9 @@ NARROW = "\u00a0"  # between a number and its unit on a page
 FEWER = """
 from tula_hpc.analysis.figures import all as figures
 from tula_hpc.analysis.figures.drawing import Drawing
-from tula_hpc.analysis.scaling import no_scaling
+from tula_hpc.analysis.node_scaling import no_scaling
 Drawing.png = lambda _: b''
-figures.scaling_of = lambda _: no_scaling("it is not looked at")
+figures.node_scaling_of = lambda _: no_scaling("it is not looked at")
 figures.FIGURES = {name: figures.FIGURES[name] for name in ("training", "step_breakdown", "sensitivity")}
 """
 # as many as are of a size from which on samples are not held

@@ -25,6 +25,7 @@ from tests.run_factory import (
 from tula_hpc.analysis.costs import interruptions as checkpoints
 from tula_hpc.analysis.figures.all import DECIDING, FIGURES
 from tula_hpc.analysis.figures.style import COLOURS
+from tula_hpc.analysis.node_scaling import no_scaling
 from tula_hpc.analysis.report.__main__ import main
 from tula_hpc.analysis.report.first_page import first_page
 from tula_hpc.analysis.report.page import MOST_WARNINGS, write_report
@@ -38,7 +39,6 @@ from tula_hpc.analysis.report.tables import (
 )
 from tula_hpc.analysis.report.text import assumptions, doubts, how_measured
 from tula_hpc.analysis.run_contents import RunContents, candidate_of, median_epoch_s, read_run
-from tula_hpc.analysis.scaling import no_scaling
 from tula_hpc.cli.pipeline import carry_out, print_summary, report_stage
 from tula_hpc.config import ClusterSpec, PricingSpec, load_cluster, load_sweep
 from tula_hpc.errors import RunDirectoryError, StorageError
@@ -120,7 +120,7 @@ def cost_figure(monkeypatch: pytest.MonkeyPatch, no_pages: None, no_figure: None
 def no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is about the files or the page."""
     monkeypatch.setattr("tula_hpc.analysis.figures.all.FIGURES", {})
-    monkeypatch.setattr("tula_hpc.analysis.figures.all.scaling_of", lambda _: no_scaling("it is not looked at"))
+    monkeypatch.setattr("tula_hpc.analysis.figures.all.node_scaling_of", lambda _: no_scaling("it is not looked at"))
 
 
 @pytest.fixture

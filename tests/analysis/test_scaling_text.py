@@ -9,19 +9,19 @@ import pytest
 
 from tests.run_factory import SWEEP_TOML, candidate, configurations, make_run, plan, write_plan
 from tula_hpc.analysis.figures.all import FIGURES
+from tula_hpc.analysis.node_scaling import NodeScaling, node_scaling_of
 from tula_hpc.analysis.report.page import write_report
 from tula_hpc.analysis.report.scaling_text import explain, latex, plain_text, scaling_sections, scaling_table
 from tula_hpc.analysis.report.tables import latex_escaped
 from tula_hpc.analysis.run_contents import read_run
-from tula_hpc.analysis.scaling import Scaling, scaling_of
 from tula_hpc.records import RunDirectory
 
 HOSTILE = "a_b & 50% of $x^2 ~ {\\input{/etc/passwd}} #1 <ü–日>|"
 
 
 @pytest.fixture(scope="module")
-def scaling(tmp_path_factory: pytest.TempPathFactory) -> Scaling:
-    return scaling_of(read_run(make_run(tmp_path_factory.mktemp("scaling") / "run", stage="plan")))
+def scaling(tmp_path_factory: pytest.TempPathFactory) -> NodeScaling:
+    return node_scaling_of(read_run(make_run(tmp_path_factory.mktemp("scaling") / "run", stage="plan")))
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def no_drawings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tula_hpc.analysis.figures.drawing.render_pdf", lambda *_: b"%PDF")
 
 
-def test_plain_text_marks_exactly_what_is_extrapolated(scaling: Scaling) -> None:
+def test_plain_text_marks_exactly_what_is_extrapolated(scaling: NodeScaling) -> None:
     for curve in scaling.curves:
         lines = plain_text(scaling, curve).splitlines()
         head = next(index for index, line in enumerate(lines) if line.startswith("nodes"))
@@ -43,7 +43,7 @@ def test_plain_text_marks_exactly_what_is_extrapolated(scaling: Scaling) -> None
         assert all(line.isascii() for line in lines)
 
 
-def test_sentences_say_how_the_numbers_were_made(scaling: Scaling) -> None:
+def test_sentences_say_how_the_numbers_were_made(scaling: NodeScaling) -> None:
     measured, sizes, *_ = explain(scaling, scaling.weak)
     assert measured.startswith("Step times were measured on 1, 2 and 4 nodes (18 configurations of nodes and batch)")
     assert "N = 1, 2 and 4 are among the measured ones" in sizes
@@ -56,7 +56,7 @@ def test_sentences_say_how_the_numbers_were_made(scaling: Scaling) -> None:
         assert "(20 epochs)" in whole
 
 
-def test_the_text_says_what_limits_it(scaling: Scaling) -> None:
+def test_the_text_says_what_limits_it(scaling: NodeScaling) -> None:
     assert "Left out: N = 1 (does not fit in memory)." in plain_text(scaling, scaling.strong)
     small = scaling._replace(max_nodes=4, emulated=True)
     assert "jobs of 4 nodes at most" in plain_text(small, small.weak)
@@ -65,7 +65,7 @@ def test_the_text_says_what_limits_it(scaling: Scaling) -> None:
     assert "real nodes" not in plain_text(scaling, scaling.weak)
 
 
-def test_values_stand_with_their_intervals(scaling: Scaling) -> None:
+def test_values_stand_with_their_intervals(scaling: NodeScaling) -> None:
     first, *others = scaling_table(scaling.weak).rows
     assert first[4:6] == ("1.00", "100")
     for cells, row in zip(others, scaling.weak.rows[1:], strict=True):
@@ -74,7 +74,7 @@ def test_values_stand_with_their_intervals(scaling: Scaling) -> None:
             assert (value, low, high) == pytest.approx(interval, rel=6e-3)
 
 
-def test_times_have_the_unit_that_suits_them(scaling: Scaling) -> None:
+def test_times_have_the_unit_that_suits_them(scaling: NodeScaling) -> None:
     for factor, unit in ((1e-6, "ms"), (1.0, "ms"), (10.0, "s"), (1e3, "min"), (1e5, "h")):
         rows = []
         for row in scaling.weak.rows:
@@ -83,7 +83,7 @@ def test_times_have_the_unit_that_suits_them(scaling: Scaling) -> None:
         assert scaling_table(scaling.weak._replace(rows=rows)).columns[2] == f"step, {unit}"
 
 
-def test_latex_is_a_table_that_needs_no_package(scaling: Scaling) -> None:
+def test_latex_is_a_table_that_needs_no_package(scaling: NodeScaling) -> None:
     for curve in scaling.curves:
         text = latex(scaling, curve)
         assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 1
@@ -108,7 +108,7 @@ def test_latex_is_a_table_that_needs_no_package(scaling: Scaling) -> None:
             assert re.search(rf"^{row.nodes}{mark} & ", text, re.MULTILINE)
 
 
-def test_names_cannot_leave_the_text_of_latex(scaling: Scaling) -> None:
+def test_names_cannot_leave_the_text_of_latex(scaling: NodeScaling) -> None:
     text = latex(scaling._replace(name=HOSTILE), scaling.strong)
     plain = latex(scaling._replace(name="x"), scaling.strong)
     assert latex_escaped(HOSTILE) in text
@@ -121,7 +121,7 @@ def test_names_cannot_leave_the_text_of_latex(scaling: Scaling) -> None:
     assert latex_escaped("日") == "?"
 
 
-def test_sections_name_what_each_row_rests_on(scaling: Scaling) -> None:
+def test_sections_name_what_each_row_rests_on(scaling: NodeScaling) -> None:
     strong, weak = scaling_sections(scaling)
     assert (strong.heading, weak.heading) == ("Strong scaling", "Weak scaling")
     assert "Node-hours are those of the whole training" in strong.text

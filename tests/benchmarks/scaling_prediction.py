@@ -30,9 +30,9 @@ from typing import Any
 
 from tests.benchmarks.cluster_prediction import Searched, pooled, read
 from tula_hpc.analysis.models.profiles import summarize
+from tula_hpc.analysis.node_scaling import Curve, NodeScaling, ScalingRow, part_scaling
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.planning.partitions import fit_parts
-from tula_hpc.analysis.scaling import Curve, Scaling, ScalingRow, part_scaling
 from tula_hpc.records import Candidate, Configuration, Interval, Measurement, is_usable
 
 MOST_PROFILES = 6
@@ -53,7 +53,7 @@ def first_profiles(measured: Sequence[Measurement], most: int = MOST_PROFILES) -
     return [row for row in measured if row.configuration in order[:most]]
 
 
-def scaling(full: Searched, rows: Sequence[Measurement], chosen: Candidate) -> Scaling:
+def scaling(full: Searched, rows: Sequence[Measurement], chosen: Candidate) -> NodeScaling:
     """The scaling table of some measurements, under the full search's sweep and cluster."""
     part = fit_parts(full.sweep, full.cluster, rows).parts[0]
     return part_scaling(part, full.sweep, chosen)

@@ -10,14 +10,14 @@ from unittest import mock
 import pytest
 
 from tests.run_factory import make_run
-from tula_hpc.analysis import scaling as scaling_module
+from tula_hpc.analysis import node_scaling
 from tula_hpc.analysis.figures import all as figures
 from tula_hpc.analysis.figures.drawing import Drawing, Missing
 from tula_hpc.analysis.figures.scaling_panels import COLOUR, draw_strong_scaling, draw_weak_scaling
 from tula_hpc.analysis.figures.style import INK, named_ticks, new_figure, styled
+from tula_hpc.analysis.node_scaling import Curve, NodeScaling, node_scaling_of
 from tula_hpc.analysis.planning.partitions import fit_parts
 from tula_hpc.analysis.run_contents import RunContents, read_run
-from tula_hpc.analysis.scaling import Curve, Scaling, scaling_of
 
 DRAWN = {"strong": draw_strong_scaling, "weak": draw_weak_scaling}
 QUANTITIES = ("step_time_s", "epoch_time_s", "training_time_s", "speed_up", "efficiency_percent", "node_hours")
@@ -30,18 +30,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunContents:
 
 
 @pytest.fixture(scope="module")
-def scaling(run: RunContents) -> Scaling:
-    return scaling_of(run)
+def scaling(run: RunContents) -> NodeScaling:
+    return node_scaling_of(run)
 
 
-def drawn(kind: str, run: RunContents, scaling: Scaling) -> tuple[Drawing, Curve]:
+def drawn(kind: str, run: RunContents, scaling: NodeScaling) -> tuple[Drawing, Curve]:
     result = DRAWN[kind](run, scaling)
     assert isinstance(result, Drawing)
     return result, getattr(scaling, kind)
 
 
 @pytest.mark.parametrize("kind", DRAWN)
-def test_the_csv_file_has_the_same_numbers(kind: str, run: RunContents, scaling: Scaling) -> None:
+def test_the_csv_file_has_the_same_numbers(kind: str, run: RunContents, scaling: NodeScaling) -> None:
     drawing, curve = drawn(kind, run, scaling)
     rows = list(csv.DictReader(io.StringIO(drawing.table.to_csv())))
     for row, item in zip(rows, curve.rows, strict=True):
@@ -54,7 +54,7 @@ def test_the_csv_file_has_the_same_numbers(kind: str, run: RunContents, scaling:
 
 
 @pytest.mark.parametrize("kind", DRAWN)
-def test_marks_tell_what_each_row_rests_on(kind: str, run: RunContents, scaling: Scaling) -> None:
+def test_marks_tell_what_each_row_rests_on(kind: str, run: RunContents, scaling: NodeScaling) -> None:
     drawing, curve = drawn(kind, run, scaling)
     for index, axes in enumerate(drawing.figure.axes):
         lines: list[Any] = [line for line in axes.get_lines() if line.get_color() == COLOUR]
@@ -73,7 +73,7 @@ def test_marks_tell_what_each_row_rests_on(kind: str, run: RunContents, scaling:
 
 
 @pytest.mark.parametrize("kind", DRAWN)
-def test_axes_and_caption_say_what_is_shown(kind: str, run: RunContents, scaling: Scaling) -> None:
+def test_axes_and_caption_say_what_is_shown(kind: str, run: RunContents, scaling: NodeScaling) -> None:
     drawing, curve = drawn(kind, run, scaling)
     base = curve.base.nodes
     time = "time of an epoch" if kind == "strong" else "time of a step"
@@ -85,7 +85,7 @@ def test_axes_and_caption_say_what_is_shown(kind: str, run: RunContents, scaling
     assert "16 would" in drawing.title
 
 
-def test_what_is_left_out_is_said(run: RunContents, scaling: Scaling) -> None:
+def test_what_is_left_out_is_said(run: RunContents, scaling: NodeScaling) -> None:
     drawing, _ = drawn("strong", run, scaling)
     assert drawing.caption.endswith("Left out: N = 1 (does not fit in memory).")
 
@@ -99,7 +99,7 @@ def test_without_a_plan_the_reason_is_said(run: RunContents) -> None:
 
 def test_models_are_fitted_once_for_all(run: RunContents, monkeypatch: pytest.MonkeyPatch) -> None:
     fit = mock.Mock(wraps=fit_parts)
-    monkeypatch.setattr(scaling_module, "fit_parts", fit)
+    monkeypatch.setattr(node_scaling, "fit_parts", fit)
     both = {name: figures.FIGURES[name] for name in ("strong_scaling", "weak_scaling")}
     monkeypatch.setattr(figures, "FIGURES", both)
     result = figures.draw_all(run)
@@ -113,7 +113,7 @@ def test_a_failing_model_costs_only_its_figures(run: RunContents, monkeypatch: p
     def fail(*_: object) -> None:
         raise FloatingPointError("overflow")
 
-    monkeypatch.setattr(scaling_module, "fit_parts", fail)
+    monkeypatch.setattr(node_scaling, "fit_parts", fail)
     monkeypatch.setattr(figures, "FIGURES", {name: figures.FIGURES[name] for name in ("cost", "weak_scaling")})
     result = figures.draw_all(run)
     assert [drawing.name for drawing in result.drawings] == ["cost"]

@@ -14,8 +14,8 @@ from tula_hpc.analysis.figures.drawing import Drawing
 from tula_hpc.analysis.figures.scaling_panels import finding
 from tula_hpc.analysis.figures.study.accuracy import draw_study_delta
 from tula_hpc.analysis.figures.study.scales import draw_study_scale
+from tula_hpc.analysis.node_scaling import Curve, ScalingRow
 from tula_hpc.analysis.run_contents import RunContents, read_run
-from tula_hpc.analysis.scaling import Curve, ScalingRow
 from tula_hpc.analysis.study_results import make_table, read_study
 from tula_hpc.config import StudyCell
 from tula_hpc.records import Configuration, Interval

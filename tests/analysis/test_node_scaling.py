@@ -15,11 +15,11 @@ from tests.run_factory import make_run
 from tula_hpc.analysis.costs.interruptions import Resume
 from tula_hpc.analysis.models.regression import Array
 from tula_hpc.analysis.models.step_time import StepTimeModel
+from tula_hpc.analysis.node_scaling import Curve, NodeScaling, listed_sizes, node_scaling_of, part_scaling
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.planning.candidates import Part
 from tula_hpc.analysis.planning.partitions import fit_parts
 from tula_hpc.analysis.run_contents import read_run
-from tula_hpc.analysis.scaling import Curve, Scaling, listed_sizes, part_scaling, scaling_of
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.records import Candidate, Configuration, Interval, Measurement
 
@@ -76,35 +76,35 @@ def chosen(nodes: int, global_batch: int, workers_per_node: int = 1) -> Candidat
     return Candidate.model_validate(where | numbers)
 
 
-def scaled(law: Law | None = None, choice: Candidate | None = None, **search: Any) -> Scaling:
+def scaled(law: Law | None = None, choice: Candidate | None = None, **search: Any) -> NodeScaling:
     spec = sweep(**(SEARCH | search))
     return part_scaling(part_of(grid(), spec, law=law), spec, choice or chosen(4, 256))
 
 
 @pytest.fixture(scope="module")
-def fitted() -> Scaling:
+def fitted() -> NodeScaling:
     return scaled()
 
 
-def test_the_baseline_has_efficiency_1_without_an_interval(fitted: Scaling) -> None:
+def test_the_baseline_has_efficiency_1_without_an_interval(fitted: NodeScaling) -> None:
     for curve in (fitted.strong, fitted.weak):
         assert curve.base.nodes == 1
         assert curve.base.speed_up == curve.base.efficiency == Interval(1.0, 1.0, 1.0)
 
 
-def test_efficiency_is_speed_up_by_node(fitted: Scaling) -> None:
+def test_efficiency_is_speed_up_by_node(fitted: NodeScaling) -> None:
     for curve in (fitted.strong, fitted.weak):
         for row in curve.rows:
             assert row.efficiency.times(row.nodes / curve.base.nodes) == pytest.approx(row.speed_up)
 
 
-def test_speed_up_is_in_samples_per_second(fitted: Scaling) -> None:
+def test_speed_up_is_in_samples_per_second(fitted: NodeScaling) -> None:
     for curve in (fitted.strong, fitted.weak):
         pace = [row.candidate.global_batch / row.step_s.value for row in curve.rows]
         assert [row.speed_up.value for row in curve.rows] == pytest.approx([each / pace[0] for each in pace])
 
 
-def test_node_hours_are_nodes_times_the_whole_training(fitted: Scaling) -> None:
+def test_node_hours_are_nodes_times_the_whole_training(fitted: NodeScaling) -> None:
     for curve in (fitted.strong, fitted.weak):
         for row in curve.rows:
             assert row.node_hours == pytest.approx(row.training_s.times(row.nodes / 3600))
@@ -112,7 +112,7 @@ def test_node_hours_are_nodes_times_the_whole_training(fitted: Scaling) -> None:
             assert row.training_s.value > 5 * row.epoch_s.value
 
 
-def test_intervals_hold_their_values_and_widen_beyond_what_was_measured(fitted: Scaling) -> None:
+def test_intervals_hold_their_values_and_widen_beyond_what_was_measured(fitted: NodeScaling) -> None:
     for curve in (fitted.strong, fitted.weak):
         for row in curve.rows:
             for value, low, high in (row.step_s, row.epoch_s, row.node_hours, row.speed_up, row.efficiency):
@@ -143,11 +143,11 @@ def test_what_no_drawn_model_knows_widens_the_intervals() -> None:
         assert row.efficiency.high / row.efficiency.value == pytest.approx(np.exp(1.645 * 0.05 * 2.0))
 
 
-def test_the_same_measurements_give_the_same_numbers(fitted: Scaling) -> None:
+def test_the_same_measurements_give_the_same_numbers(fitted: NodeScaling) -> None:
     assert scaled() == fitted
 
 
-def test_one_batch_is_split_and_the_other_repeated(fitted: Scaling) -> None:
+def test_one_batch_is_split_and_the_other_repeated(fitted: NodeScaling) -> None:
     assert [row.candidate.global_batch for row in fitted.strong.rows] == [256] * 5
     assert [row.candidate.local_batch for row in fitted.weak.rows] == [64] * 5
     assert [row.nodes for row in fitted.weak.rows] == [1, 2, 4, 8, 16]
@@ -269,7 +269,7 @@ def test_several_workers_a_node_share_the_batch() -> None:
         assert {row.candidate.workers_per_node for row in curve.rows} == {2}
 
 
-def test_measured_speed_ups_are_those_of_measured_steps(fitted: Scaling) -> None:
+def test_measured_speed_ups_are_those_of_measured_steps(fitted: NodeScaling) -> None:
     curve: Curve = fitted.strong
     steps = {row.configuration: row.times.step_time_s for row in grid() if row.times}
     for row in curve.rows[:3]:
@@ -283,7 +283,7 @@ def test_the_chosen_row_is_the_plans(tmp_path: Path) -> None:
     assert contents.sweep is not None
     assert contents.cluster is not None
     plan = make_plan(contents.sweep, contents.cluster, contents.measurements)
-    found = scaling_of(contents._replace(plan=plan))
+    found = node_scaling_of(contents._replace(plan=plan))
     for curve in (found.strong, found.weak):
         (row,) = [row for row in curve.rows if row.nodes == plan.chosen.nodes]
         for name in ("step_time_s", "epoch_time_s", "wall_time_s"):
@@ -298,9 +298,13 @@ def test_of_several_partitions_the_chosen_one_is_named(tmp_path: Path) -> None:
     rows = [row.model_copy(update=name) for row in contents.measurements for name in names]
     plan = contents.plan.model_copy(update={"chosen": contents.plan.chosen.model_copy(update=names[0])})
     both = contents._replace(cluster=cluster(partitions=names), measurements=rows, plan=plan)
-    assert scaling_of(both).name == scaling_of(both.of_chosen_partition()).name == f"{contents.name} on partition a"
+    assert (
+        node_scaling_of(both).name
+        == node_scaling_of(both.of_chosen_partition()).name
+        == f"{contents.name} on partition a"
+    )
     alone = [row for row in rows if row.partition == "b"]
-    assert "partition a" in scaling_of(both._replace(measurements=alone)).strong.why
+    assert "partition a" in node_scaling_of(both._replace(measurements=alone)).strong.why
 
 
 def test_sizes_are_listed_as_in_a_sentence() -> None:
@@ -321,7 +325,7 @@ def test_the_reason_is_said_where_nothing_can_be(tmp_path: Path) -> None:
         "only N = 4 was profiled": contents._replace(measurements=alone),
     }
     for why, run in cases.items():
-        found = scaling_of(run)
+        found = node_scaling_of(run)
         assert found.curves == ()
         assert why in found.strong.why
         assert why in found.weak.why

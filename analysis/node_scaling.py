@@ -137,7 +137,7 @@ class Curve(NamedTuple):
         return batches * self.base.measured_step_s / row.measured_step_s
 
 
-class Scaling(NamedTuple):
+class NodeScaling(NamedTuple):
     """Both kinds of scaling of a run, and their sources."""
 
     strong: Curve
@@ -159,12 +159,12 @@ class Scaling(NamedTuple):
         return tuple(curve for curve in (self.strong, self.weak) if not curve.why)
 
 
-def no_scaling(why: str) -> Scaling:
+def no_scaling(why: str) -> NodeScaling:
     """Return a scaling without rows, and the reason."""
-    return Scaling(Curve("strong", 0, [], why), Curve("weak", 0, [], why))
+    return NodeScaling(Curve("strong", 0, [], why), Curve("weak", 0, [], why))
 
 
-def scaling_of(run: RunContents) -> Scaling:
+def node_scaling_of(run: RunContents) -> NodeScaling:
     """Fit the models of a run's chosen partition, and predict both kinds of scaling."""
     if run.plan is None:
         return no_scaling("its batch comes with the plan, and there is none yet")
@@ -183,7 +183,7 @@ def scaling_of(run: RunContents) -> Scaling:
     return part_scaling(part, run.sweep, chosen)._replace(name=f"{run.name}{where}")
 
 
-def part_scaling(part: Part, sweep: SweepSpec, chosen: Candidate) -> Scaling:
+def part_scaling(part: Part, sweep: SweepSpec, chosen: Candidate) -> NodeScaling:
     """Predict the scaling of a chosen candidate's batches on one partition."""
     profiles = part.summary.profiles
     profiled = tuple(sorted({profile.configuration.nodes for profile in profiles}))
@@ -191,7 +191,7 @@ def part_scaling(part: Part, sweep: SweepSpec, chosen: Candidate) -> Scaling:
         (only,) = profiled
         return no_scaling(f"only N = {only} was profiled, which says nothing about other N")
     sizes = _sizes(profiled, sweep, part.cluster, chosen.nodes)
-    return Scaling(
+    return NodeScaling(
         _curve("strong", part, sweep, chosen, sizes),
         _curve("weak", part, sweep, chosen, sizes),
         profiled_sizes=profiled,
