@@ -24,12 +24,15 @@ from tula_hpc.stages.context import describe_failures
 
 
 def fails_with_a_peer_that_waits(exit_code: int) -> Callable[[], None]:
-    """A job of which rank 1 ends with an error, or by SIGKILL, while rank 0 waits for it as it would over nccl."""
+    """A job of which rank 1 ends with an error, or by a signal, while rank 0 waits for it as it would over nccl."""
 
     def job() -> None:
         if os.environ["SUBMITIT_LOCAL_GLOBALID"] == "0":
             time.sleep(300)
         elif exit_code < 0:
+            # as before anything handles it
+            with contextlib.suppress(OSError):
+                signal.signal(-exit_code, signal.SIG_DFL)
             os.kill(os.getpid(), -exit_code)
         else:
             raise KeyError("of rank 1")
@@ -38,13 +41,15 @@ def fails_with_a_peer_that_waits(exit_code: int) -> Callable[[], None]:
 
 
 def test_a_worker_that_fails_ends_its_job(tmp_path: Path) -> None:
-    local = launcher(tmp_path, workers_per_node=2, array_parallelism=2)
-    jobs = [fails_with_a_peer_that_waits(exit_code) for exit_code in (1, -9)]
-    raised, killed = local.wait(local.submit(jobs, stage="train", nodes=1, minutes=4))
+    local = launcher(tmp_path, workers_per_node=2, array_parallelism=3)
+    jobs = [fails_with_a_peer_that_waits(exit_code) for exit_code in (1, -9, -15)]
+    raised, killed, terminated = local.wait(local.submit(jobs, stage="train", nodes=1, minutes=4))
     assert raised.failure is Failure.BUG
     assert "of rank 1" in raised.log_tail
     assert killed.failure is Failure.KILLED
     assert "task 1: Killed" in killed.log_tail
+    assert terminated.failure is Failure.KILLED
+    assert "task 1: Terminated" in terminated.log_tail
 
 
 def exits_without_a_word() -> Callable[[], None]:

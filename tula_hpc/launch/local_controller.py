@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from signal import SIGKILL
+from signal import SIGKILL, SIGTERM
 from threading import Thread
 from typing import Any
 
@@ -21,6 +21,8 @@ from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE, Controller
 
 from tula_hpc.env import be_controller
 
+# srun's words for a worker's end by a signal
+ENDED_BY = {-SIGKILL: "Killed", -SIGTERM: "Terminated"}
 # for the others to come to their own end, and to record that they ran out of memory too
 GRACE_S = 10.0
 POLL_S = 0.1
@@ -38,11 +40,11 @@ class EndingController(Controller):
         Thread(target=self._end_after_a_failure, args=(list(self.tasks),), daemon=True).start()
 
     def wait(self, freq: int = 24) -> Sequence[int | None]:
-        """Wait as submitit does; report a killed worker in srun's words."""
+        """Wait as submitit does; report a worker that a signal ended in srun's words."""
         codes = super().wait(freq)
         for rank, code in enumerate(codes):
-            if code == -SIGKILL and rank not in self.ended:
-                self.stderrs[rank].write(f"task {rank}: Killed\n")
+            if code in ENDED_BY and rank not in self.ended:
+                self.stderrs[rank].write(f"task {rank}: {ENDED_BY[code]}\n")
         return codes
 
     def _end_after_a_failure(self, tasks: Sequence[Any]) -> None:
