@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
+
 from tests.launch.test_launch import launcher, processes_of, sleeper
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import join_job
@@ -50,6 +52,26 @@ def test_a_worker_that_fails_ends_its_job(tmp_path: Path) -> None:
     assert "task 1: Killed" in killed.log_tail
     assert terminated.failure is Failure.KILLED
     assert "task 1: Terminated" in terminated.log_tail
+
+
+def asks_to_run_again(count: int) -> Callable[[], None]:
+    """A job whose process asks to be started again, as at each time limit, until it was so often."""
+
+    def job() -> None:
+        starts = Path(os.environ["SUBMITIT_FOLDER"], "starts")
+        with starts.open("a") as file:
+            file.write("x")
+        if starts.stat().st_size <= count:
+            os._exit(LOCAL_REQUEUE_RETURN_CODE)
+
+    return job
+
+
+def test_a_job_is_started_again_as_often_as_it_asks_for(tmp_path: Path) -> None:
+    """It bounds that itself, by `training.max_requeues`."""
+    local = launcher(tmp_path)
+    (ended,) = local.wait(local.submit([asks_to_run_again(8)], stage="train", nodes=1, minutes=4))
+    assert "completed successfully" in ended.log_tail
 
 
 def exits_without_a_word() -> Callable[[], None]:

@@ -31,6 +31,10 @@ POLL_S = 0.1
 class EndingController(Controller):
     """Controller that ends a job's other workers after one has failed."""
 
+    def run(self, max_retry: int = sys.maxsize) -> None:
+        """Run the job as often as it asks for, which it bounds itself; submitit stops at six."""
+        super().run(max_retry)
+
     def start_tasks(self) -> None:
         """Start the workers, and a thread that watches them."""
         be_controller()
