@@ -227,7 +227,15 @@ def has_a_hook() -> None:
 def meets_elsewhere() -> None:
     """As many examples of DDP have it, for a machine by itself."""
     os.environ |= {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "12355"}
-    train()
+    train(then=tell_listeners)
+
+
+def tell_listeners(step: int) -> None:
+    """Print the addresses, as the kernel writes them, at which somebody listens on the workers' port."""
+    if step == 0:
+        port = f":{int(os.environ['MASTER_PORT']):04X}"
+        rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+        print("listens at", [row[1] for row in rows if row[1].endswith(port) and row[3] == "0A"], flush=True)
 
 
 def is_placed_by_slurm() -> None:

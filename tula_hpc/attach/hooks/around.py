@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import socket
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import wraps
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from tula_hpc.ddp.rendezvous import LOOPBACK
 
 
 def after(thing: Any, name: str, then: Callable[..., None]) -> None:
@@ -34,6 +38,30 @@ def before(modules: Sequence[Any], name: str, then: Callable[[], None]) -> None:
 
     for module in modules:
         vars(module)[name] = told
+
+
+def on_loopback_alone() -> None:
+    """Have torch's store listen on the loopback alone where that is its address.
+
+    By itself it listens on all interfaces, and serves everybody who comes.
+    """
+    # the package has a function of this name
+    module = importlib.import_module("torch.distributed.rendezvous")
+    original = module.TCPStore
+
+    @wraps(original)
+    def made(*place: Any, **given: Any) -> Any:
+        given |= zip(
+            ("host_name", "port", "world_size", "is_master", "timeout"), place, strict=False
+        )
+        if given["is_master"] and given["host_name"] in ("localhost", LOOPBACK):
+            # an earlier store of this process may have the port, which torch then shares
+            with suppress(OSError):
+                listener = socket.create_server((LOOPBACK, given["port"]), backlog=1024)
+                given["master_listen_fd"] = listener.detach()
+        return original(**given)
+
+    vars(module)["TCPStore"] = made
 
 
 def before_forward(model: nn.Module, then: Callable[..., None]) -> RemovableHandle:

@@ -41,6 +41,7 @@ from tula_hpc.attach.hooks.around import (
     at_first_call,
     before,
     before_forward,
+    on_loopback_alone,
 )
 from tula_hpc.attach.hooks.find_model import (
     modules_with,
@@ -150,6 +151,7 @@ class Hooks:
         )
         before(starting, "start_processes", partial(self.listener.refuse, why))
         before((dist, dist.distributed_c10d), "init_process_group", self.listener.meets)
+        on_loopback_alone()
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         return self
