@@ -28,7 +28,8 @@ from tula_hpc.ddp import agreement as stopping
 from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
-from tula_hpc.errors import CheckpointError
+from tula_hpc.errors import CheckpointError, DataError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import Configuration, RunDirectory, TrainResult
 from tula_hpc.training import loop as trainer
@@ -64,6 +65,14 @@ def work(rank: int, folder: Path) -> None:
         train(folder / "full disk", rank=rank, workers=2, strike=full_disk if rank == 0 else None)
     except CheckpointError as error:
         (folder / f"{rank}.txt").write_text(str(error))
+    # a job's process ends there
+    torch.distributed.destroy_process_group()
+    if rank == 1:
+        see_an_old_list()
+    try:
+        train(folder / "full disk", rank=rank, workers=2)
+    except DataError as error:
+        (folder / f"old list {rank}.txt").write_text(str(error))
 
 
 def ended(action: Callable[[], object]) -> int:
@@ -132,6 +141,12 @@ def stop_now() -> None:
 
 def full_disk() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def see_an_old_list() -> None:
+    """As a node does that has listed the folder a moment before, over NFS."""
+    paths = CheckpointStore.paths
+    pytest.MonkeyPatch().setattr(CheckpointStore, "paths", lambda self: paths(self)[:-1])
 
 
 STRIKES: dict[str, Callable[[], None]] = {"with the file begun": die, "after the rename": die_after_the_rename}
@@ -231,6 +246,12 @@ def test_a_full_disk_ends_both_workers_with_a_line(folder: Path) -> None:
     assert "cannot be saved: No space left on device" in (folder / "0.txt").read_text()
     assert "rank 0 could not save a checkpoint" in (folder / "1.txt").read_text()
     assert CheckpointStore(RunDirectory(folder / "full disk").train().checkpoints).load_latest() is not None
+
+
+def test_workers_that_see_different_checkpoints_end_so_that_another_job_is_tried(folder: Path) -> None:
+    for rank in range(2):
+        assert "workers see different checkpoints" in (folder / f"old list {rank}.txt").read_text()
+    assert DataError.failure is Failure.KILLED
 
 
 def import_what_a_step_needs() -> None:

@@ -16,7 +16,7 @@ from tula_hpc.checkpoint.interval import Cadence, Interruptions
 from tula_hpc.checkpoint.store import CheckpointStore, LoadedCheckpoint
 from tula_hpc.ddp.agreement import Agreement, Decision
 from tula_hpc.ddp.stop_signals import Suspensions
-from tula_hpc.errors import StageError, StorageError
+from tula_hpc.errors import DataError, StorageError
 from tula_hpc.files import HeldFolder
 from tula_hpc.records.events import EventName
 
@@ -219,15 +219,20 @@ class SafePoints:
     # resume
 
     def check_same(self, loaded: LoadedCheckpoint | None) -> None:
-        """Refuse different checkpoints, as a stale directory listing on one node may cause."""
+        """Refuse different checkpoints, as a stale directory listing on one node may cause.
+
+        Raises:
+            DataError: They differ; the next job may see the same ones.
+        """
         mine = (-1.0, -1.0)
         if loaded is not None:
             mine = (float(loaded.restart_count), float(loaded.samples_seen))
         highest = self.worker.agree(*mine)
         lowest = self.worker.agree(*(-value for value in mine))
         if highest != [-value for value in lowest]:
-            raise StageError(
-                f"workers see different checkpoints in {self.store.folder}; start the job again"
+            raise DataError(
+                f"workers see different checkpoints in {self.store.folder}: a node's file system shows "
+                "an old state; the next job may see the same ones"
             )
 
     def go_on_from(self, loaded: LoadedCheckpoint) -> None:

@@ -25,7 +25,8 @@ class Checkpoints(SafePoints):
     """One worker's part of saving and resuming. Building it resumes the training. Collective.
 
     Raises:
-        StageError: Workers see different checkpoints, or the state of one cannot be used.
+        DataError: Workers see different checkpoints.
+        StageError: The state of one cannot be used.
     """
 
     worker: Worker
