@@ -128,8 +128,8 @@ def test_workers_agree_at_the_same_steps_wherever_each_sees_an_epoch_end(tmp_pat
     told = Told(tmp_path, clock, samples=29)
     for _ in range(2 * 3):
         told.step()
-    assert told.training._agreed is not None
-    assert told.training._agreed.steps == 2 * 3
+    assert told.training._agreement is not None
+    assert told.training._agreement.steps == 2 * 3
 
 
 def test_samples_of_an_evaluation_that_takes_gradients_are_none_of_an_epoch(tmp_path: Path, clock: Clock) -> None:

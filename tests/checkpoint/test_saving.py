@@ -18,7 +18,7 @@ from tula_hpc.checkpoint import store as checkpoint
 from tula_hpc.checkpoint.background import Saving
 from tula_hpc.checkpoint.interval import Cadence, Interruptions
 from tula_hpc.checkpoint.store import CheckpointStore
-from tula_hpc.ddp.agreement import Wish
+from tula_hpc.ddp.agreement import SaveRequest
 from tula_hpc.errors import CheckpointError
 
 
@@ -99,13 +99,13 @@ def test_steps_taken_while_it_is_written_are_not_in_it(training: Training, gate:
 
 def test_the_next_one_is_put_off_while_one_is_written(training: Training, gate: threading.Event) -> None:
     training.train(1)
-    assert training.saving.wish() is Wish.SAVE
+    assert training.saving.request() is SaveRequest.SAVE
     training.save()
     training.train(100)
-    assert training.saving.wish() is Wish.NOTHING
+    assert training.saving.request() is SaveRequest.NOTHING
     gate.set()
     training.saving.settle()
-    assert training.saving.wish() is Wish.SAVE
+    assert training.saving.request() is SaveRequest.SAVE
 
 
 def test_one_that_must_be_now_waits_for_the_one_before_and_then_for_itself(
@@ -142,7 +142,7 @@ def test_what_has_landed_is_noted_once_and_measured(training: Training) -> None:
 def test_a_worker_that_writes_nothing_wishes_nothing(tmp_path: Path) -> None:
     other = Saving(Worker(), None, None, Cadence(Interruptions(1e5), fixed_s=1e-9))
     other.cadence.worked(1.0)
-    assert other.wish() is Wish.NOTHING
+    assert other.request() is SaveRequest.NOTHING
     other.save(dict, samples_seen=1, restart_count=0, wait=True)
     assert other.abandon() is None
 
@@ -171,7 +171,7 @@ def test_a_full_disk_is_an_error_at_the_next_look(training: Training, monkeypatc
     training.save()
     wait_until_over(training)
     monkeypatch.undo()
-    assert training.saving.wish() is Wish.FAIL
+    assert training.saving.request() is SaveRequest.FAIL
     assert not training.saving.has_landed
     with pytest.raises(CheckpointError, match=r"000000000002.tula: cannot be saved: No space left on device"):
         training.saving.settle()
@@ -221,7 +221,7 @@ def test_a_left_over_process_is_fenced_out_while_it_writes(training: Training, m
     later.save(wait=True)
     later_has_saved.set()
     wait_until_over(training)
-    assert training.saving.wish() is Wish.FAIL
+    assert training.saving.request() is SaveRequest.FAIL
     with pytest.raises(CheckpointError, match="restart 1 has already saved; this process of restart 0 is a left-over"):
         training.saving.settle()
     assert saved_step(training.store.folder) == 9

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tula_hpc.ddp.agreement import Agreed, Decision, Stop, Wish
+from tula_hpc.ddp.agreement import Agreement, Decision, SaveRequest, Stop
 from tula_hpc.ddp.stop_signals import StopRequest
 
 
@@ -28,9 +28,9 @@ class Peers:
         pass
 
 
-def wishing(wish: Wish) -> Callable[[], Wish]:
+def asking(request: SaveRequest) -> Callable[[], SaveRequest]:
     """A worker that always wants the same."""
-    return lambda: wish
+    return lambda: request
 
 
 @pytest.fixture
@@ -43,43 +43,43 @@ def stop() -> Iterator[StopRequest]:
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
 def test_both_signals_are_remembered_until_the_step_ends(stop: StopRequest, number: signal.Signals) -> None:
-    agreed = Agreed(Peers(), stop, wishing(Wish.NOTHING))
-    assert agreed.decide() == Decision(stop=False, save=False)
+    agreement = Agreement(Peers(), stop, asking(SaveRequest.NOTHING))
+    assert agreement.decide() == Decision(stop=False, save=False)
     os.kill(os.getpid(), number)
-    assert agreed.decide() == Decision(stop=True, save=True)
+    assert agreement.decide() == Decision(stop=True, save=True)
     assert stop.received is number
 
 
 def test_a_stop_of_any_worker_stops_all() -> None:
-    assert Agreed(Peers((Stop.NOW, 0.0, 0.0)), StopRequest(), wishing(Wish.NOTHING)).decide().stop
+    assert Agreement(Peers((Stop.NOW, 0.0, 0.0)), StopRequest(), asking(SaveRequest.NOTHING)).decide().stop
 
 
-def test_what_one_worker_wishes_all_do() -> None:
-    def decided(mine: Wish, peers: Wish, *, stop: Stop = Stop.NONE) -> Decision:
-        return Agreed(Peers((stop, peers, 0.0)), StopRequest(), wishing(mine)).decide()
+def test_what_one_worker_asks_for_all_do() -> None:
+    def decided(mine: SaveRequest, peers: SaveRequest, *, stop: Stop = Stop.NONE) -> Decision:
+        return Agreement(Peers((stop, peers, 0.0)), StopRequest(), asking(mine)).decide()
 
-    for mine, peers in ((Wish.SAVE, Wish.NOTHING), (Wish.NOTHING, Wish.SAVE)):
+    for mine, peers in ((SaveRequest.SAVE, SaveRequest.NOTHING), (SaveRequest.NOTHING, SaveRequest.SAVE)):
         assert decided(mine, peers) == Decision(stop=False, save=True)
-    assert decided(Wish.FAIL, Wish.SAVE) == Decision(stop=False, save=False, failed=True)
-    assert decided(Wish.NOTHING, Wish.FAIL, stop=Stop.NOW) == Decision(stop=True, save=True, failed=True)
+    assert decided(SaveRequest.FAIL, SaveRequest.SAVE) == Decision(stop=False, save=False, failed=True)
+    assert decided(SaveRequest.NOTHING, SaveRequest.FAIL, stop=Stop.NOW) == Decision(stop=True, save=True, failed=True)
 
 
 def test_a_stop_where_something_is_saved_next_is_obeyed_one_step_later(stop: StopRequest) -> None:
     """Also where every agreement falls on the end of an epoch: epochs of 5 steps, agreements each 10."""
-    agreed = Agreed(Peers((Stop.NONE, 0.0, 0.1)), stop, wishing(Wish.NOTHING))
+    agreement = Agreement(Peers((Stop.NONE, 0.0, 0.1)), stop, asking(SaveRequest.NOTHING))
     for _ in range(15):
-        assert not agreed.decide().stop
-    assert agreed.interval_steps == 10
+        assert not agreement.decide().stop
+    assert agreement.interval_steps == 10
     os.kill(os.getpid(), signal.SIGTERM)
-    stops = [agreed.decide(asks=step % 5 != 0).stop for step in range(16, 22)]
+    stops = [agreement.decide(asks=step % 5 != 0).stop for step in range(16, 22)]
     assert stops == [False] * 5 + [True]
 
 
 def test_quick_steps_are_not_slowed_by_a_look_at_each() -> None:
-    agreed = Agreed(Peers(), StopRequest(), wishing(Wish.NOTHING))
+    agreement = Agreement(Peers(), StopRequest(), asking(SaveRequest.NOTHING))
     for _ in range(1000):
-        agreed.decide()
-    assert agreed.interval_steps > 100
+        agreement.decide()
+    assert agreement.interval_steps > 100
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 7200.0], ids=["slower", "slower, after a pause"])
@@ -90,15 +90,15 @@ def test_steps_that_become_slower_are_soon_looked_at_each_second(
     looks: list[float] = []
     monkeypatch.setattr("tula_hpc.ddp.agreement.time", SimpleNamespace(monotonic=lambda: now))
 
-    def wish() -> Wish:
+    def request() -> SaveRequest:
         looks.append(now)
-        return Wish.NOTHING
+        return SaveRequest.NOTHING
 
-    agreed = Agreed(Peers(), StopRequest(), wish)
+    agreement = Agreement(Peers(), StopRequest(), request)
     for seconds, steps in ((0.01, 20_000), (pause_s, 1), (0.5, 400)):
         for _ in range(steps):
             now += seconds
-            agreed.decide()
+            agreement.decide()
     slow = [look for look in looks if look > 200.0 + pause_s]
     gaps = [later - earlier for earlier, later in pairwise(slow)]
     assert gaps[0] <= 100 * 0.5, "as many steps as were made in a second before"
@@ -107,7 +107,7 @@ def test_steps_that_become_slower_are_soon_looked_at_each_second(
 
 def test_all_workers_look_at_the_same_steps() -> None:
     """The interval follows from the slowest worker's step time, so it is the same number everywhere."""
-    fast, slow = (Agreed(Peers((0.0, 0.0, 0.25)), StopRequest(), wishing(Wish.NOTHING)) for _ in range(2))
+    fast, slow = (Agreement(Peers((0.0, 0.0, 0.25)), StopRequest(), asking(SaveRequest.NOTHING)) for _ in range(2))
     slow.started -= 1.0
     for _ in range(10):
         fast.decide()

@@ -18,7 +18,7 @@ from tula_hpc.batches import tensors_of
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp import agreement as stopping
-from tula_hpc.ddp.agreement import Agreed, EvaluationStopped, Stop, Wish, until_stopped
+from tula_hpc.ddp.agreement import Agreement, EvaluationStopped, SaveRequest, Stop, until_stopped
 from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
@@ -205,13 +205,13 @@ class Peer:
 def test_all_workers_look_as_often_though_one_has_fewer_batches() -> None:
     for batches in (3, 4):
         peer = Peer(stops_at=0)
-        looked = until_stopped(range(batches), 4, Agreed(peer, StopRequest(), lambda: Wish.NOTHING))
+        looked = until_stopped(range(batches), 4, Agreement(peer, StopRequest(), lambda: SaveRequest.NOTHING))
         assert list(looked) == list(range(batches))
         assert peer.looks == 4
 
 
 def test_a_worker_without_a_batch_left_stops_with_its_peers() -> None:
-    looked = until_stopped(range(3), 4, Agreed(Peer(stops_at=4), StopRequest(), lambda: Wish.NOTHING))
+    looked = until_stopped(range(3), 4, Agreement(Peer(stops_at=4), StopRequest(), lambda: SaveRequest.NOTHING))
     assert [next(looked) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(EvaluationStopped):
         next(looked)

@@ -17,7 +17,7 @@ import torch
 from tula_hpc.checkpoint.interval import Cadence
 from tula_hpc.checkpoint.snapshot import Gpu, Snapshot, Snapshots
 from tula_hpc.checkpoint.store import CheckpointStore
-from tula_hpc.ddp.agreement import Agreement, Wish
+from tula_hpc.ddp.agreement import Agreeing, SaveRequest
 from tula_hpc.errors import CheckpointError
 from tula_hpc.files import HeldFolder
 
@@ -88,7 +88,7 @@ class Saving:
 
     def __init__(
         self,
-        worker: Agreement,
+        worker: Agreeing,
         store: CheckpointStore | None,
         own: OwnState | None,
         cadence: Cadence,
@@ -97,13 +97,14 @@ class Saving:
         self.worker, self.own, self.cadence, self.folder = worker, own, cadence, folder
         self.writer = None if store is None else BackgroundWriter(store, worker.device)
 
-    def wish(self) -> Wish:
+    def request(self) -> SaveRequest:
         """Return this worker's request; a write in progress puts the next checkpoint off."""
         if self.writer is None:
-            return Wish.NOTHING
+            return SaveRequest.NOTHING
         if self.writer.has_failed or self._folder_error():
-            return Wish.FAIL
-        return Wish.SAVE if self.writer.write is None and self.cadence.due() else Wish.NOTHING
+            return SaveRequest.FAIL
+        is_due = self.writer.write is None and self.cadence.due()
+        return SaveRequest.SAVE if is_due else SaveRequest.NOTHING
 
     @property
     def may_save(self) -> bool:

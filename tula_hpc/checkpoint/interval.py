@@ -5,8 +5,8 @@ which the steps stand still while the state is copied, plus the time by which th
 it is written. This module knows numbers only; a checkpoint is written so:
 
 1. `Cadence.due` tells that the interval is over.
-2. `Saving.wish` in `background.py` asks for it, unless an earlier one is still being written.
-3. `Agreed.decide` in `ddp/agreement.py` has all workers save after the same step. At a stop they
+2. `Saving.request` in `background.py` asks for it, unless an earlier one is still being written.
+3. `Agreement.decide` in `ddp/agreement.py` has all workers save after the same step. At a stop they
    save whatever the interval.
 4. At an epoch's end, a good moment, `Saving.may_save` lets it come early, and after the last epoch
    there always is one: `_end_epoch` in `training/loop.py` and `attach/train/keeping.py`.

@@ -14,7 +14,7 @@ from typing import Any
 from tula_hpc.checkpoint.background import OwnState, Saving
 from tula_hpc.checkpoint.interval import Cadence, Interruptions
 from tula_hpc.checkpoint.store import CheckpointStore, LoadedCheckpoint
-from tula_hpc.ddp.agreement import Agreement, Decision
+from tula_hpc.ddp.agreement import Agreeing, Decision
 from tula_hpc.ddp.stop_signals import Suspensions
 from tula_hpc.errors import DataError, StorageError
 from tula_hpc.files import HeldFolder
@@ -101,7 +101,7 @@ class SafePoints:
     A step with one of the `suspensions` says nothing about the time of steps.
     """
 
-    worker: Agreement
+    worker: Agreeing
     saving: Saving
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Stop requests (signals), and the workers' agreement at a step boundary to stop or to save."""
+"""Agreement of all workers, at the same step, to stop or to save; and on whether memory suffices."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.process_memory import out_of_memory
 
 
-class Agreement(Protocol):
-    """Part of a worker that timing and agreeing need."""
+class Agreeing(Protocol):
+    """Part of a worker by which it agrees with the others, and is timed."""
 
     @property
     def device(self) -> torch.device:
@@ -36,7 +36,7 @@ GROWTH = 2
 T = TypeVar("T")
 
 
-def if_memory_suffices(worker: Agreement, make: Callable[[], T]) -> T | None:
+def if_memory_suffices(worker: Agreeing, make: Callable[[], T]) -> T | None:
     """Return what is made, or None on every worker if memory ran out on any. Collective."""
     made: T | None = None
     try:
@@ -49,8 +49,8 @@ def if_memory_suffices(worker: Agreement, make: Callable[[], T]) -> T | None:
     return None if missing else made
 
 
-class Wish(IntEnum):
-    """Request of one worker at an agreement; the largest over all workers counts."""
+class SaveRequest(IntEnum):
+    """Save request of one worker at an agreement; the largest over all workers counts."""
 
     NOTHING = 0
     SAVE = 1
@@ -81,17 +81,17 @@ class Decision(NamedTuple):
 GOES_ON = Decision(stop=False, save=False)
 
 
-class Agreed:
+class Agreement:
     """Agreement, every `every_s` and at the same step on every worker, to stop or to save."""
 
     def __init__(
         self,
-        worker: Agreement,
+        worker: Agreeing,
         stop: StopRequest,
-        wish: Callable[[], Wish],
+        to_save: Callable[[], SaveRequest] = lambda: SaveRequest.NOTHING,
         every_s: float = CHECK_EVERY_S,
     ) -> None:
-        self.worker, self.stop, self.wish, self.every_s = worker, stop, wish, every_s
+        self.worker, self.stop, self.to_save, self.every_s = worker, stop, to_save, every_s
         self.interval_steps = 1
         self.steps = 0
         # the last agreement, by its step and time; the first ones together are one measurement
@@ -117,25 +117,26 @@ class Agreed:
         asked = Stop.NONE
         if self.stop.received is not None:
             asked = Stop.NOW if asks else Stop.NEXT
-        mine = (float(asked), float(self.wish()), step_s, *values())
-        agreed, wish, slowest_s, *shared = self.worker.agree(*mine)
+        mine = (float(asked), float(self.to_save()), step_s, *values())
+        stopping, saving, slowest_s, *shared = self.worker.agree(*mine)
         if self.steps >= FIRST_CHECKS:
             # steps may soon take longer, above all where only few were timed
             most = GROWTH * since
             self.interval_steps = max(1, min(most, int(self.every_s / max(slowest_s, 1e-6))))
             self.agreed_steps = self.steps
             self.started = now
-        if agreed == Stop.NEXT:
+        if stopping == Stop.NEXT:
             self.interval_steps = 1
-        stop = agreed == Stop.NOW
-        return Decision(stop, stop or wish == Wish.SAVE, tuple(shared), failed=wish == Wish.FAIL)
+        stop = stopping == Stop.NOW
+        save = stop or saving == SaveRequest.SAVE
+        return Decision(stop, save, tuple(shared), failed=saving == SaveRequest.FAIL)
 
 
 class EvaluationStopped(Exception):  # noqa: N818 # no error: the training has been asked to stop
     """Stop of all workers in an evaluation; its sums are lost, nothing else."""
 
 
-def until_stopped(batches: Iterable[T], most: int, agreed: Agreed) -> Iterator[T]:
+def until_stopped(batches: Iterable[T], most: int, agreement: Agreement) -> Iterator[T]:
     """Yield this worker's batches of an evaluation until all workers agree to stop.
 
     They agree before each batch, as often as the worker that has `most` of them.
@@ -145,13 +146,13 @@ def until_stopped(batches: Iterable[T], most: int, agreed: Agreed) -> Iterator[T
     """
     looks = 0
     for batch in batches:
-        _look(agreed)
+        _look(agreement)
         looks += 1
         yield batch
     for _ in range(looks, most):
-        _look(agreed)
+        _look(agreement)
 
 
-def _look(agreed: Agreed) -> None:
-    if agreed.decide().stop:
+def _look(agreement: Agreement) -> None:
+    if agreement.decide().stop:
         raise EvaluationStopped

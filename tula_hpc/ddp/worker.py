@@ -19,7 +19,7 @@ from tula_hpc.batches import Batch, map_tensors, samples_in, take
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.data.images import ImageDataset, prepared
 from tula_hpc.data.loader import StreamCopies, make_train_loader, one_ahead
-from tula_hpc.ddp.agreement import Agreement
+from tula_hpc.ddp.agreement import Agreeing
 from tula_hpc.ddp.methods import ReferenceBatch, build_stepper, reference_share
 from tula_hpc.ddp.norms_per_step import small_norms
 from tula_hpc.ddp.process_group import check_kernels, check_precision, choose_kernels, pick_device
@@ -371,7 +371,7 @@ class Worker:
 BUCKET_BYTES = 25 * 1024**2
 
 
-class Trained(Agreement, Protocol):
+class Trained(Agreeing, Protocol):
     """Part of a worker that an all-reduce of the gradient's size needs."""
 
     @property

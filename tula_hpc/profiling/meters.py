@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from tula_hpc import process_memory
 from tula_hpc.batches import tensors_of
 from tula_hpc.config import ClusterSpec
-from tula_hpc.ddp.agreement import Agreement
+from tula_hpc.ddp.agreement import Agreeing
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.records import Configuration, MemoryUse
 from tula_hpc.workloads.optimizers import is_divided, own_states
@@ -142,7 +142,7 @@ def _nvml_joules() -> float | None:
     return sum(energy) * MILLI if energy else None
 
 
-class Metered(Agreement, Protocol):
+class Metered(Agreeing, Protocol):
     """Part of a worker that meters need."""
 
     @property

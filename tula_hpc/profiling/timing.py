@@ -17,7 +17,7 @@ import torch
 
 from tula_hpc.config import SearchSpec
 from tula_hpc.config.search import MOST_SECONDS
-from tula_hpc.ddp.agreement import Agreement
+from tula_hpc.ddp.agreement import Agreeing
 
 # waiting for the device at a round's ends costs about a millisecond, below half a per cent of it
 ROUND_S = 0.25
@@ -230,9 +230,7 @@ def driven(steps: Steps[T], step: Callable[[], object]) -> T:
         step()
 
 
-def round_of(
-    worker: Agreement, steps: int, left_out_s: Callable[[], float] = float
-) -> Steps[float]:
+def round_of(worker: Agreeing, steps: int, left_out_s: Callable[[], float] = float) -> Steps[float]:
     """Wait for a number of steps in a row; return the mean seconds of one, the device's included.
 
     `left_out_s` returns the seconds so far that are none of steps; by default 0.
@@ -247,7 +245,7 @@ def round_of(
 
 
 def rounds_of(
-    worker: Agreement,
+    worker: Agreeing,
     rule: StoppingRule,
     steps: int,
     *,
@@ -270,7 +268,7 @@ def rounds_of(
 
 
 def slowest_round(
-    worker: Agreement, steps: int, left_out_s: Callable[[], float] = float
+    worker: Agreeing, steps: int, left_out_s: Callable[[], float] = float
 ) -> Steps[float]:
     """Wait for steps in a row; return the slowest worker's mean seconds of one. Collective."""
     mine = yield from round_of(worker, steps, left_out_s)
@@ -278,7 +276,7 @@ def slowest_round(
     return slowest_s
 
 
-def warm_up(worker: Agreement, most: int, left_out_s: Callable[[], float] = float) -> Steps[None]:
+def warm_up(worker: Agreeing, most: int, left_out_s: Callable[[], float] = float) -> Steps[None]:
     """Wait for so many steps, of long ones for fewer. Collective."""
     if most == 0:
         return
@@ -288,18 +286,18 @@ def warm_up(worker: Agreement, most: int, left_out_s: Callable[[], float] = floa
         yield
 
 
-def round_s(worker: Agreement, step: Callable[[], object], steps: int = 1) -> float:
+def round_s(worker: Agreeing, step: Callable[[], object], steps: int = 1) -> float:
     """Return the mean seconds of a number of calls in a row, the device's work included."""
     return driven(round_of(worker, steps), step)
 
 
-def agreed_s(worker: Agreement, step: Callable[[], object]) -> float:
+def agreed_s(worker: Agreeing, step: Callable[[], object]) -> float:
     """Return the slowest worker's seconds of a call, the same on all workers. Collective."""
     return driven(slowest_round(worker, 1), step)
 
 
 def rounds_apart(
-    worker: Agreement, rule: StoppingRule, step: Callable[[], object], *, briefly: bool
+    worker: Agreeing, rule: StoppingRule, step: Callable[[], object], *, briefly: bool
 ) -> tuple[list[float], int]:
     """Return mean seconds of a call in each round, and the calls in a round. Collective.
 
@@ -313,7 +311,7 @@ def rounds_apart(
 
 
 def calls_in_round(
-    worker: Agreement, rule: StoppingRule, step: Callable[[], object], round_of_s: float
+    worker: Agreeing, rule: StoppingRule, step: Callable[[], object], round_of_s: float
 ) -> int:
     """Return the calls in a round, the same on all workers. Collective."""
     # the first call may have something to set up

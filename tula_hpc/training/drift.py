@@ -31,7 +31,7 @@ from tula_hpc.analysis.drift import (
     window_seconds,
 )
 from tula_hpc.batches import Batch, split
-from tula_hpc.ddp.agreement import CHECK_EVERY_S, Agreement, if_memory_suffices
+from tula_hpc.ddp.agreement import CHECK_EVERY_S, Agreeing, if_memory_suffices
 from tula_hpc.ddp.process_group import pick_device
 from tula_hpc.ddp.worker import Trained, Worker, bare_all_reduce
 from tula_hpc.env import WorkerEnvironment
@@ -205,7 +205,7 @@ def all_reduce_s(worker: Trained, workers: int) -> float | None:
     return slowest_s
 
 
-def _pass_s(worker: Agreement, step: Callable[[], object]) -> float:
+def _pass_s(worker: Agreeing, step: Callable[[], object]) -> float:
     """Return the seconds of one pass: the median over blocks of their means. Collective.
 
     It was taken once before, as the first may have something to set up.

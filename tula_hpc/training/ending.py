@@ -5,7 +5,7 @@ Course of a training on USR2 (before its time limit) and TERM (preemption, cance
 1. `StopRequest` in `ddp/stop_signals.py` notes the signal. `training/job.py` installs it before
    anything else.
 2. `ddp/agreement.py`: about once a second all workers agree to stop, after the same step
-   (`Agreed.decide`); within an evaluation, between two of its batches (`until_stopped`).
+   (`Agreement.decide`); within an evaluation, between two of its batches (`until_stopped`).
 3. `training/loop.py` has them agree after each step. `checkpoint/safe_points.py` then saves, and
    waits until the checkpoint is on disk (`SafePoints.step_ended`).
 4. `leave`, here, logs "preempted", and asks for a requeue of this job, up to

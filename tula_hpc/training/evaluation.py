@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tula_hpc.data.datasets import training_samples
 from tula_hpc.data.loader import SMALLEST_TEST_BATCH, make_test_loader, most_batches
-from tula_hpc.ddp.agreement import Agreed, Wish, until_stopped
+from tula_hpc.ddp.agreement import Agreement, until_stopped
 from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.training.metrics_writer import finite_or_none
 from tula_hpc.training.progress import Training
@@ -92,5 +92,5 @@ class Evaluator:
 
     def _until_stopped(self, loader: DataLoader[Any]) -> Iterator[Any]:
         # a checkpoint that is due, or has failed, can wait for the end of the evaluation
-        agreed = Agreed(self.training.worker, self.stop, lambda: Wish.NOTHING)
-        return until_stopped(loader, most_batches(loader, self.training.env.world_size), agreed)
+        agreement = Agreement(self.training.worker, self.stop)
+        return until_stopped(loader, most_batches(loader, self.training.env.world_size), agreement)

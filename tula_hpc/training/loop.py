@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from tula_hpc.batches import Batch
-from tula_hpc.ddp.agreement import Agreed, Decision, EvaluationStopped
+from tula_hpc.ddp.agreement import Agreement, Decision, EvaluationStopped
 from tula_hpc.ddp.methods import learning_rate
 from tula_hpc.ddp.process_group import process_group
 from tula_hpc.ddp.stop_signals import StopRequest, Suspensions
@@ -63,7 +63,7 @@ class Trainer:
         self.batch: tuple[Batch, Batch] | None = None
         self.checkpoints = Checkpoints(self.training, self.log, self.suspensions)
         self.saving = self.checkpoints.saving
-        self.agreed = Agreed(self.worker, stop, self.saving.wish, self.guard.look_every_s)
+        self.agreement = Agreement(self.worker, stop, self.saving.request, self.guard.look_every_s)
         # after a stop at an epoch's last step the next save comes before any step
         self.worker.set_position(self.training.epochs_seen, self.training.epochs_seen)
         self.evaluator = Evaluator(self.training, stop)
@@ -113,7 +113,7 @@ class Trainer:
         while not self.training.epoch_ends:
             started = time.perf_counter()
             self._train_step(batches)
-            decision = self.agreed.decide(self.guard.readings)
+            decision = self.agreement.decide(self.guard.readings)
             self.guard.clock.stop()
             self.checkpoints.step_ended(started, decision)
             if decision.stop:

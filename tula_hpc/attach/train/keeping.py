@@ -36,7 +36,7 @@ from tula_hpc.attach.train.script_training import ScriptProgress, ScriptTraining
 from tula_hpc.checkpoint.interval import Interruptions
 from tula_hpc.checkpoint.safe_points import SafePoints
 from tula_hpc.checkpoint.store import CheckpointStore, LoadedCheckpoint
-from tula_hpc.ddp.agreement import Agreed
+from tula_hpc.ddp.agreement import Agreement
 from tula_hpc.errors import InputError
 from tula_hpc.records.events import EventName
 from tula_hpc.user_code import told
@@ -283,8 +283,7 @@ class Keeper(SafePoints):
 
     def end_batch(self) -> None:
         """Save or stop after a batch, unless gradients are being accumulated. Collective."""
-        is_step = self.progress.step > self._stepped
-        if is_step and not self.steps.is_open:
+        if self.progress.step > self._stepped and not self.steps.is_open:
             self._after_step()
         self._stepped = self.progress.step
 
@@ -379,7 +378,7 @@ class Keeper(SafePoints):
         self.steps.leave_out(self.progress.saving_s - before_s)
 
     def _after_step(self) -> None:
-        decision = self.agreed.decide(lambda: self.steps.readings(self.worker))
+        decision = self.agreement.decide(lambda: self.steps.readings(self.worker))
         self.step_ended(self.marked, decision)
         if decision.stop:
             self.steps.leave_stopped()
@@ -411,7 +410,8 @@ class Keeper(SafePoints):
             over_s=progress.train_time_s + progress.epoch_time_s,
         )
         self.begin_saving(interruptions, settings.fixed_s, None, self.steps.files.root)
-        self.agreed = Agreed(self.worker, self.stop, self.saving.wish, self.steps.look_every_s)
+        every_s = self.steps.look_every_s
+        self.agreement = Agreement(self.worker, self.stop, self.saving.request, every_s)
         if self.loaded is not None:
             for model in self.steps.models:
                 self.rehearse(model, self._forget_pass)

@@ -31,7 +31,7 @@ from tula_hpc.attach.train.scores import SCORES, as_share
 from tula_hpc.attach.train.script_drift import DriftSettings, ScriptDrift
 from tula_hpc.attach.train.script_scaling import refuse_another, refuse_nan, scaling_of
 from tula_hpc.checkpoint.safe_points import Progress
-from tula_hpc.ddp.agreement import CHECK_EVERY_S, Agreed, Wish
+from tula_hpc.ddp.agreement import CHECK_EVERY_S, Agreement
 from tula_hpc.ddp.stop_signals import StopRequest, Suspensions
 from tula_hpc.env import unix_time
 from tula_hpc.optim.observer import GradientObserver
@@ -132,7 +132,7 @@ class ScriptTraining(Mode):
         self._gaps = 0
         self._gap_s = 0.0
         self._apart = Apart()
-        self._agreed: Agreed | None = None
+        self._agreement: Agreement | None = None
         # samples of an epoch, and how many still make a step at its end
         self._least = 1 if self.settings.counts_steps else self.settings.global_batch
         self._epoch = self.settings.samples, self._least
@@ -392,10 +392,10 @@ class ScriptTraining(Mode):
         self._is_between = False
 
     def _stop_if(self, asks: bool) -> None:
-        if self._agreed is None:
+        if self._agreement is None:
             self._peers = Peers(self.spec.world_size)
-            self._agreed = Agreed(self._peers, self.stop, lambda: Wish.NOTHING, self.look_every_s)
-        decision = self._agreed.decide(lambda: self.readings(self._peers), asks=asks)
+            self._agreement = Agreement(self._peers, self.stop, every_s=self.look_every_s)
+        decision = self._agreement.decide(lambda: self.readings(self._peers), asks=asks)
         if decision.stop:
             self.leave_stopped()
         self.look(decision.shared, self._peers)
