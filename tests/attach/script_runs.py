@@ -12,7 +12,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # document
 
 from tula_hpc.attach.processes import (
     Outcome,
-    Peers,
+    WorkerPeers,
     choose_meeting,
     meeting_from,
     own_output,
@@ -57,7 +57,7 @@ def profiled(
             )
             variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables_of(place, 1, meeting)}
             child = start(spec, variables, work, Path(output.name), output)
-            return watch(child, Peers(store, meeting.run_id), step_s)
+            return watch(child, WorkerPeers(store, meeting.run_id), step_s)
 
     # a process ends with the thread that started it
     with ThreadPoolExecutor(world) as pool:

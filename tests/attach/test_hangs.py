@@ -9,7 +9,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # document
 
 from tula_hpc.attach import hangs
 from tula_hpc.attach.hangs import HangWatch, Place
-from tula_hpc.attach.processes import Peers
+from tula_hpc.attach.processes import WorkerPeers
 
 LEAST_S = 60.0
 
@@ -48,7 +48,7 @@ def silent_for(seconds: int, script: Script, *watches: HangWatch) -> tuple[int, 
 
 
 def test_silence_far_beyond_the_longest_so_far_is_a_hang(script: Script) -> None:
-    watch = HangWatch(Peers(None, "x"), 0, 1, LEAST_S)
+    watch = HangWatch(WorkerPeers(None, "x"), 0, 1, LEAST_S)
     assert silent_for(20, script, watch) is None
     # ten times as long as before
     found = silent_for(1000, script, watch)
@@ -58,17 +58,17 @@ def test_silence_far_beyond_the_longest_so_far_is_a_hang(script: Script) -> None
 
 
 def test_short_silence_is_none_however_quick_the_steps_were(script: Script) -> None:
-    watch = HangWatch(Peers(None, "x"), 0, 1, LEAST_S)
+    watch = HangWatch(WorkerPeers(None, "x"), 0, 1, LEAST_S)
     assert silent_for(1, script, watch) is None
     assert silent_for(60, script, watch) is None
-    found = silent_for(1000, script, HangWatch(Peers(None, "x"), 0, 1, LEAST_S))
+    found = silent_for(1000, script, HangWatch(WorkerPeers(None, "x"), 0, 1, LEAST_S))
     assert found is not None
     assert found[0] == 61
 
 
 def test_a_worker_that_waits_for_another_does_not_hang(script: Script) -> None:
     store, other = HashStore(), Script()
-    waiting, busy = (HangWatch(Peers(store, "x"), rank, 2, LEAST_S) for rank in range(2))
+    waiting, busy = (HangWatch(WorkerPeers(store, "x"), rank, 2, LEAST_S) for rank in range(2))
     for _ in range(500):
         script.now += 1.0
         # evaluates
@@ -84,13 +84,13 @@ def test_a_worker_that_waits_for_another_does_not_hang(script: Script) -> None:
 
 
 def test_before_the_first_step_after_a_suspension_and_switched_off_nothing_hangs(script: Script) -> None:
-    watch = HangWatch(Peers(None, "x"), 0, 1, LEAST_S)
+    watch = HangWatch(WorkerPeers(None, "x"), 0, 1, LEAST_S)
     script.has_stepped = False
     assert silent_for(500, script, watch) is None
     script.has_stepped = True
     script.now += 5000.0
     assert silent_for(50, script, watch) is None
-    assert silent_for(500, script, HangWatch(Peers(None, "x"), 0, 1, 0.0)) is None
+    assert silent_for(500, script, HangWatch(WorkerPeers(None, "x"), 0, 1, 0.0)) is None
 
 
 SCRIPT = str(Path(__file__))

@@ -251,7 +251,7 @@ def _look(
 def _run_script(spec: ChildSpec, search: SearchSpec, folder: Path) -> Outcome:
     """Run a script in a folder of its own, until it is measured or ends; return how."""
     from tula_hpc.attach.processes import (
-        Peers,
+        WorkerPeers,
         choose_meeting,
         meeting_from,
         own_output,
@@ -275,7 +275,7 @@ def _run_script(spec: ChildSpec, search: SearchSpec, folder: Path) -> Outcome:
     with own_output(folder, 0, Path.cwd()) as (work, output):
         variables = variables_of(place, 1, meeting, spec.device)
         child = start(spec, variables, work, folder / "rank-0.log", output)
-        return watch(child, Peers(None, meeting.run_id), PATIENCE_S)
+        return watch(child, WorkerPeers(None, meeting.run_id), PATIENCE_S)
 
 
 def _told(result: dict[str, Any]) -> Iterator[str]:

@@ -27,7 +27,7 @@ from tula_hpc.own_sources import is_own
 from tula_hpc.records.base import Record
 
 if TYPE_CHECKING:
-    from tula_hpc.attach.processes import Peers
+    from tula_hpc.attach.processes import WorkerPeers
 
 # the longest pause so far is not unusual up to so many times
 TIMES = 10.0
@@ -126,7 +126,7 @@ def are_in_different_collectives(places: Iterable[Place]) -> bool:
 class HangWatch:
     """One worker's part of the watch."""
 
-    def __init__(self, peers: Peers, rank: int, world_size: int, least_s: float) -> None:
+    def __init__(self, peers: WorkerPeers, rank: int, world_size: int, least_s: float) -> None:
         self.peers = peers
         self.rank = rank
         self.world_size = world_size

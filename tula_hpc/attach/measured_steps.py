@@ -35,7 +35,7 @@ from tula_hpc.attach.hooks.find_model import (
 from tula_hpc.attach.hooks.passes import FEW_STEPS, Apart
 from tula_hpc.attach.reporting import ChildSpec, Mode
 from tula_hpc.attach.script import ParsedOptions, steps_asked
-from tula_hpc.attach.train.peers import Peers, lacking_in
+from tula_hpc.attach.train.peers import ScriptPeers, lacking_in
 from tula_hpc.batches import LoaderPass, length_of
 from tula_hpc.ddp.process_group import PROFILE_COLLECTIVE_TIMEOUT
 from tula_hpc.env import WorkerEnvironment
@@ -80,7 +80,7 @@ class MeasuredSteps(Mode):
         # of times that belong to no step, so far
         self.left_out_s = 0.0
         self._left_out = ProcessorSeconds(0.0, 0.0)
-        self._peers: Peers
+        self._peers: ScriptPeers
         self._forwards = 0
         # backward passes before this step
         self._backward_before = 0
@@ -309,7 +309,7 @@ class MeasuredSteps(Mode):
                 f"{name} made a process group of {dist.get_world_size()} workers; expected {world}, "
                 "as in WORLD_SIZE"
             )
-        self._peers = Peers(world, PROFILE_COLLECTIVE_TIMEOUT)
+        self._peers = ScriptPeers(world, PROFILE_COLLECTIVE_TIMEOUT)
         self._peers.device = self.device
 
     def check_kept(self) -> None:

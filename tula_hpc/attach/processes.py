@@ -235,7 +235,7 @@ def start(
     return Child(spec, process, log, others, answers)
 
 
-class Peers:
+class WorkerPeers:
     """Messages between a start's workers about their processes; store None: there is one worker."""
 
     def __init__(self, store: Store | None, run_id: str) -> None:
@@ -298,7 +298,7 @@ class Peers:
 
 def watch(
     child: Child,
-    peers: Peers,
+    peers: WorkerPeers,
     step_s: float,
     look: Callable[[Child], str | None] | None = None,
 ) -> Outcome:
@@ -325,7 +325,7 @@ def watch(
 
 
 def _given_up(
-    child: Child, peers: Peers, step_s: float, look: Callable[[Child], str | None] | None
+    child: Child, peers: WorkerPeers, step_s: float, look: Callable[[Child], str | None] | None
 ) -> Outcome | None:
     """Return the outcome of a process that has to be ended now; None: it may go on."""
     if look is not None and (reason := look(child)):

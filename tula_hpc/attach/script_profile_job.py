@@ -120,11 +120,11 @@ class Session:
 
     def _run(self, configuration: Configuration) -> tuple[list[Outcome], Meeting]:
         """Run the script's processes to their end; return how each ended. Collective."""
-        from tula_hpc.attach.processes import Peers, meeting_from
+        from tula_hpc.attach.processes import WorkerPeers, meeting_from
         from tula_hpc.ddp.process_group import place_among
 
         meeting = meeting_from(self.allocation.broadcast(lambda: self._prepare(configuration)))
-        peers = Peers(self.allocation.store, meeting.run_id)
+        peers = WorkerPeers(self.allocation.store, meeting.run_id)
         nodes, per_node, _ = configuration
         self.place = place_among(self.env, nodes, per_node)
         if self.place is not None:

@@ -31,7 +31,7 @@ from tula_hpc.attach.train.loaders import (
     set_random_state,
     tell_beginnings,
 )
-from tula_hpc.attach.train.peers import Peers, state_of
+from tula_hpc.attach.train.peers import ScriptPeers, state_of
 from tula_hpc.attach.train.script_training import ScriptProgress, ScriptTraining
 from tula_hpc.checkpoint.interval import Interruptions
 from tula_hpc.checkpoint.safe_points import SafePoints
@@ -49,7 +49,7 @@ class Keeper(SafePoints):
     """One worker's part of an exact resume: the progress of `steps` is saved and restored."""
 
     # all workers, since `has_begun`
-    worker: Peers
+    worker: ScriptPeers
 
     def __init__(self, steps: ScriptTraining) -> None:
         store = CheckpointStore(steps.files.checkpoints)
@@ -400,7 +400,7 @@ class Keeper(SafePoints):
             return
         self._check_kept()
         self.steps.be_kept(begins=self.loaded is None)
-        self.worker = Peers(self.spec.world_size)
+        self.worker = ScriptPeers(self.spec.world_size)
         self.check_same(self.loaded)
         progress, settings = self.progress, self.settings
         interruptions = Interruptions(

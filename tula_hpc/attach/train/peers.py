@@ -18,7 +18,7 @@ from tula_hpc.errors import InputError
 from tula_hpc.workloads.optimizers import consolidate
 
 
-class Peers:
+class ScriptPeers:
     """All workers of the script that this process runs. Building it is collective.
 
     They agree by gloo and on the host: collectives of the script's own group, which may be nccl's,

@@ -22,7 +22,7 @@ from tula_hpc.analysis.drift import (
     extra_s,
     window_seconds,
 )
-from tula_hpc.attach.train.peers import Peers
+from tula_hpc.attach.train.peers import ScriptPeers
 from tula_hpc.errors import RunDirectoryError
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import (
@@ -92,7 +92,7 @@ def _in_other_parts(plan: Plan, job: TrainJob) -> bool:
 class _Probed(NamedTuple):
     """A script's peers and parameters, as a bare all-reduce needs them."""
 
-    peers: Peers
+    peers: ScriptPeers
     parameters: Sequence[Tensor]
 
     @property
@@ -121,7 +121,7 @@ class ScriptDrift:
         self._busy_s += step_s
         self._waited_s += waited_s
 
-    def readings(self, peers: Peers) -> tuple[float, ...]:
+    def readings(self, peers: ScriptPeers) -> tuple[float, ...]:
         """Return this worker's means since the last agreement."""
         # the device's queue is of these steps
         began = time.perf_counter()
@@ -133,7 +133,9 @@ class ScriptDrift:
         self._busy_s = self._waited_s = 0.0
         return look
 
-    def look(self, shared: tuple[float, ...], peers: Peers, parameters: Sequence[Tensor]) -> bool:
+    def look(
+        self, shared: tuple[float, ...], peers: ScriptPeers, parameters: Sequence[Tensor]
+    ) -> bool:
         """Observe agreed readings, and log the begin or end of an episode. Collective.
 
         Return whether time was spent that is none of the script's.

@@ -97,13 +97,13 @@ class ScriptJob:
 
     def run(self) -> str:
         """Start the script's processes, and see to their end."""
-        from tula_hpc.attach.processes import Peers, choose_meeting, meeting_from, worst
+        from tula_hpc.attach.processes import WorkerPeers, choose_meeting, meeting_from, worst
 
         self.folder.mkdir(mode=0o700, exist_ok=True)
         meeting = meeting_from(self.allocation.broadcast(lambda: choose_meeting(self.env)))
         start = Start(**json.loads(self.allocation.broadcast(lambda: json.dumps(self._start()))))
         self.compared_with = json.loads(self.allocation.broadcast(self._planned_steps))
-        peers = Peers(self.allocation.store, meeting.run_id)
+        peers = WorkerPeers(self.allocation.store, meeting.run_id)
         peers.announce(self._judged(self._watch(start, meeting, peers), peers))
         self.allocation.broadcast(str)
         outcomes = peers.outcomes(self.place.world_size)

@@ -26,7 +26,7 @@ from tula_hpc.attach.hooks.passes import Apart
 from tula_hpc.attach.own_folder import Saved
 from tula_hpc.attach.reporting import ChildSpec, Mode, Said, leave
 from tula_hpc.attach.train.going_on import TrainedSoFar
-from tula_hpc.attach.train.peers import Peers, synchronize
+from tula_hpc.attach.train.peers import ScriptPeers, synchronize
 from tula_hpc.attach.train.scores import SCORES, as_share
 from tula_hpc.attach.train.script_drift import DriftSettings, ScriptDrift
 from tula_hpc.attach.train.script_scaling import refuse_another, refuse_nan, scaling_of
@@ -393,7 +393,7 @@ class ScriptTraining(Mode):
 
     def _stop_if(self, asks: bool) -> None:
         if self._agreement is None:
-            self._peers = Peers(self.spec.world_size)
+            self._peers = ScriptPeers(self.spec.world_size)
             self._agreement = Agreement(self._peers, self.stop, every_s=self.look_every_s)
         decision = self._agreement.decide(lambda: self.readings(self._peers), asks=asks)
         if decision.stop:
@@ -405,11 +405,11 @@ class ScriptTraining(Mode):
         """Seconds between two agreements of the workers."""
         return CHECK_EVERY_S if self.drift is None else self.drift.watch.look_every_s
 
-    def readings(self, peers: Peers) -> tuple[float, ...]:
+    def readings(self, peers: ScriptPeers) -> tuple[float, ...]:
         """Return this worker's readings for the drift watch at an agreement; () without a watch."""
         return () if self.drift is None else self.drift.readings(peers)
 
-    def look(self, shared: tuple[float, ...], peers: Peers) -> None:
+    def look(self, shared: tuple[float, ...], peers: ScriptPeers) -> None:
         """Compare the workers' step times with the plan's. Collective."""
         model = self.hooks.inner_model
         if self.drift is None or model is None:
