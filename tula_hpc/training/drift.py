@@ -308,24 +308,13 @@ class DriftGuard:
 
     def _drift(self, watch: Watch, probe: Probe) -> tuple[Drift, str]:
         """Return the episode, and the slowest worker's host if that matters. Whole on rank 0."""
-        measured_s = watch.detector.measured_s
-        predicted_s = watch.detector.prediction.value
         measured = probe.parts.model_copy(update={"data_time_s": watch.data_time_s})
-        expected = self._expected()
-        part = attribute(measured, expected, measured_s - predicted_s)
-        record = Drift(
-            **self.job.configuration._asdict(),
-            partition=self.job.partition,
-            measured_s=measured_s,
-            predicted_s=predicted_s,
-            part=part,
-            measured=measured,
-            expected=expected,
-        )
+        job = self.job
+        drift = episode_of(watch, measured, self._expected(), job.configuration, job.partition)
         host = ""
-        if part == "compute":
+        if drift.part == "compute":
             host = self._host(probe.slowest_node)
-        return record, host
+        return drift, host
 
     def _expected(self) -> StepParts:
         # only rank 0 logs, and one reader is enough for a shared file system
@@ -342,6 +331,27 @@ class DriftGuard:
     def _log(self, verdict: Verdict, found: tuple[Drift, str]) -> None:
         if self.worker.env.rank == 0:
             put_on_record(self.run, self.job.label, self.worker.env.job_id, verdict, *found)
+
+
+def episode_of(
+    watch: Watch,
+    measured: StepParts,
+    expected: StepParts,
+    configuration: Configuration,
+    partition: str,
+) -> Drift:
+    """Return the episode that a watch has found, with the part of the step behind it."""
+    measured_s = watch.detector.measured_s
+    predicted_s = watch.detector.prediction.value
+    return Drift(
+        **configuration._asdict(),
+        partition=partition,
+        measured_s=measured_s,
+        predicted_s=predicted_s,
+        part=attribute(measured, expected, measured_s - predicted_s),
+        measured=measured,
+        expected=expected,
+    )
 
 
 def put_on_record(  # noqa: PLR0917 - of one event

@@ -17,7 +17,6 @@ from tula_hpc.analysis.drift import (
     Detector,
     Look,
     Watch,
-    attribute,
     expected_parts,
     extra_s,
     window_seconds,
@@ -35,7 +34,7 @@ from tula_hpc.records import (
     measurements_of,
 )
 from tula_hpc.records.base import Record
-from tula_hpc.training.drift import all_reduce_s, put_on_record, read_drift, side_of
+from tula_hpc.training.drift import all_reduce_s, episode_of, put_on_record, read_drift, side_of
 
 
 class DriftSettings(Record):
@@ -153,21 +152,14 @@ class ScriptDrift:
         return True
 
     def _drift(self, reduced_s: float | None) -> Drift:
-        measured_s = self.watch.detector.measured_s
-        predicted_s = self.watch.detector.prediction.value
         expected = self.told.expected
         seen = StepParts(data_time_s=self.watch.data_time_s, allreduce_time_s=reduced_s)
         measured = seen
         if expected.compute_time_s is not None:
             explained_s = extra_s(seen, expected, "loader") + extra_s(seen, expected, "network")
-            rest_s = expected.compute_time_s + measured_s - predicted_s - explained_s
+            detector = self.watch.detector
+            rest_s = expected.compute_time_s + detector.measured_s - detector.prediction.value
+            rest_s -= explained_s
             measured = seen.model_copy(update={"compute_time_s": max(0.0, rest_s)})
-        return Drift(
-            **Configuration(*self.told.configuration)._asdict(),
-            partition=self.told.partition,
-            measured_s=measured_s,
-            predicted_s=predicted_s,
-            part=attribute(measured, expected, measured_s - predicted_s),
-            measured=measured,
-            expected=expected,
-        )
+        configuration = Configuration(*self.told.configuration)
+        return episode_of(self.watch, measured, expected, configuration, self.told.partition)
