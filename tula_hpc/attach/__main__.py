@@ -135,6 +135,7 @@ def _run(options: argparse.Namespace) -> int:
         return 1
     shutil.rmtree(folder, ignore_errors=True)
     table, unknown = _table(options, result)
+    completed = ""
     if options.into is not None:
         names = ParsedOptions(**result["options"]).names
         used = [names.get(argument, argument) for argument in options.arguments]
@@ -147,25 +148,22 @@ def _run(options: argparse.Namespace) -> int:
                 f"{options.script} takes its batch; {options.into} stays as it is\n"
             )
             return 1
-    completed = ""
-    if options.into is not None:
         known = {key: value for key, value in table.items() if key not in unknown}
         known["base_batch"] = _step_batch(result)
         # in the file one of them may carry the batch, though none does here
         completed = _complete(options.into, known, table["arguments"], names)
     if options.json:
         told = {"schema_version": 1, **result, "workload": table, "unknown": list(unknown)}
-        write_out(json.dumps(told, indent=1) + "\n")
-        return 0
-    if completed:
-        write_out("\n".join((*_told(result), completed)) + "\n")
-        return 0
-    lines = [
-        f"# Sweep of {options.script}, as one worker of it ran here. Fill in what is {UNKNOWN!r}.",
-        *(f"# {line}" for line in _told(result)),
-        "",
-        *_sweep_file(result, table, unknown),
-    ]
+        lines = [json.dumps(told, indent=1)]
+    elif completed:
+        lines = [*_told(result), completed]
+    else:
+        lines = [
+            f"# Sweep of {options.script}, as one worker of it ran here. Fill in what is {UNKNOWN!r}.",
+            *(f"# {line}" for line in _told(result)),
+            "",
+            *_sweep_file(result, table, unknown),
+        ]
     write_out("\n".join(lines) + "\n")
     return 0
 
