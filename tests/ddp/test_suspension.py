@@ -20,7 +20,7 @@ from tula_hpc.ddp.stop_signals import Suspensions
 from tula_hpc.errors import PreemptedError
 from tula_hpc.profiling.measure import SharedTimes, StepProfile, measure
 from tula_hpc.profiling.measured_rounds import MOST_ATTEMPTS
-from tula_hpc.profiling.meters import MemoryMeter, NodePower
+from tula_hpc.profiling.meters import MemoryMeter, PowerMeter
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +97,7 @@ def test_a_configuration_whose_job_was_suspended_is_measured_again(monkeypatch: 
     profiles: list[StepProfile] = []
     known: list[set[tuple[int, int]]] = []
 
-    def suspended_at_first(self: StepProfile, memory: MemoryMeter, power: NodePower) -> None:
+    def suspended_at_first(self: StepProfile, memory: MemoryMeter, power: PowerMeter) -> None:
         known.append(set(self.shared.computed))
         run(self, memory, power)
         if not profiles:
@@ -121,7 +121,7 @@ def test_a_job_that_is_suspended_every_time_is_measured_so_often_and_not_more(
     run = StepProfile.run
     profiles: list[StepProfile] = []
 
-    def suspended_always(self: StepProfile, memory: MemoryMeter, power: NodePower) -> None:
+    def suspended_always(self: StepProfile, memory: MemoryMeter, power: PowerMeter) -> None:
         run(self, memory, power)
         os.kill(os.getpid(), signal.SIGCONT)
         profiles.append(self)

@@ -38,7 +38,7 @@ from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import DeviceError, DivergedError, InputError
 from tula_hpc.optim import TulaOptimizer
 from tula_hpc.profiling.measure import SharedTimes, StepProfile, _with_factors_at_once, measure
-from tula_hpc.profiling.meters import MemoryMeter, NodePower, Power
+from tula_hpc.profiling.meters import MemoryMeter, Power, PowerMeter
 from tula_hpc.profiling.meters import largest_over_workers as _largest
 from tula_hpc.profiling.probes import FORWARD_PASSES as PASSES
 from tula_hpc.profiling.probes import time_forward
@@ -288,7 +288,7 @@ def test_timing_the_optimizer_lets_no_gradient_grow(
     before = [p.detach().clone() for p in worker.parameters]
     looked_at = noted_gradients(monkeypatch)
     profile = StepProfile(worker, StoppingRule(40, 40, 60.0, 0.02), SharedTimes())
-    profile.run(MemoryMeter(ClusterSpec()), NodePower(ClusterSpec(), worker))
+    profile.run(MemoryMeter(ClusterSpec()), PowerMeter(ClusterSpec(), worker))
     assert all(torch.equal(old, new) for old, new in zip(before, worker.parameters, strict=True))
     assert all(p.grad is not None and p.grad.isfinite().all() for p in worker.parameters)
     assert profile.noise.noise_scale > 0
@@ -317,14 +317,14 @@ def test_timed_steps_have_factors_however_late_gradients_no_longer_overflow(
         unscale(optimizer)
 
     class Noting(StepProfile):
-        def whole_steps(self, memory: MemoryMeter, power: NodePower) -> Steps[None]:
+        def whole_steps(self, memory: MemoryMeter, power: PowerMeter) -> Steps[None]:
             assert isinstance(worker.optimizer, TulaOptimizer)
             factors.append(worker.optimizer.gradscale)
             return super().whole_steps(memory, power)
 
     monkeypatch.setattr(worker.scaler, "unscale_", unscale_after_overflow)
     profile = Noting(worker, StoppingRule(40, 40, 60.0, 0.02), SharedTimes())
-    profile.run(MemoryMeter(ClusterSpec()), NodePower(ClusterSpec(), worker))
+    profile.run(MemoryMeter(ClusterSpec()), PowerMeter(ClusterSpec(), worker))
     assert all(factor is not None for factor in factors[0])
 
 
@@ -400,7 +400,7 @@ def test_one_worker_reads_the_power_of_a_node_that_is_the_jobs_alone(
     worker = Worker(sweep("lbt"), ClusterSpec(), CONFIGURATION, ALONE)
     worker.configuration = CONFIGURATION._replace(nodes=nodes)
     worker.env = ALONE._replace(local_rank=local_rank)
-    power = NodePower(ClusterSpec(exclusive=exclusive), worker)
+    power = PowerMeter(ClusterSpec(exclusive=exclusive), worker)
     power.start()
     power.stop()
     assert power.mean() == watts
@@ -424,7 +424,7 @@ def test_gpus_that_cannot_be_read_leave_the_power_unknown(monkeypatch: pytest.Mo
     monkeypatch.setattr("tula_hpc.profiling.meters.mean_power", lambda *_: Power(200.0, None))
     worker = Worker(sweep("lbt"), ClusterSpec(), CONFIGURATION, ALONE)
     worker.device = torch.device("cuda")
-    power = NodePower(ClusterSpec(), worker)
+    power = PowerMeter(ClusterSpec(), worker)
     power.start()
     power.stop()
     assert power.mean() == 0.0

@@ -19,7 +19,7 @@ from tula_hpc.env import WorkerEnvironment
 from tula_hpc.optim import TulaOptimizer
 from tula_hpc.profiling import probes as noise_probe
 from tula_hpc.profiling.measure import StepProfile, measure
-from tula_hpc.profiling.meters import MemoryMeter, NodePower
+from tula_hpc.profiling.meters import MemoryMeter, PowerMeter
 from tula_hpc.profiling.probes import NoiseEstimate, probe_noise
 from tula_hpc.records import Configuration
 
@@ -125,7 +125,7 @@ def test_a_profiles_timed_steps_scale_by_factors_of_its_warm_up(monkeypatch: pyt
     factors: list[Tensor] = []
     timed = StepProfile.whole_steps
 
-    def whole_steps(profile: StepProfile, memory: MemoryMeter, power: NodePower) -> Any:
+    def whole_steps(profile: StepProfile, memory: MemoryMeter, power: PowerMeter) -> Any:
         assert isinstance(profile.worker.optimizer, TulaOptimizer)
         factors.extend(factor for factor in profile.worker.optimizer.gradscale if factor is not None)
         return timed(profile, memory, power)

@@ -55,7 +55,7 @@ from tula_hpc.gradients.reference_gradient import flatten
 from tula_hpc.profiling.measured_rounds import Course, without
 from tula_hpc.profiling.meters import (
     MemoryMeter,
-    NodePower,
+    PowerMeter,
     ProcessorSeconds,
     bytes_of,
     largest_over_workers,
@@ -116,7 +116,7 @@ class ScriptProfile(MeasuredSteps):
         self.settings, self.configuration = settings, settings.configuration
         self.suspensions = Suspensions()
         self.course = ScriptCourse(self)
-        self.power: NodePower
+        self.power: PowerMeter
         self._going = self._steps()
         self.options = NO_OPTIONS
 
@@ -237,7 +237,7 @@ class ScriptProfile(MeasuredSteps):
         self._check_passes()
         self._check_batch(is_last=False)
         self._check_share()
-        self.power = NodePower(self.settings.cluster, self)
+        self.power = PowerMeter(self.settings.cluster, self)
         yield from self.course.whole_steps(self.memory, self.power)
         yield from self.course.parts()
         self._check_batch(is_last=True)

@@ -24,7 +24,7 @@ from tula_hpc.errors import DivergedError, InputError
 from tula_hpc.profiling.measured_rounds import MOST_ATTEMPTS, Course
 from tula_hpc.profiling.meters import (
     MemoryMeter,
-    NodePower,
+    PowerMeter,
     largest_over_workers,
 )
 from tula_hpc.profiling.probes import probe_noise, time_forward
@@ -117,7 +117,7 @@ def _measure(
         on_built(worker.workload.identity)
     training_steps = sweep.workload.epochs * worker.samples / configuration.global_batch
     profile = StepProfile(worker, StoppingRule.of(sweep.search, training_steps), shared)
-    power = NodePower(cluster, worker)
+    power = PowerMeter(cluster, worker)
     profile.run(memory, power)
     facts: dict[str, Any] = {
         **describe(configuration, cluster, env),
@@ -180,7 +180,7 @@ class StepProfile(Course):
             group["lr"] = 0.0
         self.batches = worker.batches()
 
-    def run(self, memory: MemoryMeter, power: NodePower) -> None:
+    def run(self, memory: MemoryMeter, power: PowerMeter) -> None:
         """Warm up, then time whole steps (memory and power are metered here), and each part apart.
 
         Raises:

@@ -20,7 +20,7 @@ from tula_hpc.env import unix_time
 from tula_hpc.profiling.meters import (
     MemoryMeter,
     Metered,
-    NodePower,
+    PowerMeter,
     ProcessorSeconds,
     cores_of,
     processor_seconds,
@@ -103,7 +103,7 @@ class Course:
             self.worker.synchronize_device()
             self.stepped_at = unix_time()
 
-    def whole_steps(self, memory: MemoryMeter, power: NodePower) -> Steps[None]:
+    def whole_steps(self, memory: MemoryMeter, power: PowerMeter) -> Steps[None]:
         """Time whole steps, of which memory and power are metered. Collective."""
         about_s = yield from self.settled()
         power.start()

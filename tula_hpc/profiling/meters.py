@@ -157,7 +157,7 @@ class Metered(Agreeing, Protocol):
         """Return the sum of each value over all workers. Collective."""
 
 
-class NodePower:
+class PowerMeter:
     """Mean power of the nodes over the timed steps, read by one worker of each; 0: unknown.
 
     It is the whole node's, and unknown where the job shares its nodes. Emulated nodes are one

@@ -45,7 +45,7 @@ T = TypeVar("T")
 Steps = Generator[None, None, T]
 
 
-class Interval(NamedTuple):
+class MeanInterval(NamedTuple):
     """Mean and its 95 % interval, seconds."""
 
     mean_s: float
@@ -58,7 +58,7 @@ class Interval(NamedTuple):
         return (self.high_s - self.low_s) / self.mean_s if self.mean_s > 0 else 0.0
 
 
-def mean_interval(rounds: Sequence[float]) -> Interval:
+def mean_interval(rounds: Sequence[float]) -> MeanInterval:
     """Return the Winsorized mean over rounds with its 95 % interval.
 
     A training of n steps takes n times the mean step: a median misses that L loader processes which
@@ -81,10 +81,10 @@ def mean_interval(rounds: Sequence[float]) -> Interval:
     # fmean rounds: the mean of equal values may differ from them in the last digit
     mean = min(max(statistics.fmean(ordered), ordered[0]), ordered[-1])
     if count == 1:
-        return Interval(mean, mean, mean)
+        return MeanInterval(mean, mean, mean)
     error = statistics.stdev(ordered, mean) / math.sqrt(count)
     half = _student_t(kept - 1) * (count - 1) / (kept - 1) * error
-    return Interval(mean, max(0.0, mean - half), mean + half)
+    return MeanInterval(mean, max(0.0, mean - half), mean + half)
 
 
 def pulled_in(rounds: Sequence[float]) -> list[float]:

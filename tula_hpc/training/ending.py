@@ -71,7 +71,7 @@ def record_oom(job: TrainJob, env: WorkerEnvironment, failure: Failure) -> None:
     )
 
 
-class Leaving(Protocol):
+class LeavingTraining(Protocol):
     """A training that leaves, as one of its workers sees it."""
 
     job: TrainJob
@@ -92,7 +92,7 @@ class Leaving(Protocol):
         """Add an event of this training to the run's events."""
 
 
-def leave(training: Leaving, stop: StopRequest, saved: str = "saved at step") -> str:
+def leave(training: LeavingTraining, stop: StopRequest, saved: str = "saved at step") -> str:
     """Ask for a requeue of a training that was stopped and saved, and end. Collective.
 
     `saved` are the words before the number of its last step, in the event.
@@ -114,7 +114,7 @@ def leave(training: Leaving, stop: StopRequest, saved: str = "saved at step") ->
     return _requeue(training, f"{saved} {progress.step}", data)
 
 
-def _check_restarts(training: Leaving, data: dict[str, Any]) -> None:
+def _check_restarts(training: LeavingTraining, data: dict[str, Any]) -> None:
     restarts = training.progress.restarts
     if restarts >= training.job.sweep.training.max_requeues:
         used_up = f"restarted {restarts} times, as often as training.max_requeues allows"
@@ -123,7 +123,7 @@ def _check_restarts(training: Leaving, data: dict[str, Any]) -> None:
         raise StageError(used_up)
 
 
-def _requeue(training: Leaving, saved: str, data: dict[str, Any]) -> str:
+def _requeue(training: LeavingTraining, saved: str, data: dict[str, Any]) -> str:
     env = training.env
     job_id = slurm_job_id() or ""
     leaving = None
