@@ -297,6 +297,12 @@ def listed(names: Sequence[str]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
+def in_short(names: Sequence[str], most: int = 3) -> str:
+    """Name the first ones, and tell how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
+
+
 # characters that are shown of a line of a log
 MOST_LOG_LINE = 1_000
 # and of a line on standard error: a command that cancels many jobs is long

@@ -1,4 +1,15 @@
-"""Warnings of a plan: doubts about measurements, models and the choice."""
+"""Warnings of a plan: doubts about measurements, models and the choice.
+
+`_doubts` in `planner.py` groups them by what they ask of the reader. Others come from elsewhere:
+
+- contradictions among measurements: `models/profiles.py`
+- partitions and cluster sizes that are left out: `partitions.py`
+- constraints that are hardly kept: `feasibility.py`
+- a choice that was not measured: `search/confirmation.py`
+- a curve without a knee: `objective.py`
+- steps that had not settled: `search/steadiness.py`
+- what a training adds in a report: `doubts` in `report/text.py`
+"""
 
 from __future__ import annotations
 
@@ -27,6 +38,7 @@ from tula_hpc.formatting import (
     format_money,
     format_number,
     format_percent,
+    in_short,
     plural,
 )
 from tula_hpc.records import Candidate, Configuration, Doubt, Plan, Remedy
@@ -363,10 +375,8 @@ def _listed(profiles: Sequence[Profile], fault: str) -> list[str]:
     return [f"measurements that {fault}: {_names(p.configuration for p in profiles)}"]
 
 
-def _names(configurations: Iterable[Configuration], shown: int = 6) -> str:
-    names = list(map(str, configurations))
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
+def _names(configurations: Iterable[Configuration]) -> str:
+    return in_short(list(map(str, configurations)), most=6)
 
 
 def _extrapolated(

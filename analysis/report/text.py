@@ -23,6 +23,7 @@ from tula_hpc.formatting import (
     HOUR_S,
     format_money,
     format_number,
+    in_short,
     plural,
 )
 from tula_hpc.records import Doubt, Measurement, Remedy, RunHistory
@@ -238,9 +239,7 @@ def _period(measurements: Iterable[Measurement]) -> str:
 
 
 def _listed(items: Iterable[str]) -> str:
-    names = sorted(set(items) - {""})
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more
+    return in_short(sorted(set(items) - {""}), LISTED)
 
 
 def _listed_numbers(numbers: Iterable[int]) -> str:

@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from pydantic import Field
 
-from tula_hpc.records import Record, in_short
+from tula_hpc.formatting import in_short
+from tula_hpc.records import Record
 
 T = TypeVar("T")
 

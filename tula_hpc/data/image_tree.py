@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from tula_hpc.data.images import Indices
 from tula_hpc.errors import InputError
 from tula_hpc.files import in_words, make_private, mistrust, read_bounded, whole_file
+from tula_hpc.formatting import in_short
 
 # Changed later than this before it was listed, a folder may change again without another time:
 # clocks of file servers are coarse and differ from ours, and nodes see times up to a minute late.
@@ -284,11 +285,7 @@ def check_same_classes(train: ImageTree, test: ImageTree) -> None:
 
 def _lacking(classes: tuple[str, ...], expected: tuple[str, ...]) -> str:
     """Name the first three expected classes that are not there."""
-    names = sorted(set(expected) - set(classes))
-    named = ", ".join(names[:3])
-    if len(names) > 3:
-        named += f" and {len(names) - 3} more"
-    return named
+    return in_short(sorted(set(expected) - set(classes)))
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

@@ -25,7 +25,6 @@ from tula_hpc.records.events import (
 )
 from tula_hpc.records.identity import (
     Identity,
-    in_short,
     measured_identity,
     refuse_another,
     refuse_several,

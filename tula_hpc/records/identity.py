@@ -7,13 +7,14 @@ refuse a plan: `changed_sources` names the files, for a warning.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from tula_hpc.errors import InputError
+from tula_hpc.formatting import in_short
 from tula_hpc.records.base import Record
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 Count = Annotated[int, Field(ge=0, le=2**60)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{0,64}$")]
 Name = Annotated[str, Field(max_length=1000)]
-# of files or configurations, in a message
-SHOWN = 3
 
 
 class Identity(Record):
@@ -73,12 +72,6 @@ def _differences(now: Identity, before: Identity) -> Iterator[str]:
         yield f"{now.train_samples:,} training samples now, {before.train_samples:,} before"
     if now.test_samples != before.test_samples:
         yield f"{now.test_samples:,} test samples now, {before.test_samples:,} before"
-
-
-def in_short(names: Sequence[str]) -> str:
-    """Name the first ones, and tell how many more there are."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{', '.join(names[:SHOWN])}{more}"
 
 
 def measured_identity(measurements: Iterable[Measurement]) -> Identity | None:

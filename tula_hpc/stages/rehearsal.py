@@ -25,13 +25,12 @@ from pydantic import ValidationError
 from tula_hpc.config import ClusterSpec, SweepSpec, local_batches, study_part
 from tula_hpc.env import slurm_job_id, with_variables
 from tula_hpc.errors import InputError, TrialError
-from tula_hpc.formatting import last_line, printable
+from tula_hpc.formatting import in_short, last_line, printable
 from tula_hpc.own_sources import digests_of, is_own, trains_together
 from tula_hpc.python_path import start_of_python
 from tula_hpc.records import (
     Identity,
     Trial,
-    in_short,
     measured_identity,
     parse_record,
     refuse_another,

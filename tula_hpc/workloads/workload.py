@@ -24,8 +24,9 @@ from tula_hpc.config import WorkloadSpec
 from tula_hpc.data.datasets import Data, build_data
 from tula_hpc.data.images import prepared
 from tula_hpc.errors import InputError
+from tula_hpc.formatting import in_short
 from tula_hpc.own_sources import digests_of
-from tula_hpc.records import Identity, in_short
+from tula_hpc.records import Identity
 from tula_hpc.user_code import TRIED_BY_JOBS, blamed, is_entry_point, kind_of, spread
 from tula_hpc.workloads.activation_checkpointing import checkpoint_activations
 from tula_hpc.workloads.criterion import (
