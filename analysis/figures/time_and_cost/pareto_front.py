@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from tula_hpc.analysis.figures import labels, style
 from tula_hpc.analysis.figures.drawing import CONFIGURATION_COLUMNS, Cell, Drawing, Missing, Table
 from tula_hpc.analysis.run_contents import RunContents
-from tula_hpc.formatting import duration_within, format_money, format_percent, plural
+from tula_hpc.formatting import format_duration, format_money, format_percent, plural
 from tula_hpc.records import Candidate, Plan
 
 COLUMNS = (
@@ -130,8 +130,8 @@ def _title(plan: Plan) -> str:
     currency = plan.chosen.currency
     least_cost = format_money(cheapest.cost, currency)
     most_cost = format_money(fastest.cost, currency)
-    least_time = duration_within(*fastest.predicted("wall_time_s"))
-    most_time = duration_within(*cheapest.predicted("wall_time_s"))
+    least_time = format_duration(fastest.wall_time_s)
+    most_time = format_duration(cheapest.wall_time_s)
     if most_time == least_time:
         return (
             f"The cheapest of the front costs {least_cost} and takes about as long as the fastest: "

@@ -339,6 +339,16 @@ def test_the_front_is_told_by_the_digits_that_are_shown(
     assert drawn(run._replace(plan=made), "pareto").title == title
 
 
+def test_times_to_the_same_progress_are_told_as_far_apart_as_they_are(run: RunContents) -> None:
+    """Rounded by their wide intervals, 12.9 s and 13.7 s would be 13 s and 15 s."""
+    made = []
+    for batch, seconds, ends in ((32, 12.9, (7.4, 27.1)), (64, 13.7, (7.7, 29.4))):
+        changes = {"progress_time_s": seconds, "interval_90": {"progress_time_s": ends, "wall_time_s": ends}}
+        made.append(costing(Configuration(1, 1, batch), 1.0, seconds).model_copy(update=changes))
+    title = drawn(run._replace(plan=plan(made, chosen=made[1])), "progress").title
+    assert title == "Soonest to the same progress: 1 node with batch 32, 12.9 s; the chosen one takes 13.7 s"
+
+
 def test_out_of_memory_is_in_time_cost_and_memory(run: RunContents, drawings: dict[str, Drawing]) -> None:
     assert run.out_of_memory
     for name in ("epoch_time", "cost", "memory"):
