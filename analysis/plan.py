@@ -138,8 +138,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--what-if",
         action="store_true",
-        help="also a table of what would be chosen with fewer nodes, other prices, a deadline or "
-        "another objective",
+        help="also a table of what would be chosen on other nodes, at other prices, by a deadline, "
+        "for half the cost or by another objective",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON (schema 1)")
     parser.add_argument("--write", action="store_true", help="replace RUN/plan.json")

@@ -1,4 +1,4 @@
-"""Ask for the plan's choice at another price, on other nodes, by a deadline, or another objective.
+"""Ask for the plan's choice on other nodes, at another price, within a limit, or by another objective.
 
 Models, candidates and objective are the plan's; each question changes one thing, and asks the same
 functions for the choice.
@@ -33,6 +33,8 @@ from tula_hpc.records import Candidate, Measurement, Plan
 PRICES = (0.5, 2.0)
 # of the expected time of the choice
 DEADLINES = (0.75, 0.5)
+# of the cost of the choice
+BUDGET = 0.5
 # other numbers of nodes, the nearest to the chosen one
 OTHER_NODES = 3
 OBJECTIVES = {"time": "the least time wanted", "cost": "the least cost wanted"}
@@ -159,6 +161,10 @@ def _changes(question: _Question, chosen: Candidate) -> Iterator[WhatIf]:
         # nor is a shorter one kept
         if answer.chosen is None:
             break
+    if chosen.cost > 0:
+        budget = BUDGET * chosen.cost
+        smaller = question.with_objective(budget=budget)
+        yield smaller.ask(f"for {format_money(budget, chosen.currency)} at most")
     for kind, change in OBJECTIVES.items():
         if kind != question.sweep.objective.kind:
             yield question.with_objective(kind=kind).ask(change)

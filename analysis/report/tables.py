@@ -280,7 +280,8 @@ def not_possible(rows: Sequence[WhatIf]) -> list[str]:
             nearest = ""
             if row.nearest is not None:
                 time = format_duration(row.nearest.wall_time_s)
-                nearest = f"; {name_of(row.nearest)} comes nearest, with {time}"
+                cost = format_money(row.nearest.cost, row.nearest.currency)
+                nearest = f"; {name_of(row.nearest)} comes nearest, with {time} and {cost}"
             found.append(f"Not possible: {row.change}{nearest}.")
     return found
 

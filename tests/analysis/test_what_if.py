@@ -14,7 +14,7 @@ from tula_hpc.analysis.planning.knee import batches_up_to
 from tula_hpc.analysis.report.tables import WHAT_IF_COLUMNS, not_possible, nothing_changes, what_if_table
 from tula_hpc.analysis.what_if import WhatIf, answers
 from tula_hpc.config import SweepSpec
-from tula_hpc.formatting import format_duration, plural
+from tula_hpc.formatting import format_duration, format_money, plural
 from tula_hpc.records import Candidate, RunDirectory, append_record
 
 ROWS = grid()
@@ -81,6 +81,18 @@ def test_a_deadline_is_kept_or_said_to_be_impossible(found: dict[str, WhatIf]) -
             assert row.nearest.wall_time_s > share * planned.wall_time_s
 
 
+def test_half_the_cost_is_kept_or_said_to_be_impossible(found: dict[str, WhatIf]) -> None:
+    planned = found["as planned"].chosen
+    assert planned is not None
+    half = found[f"for {format_money(0.5 * planned.cost, 'USD')} at most"]
+    if half.chosen is None:
+        assert half.nearest is not None
+        (words,) = (words for words in not_possible([half]))
+        assert words.endswith(f" and {format_money(half.nearest.cost, 'USD')}.")
+    else:
+        alike(half.chosen, make_plan(with_objective(budget=0.5 * planned.cost), PRICED, ROWS).chosen)
+
+
 def test_a_plan_of_other_measurements_is_asked_nothing() -> None:
     plan = make_plan(SPEC, PRICED, ROWS)
     other = plan.model_copy(update={"chosen": plan.chosen.model_copy(update={"local_batch": 3})})
@@ -129,7 +141,8 @@ def test_where_no_change_leads_to_another_choice_a_sentence_says_so(found: dict[
     planned = found["as planned"].chosen
     rows = [WhatIf("as planned", planned), WhatIf("on 1 node", planned), WhatIf("a deadline", None, planned)]
     assert planned is not None
-    nearest = f"{planned.configuration} comes nearest, with {format_duration(planned.wall_time_s)}"
+    ends = f"{format_duration(planned.wall_time_s)} and {format_money(planned.cost, 'USD')}"
+    nearest = f"{planned.configuration} comes nearest, with {ends}"
     impossible = f"Not possible: a deadline; {nearest}."
     assert nothing_changes(rows) == f"None of these changes the choice: on 1 node. {impossible}"
     assert nothing_changes(rows[::2]) == impossible
