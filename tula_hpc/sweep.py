@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from tula_hpc.cli.open_run import check_run, open_run, work
 from tula_hpc.cli.options import (
+    STAGES,
     add_input_options,
     load_inputs,
     naming_the_sweep,
     refuse_impossible,
     run_root,
 )
-from tula_hpc.cli.pipeline import STAGES
 from tula_hpc.command_errors import NOTHING_BEGUN, CommandParser, exit_code_of
 from tula_hpc.errors import InputError
 from tula_hpc.formatting import printable_output

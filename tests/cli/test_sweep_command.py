@@ -1187,8 +1187,8 @@ def test_a_plan_without_its_measurements_is_said_before_they_are_made_again(
     run = make_run(tmp_path / "run", stage="plan")
     for path in run.profile.iterdir():
         path.unlink()
-    monkeypatch.setattr("tula_hpc.stages.rehearsal.try_before_jobs", lambda _: True)
-    monkeypatch.setattr("tula_hpc.stages.profile.profile_stage", interrupted)
+    monkeypatch.setattr("tula_hpc.cli.pipeline.try_before_jobs", lambda _: True)
+    monkeypatch.setattr("tula_hpc.cli.pipeline.profile_stage", interrupted)
     with pytest.raises(KeyboardInterrupt):
         carry_out(Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run), "plan")
     assert f"warning: {PLAN_ALONE}: all is measured and planned anew" in capsys.readouterr().err

@@ -16,6 +16,8 @@ from tula_hpc.errors import InputError, NotConfiguredError, RunDirectoryError, T
 if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec, SweepSpec
 
+# of a sweep, in order
+STAGES = ("profile", "plan", "train", "report")
 # as pip knows this package
 DISTRIBUTION = "tula_hpc"
 # where Slurm's commands look without the variable SLURM_CONF

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tula_hpc.analysis.costs.usage import describe_profiling, job_runs
+from tula_hpc.cli.options import STAGES
 from tula_hpc.errors import StageError, TulaError
 from tula_hpc.files import PLAN_ALONE, read_bounded
 from tula_hpc.formatting import (
@@ -20,18 +22,39 @@ from tula_hpc.formatting import (
     printable,
     with_own_escapes,
 )
+from tula_hpc.records import (
+    MAIN_LABEL,
+    Measurement,
+    Plan,
+    RunDirectory,
+    TrainResult,
+    grouped,
+    read_metrics,
+)
+from tula_hpc.records.events import setup_failures
+from tula_hpc.records.training import NOT_FINITE
+from tula_hpc.stages.batches_that_fit import out_of_memory
+from tula_hpc.stages.context import Sweep
+from tula_hpc.stages.notify import tell
+from tula_hpc.stages.plan import plan_stage, why_no_model
+from tula_hpc.stages.profile import profile_stage
+from tula_hpc.stages.rehearsal import try_before_jobs, warn_of_sources
+from tula_hpc.stages.study import study_stage
+from tula_hpc.stages.train import train_stage, unmatched_metric
 
 if TYPE_CHECKING:
     from tula_hpc.analysis.costs.training_bill import TrainingBill
     from tula_hpc.analysis.report.output import TextColumn
     from tula_hpc.analysis.report.tables import TextTable
     from tula_hpc.analysis.run_contents import Training
-    from tula_hpc.records import Measurement, Plan, RunDirectory, TrainResult
-    from tula_hpc.stages.context import Sweep
 
 
 # columns where the output is no terminal
 SUMMARY_WIDTH = 140
+# larger ones are refused where the plan is read
+MOST_PLAN_BYTES = 64 * 1024**2
+# failed trainings that are named one by one
+SAID = 5
 # left out first: the largest
 SPARE = {"memory per worker": 4, "than predicted": 3, "measured": 2, "steps": 1}
 # where lines may end in cells
@@ -90,13 +113,6 @@ def report_stage(sweep: Sweep) -> list[Path]:
     return write_report(sweep.run)
 
 
-# larger ones are refused where the plan is read
-MOST_PLAN_BYTES = 64 * 1024**2
-STAGES = ("profile", "plan", "train", "report")
-# failed trainings that are named one by one
-SAID = 5
-
-
 def carry_out(sweep: Sweep, until: str) -> int:
     """Do all stages up to this one that are not done yet; returns the exit code.
 
@@ -105,8 +121,6 @@ def carry_out(sweep: Sweep, until: str) -> int:
         StageError: A stage failed.
         StillRunningError: Jobs are on their way, and the sweep is detached.
     """
-    from tula_hpc.stages.notify import tell
-
     sweep.launcher.find_lost()
     for words in sweep.run.damage():
         print(f"warning: {words}", file=sys.stderr)
@@ -120,12 +134,6 @@ def carry_out(sweep: Sweep, until: str) -> int:
 
 
 def _run_stages(sweep: Sweep, last: int) -> int:
-    from tula_hpc.records.events import setup_failures
-    from tula_hpc.stages.notify import tell
-    from tula_hpc.stages.plan import plan_stage
-    from tula_hpc.stages.rehearsal import try_before_jobs, warn_of_sources
-    from tula_hpc.stages.train import train_stage
-
     has_profiled = not sweep.run.has_trained()
     is_tried = True
     if has_profiled:
@@ -175,11 +183,6 @@ def _run_stages(sweep: Sweep, last: int) -> int:
 
 def _profile(sweep: Sweep) -> bool:
     """Profile until the search has seen enough; return whether the workload was tried here."""
-    from tula_hpc.stages.batches_that_fit import out_of_memory
-    from tula_hpc.stages.notify import tell
-    from tula_hpc.stages.profile import profile_stage
-    from tula_hpc.stages.rehearsal import try_before_jobs
-
     is_tried = try_before_jobs(sweep)
     if sweep.run.plan_file.exists() and not sweep.run.measurements().records:
         sys.stderr.write(
@@ -198,9 +201,6 @@ def _profile(sweep: Sweep) -> bool:
 
 def _say_end(sweep: Sweep, plan: Plan, result: TrainResult, *, is_cost_said: bool) -> None:
     """Write the report; print the decision, the cost, and the report's path."""
-    from tula_hpc.records.events import setup_failures
-    from tula_hpc.stages.notify import tell
-
     sys.stderr.write("report: drawing its figures\n")
     paths = report_stage(sweep)
     trained = _trained(sweep, result)
@@ -217,8 +217,6 @@ def _say_end(sweep: Sweep, plan: Plan, result: TrainResult, *, is_cost_said: boo
 
 def _model_lines(sweep: Sweep) -> list[str]:
     """Say where the trained model and the files of a script are, or that the model is gone."""
-    from tula_hpc.stages.plan import why_no_model
-
     if words := why_no_model(sweep.run, sweep.spec):
         return [f"warning: {words}"]
     files = sweep.run.train()
@@ -312,7 +310,6 @@ def _say_summary(
 
 def _trained(sweep: Sweep, result: TrainResult) -> Training:
     from tula_hpc.analysis.run_contents import Training, trained_partition
-    from tula_hpc.records import MAIN_LABEL, read_metrics
 
     metrics = read_metrics(sweep.run.train().metrics_file)
     accounts = sweep.run.history().accounted(MAIN_LABEL, sweep.run.accounts())
@@ -344,8 +341,6 @@ def _say_bill(bill: TrainingBill | None) -> None:
 def _warn_of_scores(sweep: Sweep, trained: Training) -> None:
     """Warn of a training without scores, or that blew up but stayed finite: it has a result."""
     from tula_hpc.analysis.run_contents import SMALLER_STEPS, learned_nothing
-    from tula_hpc.records.training import NOT_FINITE
-    from tula_hpc.stages.train import unmatched_metric
 
     metrics = trained.metrics
     result = trained.result
@@ -359,8 +354,6 @@ def _warn_of_scores(sweep: Sweep, trained: Training) -> None:
 
 
 def _profiling_cost(sweep: Sweep) -> str:
-    from tula_hpc.analysis.costs.usage import describe_profiling, job_runs
-
     measured = sweep.run.measurements().records
     runs = job_runs(sweep.run.job_notes(), measured, sweep.cluster)
     return describe_profiling(runs, measured)
@@ -378,7 +371,6 @@ def _say_plan(sweep: Sweep, plan: Plan, *, is_new: bool = True) -> None:
     """Print the plan; in full only where an earlier command has not done so."""
     from tula_hpc.analysis.planning.partitions import name_of
     from tula_hpc.analysis.report.plan_text import not_told_apart
-    from tula_hpc.records import grouped
 
     differs = list(plan.other_objective)
     if not differs and plan.objective != sweep.spec.objective.kind:
@@ -403,7 +395,6 @@ def _say_plan(sweep: Sweep, plan: Plan, *, is_new: bool = True) -> None:
 
 
 def _say_what_it_takes(sweep: Sweep, plan: Plan) -> None:
-    from tula_hpc.analysis.costs.usage import job_runs
     from tula_hpc.analysis.planning.partitions import name_of
     from tula_hpc.analysis.report.plan_text import (
         alternatives,
@@ -447,10 +438,6 @@ def _say_what_it_takes(sweep: Sweep, plan: Plan) -> None:
 
 
 def _run_study(sweep: Sweep, *, report: bool) -> int:
-    from tula_hpc.stages.notify import tell
-    from tula_hpc.stages.rehearsal import try_before_jobs
-    from tula_hpc.stages.study import study_stage
-
     cells = sweep.spec.study.cells() if sweep.spec.study else []
     if not all(sweep.run.train(cell.label).result_file.exists() for cell in cells):
         try_before_jobs(sweep)
