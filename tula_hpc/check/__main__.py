@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_hpc.command_errors import CommandParser, exit_code_of
+from tula_hpc.errors import LaunchError, RunDirectoryError
 from tula_hpc.files import make_private, write_out
 from tula_hpc.formatting import printable_output, wrapped
 
@@ -145,7 +146,6 @@ def _load_inputs(options: argparse.Namespace) -> tuple[ClusterSpec, WorkloadSpec
 
 def _make_run_directory() -> RunDirectory:
     """Make a private folder below runs/, as those of sweeps: the nodes have to see it."""
-    from tula_hpc.errors import RunDirectoryError
     from tula_hpc.records import RunDirectory
 
     parent = Path("runs")
@@ -198,7 +198,6 @@ class _Check:
             judge_data_here,
         )
         from tula_hpc.containers import folders_of
-        from tula_hpc.errors import LaunchError
 
         if self.cluster.executor == "slurm" and not self._ask_slurm():
             return
@@ -227,7 +226,6 @@ class _Check:
         """Judge the site; return whether it has a partition for the job."""
         from tula_hpc.check.site import ask_site
         from tula_hpc.check.site_verdicts import Topic, failed, judge_site
-        from tula_hpc.errors import LaunchError
         from tula_hpc.launch.slurm import unreached
 
         sys.stderr.write("asking Slurm\n")
@@ -263,8 +261,6 @@ class _Check:
 
     def cancel(self) -> None:
         """Cancel the job, which waits after a granted requeue, and give it a while to end."""
-        from tula_hpc.errors import LaunchError
-
         if self.job is None:
             return
         with contextlib.suppress(LaunchError):

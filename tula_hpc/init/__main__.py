@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from tula_hpc.command_errors import CommandParser, exit_code_of
+from tula_hpc.errors import InputError, NotConfiguredError
+from tula_hpc.files import write_out
 from tula_hpc.formatting import command_line, plural, printable, printable_output
 from tula_hpc.own_sources import find_module, trains_together
 
@@ -105,9 +107,6 @@ class _Cluster(NamedTuple):
 
 
 def _run(options: argparse.Namespace) -> int:
-    from tula_hpc.errors import InputError
-    from tula_hpc.files import write_out
-
     if options.examples is not None:
         if options.json or options.partition is not None or options.script is not None:
             raise InputError("goes with no other option", source="--examples")
@@ -124,9 +123,6 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _write_examples(folder: Path) -> int:
-    from tula_hpc.errors import InputError
-    from tula_hpc.files import write_out
-
     if folder.exists():
         raise InputError("is there already; name a new folder", source=folder)
     ignored = shutil.ignore_patterns("__pycache__", "study_*")
@@ -138,7 +134,6 @@ def _write_examples(folder: Path) -> int:
 
 def _read_script(options: argparse.Namespace) -> Script:
     """Return the script and the path of its sweep file, before anything is asked or written."""
-    from tula_hpc.errors import InputError
     from tula_hpc.init.script_options import read_options
     from tula_hpc.init.sweep_file import Script
 
@@ -167,8 +162,6 @@ def _read_script(options: argparse.Namespace) -> Script:
 
 
 def _refuse_existing(target: Path, remedy: str, *, force: bool) -> None:
-    from tula_hpc.errors import InputError
-
     if target.exists() and not force:
         words = f"is there already; {remedy}, or add --force, which replaces it"
         raise InputError(words, source=target)
@@ -179,7 +172,6 @@ def _refuse_existing(target: Path, remedy: str, *, force: bool) -> None:
 def _cluster(options: argparse.Namespace) -> _Cluster:
     """Return the cluster, whose file is written unless it is there beside a script."""
     from tula_hpc.config import load_cluster
-    from tula_hpc.errors import InputError, NotConfiguredError
     from tula_hpc.init.cluster_file import cluster_file, local_cluster_file
     from tula_hpc.init.survey import survey_cluster
     from tula_hpc.records import write_atomically
@@ -226,8 +218,6 @@ def _write_sweep(script: Script, cluster: _Cluster) -> None:
 
 
 def _chosen(survey: Survey, name: str | None) -> Place:
-    from tula_hpc.errors import InputError
-
     if name is None:
         best = survey.best()
         if best is None:

@@ -19,6 +19,7 @@ from tula_hpc.formatting import plural
 from tula_hpc.launch import slurm
 from tula_hpc.launch.bounded_command import count_in
 from tula_hpc.launch.launcher import Launcher
+from tula_hpc.launch.slurm_executor import NO_SUCH_NODE, could_start
 from tula_hpc.stages.context import Sweep
 
 # options of a script that say nothing about its job
@@ -93,8 +94,6 @@ def _options(text: str) -> dict[str, str]:
 
 
 def _ask_slurm(scripts: Sequence[Script]) -> None:
-    from tula_hpc.launch.slurm_executor import could_start
-
     if not slurm.available():
         sys.stdout.write("Slurm was not asked: sbatch is not on PATH\n")
         return
@@ -127,8 +126,6 @@ def _absent(script: Script, error: RefusedError) -> str:
 
     Returns: "" where nodes that are up are enough, or all of the partition are not.
     """
-    from tula_hpc.launch.slurm_executor import NO_SUCH_NODE
-
     options = _options(script.text)
     wanted = count_in(options.get("nodes", "")) or 1
     if NO_SUCH_NODE not in str(error) or ELSEWHERE & options.keys():
@@ -153,8 +150,6 @@ def _absent(script: Script, error: RefusedError) -> str:
 
 def _asked(script: Script, error: RefusedError) -> str:
     """Name the resources that too few nodes have, and the keys that ask for them."""
-    from tula_hpc.launch.slurm_executor import NO_SUCH_NODE
-
     if NO_SUCH_NODE not in str(error):
         return ""
     options = _options(script.text)
@@ -277,8 +272,6 @@ def _kinds_of_nodes() -> list[tuple[str, str, str]]:
 
 
 def _is_refused(part: Sweep, nodes: int) -> bool:
-    from tula_hpc.launch.slurm_executor import could_start
-
     minutes = part.cluster.profile_minutes
     script = part.launcher.script(stage="profile", nodes=nodes, minutes=minutes, tasks=1)
     try:

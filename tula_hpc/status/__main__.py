@@ -50,6 +50,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_hpc.command_errors import CommandParser, exit_code_of
+from tula_hpc.errors import LaunchError
 from tula_hpc.files import write_out
 from tula_hpc.formatting import printable_output
 
@@ -159,7 +160,6 @@ def _ask_this_machine(facts: Facts) -> Answer:
 
 
 def _ask_slurm(facts: Facts) -> tuple[Answer, dict[str, list[JobAccount]]]:
-    from tula_hpc.errors import LaunchError
     from tula_hpc.launch import slurm
     from tula_hpc.status.jobs import Answer, undecided
 
@@ -186,7 +186,6 @@ def _ask_slurm(facts: Facts) -> tuple[Answer, dict[str, list[JobAccount]]]:
 
 def _ask_accounting(facts: Facts) -> dict[str, list[JobAccount]] | None:
     from tula_hpc.config import JOB_NAMES
-    from tula_hpc.errors import LaunchError
     from tula_hpc.launch.slurm import accounted_runs
 
     submitted = facts.history.submissions()
