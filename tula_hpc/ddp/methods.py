@@ -74,16 +74,12 @@ def build_stepper(
         layer_wise=training.has_trust_ratios,
         exempt=norms_and_biases(model),
     )
-    if training.method == "static":
-        options = scaling_options(sweep, configuration, samples)
-        scaling = TulaOptimizer(base, **options)
-        is_observed = training.observe_gradients
-        observer = StaticScaleObserver(scaling, batch) if is_observed else scaling
+    if training.scales:
+        scaling = TulaOptimizer(base, **scaling_options(sweep, configuration, samples))
+        observer = scaling
+        if training.method == "static" and training.observe_gradients:
+            observer = StaticScaleObserver(scaling, batch)
         return Stepper(scaling, observer, NoAverager())
-    if training.adapts:
-        options = scaling_options(sweep, configuration, samples)
-        scaling = TulaOptimizer(base, **options)
-        return Stepper(scaling, scaling, NoAverager())
     observer = StepObserver(base, batch) if training.observe_gradients else GradientObserver()
     if training.method == "polo" and configuration.world_size > 1:
         # here, since few need it, and torch takes a while to import its own
