@@ -65,11 +65,7 @@ def write_report(run: RunDirectory) -> list[Path]:
     contents = read_run(run)
     drawn = draw_all(contents)
     figures = figure_files(drawn.drawings)
-    summary = _summary(contents)
-    page = _page(contents, drawn, figures)
-    # the first page tells the accuracy
-    page["summary"] = summary_table(summary, with_score=False)
-    page |= {"deciding": DECIDING, "bills": list(_bills(contents))}
+    page = _page(contents, drawn, figures) | {"deciding": DECIDING}
     files = {"report.html": render_page(TEMPLATE, page).encode()} | figures
     if drawn.scaling:
         files |= scaling_files(drawn.scaling)
@@ -85,6 +81,9 @@ def _page(contents: RunContents, drawn: Figures, files: Mapping[str, bytes]) -> 
         **shared_content(contents.name, contents.events, drawn, files),
         "subtitle": _subtitle(contents),
         "first": first_page(contents),
+        # the first page tells the accuracy
+        "summary": summary_table(_summary(contents), with_score=False),
+        "bills": list(_bills(contents)),
         "groups": shown,
         "more_groups": more,
         "assumptions": assumptions(contents),
