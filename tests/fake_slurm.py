@@ -9,13 +9,13 @@ from pathlib import Path
 GOOD = {
     "squeue": r"""case "$*" in
 *%F*) printf 'ARRAY_JOB_ID|NAME\n12|x-train-1\n12|x-train-1\n' ;;
-*%r*) printf 'JOBID|STATE|REASON\n12_0|RUNNING|None\n12_1|PENDING|Resources\n' ;;
+*%r*) printf 'JOBID|STATE|REASON|NAME_COMMAND\n12_0|RUNNING|None|x-1\n12_1|PENDING|Resources|x-1\n' ;;
 *) printf 'JOBID|STATE\n12_0|RUNNING\n12_1|PENDING\n' ;;
 esac""",
     "sacct": r"""case "$*" in
 *NodeList*) printf '12_0|2|n[1-2]\n' ;;
 *ElapsedRaw*) printf '12_0|x-train-1|PREEMPTED|30|2\n12_0|x-train-1|COMPLETED|70|2\n' ;;
-*ExitCode*) printf '12_0|FAILED|1:0\n12_0.batch|FAILED|1:0\n' ;;
+*ExitCode*) printf '12_0|FAILED|1:0|x-1\n12_0.batch|FAILED|1:0|batch\n' ;;
 *) printf '12|x-train-1\n' ;;
 esac""",
     "scontrol": r"""case "$*" in
@@ -61,7 +61,7 @@ INSTEAD: Mapping[str, Wrap] = {
     "a failure without a word": lambda _: "exit 3",
     "a failure with bytes": lambda _: f"{BYTES} >&2\nexit 1",
     "a kill": lambda _: "kill -9 $$",
-    "an answer without end": lambda _: "exec /usr/bin/yes '12_0|RUNNING|None'",
+    "an answer without end": lambda _: "exec /usr/bin/yes '12_0|RUNNING|None|x-1'",
     "an error without end": lambda _: "exec /usr/bin/yes error >&2",
     "no end": lambda _: "exec /bin/sleep 600",
     "a child without end": lambda good: f"{good}\n/bin/sleep 600 &",

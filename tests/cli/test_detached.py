@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +144,9 @@ class Cluster:
         self.run.log_event("submitted", CONTROL, job_id=job_id, data=data[0] if data else {})
         return [Submitted(job_id, self.run.slurm)]
 
-    def queue(self, job_ids: Iterable[str], timeout_s: float = 0.0) -> dict[str, JobState]:
+    def queue(
+        self, job_ids: Iterable[str], timeout_s: float = 0.0, keys: Mapping[str, str] = slurm.NO_KEYS
+    ) -> dict[str, JobState]:
         return {job_id: JobState("PENDING", "Dependency") for job_id in job_ids if job_id in self.jobs}
 
     def cancel(self, job_ids: Iterable[str]) -> None:

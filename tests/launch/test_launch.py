@@ -437,6 +437,7 @@ def test_who_waits_below_a_limit_on_jobs_does_not_wait_for_itself(
 def test_a_guard_gives_way_before_anybody_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cancelled: list[str] = []
     monkeypatch.setattr(slurm, "cancel", cancelled.extend)
+    monkeypatch.setattr(slurm, "queue", lambda job_ids, **_: dict.fromkeys(job_ids, slurm.JobState("PENDING", "")))
     monkeypatch.setattr(slurm, "own_jobs", lambda: 0)
     there = launcher(tmp_path, executor="slurm")
     for job_id, data in (("8", {}), ("9", {"role": GUARD})):

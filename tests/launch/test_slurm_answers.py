@@ -18,6 +18,7 @@ from tula_hpc.check.site import ask_site
 from tula_hpc.config import ClusterSpec
 from tula_hpc.errors import LaunchError, RefusedError, StorageError
 from tula_hpc.launch import bounded_command, slurm, slurm_executor
+from tula_hpc.launch.job_files import Submitted
 from tula_hpc.launch.launcher import Launcher
 from tula_hpc.launch.slurm import JobState, Leaving, accounted_runs
 from tula_hpc.launch.slurm_executor import SlurmJobs, could_start
@@ -127,6 +128,20 @@ questions = pytest.mark.parametrize("question", QUESTIONS.values(), ids=list(QUE
 def test_an_answer_is_read_whatever_a_site_prints_around_it(commands: Path, question: Question, how: str) -> None:
     put_commands(commands, how, question.command)
     assert question.ask(commands) == question.answer
+
+
+def test_a_job_of_another_name_is_not_ours_whatever_its_id(commands: Path) -> None:
+    put_commands(commands)
+    (commands / "scancel").write_text(f'#!/bin/sh\necho "$*" >{commands}/cancelled\n')
+    executor = launcher(commands).executor
+    other = Submitted("12_0", Path("train-20261129-120000-abc123"))
+    jobs = [other, Submitted("12_1", Path("of an unknown key"))]
+    assert executor.states(jobs).keys() == {"12_1"}
+    assert executor.ended([other]) == {}
+    executor.cancel([other])
+    assert not (commands / "cancelled").exists()
+    executor.cancel(jobs)
+    assert (commands / "cancelled").read_text() == "12_1\n"
 
 
 # what ends well or says something is read by each question's own lines; how a command ends is seen in one place

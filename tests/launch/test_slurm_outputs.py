@@ -98,7 +98,7 @@ def test_words_around_no_id_are_none() -> None:
 
 @pytest.mark.parametrize("state", STATES_NOT_OVER)
 def test_a_state_that_is_no_end_is_none_whatever_it_is(state: str, answer: Callable[[Answers], None]) -> None:
-    answer({"squeue": f"12|{state}|None\n"})
+    answer({"squeue": f"12|{state}|None|x\n"})
     (found,) = slurm.queue(["12"]).values()
     assert not found.is_over
 
@@ -130,7 +130,7 @@ def test_every_end_is_one() -> None:
 def test_a_reason_may_hold_blanks_brackets_and_bars(
     printed: str, reason: str, answer: Callable[[Answers], None]
 ) -> None:
-    answer({"squeue": f"{printed}\n"})
+    answer({"squeue": f"{printed}|x\n"})
     (found,) = slurm.queue(["12"]).values()
     assert waits(found)
     assert explain(found).words == reason
@@ -138,9 +138,24 @@ def test_a_reason_may_hold_blanks_brackets_and_bars(
 
 def test_tasks_that_wait_may_be_shown_in_one(answer: Callable[[Answers], None]) -> None:
     """As squeue does without -r."""
-    answer({"squeue": "12_[4-6,9%2]|PENDING|JobArrayTaskLimit\n12_3|RUNNING|None\n13_[0]|PENDING|Priority\n"})
+    answer({"squeue": "12_[4-6,9%2]|PENDING|JobArrayTaskLimit|x\n12_3|RUNNING|None|x\n13_[0]|PENDING|Priority|x\n"})
     wanted = [*(f"12_{index}" for index in range(10)), "13_0"]
     assert sorted(slurm.queue(wanted)) == ["12_3", "12_4", "12_5", "12_6", "12_9", "13_0"]
+
+
+def test_a_job_that_has_got_the_id_of_one_of_ours_is_another_one(
+    answer: Callable[[Answers], None], written: Callable[[str], str]
+) -> None:
+    """Neither waited for, nor cancelled, and its end is not ours: a controller without its state counts anew."""
+    key = slurm.key_of("train-20261129-120000-abc123")
+    keys = dict.fromkeys(["12", "13", "14"], key)
+    script = "/run/slurm/train-20261129-120000-abc123/.submission.sh"
+    shown = f"12|RUNNING|None|y_/y.sh\n13|RUNNING|None|renamed_{script}\n14|RUNNING|None|x-train-abc123_(null)\n"
+    answer({"squeue": shown})
+    assert slurm.queue(keys, keys=keys).keys() == {"13", "14"}
+    ended = "12|OUT_OF_MEMORY|0:125|y\n12.batch|OUT_OF_MEMORY|0:125|batch\n13|TIMEOUT|0:0|x-train-abc123\n"
+    answer({"sacct": ended, "scontrol": written(PREEMPTED)})
+    assert slurm.steps(["12", "13"], keys).keys() == {"13"}
 
 
 def test_a_name_gives_parents_whatever_their_jobs_are_shown_as(answer: Callable[[Answers], None]) -> None:
@@ -152,13 +167,13 @@ def test_a_name_gives_parents_whatever_their_jobs_are_shown_as(answer: Callable[
 @pytest.mark.parametrize(
     ("rows", "failure"),
     [
-        ("12|CANCELLED by 1000|0:0\n12.batch|CANCELLED|0:15\n12.0|CANCELLED|0:9\n", Failure.CANCELLED),
-        ("12|PREEMPTED|0:0\n12.batch|CANCELLED|0:15\n12.0|CANCELLED|0:9\n", Failure.PREEMPTED),
-        ("12|OUT_OF_MEMORY|0:125\n12.batch|OUT_OF_MEMORY|0:125\n", Failure.HOST_OOM),
-        ("12|NODE_FAIL|1:0\n12.batch|CANCELLED by 0|\n12.extern|COMPLETED|0:0\n", Failure.NODE_FAILED),
-        ("12|FAILED|1:0\n12.batch|FAILED|1:0\n12.0|FAILED|0:9\n", Failure.KILLED),
-        ("12|TIMEOUT|0:0\n12.0|CANCELLED|0:15\n", Failure.TIMED_OUT),
-        ("12|DEADLINE|0:0\n", Failure.TIMED_OUT),
+        ("12|CANCELLED by 1000|0:0|x\n12.batch|CANCELLED|0:15|x\n12.0|CANCELLED|0:9|x\n", Failure.CANCELLED),
+        ("12|PREEMPTED|0:0|x\n12.batch|CANCELLED|0:15|x\n12.0|CANCELLED|0:9|x\n", Failure.PREEMPTED),
+        ("12|OUT_OF_MEMORY|0:125|x\n12.batch|OUT_OF_MEMORY|0:125|x\n", Failure.HOST_OOM),
+        ("12|NODE_FAIL|1:0|x\n12.batch|CANCELLED by 0||x\n12.extern|COMPLETED|0:0|x\n", Failure.NODE_FAILED),
+        ("12|FAILED|1:0|x\n12.batch|FAILED|1:0|x\n12.0|FAILED|0:9|x\n", Failure.KILLED),
+        ("12|TIMEOUT|0:0|x\n12.0|CANCELLED|0:15|x\n", Failure.TIMED_OUT),
+        ("12|DEADLINE|0:0|x\n", Failure.TIMED_OUT),
     ],
 )
 def test_ends_are_read_from_accounting(rows: str, failure: Failure, answer: Callable[[Answers], None]) -> None:
@@ -166,7 +181,7 @@ def test_ends_are_read_from_accounting(rows: str, failure: Failure, answer: Call
     assert classify(slurm.steps(["12"])["12"], "") is failure
 
 
-@pytest.mark.parametrize("sacct", ["", "12|RUNNING|0:0\n12.batch|CANCELLED|0:15\n", None])
+@pytest.mark.parametrize("sacct", ["", "12|RUNNING|0:0|x\n12.batch|CANCELLED|0:15|x\n", None])
 def test_the_controller_tells_an_end_of_which_accounting_has_not_heard(
     sacct: str | None, answer: Callable[[Answers], None], written: Callable[[str], str]
 ) -> None:
@@ -250,7 +265,12 @@ def test_runs_are_read_from_accounting(answer: Callable[[Answers], None]) -> Non
 
 
 def test_tasks_that_were_cancelled_while_they_waited_are_found_in_accounting(answer: Callable[[Answers], None]) -> None:
-    answer({"sacct": "14_0|CANCELLED by 0|0:0\n14_0.batch|FAILED|1:0\n14_[1-3%1]|CANCELLED by 0|0:0\n", "scontrol": ""})
+    answer(
+        {
+            "sacct": "14_0|CANCELLED by 0|0:0|x\n14_0.batch|FAILED|1:0|x\n14_[1-3%1]|CANCELLED by 0|0:0|x\n",
+            "scontrol": "",
+        }
+    )
     found = slurm.steps(["14_0", "14_2"])
     assert [row.job_id for row in found["14_0"]] == ["14_0", "14_0.batch"]
     assert [(row.job_id, row.state) for row in found["14_2"]] == [("14_2", "CANCELLED")]

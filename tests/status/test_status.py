@@ -74,9 +74,9 @@ class FakeSlurm:
         if self.dead:
             raise LaunchError(f"{arguments[0]} did not answer within {timeout_s:g} s")
         if arguments[0] == "squeue":
-            rows = [f"{job}|{state}|{reason}\n" for job, (state, reason) in self.jobs.items()]
+            rows = [f"{job}|{state}|{reason}|x\n" for job, (state, reason) in self.jobs.items()]
             columns = arguments[arguments.index("-o") + 1].count("|") + 1
-            return "".join(["|".join(["JOBID", "STATE", "REASON"][:columns]) + "\n", *rows])
+            return "".join(["|".join(["JOBID", "STATE", "REASON", "NAME_COMMAND"][:columns]) + "\n", *rows])
         assert arguments[0] == "sacct"
         assert "-D" in arguments, "without it requeued runs are left out"
         if self.accounted is None:

@@ -150,7 +150,7 @@ def controllers(sweep: Sweep) -> list[Submitted]:
 
 def _on_duty(sweep: Sweep) -> tuple[list[Submitted], list[Submitted]]:
     """Return the controllers that are not over, without the present one, and the guards."""
-    ids = sweep.run.history().guards()
+    ids = [job.job_id for job in sweep.run.history().guards()]
     left = [job for job in jobs_left(sweep, CONTROL) if job.job_id != slurm_job_id()]
     return [job for job in left if job.job_id not in ids], [
         job for job in left if job.job_id in ids

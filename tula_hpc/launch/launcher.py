@@ -236,12 +236,12 @@ class Launcher:
 
     def dismiss_guards(self) -> bool:
         """Cancel this run's guards, but not the asking job; return whether there were any."""
-        idle = [job_id for job_id in self.run.history().guards() if job_id != slurm_job_id()]
-        for job_id in idle:
+        idle = [job for job in self.run.history().guards() if job.job_id != slurm_job_id()]
+        for job in idle:
             # it is over, or will find nothing to do
             with contextlib.suppress(LaunchError):
-                self.executor.cancel([Submitted(job_id, self.run.slurm)])
-            self.run.log_event("ended", CONTROL, job_id=job_id)
+                self.executor.cancel([Submitted(job.job_id, self.run.root / job.folder)])
+            self.run.log_event("ended", CONTROL, job_id=job.job_id)
         return bool(idle)
 
     def _submit_array(self, tasks: Sequence[Task], request: Request) -> list[Submitted]:

@@ -270,15 +270,29 @@ def available() -> bool:
     return shutil.which("sbatch") is not None
 
 
-def queue(job_ids: Iterable[str], timeout_s: float = COMMAND_TIMEOUT_S) -> dict[str, JobState]:
-    """Return the states of the jobs that the controller still knows."""
+NO_KEYS: Mapping[str, str] = {}
+
+
+def key_of(folder: str) -> str:
+    """Return what a submission's folder shares with the names and scripts of its jobs alone, or "".
+
+    By its key a job is known where its id may have passed to another one.
+    """
+    match = re.fullmatch(r".+-([0-9a-f]{6})", folder)
+    return match[1] if match else ""
+
+
+def queue(
+    job_ids: Iterable[str], timeout_s: float = COMMAND_TIMEOUT_S, keys: Mapping[str, str] = NO_KEYS
+) -> dict[str, JobState]:
+    """Return the states of the jobs that the controller knows and that have their key, if any."""
     wanted = set(job_ids)
     if not wanted:
         return {}
     parents = sorted({job_id.partition("_")[0] for job_id in wanted})
     try:
         rows = _queued(
-            ["%i", "%T", "%r"],
+            ["%i", "%T", "%r", "%j_%o"],
             ["-r", "-t", "all", "-j", ",".join(parents)],
             timeout_s,
             second=_STATE,
@@ -289,8 +303,9 @@ def queue(job_ids: Iterable[str], timeout_s: float = COMMAND_TIMEOUT_S) -> dict[
             return {}
         raise
     found: dict[str, JobState] = {}
-    for shown, state, reason in rows:
-        found |= dict.fromkeys(_ids_shown(shown, wanted), JobState(state, reason[:MOST_REASON]))
+    for shown, state, reason, names in rows:
+        own = [job_id for job_id in _ids_shown(shown, wanted) if keys.get(job_id, "") in names]
+        found |= dict.fromkeys(own, JobState(state, reason[:MOST_REASON]))
     return found
 
 
@@ -323,44 +338,50 @@ def largest_array() -> int:
     return max(1, int(match[1])) if match else DEFAULT_LARGEST_ARRAY
 
 
-def steps(job_ids: Sequence[str]) -> dict[str, list[StepState]]:
+def steps(job_ids: Sequence[str], keys: Mapping[str, str] = NO_KEYS) -> dict[str, list[StepState]]:
     """Return the states of jobs and their steps from accounting, or else from the controller.
 
-    Jobs that neither knows are missing.
+    Jobs that neither knows are missing; see `queue` for the keys.
     """
     if not job_ids:
         return {}
     try:
         text = run_command(
-            ["sacct", "-n", "-P", "-j", ",".join(job_ids), "-o", "JobID,State,ExitCode"]
+            ["sacct", "-n", "-P", "-j", ",".join(job_ids), "-o", "JobID,State,ExitCode,JobName"]
         )
     except LaunchError:
         text = ""
     wanted = set(job_ids)
     found: dict[str, list[StepState]] = {}
-    for step_id, state, exit_code in _rows(text, 3):
+    others: set[str] = set()
+    for step_id, state, exit_code, name in _rows(text, 4):
         shown, dot, step = step_id.partition(".")
         for job_id in _ids_shown(shown, wanted):
+            # a job's own row comes before those of its steps
+            if not dot and keys.get(job_id, "") not in name:
+                others.add(job_id)
+            if job_id in others:
+                continue
             row = StepState(f"{job_id}{dot}{step}", state.partition(" ")[0], exit_code)
             found.setdefault(job_id, []).append(row)
     for job_id in job_ids:
         rows = found.get(job_id, [])
         is_known = any(row.job_id == job_id and JobState(row.state, "").is_over for row in rows)
-        if not is_known and (last := _last_words(job_id)):
+        if not is_known and (last := _last_words(job_id, keys.get(job_id, ""))):
             found[job_id] = last
     return found
 
 
-def _last_words(job_id: str) -> list[StepState]:
+def _last_words(job_id: str, key: str) -> list[StepState]:
     """Return the end of a job from the controller, which keeps it for `MinJobAge` (five minutes).
 
     DerivedExitCode is the highest of the steps: 0:125 where one was killed for its memory.
     """
     fields = _job_fields(job_id)
     state = fields.get("JobState", "").partition(" ")[0]
-    if not state:
+    if not state or key not in f"{fields.get('JobName')} {fields.get('Command')}":
         return []
-    codes = [fields.get(key, "") for key in ("ExitCode", "DerivedExitCode")]
+    codes = [fields.get(name, "") for name in ("ExitCode", "DerivedExitCode")]
     return [StepState(job_id, state, code) for code in codes]
 
 

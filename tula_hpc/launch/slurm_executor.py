@@ -193,14 +193,14 @@ class SlurmJobs:
         Raises:
             LaunchError: It has not answered.
         """
-        ids = [job.job_id for job in jobs]
+        keys = _keys(jobs)
         if timeout_s is not None:
-            return _active(slurm.queue(ids, timeout_s))
-        return _active(slurm.retry_until_answered(lambda: slurm.queue(ids)))
+            return _active(slurm.queue(keys, timeout_s, keys))
+        return _active(slurm.retry_until_answered(lambda: slurm.queue(keys, keys=keys)))
 
     def ended(self, jobs: Sequence[Submitted]) -> Mapping[str, Sequence[StepState]]:
         """Return the states in accounting."""
-        return slurm.steps([job.job_id for job in jobs])
+        return slurm.steps([job.job_id for job in jobs], _keys(jobs))
 
     def hosts(self, job: Submitted) -> list[str]:
         """Return the nodes of a job's last run."""
@@ -216,7 +216,9 @@ class SlurmJobs:
         Raises:
             LaunchError: Slurm does not answer.
         """
-        slurm.cancel(job.job_id for job in jobs)
+        keys = _keys(jobs)
+        if there := slurm.queue(keys, keys=keys):
+            slurm.cancel(there)
 
     def parameters(self, request: Request) -> dict[str, Any]:
         """Return the arguments of submitit's `_make_sbatch_string`."""
@@ -308,6 +310,10 @@ class SlurmJobs:
         if len(ids) > 1:
             slurm.cancel(ids[1:])
         return slurm.task_ids(ids[0], len(notice.tasks)) if ids else []
+
+
+def _keys(jobs: Sequence[Submitted]) -> dict[str, str]:
+    return {job.job_id: slurm.key_of(job.folder.name) for job in jobs}
 
 
 def _active(states: Mapping[str, JobState]) -> dict[str, JobState]:

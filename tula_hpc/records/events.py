@@ -474,9 +474,9 @@ class RunHistory:
         """Return the jobs of these stages that no command has seen the end of, oldest first."""
         return [job for job in self._unsettled.values() if job.stage in stages]
 
-    def guards(self) -> list[str]:
-        """Return the ids of the guards that no command has seen the end of."""
-        return [job.job_id for job in self.unsettled(CONTROL) if job.role == GUARD]
+    def guards(self) -> list[Submission]:
+        """Return the guards that no command has seen the end of."""
+        return [job for job in self.unsettled(CONTROL) if job.role == GUARD]
 
     def control_failure(self) -> str:
         """Return why the last controller that ended could not go on, "" if it could."""

@@ -163,10 +163,10 @@ def _ask_slurm(facts: Facts) -> tuple[Answer, dict[str, list[JobAccount]]]:
     from tula_hpc.launch import slurm
     from tula_hpc.status.jobs import Answer, undecided
 
-    jobs = {job.job_id for job in undecided(facts)}
+    jobs = {job.job_id: slurm.key_of(Path(job.folder).name) for job in undecided(facts)}
     accounted = _ask_accounting(facts)
     try:
-        active = slurm.queue(jobs, QUEUE_TIMEOUT_S)
+        active = slurm.queue(jobs, QUEUE_TIMEOUT_S, jobs)
         # their ids are not known: see only whether Slurm answers
         if facts.cut_off and not jobs:
             slurm.own_jobs(QUEUE_TIMEOUT_S)
