@@ -68,6 +68,10 @@ CASES = [
     # the next one stops at an epoch's end too
     pytest.param(Case(LIGHTNING, 3, 8, ("--width", "700", "--samples", "192")), marks=pytest.mark.thorough),
     Case(LIGHTNING, 2, 8, ("--accumulate", "2", "--samples", "256", "--loader-workers", "1"), is_killed=True),
+    # a framework takes the next batch of a stream at once
+    Case(LIGHTNING, 1, 3, ("--stream", "--samples", "64"), is_killed=True),
+    # the first worker sends the others their batches, and each evaluates by a loader of its own
+    Case(TRAINER, 2, 3, ("--stream",), is_killed=True),
     Case(LIGHTNING, 1, 3, ("--by-hand", "--samples", "64", "--max-steps", "16")),
     Case(ACCELERATE, 2, 3, is_killed=True),
     pytest.param(Case(ACCELERATE, 2, 8, ("--accumulate", "2", "--samples", "256")), marks=pytest.mark.thorough),

@@ -2,6 +2,7 @@
 
 on_lightning.py --batch-size 8 --epochs 2 [--samples 128] [--by-hand] [--accumulate 2] [--max-steps 14] [--width 32]
                 [--log FOLDER] [--pause 0.1] [--early] [--averaged] [--loader-workers 1]
+                [--stream]
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import tula_hpc.attach as tula
 
@@ -33,6 +35,16 @@ class Noisy(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.inputs[index] + 0.1 * torch.randn(16), self.targets[index]
+
+
+class Stream(IterableDataset[Any]):
+    """Items without a known number, of a single worker."""
+
+    def __init__(self, items: Noisy) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from map(self.items.__getitem__, range(len(self.items)))
 
 
 class Halved(lightning.Callback):  # type: ignore[misc] # no types are read from lightning
@@ -96,6 +108,7 @@ def main() -> None:
     parser.add_argument("--early", action="store_true")
     parser.add_argument("--averaged", action="store_true")
     parser.add_argument("--loader-workers", type=int, default=0)
+    parser.add_argument("--stream", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rank, world, here = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
@@ -129,6 +142,8 @@ def main() -> None:
         model = Classifier(options.by_hand, options.pause, options.width)
         data = Noisy(options.samples)
         loader = DataLoader(data, options.batch_size, shuffle=True, num_workers=options.loader_workers)
+        if options.stream:
+            loader = DataLoader(Stream(data), options.batch_size)
         trainer.fit(model, loader, DataLoader(validation, 8))
     flag = options.log / "killed"
     if options.early and tula._around is not None and not flag.exists():

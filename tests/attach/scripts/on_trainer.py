@@ -1,7 +1,7 @@
 """Hugging Face's Trainer on a small GPT-2 with made texts; kept by one line where tula_hpc is around it.
 
 on_trainer.py --batch-size 8 --epochs 2 [--samples 128] [--accumulate 2] [--width 32] [--log FOLDER]
-              [--pause 0.1] [--eval-steps 4] [--early] [--group] [--masks]
+              [--pause 0.1] [--eval-steps 4] [--early] [--group] [--masks] [--stream]
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import argparse
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
 import tula_hpc.attach as tula
@@ -37,6 +38,16 @@ class Texts(Dataset[Any]):
         tokens = self.tokens[index]
         shown = tokens.masked_fill(torch.rand(LENGTH) < 0.2, 0) if self.masks else tokens
         return {"input_ids": shown, "labels": tokens}
+
+
+class Stream(IterableDataset[Any]):
+    """Texts without a known number."""
+
+    def __init__(self, texts: Texts) -> None:
+        self.texts = texts
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from map(self.texts.__getitem__, range(len(self.texts)))
 
 
 class Logged(Trainer):  # type: ignore[misc] # no types are read from transformers
@@ -79,15 +90,18 @@ def main() -> None:
     parser.add_argument("--early", action="store_true")
     parser.add_argument("--group", action="store_true")
     parser.add_argument("--masks", action="store_true")
+    parser.add_argument("--stream", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     set_seed(0)
     options.log.mkdir(exist_ok=True)
+    steps = options.epochs * options.samples // (options.batch_size * int(os.environ.get("WORLD_SIZE", "1")))
     model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, n_positions=LENGTH, n_embd=options.width, n_layer=2, n_head=2))
     arguments = TrainingArguments(
         output_dir=str(options.log / "out"),
         per_device_train_batch_size=options.batch_size,
         gradient_accumulation_steps=options.accumulate,
+        max_steps=steps if options.stream else -1,
         num_train_epochs=options.epochs + 2 * options.early,
         lr_scheduler_type="cosine",
         learning_rate=1e-3,
@@ -102,10 +116,11 @@ def main() -> None:
         report_to=[],
         disable_tqdm=True,
     )
+    texts = Texts(options.samples, 1, options.masks)
     trainer = Logged(
         model=model,
         args=arguments,
-        train_dataset=Texts(options.samples, 1, options.masks),
+        train_dataset=Stream(texts) if options.stream else texts,
         eval_dataset=Texts(16, 2),
         compute_metrics=accuracy,
         callbacks=[tula.trainer_callback()],

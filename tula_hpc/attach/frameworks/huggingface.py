@@ -9,7 +9,8 @@ the same as without us.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, partialmethod, wraps
 from pathlib import Path
@@ -103,7 +104,20 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
             return None
         # or early stopping would forget how long it has waited
         trainer._load_callback_state = partial(_restore_callbacks, trainer)
+        trainer._init_training_state = partial(self._place, trainer._init_training_state)
         return str(self.found)
+
+    def _place(
+        self, original: Callable[..., Any], steps: int, of_epoch: int, epochs: int, *others: Any
+    ) -> Any:
+        """Return the epoch, and its batches, after which a Trainer goes on.
+
+        Of a stream it knows no epochs: it takes all steps for one.
+        """
+        place = original(steps, of_epoch, epochs, *others)
+        if epochs != sys.maxsize or self.trainer.args.ignore_data_skip:
+            return place
+        return self.keeper.progress.epoch, self.keeper.progress.batches
 
     def _save(self, folder: Path) -> None:
         changes = {**OURS, "output_dir": str(folder)}

@@ -15,6 +15,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.cli import SaveConfigCallback
@@ -160,7 +161,11 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
         only = combined.flattened[0] if len(combined.flattened) == 1 else combined
+        found = dict(self.keeper.found)
         self.stream = self.keeper.open(only, begin)
+        if self.keeper.progress.batches and sized_len(combined) is None:
+            # it loads the next batch of a stream at once, to know whether there is one
+            self.keeper.history.load_ahead(0, found)
 
     # what Lightning tells
 

@@ -32,6 +32,8 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from tula_hpc.batches import length_of
 from tula_hpc.data.loader import stop_signals_blocked
 
+# what loads a batch before the step of the one before it; Lightning does of a stream alone
+LOADING_AHEAD = ("accelerate", "lightning")
 # before a number among the states of generators, which are base64
 PASSES = "passes:"
 
@@ -348,10 +350,12 @@ class LoaderHistory:
         @wraps(load)
         def loaded(iterator: Any) -> Any:
             behind = history._begin(iterator)
-            batch = load(iterator)
-            if behind:
-                set_random_state(behind)
-            return batch
+            try:
+                return load(iterator)
+            finally:
+                # also where there is none left
+                if behind:
+                    set_random_state(behind)
 
         DataLoader._get_iterator = started  # type: ignore[assignment, method-assign] # to be told
         _SingleProcessDataLoaderIter._next_data = loaded  # type: ignore[method-assign] # likewise
@@ -370,8 +374,8 @@ class LoaderHistory:
 
     def _begin(self, iterator: Any) -> str:
         """Note that an iterator loads a batch; return the numbers to go on with, "" for its own."""
-        # nothing else loads ahead, and it takes 0.1 ms
-        if "accelerate" in sys.modules:
+        # it takes 0.1 ms
+        if any(name in sys.modules for name in LOADING_AHEAD):
             self._loading[iterator] = random_numbers()
         if self._found is None:
             return ""
