@@ -160,3 +160,11 @@ def _drawn_by(batches: Any) -> int:
         return len(batches.sampler)
     except (TypeError, AttributeError, NotImplementedError):
         return 0
+
+
+def data_of(loader: object) -> int:
+    """Return the id of the data set of an iterator of torch's loader, which all its iterators share.
+
+    Of None it is 0: not known.
+    """
+    return 0 if loader is None else id(getattr(loader, "_dataset", loader))

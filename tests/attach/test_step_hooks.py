@@ -517,6 +517,27 @@ def with_a_batch_ahead_of_the_first_step(by_closure: bool) -> None:
         optimizer.step()
 
 
+def with_a_loader_for_evaluations_alone() -> None:
+    """As of a worker that is sent its batches by another one."""
+    model, optimizer = known()
+    for _ in range(2):
+        for (inputs,) in DataLoader(TensorDataset(torch.randn(3, 4)), 3):
+            model.eval()(inputs)
+        backward(model.train(), 3)
+        optimizer.step()
+
+
+def with_a_loader_for_later_evaluations_alone() -> None:
+    model, optimizer = known()
+    for _ in range(2):
+        for _ in range(3):
+            backward(model, 3)
+            optimizer.step()
+        for _ in DataLoader(TensorDataset(torch.randn(6, 4)), 3):
+            # the wrapper that is watched is not called
+            pass
+
+
 def with_a_second_training() -> None:
     """As of folds, or of repetitions: the first one counts."""
     for model in reversed([nn.Linear(4, 2), nn.Linear(4, 2)]):
@@ -713,6 +734,14 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
     "with a batch ahead of the first closure": (
         lambda: with_a_batch_ahead_of_the_first_step(by_closure=True),
         "begin batch batch forward 3 ready step, batch forward 3 ready step, forward 3 ready step",
+    ),
+    "with a loader for evaluations alone": (
+        with_a_loader_for_evaluations_alone,
+        "ready step," + 2 * " begin batch evaluation forward 3 ready step,",
+    ),
+    "with a loader for later evaluations alone": (
+        with_a_loader_for_later_evaluations_alone,
+        "ready step," + 2 * (3 * " forward 3 ready step," + " begin batch batch"),
     ),
     "with a second training": (with_a_second_training, "ready step, forward 3 ready step"),
     "with several loaders": (

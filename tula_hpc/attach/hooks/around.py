@@ -1,15 +1,17 @@
-"""Call functions of ours before or after those of torch and of a script's models."""
+"""Call functions of ours before or after those of torch and of a script's models and loaders."""
 
 from __future__ import annotations
 
 import importlib
 import socket
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from functools import wraps
 from typing import Any
 
 from torch import nn
+from torch.utils.data import dataloader
 from torch.utils.hooks import RemovableHandle
 
 from tula_hpc.ddp.rendezvous import LOOPBACK
@@ -101,3 +103,20 @@ def at_first_call(modules: Iterable[nn.Module], then: Callable[..., None]) -> No
         then(*call)
 
     handles += [before_forward(module, begin) for module in modules]
+
+
+def around_next(note: Callable[[object, object], None], listener: Any) -> None:
+    """Note each batch of torch's loaders, and tell a `Listener` how long it is waited for."""
+    kind = dataloader._BaseDataLoaderIter
+    original = kind.__next__
+
+    @wraps(original)
+    def following(self: Any) -> Any:
+        listener.batch_wanted()
+        started = time.perf_counter()
+        batch = original(self)
+        note(self, batch)
+        listener.batch_loaded(self, time.perf_counter() - started)
+        return batch
+
+    kind.__next__ = following  # type: ignore[method-assign] # to be told of each

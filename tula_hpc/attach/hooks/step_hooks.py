@@ -17,7 +17,6 @@ in another way waits between a step's end and the next forward pass.
 from __future__ import annotations
 
 import sys
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +37,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tula_hpc.attach.hooks.around import (
     after,
+    around_next,
     at_first_call,
     before,
     before_forward,
@@ -52,7 +52,7 @@ from tula_hpc.attach.hooks.find_model import (
     trained_parameters,
 )
 from tula_hpc.attach.hooks.passes import BackwardPasses, Forwards, Listener
-from tula_hpc.batches import LoaderPass, length_of, samples_in, tensors_of
+from tula_hpc.batches import LoaderPass, data_of, length_of, samples_in, tensors_of
 
 
 class Given(NamedTuple):
@@ -107,6 +107,8 @@ class Hooks:
         self.backward = BackwardPasses(listener.refuse)
         # samples of the batch that a loader of torch has last given out; 0: not known
         self._batch = 0
+        # an evaluation has had it
+        self._is_evaluated = False
         # of each loader since the last step, the last one last
         self._given: dict[int, Given] = {}
         self._last = NONE_GIVEN
@@ -139,7 +141,7 @@ class Hooks:
         # one that keeps its processes is not made anew for an epoch, but reset
         for name in ("__init__", "_reset"):
             after(dataloader._BaseDataLoaderIter, name, self._begin_loading)
-        _around_next(self)
+        around_next(self.next_batch, self.listener)
         self.backward.install()
         # of all that starts workers; the second module is no attribute, as its function has its name
         starters = ("torch.multiprocessing", "torch.multiprocessing.spawn")
@@ -210,14 +212,14 @@ class Hooks:
                 self._source = source
                 self._loader = self._given.get(source, self._last)
                 # of a loader that is gone only where it gave this batch
-                self._data = self._loader.data if source else _data_of(self.loader)
+                self._data = self._loader.data if source else data_of(self.loader)
             unused = next((each for each in self._unused if each[1] == samples), None)
             if unused is not None:
                 self._unused.remove(unused)
                 self._since_new = 0
                 # one by one again, as after statistics of the data
                 self._keeps_batches &= not 0 < in_a_row <= FEW_AHEAD
-            elif samples and samples == self._batch and not self._is_over_kept:
+            elif samples and samples == self._batch and not self._is_of_another:
                 # the same batch once more, as for a GAN's other optimizer: no further part of a step
                 self.has_repeated = True
                 return
@@ -229,11 +231,13 @@ class Hooks:
             return
         else:
             self._use_next()
+            self._is_evaluated = True
             self.listener.evaluating()
 
     @property
-    def _is_over_kept(self) -> bool:
-        return self._keeps_batches and self._since_new >= KEPT_STEPS
+    def _is_of_another(self) -> bool:
+        """Tell whether a pass takes another batch than the last one given, though of as many items."""
+        return self._is_evaluated or (self._keeps_batches and self._since_new >= KEPT_STEPS)
 
     def _samples_in(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
         """Return the samples of a forward pass by its arguments; 0 where these do not tell."""
@@ -267,7 +271,7 @@ class Hooks:
 
     def is_of_steps(self, loader: object | None) -> bool:
         """Tell whether a loader's iterator is over the data set of training's batches."""
-        return loader is not None and self._data in (0, _data_of(loader))
+        return loader is not None and self._data in (0, data_of(loader))
 
     @property
     def loader(self) -> object | None:
@@ -283,12 +287,16 @@ class Hooks:
 
     def next_batch(self, loader: object, batch: object) -> None:
         """Note what a loader gives out."""
+        if self._last is NONE_GIVEN and self._since_new >= KEPT_STEPS:
+            # training has its batches from elsewhere, and this is an evaluation's
+            return
         self._in_a_row += 1
         self._keeps_batches |= self._in_a_row > FEW_AHEAD
         count = getattr(loader, "_num_yielded", 0)
         self._batch = self.pass_of(loader).items_in(batch, count) or samples_in(batch)
+        self._is_evaluated = False
         self._given.pop(id(loader), None)
-        data = _data_of(loader)
+        data = data_of(loader)
         self._last = self._given[id(loader)] = Given(weakref.ref(loader), self._batch, data)
         self._unused.append((data, self._batch))
         if count == 1 and length_of(loader) != 1:
@@ -298,7 +306,7 @@ class Hooks:
 
     def _use_next(self) -> None:
         """Take the next batch of the loader that gave the last one, as for an evaluation."""
-        data = _data_of(self._last.loader())
+        data = data_of(self._last.loader())
         if (unused := next((each for each in self._unused if each[0] == data), None)) is not None:
             self._unused.remove(unused)
 
@@ -312,7 +320,7 @@ class Hooks:
 
     def _begin_loading(self, loader: object, *_: Any) -> None:
         # those of training that an evaluation comes between stay
-        data = _data_of(loader)
+        data = data_of(loader)
         self._unused = deque((each for each in self._unused if each[0] != data), MOST_AHEAD)
         # the next one of an iterator that is reset may be longer
         self._passes.pop(loader, None)
@@ -466,29 +474,3 @@ class Hooks:
                 self.listener.begins_anew()
 
         at_first_call(whole, begin)
-
-
-def _around_next(hooks: Hooks) -> None:
-    """Note each batch of torch's loaders, and tell how long it is waited for."""
-    listener = hooks.listener
-    kind = dataloader._BaseDataLoaderIter
-    original = kind.__next__
-
-    @wraps(original)
-    def following(self: Any) -> Any:
-        listener.batch_wanted()
-        started = time.perf_counter()
-        batch = original(self)
-        hooks.next_batch(self, batch)
-        listener.batch_loaded(self, time.perf_counter() - started)
-        return batch
-
-    kind.__next__ = following  # type: ignore[method-assign] # to be told of each
-
-
-def _data_of(loader: object) -> int:
-    """Return the id of the data set of an iterator of torch's loader, which all its iterators share.
-
-    Of None it is 0: not known.
-    """
-    return 0 if loader is None else id(getattr(loader, "_dataset", loader))
