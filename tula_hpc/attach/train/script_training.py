@@ -330,6 +330,9 @@ class ScriptTraining(Mode):
         if self.hooks.backward.count < self._backward_due:
             # an evaluation that takes gradients looks like passes of training but for backward ones
             samples = min(samples, whole)
+        elif self.steps == 1 and not self.models and self.hooks.backward.count > self._backward_due:
+            # of a single worker, whose model nobody knew before its first step
+            samples = whole
         self._backward_due = self.hooks.backward.count
         self._carried = 0
         if self._samples_before and not self.is_kept:
@@ -483,9 +486,8 @@ class ScriptTraining(Mode):
         for name, value in scores.items():
             if name not in SCORES:
                 known = ", ".join(SCORES)
-                sys.stderr.write(
-                    f"tula.report: {name!r} is no score to be shown; expected one of {known}\n"
-                )
+                words = f"tula.report: {name!r} is no score to be shown; expected one of {known}"
+                sys.stderr.write(f"{words}\n")
             elif math.isfinite(float(value)):
                 self.progress.reported[name] = as_share(name, float(value))
         if not self.is_kept and not self.is_open and self.progress.step == self._written > 0:
