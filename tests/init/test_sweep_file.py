@@ -72,6 +72,11 @@ HUGGING_FACE = """
 from transformers import HfArgumentParser, TrainingArguments, Trainer
 options = HfArgumentParser((Own, TrainingArguments)).parse_args_into_dataclasses()
 """
+LIGHTNING_CLI = """
+from lightning.pytorch.cli import LightningCLI
+from package import Data, Model
+cli = LightningCLI(Model, Data)
+"""
 ABSL = """
 from absl import flags
 flags.DEFINE_integer("batch_size", 128, "samples of a step")
@@ -188,6 +193,12 @@ NOTHING = "batch_size = 64\nmodel = build()\n"
             "--gradient_accumulation_steps {accumulation}",
             {"epochs": 3, "seed": 42, "accumulation": 1},
         ),
+        (
+            LIGHTNING_CLI,
+            "fit --data.batch_size {local_batch} --trainer.max_epochs {epochs} --seed_everything {seed} "
+            "--trainer.num_nodes {nodes}",
+            {"seed": 0},
+        ),
         (ABSL, "--batch_size {local_batch} --max_epochs {epochs}", {"epochs": 7}),
         (HYDRA, "train.batch_size={local_batch} train.epochs={epochs}", {}),
         (OF_THE_NODE, "-b {local_batch} --epochs {epochs}", {"epochs": 90}),
@@ -208,6 +219,7 @@ NOTHING = "batch_size = 64\nmodel = build()\n"
             "click",
             "typer",
             "hugging-face",
+            "lightning's command line",
             "absl",
         ),
         *("hydra", "of the node", "of a model", "subcommands", "click group", "typer commands", "dataclass"),

@@ -119,6 +119,15 @@ _HUGGING_FACE = (
     Option("--num_train_epochs", ("num_train_epochs",), 3),
     Option("--seed", ("seed",), 42),
     Option("--gradient_accumulation_steps", ("gradient_accumulation_steps",), 1),
+    Option("--resume_from_checkpoint", ("resume_from_checkpoint",), "out/checkpoint-*"),
+)
+# of a LightningCLI, which makes them of its classes' parameters
+_LIGHTNING_CLI = (
+    Option("--data.batch_size", ("batch_size",)),
+    Option("--trainer.max_epochs", ("max_epochs",)),
+    Option("--trainer.num_nodes", ("num_nodes",), 1),
+    Option("--seed_everything", ("seed",), 0),
+    Option("--ckpt_path", ("resume",), "last"),
 )
 
 
@@ -141,6 +150,8 @@ def read_options(path: Path) -> ScriptOptions:
     names |= {name.rpartition(".")[2] for name in _imported(tree)}
     if names & {"TrainingArguments", "Seq2SeqTrainingArguments"} and "HfArgumentParser" in names:
         options += _HUGGING_FACE
+    if "LightningCLI" in names:
+        options += (each._replace(command="fit") for each in _LIGHTNING_CLI)
     command = _training_command(options)
     options = [option for option in options if option.command in ("", command)]
     roles = {role: _best(role, options) for role in _ROLES}

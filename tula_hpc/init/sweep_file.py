@@ -176,7 +176,8 @@ def _resume(options: ScriptOptions) -> Iterator[Line]:
         yield Line("resume_arguments", resume.words(options.saved[0]), comment)
     else:
         comment = f"the checkpoint that it saves: {UNKNOWN}"
-        yield Line("resume_arguments", resume.words("last.pt"), comment, asked=True)
+        usual = resume.default if isinstance(resume.default, str) else ""
+        yield Line("resume_arguments", resume.words(usual or "last.pt"), comment, asked=True)
 
 
 def search_and_training(
