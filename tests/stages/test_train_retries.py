@@ -159,7 +159,7 @@ def test_a_script_that_goes_on_from_nothing_is_said_to_begin_from_the_start(
     append_record(files.metrics_file, STEP)
     if is_kept:
         files.checkpoints.mkdir()
-        (files.checkpoints / "checkpoint-r0000-1.tula").touch()
+        (files.checkpoints / f"checkpoint-r0000-{STEP.samples_seen // 4}.tula").touch()
     told: list[float] = []
     monkeypatch.setattr(StageProgress, "update", lambda _, done, *__, **___: told.append(done))
     _, error = train(monkeypatch, tmp_path, lambda _: Failure.CANCELLED)
@@ -205,7 +205,7 @@ def test_a_job_that_runs_again_is_told_with_the_reason_and_from_where(
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
-def test_while_a_script_waits_to_begin_anew_nothing_counts_as_done(
+def test_while_a_script_waits_only_what_is_kept_counts_as_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_kept: bool
 ) -> None:
     (tmp_path / "train.py").write_text("")
@@ -220,7 +220,7 @@ def test_while_a_script_waits_to_begin_anew_nothing_counts_as_done(
     append_record(files.metrics_file, STEP)
     if is_kept:
         files.checkpoints.mkdir()
-        (files.checkpoints / "checkpoint-r0000-1.tula").touch()
+        (files.checkpoints / f"checkpoint-r0000-{STEP.samples_seen // 4}.tula").touch()
     told: list[tuple[float, list[str]]] = []
     progress = stage_progress("training")
     monkeypatch.setattr(progress, "update", lambda *given, **_: told.append((given[0], given[4])))
@@ -230,7 +230,7 @@ def test_while_a_script_waits_to_begin_anew_nothing_counts_as_done(
     # its job has begun, its script has not
     tick(JobsNow(1, "1 running"))
     lost = [] if is_kept else [f"nothing of {STEP.epoch:g} epochs that were trained is kept"]
-    assert told == [(STEP.epoch, []), *2 * [(STEP.epoch if is_kept else 0.0, lost)]]
+    assert told == [(STEP.epoch, []), *2 * [(STEP.epoch / 4 if is_kept else 0.0, lost)]]
 
 
 def test_a_diverged_training_is_told_the_way_to_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from tula_hpc.records.measurement import (
     holds_any,
     parse_without_samples,
 )
+from tula_hpc.records.metrics import Metrics
 from tula_hpc.records.plan import Plan, read_plan
 from tula_hpc.records.storage import (
     ReadResult,
@@ -75,6 +76,16 @@ class TrainDirectory:
             return None
         count = newest.stem.rpartition("-")[2]
         return int(count) if count.isdecimal() else None
+
+    def epochs_done(self, metrics: Metrics, *, has_ended: bool) -> float:
+        """Return the epochs of the logged steps; once their job has ended, of those that are kept."""
+        if not metrics.steps:
+            return 0.0
+        last = metrics.steps[-1]
+        saved = self.saved_samples
+        if not has_ended or saved is None:
+            return last.epoch
+        return last.epoch * min(1.0, saved / last.samples_seen)
 
     def read_result(self) -> TrainResult | None:
         """Read result.json; None where training has not ended.

@@ -395,7 +395,7 @@ def _was_moved(run: RunDirectory, files: TrainDirectory) -> bool:
 
 def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], None]:
     """Return a function that shows the progress of the plan's training beside the jobs' states."""
-    metrics_file, epochs = sweep.run.train().metrics_file, sweep.spec.workload.epochs
+    files, epochs = sweep.run.train(), sweep.spec.workload.epochs
     told = [""]
     # the last step of a training that begins anew, until it has
     old: list[StepMetrics] = []
@@ -416,11 +416,11 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
             sys.stderr.write(
                 f"warning: a checkpoint cannot be used, and its work is done again: {words}\n"
             )
-        metrics = read_metrics(metrics_file)
-        done = metrics.steps[-1].epoch if metrics.steps else 0.0
+        metrics = read_metrics(files.metrics_file)
         notes = list(_notes(sweep))
         if now.waiting:
             old[:] = metrics.steps[-1:]
+        done = files.epochs_done(metrics, has_ended=metrics.steps[-1:] == old)
         if done and metrics.steps[-1:] == old and _starts_over(sweep):
             notes.append(f"nothing of {round(done, 1):g} epochs that were trained is kept")
             metrics = Metrics([], [], 0)
