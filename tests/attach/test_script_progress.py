@@ -153,6 +153,16 @@ def test_passes_that_become_more_are_all_counted(tmp_path: Path, clock: Clock) -
     assert [(row.epoch, row.step, row.samples_seen) for row in rows] == [(1, 4, 32), (2, 6, 64), (3, 7, 96)]
 
 
+def test_all_passes_of_a_first_step_count_though_the_model_was_not_known_before(tmp_path: Path, clock: Clock) -> None:
+    told = Told(tmp_path, clock, samples=16)
+    # of the first of its two parts
+    told.training.hooks.backward.count = 1
+    told.step(4)
+    for _ in range(3):
+        told.step(8, 2)
+    assert [(row.step, row.samples_seen) for row in told.metrics().epochs] == [(2, 16), (4, 32)]
+
+
 def test_a_shorter_batch_is_the_last_of_its_epoch(tmp_path: Path, clock: Clock) -> None:
     told = Told(tmp_path, clock, samples=29)
     for _ in range(2):
