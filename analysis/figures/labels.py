@@ -188,8 +188,12 @@ def _freest_spot(here: Points, obstacles: Points, text: str) -> tuple[float, flo
 def _are_crossed(here: Points, spots: Points, obstacles: Points) -> npt.NDArray[np.bool_]:
     """Tell for each spot whether its pointer to `here` meets an obstacle outside of the ring."""
     outside = obstacles[np.hypot(*(obstacles - here).T) > RING_SHARE]
+    across, up = outside.T
     found = np.zeros(len(spots), dtype=np.bool_)
     for share in np.linspace(0, 1, 25):
-        at = here + share * (spots - here)
-        found |= (np.abs(at[:, None] - outside).max(axis=2) < TOUCH_SHARE).any(axis=1)
+        x, y = (here + share * (spots - here)).T
+        # a maximum over an axis of two would take twenty times as long
+        touches = np.abs(x[:, None] - across) < TOUCH_SHARE
+        touches &= np.abs(y[:, None] - up) < TOUCH_SHARE
+        found |= touches.any(axis=1)
     return found
