@@ -1,4 +1,5 @@
 # make demo    profile, plan, train and report on this machine, with real data and real DDP (about a minute)
+# make unit    the tests to run after every change, which start no processes (about a minute on two cores)
 # make test    every test that this machine can run, but for variations of others
 # make thorough  those variations, and what needs the machine to itself, before a release (minutes)
 # make gpu     the tests that need a GPU, checks of process groups, streams and memory on one, whole sweeps, and what an
@@ -15,7 +16,7 @@ BIN := .venv/bin
 # a module is compiled once, not at every start of a process
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test thorough gpu slurm browser picture lint .venv clean
+.PHONY: demo unit test thorough gpu slurm browser picture lint .venv clean
 
 .venv: .venv/.ready
 
@@ -32,6 +33,11 @@ unexport PYTHONDONTWRITEBYTECODE
 
 demo: .venv/.ready
 	@$(BIN)/python -m tula_hpc.sweep sweeps/quickstart.toml
+
+# as many workers as cores: none of these tests waits for a process
+unit: .venv/.ready
+	@$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 6 --dist loadscope -m "not thorough and not processes" \
+		--ignore tests/attach --ignore tests/local --ignore tests/slurm
 
 # jobs on the test cluster, jobs on this machine, scripts of a user's own, each one test after another, and beside them,
 # with what they leave of the processors, all that starts no jobs

@@ -79,6 +79,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """All leave the processors to the tests that everything waits for; no worker comes to these later on."""
+    there_is_a_gpu_where_one_is_needed(item)
     beside_others = getattr(item.config, "workerinput", {}).get("dist") == "loadscope"
     if beside_others and folder_of_jobs(item.nodeid) not in LONGEST:
         os.nice(max(0, LESS_URGENT - os.nice(0)))
@@ -94,10 +95,9 @@ def folder_of_jobs(nodeid: str) -> str:
     return next((folder for folder in JOBS if nodeid.startswith(folder)), "")
 
 
-@pytest.fixture(autouse=True)
-def there_is_a_gpu_where_one_is_needed(request: pytest.FixtureRequest) -> None:
+def there_is_a_gpu_where_one_is_needed(item: pytest.Item) -> None:
     """Skips, or with TULA_REQUIRE_GPU=1 fails."""
-    if request.node.get_closest_marker("gpu") is None:
+    if item.get_closest_marker("gpu") is None:
         return
     import torch
 

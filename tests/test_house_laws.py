@@ -51,6 +51,7 @@ def nodes_of(source: str) -> list[ast.AST]:
     return list(ast.walk(ast.parse(source)))
 
 
+@pytest.mark.processes
 def test_import_linter_finds_the_floors_as_they_should_be() -> None:
     lint = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as lint; lint()"]
     done = subprocess.run(lint, capture_output=True, text=True, cwd=ROOT, check=False)
@@ -182,6 +183,7 @@ check("a worker", {"torchvision", "sklearn", "timm", "torch.distributed.optim"})
 """
 
 
+@pytest.mark.processes
 def test_commands_and_workers_load_what_they_need_and_never_torch_on_the_login_node(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", epochs_done=5)
     command = [sys.executable, "-c", COMMANDS, str(run.root)]

@@ -100,6 +100,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.processes
 def test_processor_time_of_processes_that_have_ended_still_counts() -> None:
     """A loader ends its processes with each epoch; what they used never becomes less."""
     before = descendants_processor_s()

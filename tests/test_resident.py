@@ -36,6 +36,7 @@ def test_peak_remembers_what_is_already_freed_and_a_reset_forgets_it() -> None:
     assert resident.peak_resident_bytes() < before + 100 * MIB
 
 
+@pytest.mark.processes
 def test_memory_of_grandchildren_counts() -> None:
     before = resident.descendants_private_bytes()
     with subprocess.Popen(
@@ -79,6 +80,7 @@ def churn(libc: Any, *, keep: bool) -> None:
     os.write(1, f"{faults} {resident.resident_bytes() - at_start}\n".encode())
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="only glibc can be told")
 def test_freed_memory_is_there_for_the_next_step_and_can_still_be_released(capfd: pytest.CaptureFixture[str]) -> None:
     libc = ctypes.CDLL(None)

@@ -95,6 +95,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "module", "options", "code"),
     [
@@ -115,27 +116,32 @@ def test_commands_as_modules_import_nothing_of_a_run(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.processes
 def test_the_script_imports_nothing_of_a_run(folders: dict[str, Path], script: Path) -> None:
     with trapped(folders["profile"], {*NAMES, "tula_hpc"}):
         done = run([script, "plan", "--json", "."], folders["profile"])
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.processes
 def test_python_without_its_working_directory_is_as_good(folders: dict[str, Path]) -> None:
     with trapped(folders["run"], {*NAMES, "tula_hpc"}):
         assert run(["-P", "-m", "tula_hpc", "status", "."], folders["run"]).returncode == 4
 
 
+@pytest.mark.processes
 def test_an_empty_entry_of_pythonpath_is_no_wish_for_a_strangers_folder(folders: dict[str, Path], script: Path) -> None:
     with trapped(folders["run"], NAMES - loaded_by_python_itself() - {"sitecustomize"}):
         assert run([script, "status", "."], folders["run"], PYTHONPATH=":/nowhere:.:").returncode == 4
 
 
+@pytest.mark.processes
 def test_a_folder_that_pythonpath_names_in_full_is_wished_for(tmp_path: Path) -> None:
     (tmp_path / "pydantic.py").write_text("raise SystemExit(77)")
     assert run(["-m", "tula_hpc.status", "."], tmp_path, PYTHONPATH=str(tmp_path)).returncode == 77
 
 
+@pytest.mark.processes
 def test_a_program_that_only_uses_the_package_keeps_its_path(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").write_text("import tula_hpc")
@@ -146,6 +152,7 @@ def test_a_program_that_only_uses_the_package_keeps_its_path(tmp_path: Path) -> 
         assert done.stdout == "found\n", done.stderr
 
 
+@pytest.mark.processes
 def test_a_copy_that_is_not_installed_runs_from_its_own_folder(tmp_path: Path, folders: dict[str, Path]) -> None:
     (tmp_path / "tula_hpc").symlink_to(ROOT / "tula_hpc")
     # without site, no editable install is known
@@ -240,6 +247,7 @@ def no_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "executable", str(python))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("where", ["nowhere", "elsewhere", "beside the interpreter", "on PATH"])
 def test_the_commands_that_messages_name_run_as_they_stand(
     where: str, script: Path, folders: dict[str, Path], no_script: None, monkeypatch: pytest.MonkeyPatch

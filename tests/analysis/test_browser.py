@@ -25,6 +25,8 @@ from tula_hpc.analysis.figures.all import FIGURES
 from tula_hpc.analysis.report.page import write_report
 from tula_hpc.analysis.report.several.runs_page import write_runs_report
 
+pytestmark = pytest.mark.processes
+
 # a phone, a tablet, a screen
 WIDTHS = (360, 768, 1280)
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

@@ -847,6 +847,7 @@ def test_a_study_is_refused_as_one(run: RunDirectory, capsys: pytest.CaptureFixt
     assert error.count("\n") == 1
 
 
+@pytest.mark.processes
 def test_a_reader_that_has_heard_enough_is_no_error(run: RunDirectory) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)

@@ -577,6 +577,7 @@ def killed_after(lines: int, action: Callable[[], object]) -> bool:
     return status != 0
 
 
+@pytest.mark.processes
 def test_killed_at_any_line_of_a_save_the_old_or_the_new_one_loads(store: Store, tmp_path: Path) -> None:
     """Every second line, from the first to the last."""
     for samples in (1, 2):
@@ -596,6 +597,7 @@ def test_killed_at_any_line_of_a_save_the_old_or_the_new_one_loads(store: Store,
     assert len(outcomes) > 15
 
 
+@pytest.mark.processes
 def test_killed_at_random_times_during_large_saves(store: Store) -> None:
     save(store, 1)
     ballast = torch.zeros(2_000_000)

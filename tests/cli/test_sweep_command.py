@@ -747,6 +747,7 @@ def test_a_reference_batch_above_every_batch_is_named(
     assert len(error.splitlines()) == bool(said)
 
 
+@pytest.mark.processes
 def test_who_stops_reading_hears_no_complaint(sweep_file: Path) -> None:
     command = [sys.executable, "-m", "tula_hpc.sweep", str(sweep_file), "--dry-run"]
     here = Path(__file__).parents[2]

@@ -70,6 +70,7 @@ def look(folder: Path, stage: str) -> list[bytes]:
     return seen
 
 
+@pytest.mark.processes
 def test_no_command_line_of_a_job_on_this_machine_shows_a_secret(tmp_path: Path, no_umask: None) -> None:
     waits = f"touch '{tmp_path}/in setup'; while [ ! -e '{tmp_path}/leave setup' ]; do sleep 0.02; done"
     cluster = ClusterSpec(setup=(f"export KEY={SECRET}", waits), environment={"TOKEN": SECRET}, workers_per_node=2)
@@ -85,6 +86,7 @@ def test_no_command_line_of_a_job_on_this_machine_shows_a_secret(tmp_path: Path,
     assert {path.stat().st_mode & 0o777 for path in job.folder.glob("*.pkl")} == {0o600}
 
 
+@pytest.mark.processes
 def test_a_batch_script_has_no_secret_and_its_job_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = FewLines(tmp_path, monkeypatch, **HIDDEN)
     folder = there.submit(told(tmp_path))

@@ -43,6 +43,8 @@ from tula_hpc.training.loop import run_training
 from tula_hpc.workloads import sharded_optimizer
 from tula_hpc.workloads.workload import own_code
 
+pytestmark = pytest.mark.processes
+
 LOCAL_BATCH, STEPS, EPOCHS = 2, 14, 2
 CPU = ClusterSpec()
 HERE = "tests.ddp.test_equal_collectives:"

@@ -12,6 +12,7 @@ import pytest
 NAMELESS = ["unshare", "--user", "--map-user=54321", "--map-group=54321", "env", "-i"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "asks", ["getpass; getpass.getuser()", pytest.param("torch._dynamo", marks=pytest.mark.thorough)]
 )

@@ -135,6 +135,7 @@ def inside(folder: Path) -> Callable[[], None]:
     return job
 
 
+@pytest.mark.processes
 def test_a_local_job_runs_in_the_container(tmp_path: Path, work: WorkloadSpec) -> None:
     programs, notes = apptainer.make(tmp_path)
     image = tmp_path / "image.sif"

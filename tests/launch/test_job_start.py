@@ -112,6 +112,7 @@ def test_a_pickle_is_read_from_a_file_alone(tmp_path: Path, attack: Callable[[Pa
     assert not (tmp_path / "hostile").exists()
 
 
+@pytest.mark.processes
 def test_a_batch_script_refuses_a_pickle_that_was_not_submitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +128,7 @@ def test_a_batch_script_refuses_a_pickle_that_was_not_submitted(
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.processes
 def test_each_task_of_an_array_knows_its_own_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = FewLines(tmp_path, monkeypatch)
     folder = there.submit(*(leave(tmp_path / f"ran-{index}") for index in range(3)))
@@ -178,6 +180,7 @@ def test_a_worker_whose_controller_was_killed_while_it_started_does_nothing(
         main([str(tmp_path), "0", "x"])
 
 
+@pytest.mark.processes
 def test_a_setup_command_that_fails_is_named_in_the_log_without_its_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,6 +225,7 @@ def time_out(there: FewLines, begun: Path) -> str:
     return said
 
 
+@pytest.mark.processes
 def test_a_job_that_submitit_requeues_starts_from_the_same_pickle_as_often_as_it_may(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

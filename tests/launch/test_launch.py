@@ -57,6 +57,7 @@ def launcher(tmp_path: Path, **cluster: object) -> Launcher:
     return Launcher(ClusterSpec.model_validate(cluster), run, "tula-test")
 
 
+@pytest.mark.processes
 def test_a_local_job_runs_and_a_failing_one_is_a_bug_with_its_traceback(tmp_path: Path) -> None:
     local = launcher(tmp_path)
     jobs = local.submit(
@@ -104,6 +105,7 @@ def test_a_job_whose_shell_alone_is_killed_is_not_over_until_the_rest_is(tmp_pat
     assert end.failure is Failure.KILLED
 
 
+@pytest.mark.processes
 def test_the_command_that_cancels_local_jobs_hits_them_and_nobody_else(tmp_path: Path) -> None:
     """It is run as it is printed, for a folder of which each character means something to a shell or a pattern."""
     odd = tmp_path / "a.b*[c](d)+? {2} $HOME^|'\"; é"
@@ -129,6 +131,7 @@ def test_the_command_that_cancels_local_jobs_hits_them_and_nobody_else(tmp_path:
     assert not local.executor.states([job])
 
 
+@pytest.mark.processes
 def test_a_process_that_has_the_number_of_a_job_is_not_that_job(tmp_path: Path) -> None:
     other = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(60)", "local_controller", str(tmp_path / "other")]
@@ -224,6 +227,7 @@ def test_a_wckey_is_given_only_where_the_user_gives_one(
     assert [line for line in script.splitlines() if line.startswith("#SBATCH --wckey")] == lines
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("device", "visible"), [("cpu", "2,3"), ("cuda", "2,3"), ("cuda", ""), ("cuda", None)])
 def test_local_jobs_see_the_gpus_that_the_command_sees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, device: str
@@ -501,6 +505,7 @@ def test_a_controller_that_is_killed_asks_again_where_slurm_does_not_answer(
     assert log.read_text().count("\n") == asked
 
 
+@pytest.mark.processes
 def test_a_detached_launcher_does_not_wait_for_what_runs(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run").create()
     detached = Launcher(ClusterSpec(), run, "tula-test", detached=True)

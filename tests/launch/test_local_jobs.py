@@ -140,6 +140,7 @@ class Command:
         return [str(event.data["label"]) for event in self.run.events()]
 
 
+@pytest.mark.processes
 def test_what_a_killed_command_has_started_is_found_and_the_rest_never_begins(tmp_path: Path) -> None:
     expected = {after_the_first_process: "0", after_the_first_event: "01"}
     commands = {at: Command(tmp_path / at.__name__) for at in expected}
@@ -191,6 +192,7 @@ def complains(job: ProfileJob) -> Callable[[], None]:
     return task
 
 
+@pytest.mark.processes
 def test_a_users_mistake_is_told_after_one_job_and_is_no_bug(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -182,6 +182,7 @@ def test_a_requeued_job_goes_on_where_it_was(tmp_path: Path) -> None:
     assert [note.note for note in notes(of)].count("began") == 2
 
 
+@pytest.mark.processes
 def test_the_search_is_asked_in_a_process_of_its_own_and_sees_all_of_the_run(tmp_path: Path) -> None:
     """A real one: it answers as it would here, from this job's file and those of others."""
     of = job(tmp_path, mode="full", cluster_sizes=[1, 2], min_batch=32, max_batch=64)
@@ -191,6 +192,7 @@ def test_the_search_is_asked_in_a_process_of_its_own_and_sees_all_of_the_run(tmp
     assert ask_search(of) == [Configuration(1, 1, 32), Configuration(2, 1, 32)]
 
 
+@pytest.mark.processes
 def test_a_search_that_breaks_says_why(tmp_path: Path) -> None:
     broken = job(tmp_path).sweep.model_copy(update={"name": "not a name"})
     with pytest.raises(StageError, match="the search failed in the job"):

@@ -142,6 +142,7 @@ def test_a_tracker_that_fails_does_not_disturb_another_and_gets_the_rest_from_th
     assert (broken.steps("run 1"), whole.steps()) == ([*range(1, 6)], [*range(1, 6)])
 
 
+@pytest.mark.processes
 def test_the_process_passes_on_all_that_was_written_before_its_end(run: RunDirectory) -> None:
     """Its end comes while a child of the training still has the pipe open, as a loader process may."""
     pytest.importorskip("tensorboard", reason="tensorboard is an extra that is not installed here")
@@ -180,6 +181,7 @@ def test_tensorboard_reads_a_requeued_training_as_one_run(run: RunDirectory) -> 
     assert scalars(folder, "epoch/test_accuracy") == {4: 0.5, 8: 0.5, 12: 0.5}
 
 
+@pytest.mark.processes
 def test_wandb_writes_offline_runs_of_one_id(run: RunDirectory) -> None:
     pytest.importorskip("wandb", reason="wandb is an extra that is not installed here")
     for steps in (range(1, 7), range(5, 13)):
