@@ -203,7 +203,7 @@ ASKED: tuple[Callable[[], object], ...] = (
 
 
 @given(data=st.data())
-@fuzz(400)
+@fuzz(200)
 def test_whatever_slurm_prints_is_read_or_one_of_our_errors(data: st.DataObject) -> None:
     """Real answers with anything in them, each before anyone who asks."""
     said = data.draw(st.sampled_from(SLURM_SAYS))
@@ -219,7 +219,7 @@ def test_whatever_slurm_prints_is_read_or_one_of_our_errors(data: st.DataObject)
 
 
 @given(said=st.binary(max_size=200), code=st.sampled_from([0, 1, -9, 127]))
-@fuzz(300)
+@fuzz(100)
 def test_whatever_bytes_a_command_prints_are_words(said: bytes, code: int) -> None:
     shown = said.decode(errors="backslashreplace")
     done = bounded_command.Done(code, shown, shown)
@@ -243,7 +243,7 @@ LIMIT_S = 60.0 * ClusterSpec().profile_minutes
     began_at=st.floats(0, 1e11),
     killed_at=st.floats(0, 1e11),
 )
-@fuzz(200)
+@fuzz(100)
 def test_whatever_clocks_say_a_job_costs_no_more_than_its_limit(
     times: list[float], began_at: float, killed_at: float
 ) -> None:

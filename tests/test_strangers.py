@@ -340,6 +340,8 @@ def huge_tensor() -> bytes:
     return file.getvalue()
 
 
+# as many names and numbers as are too many here
+MANY = 40_000
 TEN_GIB = b"\x8a\x05\x00\x00\x00\x80\x02"
 BOMBS: dict[str, tuple[Callable[[], bytes], str]] = {
     "bytearray": (lambda: archive(ask("builtins.bytearray", TEN_GIB)), "a reference to builtins.bytearray"),
@@ -351,15 +353,18 @@ BOMBS: dict[str, tuple[Callable[[], bytes], str]] = {
     "two pickles": (lambda: archive(b"\x80\x02}.", more={"other/data.pkl": b"\x80\x02}."}), "does not hold"),
     "beyond its file": (huge_tensor, "does not match expected size"),
     "expanded": (lambda: torch_bytes({"x": torch.zeros(1).expand(10**10)}), "larger than the file"),
-    "many values": (lambda: archive(b"\x80\x02}X\x01\x00\x00\x00x](" + b"}" * 4_000_000 + b"es."), "too many names"),
+    "many values": (lambda: archive(b"\x80\x02}X\x01\x00\x00\x00x](" + b"}" * MANY + b"es."), "too many names"),
     "a set": (lambda: archive(b"\x80\x04}X\x01\x00\x00\x00x\x8fs."), "a set"),
     "nested": (lambda: archive(b"\x80\x02}X\x01\x00\x00\x00x" + b"]" * 999 + b"a" * 998 + b"s."), "nested deeper"),
 }
 
 
 @pytest.mark.parametrize("kind", BOMBS)
-def test_a_small_checkpoint_cannot_ask_for_a_large_memory(tmp_path: Path, kind: str) -> None:
+def test_a_small_checkpoint_cannot_ask_for_a_large_memory(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make, words = BOMBS[kind]
+    monkeypatch.setattr("tula_hpc.checkpoint.payload.MAX_INSTRUCTIONS", MANY)
     store = CheckpointStore(tmp_path / "checkpoints")
     store.save({"x": 1}, samples_seen=1)
     forge(store.folder / "checkpoint-r0000-000000000002.tula", make())

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -175,13 +176,18 @@ def evaluations(**trained: Any) -> dict[str, float]:
     return found
 
 
+@functools.cache
+def evaluations_before_training() -> dict[str, float]:
+    return evaluations()
+
+
 def trained_on(*partitions: str) -> list[Event]:
     return [Event(time=1.0, event="submitted", stage="train", data={"partition": name}) for name in partitions]
 
 
 @pytest.mark.parametrize(("where", "ratio"), [("old", 1.0), ("new", 3.0)])
 def test_all_partitions_are_corrected_by_the_ratio_that_one_of_them_measured(where: str, ratio: float) -> None:
-    plain = evaluations()
+    plain = evaluations_before_training()
     metrics = Metrics([], [epoch(ratio * plain[where] / 5, batch=64)], 0)
     corrected = evaluations(metrics=metrics, events=trained_on(where))
     assert corrected == pytest.approx({name: ratio * seconds for name, seconds in plain.items()})
@@ -189,7 +195,7 @@ def test_all_partitions_are_corrected_by_the_ratio_that_one_of_them_measured(whe
 
 @pytest.mark.parametrize("events", [[], trained_on("old", "new"), trained_on("elsewhere")])
 def test_what_was_measured_nobody_knows_where_corrects_no_partition(events: list[Event]) -> None:
-    assert evaluations(metrics=Metrics([], [epoch(100.0)], 0), events=events) == evaluations()
+    assert evaluations(metrics=Metrics([], [epoch(100.0)], 0), events=events) == evaluations_before_training()
 
 
 def test_lines_without_a_time_change_nothing() -> None:
