@@ -113,6 +113,16 @@ def test_a_score_that_comes_while_an_epochs_line_is_written_is_not_of_that_epoch
     assert known(files) == [(1, 0.1, None), (2, None, None)]
 
 
+def test_a_loss_that_is_printed_at_each_step_makes_no_line_for_each(files: TrainDirectory, scores: Scores) -> None:
+    end_epoch(files, 1)
+    for number in range(100):
+        scores.take(f"Acc@1 {number / 2} loss {number}\n".encode())
+        scores.look()
+    assert len(files.metrics_file.read_bytes().splitlines()) == 2
+    scores.write()
+    assert known(files) == [(1, 0.495, 99.0)]
+
+
 def test_a_score_before_the_first_step_is_of_no_epoch(files: TrainDirectory, scores: Scores) -> None:
     scores.take(b"Acc@1 10\n")
     scores.write()

@@ -24,7 +24,7 @@ from tula_hpc.checkpoint.safe_points import Progress
 from tula_hpc.env import unix_time
 from tula_hpc.gradients.noise_scale import CriticalBatch
 from tula_hpc.optim.observer import GradientObserver
-from tula_hpc.records import MAX_LINE_BYTES, EpochMetrics, StepMetrics, append_record
+from tula_hpc.records import EpochMetrics, StepMetrics, append_record
 from tula_hpc.records.metrics import parse_metrics
 
 # lines of earlier epochs that scores may have been added to after the last epoch's
@@ -136,7 +136,8 @@ class MetricsWriter:
         """Add values that are known by now to the last line of an epoch."""
         if self._last is None and self.file is not None and self.file.exists():
             # written before this process began
-            self._last = _last_epoch(self.file.read_bytes())
+            content = self.file.read_bytes()
+            self._last = _last_epoch(content, len(content))
         if self._last is not None:
             self._last = self._last.model_copy(update=dict(known))
             append_record(cast("Path", self.file), self._last)
@@ -156,22 +157,23 @@ def write_scores(file: Path, found: Iterable[tuple[int, Mapping[str, float]]]) -
         content = file.read_bytes()
     for size, scores in found:
         # an epoch whose line was still being written was not over yet
-        row = _last_epoch(content[: content.rfind(b"\n", 0, size) + 1])
+        row = _last_epoch(content, content.rfind(b"\n", 0, size) + 1)
         if row is not None:
             rows[row.epoch] = rows.get(row.epoch, row).model_copy(update=dict(scores))
     for row in rows.values():
         append_record(file, row)
 
 
-def _last_epoch(content: bytes) -> EpochMetrics | None:
-    """Return the row of the last epoch; scores of earlier ones may have been added after it."""
+def _last_epoch(content: bytes, end: int) -> EpochMetrics | None:
+    """Return the row of the last epoch up to there; scores of earlier ones may follow it."""
     newest: EpochMetrics | None = None
-    start = len(content)
+    start = end
     for _ in range(MOST_ADDED):
         start = content.rfind(b'{"kind":"epoch"', 0, start)
         if start < 0:
             break
-        row = parse_metrics(content[start : start + MAX_LINE_BYTES].partition(b"\n")[0])
+        line_end = content.find(b"\n", start)
+        row = parse_metrics(content[start:line_end] if line_end >= 0 else content[start:])
         # the later line of an epoch has all that is known of it
         if isinstance(row, EpochMetrics) and (newest is None or row.epoch > newest.epoch):
             newest = row

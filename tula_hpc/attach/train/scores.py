@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,8 @@ CHUNK_BYTES = 65_536
 LARGEST_SHARE = 1.001
 # that are corrected once they turn out to be percent
 MOST_SHARES = 100
+# a script may print its loss at each step, and each time an epoch's line is written anew
+WRITTEN_EVERY_S = 30.0
 # of waiting for the last of the output, which processes of the script's own may hold open
 DRAIN_S = 5.0
 
@@ -54,6 +57,7 @@ class Scores:
         # the last ones, as they were printed, that were taken for shares
         self._shares: deque[tuple[int, dict[str, float]]] = deque(maxlen=MOST_SHARES)
         self._rest = b""
+        self._written_at = -math.inf
         self._thread: threading.Thread | None = None
 
     @classmethod
@@ -135,6 +139,13 @@ class Scores:
         with contextlib.suppress(FileNotFoundError):
             return self.files.metrics_file.stat().st_size
         return 0
+
+    def look(self) -> None:
+        """Record the scores that were found, every `WRITTEN_EVERY_S` at most."""
+        now = time.monotonic()
+        if self._found and now - self._written_at >= WRITTEN_EVERY_S:
+            self._written_at = now
+            self.write()
 
     def write(self) -> None:
         """Record the scores that were found, each beside the last epoch that was over by then.

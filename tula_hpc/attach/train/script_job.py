@@ -187,7 +187,7 @@ class ScriptJob:
 
                 def look(child: Child) -> str | None:
                     self._pass_on(child, peers)
-                    scores.write()
+                    scores.look()
                     return hangs.look(None if child.said() is None else child.silent_s())
 
                 return processes.watch(child, peers, first_step_s, look)
