@@ -123,6 +123,18 @@ def test_a_loss_that_is_printed_at_each_step_makes_no_line_for_each(files: Train
     assert known(files) == [(1, 0.495, 99.0)]
 
 
+def test_half_a_line_of_an_epoch_is_passed_over(files: TrainDirectory, scores: Scores) -> None:
+    """As a node leaves it that lost its power while it wrote."""
+    end_epoch(files, 1)
+    whole = files.metrics_file.read_bytes()
+    files.metrics_file.write_bytes(whole + whole[:40])
+    scores.take(b"Acc@1 50\n")
+    scores.write()
+    scores.take(b"Acc@1 60\n")
+    scores.write()
+    assert known(files) == [(1, 0.6, None)]
+
+
 def test_a_score_before_the_first_step_is_of_no_epoch(files: TrainDirectory, scores: Scores) -> None:
     scores.take(b"Acc@1 10\n")
     scores.write()

@@ -173,10 +173,12 @@ def _last_epoch(content: bytes, end: int) -> EpochMetrics | None:
         if start < 0:
             break
         line_end = content.find(b"\n", start)
-        row = parse_metrics(content[start:line_end] if line_end >= 0 else content[start:])
-        # the later line of an epoch has all that is known of it
-        if isinstance(row, EpochMetrics) and (newest is None or row.epoch > newest.epoch):
-            newest = row
+        # half a line of a writer that was killed is none
+        with contextlib.suppress(ValueError):
+            row = parse_metrics(content[start:line_end] if line_end >= 0 else content[start:])
+            # the later line of an epoch has all that is known of it
+            if isinstance(row, EpochMetrics) and (newest is None or row.epoch > newest.epoch):
+                newest = row
     return newest
 
 
