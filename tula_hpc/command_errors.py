@@ -45,8 +45,8 @@ NOTHING_BEGUN = "interrupted before anything was begun"
 def ending_at_once() -> Iterator[None]:
     """End the process on Ctrl-C within this, unless a command there takes it, see `exit_code_of`.
 
-    Compiled modules, those of scipy and pydantic among them, may swallow a KeyboardInterrupt, or
-    turn it into an error of their own.
+    Compiled modules, those of scipy and pydantic among them, and the import of any module may
+    swallow a KeyboardInterrupt, or turn it into an error of their own.
     """
     # in the background of a script it is ignored, and a thread of a notebook cannot take it
     is_taken = signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -61,6 +61,8 @@ def ending_at_once() -> Iterator[None]:
 
 
 def _end(_number: int, _frame: FrameType | None) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"\n{NOTHING_BEGUN}\n".encode())
     os._exit(INTERRUPTED)
 
 

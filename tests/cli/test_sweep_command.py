@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -21,7 +22,7 @@ from tests.planning_data import failed, ok
 from tests.run_factory import EPOCHS, make_run, write_training
 from tula_hpc.cli.changed_inputs import freeze
 from tula_hpc.config import PUT_BACK, ClusterSpec, SweepSpec, load_cluster, load_sweep
-from tula_hpc.errors import TrialError
+from tula_hpc.errors import InputError, TrialError
 from tula_hpc.files import PLAN_ALONE
 from tula_hpc.formatting import command_line, format_duration
 from tula_hpc.records import Footprint, JobNote, RunDirectory, append_record
@@ -810,6 +811,26 @@ def test_an_interrupt_before_the_work_is_told(
     monkeypatch.setattr("tula_hpc.sweep.load_inputs", interrupted)
     assert main([str(sweep_file)]) == 130
     assert capsys.readouterr().err == "\ninterrupted before anything was begun\n"
+
+
+def test_an_interrupt_that_a_library_swallows_while_inputs_are_read_ends_the_command(
+    sweep_file: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def swallowing(*_: object) -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise InputError("goes on")
+
+    monkeypatch.setattr("tula_hpc.config.load_together", swallowing)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(SystemExit) as end:
+            main([str(sweep_file)])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert end.value.code == 130
+    assert capfd.readouterr().err == "\ninterrupted before anything was begun\n"
 
 
 @pytest.mark.parametrize(

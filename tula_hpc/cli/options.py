@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tula_hpc.command_errors import ending_at_once
 from tula_hpc.env import slurm_conf
 from tula_hpc.errors import InputError, NotConfiguredError, RunDirectoryError, TrialError
 
@@ -71,6 +72,7 @@ def _assignment(text: str) -> str:
     return text
 
 
+@ending_at_once()
 def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
     """Read and check the sweep and the cluster, one by itself and both together.
 
