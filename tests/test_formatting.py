@@ -16,6 +16,7 @@ from tula_hpc.formatting import (
     in_comparison,
     keep_units,
     plural,
+    wrapped,
 )
 
 UNIT_S = {"ms": 0.001, "s": 1, "min": 60, "h": 3600, "d": 86_400}
@@ -98,6 +99,7 @@ def test_plurals() -> None:
 def test_units_stay_with_their_numbers() -> None:
     assert keep_units("batch 64 takes 12 min 30 s") == "batch 64\u00a0takes 12\u00a0min 30\u00a0s"
     assert keep_units("hardly any at N = 8, B = 1,024") == "hardly any at N\u00a0=\u00a08, B\u00a0=\u00a01,024"
+    assert wrapped("time  ", "about 12 min", 14, 8) == ["time  about", "        12 min"]
 
 
 @pytest.mark.parametrize(

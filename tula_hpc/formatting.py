@@ -386,14 +386,15 @@ class _PrintableStream:
 
 def wrapped(head: str, text: str, width: int, indent: int) -> list[str]:
     """Return foreign text in lines: the first one after a head, the others after so many blanks."""
-    return textwrap.wrap(
-        in_short_lines(printable(text.replace("\n", " "))),
+    lines = textwrap.wrap(
+        keep_units(in_short_lines(printable(text.replace("\n", " ")))),
         width,
         initial_indent=head,
         subsequent_indent=" " * indent,
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return [line.replace("\u00a0", " ") for line in lines]
 
 
 @contextlib.contextmanager

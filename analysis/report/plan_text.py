@@ -27,6 +27,7 @@ from tula_hpc.formatting import (
     format_percent,
     in_comparison,
     in_samples,
+    keep_units,
     money_within,
     plural,
     printable,
@@ -72,13 +73,13 @@ def describe_plan(plan: Plan, profiling: str = "") -> str:
     lines = [capture.get().rstrip("\n")]
     for sentence in sentences(plan, profiling):
         wrapped = textwrap.wrap(
-            sentence,
+            keep_units(sentence),
             console.width,
             subsequent_indent="  ",
             break_long_words=False,
             break_on_hyphens=False,
         )
-        lines += map(printable, wrapped)
+        lines += (printable(line).replace("\u00a0", " ") for line in wrapped)
     return "\n".join(lines)
 
 

@@ -869,6 +869,8 @@ def test_on_a_terminal_signs_and_remarks_are_whole(
     # a command that is copied is one line
     assert all(len(line) <= width for line in lines if " --run-dir " not in line)
     assert not [line for line in lines if "…" in line]
+    apart = zip(lines, lines[1:], strict=False)
+    assert not [line for line, after in apart if re.search(r" \d+$", line) and re.match(r"  [a-z%]", after)]
     plan = make_plan(load_sweep(run.sweep_file, check_paths=False), cluster(), CORNERS)
     near = [c for c in plan.candidates if 1 / 4 <= c.global_batch / plan.chosen.global_batch <= 4]
     assert sum(line.startswith("→") for line in table) == 1
