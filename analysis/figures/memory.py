@@ -321,7 +321,7 @@ def _title(usage: Usage) -> str:
         more = format_bytes(growth[0])
         title = f"A worker needs {more} for each further sample of its batch, on average"
         if growth[1:] and growth[-1]:
-            title += f", a single one {format_bytes(growth[-1])}"
+            title += f", with a single worker {format_bytes(growth[-1])}"
     lines = [line for line in usage.lines if line.predicted]
     if not lines or (usage.limit is None and not usage.bounded):
         return title

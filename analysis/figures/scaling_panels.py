@@ -219,11 +219,13 @@ def finding(curve: Curve) -> str:
 
 
 def _outdo(curve: Curve, row: ScalingRow, *, would: bool = False) -> str:
-    factor = format_number(row.speed_up.value, 2)
+    factor = f"{format_number(row.speed_up.value, 2)} times "
+    if factor == "1 times ":
+        factor = ""
     efficiency = f"({100 * row.efficiency.value:.0f} %)"
     if curve.kind == "weak":
-        return f"process {factor} times as many samples {efficiency}"
-    return f"{'be' if would else 'are'} {factor} times as fast {efficiency}"
+        return f"process {factor}as many samples {efficiency}"
+    return f"{'be' if would else 'are'} {factor}as fast {efficiency}"
 
 
 def _caption(curve: Curve, chosen: int | None) -> str:

@@ -50,7 +50,7 @@ from tula_hpc.config.workload import DATASETS
 from tula_hpc.env import begin_process
 from tula_hpc.errors import InputError
 from tula_hpc.files import write_out
-from tula_hpc.formatting import printable_output
+from tula_hpc.formatting import plural, printable_output
 from tula_hpc.records import Footprint
 
 if TYPE_CHECKING:
@@ -229,7 +229,8 @@ def _describe(footprint: Footprint) -> Iterator[str]:
         "copy for a checkpoint, on the host": footprint.checkpoint_bytes,
         "interpreter and libraries": footprint.host_baseline_bytes,
     }
-    yield f"One of {footprint.world_size} worker(s), before any profile, MiB:"
+    workers = plural(footprint.world_size, "worker")
+    yield f"A worker of a training with {workers}, before any profile, MiB:"
     yield from (f"  {name:<34}{size / MIB:>12,.1f}" for name, size in parts.items() if size)
     limit = ""
     if footprint.limit_bytes is not None:

@@ -388,7 +388,7 @@ def in_parts(run: RunContents, *out: Configuration) -> RunContents:
 
 def test_a_single_worker_that_takes_its_batch_in_parts_has_a_line_of_its_own(run: RunContents) -> None:
     drawing = drawn(in_parts(run), "memory")
-    assert "5.4 MiB for each further sample of its batch, on average, a single one 2.7 MiB" in drawing.title
+    assert "5.4 MiB for each further sample of its batch, on average, with a single worker 2.7 MiB" in drawing.title
     assert "a single worker's lie on a curve of their own" in drawing.caption
     line = {(row["nodes"], row["local_batch_samples"]): row for row in rows(drawing) if row["mark"] == "predicted_90"}
     assert set(line) == {*(("1", str(b)) for b in (32, 64, 128, 256)), *(("", str(b)) for b in (16, 32, 64, 128))}

@@ -121,6 +121,12 @@ def test_only_measured_nodes_are_as_fast_as_the_title_says(
     assert finding(curve) == f"Strong scaling of batch 128: 4 nodes {words} 3.2 times as fast as 1 (efficiency 80 %)"
 
 
+def test_nodes_that_gain_nothing_process_as_many_samples() -> None:
+    even = scaled_on(2, None)._replace(speed_up=Interval(1.004, 0.9, 1.1), efficiency=Interval(0.5, 0.45, 0.55))
+    words = finding(Curve("weak", 256, [scaled_on(1, 1.0), even]))
+    assert words.endswith("2 nodes would process as many samples as 1 (efficiency 50 %)")
+
+
 DELTAS = {f"d{delta}": {"training": {"method": "ags", "delta": delta}} for delta in (0.1, 0.4, 2.0)}
 
 
