@@ -129,6 +129,16 @@ def step_factors(planned_s: Array, model_s: Array, ends_s: Array) -> Array:
     )
 
 
+def widened(model_s: Array, ends_s: Array, half: Array) -> Array:
+    """Return intervals (2, n) around predictions (n,), with a second spread in quadrature.
+
+    `half` (n,) is half the width of that one, in logarithms.
+    """
+    with np.errstate(divide="ignore", over="ignore"):
+        low, high = np.hypot(np.log(ends_s / model_s), half)
+        return np.asarray(model_s * np.exp(np.stack([-low, high])))
+
+
 def start_factors(measured_s: Sequence[float]) -> Ends:
     """Return the factors of a start, around the median of those measured; without any, assumed."""
     count = len(measured_s)

@@ -24,6 +24,11 @@ from tula_hpc.records import (
     is_usable,
 )
 
+# of a 95 % interval, what lies within 90 %
+SHARE_90 = 1.645 / 1.96
+# a step that may be longer by this factor, as after two rounds, says nothing
+MOST_NOISE = 2.0
+
 
 class Profile(NamedTuple):
     """Medians over the repeated measurements of one configuration; 0 or None where none has it."""
@@ -132,6 +137,20 @@ class Summary(NamedTuple):
             for row in self.profiles
             if row.accumulation == self.passes.of(row.configuration.local_batch)
         ]
+
+    def noise(self, configurations: Iterable[tuple[int, int, int]]) -> NDArray[np.float64]:
+        """Return how far noise leaves the steps of configurations (n,) unknown, in logarithms.
+
+        Half of a 90 % interval: of a measured configuration its own, of others the median. The
+        step-time model sees one time of each, and no scatter where it follows them all. Next to
+        nothing where steps were timed until `search.ci_width` was reached.
+        """
+        own = {}
+        for row in self.as_planned:
+            most = row.times.step_time_high_s / row.times.step_time_s
+            own[row.configuration] = SHARE_90 * math.log(min(max(most, 1.0), MOST_NOISE))
+        usual = median(own.values()) if own else 0.0
+        return np.array([own.get(Configuration(*each), usual) for each in configurations])
 
     @property
     def parts(self) -> int:

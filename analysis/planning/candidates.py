@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tula_hpc.analysis.costs.evaluation import Evaluation
 from tula_hpc.analysis.costs.interruptions import Resume
 from tula_hpc.analysis.costs.pricing import Bill, NodePower, Usage, bill
-from tula_hpc.analysis.costs.spread import Spread, step_factors, whole_factors
+from tula_hpc.analysis.costs.spread import Spread, step_factors, whole_factors, widened
 from tula_hpc.analysis.models.fitted import Models
 from tula_hpc.analysis.models.profiles import Summary
 from tula_hpc.analysis.models.step_time import StepTimeModel
@@ -366,8 +366,8 @@ def as_records(
 ) -> list[Candidate]:
     """Return candidates as records, with their 90 % intervals; `front` marks the Pareto front.
 
-    Intervals of steps are the model's around what is planned with, and hold the model's own
-    prediction where both agree; `spread` has those of the whole time and the cost.
+    Intervals of steps are the model's around what is planned with, wider by `Summary.noise`, and
+    hold its own prediction where both agree; `spread` has those of the whole time and the cost.
     """
     lows = np.empty(table.rows)
     highs = np.empty(table.rows)
@@ -380,7 +380,9 @@ def as_records(
             predicted_s[mine] = part.models.step_time.predict(*points)
             with np.errstate(over="ignore"):
                 ends = part.models.step_time.interval(*points)
-            lows[mine], highs[mine] = ends
+            where = zip(rows.nodes, rows.workers_per_node, rows.local_batch, strict=True)
+            noise = part.summary.noise(where)
+            lows[mine], highs[mine] = widened(predicted_s[mine], np.stack(ends), noise)
     relative = step_factors(table.step_time_s, predicted_s, np.stack([lows, highs]))
     columns = (*table, front, predicted_s, *relative)
     return [

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -88,6 +89,30 @@ def test_times_and_costs_follow_from_the_step_time(basis: str) -> None:
         for name in ("step_time_s", "epoch_time_s", "train_time_s", "cost"):
             low, high = c.interval_90[name]
             assert low < getattr(c, name) < high
+
+
+def test_a_prediction_is_no_surer_than_what_was_measured() -> None:
+    """A model that follows every mean shows no scatter, however far each of them may be off."""
+
+    def step_ends(configuration: Configuration, off: float) -> tuple[float, float]:
+        rows = []
+        for row in CORNERS:
+            assert row.times is not None
+            step = row.times.step_time_s
+            times = row.times.model_copy(update={"step_time_high_s": off * step, "step_time_low_s": step / off})
+            rows.append(row.model_copy(update={"times": times, "converged": off < 1.02}))
+        found = make_plan(sweep(), cluster(), rows).find(configuration)
+        assert found is not None
+        low, high = (end / found.step_time_s for end in found.interval_90["step_time_s"])
+        return low, high
+
+    for configuration in (CORNERS[0].configuration, Configuration(2, 1, 64)):
+        exact, sure, noisy, unknown = (step_ends(configuration, off) for off in (1.0, 1.01, 1.6, 9.0))
+        assert sure == pytest.approx(exact, rel=0.01)
+        assert noisy[0] < 1.6**-0.8
+        assert noisy[1] > 1.6**0.8
+        # what says nothing is not believed to say anything
+        assert unknown[1] < 2 * exact[1]
 
 
 @pytest.mark.parametrize("objective", ["knee", "time", "cost"])
@@ -869,7 +894,7 @@ def test_on_a_terminal_signs_and_remarks_are_whole(
     # a command that is copied is one line
     assert all(len(line) <= width for line in lines if " --run-dir " not in line)
     assert not [line for line in lines if "…" in line]
-    apart = zip(lines, lines[1:], strict=False)
+    apart = itertools.pairwise(lines)
     assert not [line for line, after in apart if re.search(r" \d+$", line) and re.match(r"  [a-z%]", after)]
     plan = make_plan(load_sweep(run.sweep_file, check_paths=False), cluster(), CORNERS)
     near = [c for c in plan.candidates if 1 / 4 <= c.global_batch / plan.chosen.global_batch <= 4]
