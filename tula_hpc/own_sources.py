@@ -22,6 +22,8 @@ from typing import NamedTuple
 
 # a folder with more than that is no project of one's own
 MOST_FILES = 500
+# an entry of the folder above, by its path from the working directory
+_ABOVE = re.compile(r"""(?<![\w./])\.\.(?:/|["']\)?\s*[,/]\s*["'])(\w[\w.-]*)""")
 _PACKAGE = Path(__file__).absolute().parent
 _LIBRARIES = ("site-packages", "dist-packages")
 # ways for several workers to train one model: torch's, and frameworks around it
@@ -109,11 +111,22 @@ def own_sources(entry_points: Iterable[str]) -> dict[str, Path]:
 
 def trains_together(entry_points: Iterable[str]) -> bool:
     """Tell whether own code may have several workers train one model: false if it names no way."""
+    texts = _texts_of(entry_points)
+    return not texts or any(map(_TOGETHER.search, texts))
+
+
+def named_above(entry_points: Iterable[str], arguments: Iterable[str]) -> list[str]:
+    """Return what own code, or its arguments, name in the folder above, as `data` in "../data"."""
+    texts = [text.decode(errors="replace") for text in _texts_of(entry_points)]
+    return sorted({name for text in (*texts, *arguments) for name in _ABOVE.findall(text)})
+
+
+def _texts_of(entry_points: Iterable[str]) -> list[bytes]:
     texts = []
     for path in own_sources(entry_points).values():
         with contextlib.suppress(OSError):
             texts.append(path.read_bytes())
-    return not texts or any(map(_TOGETHER.search, texts))
+    return texts
 
 
 def _with_parents(folder: Path, name: str) -> list[_Module]:

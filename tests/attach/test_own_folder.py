@@ -15,6 +15,7 @@ import torch
 from tests.forked import start_workers
 from tula_hpc.attach import own_folder as folders
 from tula_hpc.attach.own_folder import Saved, last_saved_in, own_folder, places_saved_in, spare_files
+from tula_hpc.own_sources import named_above
 from tula_hpc.records import RunDirectory
 
 WRITTEN = (
@@ -47,12 +48,37 @@ def test_a_folder_shows_what_lies_in_the_working_directory_and_keeps_what_is_new
     home = tmp_path / "home"
     (home / "data").mkdir(parents=True)
     (home / "data" / "x").write_text("1")
-    own = own_folder(tmp_path / "own", home)
+    own = own_folder(tmp_path / "run" / "own", home)
     assert (own / "data" / "x").read_text() == "1"
     (own / "last.pt").write_text("2")
     own_folder(own, home)
     assert [path.name for path in home.iterdir()] == ["data"]
     assert (own / "last.pt").read_text() == "2"
+
+
+def test_what_is_named_in_the_folder_above_appears_beside_and_is_spared(tmp_path: Path) -> None:
+    home = tmp_path / "examples" / "mnist"
+    for name in ("data/x", "out/last.pt", "others/y"):
+        path = home.parent / name
+        path.parent.mkdir(parents=True)
+        path.write_text("the user's")
+    home.mkdir()
+    (home / "train.py").write_text('MNIST("../data"); os.path.join("..", "out"); x = "../../of/no", "..", "../none"')
+    above = named_above([str(home / "train.py")], ["--data=../more", "../data"])
+    assert above == ["data", "more", "none", "out"]
+    own = own_folder(tmp_path / "run" / "work", home, above)
+    start_workers(1, write_above, own)
+    assert sorted(path.name for path in own.parent.iterdir()) == ["data", "out", "saved.jsonl", "work"]
+    assert (home.parent / "out" / "last.pt").read_text() == "the user's"
+    assert not (home.parent / "data" / "new").exists()
+
+
+def write_above(_: int, own: Path) -> None:
+    os.chdir(own)
+    spare_files(own, nowhere)
+    assert Path("../data/x").read_text() == "the user's"
+    Path("../data/new").touch()
+    torch.save({}, "../out/last.pt")
 
 
 def test_a_folder_below_the_working_directory_does_not_hold_itself(tmp_path: Path) -> None:
@@ -129,7 +155,7 @@ def test_it_is_noted_that_a_script_saved_wherever_it_did(tmp_path: Path) -> None
 
 def test_what_a_script_writes_over_stays_in_its_folder(home: Path, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in home.rglob("*") if path.is_file()}
-    own = own_folder(tmp_path / "own", home)
+    own = own_folder(tmp_path / "run" / "own", home)
     start_workers(1, write_over, own)
     assert {path: path.read_bytes() for path in home.rglob("*") if path.is_file()} == before
     assert (own / "log.txt").read_text() == "the user's log.txt\nmore\n"
@@ -149,7 +175,7 @@ def test_a_folder_of_many_entries_or_one_that_is_hidden_is_the_real_one(
 ) -> None:
     monkeypatch.setattr(folders, "MOST_ENTRIES", 6)
     (home / ".git").mkdir()
-    own = own_folder(tmp_path / "own", home)
+    own = own_folder(tmp_path / "run" / "own", home)
     linked = {path.name for path in own.iterdir() if path.is_symlink()}
     # the first ones that fit are made anew, whatever comes behind
     assert linked == {".git", "log.txt", "out", "x.db"}

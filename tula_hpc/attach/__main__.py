@@ -69,7 +69,7 @@ from tula_hpc.init.sweep_file import (
     with_arguments,
     workers_in,
 )
-from tula_hpc.own_sources import find_module, source_of
+from tula_hpc.own_sources import find_module, named_above, source_of
 from tula_hpc.records import Configuration, Measurement, write_atomically
 
 if TYPE_CHECKING:
@@ -248,6 +248,7 @@ def _look(
 
 def _run_script(spec: ChildSpec, search: SearchSpec, folder: Path) -> Outcome:
     """Run a script in a folder of its own, until it is measured or ends; return how."""
+    from tula_hpc.attach.own_folder import own_folder
     from tula_hpc.attach.processes import (
         WorkerPeers,
         choose_meeting,
@@ -269,7 +270,9 @@ def _run_script(spec: ChildSpec, search: SearchSpec, folder: Path) -> Outcome:
     changes = {"settings": settings.model_dump(mode="json"), "said": folder.with_suffix(".said")}
     spec = spec.model_copy(update=changes)
     meeting = meeting_from(choose_meeting(place))
-    folder.mkdir()
+    program = spec.program
+    above = named_above([str(program.path or program.module)], program.arguments)
+    own_folder(folder / "work", Path.cwd(), above)
     with own_output(folder, 0, Path.cwd()) as (work, output):
         variables = variables_of(place, 1, meeting, spec.device)
         child = start(spec, variables, work, folder / "rank-0.log", output)

@@ -3,7 +3,8 @@
 Small folders are made anew, with links to their files; one with many entries, which holds data, is
 a link itself. Before the script writes to one of the user's files, a copy takes the place of its
 link: a profile of some steps must not replace what a training of days has saved. Run directories
-are not shown: a script that looks for its newest checkpoint would find a profile's there.
+are not shown: a script that looks for its newest checkpoint would find a profile's there. What the
+script names in the folder above, as `../data`, is shown beside its own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import itertools
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +50,19 @@ class Saved(Record):
     offset: int
 
 
-def own_folder(path: Path, home: Path) -> Path:
+def own_folder(path: Path, home: Path, above: Iterable[str] = ()) -> Path:
     """Make a folder that shows the entries of the working directory, and return it.
 
-    Of an entry that holds the folder itself, as `runs` does, a folder with links to the rest is
-    made: who walks through a link to it would never come to an end.
+    Beside it appear those entries of the folder above that `above` names. Of an entry that holds
+    the folder itself, as `runs` does, a folder with links to the rest is made: who walks through a
+    link to it would never come to an end.
     """
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=True)
-    _show(path, home.resolve(), path.resolve(), MOST_ENTRIES)
+    home, own = home.resolve(), path.resolve()
+    _show(path, _shown_of(home), own, MOST_ENTRIES)
+    named = [home.parent / name for name in above if name != path.name]
+    _show(path.parent, [entry for entry in named if entry.exists()], own, MOST_ENTRIES)
     return path
 
 
@@ -87,8 +92,8 @@ def places_saved_in(folder: Path) -> list[Saved]:
     return found
 
 
-def _show(path: Path, home: Path, own: Path, room: int) -> None:
-    for entry in _shown_of(home):
+def _show(path: Path, entries: Iterable[Path], own: Path, room: int) -> None:
+    for entry in entries:
         if entry == own:
             continue
         shown = path / entry.name
@@ -96,7 +101,7 @@ def _show(path: Path, home: Path, own: Path, room: int) -> None:
         with contextlib.suppress(FileExistsError):
             if own.is_relative_to(entry):
                 shown.mkdir(mode=0o700, exist_ok=True)
-                _show(shown, entry, own, room=0)
+                _show(shown, _shown_of(entry), own, room=0)
                 continue
             count = _entries_of(entry, own, room)
             if count > room:
@@ -161,7 +166,7 @@ class _Sparing:
     """An audit hook (PEP 578), and a wrapper of what opens files in other ways."""
 
     def __init__(self, folder: Path, place: Callable[[], Saved | None]) -> None:
-        self._folder = folder.resolve()
+        self._folder = folder.resolve().parent
         self._saved = folder.with_name(SAVED)
         self._place = place
         self._noted: int | None = None

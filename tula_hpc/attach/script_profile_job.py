@@ -28,7 +28,7 @@ from tula_hpc.env import WorkerEnvironment, job_started_at, join_job, loading_li
 from tula_hpc.errors import StorageError
 from tula_hpc.files import HeldFolder
 from tula_hpc.launch.job_specs import ProfileJob, in_passes
-from tula_hpc.own_sources import digests_of
+from tula_hpc.own_sources import digests_of, named_above
 from tula_hpc.profiling.work_queue import WorkQueue
 from tula_hpc.records import (
     Configuration,
@@ -141,7 +141,9 @@ class Session:
         from tula_hpc.attach.processes import choose_meeting, meeting_from
 
         chosen = choose_meeting(self.env)
-        own_folder(self._folder(configuration, meeting_from(chosen)) / "work", Path.cwd())
+        folder = self._folder(configuration, meeting_from(chosen)) / "work"
+        work = self.job.sweep.workload
+        own_folder(folder, Path.cwd(), named_above(work.entry_points, work.arguments))
         return chosen
 
     def _watch(

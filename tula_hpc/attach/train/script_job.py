@@ -30,6 +30,7 @@ from tula_hpc.errors import StageError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import format_score
 from tula_hpc.launch.job_specs import TrainJob
+from tula_hpc.own_sources import named_above
 from tula_hpc.records import (
     RunDirectory,
     TrainResult,
@@ -136,7 +137,8 @@ class ScriptJob:
 
     def _start(self) -> dict[str, Any]:
         """Return the `Start`, make the script's folder, and put on record that a job begins."""
-        own_folder(self._work, Path.cwd())
+        work = self.job.sweep.workload
+        own_folder(self._work, Path.cwd(), named_above(work.entry_points, work.arguments))
         record = self._start_file
         start = Start(started_at=unix_time())
         if record.exists():
