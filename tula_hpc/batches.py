@@ -17,6 +17,8 @@ from torch.utils.data.dataloader import _DatasetKind
 
 # recursive, and built by users' data sets
 Batch = Any
+# times the samples of an epoch: so many a sampler only has for a training that never ends
+ENDLESS = 1000
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
@@ -108,6 +110,8 @@ class LoaderPass:
         size = getattr(batches, "batch_size", None)
         self.size = size if isinstance(size, int) else 0
         self.drawn = _drawn_by(batches)
+        if self.drawn >= ENDLESS * (length_of(getattr(iterator, "_dataset", None)) or self.drawn):
+            self.drawn = 0
         # without collation these are no batches
         self._is_collated = bool(getattr(iterator, "_auto_collation", False))
         self._is_indexed = getattr(iterator, "_dataset_kind", None) == _DatasetKind.Map

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from tests.forked import start_workers
@@ -120,8 +120,11 @@ class Again:
 def test_an_epoch_is_what_the_sampler_draws() -> None:
     data = TensorDataset(torch.zeros(8))
     repeated = DataLoader(data, batch_sampler=Again(BatchSampler(range(8), 2, False)))
-    loaders = DataLoader(data, 2, sampler=Repeated()), DataLoader(data, 2, sampler=Endless()), repeated
-    assert [LoaderPass(iter(loader)).drawn for loader in loaders] == [3, 0, 8]
+    # as minGPT's, which has an end in name only
+    mingpt = RandomSampler(data, replacement=True, num_samples=10**10)
+    samplers = (Repeated(), Endless(), mingpt)
+    loaders = [*(DataLoader(data, 2, sampler=sampler) for sampler in samplers), repeated]
+    assert [LoaderPass(iter(loader)).drawn for loader in loaders] == [3, 0, 0, 8]
 
 
 IMAGE = {"image": torch.zeros(3, 2, 2)}

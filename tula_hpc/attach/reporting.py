@@ -149,7 +149,10 @@ def unexplained(script: Script, said: Said | None, code: int, printed: str = "")
 def _hint(error: Exception) -> str:
     """Return what a script lacks here, after a semicolon."""
     if lacks_gpu(error):
-        return "; this worker has no GPU: see device and gres in the cluster file"
+        return (
+            "; it has no GPU here: see device and gres in the cluster file; tula attach looks at it "
+            "on a machine with one, as by srun --gpus 1"
+        )
     if str(error).startswith("Parent directory"):
         return "; the script has to make it (os.makedirs), as it runs in a folder of its own"
     if "does not match the world size" in str(error):

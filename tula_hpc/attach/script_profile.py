@@ -44,7 +44,7 @@ from tula_hpc.attach.script import (
     watch_parsers,
     why_no_passes,
 )
-from tula_hpc.batches import LoaderPass
+from tula_hpc.batches import ENDLESS, LoaderPass
 from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.ddp.stop_signals import Suspensions
 from tula_hpc.env import WorkerEnvironment, unix_time
@@ -76,8 +76,6 @@ LEAST_OPTIMIZER_STEPS = 3
 # and gradients looked at
 NOISE_SECONDS = 10.0
 LEAST_PASSES = 2
-# times the samples of an epoch: so many a sampler only has for a training that never ends
-ENDLESS = 1000
 
 
 class Settings(Record):
