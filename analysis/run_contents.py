@@ -147,7 +147,7 @@ def ends(rows: Sequence[T], most: int = MOST_ROWS) -> list[T]:
 def leaves(
     values: Mapping[str, Any], prefix: str = "", whole: Collection[str] = ()
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested mappings by their keys, joined with dots; those of `whole` whole."""
+    """Yield the values of nested mappings by their dotted keys; what `whole` names is not split."""
     for key, value in values.items():
         if isinstance(value, Mapping) and key not in whole:
             yield from leaves(value, f"{prefix}{key}.", whole)

@@ -332,7 +332,7 @@ def load_together(
 
 
 def _naming_overrides(load: Callable[[Sequence[str]], Loaded], overrides: Sequence[str]) -> Loaded:
-    """Load inputs; a mistake of a file that is not there without an override names that, too."""
+    """Load inputs; a mistake that is gone without one of the overrides names that one, too."""
     try:
         return load(overrides)
     except InputError as error:

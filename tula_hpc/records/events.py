@@ -497,7 +497,7 @@ class RunHistory:
     def accounted(self, label: str, accounts: Iterable[JobAccount]) -> tuple[JobAccount, ...]:
         """Return the runs of a training's jobs that had nodes.
 
-        None where accounting does not know one of its jobs, or one was not over.
+        None of them where accounting does not know all of its jobs, or one was not over.
         """
         job_ids = {e.job_id for e in self.of_training(label) if e.event == "submitted"}
         mine = [account for account in accounts if account.job_id in job_ids]

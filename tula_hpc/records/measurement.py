@@ -234,7 +234,7 @@ class Measurement(Record):
         return self.status == "failed" and self.failure is None and self.steps > 0
 
     def is_left_out_by(self, sources: dict[str, str]) -> bool:
-        """Tell it of the script that has these digests of its files; without any, of an unchanged one."""
+        """Tell whether that holds for a script with these digests; without any: for an unchanged one."""
         before = sources if self.identity is None else self.identity.sources
         return self.is_left_out and sources in ({}, before)
 

@@ -187,7 +187,7 @@ class _Steps:
         self.others_scaled = False
 
     def passes_over(self, line: bytes) -> bool:
-        """Tell of a line that it is not to be held, without parsing it, which takes far longer."""
+        """Tell whether a line is left out, without parsing it, which takes far longer."""
         found = _STEP.match(line)
         # of all others it has to be seen whether they were scaled
         if found is None or not line.endswith(b"}\n") or not self.others_scaled:

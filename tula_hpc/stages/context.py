@@ -94,7 +94,7 @@ class StageProgress:
     def _show(
         self, shown: str, said: tuple[str, ...], done: float, total: float, *, is_by_count: bool
     ) -> None:
-        """Print a line of which `said` changed, or any after a long silence."""
+        """Print a line if `said` has changed since the last one, or after a long silence."""
         is_due = time.monotonic() - self.printed_at >= LOG_EVERY_S
         if is_by_count:
             is_due = is_due and math.floor(done) > math.floor(self.done)

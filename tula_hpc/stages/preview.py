@@ -120,9 +120,9 @@ def _ask_slurm(scripts: Sequence[Script]) -> None:
 
 
 def _absent(script: Script, error: RefusedError) -> str:
-    """Say that a job would wait for nodes that are down or drained, of which sbatch takes jobs.
+    """Say that a job would wait for nodes that are down or drained: sbatch would accept it.
 
-    `sbatch --test-only` names no difference to nodes that do not exist.
+    `sbatch --test-only` answers as if the nodes did not exist.
 
     Returns: "" where nodes that are up are enough, or all of the partition are not.
     """
