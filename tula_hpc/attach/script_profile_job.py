@@ -64,7 +64,8 @@ class Session:
     def __init__(self, job: ProfileJob, allocation: Allocation, queue: WorkQueue) -> None:
         self.job, self.allocation, self.queue = job, allocation, queue
         self.env = allocation.env
-        # among the workers of the configuration that is measured; None: it is none of them
+        # that is measured; this worker's place among those that measure it, None: it is none of them
+        self.configuration: Configuration
         self.place: WorkerEnvironment | None = None
         # with the number of forward passes of the configuration that is measured
         self.sweep = job.sweep
@@ -81,7 +82,8 @@ class Session:
     def run(self) -> int:
         """Measure until nothing is left to be measured; return how often this worker did."""
         while (configuration := self._next()) is not None:
-            self._measure(configuration)
+            self.configuration = configuration
+            self._measure()
         self.allocation.close()
         return self.measured
 
@@ -94,7 +96,7 @@ class Session:
             return None
         return Configuration(*fields)
 
-    def _measure(self, configuration: Configuration) -> None:
+    def _measure(self) -> None:
         """Measure a configuration on the first nodes; all workers learn how that went. Collective.
 
         A script that ends early is run once more, for a measurement that has room in its steps.
@@ -102,64 +104,62 @@ class Session:
         from tula_hpc.attach.processes import worst
 
         self.search = self.job.sweep.search
-        outcomes, meeting = self._run(configuration)
+        outcomes, meeting = self._run()
         began_at = meeting.began_at
         if shorter := worst(outcomes).said.result.get("search"):
             self.again_s += unix_time() - began_at
             self.search = SearchSpec.model_validate(shorter)
-            outcomes, meeting = self._run(configuration)
+            outcomes, meeting = self._run()
         found = worst(outcomes)
-        if found.said.is_short and self._is_left_out(configuration, found):
+        if found.said.is_short and self._is_left_out(found):
             self.again_s += unix_time() - meeting.began_at
             return
         if not found.is_done:
-            self._fail(configuration, found)
+            self._fail(found)
         self.measured += self.place is not None
         first = next(each for each in outcomes if each.rank == 0)
-        self._record(configuration, first.said.result, meeting._replace(began_at=began_at))
+        self._record(first.said.result, meeting._replace(began_at=began_at))
 
-    def _run(self, configuration: Configuration) -> tuple[list[Outcome], Meeting]:
+    def _run(self) -> tuple[list[Outcome], Meeting]:
         """Run the script's processes to their end; return how each ended. Collective."""
         from tula_hpc.attach.processes import WorkerPeers, meeting_from
         from tula_hpc.ddp.process_group import place_among
 
-        meeting = meeting_from(self.allocation.broadcast(lambda: self._prepare(configuration)))
+        meeting = meeting_from(self.allocation.broadcast(self._prepare))
         peers = WorkerPeers(self.allocation.store, meeting.run_id)
-        nodes, per_node, _ = configuration
+        nodes, per_node, _ = self.configuration
         self.place = place_among(self.env, nodes, per_node)
         if self.place is not None:
-            peers.announce(self._watch(configuration, self.place, meeting, peers))
+            peers.announce(self._watch(self.place, meeting, peers))
         # all have announced theirs by now
         self.allocation.broadcast(str)
-        outcomes = peers.outcomes(configuration.world_size)
+        outcomes = peers.outcomes(self.configuration.world_size)
         if loss := self.folder.loss("measured"):
             raise StorageError(loss)
         return outcomes, meeting
 
-    def _prepare(self, configuration: Configuration) -> str:
+    def _prepare(self) -> str:
         """Make the folder of a start, and return where its processes meet; on rank 0."""
         from tula_hpc.attach.processes import choose_meeting, meeting_from
 
         chosen = choose_meeting(self.env)
-        folder = self._folder(configuration, meeting_from(chosen)) / "work"
+        folder = self._folder(meeting_from(chosen)) / "work"
         work = self.job.sweep.workload
         own_folder(folder, Path.cwd(), named_above(work.entry_points, work.arguments))
         return chosen
 
-    def _watch(
-        self, configuration: Configuration, place: WorkerEnvironment, meeting: Meeting, peers: Any
-    ) -> Outcome:
+    def _watch(self, place: WorkerEnvironment, meeting: Meeting, peers: Any) -> Outcome:
         """Start the script's process of this rank, and wait for its end."""
         from tula_hpc.attach.processes import own_output, start, variables_of, watch
         from tula_hpc.attach.reporting import ChildSpec
 
         work = self.sweep.workload
         home = Path.cwd()
-        folder = self._folder(configuration, meeting)
+        folder = self._folder(meeting)
         with own_output(folder, place.rank, home) as (own, output):
             spec = ChildSpec(
                 mode="profile",
-                program=script_of(self._long_enough(configuration), configuration, own),
+                program=script_of(self._long_enough(), self.configuration, own),
                 home=home,
                 said=folder / f"rank-{place.rank}.said",
                 parent=os.getpid(),
@@ -167,30 +167,29 @@ class Session:
                 world_size=place.world_size,
                 device=self.job.cluster.device,
                 counted_model=work.counted_model,
-                settings=self._settings(configuration, place),
+                settings=self._settings(place),
             )
-            variables = variables_of(
-                place, configuration.workers_per_node, meeting, self.job.cluster.device
-            )
+            per_node = self.configuration.workers_per_node
+            variables = variables_of(place, per_node, meeting, self.job.cluster.device)
             child = start(spec, variables, own, Path(output.name), output)
             return watch(child, peers, 60.0 * self.job.sweep.search.first_step_minutes)
 
-    def _folder(self, configuration: Configuration, meeting: Meeting) -> Path:
-        nodes, _, batch = configuration
+    def _folder(self, meeting: Meeting) -> Path:
+        nodes, _, batch = self.configuration
         name = f"n{nodes}-b{batch}-{meeting.run_id[:6]}"
         return self.job.output.with_suffix("") / name
 
-    def _long_enough(self, configuration: Configuration) -> Any:
+    def _long_enough(self) -> Any:
         """Return the sweep with epochs enough for all that is measured, of a small data set."""
         sweep = self.sweep
         search, work = sweep.search, sweep.workload
         # whole steps, computation, and what is timed briefly
         steps = search.warmup_steps + 3 * search.max_steps + 200
-        epochs = math.ceil(steps * configuration.global_batch / (work.samples or 1)) + 1
+        epochs = math.ceil(steps * self.configuration.global_batch / (work.samples or 1)) + 1
         longer = work.model_copy(update={"epochs": max(work.epochs, epochs)})
         return sweep.model_copy(update={"workload": longer})
 
-    def _settings(self, configuration: Configuration, place: WorkerEnvironment) -> dict[str, Any]:
+    def _settings(self, place: WorkerEnvironment) -> dict[str, Any]:
         from tula_hpc.attach.script_profile import Settings
 
         job = self.job
@@ -200,27 +199,26 @@ class Session:
         settings = Settings(
             search=self.search,
             cluster=cluster,
-            configuration=configuration,
+            configuration=self.configuration,
             place=place,
-            forward_batch=forward_batch(self.sweep, configuration),
+            forward_batch=forward_batch(self.sweep, self.configuration),
             accumulation=self.sweep.workload.accumulation,
             samples=work.samples or 0,
             counts_epochs=any("{epochs}" in text for text in work.arguments),
             counts_steps=counts_steps(job.sweep),
-            training_steps=work.epochs * (work.samples or 0) / configuration.global_batch,
+            training_steps=work.epochs * (work.samples or 0) / self.configuration.global_batch,
             hooked_by=job.sweep.training.method if job.sweep.training.adapts else "",
             sources=self.sources,
-            allreduce_s=self.allreduce_s.get(configuration.world_size),
+            allreduce_s=self.allreduce_s.get(self.configuration.world_size),
             job_began_at=job_started_at() + self.again_s if self.measured == 0 else None,
         )
         return settings.model_dump(mode="json")
 
-    def _record(
-        self, configuration: Configuration, result: dict[str, Any], meeting: Meeting
-    ) -> None:
+    def _record(self, result: dict[str, Any], meeting: Meeting) -> None:
         measurement = Measurement.model_validate(result["measurement"])
-        if measurement.times is not None and configuration.world_size > 1:
-            self.allreduce_s[configuration.world_size] = measurement.times.allreduce_time_s
+        world = self.configuration.world_size
+        if measurement.times is not None and world > 1:
+            self.allreduce_s[world] = measurement.times.allreduce_time_s
         if self.env.rank != 0:
             return
         elapsed_s = unix_time() - meeting.began_at
@@ -237,14 +235,14 @@ class Session:
         if result["others"]:
             sys.stderr.write(f"{_which_counts(result)}\n")
         # its links are not followed; what the script has said stays
-        shutil.rmtree(self._folder(configuration, meeting) / "work", ignore_errors=True)
+        shutil.rmtree(self._folder(meeting) / "work", ignore_errors=True)
 
     @property
     def _told_passes(self) -> int | None:
         work = self.sweep.workload
         return work.accumulation if work.accumulates else None
 
-    def _is_left_out(self, configuration: Configuration, found: Outcome) -> bool:
+    def _is_left_out(self, found: Outcome) -> bool:
         """Record that so large a batch leaves too few steps, if a smaller was measured. Collective."""
 
         def record() -> str:
@@ -254,7 +252,7 @@ class Session:
             smallest = min(
                 (m.configuration.global_batch for m in known if is_usable(m)), default=math.inf
             )
-            if configuration.global_batch <= smallest:
+            if self.configuration.global_batch <= smallest:
                 return ""
             told = Measurement(
                 status="failed",
@@ -264,14 +262,14 @@ class Session:
                 accumulation=self._told_passes,
                 identity=Identity.model_validate(found.said.result["identity"]),
                 finished_at=unix_time(),
-                **describe(configuration, self.job.cluster, self.env),
+                **describe(self.configuration, self.job.cluster, self.env),
             )
             append_record(self.job.output, told)
             return "left out"
 
         return bool(self.allocation.broadcast(record))
 
-    def _fail(self, configuration: Configuration, found: Outcome) -> None:
+    def _fail(self, found: Outcome) -> None:
         """End the job as a worker's process has ended, see `end_as`."""
         from tula_hpc.attach.processes import end_as
         from tula_hpc.profiling.record import record_oom
@@ -281,13 +279,13 @@ class Session:
             record_oom,
             job.output,
             job.cluster,
-            configuration,
+            self.configuration,
             self.env,
             partition=job.partition,
             accumulation=self._told_passes,
         )
         rank = None if self.place is None else self.place.rank
-        end_as(found, configuration, rank, record)
+        end_as(found, self.configuration, rank, record)
 
 
 def _which_counts(result: dict[str, Any]) -> str:
