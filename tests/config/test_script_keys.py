@@ -9,7 +9,7 @@ import pytest
 
 from tests.config.test_config import complaint
 from tula_hpc.cli.changed_inputs import freeze
-from tula_hpc.config import WorkloadSpec, load_frozen_sweep, load_sweep
+from tula_hpc.config import WorkloadSpec, idle_keys, load_frozen_sweep, load_sweep
 from tula_hpc.config.workload import PLACEHOLDERS
 
 SCRIPT = """
@@ -54,6 +54,12 @@ def test_a_frozen_sweep_is_read_again() -> None:
     spec = load_sweep(Path("mine.toml"))
     Path("frozen.toml").write_text(freeze(spec))
     assert load_frozen_sweep(Path("frozen.toml")) == spec
+
+
+def test_a_scaled_rate_is_said_to_change_nothing_for_a_script() -> None:
+    Path("mine.toml").write_text(SCRIPT + '[training]\nmethod = "ags"\nlr_scaling = "sqrt"\n')
+    found = dict(idle_keys(load_sweep(Path("mine.toml"))))
+    assert found == {"training.lr_scaling": "a script sets its own rate; remove it"}
 
 
 def test_a_module_is_found_and_not_imported() -> None:

@@ -451,6 +451,7 @@ def _idle_by_others(sweep: SweepSpec) -> Iterator[tuple[str, str]]:
         yield "workload.warmup_epochs", "training.warmup_epochs is given, and counts; remove either"
     if work.is_script:
         yield "training.observe_gradients", "a script's gradients are not logged; remove it"
+        yield "training.lr_scaling", "a script sets its own rate; remove it"
     else:
         yield "search.first_step_minutes", "it is for scripts; remove it"
     if work.is_script and "seed" not in work.placeholders:
