@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from tula_hpc.analysis.report.output import exit_code_of
+from tula_hpc.analysis.report.output import PLAN_WIDTH, exit_code_of, table_lines
 from tula_hpc.command_errors import CommandParser
 from tula_hpc.config import (
     PUT_BACK,
@@ -257,7 +257,6 @@ def _damaged_plan(run: RunDirectory) -> list[str]:
 
 
 def _what_if(rows: Sequence[WhatIf]) -> str:
-    from tula_hpc.analysis.report.output import PLAN_WIDTH, table_lines
     from tula_hpc.analysis.report.tables import not_possible, nothing_changes, what_if_table
 
     if not rows:

@@ -44,7 +44,9 @@ from typing import TYPE_CHECKING, Any
 from tula_hpc.attach.script import ParsedOptions, Script, with_placeholders, worded
 from tula_hpc.command_errors import CommandParser, exit_code_of
 from tula_hpc.config import ClusterSpec, SearchSpec
+from tula_hpc.config.loading import read_toml
 from tula_hpc.config.validation import shown
+from tula_hpc.config.workload import find_script
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import InputError, TulaError
 from tula_hpc.files import write_out
@@ -192,9 +194,6 @@ def _check_into(path: Path, run: Path | str) -> str | None:
 
     It may lack what it needs yet. Return its `workload.counted_model`; None: it has none.
     """
-    from tula_hpc.config.loading import read_toml
-    from tula_hpc.config.workload import find_script
-
     if not path.is_file():
         message = "no such file; tula init --script writes it; without --into one is printed here"
         raise InputError(message, source=path)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from tula_hpc.cli.pipeline import carry_out
 from tula_hpc.command_errors import TRY_AGAIN_ON_A_RUN
+from tula_hpc.config import load_frozen_cluster, load_frozen_sweep, load_sweep
 from tula_hpc.env import slurm_job_id
 from tula_hpc.errors import (
     CancelledJobError,
@@ -163,8 +164,6 @@ def run_controller(job: ControlJob) -> None:
     Raises:
         SystemExit: A stage failed for good.
     """
-    from tula_hpc.config import load_frozen_cluster, load_frozen_sweep, load_sweep
-
     run = RunDirectory(job.root)
     try:
         spec = load_frozen_sweep(run.sweep_file)

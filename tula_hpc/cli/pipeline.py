@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_hpc.analysis.costs.usage import describe_profiling, job_runs
+from tula_hpc.analysis.report.output import GAP, TextColumn, add_columns
 from tula_hpc.cli.options import STAGES
 from tula_hpc.errors import StageError, TulaError
 from tula_hpc.files import PLAN_ALONE, read_bounded
@@ -44,7 +45,6 @@ from tula_hpc.stages.train import train_stage, unmatched_metric
 
 if TYPE_CHECKING:
     from tula_hpc.analysis.costs.training_bill import TrainingBill
-    from tula_hpc.analysis.report.output import TextColumn
     from tula_hpc.analysis.report.tables import TextTable
     from tula_hpc.analysis.run_contents import Training
 
@@ -75,7 +75,6 @@ def print_summary(
     from rich.table import Table
     from rich.text import Text
 
-    from tula_hpc.analysis.report.output import GAP, add_columns
     from tula_hpc.analysis.report.tables import summary_rows, summary_table
 
     console = Console(file=with_own_escapes(sys.stdout), highlight=False, markup=False)
@@ -96,8 +95,6 @@ def print_summary(
 
 
 def _columns(content: TextTable) -> list[TextColumn]:
-    from tula_hpc.analysis.report.output import TextColumn
-
     return [
         TextColumn(name, cells, narrow=NARROW.get(name), spare=SPARE.get(name, 0))
         for name, cells in zip(content.columns, zip(*content.rows, strict=True), strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from tula_hpc.analysis.plan import lost_inputs, refuse_lost_measurements
+from tula_hpc.analysis.plan import lost_inputs, make_plan, refuse_lost_measurements
 from tula_hpc.config import SweepSpec
 from tula_hpc.errors import ConstraintsError, InputError, RunDirectoryError, StageError
 from tula_hpc.formatting import command_line
@@ -25,8 +25,6 @@ def plan_stage(sweep: Sweep) -> Plan:
     """
     if plan_is_good(sweep.run):
         return sweep.run.read_plan()
-    from tula_hpc.analysis.plan import make_plan
-
     if is_plan_lost(sweep.run):
         sys.stderr.write(f"{sweep.run.plan_file}: {MADE_AGAIN}\n")
     measured = sweep.run.measurements()
