@@ -8,7 +8,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from datetime import timedelta
@@ -249,6 +249,22 @@ def test_the_store_of_a_local_job_takes_no_connection_from_elsewhere(job: Worker
         stranger.settimeout(0.5)
         with pytest.raises(TimeoutError):
             stranger.connect((LOOPBACK, port))
+
+
+def test_nobody_comes_to_the_store_before_it_knows_whom_to_take(
+    job: WorkerEnvironment, monkeypatch: pytest.MonkeyPatch, stack: ExitStack
+) -> None:
+    admit_only = rendezvous._admit_only
+    came: list[int] = []
+
+    def late(listener: socket.socket, addresses: Collection[str]) -> None:
+        stranger = stack.enter_context(socket.socket())
+        came.append(stranger.connect_ex(listener.getsockname()))
+        admit_only(listener, addresses)
+
+    monkeypatch.setattr(rendezvous, "_admit_only", late)
+    assert met(job)
+    assert came == [errno.ECONNREFUSED]
 
 
 def test_the_store_of_a_job_on_slurm_listens_where_its_workers_come(job: WorkerEnvironment) -> None:

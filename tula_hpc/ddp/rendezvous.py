@@ -275,11 +275,12 @@ class _Door:
         reachable = outside or {guest.ours for guest in guests}
         address = min(reachable)
         only_one = len(reachable) == 1
-        listener = socket.create_server(
-            (address if only_one else "", 0), backlog=self.env.world_size + 16
-        )
+        listener = socket.socket()
+        listener.bind((address if only_one else "", 0))
         port = listener.getsockname()[1]
         _admit_only(listener, reachable | {guest.peer for guest in guests})
+        # only now: a connection that came before would be served, whoever it is from
+        listener.listen(self.env.world_size + 16)
         # TCPStore owns the descriptor from here on
         store = TCPStore(
             address,
@@ -390,7 +391,7 @@ def _listen(env: WorkerEnvironment) -> socket.socket:
 def _admit_only(listener: socket.socket, addresses: Collection[str]) -> None:
     """Have the kernel drop connections from other addresses: TCPStore lists its keys to every peer.
 
-    A classic BPF program on the listening socket (man 7 socket, SO_ATTACH_FILTER) compares the
+    A classic BPF program on the socket that will listen (man 7 socket, SO_ATTACH_FILTER) compares the
     sender's IPv4 address; sockets that it accepts inherit it.
     """
     # BPF_LD+BPF_W+BPF_ABS from SKF_NET_OFF + 12, the source address in the IP header
