@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 import tula_hpc.attach as tula
 from tests.attach.test_keeping import EXITED, KILLED, STOPPED, Story, assert_same, assert_scales_go_on
 from tula_hpc.attach.reporting import failed_by
+from tula_hpc.attach.train.loaders import generator_states, set_generator_states
 from tula_hpc.records import read_metrics
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -178,6 +182,19 @@ def test_a_model_that_saves_by_other_names_is_kept_by_its_own(tmp_path: Path) ->
     ours, theirs = (load_file(tmp_path / name / "model.safetensors").keys() for name in ("ours", "theirs"))
     assert ours == model.state_dict().keys()
     assert theirs != ours
+
+
+def test_a_loader_of_fabric_goes_on_in_the_order_of_its_pass() -> None:
+    """It counts its passes, and its sampler orders by that number."""
+    from lightning.fabric.wrappers import _FabricDataLoader
+
+    data = TensorDataset(torch.arange(16))
+    one, other = (_FabricDataLoader(DataLoader(data, 2, sampler=DistributedSampler(data, 2, 0))) for _ in range(2))
+    list(one)
+    begun = generator_states(one)
+    set_generator_states(other, begun)
+    assert torch.stack([batch for (batch,) in one]).equal(torch.stack([batch for (batch,) in other]))
+    assert begun != generator_states(one)
 
 
 def test_without_tula_around_the_callbacks_are_the_frameworks_own(monkeypatch: pytest.MonkeyPatch) -> None:

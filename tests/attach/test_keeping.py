@@ -22,7 +22,7 @@ from tula_hpc.attach.reporting import ChildSpec, read_said
 from tula_hpc.attach.script import Script
 from tula_hpc.attach.train import script_training
 from tula_hpc.attach.train.keeping import KeptTraining
-from tula_hpc.attach.train.loaders import LoaderHistory
+from tula_hpc.attach.train.loaders import LoaderHistory, OwnBeginnings
 from tula_hpc.attach.train.script_training import ScriptTraining, TrainSettings
 from tula_hpc.config import SweepSpec
 from tula_hpc.ddp.rendezvous import free_port
@@ -375,3 +375,15 @@ def test_a_start_with_no_epoch_left_goes_on_behind_the_loop_and_has_the_last_epo
     assert_same(odd_alone("final"), story)
     rows = read_metrics(story.run.train().metrics_file).epochs
     assert [(row.epoch, row.test_accuracy) for row in rows] == [(1, None), (2, 0.5)]
+
+
+def test_a_loader_that_a_script_begins_at_every_step_does_not_let_checkpoints_grow() -> None:
+    data = TensorDataset(torch.zeros(4))
+    loader = DataLoader(data, 2, shuffle=True, generator=torch.Generator())
+    beginnings = OwnBeginnings([])
+    sizes = []
+    for _ in range(3):
+        beginnings.note(loader, 0)
+        sizes.append(len(beginnings.state()))
+        next(iter(loader))
+    assert sizes[0] == sizes[2]

@@ -8,7 +8,7 @@ of its epochs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +20,7 @@ from tula_hpc.attach.own_folder import (
     places_saved_in,
 )
 from tula_hpc.attach.script import filled, values_of
+from tula_hpc.checkpoint.safe_points import Progress
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import (
     EpochMetrics,
@@ -58,6 +59,28 @@ class TrainedSoFar(Record):
 
 
 @dataclass
+class ScriptProgress(Progress):
+    """Progress of a script's training, with its place in `tula.batches`."""
+
+    # of `tula.batches` in this epoch that are over, and batches of the next one
+    calls: int = 0
+    batches: int = 0
+    # by which these were cut
+    batch_size: int = 0
+    workers: int = 1
+    # epochs done at the end of each loop over `tula.epochs`
+    loops: list[int] = field(default_factory=list)
+    # scores of this epoch, or of the last one, that are in no line yet
+    reported: dict[str, float] = field(default_factory=dict)
+
+    def begin_epoch(self) -> None:
+        """See `Progress`."""
+        super().begin_epoch()
+        self.calls = 0
+        self.batches = 0
+
+
+@dataclass
 class Start:
     """State of a training when a job begins with it, from rank 0 for all workers."""
 
@@ -68,7 +91,7 @@ class Start:
     # the script goes on from what it has saved, with these arguments appended
     resumes: bool = False
     resuming: Sequence[str] = ()
-    # where the script begins, unless it is kept: see `Progress`
+    # where the script begins, unless it is kept: see `ScriptProgress`
     epoch: int = 0
     offset: int = 0
     step: int = 0
@@ -80,7 +103,7 @@ class Start:
     starts_s: float = 0.0
 
     def progress(self) -> dict[str, int | float]:
-        """Return what is done already, as fields of a `Progress`."""
+        """Return what is done already, as fields of a `ScriptProgress`."""
         others = ("resumes", "resuming")
         known = {name: value for name, value in asdict(self).items() if name not in others}
         # a first start takes its first step for the beginning

@@ -19,6 +19,7 @@ from tula_hpc.attach import be_around
 from tula_hpc.attach.frameworks.folders import batch_of, check_folders, kept_in_folder
 from tula_hpc.attach.reporting import Said
 from tula_hpc.attach.train.first_pass import rehearse_first_pass
+from tula_hpc.attach.train.going_on import ScriptProgress
 from tula_hpc.attach.train.loaders import (
     LoaderHistory,
     OwnBeginnings,
@@ -32,7 +33,7 @@ from tula_hpc.attach.train.loaders import (
     tell_beginnings,
 )
 from tula_hpc.attach.train.peers import ScriptPeers, state_of
-from tula_hpc.attach.train.script_training import ScriptProgress, ScriptTraining
+from tula_hpc.attach.train.script_training import ScriptTraining
 from tula_hpc.checkpoint.interval import Interruptions
 from tula_hpc.checkpoint.safe_points import SafePoints
 from tula_hpc.checkpoint.store import CheckpointStore, LoadedCheckpoint
@@ -150,8 +151,7 @@ class Keeper(SafePoints):
             ) from error
 
     def _restore_progress(self) -> None:
-        loaded = self.loaded
-        if loaded is None:
+        if (loaded := self.loaded) is None:
             return
         self.steps.progress = ScriptProgress(**loaded.state["progress"])
         self.go_on_from(loaded)
@@ -260,7 +260,7 @@ class Keeper(SafePoints):
     def note_beginning(self, loader: object) -> None:
         """Note a loader that the script is about to begin by itself in an epoch of `tula.epochs`."""
         if self.loops and self.in_epoch and not self.in_batches:
-            self.beginnings.note(loader)
+            self.beginnings.note(loader, self.calls)
 
     def _restore_generators(self, loader: Iterable[Any]) -> None:
         """Give a loader's own generators their states in the checkpoint, unless another place has."""

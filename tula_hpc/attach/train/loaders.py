@@ -34,6 +34,9 @@ from tula_hpc.data.loader import stop_signals_blocked
 
 # what loads a batch before the step of the one before it; Lightning does of a stream alone
 LOADING_AHEAD = ("accelerate", "lightning")
+# of loaders that count how often they are gone through, and order samples by it: of accelerate, and
+# of Lightning's Fabric
+COUNTERS = ("iteration", "_num_iter_calls")
 # before a number among the states of generators, which are base64
 PASSES = "passes:"
 
@@ -100,15 +103,13 @@ def set_random_state(text: str, loader: object = None) -> None:
 
 
 def generator_states(loader: object) -> list[str]:
-    """Return the states of a loader's own generators, and how often it was gone through.
-
-    accelerate's loaders count that, and order their samples by it.
-    """
+    """Return the states of a loader's own generators, and how often it was gone through."""
     states = [_text(generator.get_state()) for generator in _generators(loader)]
-    passes = getattr(loader, "iteration", None)
-    if isinstance(passes, int):
-        states.append(f"{PASSES}{passes}")
-    return states
+    return states + [f"{PASSES}{getattr(loader, name)}" for name in _counters(loader)]
+
+
+def _counters(loader: object) -> list[str]:
+    return [name for name in COUNTERS if isinstance(getattr(loader, name, None), int)]
 
 
 def set_generator_states(loader: Any, states: list[str], done: list[object] | None = None) -> None:
@@ -122,9 +123,9 @@ def set_generator_states(loader: Any, states: list[str], done: list[object] | No
         if all(generator is not each for each in known):
             generator.set_state(_tensor(state))
             known.append(generator)
-    for state in states[len(numbers) :]:
+    for name, state in zip(_counters(loader), states[len(numbers) :], strict=False):
         if all(loader is not each for each in known):
-            loader.iteration = int(state.removeprefix(PASSES))
+            setattr(loader, name, int(state.removeprefix(PASSES)))
             known.append(loader)
 
 
@@ -174,6 +175,8 @@ class OwnBeginnings:
 
     def __init__(self, restored: list[object]) -> None:
         self._restored = restored
+        # generators that began in this epoch, by the loops over `tula.batches` before
+        self._known: set[tuple[int, ...]] = set()
         # of this epoch: each with the states before its beginning
         self._begun: list[tuple[object, list[str]]] = []
         # of a checkpoint, by place: before the beginning, None where the epoch had not come to it,
@@ -182,8 +185,19 @@ class OwnBeginnings:
         # by place, of earlier epochs too
         self._loaders: dict[int, object] = {}
 
-    def note(self, loader: object) -> None:
-        """Note a loader right before an iterator is made of it, as it was in an epoch that is resumed."""
+    def note(self, loader: object, calls: int) -> None:
+        """Note a loader right before an iterator is made of it, as it was in an epoch that is resumed.
+
+        From one of `calls` of `tula.batches` to the next its generators go on by themselves.
+        """
+        key = (
+            calls,
+            *map(id, _generators(loader)),
+            *map(id, [loader] if _counters(loader) else []),
+        )
+        if key in self._known:
+            return
+        self._known.add(key)
         place = len(self._begun)
         if place in self._found:
             before, saved = self._found[place]
@@ -199,6 +213,7 @@ class OwnBeginnings:
         for place in range(len(self._begun)):
             self._found.pop(place, None)
         self._begun = []
+        self._known.clear()
         if is_new:
             self._found = {place: (None, saved) for place, (_, saved) in self._found.items()}
 
@@ -265,7 +280,7 @@ class Stream:
         size = batch_size_of(loader)
         is_same = (passed.batch_size, passed.workers) == (size, workers)
         # what counts how often it was gone through has to come to its end
-        is_plain = not self.is_wrapped and not hasattr(loader, "iteration")
+        is_plain = not self.is_wrapped and not _counters(loader)
         length = length_of(loader)
         indexed: DataLoader[Any] | None = None
         if _is_indexed(loader) and not (is_same and loader.num_workers):

@@ -231,6 +231,7 @@ class ScriptJob:
             job_id=self.env.job_id,
             samples=job.sweep.workload.samples or 1,
             global_batch=job.configuration.global_batch,
+            epochs=job.sweep.workload.epochs,
             counts_steps=counts_steps(job.sweep),
             forward_batch=forward_batch(job.sweep, job.configuration),
             log_interval_steps=options.log_interval_steps,

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NoReturn, cast
@@ -25,12 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 from tula_hpc.attach.hooks.passes import Apart
 from tula_hpc.attach.own_folder import Saved
 from tula_hpc.attach.reporting import ChildSpec, Mode, Said, leave
-from tula_hpc.attach.train.going_on import TrainedSoFar
+from tula_hpc.attach.train.going_on import ScriptProgress, TrainedSoFar
 from tula_hpc.attach.train.peers import ScriptPeers, synchronize
 from tula_hpc.attach.train.scores import SCORES, as_share
 from tula_hpc.attach.train.script_drift import DriftSettings, ScriptDrift
 from tula_hpc.attach.train.script_scaling import refuse_another, refuse_nan, scaling_of
-from tula_hpc.checkpoint.safe_points import Progress
 from tula_hpc.ddp.agreement import CHECK_EVERY_S, Agreement
 from tula_hpc.ddp.stop_signals import StopRequest, Suspensions
 from tula_hpc.env import unix_time
@@ -54,6 +53,8 @@ class TrainSettings(Record):
     # of an epoch, over all workers
     samples: int
     global_batch: int
+    # of the whole training; 0: unknown
+    epochs: int = 0
     # it is told the steps of all epochs, so that an epoch ends within one
     counts_steps: bool = False
     # samples of one forward pass of one worker; 0: unknown
@@ -77,28 +78,6 @@ class TrainSettings(Record):
     fixed_s: float | None = None
     # None: step times are compared with nothing
     drift: DriftSettings | None = None
-
-
-@dataclass
-class ScriptProgress(Progress):
-    """Progress of a script's training, with its place in `tula.batches`."""
-
-    # of `tula.batches` in this epoch that are over, and batches of the next one
-    calls: int = 0
-    batches: int = 0
-    # by which these were cut
-    batch_size: int = 0
-    workers: int = 1
-    # epochs done at the end of each loop over `tula.epochs`
-    loops: list[int] = field(default_factory=list)
-    # scores of this epoch, or of the last one, that are in no line yet
-    reported: dict[str, float] = field(default_factory=dict)
-
-    def begin_epoch(self) -> None:
-        """See `Progress`."""
-        super().begin_epoch()
-        self.calls = 0
-        self.batches = 0
 
 
 class ScriptTraining(Mode):
@@ -224,6 +203,20 @@ class ScriptTraining(Mode):
                 # the pass had an end after all
                 self.progress.offset -= self._carried
                 self._carried = 0
+
+    def trains_anew(self, missed: int = 0) -> bool:
+        """See `Listener`. Steps within a first epoch were none, as to find a rate."""
+        progress = self.progress
+        if self.is_kept:
+            return True
+        if progress.epoch >= self.settings.epochs > 0:
+            return False
+        if not progress.epoch and progress.step == self.steps:
+            self._forget_steps()
+            self.steps = 0
+        for _ in range(missed):
+            progress.count_step(self.settings.global_batch)
+        return True
 
     def evaluating(self) -> None:
         """See `Listener`."""
@@ -370,8 +363,10 @@ class ScriptTraining(Mode):
     def be_kept(self, *, begins: bool) -> None:
         """Leave epochs to a keeper. Steps before a training begins, as to find a rate, are none."""
         self.is_kept = True
-        if not begins or not self.steps:
-            return
+        if begins and self.steps:
+            self._forget_steps()
+
+    def _forget_steps(self) -> None:
         progress = self.progress
         progress.epoch = progress.step = progress.samples_seen = 0
         progress.begin_epoch()
