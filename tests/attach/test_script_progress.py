@@ -163,6 +163,26 @@ def test_all_passes_of_a_first_step_count_though_the_model_was_not_known_before(
     assert [(row.step, row.samples_seen) for row in told.metrics().epochs] == [(2, 16), (4, 32)]
 
 
+def test_steps_to_find_a_rate_are_none_and_those_after_the_last_epoch_do_not_count(
+    tmp_path: Path, clock: Clock
+) -> None:
+    told = Told(tmp_path, clock, samples=32)
+    told.training.settings = told.training.settings.model_copy(update={"epochs": 2})
+    for _ in range(2):
+        told.step()
+    # another optimizer has taken a step, whose pass was seen
+    assert told.training.trains_anew(1)
+    told.step(16, 2)
+    for _ in range(2):
+        told.step()
+    # of all layers, after the last ones
+    assert told.training.trains_anew()
+    for _ in range(4):
+        told.step()
+    assert [(row.epoch, row.step, row.samples_seen) for row in told.metrics().epochs] == [(1, 4, 32), (2, 8, 64)]
+    assert not told.training.trains_anew(1)
+
+
 def test_a_shorter_batch_is_the_last_of_its_epoch(tmp_path: Path, clock: Clock) -> None:
     told = Told(tmp_path, clock, samples=29)
     for _ in range(2):

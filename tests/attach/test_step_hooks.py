@@ -53,6 +53,10 @@ class Told(Listener):
     def step_ends(self) -> None:
         self.told.append("step")
 
+    def trains_anew(self, missed: int = 0) -> bool:
+        self.told.append(f"again {missed}")
+        return self.told.count("step") < 5
+
     def begins_anew(self) -> None:
         self.told.append("anew")
 
@@ -541,6 +545,38 @@ def with_a_loader_for_later_evaluations_alone() -> None:
             pass
 
 
+def with_a_search_for_a_rate() -> None:
+    """That is undone; then a further optimizer comes too late, as its steps are not planned."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    begun = copy.deepcopy(optimizer.state_dict())
+    for _ in range(2):
+        for _ in range(2):
+            backward(model, 3)
+            optimizer.step()
+        optimizer.load_state_dict(begun)
+    backward(model, 3)
+    optimizer.step()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        backward(model, 3)
+        optimizer.step()
+
+
+def with_a_head_on_a_frozen_model() -> None:
+    """Which an optimizer of its own has from the beginning."""
+    below, head = nn.Linear(4, 9), nn.Linear(9, 1)
+    below.requires_grad_(False)
+    first, second = torch.optim.SGD(head.parameters(), 0.1), torch.optim.SGD(below.parameters(), 0.1)
+    for _ in range(2):
+        backward(head, 3, 9)
+        first.step()
+    below.requires_grad_(True)
+    for _ in range(2):
+        backward(below, 3)
+        second.step()
+
+
 def with_a_second_training() -> None:
     """As of folds, or of repetitions: the first one counts."""
     for model in reversed([nn.Linear(4, 2), nn.Linear(4, 2)]):
@@ -746,6 +782,15 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
         with_a_loader_for_later_evaluations_alone,
         "ready step," + 2 * (3 * " forward 3 ready step," + " begin batch batch"),
     ),
+    "with a search for a rate": (
+        with_a_search_for_a_rate,
+        "ready step, forward 3 ready step, again 0 forward 3 ready step, forward 3 ready step, again 0 "
+        "forward 3 ready step, forward 3 forward 3 again 1",
+    ),
+    "with a head on a frozen model": (
+        with_a_head_on_a_frozen_model,
+        "ready step, forward 3 ready step, anew ready step, forward 3 ready step",
+    ),
     "with a second training": (with_a_second_training, "ready step, forward 3 ready step"),
     "with several loaders": (
         with_several_loaders,
@@ -756,7 +801,7 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
     "with frozen parts": (with_frozen_parts, "ready step, forward 3 ready step"),
     "with a later optimizer": (
         with_a_later_optimizer,
-        "forward 3 ready step, forward 3 ready step, forward 3 forward 3 anew ready step, forward 3 ready step",
+        "forward 3 ready step, forward 3 ready step, forward 3 forward 3 again 1 anew ready step, forward 3 ready step",
     ),
     "without length": (without_length, "ready step, forward 3 ready step"),
     "wrapped again": (wrapped_again, "forward 3 ready step, forward 3"),

@@ -69,6 +69,13 @@ class Listener:
     def begins_anew(self) -> None:
         """Note that another optimizer counts from now, or a larger model than that of the steps so far."""
 
+    def trains_anew(self, missed: int = 0) -> bool:
+        """Note that the model is about to be trained from its beginning, or by another optimizer.
+
+        That one has taken so many steps of which nobody was told. Return whether its steps count.
+        """
+        return True
+
     def meets(self) -> None:
         """Note that the script's process is about to meet the others."""
 

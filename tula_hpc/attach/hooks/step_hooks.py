@@ -402,12 +402,23 @@ class Hooks:
             return False
         if not parameters_of(self.optimizer) <= parameters_of(optimizer):
             return False
+        if not self.listener.trains_anew(self.further_steps):
+            return False
         self._past.append(self.optimizer)
         self.others = [other for other in self.others if other is not optimizer]
         self.others.append(self.optimizer)
-        self.optimizer = optimizer
+        self._take(optimizer)
         self.listener.begins_anew()
         return True
+
+    def _take(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        optimizer.register_load_state_dict_pre_hook(self._before_load)
+
+    def _before_load(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        # a search for a learning rate ends with what it began with
+        if optimizer is self.optimizer and optimizer.state and not state["state"]:
+            self.listener.trains_anew()
 
     def _look_at(self, optimizer: Optimizer) -> None:
         """Take an optimizer if it has the model's parameters, or those of a larger one."""
@@ -428,7 +439,7 @@ class Hooks:
         if self.optimizer is not None:
             self.others.append(self.optimizer)
             self.listener.begins_anew()
-        self.optimizer = optimizer
+        self._take(optimizer)
 
     def _leave_untrained(self, wrapped: DistributedDataParallel) -> None:
         """Count the largest wrapped model that any optimizer trains, and no larger teacher."""
@@ -450,7 +461,9 @@ class Hooks:
         known = [self.optimizer, *self.others, *self._past]
         for each in objects_of(Optimizer):
             others = parameters_of(each)
-            if any(each is one for one in known) or not owned.isdisjoint(others):
+            # one that is frozen may stay so for long, as below a head that is trained first
+            is_frozen = not any(parameter.requires_grad for parameter in others)
+            if is_frozen or any(each is one for one in known) or not owned.isdisjoint(others):
                 continue
             if any(size_of(found) > size_of(model) for found in self._modules_of(others)[:1]):
                 return True

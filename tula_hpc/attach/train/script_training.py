@@ -207,15 +207,13 @@ class ScriptTraining(Mode):
     def trains_anew(self, missed: int = 0) -> bool:
         """See `Listener`. Steps within a first epoch were none, as to find a rate."""
         progress = self.progress
-        if self.is_kept:
-            return True
-        if progress.epoch >= self.settings.epochs > 0:
+        if not self.is_kept and progress.epoch >= self.settings.epochs > 0:
             return False
-        if not progress.epoch and progress.step == self.steps:
+        if not (self.is_kept or progress.epoch) and progress.step == self.steps:
             self._forget_steps()
             self.steps = 0
-        for _ in range(missed):
-            progress.count_step(self.settings.global_batch)
+        # whose passes were seen
+        progress.step += missed
         return True
 
     def evaluating(self) -> None:
