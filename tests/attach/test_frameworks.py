@@ -158,6 +158,18 @@ def test_averages_that_are_stopped_in_their_first_epoch_go_on_as_undisturbed(tmp
     assert_same(whole, story, lines=set)
 
 
+def test_a_search_for_a_rate_before_the_training_is_none_of_it(tmp_path: Path, alone: Alone) -> None:
+    arguments = ("--samples", "64", "--search")
+    whole = alone(LIGHTNING, 1, *arguments)
+    story = Story(tmp_path / "run", 1, arguments, script=LIGHTNING)
+    # of the first twelve steps each start takes to search
+    assert [story.start(12 + 3), story.start()] == [[STOPPED], [EXITED]]
+    assert whole.weights().keys() == story.weights().keys()
+    assert all(torch.equal(value, story.weights()[name]) for name, value in whole.weights().items())
+    metrics = read_metrics(story.run.train().metrics_file)
+    assert [(row.step, row.samples_seen) for row in metrics.epochs] == [(8, 64), (16, 128)]
+
+
 def test_with_another_batch_a_framework_begins_anew_and_says_so(tmp_path: Path) -> None:
     story = Story(tmp_path / "run", 1, ("--samples", "64"), script=TRAINER)
     assert story.start(3) == [STOPPED]

@@ -2,7 +2,7 @@
 
 on_lightning.py --batch-size 8 --epochs 2 [--samples 128] [--by-hand] [--accumulate 2] [--max-steps 14] [--width 32]
                 [--log FOLDER] [--pause 0.1] [--early] [--averaged] [--loader-workers 1]
-                [--stream]
+                [--stream] [--search]
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -109,6 +110,7 @@ def main() -> None:
     parser.add_argument("--averaged", action="store_true")
     parser.add_argument("--loader-workers", type=int, default=0)
     parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--search", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rank, world, here = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
@@ -144,6 +146,9 @@ def main() -> None:
         loader = DataLoader(data, options.batch_size, shuffle=True, num_workers=options.loader_workers)
         if options.stream:
             loader = DataLoader(Stream(data), options.batch_size)
+        if options.search:
+            # what it finds is not taken
+            Tuner(trainer).lr_find(model, loader, num_training=12, update_attr=False)
         trainer.fit(model, loader, DataLoader(validation, 8))
     flag = options.log / "killed"
     if options.early and tula._around is not None and not flag.exists():

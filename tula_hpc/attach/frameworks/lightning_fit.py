@@ -66,7 +66,9 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         @wraps(original)
         def fit(trainer: Any, *args: Any, **kwargs: Any) -> Any:
             given = signature.bind(trainer, *args, **kwargs)
-            if callback in trainer.callbacks:
+            # a Tuner's search for a rate or a batch is no training
+            is_search = any(getattr(each, "_early_exit", False) for each in trainer.callbacks)
+            if callback in trainer.callbacks and not is_search:
                 found = callback.take(trainer)
                 if found is not None:
                     given.arguments["ckpt_path"] = found
