@@ -932,6 +932,8 @@ def test_dry_run_prints_jobs_hours_and_scripts_and_creates_nothing(
     assert "--array" not in out
     assert "if 2 nodes are chosen" in out
     assert "if 1 node is chosen" in dry_run(sweep_file, capsys, "--set", "search.cluster_sizes=[1]")
+    of_two = dry_run(sweep_file, capsys, more='[[partitions]]\npartition = "old"\n[[partitions]]\npartition = "new"\n')
+    assert [f"of partition '{name}' are chosen" in of_two for name in ("old", "new")] == [True, True]
 
 
 def test_a_dry_run_without_slurm_says_that_it_was_not_asked(

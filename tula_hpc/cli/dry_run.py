@@ -230,9 +230,10 @@ def _jobs(nest: bool, waves: Iterable[Wave]) -> Iterator[str]:
 
 def _training(part: Sweep) -> str:
     largest, minutes = max(part.spec.search.cluster_sizes), part.cluster.train_minutes
+    where = f" of partition {part.partition!r}" if part.partition else ""
     return (
-        f"training: at most {largest * minutes / 60:.2f} node-hours per submission, if {plural(largest, 'node')} "
-        f"{'of this partition ' if part.partition else ''}{'is' if largest == 1 else 'are'} chosen"
+        f"training: at most {largest * minutes / 60:.2f} node-hours per submission, if "
+        f"{plural(largest, 'node')}{where} {'is' if largest == 1 else 'are'} chosen"
     )
 
 
