@@ -343,7 +343,7 @@ def _what_would_change(plan: Plan, *, has_trained: bool) -> Iterator[str]:
         yield "Nothing that was searched: no other candidate is feasible."
     elif is_decided:
         yield (
-            'Neither objective.kind = "time" nor "cost" would: of all that was searched it is the '
+            'Neither objective.kind = "time" nor "cost" would: of all feasible ones it is the '
             "fastest and the cheapest."
         )
 

@@ -119,8 +119,11 @@ def _mixed_devices(run: RunContents) -> Iterator[str]:
 
 
 def as_sentence(text: str, partitions: Iterable[str] = ()) -> str:
-    """Return a clause as a sentence; a partition's name in front keeps its case."""
-    if not text.startswith(tuple(prefixed(name, "") for name in partitions if name)):
+    """Return a clause as a sentence; a partition's name or a key in front keeps its case."""
+    first = text.partition(" ")[0]
+    # as objective.budget, and not the first word of "none. …"
+    is_key = "." in first[:-1]
+    if not is_key and not text.startswith(tuple(prefixed(name, "") for name in partitions if name)):
         text = text[:1].upper() + text[1:]
     return text if text.endswith((".", "!", "?")) else f"{text}."
 

@@ -15,7 +15,7 @@ from tests.run_factory import make_run, told_first, write_plan, write_training
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.planning.partitions import name_of
 from tula_hpc.analysis.report.first_page import first_page
-from tula_hpc.analysis.report.text import assumptions, doubts
+from tula_hpc.analysis.report.text import as_sentence, assumptions, doubts
 from tula_hpc.analysis.run_contents import read_run
 from tula_hpc.formatting import duration_within, format_duration, format_money, money_within
 from tula_hpc.records import Doubt, Plan, Remedy, grouped
@@ -64,10 +64,16 @@ def test_what_would_change_the_choice_is_said_or_that_nothing_would(plan: Plan, 
     )
     nothing = would(candidates=[plan.chosen, other], runners_up=[], other_nodes=[])
     assert nothing == [
-        'Neither objective.kind = "time" nor "cost" would: of all that was searched it is the fastest and the cheapest.'
+        'Neither objective.kind = "time" nor "cost" would: of all feasible ones it is the fastest and the cheapest.'
     ]
     alone = would(candidates=[plan.chosen, other.model_copy(update={"feasible": False})], runners_up=[], other_nodes=[])
     assert alone == ["Nothing that was searched: no other candidate is feasible."]
+
+
+def test_names_in_front_of_a_sentence_keep_their_case() -> None:
+    assert as_sentence("objective.budget rules it out") == "objective.budget rules it out."
+    assert as_sentence("gpu: it waits", ["gpu"]) == "gpu: it waits."
+    assert as_sentence("none. Or 2.5 times") == "None. Or 2.5 times."
 
 
 def test_a_price_that_nobody_set_is_told_beside_the_cost(plan: Plan, tmp_path: Path) -> None:
