@@ -296,7 +296,8 @@ def _ends(table: CandidateTable, part: Part, value: Array) -> tuple[Array, Array
     """Return both ends (n,) of the speed-ups' intervals, which hold the fitted model's `value`.
 
     Drawn models do not know how far batches that were not measured depart from the law; the
-    covariance of the predictions does. The wider of the two counts, at each end.
+    covariance of the predictions does. The wider of the two counts, at each end. Noise of the
+    measured steps comes on top, see `Summary.noise`.
     """
     model = part.models.step_time
     where = (table.nodes, table.local_batch, table.workers_per_node)
@@ -306,6 +307,10 @@ def _ends(table: CandidateTable, part: Part, value: Array) -> tuple[Array, Array
     shared = model.covariance(*where)
     variance = np.diag(shared) + shared[0, 0] - 2.0 * shared[0]
     width = Z_90 * model.spread_ * np.sqrt(np.maximum(variance, 0.0))
+    configurations = zip(table.nodes, table.workers_per_node, table.local_batch, strict=True)
+    noise = part.summary.noise(configurations)
+    # that of the row and that of N₀, which is 1 beside itself
+    width[1:] = np.hypot(width[1:], np.hypot(noise[1:], noise[0]))
     factor = np.exp(np.minimum(width, np.log(WIDEST)))
     return value * np.minimum(low, 1.0 / factor), value * np.maximum(high, factor)
 

@@ -63,7 +63,8 @@ def part_of(rows: list[Measurement], spec: SweepSpec, where: ClusterSpec = ROOMY
     profiles = []
     for profile in part.summary.profiles:
         step_s = float(law.predict(profile.configuration.nodes, profile.configuration.local_batch))
-        profiles.append(profile._replace(times=profile.times.model_copy(update={"step_time_s": step_s})))
+        exact = dict.fromkeys(("step_time_s", "step_time_low_s", "step_time_high_s"), step_s)
+        profiles.append(profile._replace(times=profile.times.model_copy(update=exact)))
     models = part.models._replace(step_time=cast(StepTimeModel, law))
     return part._replace(models=models, summary=part.summary._replace(profiles=tuple(profiles)))
 
@@ -141,6 +142,18 @@ def test_what_no_drawn_model_knows_widens_the_intervals() -> None:
     unseen = scaled(Law(lambda _, batch: 0.001 * batch, unseen=2.0))
     for row in unseen.weak.rows[1:]:
         assert row.efficiency.high / row.efficiency.value == pytest.approx(np.exp(1.645 * 0.05 * 2.0))
+
+
+def test_speed_ups_are_no_surer_than_the_steps_that_were_measured() -> None:
+    rows = []
+    for row in CORNERS:
+        assert row.times is not None
+        noisy = row.times.model_copy(update={"step_time_high_s": 1.5 * row.times.step_time_s})
+        rows.append(row.model_copy(update={"times": noisy}))
+    at, spec = chosen(2, 256), sweep(cluster_sizes=[1, 2, 4], min_batch=32, max_batch=1024)
+    first, *others = part_scaling(part_of(rows, spec), spec, at).strong.rows
+    assert (first.speed_up.low, first.speed_up.high) == (1.0, 1.0)
+    assert all(row.speed_up.high > 1.5 * row.speed_up.value for row in others)
 
 
 def test_the_same_measurements_give_the_same_numbers(fitted: NodeScaling) -> None:
