@@ -112,3 +112,8 @@ def test_a_warm_up_of_the_passes_is_told_only_where_later_steps_may_have_more() 
     words = "if it takes fewer at its beginning"
     assert words in remedy_of_passes(1, 4, 16, 16, 1)
     assert words not in remedy_of_passes(4, 1, 16, 16, 1)
+
+
+def test_a_critic_that_takes_a_new_batch_in_each_of_five_steps_is_said_to_be_the_one_that_counts() -> None:
+    """The larger generator has a pass for each."""
+    assert 'workload.counted_model = "Critic"' in remedy_of_passes(5, 1, 16, 16, 2, other="Critic")

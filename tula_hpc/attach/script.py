@@ -146,10 +146,13 @@ def remedy_of_batch(script: str, asked: int, got: int, configuration: Configurat
     return f"look at how {script} takes its batch, and at {{local_batch}} and {{global_batch}}"
 
 
-def remedy_of_passes(passes: int, parts: int, batch: int, asked: int | None, world: int) -> str:
+def remedy_of_passes(
+    passes: int, parts: int, batch: int, asked: int | None, world: int, *, other: str = ""
+) -> str:
     """Return advice for a script that takes `passes` in a step where `parts` were asked for.
 
-    A pass has `batch` samples where `asked` were asked for; None: any.
+    A pass has `batch` samples where `asked` were asked for; None: any. `other` is another model that
+    an optimizer trains.
     """
     if asked is not None and batch != asked and batch * passes == asked * parts:
         return (
@@ -163,7 +166,8 @@ def remedy_of_passes(passes: int, parts: int, batch: int, asked: int | None, wor
             "other arguments need another --run-dir"
         )
     if passes & (passes - 1):
-        return "only powers of 2 can be planned"
+        counted = f'; set workload.counted_model = "{other}" if each step of that takes one batch'
+        return f"only powers of 2 can be planned{counted if other else ''}"
     fewer = ""
     if passes < parts:
         fewer = "; if it takes fewer at its beginning, as YOLO does, switch that warm-up off"

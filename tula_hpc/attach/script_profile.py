@@ -30,7 +30,7 @@ from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc.attach import tell_epochs, was_kept
-from tula_hpc.attach.hooks.find_model import methods_of
+from tula_hpc.attach.hooks.find_model import methods_of, model_of
 from tula_hpc.attach.measured_steps import MeasuredSteps, between_epochs_s, captured
 from tula_hpc.attach.reporting import ChildSpec, Said, leave, own_hook
 from tula_hpc.attach.script import (
@@ -255,7 +255,9 @@ class ScriptProfile(MeasuredSteps):
             why = why_no_passes(*known, has_repeated=repeated, has_others=others)
             raise InputError(f"{name}: {why}")
         if parts is not None and passes != parts:
-            remedy = remedy_of_passes(passes, parts, batch, asked, self.env.world_size)
+            other = next(filter(None, map(model_of, self.hooks.others)), "")
+            world = self.env.world_size
+            remedy = remedy_of_passes(passes, parts, batch, asked, world, other=other)
             raise InputError(
                 f"{name} takes {plural(passes, 'forward pass')} for an optimizer step, not {parts}; "
                 f"{remedy}",
