@@ -20,6 +20,16 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# of a file system that may work the next time
+PASSING = (
+    errno.EIO,
+    errno.EREMOTEIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.ENOTCONN,
+    errno.ESHUTDOWN,
+    errno.EHOSTDOWN,
+)
 # with less left, a disk counts as full: a failed write has just freed its own
 FULL_BYTES = 1_000_000
 # followed for one path, as Linux allows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -22,10 +23,11 @@ from tests.attach.script_runs import BATCH, QUICK, SCRIPTS, measurement_of, prof
 from tests.forked_jobs import forking_scripts
 from tula_hpc.attach.hangs import Place
 from tula_hpc.attach.processes import Outcome, error_of, worst
-from tula_hpc.attach.reporting import Said, unexplained
+from tula_hpc.attach.reporting import Said, failed_by, unexplained
 from tula_hpc.attach.script import Script
 from tula_hpc.attach.train.peers import lacking_in
-from tula_hpc.errors import InputError
+from tula_hpc.checkpoint.store import CheckpointStore
+from tula_hpc.errors import CheckpointError, InputError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.process_memory import descendants
 
@@ -312,6 +314,22 @@ def test_workers_meet_where_they_can_whatever_a_script_says(tmp_path: Path) -> N
     # torch's store by itself listens on all interfaces
     assert re.search(r"listens at \['0100007F:[0-9A-F]{4}'\]", output), output
     assert misbehave("is placed by Slurm", tmp_path / "slurm", world=2).is_done
+
+
+@pytest.mark.parametrize(
+    ("code", "failure"),
+    [(errno.EIO, Failure.KILLED), (errno.ESTALE, Failure.KILLED), (errno.EACCES, Failure.BAD_INPUT)],
+)
+def test_a_checkpoint_that_a_file_system_does_not_take_this_time_is_no_mistake_of_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, failure: Failure
+) -> None:
+    def fail(_: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(CheckpointError) as caught:
+        CheckpointStore(tmp_path / "checkpoints").save({}, samples_seen=1)
+    assert failed_by(caught.value).failure is failure
 
 
 def test_workers_that_take_part_in_different_collectives_are_told_so() -> None:

@@ -122,6 +122,10 @@ def rows(*states: tuple[str, str, str]) -> list[StepState]:
         ([], f"{FRAME}{REMOTE}\nn1: task 0: Killed", Failure.KILLED),
         ([], f"{FRAME}{REMOTE}\n{FRAME}{REMOTE}", Failure.DEVICE_FAILED),
         (rows(("7", "FAILED", "1:0")), CUT_OFF, Failure.NO_SPACE),
+        # a file system that did not take a file this time
+        ([], f"{FRAME}tula_hpc.errors.CheckpointError: /a: cannot be saved: Input/output error", Failure.KILLED),
+        ([], f"{FRAME}tula_hpc.errors.StorageError: /a: cannot be written: Stale file handle", Failure.KILLED),
+        ([], f"{FRAME}tula_hpc.errors.StorageError: /a: cannot be written: Permission denied", Failure.BUG),
     ],
 )
 def test_failures_are_told_apart(steps: list[StepState], log: str, failure: Failure) -> None:

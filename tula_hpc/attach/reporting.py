@@ -26,9 +26,16 @@ from tula_hpc.attach.own_folder import Saved, spare_files
 from tula_hpc.attach.script import Script
 from tula_hpc.ddp.device_errors import broken_device
 from tula_hpc.env import meeting_variables, set_back
-from tula_hpc.errors import DeviceError, InputError, MeetingError, TulaError
+from tula_hpc.errors import (
+    CheckpointError,
+    DeviceError,
+    InputError,
+    MeetingError,
+    StorageError,
+    TulaError,
+)
 from tula_hpc.failure_kinds import Failure
-from tula_hpc.files import NO_SPACE, full_disk
+from tula_hpc.files import NO_SPACE, PASSING, full_disk
 from tula_hpc.formatting import first_line
 from tula_hpc.launch.diagnosis import lost_a_peer
 from tula_hpc.process_memory import keep_freed, out_of_memory
@@ -101,6 +108,9 @@ def read_said(path: Path) -> Said | None:
 def failed_by(error: BaseException) -> Said:
     """Return the failure that an exception in a script's process means, in one sentence."""
     own = error.failure if isinstance(error, TulaError) else None
+    cause = error.__cause__
+    if isinstance(error, CheckpointError | StorageError) and isinstance(cause, OSError):
+        own = Failure.KILLED if cause.errno in PASSING else own
     if own is not None and not isinstance(error, MeetingError | DeviceError):
         return _failed(own, str(error))
     if isinstance(error, MeetingError) or lost_a_peer(error):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from tula_hpc.env import RUN_MARK, SETUP_WORDS
 from tula_hpc.errors import error_for
 from tula_hpc.failure_kinds import Failure
-from tula_hpc.files import open_regular
+from tula_hpc.files import PASSING, open_regular
 from tula_hpc.launch.slurm import JobState, StepState
 
 # what Slurm calls cancelled
@@ -67,6 +67,11 @@ def _raised(failure: Failure) -> str:
     return rf"^(\[rank\d+\]: )?tula_hpc\.errors\.{error_for(failure).__name__}: "
 
 
+# of a file that a file system did not take this time
+_NOT_TAKEN = (
+    r"^(\[rank\d+\]: )?tula_hpc\.errors\.(Checkpoint|Storage)Error: .* cannot be (saved|written): "
+    rf"({'|'.join(map(os.strerror, PASSING))})"
+)
 # Python's last words where a traceback cannot be written any more
 CUT_OFF = r"^(object repr|object type name|object type|object address) *: ?$|^lost sys\.stderr$"
 # srun's words, with the path
@@ -113,7 +118,7 @@ _SIGNS = (
         rf"No space left on device|Disk quota exceeded|File too large|{CUT_OFF}",
     ),
     _Sign(Failure.DIVERGED, frozenset(), _raised(Failure.DIVERGED)),
-    _Sign(Failure.KILLED, frozenset(), _raised(Failure.KILLED)),
+    _Sign(Failure.KILLED, frozenset(), rf"{_raised(Failure.KILLED)}|{_NOT_TAKEN}"),
 )
 
 
