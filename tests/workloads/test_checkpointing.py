@@ -97,7 +97,7 @@ def blocks(classes: int, image_size: int) -> nn.Module:
 
 def layers(classes: int, image_size: int) -> nn.Module:
     """For `model = "tests.workloads.test_checkpointing:layers"`."""
-    body = [layer for _ in range(8) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())]
+    body = [layer for _ in range(4) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())]
     return nn.Sequential(nn.Conv2d(3, 8, 1), *body, nn.Flatten(), nn.Linear(8 * image_size**2, classes))
 
 

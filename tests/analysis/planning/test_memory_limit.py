@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planning_data import BYTES_PER_SAMPLE, MIB, cluster, grid, memory, ok, peak_bytes, sweep
@@ -125,6 +125,7 @@ def far_from_limit(batches: list[int], on: ClusterSpec) -> tuple[Plan, float]:
     batches=st.lists(st.sampled_from([16, 32, 64, 128, 256, 512]), min_size=2, max_size=4, unique=True),
     room=st.floats(0.5, 4.0),
 )
+@settings(max_examples=10)
 def test_no_batch_is_relied_on_that_is_far_larger_than_any_measured_and_might_not_fit(
     batches: list[int], room: float
 ) -> None:
