@@ -203,7 +203,7 @@ ASKED: tuple[Callable[[], object], ...] = (
 
 
 @given(data=st.data())
-@fuzz(200)
+@fuzz(400)
 def test_whatever_slurm_prints_is_read_or_one_of_our_errors(data: st.DataObject) -> None:
     """Real answers with anything in them, each before anyone who asks."""
     said = data.draw(st.sampled_from(SLURM_SAYS))
