@@ -73,7 +73,8 @@ _CALLERS = (
     Path(__file__),
     Path(__file__).parent / "workloads" / "workload.py",
     Path(__file__).parent / "profiling" / "rehearsal_process.py",
-    Path(__file__).parent / "attach" / "script.py",
+    *(Path(__file__).parent / "attach" / name for name in ("child.py", "script.py")),
+    Path(__file__).parent / "attach" / "hooks" / "around.py",
 )
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from tula_hpc.attach.hooks.around import before
 from tula_hpc.attach.processes import Meeting, variables_of
 from tula_hpc.attach.script import Script, filled, remedy_of_batch, remedy_of_passes, values_of
 from tula_hpc.config import SweepSpec
@@ -40,6 +44,15 @@ def test_a_script_that_is_gone_fails_at_no_place(tmp_path: Path, monkeypatch: py
     names = {"script": Script(tmp_path / "gone.py", None, ()), "home": tmp_path, "told": told}
     exec(RUN, names)  # noqa: S102 # the text above
     assert str(names["said"]).endswith("/gone.py'")
+
+
+def test_a_failure_of_a_library_that_a_hook_is_around_is_at_no_place_of_the_hook() -> None:
+    library = SimpleNamespace(divide=operator.truediv)
+    before([library], "divide", lambda: None)
+    names: dict[str, Any] = {"library": library, "told": told}
+    text = RUN.replace("script.run(home)", "library.divide(1, 0)").replace("FileNotFoundError", "ZeroDivisionError")
+    exec(text, names)  # noqa: S102 # the text above
+    assert names["said"] == "ZeroDivisionError: division by zero"
 
 
 def test_each_placeholder_has_a_value() -> None:
