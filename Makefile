@@ -36,7 +36,8 @@ demo: .venv/.ready
 
 # as many workers as cores: none of these tests waits for a process
 unit: .venv/.ready
-	@$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 6 --dist loadscope -m "not thorough and not processes" \
+	@cores=$$(nproc); $(BIN)/python -m pytest -q --numprocesses $$((cores < 6 ? cores : 6)) \
+		--dist loadscope -m "not thorough and not processes" \
 		--ignore tests/attach --ignore tests/local --ignore tests/slurm
 
 # jobs on the test cluster, jobs on this machine, scripts of a user's own, each one test after another, and beside them,

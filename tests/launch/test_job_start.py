@@ -251,6 +251,7 @@ def test_nobody_gives_a_job_more_time_outs_than_it_was_submitted_with(
     assert with_time_outs_left(job, RequeuePaths(tmp_path, job_id="7", task_id=0))._timeout_countdown == left
 
 
+@pytest.mark.processes
 def test_a_job_on_this_machine_that_is_requeued_starts_from_the_same_pickle(tmp_path: Path) -> None:
     counts = tmp_path / "counts"
 

@@ -247,6 +247,7 @@ def test_local_jobs_see_the_gpus_that_the_command_sees(
     assert file.read_text() == repr("" if device == "cpu" else visible)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("shell", ["dash", "bash"])
 def test_the_task_stays_a_child_of_the_shell(tmp_path: Path, shell: str) -> None:
     """Submitit takes the shell's pid for the job's id; bash would replace itself by the last command of a list."""
@@ -259,6 +260,7 @@ def test_the_task_stays_a_child_of_the_shell(tmp_path: Path, shell: str) -> None
         assert int(process.stdout.read()) == process.pid
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("shell", ["dash", "bash"])
 def test_an_interrupt_does_not_end_local_jobs(tmp_path: Path, shell: str) -> None:
     """Nor that which submitit sends before it kills, whose traceback would look like the reason of an end."""
