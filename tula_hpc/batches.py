@@ -46,7 +46,8 @@ def _like(mapping: Mapping[Any, Any], parts: dict[Any, Any]) -> Mapping[Any, Any
 
 def leaves_of(batch: Batch) -> Iterator[Any]:
     """Yield everything in a batch that is no tuple, list or dict."""
-    if not isinstance(batch, Mapping | tuple | list):
+    # a tuple of them, as a union is made anew at each call
+    if not isinstance(batch, (tuple, list, Mapping)):
         yield batch
         return
     for part in batch.values() if isinstance(batch, Mapping) else batch:
@@ -145,12 +146,14 @@ class LoaderPass:
         size = self.size
         if not self._is_collated or not size:
             return 0
-        first = batch[0] if isinstance(batch, list | tuple) and batch else batch
-        if size == 1 and not isinstance(first, list | tuple):
-            # perhaps a data set that makes whole batches
-            return 0
+        if size == 1:
+            first = batch[0] if isinstance(batch, list | tuple) and batch else batch
+            if not isinstance(first, list | tuple):
+                # perhaps a data set that makes whole batches
+                return 0
         if self.drawn:
-            return max(0, min(size, self.drawn - (count - 1) * size))
+            left = self.drawn - (count - 1) * size
+            return size if left >= size else max(0, left)
         # a sampler without an end fills each batch; an iterable data set may not, but for lists
         is_listed = isinstance(batch, list) and len(batch) == size
         return size if self._is_indexed or is_listed else 0

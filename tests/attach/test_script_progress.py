@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.attach.scripts.plain import Streamed
 from tests.run_factory import candidate, measurement, plan, write_plan
 from tula_hpc.analysis.run_contents import median_epoch_s
+from tula_hpc.attach.hooks import step_times
 from tula_hpc.attach.reporting import ChildSpec
 from tula_hpc.attach.script import Script
 from tula_hpc.attach.train import script_drift, script_training
@@ -42,7 +43,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in (script_training, script_drift, agreement):
+    for module in (script_training, step_times, script_drift, agreement):
         monkeypatch.setattr(module, "time", made)
     monkeypatch.setattr(script_training, "unix_time", lambda: BEGAN_AT + made.now)
     return made

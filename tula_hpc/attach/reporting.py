@@ -6,6 +6,7 @@ Exit codes and output carry no meaning by themselves: a script may end and print
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import signal
@@ -207,7 +208,8 @@ class Mode(Listener):
         self.spec = spec
         self.hooks = Hooks(self, spec.counted_model)
         self.steps = 0
-        self._beat_at = 0.0
+        # when the next sign of life is due, by `time.perf_counter`; none before the first step
+        self.sign_due = math.inf
         self._meeting = meeting_variables()
 
     def begin(self) -> None:
@@ -234,15 +236,15 @@ class Mode(Listener):
         self.steps += 1
         if self.steps == 1:
             self.say(Said(state="stepping", steps=1))
-            self._beat_at = time.monotonic()
-        else:
+            self.sign_due = time.perf_counter() + BEAT_S
+        elif time.perf_counter() > self.sign_due:
             self.give_sign()
 
     def give_sign(self) -> None:
         """Give a sign of life about once a second, from the first step on."""
-        now = time.monotonic()
-        if self.steps and now - self._beat_at > BEAT_S:
-            self._beat_at = now
+        now = time.perf_counter()
+        if now > self.sign_due:
+            self.sign_due = now + BEAT_S
             # while the script's first step is told of anew there may be none
             with contextlib.suppress(FileNotFoundError):
                 os.utime(self.spec.said)
@@ -254,6 +256,7 @@ class Mode(Listener):
     def begins_anew(self) -> None:
         """Count from the next step on."""
         self.steps = 0
+        self.sign_due = math.inf
 
     def refuse(self, why: str) -> None:
         """See `Listener`."""

@@ -22,7 +22,8 @@ class Suspensions:
     """
 
     def __init__(self) -> None:
-        self._seen = False
+        # there was one since the last `take`
+        self.seen = False
 
     def install(self) -> Suspensions:
         """Handle CONT in place of submitit. Call it in the main thread."""
@@ -30,11 +31,12 @@ class Suspensions:
         return self
 
     def _remember(self, _number: int, _frame: FrameType | None) -> None:
-        self._seen = True
+        self.seen = True
 
     def take(self) -> bool:
         """Tell whether there was a suspension since the last call."""
-        seen, self._seen = self._seen, False
+        seen = self.seen
+        self.seen = False
         return seen
 
     @contextlib.contextmanager

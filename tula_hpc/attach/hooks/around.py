@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from torch import nn
@@ -79,14 +79,8 @@ def after_forward(model: nn.Module, then: Callable[..., None]) -> RemovableHandl
     return model.register_forward_hook(_Uncopied(then))
 
 
-class _Uncopied:
+class _Uncopied(partial[None]):
     """Hook of which copies do nothing, and can be loaded where this package is not."""
-
-    def __init__(self, function: Callable[..., None]) -> None:
-        self.function = function
-
-    def __call__(self, *call: Any) -> None:
-        self.function(*call)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         # a method of the standard library that takes any three arguments and returns None
@@ -109,14 +103,15 @@ def around_next(note: Callable[[object, object], None], listener: Any) -> None:
     """Note each batch of torch's loaders, and tell a `Listener` how long it is waited for."""
     kind = dataloader._BaseDataLoaderIter
     original = kind.__next__
+    clock = time.perf_counter
 
     @wraps(original)
     def following(self: Any) -> Any:
         listener.batch_wanted()
-        started = time.perf_counter()
+        started = clock()
         batch = original(self)
         note(self, batch)
-        listener.batch_loaded(self, time.perf_counter() - started)
+        listener.batch_loaded(self, clock() - started)
         return batch
 
     kind.__next__ = following  # type: ignore[method-assign] # to be told of each

@@ -1,8 +1,10 @@
-"""Listener of a script's steps; notes on its model's passes: pauses, use, changes by hand."""
+"""Listener of a script's steps; notes on its loaders and passes: pauses, use, changes by hand."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tula_hpc.attach.hooks.around import after_forward
 from tula_hpc.attach.hooks.find_model import objects_of
-from tula_hpc.batches import leaves_of, tensors_of
+from tula_hpc.batches import LoaderPass, data_of, leaves_of, tensors_of
 
 # passes apart may come with all of the first steps, by chance
 FEW_STEPS = 8
@@ -80,6 +82,46 @@ class Listener:
         """Note that the script's process is about to meet the others."""
 
 
+@dataclass(slots=True, eq=False)
+class Source:
+    """Iterator of a loader, and the batch that it has last given out.
+
+    Without an iterator it stands for a script that loads in a way of its own.
+    """
+
+    # which is not kept alive
+    loader: Callable[[], object | None] = lambda: None
+    # its id
+    key: int = 0
+    # its data set by the id; 0: not known
+    data: int = 0
+    # of its last batch; 0: not known
+    items: int = 0
+    # of the pass that it is in; None: not asked yet
+    told: LoaderPass | None = None
+
+
+class Sources:
+    """The iterators that there are."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[object, Source] = weakref.WeakKeyDictionary()
+
+    def of(self, loader: object) -> Source:
+        """Return what is known of an iterator, which is the same object each time."""
+        known = self._known.get(loader)
+        if known is None:
+            known = Source(weakref.ref(loader), id(loader), data_of(loader))
+            self._known[loader] = known
+        return known
+
+    def begin(self, loader: object) -> None:
+        """Forget what an iterator has told of its pass, as the next one may be longer."""
+        known = self._known.get(loader)
+        if known is not None:
+            known.told = None
+
+
 class Apart:
     """Passes between two steps that are none of training: a pause, unless they come with most steps.
 
@@ -88,29 +130,33 @@ class Apart:
     """
 
     def __init__(self) -> None:
+        # since the last step there was such a pass, or a beginning of training's loader
+        self.is_noted = False
         self._has_passes = False
         self._begins = False
         self._steps = 0
 
     def note_pass(self) -> None:
         """Note such a pass since the last step."""
+        self.is_noted = True
         self._has_passes = True
 
     def note_loader(self, *, is_of_steps: bool) -> None:
         """Note that a loader has begun anew since the last step: training's, or an evaluation's."""
         if is_of_steps:
+            self.is_noted = True
             self._begins = True
         else:
             self.note_pass()
 
     def step_ends(self) -> None:
         """Forget what was within the step."""
-        self._has_passes = self._begins = False
+        self.is_noted = self._has_passes = self._begins = False
 
     def is_pause(self, steps: int) -> bool:
         """Tell whether a pause ends, with the first pass of training after so many steps."""
         is_epoch = self._has_passes and self._begins
-        is_noted = self._has_passes or self._begins
+        is_noted = self.is_noted
         self.step_ends()
         if is_epoch or not is_noted:
             return is_epoch
@@ -161,12 +207,13 @@ class Forwards:
     def __init__(self) -> None:
         self._model: nn.Module | None = None
         # since the last step, and the most of a step
-        self._count = 0
+        self.count = 0
         self._most = 0
         self._passes: list[Pass] = []
-        self._inside: Pass | None = None
+        # of which the model's next output is; None: of none that was noted
+        self.inside: Pass | None = None
         # None: none is looked for
-        self._hook: RemovableHandle | None = None
+        self.hook: RemovableHandle | None = None
         self._steps = 0
         self._has_unused = False
 
@@ -175,27 +222,25 @@ class Forwards:
         self._stop()
         self._model = model
         self._steps = 0
-        self._hook = after_forward(model, self._returns)
+        self.hook = after_forward(model, self._returns)
 
     def begin(self, samples: int, *, is_loaded: bool) -> None:
         """Note that a pass begins."""
-        self._count += 1
-        if self._hook is None and self._model is not None and self._count > self._most:
+        self.count += 1
+        if self.hook is None:
+            if self._model is None or self.count <= self._most:
+                return
             self.watch(self._model)
-        if self._hook is not None:
-            self._inside = Pass(samples, is_loaded=is_loaded)
-            self._passes.append(self._inside)
-
-    def leave(self) -> None:
-        """Note that the next output of the model is not of the pass that was noted last."""
-        self._inside = None
+        self.inside = Pass(samples, is_loaded=is_loaded)
+        self._passes.append(self.inside)
 
     def end_step(self) -> list[int]:
-        """Return the samples of passes that led to no gradient, beside others that did."""
-        self._most = max(self._most, self._count)
-        self._count = 0
-        if self._hook is None:
-            return []
+        """Return the samples of passes that led to no gradient, beside others that did.
+
+        While none is looked for, only `count` has to begin anew with a step.
+        """
+        self._most = max(self._most, self.count)
+        self.count = 0
         unused = []
         if any(each.is_used for each in self._passes):
             apart = (each for each in self._passes if each.is_used is False and not each.is_loaded)
@@ -208,15 +253,15 @@ class Forwards:
         return unused
 
     def _returns(self, module: nn.Module, args: object, output: Any) -> None:
-        if self._inside is not None:
-            self._inside.returns(output)
+        if self.inside is not None:
+            self.inside.returns(output)
 
     def _stop(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-        self._hook = None
+        if self.hook is not None:
+            self.hook.remove()
+        self.hook = None
         self._passes.clear()
-        self._inside = None
+        self.inside = None
 
 
 class BackwardPasses:

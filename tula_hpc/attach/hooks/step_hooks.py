@@ -17,11 +17,10 @@ in another way waits between a step's end and the next forward pass.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,21 +50,8 @@ from tula_hpc.attach.hooks.find_model import (
     size_of,
     trained_parameters,
 )
-from tula_hpc.attach.hooks.passes import BackwardPasses, Forwards, Listener
+from tula_hpc.attach.hooks.passes import BackwardPasses, Forwards, Listener, Source, Sources
 from tula_hpc.batches import LoaderPass, data_of, length_of, samples_in, tensors_of
-
-
-class Given(NamedTuple):
-    """Batch that a loader has given out."""
-
-    # its iterator, which is not kept alive
-    loader: Callable[[], object | None]
-    items: int
-    # the data set by its id; 0: not known
-    data: int
-
-
-NONE_GIVEN = Given(lambda: None, 0, 0)
 
 # batches that are taken in advance; of more the first ones are forgotten
 MOST_AHEAD = 1024
@@ -105,17 +91,14 @@ class Hooks:
         self._forward_hook: RemovableHandle | None = None
         self._forwards = Forwards()
         self.backward = BackwardPasses(listener.refuse)
-        # samples of the batch that a loader of torch has last given out; 0: not known
-        self._batch = 0
-        # an evaluation has had it
+        self._sources = Sources()
+        # those that have given a batch since the last step by their ids, the last one last
+        self._given: dict[int, Source] = {}
+        self._last = Source()
+        # an evaluation has had its batch
         self._is_evaluated = False
-        # of each loader since the last step, the last one last
-        self._given: dict[int, Given] = {}
-        self._last = NONE_GIVEN
-        # what their iterators tell, asked once a pass
-        self._passes: weakref.WeakKeyDictionary[object, LoaderPass] = weakref.WeakKeyDictionary()
         # those that gave to the step before: an evaluation's do not
-        self._gave: set[int] = set()
+        self._gave: dict[int, Source] = {}
         # where no loader of torch tells: of a model's inputs, as time may come first; None: not known
         self._dimension: int | None = None
         # batches that they have given out and the model has not had, as some are taken in advance:
@@ -128,7 +111,7 @@ class Hooks:
         self._keeps_batches = False
         # the loader whose batches are this step's, by its id, 0: not known; and itself
         self._source = 0
-        self._loader: Given | None = None
+        self._loader: Source | None = None
         # data set of those batches, by its id, 0: not known; an epoch may have a loader of its own
         self._data = 0
         # data sets of whose last iterator the script had the first batch alone: an iterator for each
@@ -200,39 +183,55 @@ class Hooks:
         inner = module if self.inner_model is None else self.inner_model
         in_a_row = self._in_a_row
         self._in_a_row = 0
-        self._forwards.leave()
+        self._forwards.inside = None
+        latest = self._last
         if inner.training and torch.is_grad_enabled():
             samples = self._samples_in(args, kwargs)
-            alike = (key for key in reversed(self._given) if self._given[key].items == samples)
-            source = next(alike, 0)
-            if source != self._source and self._gave.issuperset((source, self._source)):
-                # of another loader, in each step with that one's batches
-                return
+            # mostly of the loader that has given the last one
+            is_last = samples == latest.items and self._given
+            source = latest.key if is_last else self._source_of(samples)
             if not self._source:
                 self._source = source
-                self._loader = self._given.get(source, self._last)
+                self._loader = self._given.get(source, latest)
                 # of a loader that is gone only where it gave this batch
                 self._data = self._loader.data if source else data_of(self.loader)
-            unused = next((each for each in self._unused if each[1] == samples), None)
-            if unused is not None:
-                self._unused.remove(unused)
+            elif source != self._source and source in self._gave and self._source in self._gave:
+                # of another loader, in each step with that one's batches
+                return
+            ahead = self._unused
+            is_first = ahead and ahead[0][1] == samples
+            data = ahead.popleft()[0] if is_first else self._taken(samples)
+            if data is not None:
                 self._since_new = 0
-                # one by one again, as after statistics of the data
-                self._keeps_batches &= not 0 < in_a_row <= FEW_AHEAD
-            elif samples and samples == self._batch and not self._is_of_another:
+                if 0 < in_a_row <= FEW_AHEAD:
+                    # one by one again, as after statistics of the data
+                    self._keeps_batches = False
+            elif samples and samples == latest.items and not self._is_of_another:
                 # the same batch once more, as for a GAN's other optimizer: no further part of a step
                 self.has_repeated = True
                 return
-            is_loaded = unused is not None and unused[0] == self._data
-            self._forwards.begin(samples, is_loaded=is_loaded)
+            self._forwards.begin(samples, is_loaded=data is not None and data == self._data)
             self.listener.forward_begins(samples)
-        elif inner.training and self._last.data and self._data in (0, self._last.data):
+        elif inner.training and latest.data and self._data in (0, latest.data):
             # features of a batch that is passed again with gradients, as in parts of a large batch
             return
         else:
             self._use_next()
             self._is_evaluated = True
             self.listener.evaluating()
+
+    def _source_of(self, samples: int) -> int:
+        """Return the last loader that has given so many samples since the last step; 0: none."""
+        alike = (key for key in reversed(self._given) if self._given[key].items == samples)
+        return next(alike, 0)
+
+    def _taken(self, samples: int) -> int | None:
+        """Take the first unused batch of so many samples; return its data set, None without one."""
+        for index, (data, items) in enumerate(self._unused):
+            if items == samples:
+                del self._unused[index]
+                return data
+        return None
 
     @property
     def _is_of_another(self) -> bool:
@@ -242,7 +241,9 @@ class Hooks:
     def _samples_in(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
         """Return the samples of a forward pass by its arguments; 0 where these do not tell."""
         first = args[0] if args else kwargs
-        given = self._batch
+        given = self._last.items
+        if isinstance(first, Tensor) and first.dim() > 0 and first.shape[0] == given > 0:
+            return given
         if isinstance(first, list | tuple) and len(first) == given:
             return given
         samples = samples_in(first) or samples_in((args, kwargs))
@@ -278,31 +279,40 @@ class Hooks:
         """The loader of torch that gave this step's batch, or else the last one that gave any."""
         return (self._loader or self._last).loader()
 
-    def pass_of(self, iterator: object) -> LoaderPass:
-        """Return what an iterator of torch's loader tells of the pass that it is in."""
-        known = self._passes.get(iterator)
-        if known is None:
-            known = self._passes[iterator] = LoaderPass(iterator)
-        return known
+    def loader_pass(self) -> LoaderPass | None:
+        """Return what that loader tells of the pass that it is in; None without one."""
+        source = self._loader or self._last
+        loader = source.loader()
+        if loader is None:
+            return None
+        if source.told is None:
+            source.told = LoaderPass(loader)
+        return source.told
 
     def next_batch(self, loader: object, batch: object) -> None:
         """Note what a loader gives out."""
-        if self._last is NONE_GIVEN and self._since_new >= KEPT_STEPS:
+        source = self._last
+        if not source.key and self._since_new >= KEPT_STEPS:
             # training has its batches from elsewhere, and this is an evaluation's
             return
         self._in_a_row += 1
-        self._keeps_batches |= self._in_a_row > FEW_AHEAD
+        if self._in_a_row > FEW_AHEAD:
+            self._keeps_batches = True
+        if source.loader() is not loader:
+            source = self._last = self._sources.of(loader)
+        if source.told is None:
+            source.told = LoaderPass(loader)
         count = getattr(loader, "_num_yielded", 0)
-        self._batch = self.pass_of(loader).items_in(batch, count) or samples_in(batch)
+        items = source.told.items_in(batch, count) or samples_in(batch)
         self._is_evaluated = False
-        self._given.pop(id(loader), None)
-        data = data_of(loader)
-        self._last = self._given[id(loader)] = Given(weakref.ref(loader), self._batch, data)
-        self._unused.append((data, self._batch))
+        source.items = items
+        self._given.pop(source.key, None)
+        self._given[source.key] = source
+        self._unused.append((source.data, items))
         if count == 1 and length_of(loader) != 1:
-            self._firsts_alone.add(data)
+            self._firsts_alone.add(source.data)
         else:
-            self._firsts_alone.discard(data)
+            self._firsts_alone.discard(source.data)
 
     def _use_next(self) -> None:
         """Take the next batch of the loader that gave the last one, as for an evaluation."""
@@ -322,10 +332,9 @@ class Hooks:
         # those of training that an evaluation comes between stay
         data = data_of(loader)
         self._unused = deque((each for each in self._unused if each[0] != data), MOST_AHEAD)
-        # the next one of an iterator that is reset may be longer
-        self._passes.pop(loader, None)
+        self._sources.begin(loader)
         # the id may have been that of an iterator that is gone
-        self._gave.discard(id(loader))
+        self._gave.pop(id(loader), None)
         self._in_a_row = 0
         self.listener.iterating(loader)
         may_be_of_steps = data == self._data or self._loader is None
@@ -333,7 +342,7 @@ class Hooks:
             self.listener.loading_begins(loader)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> Any:
-        if not self._counts(optimizer):
+        if optimizer is not self.optimizer and not self._counts(optimizer):
             self.further_steps += 1
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -360,22 +369,24 @@ class Hooks:
         return (args[0], told, *args[2:]), kwargs
 
     def _end_passes(self) -> None:
-        for samples in self._forwards.end_step():
-            self.listener.pass_unused(samples)
+        forwards = self._forwards
+        if forwards.hook is None:
+            forwards.count = 0
+        else:
+            for samples in forwards.end_step():
+                self.listener.pass_unused(samples)
         self.listener.gradients_ready()
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer is self.optimizer:
-            self._gave = set(self._given)
-            self._given.clear()
+            self._gave = self._given
+            self._given = {}
             self._since_new += 1
             self._source = 0
             self.further_steps = 0
             self.listener.step_ends()
 
     def _counts(self, optimizer: Optimizer) -> bool:
-        if optimizer is self.optimizer:
-            return True
         is_wrapped = isinstance(self.model, DistributedDataParallel)
         # of a wrapped model the largest is known, and a look takes long
         is_over = self.optimizer is None and not is_wrapped and self.further_steps >= MOST_AWAITED

@@ -3,8 +3,7 @@
 Without `tula.epochs` an epoch is over when no further batch is left of the samples that the sweep
 names, or that torch's loader gives out. Where a loader does not tell whether its last batch may be
 shorter, an epoch is over with the last whole one, and a shorter batch right after that still counts
-to it. The end at a stop is `_stop_if`; `training/ending.py` describes the way of a stop, with
-and without `keeping.py`.
+to it. `training/ending.py` describes the way of a stop, with and without `keeping.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NoReturn, cast
@@ -23,6 +23,7 @@ from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc.attach.hooks.passes import Apart
+from tula_hpc.attach.hooks.step_times import StepTimes
 from tula_hpc.attach.own_folder import Saved
 from tula_hpc.attach.reporting import ChildSpec, Mode, Said, leave
 from tula_hpc.attach.train.going_on import ScriptProgress, TrainedSoFar
@@ -30,7 +31,8 @@ from tula_hpc.attach.train.peers import ScriptPeers, synchronize
 from tula_hpc.attach.train.scores import SCORES, as_share
 from tula_hpc.attach.train.script_drift import DriftSettings, ScriptDrift
 from tula_hpc.attach.train.script_scaling import refuse_another, refuse_nan, scaling_of
-from tula_hpc.ddp.agreement import CHECK_EVERY_S, Agreement
+from tula_hpc.batches import LoaderPass
+from tula_hpc.ddp.agreement import CHECK_EVERY_S, GOES_ON, Agreement, Decision
 from tula_hpc.ddp.stop_signals import StopRequest, Suspensions
 from tula_hpc.env import unix_time
 from tula_hpc.optim.observer import GradientObserver
@@ -107,32 +109,28 @@ class ScriptTraining(Mode):
             spec.world_size,
         )
         self.window = StepWindow()
-        # from the end of a step to the next forward pass, so far: how many, and their mean
-        self._gaps = 0
-        self._gap_s = 0.0
+        self._times = StepTimes()
         self._apart = Apart()
         self._agreement: Agreement | None = None
-        # samples of an epoch, and how many still make a step at its end
+        self._workers = spec.world_size
+        self._whole = self.settings.global_batch
+        self._log_steps = self.settings.log_interval_steps
+        # samples of a pass that may be a batch's, however it was loaded
+        self._usual = MUCH_MORE * self.settings.forward_batch or math.inf
+        # samples of an epoch, and how many still make a step at its end, by a pass of a loader
         self._least = 1 if self.settings.counts_steps else self.settings.global_batch
         self._epoch = self.settings.samples, self._least
+        self._epoch_by: LoaderPass | None = None
         # of this step, on this worker; those of them from before the loader began another pass
         self._samples = 0
         self._samples_before = 0
         self._backward_due = 0
         # of the last step, over all workers, those that belong to the next epoch
         self._carried = 0
-        # when the last step ended; None: what came since was no training
-        self._ended: float | None = None
-        # when it did, whatever came since; of this epoch what was none of its steps
-        self._stepped_at: float | None = None
+        # of this epoch what was none of its steps
         self._paused_s = 0.0
         # an epoch's line is written, and the time until the next one is not known
         self._is_between = False
-        self._began = 0.0
-        # in which the batches of this step were waited for; None: none came from torch's loader
-        self._loading_s: float | None = None
-        # before a pass apart, which may be an evaluation's
-        self._loading_before_s = 0.0
         # the last step of which an epoch's line tells
         self._written = 0 if self.progress.offset else self.progress.step
 
@@ -162,8 +160,8 @@ class ScriptTraining(Mode):
         if not self.is_kept:
             self.end_open_epoch()
         self.write_steps()
-        if code == 0 and self._stepped_at is not None:
-            self._count_pause(time.perf_counter() - self._stepped_at)
+        if code == 0 and self._times.stepped_at is not None:
+            self._count_pause(time.perf_counter() - self._times.stepped_at)
         return self.told("exited", code)
 
     def told(self, end: Literal["stopped", "exited"], code: int = 0) -> Said:
@@ -220,47 +218,32 @@ class ScriptTraining(Mode):
         """See `Listener`."""
         self.give_sign()
         self._apart.note_pass()
-        self._loading_before_s += self._loading_s or 0.0
-        self._loading_s = None
+        self._times.pass_apart()
 
     def batch_loaded(self, loader: object, waited_s: float) -> None:
         """See `Listener`."""
-        self.give_sign()
-        self._loading_s = (self._loading_s or 0.0) + waited_s
+        times = self._times
+        times.loading_s = (times.loading_s or 0.0) + waited_s
+        if time.perf_counter() > self.sign_due:
+            self.give_sign()
 
     def forward_begins(self, samples: int) -> None:
         """See `Listener`."""
-        self._samples += self._told(samples)
+        self._samples += samples if samples <= self._usual else self._told(samples)
         self._backward_due += 1
         if self.scaling is not None:
             self.scaling.forward_begins(self.hooks.model)
         if self.is_open:
             return
         self.is_open = True
-        if self._apart.is_pause(self.steps):
-            self._ended = None
-        elif self._loading_before_s:
-            self._loading_s = (self._loading_s or 0.0) + self._loading_before_s
-        self._loading_before_s = 0.0
-        now = time.perf_counter()
-        # after a pause the gap may have been as long as others, which is not seen
-        gap_s = self._gap_s
-        if self._ended is not None:
-            gap_s = now - self._ended
-            self._gaps += 1
-            self._gap_s += (gap_s - self._gap_s) / self._gaps
-        elif self._stepped_at is not None:
-            self._count_pause(now - self._stepped_at)
-        self._began = now - gap_s
-        if self._loading_s is None:
-            # a script that loads in its own way
-            self._loading_s = gap_s
+        is_pause = self._apart.is_noted and self._apart.is_pause(self.steps)
+        if paused_s := self._times.begin(is_pause=is_pause):
+            self._count_pause(paused_s)
 
     def _told(self, samples: int) -> int:
         """Return the samples of a pass: without a loader a tensor may have a graph's nodes."""
-        asked = self.settings.forward_batch
-        is_other = self.hooks.loader is None and 0 < MUCH_MORE * asked < samples
-        return asked if is_other else samples
+        is_other = self.hooks.loader is None and samples > self._usual
+        return self.settings.forward_batch if is_other else samples
 
     def pass_unused(self, samples: int) -> None:
         """See `Listener`."""
@@ -281,82 +264,98 @@ class ScriptTraining(Mode):
         """See `Listener`."""
         if self.scaling is not None:
             self.scaling.step_ends()
-        # a single worker's model is known from its first step on
-        is_first = not self.steps
-        model = self.hooks.inner_model
-        before = self.settings.parameters
-        # a script may unfreeze layers later, for an optimizer of its own
-        if self._stepped_at is None and model is not None and before is not None:
-            refuse_another(model, before)
-        if not self.is_open and not is_first:
+        if self._times.stepped_at is None:
+            # a single worker's model is known from its first step on
+            self._note_first_step()
+        elif not self.is_open and self.steps:
             # the optimizer has stepped twice
             return
-        if self._stepped_at is None:
-            # as in a profile the first step is of the start: it may compile the model
-            now = unix_time()
-            self.progress.starts_s += max(0.0, now - self.settings.job_began_at)
-            self.progress.started_at = self.progress.started_at or now
-        self.count_step()
-        if (loader := self.hooks.loader) is not None:
-            told = self.hooks.pass_of(loader)
-            self._epoch = told.epoch(self.settings.samples, self._least, self.spec.world_size)
+        if self.steps:
+            self.steps += 1
+        else:
+            self.count_step()
         self._count_progress()
         is_last = self.progress.epoch_ends(*self._epoch)
-        is_logged = is_last or self.progress.step % self.settings.log_interval_steps == 0
+        is_logged = is_last or self.progress.step % self._log_steps == 0
         if is_logged:
             synchronize()
         self._count_time(time.perf_counter())
         self.is_open = False
         if is_logged:
             self.write_steps()
-        if not self.is_kept:
-            if is_last:
-                self.end_epoch()
-            # what a script saves it saves after an epoch; workers may count its end a step apart
-            self._stop_if(not is_last or self.settings.samples < 2 * self.settings.global_batch)
+        if self.is_kept:
+            return
+        if is_last:
+            self.end_epoch()
+        agreement = self._agreement or self._meet()
+        # what a script saves it saves after an epoch; workers may count its end a step apart
+        asks = not is_last or self.settings.samples < 2 * self._whole
+        decision = agreement.decide(self._read, asks=asks)
+        if decision is not GOES_ON:
+            self._obey(decision)
+
+    def _note_first_step(self) -> None:
+        model = self.hooks.inner_model
+        before = self.settings.parameters
+        # a script may unfreeze layers later, for an optimizer of its own
+        if model is not None and before is not None:
+            refuse_another(model, before)
+        # as in a profile the first step is of the start: it may compile the model
+        now = unix_time()
+        self.progress.starts_s += max(0.0, now - self.settings.job_began_at)
+        self.progress.started_at = self.progress.started_at or now
 
     def _count_progress(self) -> None:
-        progress, whole = self.progress, self.settings.global_batch
-        samples = self._samples * self.spec.world_size or whole
-        if self.hooks.backward.count < self._backward_due:
+        told = self.hooks.loader_pass()
+        if told is not None and told is not self._epoch_by:
+            self._epoch_by = told
+            self._epoch = told.epoch(self.settings.samples, self._least, self._workers)
+        progress = self.progress
+        samples = self._samples * self._workers or self._whole
+        backward = self.hooks.backward.count
+        if backward < self._backward_due:
             # an evaluation that takes gradients looks like passes of training but for backward ones
-            samples = min(samples, whole)
-        elif self.steps == 1 and not self.models and self.hooks.backward.count > self._backward_due:
+            samples = min(samples, self._whole)
+        elif self.steps == 1 and not self.models and backward > self._backward_due:
             # of a single worker, whose model nobody knew before its first step
-            samples = whole
-        self._backward_due = self.hooks.backward.count
+            samples = self._whole
+        self._backward_due = backward
         self._carried = 0
         if self._samples_before and not self.is_kept:
-            self._carried = (self._samples - self._samples_before) * self.spec.world_size
+            self._carried = (self._samples - self._samples_before) * self._workers
         self._samples = self._samples_before = 0
-        _, least = self._epoch
-        if not self.is_kept and samples < least and progress.offset == progress.epoch_steps == 0:
+        is_short = samples < self._epoch[1] and not self.is_kept
+        if is_short and progress.offset == progress.epoch_steps == 0:
             # the last, shorter batch of the epoch before
             progress.offset = -samples
         progress.count_step(samples)
 
     def _count_time(self, now: float) -> None:
-        waited_s = (self._loading_s or 0.0) + self._loading_before_s
-        self._loading_s = None
-        self._loading_before_s = 0.0
-        self._apart.step_ends()
+        times = self._times
+        is_timed = times.stepped_at is not None
+        waited_s = times.end(now)
+        if now > self.sign_due:
+            self.give_sign()
+        if self._apart.is_noted:
+            self._apart.step_ends()
         # a step with a suspension says nothing about the time of steps
-        if self.is_open and not self.suspensions.take():
-            step_s = now - self._began
-            self.window.add(seconds=step_s)
-            self.window.waited_s += waited_s
-            is_timed = self._stepped_at is not None
-            self.progress.epoch_steps += is_timed
-            self.progress.start_steps += not is_timed
-            self.progress.epoch_time_s += is_timed * step_s
-            if is_timed and self.drift is not None:
+        if self.is_open and not (self.suspensions.seen and self.suspensions.take()):
+            step_s = now - times.began
+            window = self.window
+            window.steps += 1
+            window.seconds += step_s
+            window.waited_s += waited_s
+            if not is_timed:
+                self.progress.start_steps += 1
+                return
+            self.progress.epoch_steps += 1
+            self.progress.epoch_time_s += step_s
+            if self.drift is not None:
                 self.drift.count(step_s, waited_s)
-        self._ended = self._stepped_at = now
 
     def pause(self) -> None:
         """Count the time up to the next forward pass as no training's."""
-        self._ended = self._loading_s = None
-        self._loading_before_s = 0.0
+        self._times.pause()
 
     def be_kept(self, *, begins: bool) -> None:
         """Leave epochs to a keeper. Steps before a training begins, as to find a rate, are none."""
@@ -387,11 +386,14 @@ class ScriptTraining(Mode):
             self.metrics.amend({"evaluation_time_s": paused_s})
         self._is_between = False
 
-    def _stop_if(self, asks: bool) -> None:
-        if self._agreement is None:
-            self._peers = ScriptPeers(self.spec.world_size)
-            self._agreement = Agreement(self._peers, self.stop, every_s=self.look_every_s)
-        decision = self._agreement.decide(lambda: self.readings(self._peers), asks=asks)
+    def _meet(self) -> Agreement:
+        """Make the workers' agreement. Collective."""
+        self._peers = ScriptPeers(self.spec.world_size)
+        self._read = partial(self.readings, self._peers)
+        self._agreement = Agreement(self._peers, self.stop, every_s=self.look_every_s)
+        return self._agreement
+
+    def _obey(self, decision: Decision) -> None:
         if decision.stop:
             self.leave_stopped()
         self.look(decision.shared, self._peers)
@@ -450,8 +452,8 @@ class ScriptTraining(Mode):
             self._write_epoch()
         self.progress.reported = {}
         self.progress.count_epoch()
-        loader = None if self.is_kept else self.hooks.loader
-        if loader is not None and self.hooks.pass_of(loader).given_out in (None, sys.maxsize):
+        told = None if self.is_kept else self.hooks.loader_pass()
+        if told is not None and told.given_out in (None, sys.maxsize):
             # of a pass without an end, or of epochs that end within a step
             self._carried = max(self._carried, self.progress.offset - self.settings.samples)
         self.progress.begin_epoch()
