@@ -18,7 +18,7 @@ from tula_hpc.analysis.models.step_time import fit_step_time
 from tula_hpc.analysis.planning.partitions import of_partition, prefixed
 from tula_hpc.analysis.search.decision import DecisionModel
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec
-from tula_hpc.config.search import MOST_SECONDS
+from tula_hpc.config.search import LEAST_SECONDS, MOST_SECONDS
 from tula_hpc.formatting import format_duration, in_comparison
 from tula_hpc.records import Configuration, Measurement, Plan, Remedy, is_usable
 
@@ -26,6 +26,8 @@ from tula_hpc.records import Configuration, Measurement, Plan, Remedy, is_usable
 NOTABLE_DRIFT = 0.05
 # so many times as many steps give an interval half as wide
 LONGER = 4
+# of the least time limit: what ended before that did so by itself
+ENDED = 0.5
 # a step that may be longer or shorter by this factor, as after two rounds, says nothing
 WIDEST = 2.0
 # configurations whose ends are tried, those with the widest range first: each end is a fit
@@ -164,11 +166,16 @@ def _what_to_do(one: Unsteady, search: SearchSpec, usable: Iterable[Measurement]
         return f"A new sweep with --set search.warmup_steps={steps} {anew} it when it has warmed up"
     own = [row for row in usable if row.configuration == one.profile.configuration]
     # without max_seconds the training's length set the limit
-    timed_s = max(map(_timed_s, own), default=0.0) or MOST_SECONDS
-    key = f"search.max_seconds={LONGER * math.ceil(search.max_seconds or timed_s)}"
+    timed_s = max(map(_timed_s, own), default=0.0)
+    key = f"search.max_seconds={LONGER * math.ceil(search.max_seconds or timed_s or MOST_SECONDS)}"
     # the next round would have been one too many
     if any(row.steps + row.round_steps.get("step", 1) > search.max_steps for row in own):
         key = f"search.max_steps={LONGER * search.max_steps}"
+    elif 0 < timed_s < ENDED * (search.max_seconds or LEAST_SECONDS):
+        return (
+            "Its script ended before they had settled: with more samples, or {epochs} in its "
+            "arguments, a new sweep with another --run-dir measures it for longer"
+        )
     return f"A new sweep with --set {key} {anew} it for longer"
 
 

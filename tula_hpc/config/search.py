@@ -22,8 +22,9 @@ FOREIGN_KEYS = {
     **dict.fromkeys(("lr_schedule", "lr_scheduler"), " (did you mean workload.schedule?)"),
     "optimiser": " (did you mean workload.optimizer?)",
 }
-# without `max_seconds`: of each timed quantity
+# without `max_seconds`: of each timed quantity, at most, and of a short training
 MOST_SECONDS = 60.0
+LEAST_SECONDS = 10.0
 
 
 class SearchSpec(Spec):

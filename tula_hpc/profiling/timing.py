@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from tula_hpc.config import SearchSpec
-from tula_hpc.config.search import MOST_SECONDS
+from tula_hpc.config.search import LEAST_SECONDS, MOST_SECONDS
 from tula_hpc.ddp.agreement import Agreeing
 
 # waiting for the device at a round's ends costs about a millisecond, below half a per cent of it
@@ -24,9 +24,8 @@ ROUND_S = 0.25
 # for parts that only guide the model, or are small
 BRIEF_ROUND_S = 0.05
 # a quantity is not timed for longer than this share of the training's steps takes: eight profiles
-# of two quantities then take a quarter of a short training; but for so long at least
+# of two quantities then take a quarter of a short training; but for LEAST_SECONDS at least
 SHARE_OF_TRAINING = 0.015
-LEAST_SECONDS = 10.0
 # a warm-up has no more steps than take so many seconds, but some
 WARM_UP_S = 5.0
 LEAST_WARM_UP = 2
