@@ -92,6 +92,11 @@ def test_a_file_of_init_gets_what_it_lacks(
     base_batch = sweep.training.base_batch
     sweep, _ = load_together(tmp_path / "train.toml", tmp_path / "cluster.toml")
     assert (sweep.workload.accumulation, sweep.training.base_batch) == (2, 2 * base_batch)
+    seen["device"] = "cpu"
+    assert main(["train.py", "configs/b64.yaml"]) == 0
+    printed = capsys.readouterr().out
+    assert 'arguments = ["configs/b{local_batch}.yaml"]' in printed
+    assert "a file is named after 64, the batch: write one for each batch that is tried" in printed
     with pytest.raises(SystemExit, match="2"):
         main(["--into"])
     assert main(["--into", "gone.toml", "train.py"]) == 2

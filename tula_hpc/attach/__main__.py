@@ -350,7 +350,13 @@ def _table(
                 f"the script was given no arguments and parses none: its batch, {got}, is set in its "
                 "source or environment; give it an option for that"
             )
-        asked["arguments"] = (_with_batch(arguments, known, options), words)
+        carrying = _with_batch(arguments, known, options)
+        if got and (named := _named_by(arguments, got)):
+            carrying = named
+            words = (
+                f"a file is named after {got}, the batch: write one for each batch that is tried"
+            )
+        asked["arguments"] = (carrying, words)
     if result["samples"]:
         table["samples"] = result["samples"]
     else:
@@ -366,6 +372,13 @@ def _table(
         key: Line(key, value, f"{words}: {UNKNOWN}", asked=True)
         for key, (value, words) in asked.items()
     }
+
+
+def _named_by(arguments: list[str], batch: int) -> list[str]:
+    """Return the arguments with the batch in braces in the name of a file; [] where none has it."""
+    pattern = rf"(?<!\d){batch}(?!\d)(?=[^/]*\.[a-z]\w*$)"
+    changed = [re.sub(pattern, "{local_batch}", argument) for argument in arguments]
+    return changed if changed != arguments else []
 
 
 def _with_batch(
