@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from tula_hpc.attach.train.loaders import (
     random_state,
     set_random_state,
 )
+from tula_hpc.data.random_numbers import random_numbers
 
 SAMPLES, BATCH = 22, 4
 
@@ -159,3 +161,23 @@ def test_random_numbers_are_noted_at_each_batch_only_where_a_library_loads_ahead
     batches = list(DataLoader(Noisy(), BATCH, drop_last=True))
     # the end is looked for, too
     assert len(noted) == ahead * (len(batches) + 1)
+
+
+def test_numbers_of_numpy_are_read_anew_only_once_they_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    get_state: Any = np.random.get_state
+
+    def counted(**options: bool) -> Any:
+        read.append(1)
+        return get_state(**options)
+
+    monkeypatch.setattr(np.random, "get_state", counted)
+    np.random.seed(0)
+    # of a pair of normal numbers the second one is kept
+    for draw in (np.random.rand, np.random.randn, np.random.randn, lambda: np.random.seed(0)):
+        draw()
+        for _ in range(3):
+            noted: Any = random_numbers().numpy
+            assert all(itertools.starmap(np.array_equal, zip(noted, get_state(legacy=True), strict=True)))
+    # at each look while one is kept
+    assert len(read) == 1 + 3 + 1 + 1

@@ -31,6 +31,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from tula_hpc.batches import length_of
 from tula_hpc.data.loader import stop_signals_blocked
+from tula_hpc.data.random_numbers import Numbers, random_numbers
 
 # what loads a batch before the step of the one before it; Lightning does of a stream alone
 LOADING_AHEAD = ("accelerate", "lightning")
@@ -53,20 +54,6 @@ class Passed(NamedTuple):
     def samples(self) -> int:
         """Samples in them, of all workers."""
         return self.batches * self.batch_size * self.workers
-
-
-class Numbers(NamedTuple):
-    """States of random numbers on the host, as their libraries have them."""
-
-    python: tuple[Any, ...]
-    numpy: tuple[Any, ...]
-    torch: torch.Tensor
-
-
-def random_numbers() -> Numbers:
-    """Return them as they are now, at less cost than `random_state`."""
-    numpy: Any = np.random.get_state(legacy=True)
-    return Numbers(random.getstate(), numpy, torch.get_rng_state())
 
 
 def random_state(loader: object = None, numbers: Numbers | None = None) -> str:
@@ -389,7 +376,6 @@ class LoaderHistory:
 
     def _begin(self, iterator: Any) -> str:
         """Note that an iterator loads a batch; return the numbers to go on with, "" for its own."""
-        # it takes 0.1 ms
         if any(name in sys.modules for name in LOADING_AHEAD):
             self._loading[iterator] = random_numbers()
         if self._found is None:
