@@ -6,7 +6,7 @@ For N workers, local batch b, K nodes and r = N / K workers on each of them:
                  storage_s × N × b‖₈
     t_compute = ‖compute_fixed_s + compute_per_sample_s × b, compute_floor_s‖₈
                 × (1 + contention × (r − 1)) × (1 + straggling × log₂ N) × e^u(b)
-    t_sync    = (sync_s × f(N) + latency_s × g(K) + sharing_s × f(N) × (r − 1)
+    t_sync    = (sync_s × f(N) + latency_s × g(N) + sharing_s × f(N) × (r − 1)
                  + node_sync_s × f(r)) × e^v(K, r)
     ‖x, y‖ₚ   = (xᵖ + yᵖ)^(1/p)
 
@@ -70,7 +70,7 @@ class Collective(NamedTuple):
 
     # f(N): time to move the bytes, in units of sync_s
     bandwidth: Callable[[Array], Array]
-    # g(K): messages after one another, in units of latency_s; None: the form has no such term
+    # g(N): messages after one another, in units of latency_s; None: the form has no such term
     latency: Callable[[Array], Array] | None
     # f is raised to ring_share, and grows with congestion
     fitted: bool = False
@@ -83,7 +83,7 @@ def _several(workers: Array) -> Array:
 # a new form also goes into `FormName` of step_time_fit.py, `form` of config/search.py, its comment in
 # sweeps/example.toml, and `FORM_NAMES` of the tests
 FORMS: dict[str, Collective] = {
-    "ring": Collective(lambda workers: 1.0 - 1.0 / workers, lambda nodes: nodes - 1.0),
+    "ring": Collective(lambda workers: 1.0 - 1.0 / workers, lambda workers: workers - 1.0),
     "double_tree": Collective(_several, np.log2),
     # bytes and messages both grow with the depth
     "tree": Collective(np.log2, None),
@@ -93,7 +93,9 @@ FORMS: dict[str, Collective] = {
 # where no form is given: NCCL sends small messages through trees, gloo around a ring
 FITTED: dict[str, Collective] = {
     "nccl": Collective(lambda workers: 1.0 - 1.0 / workers, np.log2, fitted=True),
-    "gloo": Collective(lambda workers: 1.0 - 1.0 / workers, lambda nodes: nodes - 1.0, fitted=True),
+    "gloo": Collective(
+        lambda workers: 1.0 - 1.0 / workers, lambda workers: workers - 1.0, fitted=True
+    ),
 }
 # the paper's ring: bandwidth alone
 PAPER = Collective(lambda workers: 1.0 - 1.0 / workers, None)
@@ -387,7 +389,9 @@ def _shape_logarithms(rows: Rows) -> tuple[Array, Array]:
 def _sync_columns(form: Collective, rows: Rows) -> Array:
     """Return t_sync (n, 4) for one unit of sync_s, latency_s, sharing_s and node_sync_s each."""
     bandwidth = _several(rows.nodes) * form.bandwidth(rows.workers)
-    latency = np.zeros_like(rows.nodes) if form.latency is None else form.latency(rows.nodes)
+    latency = np.zeros_like(rows.nodes)
+    if form.latency is not None:
+        latency = _several(rows.nodes) * form.latency(rows.workers)
     return np.stack(
         [bandwidth, latency, bandwidth * (rows.per_node - 1.0), form.bandwidth(rows.per_node)],
         axis=1,

@@ -151,6 +151,16 @@ def test_workers_of_one_node_are_told_from_workers_on_several() -> None:
     assert {"node_sync_s", "sharing_s", "contention"} <= set(model.parameters_)
 
 
+def test_messages_of_a_collective_pass_through_all_workers_of_the_nodes() -> None:
+    nodes, per_node = (column.ravel() for column in np.meshgrid([2.0, 4.0, 8.0], [1.0, 2.0, 4.0]))
+    batch = np.tile([8.0, 64.0, 512.0], 3)
+    steps = 0.02 + 0.001 * batch + 0.01 * (nodes * per_node - 1.0)
+    model = StepTimeModel("ring").fit(nodes, batch, steps, per_node)
+    assert model.parameters_["latency_s"] == pytest.approx(0.01, rel=0.05)
+    far = 0.02 + 0.001 * 64.0 + 0.01 * (64 - 1.0)
+    assert float(model.predict(16, 64.0, 4)) == pytest.approx(far, rel=0.05)
+
+
 def test_a_cluster_size_that_departs_from_the_law_is_followed_where_it_was_measured() -> None:
     steps = Truth().step("ring", NODES, BATCH)
     slow_switch = np.where(NODES == 4, steps + 0.05, steps)
