@@ -15,7 +15,8 @@ t_sync, the collective inside a node, is left. Where no collective is given its 
 
     f(N) = ½ (2 (1 − 1/N))^ring_share × (K / 2)^congestion
 
-which is constant from two workers on (double tree), a ring, or grows on with the nodes.
+which is constant from two workers on (double tree), a ring, or grows on with the nodes; inside a
+node, whose workers share no network, without the congestion.
 
 - Sum and shapes f, g: S. Tyagi, F. Wang, "Tula" (parameter server, ring, tree); bandwidth and
   latency terms: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication
@@ -300,7 +301,7 @@ class Law(NamedTuple):
         if logarithms is not None:
             between, inside = logarithms
             of_shape = (columns[:, [0, 2]] @ linear[[0, 2]])[:, None] * between
-            of_shape += (columns[:, 3] * linear[3])[:, None] * inside
+            of_shape[:, 0] += columns[:, 3] * linear[3] * inside
         return columns @ linear, columns, of_shape
 
     def _sync_columns(
@@ -317,7 +318,7 @@ class Law(NamedTuple):
         shape = coefficients[..., RING_SHARE : CONGESTION + 1, None]
         between, inside = _shape_logarithms(rows)
         columns[..., [0, 2]] *= np.exp(between @ shape - between[:, :1])
-        columns[..., 3] *= np.exp((inside @ shape)[..., 0] - inside[:, 0])
+        columns[..., 3] *= np.exp(inside * (shape[..., 0, :] - 1.0))
         return columns, (between, inside)
 
     def _join(
@@ -377,13 +378,14 @@ def _read_samples(rows: Rows) -> Array:
 
 
 def _shape_logarithms(rows: Rows) -> tuple[Array, Array]:
-    """Return log f (n, 2) for one unit of ring share and congestion each, between and in nodes."""
-    found = []
-    for workers, members in ((rows.workers, rows.nodes), (rows.per_node, rows.per_node)):
-        of_ring = np.log(2.0 * (1.0 - 1.0 / np.maximum(workers, 2.0)))
-        of_congestion = np.log(np.maximum(members, 2.0) / 2.0)
-        found.append(np.stack([of_ring, of_congestion], axis=1))
-    return found[0], found[1]
+    """Return log f for one unit of ring share and congestion (n, 2), in nodes of ring share (n,)."""
+    of_congestion = np.log(np.maximum(rows.nodes, 2.0) / 2.0)
+    between = np.stack([_ring_logarithm(rows.workers), of_congestion], axis=1)
+    return between, _ring_logarithm(rows.per_node)
+
+
+def _ring_logarithm(workers: Array) -> Array:
+    return np.asarray(np.log(2.0 * (1.0 - 1.0 / np.maximum(workers, 2.0))))
 
 
 def _sync_columns(form: Collective, rows: Rows) -> Array:

@@ -151,6 +151,19 @@ def test_workers_of_one_node_are_told_from_workers_on_several() -> None:
     assert {"node_sync_s", "sharing_s", "contention"} <= set(model.parameters_)
 
 
+def test_links_that_slow_down_inside_a_node_say_nothing_of_the_network() -> None:
+    sizes = [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 4.0, 8.0], [8.0, 64.0, 512.0]
+    nodes, per_node, batch = (column.ravel() for column in np.meshgrid(*sizes))
+    inside = 0.1 * (1 - 1 / per_node) * np.sqrt(np.maximum(per_node, 2.0) / 2.0)
+    between = np.where(nodes > 1, 0.2 * (1 - 1 / (nodes * per_node)), 0.0)
+    steps = 0.02 + 0.001 * batch + inside + between
+    seen = nodes <= 2
+    model = StepTimeModel().fit(nodes[seen], batch[seen], steps[seen], per_node[seen])
+    assert model.parameters_["congestion"] == pytest.approx(0.0, abs=0.02)
+    ratio = model.predict(nodes, batch, per_node)[~seen] / steps[~seen]
+    assert np.median(ratio) == pytest.approx(1.0, abs=0.04)
+
+
 def test_messages_of_a_collective_pass_through_all_workers_of_the_nodes() -> None:
     nodes, per_node = (column.ravel() for column in np.meshgrid([2.0, 4.0, 8.0], [1.0, 2.0, 4.0]))
     batch = np.tile([8.0, 64.0, 512.0], 3)
