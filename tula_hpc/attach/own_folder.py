@@ -59,7 +59,8 @@ def own_folder(path: Path, home: Path, above: Iterable[str] = ()) -> Path:
     """
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=True)
-    home, own = home.resolve(), path.resolve()
+    home = home.resolve()
+    own = path.resolve()
     _show(path, _shown_of(home), own, MOST_ENTRIES)
     named = [home.parent / name for name in above if name != path.name]
     _show(path.parent, [entry for entry in named if entry.exists()], own, MOST_ENTRIES)

@@ -62,10 +62,13 @@ class Session:
     """Profiles of a script in one allocation, as one of its workers sees them."""
 
     def __init__(self, job: ProfileJob, allocation: Allocation, queue: WorkQueue) -> None:
-        self.job, self.allocation, self.queue = job, allocation, queue
+        self.job = job
+        self.allocation = allocation
+        self.queue = queue
         self.env = allocation.env
-        # that is measured; this worker's place among those that measure it, None: it is none of them
+        # that is measured now
         self.configuration: Configuration
+        # of this worker among those that measure it; None: it is none of them
         self.place: WorkerEnvironment | None = None
         # with the number of forward passes of the configuration that is measured
         self.sweep = job.sweep

@@ -91,7 +91,10 @@ class Agreement:
         to_save: Callable[[], SaveRequest] = lambda: SaveRequest.NOTHING,
         every_s: float = CHECK_EVERY_S,
     ) -> None:
-        self.worker, self.stop, self.to_save, self.every_s = worker, stop, to_save, every_s
+        self.worker = worker
+        self.stop = stop
+        self.to_save = to_save
+        self.every_s = every_s
         self.interval_steps = 1
         self.steps = 0
         # the last agreement, by its step and time; the first ones together are one measurement

@@ -395,7 +395,8 @@ def _was_moved(run: RunDirectory, files: TrainDirectory) -> bool:
 
 def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], None]:
     """Return a function that shows the progress of the plan's training beside the jobs' states."""
-    files, epochs = sweep.run.train(), sweep.spec.workload.epochs
+    files = sweep.run.train()
+    epochs = sweep.spec.workload.epochs
     told = [""]
     # the last step of a training that begins anew, until it has
     old: list[StepMetrics] = []
