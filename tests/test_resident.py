@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,25 @@ def test_memory_of_grandchildren_counts() -> None:
         assert child.stdin is not None
         child.stdin.close()
     assert resident.descendants_private_bytes() < before + 32 * MIB
+
+
+def test_a_process_that_ends_while_it_is_looked_at_is_the_last_of_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for process, children in ((90001, "90002 90003"), (90002, "90004"), (90003, "90005"), (90005, "")):
+        task = tmp_path / str(process) / "task" / str(process)
+        task.mkdir(parents=True)
+        (task / "children").write_text(children)
+    list_folder = os.scandir
+
+    def ended(folder: str) -> Any:
+        if "90002" in Path(folder).parts:
+            raise FileNotFoundError(folder)
+        return list_folder(folder)
+
+    monkeypatch.setattr(resident, "PROC", tmp_path)
+    monkeypatch.setattr(os, "scandir", ended)
+    assert list(resident.descendants(90001)) == [90002, 90003, 90005]
 
 
 BLOCK = 8 * MIB

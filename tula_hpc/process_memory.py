@@ -91,12 +91,19 @@ def _status(field: str) -> int:
 
 def descendants(pid: int | str) -> Iterator[int]:
     """Yield the ids of a process's children, and of theirs."""
-    for task in (PROC / str(pid) / "task").glob("*/children"):
-        # it ended meanwhile
-        with contextlib.suppress(OSError):
-            for child in map(int, task.read_text().split()):
-                yield child
-                yield from descendants(child)
+    for child in _children(pid):
+        yield child
+        yield from descendants(child)
+
+
+def _children(pid: int | str) -> list[int]:
+    found: list[int] = []
+    # the process, or a thread of it, may end meanwhile
+    with contextlib.suppress(OSError):
+        for task in (PROC / str(pid) / "task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                found += map(int, task.read_text().split())
+    return found
 
 
 def _private(pid: int) -> int:

@@ -148,9 +148,11 @@ def test_without_anything_around_the_three_lines_do_nothing(monkeypatch: pytest.
 def test_random_numbers_are_noted_at_each_batch_only_where_a_library_loads_ahead(
     ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "accelerate", raising=False)
+    # those that tests before this one have imported
+    for library in loaders.LOADING_AHEAD:
+        monkeypatch.delitem(sys.modules, library, raising=False)
     if ahead:
-        monkeypatch.setitem(sys.modules, "accelerate", sys)
+        monkeypatch.setitem(sys.modules, loaders.LOADING_AHEAD[0], sys)
     # to be put back
     kind = dataloader._SingleProcessDataLoaderIter
     monkeypatch.setattr(kind, "_next_data", kind._next_data)
