@@ -1,5 +1,5 @@
 # make demo    profile, plan, train and report on this machine, with real data and real DDP (about a minute)
-# make unit    the tests to run after every change, which start no processes (about a minute on two cores)
+# make unit    the tests to run after every change, which start no processes (under two minutes on two cores)
 # make test    every test that this machine can run, but for variations of others
 # make thorough  those variations, and what needs the machine to itself, before a release (minutes)
 # make gpu     the tests that need a GPU, checks of process groups, streams and memory on one, whole sweeps, and what an
