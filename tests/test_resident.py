@@ -74,8 +74,11 @@ BLOCK = 8 * MIB
 DEFAULT = 128 * 1024  # glibc's thresholds at a start
 
 
-def churn(libc: Any, *, keep: bool) -> None:
-    """Tell how often the kernel has to give a page in a step of a training, and what is held after a release."""
+def churn(*, keep: bool) -> tuple[int, int]:
+    """Return how often the kernel has to give a page in a step of a training, and what is held after a release."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
 
     def step() -> None:  # what it does with its gradients
         blocks = [libc.malloc(BLOCK) for _ in range(6)]
@@ -86,8 +89,6 @@ def churn(libc: Any, *, keep: bool) -> None:
 
     for threshold in (resident.TRIM_THRESHOLD, resident.MMAP_THRESHOLD):
         libc.mallopt(threshold, DEFAULT)
-    # what tests before have left free is no part of it
-    resident.release_freed()
     at_start = resident.resident_bytes()
     if keep:
         resident.keep_freed()
@@ -97,22 +98,18 @@ def churn(libc: Any, *, keep: bool) -> None:
     step()
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
     resident.release_freed()
-    os.write(1, f"{faults} {resident.resident_bytes() - at_start}\n".encode())
+    return faults, resident.resident_bytes() - at_start
 
 
 @pytest.mark.processes
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="only glibc can be told")
-def test_freed_memory_is_there_for_the_next_step_and_can_still_be_released(capfd: pytest.CaptureFixture[str]) -> None:
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-    libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+def test_freed_memory_is_there_for_the_next_step_and_can_still_be_released() -> None:
+    said = []
     for keep in (True, False):
-        # such a choice is for good
-        if not os.fork():
-            churn(libc, keep=keep)
-            os._exit(0)
-        os.wait()
-    said = capfd.readouterr().out
-    (faults, held), (_, held_otherwise) = (map(int, line.split()) for line in said.splitlines())
+        # such a choice is for good, and what other tests have freed is in no process of its own
+        program = f"from tests.test_resident import churn; print(*churn(keep={keep}))"
+        printed = subprocess.check_output([sys.executable, "-c", program], cwd=Path(__file__).parents[1], text=True)
+        said.append([int(word) for word in printed.split()])
+    (faults, held), (_, held_otherwise) = said
     assert faults < 6 * BLOCK / resource.getpagesize() / 100
     assert held < held_otherwise + 8 * MIB
