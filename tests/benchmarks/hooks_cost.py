@@ -39,7 +39,7 @@ from tula_hpc.workloads.small_cnns import compact_cnn
 
 RESULT = Path(__file__).parent / "results" / "hooks_cost.json"
 # local batch, and pairs of blocks
-CASES = {8: 200, 64: 30}
+CASES = {8: 600, 64: 30}
 BLOCK = 10
 WARM_UP = 5
 SAMPLES, EDGE, CLASSES = 4096, 32, 10
