@@ -386,8 +386,13 @@ class _PrintableStream:
 
 def wrapped(head: str, text: str, width: int, indent: int) -> list[str]:
     """Return foreign text in lines: the first one after a head, the others after so many blanks."""
+    return in_lines(in_short_lines(printable(text.replace("\n", " "))), width, head, indent)
+
+
+def in_lines(text: str, width: int, head: str = "", indent: int = 2) -> list[str]:
+    """Return text of our own in lines, see `wrapped`; none parts a number from its unit."""
     lines = textwrap.wrap(
-        keep_units(in_short_lines(printable(text.replace("\n", " ")))),
+        keep_units(text),
         width,
         initial_indent=head,
         subsequent_indent=" " * indent,

@@ -7,7 +7,6 @@ are left out.
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -26,8 +25,8 @@ from tula_hpc.formatting import (
     format_number,
     format_percent,
     in_comparison,
+    in_lines,
     in_samples,
-    keep_units,
     money_within,
     plural,
     printable,
@@ -72,14 +71,7 @@ def describe_plan(plan: Plan, profiling: str = "") -> str:
     # the table has escapes of its own, for its colours
     lines = [capture.get().rstrip("\n")]
     for sentence in sentences(plan, profiling):
-        wrapped = textwrap.wrap(
-            keep_units(sentence),
-            console.width,
-            subsequent_indent="  ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        lines += (printable(line).replace("\u00a0", " ") for line in wrapped)
+        lines += map(printable, in_lines(sentence, console.width))
     return "\n".join(lines)
 
 
