@@ -10,6 +10,8 @@ the next one, as in no training.
 - ratio: quartiles of the ratios of a pair's blocks; the limit of 1 % is about their median.
 - cost_s: median of what a watched step takes more.
 - batches: the smaller the batch, the more a step feels the hooks.
+- ags: two workers, each with a thread, scale gradients by AGS: by the hooks in a plain loop, over a loop that has
+  `TulaOptimizer` and its communication hook itself, as the built-in one has.
 """
 
 from __future__ import annotations
@@ -19,22 +21,29 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
 from torch.optim import optimizer as optimizers
 from torch.utils.data import DataLoader, TensorDataset, dataloader
 
+from tests.forked import start_workers
 from tula_hpc.attach.reporting import ChildSpec
 from tula_hpc.attach.script import Script
 from tula_hpc.attach.train.script_training import ScriptTraining, TrainSettings
-from tula_hpc.records import RunDirectory
+from tula_hpc.config import SweepSpec
+from tula_hpc.ddp.methods import ReferenceBatch, scaling_options
+from tula_hpc.gradients.small_batch_norms import LocalNorms
+from tula_hpc.optim import TulaOptimizer
+from tula_hpc.records import Configuration, RunDirectory
 from tula_hpc.workloads.small_cnns import compact_cnn
 
 RESULT = Path(__file__).parent / "results" / "hooks_cost.json"
@@ -44,22 +53,29 @@ BLOCK = 10
 WARM_UP = 5
 SAMPLES, EDGE, CLASSES = 4096, 32, 10
 LIMIT = 0.01
+# of the case with AGS
+WORKERS, AGS_BATCH, AGS_PAIRS = 2, 16, 200
+AGS: dict[str, Any] = {
+    "name": "hooks",
+    "workload": {"module": "no.such", "arguments": ["{local_batch}"], "samples": 10**9, "epochs": 1},
+    "training": {"method": "ags", "base_batch": 16},
+}
 
 
 class Watch:
     """A script's training whose hooks can be taken off and put on again."""
 
-    def __init__(self, folder: Path, batch: int) -> None:
-        run = RunDirectory(folder / f"run-{batch}").create()
+    def __init__(self, folder: Path, batch: int, rank: int = 0, workers: int = 1, **settings: Any) -> None:
+        run = RunDirectory(folder / f"run-{batch}-{rank}").create()
         run.make_train()
-        settings = TrainSettings(
-            root=run.root, label="main", job_id="1", samples=10**9, global_batch=batch, log_interval_steps=10,
-            between_s=3600.0,
+        told = TrainSettings(
+            root=run.root, label="main", job_id="1", samples=10**9, global_batch=batch * workers,
+            log_interval_steps=10, between_s=3600.0, configuration=(1, workers, batch), **settings,
         )  # fmt: skip
-        said = folder / f"said-{batch}.json"
+        said = run.root / "said.json"
         spec = ChildSpec(
-            mode="train", program=Script(Path("x.py"), None, ()), home=folder, said=said, parent=0,
-            settings=settings.model_dump(),
+            mode="train", program=Script(Path("x.py"), None, ()), home=folder, said=said, parent=0, rank=rank,
+            world_size=workers, settings=told.model_dump(),
         )  # fmt: skip
         self.plain = dataloader._BaseDataLoaderIter.__next__
         self.training = ScriptTraining(spec)
@@ -86,19 +102,23 @@ def endless(loader: DataLoader[Any]) -> Iterator[Any]:
         yield from loader
 
 
-def step(batches: Iterator[Any], model: nn.Module, optimizer: Optimizer) -> float:
-    """Seconds of a step of a plain loop."""
+def step(
+    batches: Iterator[Any], model: nn.Module, optimizer: Optimizer, before: Callable[[], None] | None = None
+) -> float:
+    """Seconds of a step of a plain loop; `before` is called before the optimizer steps."""
     started = time.perf_counter()
     inputs, targets = next(batches)
     optimizer.zero_grad()
     loss: Tensor = nn.functional.cross_entropy(model(inputs), targets)
     torch.autograd.backward(loss)
+    if before is not None:
+        before()
     optimizer.step()
     return time.perf_counter() - started
 
 
 def compare(folder: Path, batch: int, pairs: int) -> dict[str, Any]:
-    """Seconds of a step without, and quartiles of what it takes with, over that."""
+    """Figures of steps without hooks and with them."""
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(SAMPLES, 3, EDGE, EDGE), torch.randint(CLASSES, (SAMPLES,)))
     model = compact_cnn(CLASSES, EDGE)
@@ -116,6 +136,11 @@ def compare(folder: Path, batch: int, pairs: int) -> dict[str, Any]:
     watch.put(on=False)
     # all of them were seen, and none of the others
     assert watch.training.steps == WARM_UP + BLOCK * pairs
+    return compared(times)
+
+
+def compared(times: np.ndarray) -> dict[str, Any]:
+    """Figures of blocks' seconds a step, (2, pairs): without what costs, and with it."""
     quartiles = np.quantile(times[1] / times[0], (0.25, 0.5, 0.75))
     return {
         "step_time_s": float(np.median(times[0])),
@@ -125,6 +150,58 @@ def compare(folder: Path, batch: int, pairs: int) -> dict[str, Any]:
     }
 
 
+class Scaled:
+    """A model that two workers train by AGS in a loop, as `ddp.worker.Worker` does."""
+
+    def __init__(self, sweep: SweepSpec, model: nn.Module) -> None:
+        configuration = Configuration(1, WORKERS, AGS_BATCH)
+        self.model = DistributedDataParallel(model)
+        owned = list(model.parameters())
+        self.optimizer = TulaOptimizer(SGD(owned, 0.01), **scaling_options(sweep, configuration, SAMPLES))
+        self.optimizer.expect_small_norms()
+        self.reference = ReferenceBatch(sweep, configuration, SAMPLES)
+        self.norms = LocalNorms(owned, AGS_BATCH).attach(self.model)
+
+    def observe(self) -> None:
+        self.optimizer.set_reference(self.reference.after(0.0))
+        self.optimizer.observe_small(*self.norms.squares())
+        self.optimizer.observe_norms(self.norms.averaged())
+
+
+def scale(rank: int, folder: Path) -> None:
+    """Write seconds of a step of blocks in turn, (2, pairs): AGS in the loop, and by the hooks."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORKERS)
+    torch.manual_seed(rank)
+    sweep = SweepSpec.model_validate(AGS, context={"check_paths": False})
+    data = TensorDataset(torch.randn(SAMPLES, 3, EDGE, EDGE), torch.randint(CLASSES, (SAMPLES,)))
+    batches = endless(DataLoader(data, AGS_BATCH, shuffle=True, drop_last=True))
+    scaled = Scaled(sweep, compact_cnn(CLASSES, EDGE))
+    watch = Watch(folder, AGS_BATCH, rank, WORKERS, sweep=AGS)
+    model = DistributedDataParallel(compact_cnn(CLASSES, EDGE))
+    optimizer = SGD(model.parameters(), 0.01)
+
+    def block(*, hooked: bool) -> float:
+        watch.put(on=hooked)
+        if hooked:
+            return fmean(step(batches, model, optimizer) for _ in range(BLOCK))
+        return fmean(step(batches, scaled.model, scaled.optimizer, scaled.observe) for _ in range(BLOCK))
+
+    watch.has_found(model)
+    # the first pair is to warm up
+    times = np.zeros((2, AGS_PAIRS + 1))
+    for pair in range(AGS_PAIRS + 1):
+        for hooked in (False, True) if pair % 2 else (True, False):
+            times[int(hooked), pair] = block(hooked=hooked)
+    assert watch.training.scaling is not None
+    for readings in (scaled.optimizer, watch.training.scaling.readings):
+        # both have factors of their own
+        assert readings.step_metrics(1)["scale_max"] > 1.0
+    np.save(folder / f"{rank}.npy", times[:, 1:])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def main() -> None:
     """Print the figures and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -132,10 +209,14 @@ def main() -> None:
     out = parser.parse_args().out
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
+        # first, as its workers are forked
+        start_workers(WORKERS, scale, Path(folder))
+        scaled = compared(np.mean([np.load(Path(folder) / f"{rank}.npy") for rank in range(WORKERS)], axis=0))
         found = {batch: compare(Path(folder), batch, pairs) for batch, pairs in CASES.items()}
+    print(f"AGS by hooks over AGS in the loop: {scaled}")
     for batch, figures in found.items():
         print(f"batch {batch}: {figures}")
-    results = {"cores": os.cpu_count(), "torch": torch.__version__, "limit": LIMIT, "batches": found}
+    results = {"cores": os.cpu_count(), "torch": torch.__version__, "limit": LIMIT, "batches": found, "ags": scaled}
     out.write_text(json.dumps(results, indent=1) + "\n")
 
 
