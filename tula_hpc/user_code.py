@@ -74,7 +74,7 @@ _CALLERS = (
     Path(__file__).parent / "workloads" / "workload.py",
     Path(__file__).parent / "profiling" / "rehearsal_process.py",
     *(Path(__file__).parent / "attach" / name for name in ("child.py", "script.py")),
-    Path(__file__).parent / "attach" / "hooks" / "around.py",
+    Path(__file__).parent / "attach" / "hooks" / "patches.py",
 )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tula_hpc.attach.hooks.around import before
+from tula_hpc.attach.hooks.patches import before
 from tula_hpc.attach.processes import Meeting, variables_of
 from tula_hpc.attach.script import Script, filled, remedy_of_batch, remedy_of_passes, values_of
 from tula_hpc.config import SweepSpec

@@ -19,7 +19,7 @@ import torch
 from tests.forked_jobs import children_of, forking_jobs
 from tests.run_factory import candidate, measurement, plan, write_plan
 from tula_hpc.analysis.costs.usage import actual_use
-from tula_hpc.attach.train.going_on import Start, _look_for_saved
+from tula_hpc.attach.train.resume_point import Start, _look_for_saved
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch.job_specs import TrainJob

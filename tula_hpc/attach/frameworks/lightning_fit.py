@@ -22,7 +22,7 @@ from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities import CombinedLoader
 
 from tula_hpc.attach.frameworks.folders import FolderState
-from tula_hpc.attach.hooks.around import after
+from tula_hpc.attach.hooks.patches import after
 from tula_hpc.errors import InputError
 
 if TYPE_CHECKING:

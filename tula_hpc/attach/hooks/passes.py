@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from tula_hpc.attach.hooks.around import after_forward
 from tula_hpc.attach.hooks.find_model import objects_of
+from tula_hpc.attach.hooks.patches import after_forward
 from tula_hpc.batches import LoaderPass, data_of, leaves_of, tensors_of
 
 # passes apart may come with all of the first steps, by chance

@@ -34,14 +34,6 @@ from torch.optim.optimizer import (
 from torch.utils.data import dataloader
 from torch.utils.hooks import RemovableHandle
 
-from tula_hpc.attach.hooks.around import (
-    after,
-    around_next,
-    at_first_call,
-    before,
-    before_forward,
-    on_loopback_alone,
-)
 from tula_hpc.attach.hooks.find_model import (
     modules_with,
     objects_of,
@@ -51,6 +43,14 @@ from tula_hpc.attach.hooks.find_model import (
     trained_parameters,
 )
 from tula_hpc.attach.hooks.passes import BackwardPasses, Forwards, Listener, Source, Sources
+from tula_hpc.attach.hooks.patches import (
+    after,
+    around_next,
+    at_first_call,
+    before,
+    before_forward,
+    on_loopback_alone,
+)
 from tula_hpc.batches import LoaderPass, data_of, length_of, samples_in, tensors_of
 
 # batches that are taken in advance; of more the first ones are forgotten

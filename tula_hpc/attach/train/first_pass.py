@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tula_hpc.attach.hooks.around import before_forward
+from tula_hpc.attach.hooks.patches import before_forward
 from tula_hpc.attach.train.loaders import random_state, set_random_state
 from tula_hpc.batches import tensors_of
 

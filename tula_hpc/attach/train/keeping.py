@@ -19,7 +19,6 @@ from tula_hpc.attach import be_around
 from tula_hpc.attach.frameworks.folders import batch_of, check_folders, kept_in_folder
 from tula_hpc.attach.reporting import Said
 from tula_hpc.attach.train.first_pass import rehearse_first_pass
-from tula_hpc.attach.train.going_on import ScriptProgress
 from tula_hpc.attach.train.loaders import (
     LoaderHistory,
     OwnBeginnings,
@@ -33,6 +32,7 @@ from tula_hpc.attach.train.loaders import (
     tell_beginnings,
 )
 from tula_hpc.attach.train.peers import ScriptPeers, state_of
+from tula_hpc.attach.train.resume_point import ScriptProgress
 from tula_hpc.attach.train.script_training import ScriptTraining
 from tula_hpc.checkpoint.interval import Interruptions
 from tula_hpc.checkpoint.safe_points import SafePoints

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tula_hpc.attach.own_folder import own_folder
 from tula_hpc.attach.script import counts_steps, forward_batch, script_of, values_of
-from tula_hpc.attach.train.going_on import (
+from tula_hpc.attach.train.resume_point import (
     Start,
     TrainedSoFar,
     begin_where_the_script_does,

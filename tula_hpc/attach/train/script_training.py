@@ -26,8 +26,8 @@ from tula_hpc.attach.hooks.passes import Apart
 from tula_hpc.attach.hooks.step_times import StepTimes
 from tula_hpc.attach.own_folder import Saved
 from tula_hpc.attach.reporting import ChildSpec, Mode, Said, leave
-from tula_hpc.attach.train.going_on import ScriptProgress, TrainedSoFar
 from tula_hpc.attach.train.peers import ScriptPeers, synchronize
+from tula_hpc.attach.train.resume_point import ScriptProgress, TrainedSoFar
 from tula_hpc.attach.train.scores import SCORES, as_share
 from tula_hpc.attach.train.script_drift import DriftSettings, ScriptDrift
 from tula_hpc.attach.train.script_scaling import refuse_another, refuse_nan, scaling_of

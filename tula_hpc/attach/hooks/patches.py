@@ -1,4 +1,4 @@
-"""Call functions of ours before or after those of torch and of a script's models and loaders."""
+"""Patches of torch and of a script: call functions of ours before or after theirs."""
 
 from __future__ import annotations
 
