@@ -20,7 +20,7 @@ from tula_hpc.errors import DeviceError, InputError, PreemptedError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch.diagnosis import classify, telling_line
 from tula_hpc.records import Configuration
-from tula_hpc.user_code import blamed
+from tula_hpc.user_code import _CALLERS, blamed
 
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 RAISED: dict[str, Exception] = {}
@@ -153,3 +153,7 @@ def test_a_layer_of_torch_in_an_own_model_is_the_users_too() -> None:
     said = rf"workload.model: {__name__}:moody failed: RuntimeError: .*mat1 and mat2"
     with pytest.raises(InputError, match=said), telling_own_mistakes(spec.workload):
         worker.train_step(torch.zeros(8, 3, 9, 9), torch.zeros(8, dtype=torch.long))
+
+
+def test_modules_that_call_the_users_code_are_where_they_are_looked_for() -> None:
+    assert [path for path in _CALLERS if not path.is_file()] == []
