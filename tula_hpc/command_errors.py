@@ -45,19 +45,24 @@ NOTHING_BEGUN = "interrupted before anything was begun"
 def ending_at_once() -> Iterator[None]:
     """End the process on Ctrl-C within this, unless a command there takes it, see `exit_code_of`.
 
-    Compiled modules, those of scipy and pydantic among them, and the import of any module may
-    swallow a KeyboardInterrupt, or turn it into an error of their own.
+    So does TERM, where it is like Ctrl-C. Compiled modules, those of scipy and pydantic among them,
+    and the import of any module may swallow a KeyboardInterrupt, or turn it into an error of their
+    own.
     """
     # in the background of a script it is ignored, and a thread of a notebook cannot take it
-    is_taken = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    is_taken = is_taken and threading.current_thread() is threading.main_thread()
-    if is_taken:
-        signal.signal(signal.SIGINT, _end)
+    can_take = threading.current_thread() is threading.main_thread()
+    taken = [
+        each
+        for each in (signal.SIGINT, signal.SIGTERM)
+        if can_take and signal.getsignal(each) is signal.default_int_handler
+    ]
+    for each in taken:
+        signal.signal(each, _end)
     try:
         yield
     finally:
-        if is_taken:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        for each in taken:
+            signal.signal(each, signal.default_int_handler)
 
 
 def _end(_number: int, _frame: FrameType | None) -> None:

@@ -813,12 +813,13 @@ def test_an_interrupt_before_the_work_is_told(
     assert capsys.readouterr().err == "\ninterrupted before anything was begun\n"
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_that_a_library_swallows_while_inputs_are_read_ends_the_command(
-    sweep_file: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    sweep_file: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
     def swallowing(*_: object) -> None:
         with contextlib.suppress(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
         raise InputError("goes on")
 
     monkeypatch.setattr("tula_hpc.config.load_together", swallowing)
