@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from tula_hpc.records import (
     append_record,
     read_metrics,
     read_records,
+    storage,
     write_atomically,
 )
 
@@ -75,6 +77,26 @@ def test_lines_of_concurrent_writers_do_not_mix(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert (len(read_records(Measurement, [path]).records), read_records(Measurement, [path]).skipped) == (80, 0)
+
+
+def test_a_writer_waits_for_another_one_but_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS it would else write over the line that another node appends."""
+    path = tmp_path / "m.jsonl"
+    append_record(path, oom(8))
+    with path.open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        waiting = threading.Thread(target=append_record, args=(path, oom(16)))
+        waiting.start()
+        waiting.join(0.1)
+        assert path.read_bytes().count(b"\n") == 1
+        fcntl.flock(other, fcntl.LOCK_UN)
+        waiting.join(5.0)
+        assert path.read_bytes().count(b"\n") == 2
+        # as of a process that is suspended
+        fcntl.flock(other, fcntl.LOCK_EX)
+        monkeypatch.setattr(storage, "LOCK_S", 0.02)
+        append_record(path, oom(32))
+    assert path.read_bytes().count(b"\n") == 3
 
 
 def test_a_failed_atomic_write_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import gc
 import json
 import os
 import re
 import resource
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, get_args
@@ -33,6 +36,9 @@ MANY = 10_000
 NAMED_LINES = 3
 # beyond it products overflow
 MAX_FLOAT = 1e100
+# a writer that is suspended, or whose node is gone, may keep its lock for ever
+LOCK_S = 2.0
+LOCK_PAUSE_S = 0.01
 R = TypeVar("R", bound=BaseModel)
 
 
@@ -260,11 +266,38 @@ def _append(path: Path, line: bytes, durable: bool) -> None:
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o600)
     try:
-        _write_whole(descriptor, _newline_if_torn(descriptor) + line)
-        if durable:
-            os.fsync(descriptor)
+        with _locked(descriptor) if durable else contextlib.nullcontext():
+            _write_whole(descriptor, _newline_if_torn(descriptor) + line)
+            if durable:
+                os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _locked(descriptor: int) -> Iterator[None]:
+    """Lock a file once nobody else appends to it, if that is soon and its file system has locks.
+
+    A client of NFS appends where the file ended when it last looked; for a lock it looks again.
+    """
+    deadline = time.monotonic() + LOCK_S
+    with contextlib.suppress(OSError):
+        while not _is_mine(descriptor) and time.monotonic() < deadline:
+            time.sleep(LOCK_PAUSE_S)
+    try:
+        yield
+    finally:
+        # to close it is not enough where a process that was forked meanwhile has it, too
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def _is_mine(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _write_whole(descriptor: int, data: bytes) -> None:
