@@ -49,6 +49,8 @@ class Scheduler:
     def __init__(self, run: RunDirectory, end_of: Callable[[int], Failure], begun_at: Callable[[int], int]) -> None:
         self.run, self.end_of, self.begun_at = run, end_of, begun_at
         self.jobs = 0
+        # numbers of runs that the jobs may come to
+        self.runs: list[int] = []
 
     def note_accounts(self) -> bool:
         return False
@@ -57,6 +59,7 @@ class Scheduler:
         self, jobs: Sequence[TrainJob], *, stage: str, nodes: int, minutes: int, data: Sequence[Mapping[str, object]]
     ) -> list[Submitted]:
         self.jobs += 1
+        self.runs += [jobs[0].run_number(restarts) for restarts in (0, 20)]
         self.run.log_event("submitted", stage, job_id=str(self.jobs), data=dict(data[0]))
         return [Submitted(str(self.jobs), self.run.slurm)]
 
@@ -91,6 +94,13 @@ def test_an_interrupted_training_is_submitted_as_often_as_it_may_be_requeued(
     scheduler, error = train(monkeypatch, tmp_path, lambda _: failure)
     assert scheduler.jobs == 7
     assert failure.value.replace("_", " ") in error
+
+
+def test_each_job_fences_those_before_it_before_it_has_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One may be at work still, on a node that Slurm has lost."""
+    scheduler, _ = train(monkeypatch, tmp_path, lambda _: Failure.PREEMPTED)
+    assert len(scheduler.runs) == 14
+    assert scheduler.runs == sorted(set(scheduler.runs))
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ class Scheduler:
     def submit(self, jobs: Sequence[TrainJob], *, data: Sequence[dict[str, str]], **_: Any) -> list[Submitted]:
         labels = [item["label"] for item in data]
         assert [job.label for job in jobs] == list(labels)
+        assert [job.jobs_before for job in jobs] == list(map(self.submissions, labels))
         self.arrays.append(list(labels))
         submitted = []
         for label in labels:

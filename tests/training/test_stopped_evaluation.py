@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tula_hpc.ddp.agreement import Agreement, EvaluationStopped, SaveRequest, St
 from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
+from tula_hpc.errors import CheckpointError
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import Configuration, RunDirectory, TrainResult
 from tula_hpc.training import loop as trainer_module
@@ -184,6 +186,14 @@ def test_each_start_from_one_checkpoint_counts(tmp_path: Path) -> None:
                 train(run, PLAIN)
     assert train(run, PLAIN) == "finished"
     assert end(run)[0].restarts == 3
+
+
+def test_an_earlier_job_that_is_still_at_work_cannot_save(tmp_path: Path) -> None:
+    run = prepared(tmp_path / "run")
+    job = TrainJob(PLAIN, ClusterSpec(), CONFIGURATION, run.root)
+    assert run_training(replace(job, jobs_before=1), StopRequest().install()) == "finished"
+    with pytest.raises(CheckpointError, match="is a left-over"):
+        CheckpointStore(run.train().checkpoints).save({}, samples_seen=9**9, restart_count=job.run_number(20))
 
 
 class Peer:

@@ -15,6 +15,9 @@ from tula_hpc.launch.job_files import TimeOutsLeft
 from tula_hpc.records import MAIN_LABEL, Configuration, Identity
 from tula_hpc.tracking.follow import following
 
+# more than Slurm requeues a job
+RUNS_OF_A_JOB = 1000
+
 
 def resolve(name: str) -> Callable[[Any], Any]:
     """Return the function that `module:function` names."""
@@ -110,6 +113,12 @@ class TrainJob(Requeueable):
     label: str = MAIN_LABEL
     partition: str = ""
     measured: Identity | None = None
+    # submitted for this training
+    jobs_before: int = 0
+
+    def run_number(self, restart_count: int) -> int:
+        """Return a number that is higher for each later run of this training, of whichever job."""
+        return self.jobs_before * RUNS_OF_A_JOB + restart_count
 
     @property
     def entry(self) -> str:

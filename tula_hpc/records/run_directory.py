@@ -66,7 +66,9 @@ class TrainDirectory:
     @property
     def newest_checkpoint(self) -> Path | None:
         """Return the file with the model, which is the trained one at the end of training."""
-        return max(self.checkpoints.glob("checkpoint-*.tula"), default=None)
+        found = self.checkpoints.glob("checkpoint-*.tula")
+        # as the numbers in the names, which have more digits where they are higher
+        return max(found, key=lambda path: (len(path.name), path.name), default=None)
 
     @property
     def saved_samples(self) -> int | None:

@@ -364,6 +364,7 @@ def _submit_training(sweep: Sweep, candidate: Candidate, tick: Callable[[JobsNow
         MAIN_LABEL,
         candidate.partition,
         measured_identity(sweep.run.measurements().records),
+        sweep.run.history().attempts(MAIN_LABEL),
     )
     data: dict[str, object] = {
         "label": MAIN_LABEL,

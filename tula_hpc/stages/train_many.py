@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tula_hpc.config import ClusterSpec
 from tula_hpc.env import unix_time
@@ -132,7 +133,8 @@ class Trainings:
             return
         for label in labels:
             self.run_directory.make_train(label)
-        jobs = [self.jobs[label] for label in labels]
+        history = self.run_directory.history()
+        jobs = [replace(self.jobs[label], jobs_before=history.attempts(label)) for label in labels]
         nodes, minutes = jobs[0].configuration.nodes, self.sweep.cluster.train_minutes
         data = [{"label": label} for label in labels]
         submitted = self.launcher.submit(

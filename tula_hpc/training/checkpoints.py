@@ -33,7 +33,8 @@ class Checkpoints(SafePoints):
 
     def __init__(self, training: Training, log: TrainingLog, suspensions: Suspensions) -> None:
         folder = training.files.checkpoints
-        super().__init__(CheckpointStore(folder), training.env.restart_count, suspensions)
+        number = training.job.run_number(training.env.restart_count)
+        super().__init__(CheckpointStore(folder), number, suspensions)
         self.training = training
         self.log = log
         self.worker = training.worker

@@ -235,7 +235,7 @@ class ScriptJob:
             counts_steps=counts_steps(job.sweep),
             forward_batch=forward_batch(job.sweep, job.configuration),
             log_interval_steps=options.log_interval_steps,
-            restart_count=self.env.restart_count,
+            restart_count=job.run_number(self.env.restart_count),
             progress=start.progress(),
             job_began_at=job_started_at(),
             between_s=prior.prior_s,
