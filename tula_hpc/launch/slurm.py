@@ -26,10 +26,10 @@ from tula_hpc.launch.bounded_command import (
 )
 from tula_hpc.records.events import JobAccount, Stage
 
-# pauses in which a controller may come back
-PATIENCE_S = (2, 5, 10, 30, 60, 120, 300)
+# pauses in which a controller may come back, as from an upgrade while nobody looks on
+PATIENCE_S = (2, 5, 10, 30, 60, 120, *[300] * 12)
 # with the time that the commands take: one that hangs is given up after a minute
-LONGEST_WAIT_S = 540.0
+LONGEST_WAIT_S = 3600.0
 # Slurm's own MaxArraySize
 DEFAULT_LARGEST_ARRAY = 1001
 # characters of why a job waits
@@ -77,7 +77,7 @@ def retry_until_answered(ask: Callable[[], T]) -> T:
     """Return an answer of the controller; retry while it does not answer, and tell the user so.
 
     Raises:
-        LaunchError: There is no Slurm here, or no answer for 9 minutes.
+        LaunchError: There is no Slurm here, or no answer for an hour.
     """
     pauses = iter(PATIENCE_S)
     ends = time.monotonic() + LONGEST_WAIT_S
@@ -92,7 +92,7 @@ def retry_until_answered(ask: Callable[[], T]) -> T:
             pause_s = next(pauses, None)
             if pause_s is None or time.monotonic() >= ends:
                 raise LaunchError(
-                    f"the Slurm controller has not answered for 9 minutes: {words}"
+                    f"the Slurm controller has not answered for an hour: {words}"
                 ) from None
             sys.stderr.write(f"Slurm does not answer ({words}); trying again in {pause_s} s\n")
             time.sleep(min(pause_s, max(0.0, ends - time.monotonic())))
