@@ -204,6 +204,11 @@ def test_the_controller_tells_an_end_of_which_accounting_has_not_heard(
             CANCELLED.replace("JobState=CANCELLED", "JobState=COMPLETING").replace("Reason=None", "Reason=TimeLimit"),
             None,
         ),
+        # where Slurm does not requeue it
+        (
+            CANCELLED.replace("JobState=CANCELLED", "JobState=NODE_FAIL").replace("Reason=None", "Reason=NodeDown"),
+            Leaving.PREEMPTED,
+        ),
         (CANCELLED.replace("my job", "my JobState=RUNNING job"), Leaving.CANCELLED),
         ("", None),
         (None, None),

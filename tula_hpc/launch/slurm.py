@@ -389,7 +389,7 @@ class Leaving(StrEnum):
     """Reason for which a running process's job is on its way out."""
 
     CANCELLED = "cancelled"
-    # without any time of grace, or after it; or requeued
+    # without any time of grace, or after it; or requeued, or without a node that it had
     PREEMPTED = "preempted"
 
 
@@ -407,7 +407,9 @@ def leaving(job_id: str, timeout_s: float = REQUEUE_TIMEOUT_S) -> Leaving | None
     # a job that is being requeued shows no time of a preemption, but its next restart
     requeued = (count_in(fields.get("Restarts", "")) or 0) > restart_count()
     preempted = fields.get("PreemptTime", "None") != "None"
-    return Leaving.PREEMPTED if requeued or preempted else Leaving.CANCELLED
+    has_lost_node = fields.get("Reason") == "NodeDown"
+    is_cancelled = not (requeued or preempted or has_lost_node)
+    return Leaving.CANCELLED if is_cancelled else Leaving.PREEMPTED
 
 
 def _job_fields(job_id: str, timeout_s: float = COMMAND_TIMEOUT_S) -> dict[str, str]:
