@@ -20,7 +20,7 @@ from tula_hpc.analysis.search.decision import DecisionModel
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec
 from tula_hpc.config.search import LEAST_SECONDS, MOST_SECONDS
 from tula_hpc.formatting import format_duration, in_comparison
-from tula_hpc.records import Configuration, Measurement, Plan, Remedy, is_usable
+from tula_hpc.records import Configuration, Measurement, Plan, Remedy
 
 # of the chosen configuration: its training takes by about half of it longer or shorter
 NOTABLE_DRIFT = 0.05
@@ -91,9 +91,9 @@ def with_steadiness(
     """Add a warning about unsteady steps on the partition that the plan chose."""
     name = plan.chosen.partition
     part = cluster.part(name)
-    usable = [row for row in of_partition(measurements, name) if is_usable(row)]
+    rows = of_partition(measurements, name)
     decision = DecisionModel(sweep.objective.kind, sweep, part)
-    summary = decision.known(summarize(usable))
+    summary = decision.known(summarize(rows))
     chosen = plan.chosen.configuration
     found: list[tuple[Unsteady, str]] = []
     # other partitions may have a better one still
@@ -122,7 +122,7 @@ def with_steadiness(
     if len(found) > 1:
         others = ", ".join(str(one.profile.configuration) for one, _ in found[1:])
         more = f"The steps of {others} are as uncertain. "
-    text = f"{first.describe()}; {effect}. {more}{_what_to_do(first, sweep.search, usable)}"
+    text = f"{first.describe()}; {effect}. {more}{_what_to_do(first, sweep.search, rows)}"
     return plan.with_doubts(Remedy.MEASURE.doubts([prefixed(name, text)]))
 
 
@@ -158,13 +158,13 @@ def _on_training(one: Unsteady) -> str:
     return f"at its later pace the training's steps take {less[0]} {less[2]} time than predicted"
 
 
-def _what_to_do(one: Unsteady, search: SearchSpec, usable: Iterable[Measurement]) -> str:
+def _what_to_do(one: Unsteady, search: SearchSpec, rows: Iterable[Measurement]) -> str:
     """Name the key: of the limit that ended the measurement, or of the steps before it."""
     anew = "and another --run-dir measures"
     if one.drift < 0:
         steps = LONGER * search.warmup_steps
         return f"A new sweep with --set search.warmup_steps={steps} {anew} it when it has warmed up"
-    own = [row for row in usable if row.configuration == one.profile.configuration]
+    own = [row for row in rows if row.configuration == one.profile.configuration]
     # without max_seconds the training's length set the limit
     timed_s = max(map(_timed_s, own), default=0.0)
     key = f"search.max_seconds={LONGER * math.ceil(search.max_seconds or timed_s or MOST_SECONDS)}"

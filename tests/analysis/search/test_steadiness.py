@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.planning_data import cluster, grid, ok, sweep, times
+from tests.planning_data import cluster, grid, ok, oom, sweep, times
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.records import Configuration, Measurement, Plan
 
@@ -124,3 +124,12 @@ def test_several_that_had_not_settled_are_one_warning() -> None:
     plan = planned(both)
     (text,) = [text for text in plan.warnings if "too short for its noise" in text]
     assert f"the plan would choose {NEXT}. The steps of N=" in text
+
+
+def test_what_ran_out_of_memory_is_no_choice_whatever_the_steps_are() -> None:
+    nodes, _, batch = CHOSEN
+    rows = [*with_step(CHOSEN, WIDE, **UNSETTLED), oom(nodes, 2 * batch)]
+    plan = planned(rows, max_batch=2 * USUAL.chosen.global_batch)
+    assert plan.chosen.configuration == CHOSEN
+    (text,) = told(plan, CHOSEN)
+    assert f", predictions change, and the plan would choose {NEXT}. " in text
