@@ -89,13 +89,22 @@ class StepPartTimes(NamedTuple):
 
 
 def parts_of(times: StepTimes) -> StepPartTimes:
-    """Take a step apart.
+    """Take a step apart; its parts add up to it.
 
     Exposed synchronization = step − data − compute − optimizer, at least 0: the share of it that
-    does not overlap with the backward pass.
+    does not overlap with the backward pass. Computation and optimizer are timed apart: where the
+    step leaves less time than they took, both are shortened alike.
     """
-    measured = (times.data_time_s, times.compute_time_s, times.optimizer_time_s)
-    return StepPartTimes(*measured, max(0.0, times.step_time_s - sum(measured)))
+    data_s = min(times.data_time_s, times.step_time_s)
+    left_s = times.step_time_s - data_s
+    apart_s = times.compute_time_s + times.optimizer_time_s
+    share = min(1.0, left_s / apart_s) if apart_s > 0.0 else 1.0
+    return StepPartTimes(
+        data_s,
+        share * times.compute_time_s,
+        share * times.optimizer_time_s,
+        max(0.0, left_s - apart_s),
+    )
 
 
 class Summary(NamedTuple):

@@ -173,14 +173,13 @@ def _of_a_step(run: RunContents) -> list[str]:
     if chosen.configuration.world_size > 1:
         rest = "exchange of gradients and waiting for other workers"
     names = ("waiting for data", "computation", "the optimizer", rest)
-    # they are timed apart, and may be more than the step together
-    whole_s = sum(parts)
+    step_s = times[-1].step_time_s
     shown = [
-        f"{100 * seconds / whole_s:.0f} % {name}"
+        f"{100 * seconds / step_s:.0f} % {name}"
         for seconds, name in sorted(zip(parts, names, strict=True), reverse=True)
-        if seconds >= NOTABLE * whole_s
+        if seconds >= NOTABLE * step_s
     ]
-    return [f"A step of {format_duration(times[-1].step_time_s)} is {', '.join(shown)}."]
+    return [f"A step of {format_duration(step_s)} is {', '.join(shown)}."]
 
 
 # by training.method

@@ -90,7 +90,10 @@ def _breakdown_caption(*, exchanged: bool) -> str:
             "step takes longer than its parts and the all-reduce together, as where workers wait "
             "for the slowest. "
         )
-    return f"{text}Bars may end beyond 100 %, as their parts are measured apart."
+    return (
+        f"{text}Computation and optimizer are shortened where they took longer, timed apart, than the "
+        "step leaves them."
+    )
 
 
 def _with_gaps(bars: Sequence[Bar]) -> list[Bar | None]:
@@ -110,7 +113,7 @@ def _draw_bars(axes: Axes, rows: Sequence[Bar | None], sizes: list[int]) -> None
     for y, bar in enumerate(rows):
         if bar is not None:
             _draw_bar(axes, y, bar)
-            widest = max(widest, sum(bar.parts) / bar.step_s, bar.unhidden_s / bar.step_s)
+            widest = max(widest, bar.unhidden_s / bar.step_s)
             names[y] = bar.configuration.short
             colours.append(style.size_style(sizes, bar.configuration.nodes).colour)
     axes.set_ylim(len(rows) - 0.4, -0.6)
