@@ -33,12 +33,12 @@ from tula_hpc.analysis.planning.candidates import (
     as_records,
     predict,
 )
-from tula_hpc.analysis.planning.partitions import fit_parts
-from tula_hpc.analysis.run_contents import RunContents, evenly
+from tula_hpc.analysis.planning.partitions import fit_parts, of_partition
+from tula_hpc.analysis.run_contents import RunContents, evenly, measured_epochs
 from tula_hpc.config import ClusterSpec, SweepSpec, cluster_sizes
 from tula_hpc.errors import InputError, NotEnoughDataError
 from tula_hpc.formatting import HOUR_S, listed
-from tula_hpc.records import Candidate, Interval
+from tula_hpc.records import Candidate, Configuration, Interval, Measurement
 
 Kind = Literal["strong", "weak"]
 Basis = Literal["measured", "predicted", "extrapolated"]
@@ -73,6 +73,8 @@ class ScalingRow(NamedTuple):
     efficiency: Interval
     # by its own profiles
     measured_step_s: float | None
+    # likewise, see `run_contents.measured_epochs`
+    measured_epoch_s: float | None = None
 
     @property
     def nodes(self) -> int:
@@ -98,13 +100,6 @@ class ScalingRow(NamedTuple):
     def node_hours(self) -> Interval:
         """Node-hours of the whole training."""
         return self.training_s.times(self.nodes / HOUR_S)
-
-    @property
-    def measured_epoch_s(self) -> float | None:
-        """Seconds of an epoch of measured steps."""
-        if self.measured_step_s is None:
-            return None
-        return self.candidate.epoch_time_s * self.measured_step_s / self.candidate.step_time_s
 
 
 class Curve(NamedTuple):
@@ -180,20 +175,28 @@ def node_scaling_of(run: RunContents) -> NodeScaling:
     if part is None:
         return no_scaling(f"partition {chosen.partition} of the plan has too few measurements")
     where = f" on partition {chosen.partition}" if chosen.partition else ""
-    return part_scaling(part, run.sweep, chosen)._replace(name=f"{run.name}{where}")
+    measured = of_partition(run.measurements, part.name)
+    scaling = part_scaling(part, run.sweep, chosen, measured)
+    return scaling._replace(name=f"{run.name}{where}")
 
 
-def part_scaling(part: Part, sweep: SweepSpec, chosen: Candidate) -> NodeScaling:
-    """Predict the scaling of a chosen candidate's batches on one partition."""
+def part_scaling(
+    part: Part, sweep: SweepSpec, chosen: Candidate, measurements: Iterable[Measurement] = ()
+) -> NodeScaling:
+    """Predict the scaling of a chosen candidate's batches on one partition.
+
+    `measurements` there tell how long epochs took; the rest of a row does without.
+    """
     profiles = part.summary.profiles
     profiled = tuple(sorted({profile.configuration.nodes for profile in profiles}))
     if len(profiled) < 2:
         (only,) = profiled
         return no_scaling(f"only N = {only} was profiled, which says nothing about other N")
     sizes = _sizes(profiled, sweep, part.cluster, chosen.nodes)
+    epochs_s = measured_epochs(measurements, part.summary.dataset_samples)
     return NodeScaling(
-        _curve("strong", part, sweep, chosen, sizes),
-        _curve("weak", part, sweep, chosen, sizes),
+        _with_epochs(_curve("strong", part, sweep, chosen, sizes), epochs_s),
+        _with_epochs(_curve("weak", part, sweep, chosen, sizes), epochs_s),
         profiled_sizes=profiled,
         configurations=len(profiles),
         epochs=sweep.workload.epochs,
@@ -313,6 +316,14 @@ def _ends(table: CandidateTable, part: Part, value: Array) -> tuple[Array, Array
     width[1:] = np.hypot(width[1:], np.hypot(noise[1:], noise[0]))
     factor = np.exp(np.minimum(width, np.log(WIDEST)))
     return value * np.minimum(low, 1.0 / factor), value * np.maximum(high, factor)
+
+
+def _with_epochs(curve: Curve, epochs_s: Mapping[Configuration, float]) -> Curve:
+    rows = []
+    for row in curve.rows:
+        known_s = epochs_s.get(row.candidate.configuration)
+        rows.append(row._replace(measured_epoch_s=known_s))
+    return curve._replace(rows=rows)
 
 
 def _basis(candidate: Candidate, part: Part) -> Basis:

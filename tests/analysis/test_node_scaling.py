@@ -19,7 +19,7 @@ from tula_hpc.analysis.node_scaling import Curve, NodeScaling, listed_sizes, nod
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.planning.candidates import Part
 from tula_hpc.analysis.planning.partitions import fit_parts
-from tula_hpc.analysis.run_contents import read_run
+from tula_hpc.analysis.run_contents import measured_epochs, read_run
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.records import Candidate, Configuration, Interval, Measurement
 
@@ -342,3 +342,19 @@ def test_the_reason_is_said_where_nothing_can_be(tmp_path: Path) -> None:
         assert found.curves == ()
         assert why in found.strong.why
         assert why in found.weak.why
+
+
+def test_a_measured_epoch_takes_as_long_as_in_the_other_tables(tmp_path: Path) -> None:
+    contents = read_run(make_run(tmp_path / "run", stage="plan"))
+    assert contents.plan is not None
+    rows = []
+    # updates of AGS's scale, which the plan takes to be alike for all batches, differ between them
+    for row in contents.ok:
+        assert row.times is not None
+        updated = row.times.model_copy(update={"update_time_s": 0.01 * row.local_batch})
+        rows.append(row.model_copy(update={"times": updated, "updates_per_epoch": 2.0}))
+    epochs_s = measured_epochs(rows, contents.plan.dataset_samples)
+    scaling = node_scaling_of(contents._replace(measurements=rows))
+    known = [row for curve in scaling.curves for row in curve.rows if row.measured_step_s is not None]
+    assert known
+    assert all(row.measured_epoch_s == epochs_s[row.candidate.configuration] for row in known)
