@@ -23,6 +23,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from tula_hpc.analysis.costs.spread import WIDEST, Z_90
+from tula_hpc.analysis.planning.candidate_records import as_records
 from tula_hpc.analysis.planning.candidates import (
     FEASIBLE,
     Array,
@@ -30,7 +31,6 @@ from tula_hpc.analysis.planning.candidates import (
     Grid,
     Part,
     Why,
-    as_records,
     predict,
 )
 from tula_hpc.analysis.planning.partitions import fit_parts, of_partition

@@ -7,13 +7,15 @@ B_noise/B) times the fewest possible steps and (1 + B/B_noise) times the fewest 
 B = B_noise twice as many of both. Far above it a larger batch saves hardly any steps.
 
 B_noise grows during training, often tenfold and more, so a profile at the first weights gives a
-lower bound. Momentum, batch normalization and the learning rate are not in the approximation.
+lower bound. Momentum, batch normalization and the learning rate are not in the approximation. Its
+interval counts the scatter of what was measured alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,16 +23,52 @@ from numpy.typing import NDArray
 from tula_hpc.records import Measurement, Metrics
 
 Array = NDArray[np.float64]
+Source = Literal["training", "profile"]
+Batch = TypeVar("Batch", float, Array)
 
 # with fewer the scatter is unknown
 MIN_TERMS = 3
+# of an interval, in logarithms: ends farther off say no more
+WIDEST = 30.0
 
 
 class CriticalBatch(NamedTuple):
     """Estimate of the critical batch, in samples of a global batch."""
 
     batch: float
-    source: Literal["training", "profile"]
+    source: Source
+    interval_90: tuple[float, float]
+
+
+class Terms(NamedTuple):
+    """Finite estimates of |G|² and tr(Σ), (n, 2), and their weights (n,)."""
+
+    values: Array
+    weights: Array
+
+    @property
+    def ratio(self) -> float | None:
+        """tr(Σ)/|G|² of the weighted means; None for too few, or noise alone."""
+        if len(self.weights) < MIN_TERMS:
+            return None
+        square, trace = self.weights @ self.values
+        return None if square <= 0 or trace <= 0 else float(trace / square)
+
+    def interval_90(self, ratio: float) -> tuple[float, float]:
+        """Return the 90 % interval of the ratio r of weighted means of |G|² = g and tr(Σ) = t.
+
+        By its linearization `d log r = Σ w (t − r g) / Σ w t`, with Student's t on n − 1 degrees of
+        freedom.
+        """
+        # late: `tula status` does without SciPy
+        from scipy.special import stdtrit
+
+        count = len(self.weights)
+        square, trace = self.values.T
+        off = self.weights * (trace - ratio * square)
+        error = math.sqrt(count / (count - 1) * (off @ off)) / (self.weights @ trace)
+        half = min(float(stdtrit(count - 1, 0.95)) * error, WIDEST)
+        return ratio * math.exp(-half), ratio * math.exp(half)
 
 
 def critical_batch(
@@ -44,25 +82,37 @@ def critical_batch(
 
     None where nothing, too little, or only noise was measured.
     """
-    trained = None if metrics is None else _trained_batch(metrics)
-    if trained is not None:
-        return CriticalBatch(trained, "training")
-    profiled = profiled_batch(measurements)
-    return None if profiled is None else CriticalBatch(profiled, "profile")
+    known: dict[Source, Terms] = {}
+    if metrics is not None:
+        known["training"] = _trained(metrics)
+    known["profile"] = _profiled(measurements)
+    for source, terms in known.items():
+        if (batch := terms.ratio) is not None:
+            return CriticalBatch(batch, source, terms.interval_90(batch))
+    return None
 
 
-def _trained_batch(metrics: Metrics) -> float | None:
+def profiled_batch(measurements: Iterable[Measurement]) -> float | None:
+    """Return the critical batch by profiles alone; None where unknown."""
+    return _profiled(measurements).ratio
+
+
+def samples_to_same_progress(critical: float, batch: Batch, base: int) -> Batch:
+    """Return (1 + B/B_noise) / (1 + base/B_noise): samples that batches B need, over the base's."""
+    return (critical + batch) / (critical + base)
+
+
+def _trained(metrics: Metrics) -> Terms:
     rows = [
         (step.samples_seen, step.noise_gradient_square, step.noise_trace)
         for step in metrics.steps
         if step.noise_gradient_square is not None and step.noise_trace is not None
     ]
     later = [row[1:] for row in rows if row[0] >= rows[-1][0] / 2]
-    return _ratio_of_means(np.array(later).reshape(-1, 2), np.ones(len(later)))
+    return _finite(np.array(later).reshape(-1, 2), np.ones(len(later)))
 
 
-def profiled_batch(measurements: Iterable[Measurement]) -> float | None:
-    """Return the critical batch by profiles alone; None where unknown."""
+def _profiled(measurements: Iterable[Measurement]) -> Terms:
     # |G|², tr(Σ) and weight of each pass
     passes: list[tuple[float, float, float]] = []
     for row in measurements:
@@ -72,13 +122,9 @@ def profiled_batch(measurements: Iterable[Measurement]) -> float | None:
             passes += [(*terms, weight) for terms in row.noise_terms]
     # in one order, whatever that of the measurements is: sums of floats depend on it
     table = np.array(sorted(passes)).reshape(-1, 3)
-    return _ratio_of_means(table[:, :2], table[:, 2])
+    return _finite(table[:, :2], table[:, 2])
 
 
-def _ratio_of_means(terms: Array, weights: Array) -> float | None:
-    """Return tr(Σ)/|G|² of weighted means of terms (n, 2); None for too few, or noise alone."""
-    known = np.isfinite(terms).all(axis=1)
-    if np.sum(known) < MIN_TERMS:
-        return None
-    square, trace = weights[known] @ terms[known]
-    return None if square <= 0 or trace <= 0 else float(trace / square)
+def _finite(values: Array, weights: Array) -> Terms:
+    known = np.isfinite(values).all(axis=1)
+    return Terms(values[known], weights[known])

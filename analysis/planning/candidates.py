@@ -1,12 +1,11 @@
-"""Candidates as NumPy columns: the grid of a search, predicted and priced, and records of rows.
+"""Candidates as NumPy columns: the grid of a search, predicted and priced.
 
 A search asks for the choice under hundreds of predictions; only a plan's own candidates become
-records.
+records, see `candidate_records`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -17,7 +16,8 @@ from numpy.typing import NDArray
 from tula_hpc.analysis.costs.evaluation import Evaluation
 from tula_hpc.analysis.costs.interruptions import Resume
 from tula_hpc.analysis.costs.pricing import Bill, NodePower, Usage, bill
-from tula_hpc.analysis.costs.spread import Spread, step_factors, whole_factors, widened
+from tula_hpc.analysis.costs.spread import Spread
+from tula_hpc.analysis.models.critical_batch import samples_to_same_progress
 from tula_hpc.analysis.models.fitted import Models
 from tula_hpc.analysis.models.profiles import Summary
 from tula_hpc.analysis.models.step_time import StepTimeModel
@@ -26,16 +26,10 @@ from tula_hpc.analysis.planning.memory_limit import (
     memory_limit_bytes,
     on_top_bytes,
 )
-from tula_hpc.config import (
-    GIB,
-    ClusterSpec,
-    SearchSpec,
-    SweepSpec,
-    cluster_sizes,
-)
+from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, cluster_sizes
 from tula_hpc.config.training import PASS_SHARE
-from tula_hpc.formatting import FOREVER_S, format_duration
-from tula_hpc.records import Candidate, steps_of_epoch
+from tula_hpc.formatting import FOREVER_S
+from tula_hpc.records import steps_of_epoch
 
 Integers = NDArray[np.int64]
 Array = NDArray[np.float64]
@@ -94,18 +88,10 @@ class Why(IntEnum):
 
 
 FEASIBLE = Why.FEASIBLE
-SHORT_REASONS = {
-    FEASIBLE: "",
-    Why.FOREVER: "interruptions and restarts would leave no time for work",
-    Why.DEADLINE: "after the deadline",
-    Why.BUDGET: "over the budget",
-    Why.BATCH: "batch too large",
-}
 # variance of a measurement's noise as a share of that of a departure from the law
 NUGGET = 0.1
 # with more measurements the model's own departures say how neighbours differ from the law
 MOST_NEIGHBOURS = 64
-ALSO_ON_TOP = " and more while the gradient scale is updated and a checkpoint is written"
 # Larger batches than so many times the largest measured one may use other kernels, whose workspace
 # no smaller batch shows. Candidates lie a factor of two apart: the next one is still believed.
 BELIEVED_FACTOR = 2.0
@@ -127,6 +113,10 @@ class Part(NamedTuple):
     save_s: float | None = None
     # samples; None: the gradient's noise was not measured
     critical_batch: float | None = None
+    # at 90 %; None: not asked for
+    critical_interval: tuple[float, float] | None = None
+    # `training.base_batch`, for the progress of which candidates are compared
+    base_batch: int = 1
     resume: Resume = Resume.CHECKPOINT
 
     @property
@@ -281,15 +271,15 @@ def _bill(usage: Usage, part: Part, sweep: SweepSpec) -> Bill:
 
 
 def _progress_time_s(part: Part, usage: Usage, grid: Grid, sweep: SweepSpec) -> Array:
-    """Return the wall time of (1 + B/B_noise) / (1 + base/B_noise) times the samples.
+    """Return the wall time of as many samples as the same progress needs, see `critical_batch`.
 
-    See `models.critical_batch`. What full batches leave out of an epoch is made up for by more of
-    them. A job starts and ends as often as its longer work asks.
+    What full batches leave out of an epoch is made up for by more of them. A job starts and
+    ends as often as its longer work asks.
     """
     if part.critical_batch is None:
         return np.full(grid.global_batch.shape, np.nan)
-    base = sweep.training.base_batch
-    more = np.asarray((part.critical_batch + grid.global_batch) / (part.critical_batch + base))
+    global_batch = grid.global_batch.astype(np.float64)
+    more = samples_to_same_progress(part.critical_batch, global_batch, part.base_batch)
     batches = _batches(part.summary, grid)
     more *= batches / np.maximum(steps_of_epoch(batches, short_batch=part.summary.short_batch), 1)
     longer = usage._replace(
@@ -359,142 +349,3 @@ def _measured(summary: Summary, grid: Grid) -> NDArray[np.bool_]:
     measured = [profile.configuration for profile in summary.as_planned]
     rows = np.array(measured, dtype=np.int64).reshape(-1, 3)
     return np.isin(grid.keys(), Grid(*rows.T).keys())
-
-
-def as_records(
-    table: CandidateTable, parts: Sequence[Part], front: NDArray[np.bool_]
-) -> list[Candidate]:
-    """Return candidates as records, with their 90 % intervals; `front` marks the Pareto front.
-
-    Intervals of steps are the model's around what is planned with, wider by `Summary.noise`, and
-    hold its own prediction where both agree; `spread` has those of the whole time and the cost.
-    """
-    lows = np.empty(table.rows)
-    highs = np.empty(table.rows)
-    predicted_s = np.empty(table.rows)
-    for index, part in enumerate(parts):
-        mine = table.part == index
-        if mine.any():
-            rows = table.take(mine)
-            points = rows.nodes, rows.local_batch, rows.workers_per_node
-            predicted_s[mine] = part.models.step_time.predict(*points)
-            with np.errstate(over="ignore"):
-                ends = part.models.step_time.interval(*points)
-            where = zip(rows.nodes, rows.workers_per_node, rows.local_batch, strict=True)
-            noise = part.summary.noise(where)
-            lows[mine], highs[mine] = widened(predicted_s[mine], np.stack(ends), noise)
-    relative = step_factors(table.step_time_s, predicted_s, np.stack([lows, highs]))
-    columns = (*table, front, predicted_s, *relative)
-    return [
-        _record(CandidateTable(*row), parts, pareto, model_s, (low, high))
-        for *row, pareto, model_s, low, high in zip(*(c.tolist() for c in columns), strict=True)
-    ]
-
-
-def _record(
-    row: CandidateTable,
-    parts: Sequence[Part],
-    pareto: bool,
-    model_s: float,
-    ends: tuple[float, float],
-) -> Candidate:
-    """Return one row as a record; its columns hold plain numbers here."""
-    part = parts[int(row.part)]
-    names = ("step_time_s", "epoch_time_s", "train_time_s", "wall_time_s", "cost")
-    numbers = {name: float(getattr(row, name)) for name in names}
-    every_s = float(row.checkpoint_s)
-    parts_s = _wall_parts_s(row, part)
-    each_s = part.cluster.pricing.start_s + every_s / 2.0
-    part_ends = part.spread.of_parts(parts_s, ends, each_s)
-    whole = whole_factors(parts_s, part_ends, ends)
-    intervals = {}
-    for name, value in numbers.items():
-        low, high = whole if name in ("wall_time_s", "cost") else ends
-        intervals[name] = (value * low, value * high)
-    progress_s = None
-    if not math.isnan(float(row.progress_time_s)):
-        progress_s = float(row.progress_time_s)
-        intervals["progress_time_s"] = (progress_s * whole[0], progress_s * whole[1])
-    return Candidate(
-        partition=part.name,
-        nodes=int(row.nodes),
-        workers_per_node=int(row.workers_per_node),
-        local_batch=int(row.local_batch),
-        global_batch=int(row.global_batch),
-        accumulation=int(row.accumulation),
-        **numbers,
-        model_step_time_s=model_s,
-        currency=part.cluster.pricing.currency,
-        energy_kwh=None if np.isnan(row.energy_kwh) else float(row.energy_kwh),
-        checkpoint_minutes=every_s / 60.0 if part.resume is Resume.CHECKPOINT else None,
-        progress_time_s=progress_s,
-        peak_memory_bytes=int(row.peak_bytes),
-        wall_parts_s=parts_s,
-        part_intervals_90=part_ends,
-        interval_90=intervals,
-        feasible=int(row.why) == FEASIBLE,
-        measured=bool(row.measured),
-        why=_describe_why(row, part),
-        pareto=pareto,
-    )
-
-
-def _wall_parts_s(row: CandidateTable, part: Part) -> dict[str, float]:
-    """Return the parts of the expected wall time, seconds; empty where it would never end."""
-    wall_s = float(row.wall_time_s)
-    if wall_s >= FOREVER_S:
-        return {}
-    jobs = 1.0 + float(row.requeues)
-    known = {"steps": float(row.train_time_s), "evaluation": float(row.evaluation_s)}
-    known |= {"checkpoints": float(row.saving_s)}
-    known |= {"starts": jobs * part.cluster.pricing.start_s, "ends": jobs * part.end_s}
-    return known | {"repeated": max(0.0, wall_s - sum(known.values()))}
-
-
-def _describe_why(row: CandidateTable, part: Part) -> str:
-    match Why(int(row.why)):
-        case Why.SAMPLES:
-            return f"global batch exceeds the {part.summary.dataset_samples:,} training samples"
-        case Why.OUT_OF_MEMORY:
-            return part.summary.oom_reason
-        case Why.MEMORY:
-            return f"needs {_too_much_memory(float(row.peak_bytes), part)}"
-        case Why.UNSEEN:
-            return _unseen_memory(row, part)
-        case Why.FOREVER if part.is_cut_short:
-            return _too_long(row, part)
-        case why:
-            return SHORT_REASONS[why]
-
-
-def _too_long(row: CandidateTable, part: Part) -> str:
-    work_s = float(row.train_time_s + row.evaluation_s)
-    needs = f"takes {format_duration(work_s)} besides its start and cannot be resumed"
-    if part.resume is Resume.EPOCH:
-        epoch_s = work_s * float(row.epoch_time_s / row.train_time_s)
-        needs = f"takes {format_duration(epoch_s)} an epoch and is resumed from ends of epochs only"
-    return (
-        f"{needs}, but a job of train_minutes = {part.cluster.train_minutes} is told to stop "
-        f"{part.cluster.signal_delay_s} s before its end (signal_delay_s)"
-    )
-
-
-def _unseen_memory(row: CandidateTable, part: Part) -> str:
-    workers = row.nodes * row.workers_per_node
-    _, high = part.models.memory.interval(float(row.local_batch), workers=workers)
-    most = max(profile.part_batch for profile in part.summary.profiles)
-    return (
-        f"at most {most:,.0f} samples at once were measured, and the 90 % interval of the memory of "
-        f"this batch reaches {_too_much_memory(float(high), part)}"
-    )
-
-
-def _too_much_memory(needed: float, part: Part) -> str:
-    limit = part.memory_limit_bytes or 0
-    share = part.cluster.memory_margin
-    allowed = allowed_bytes(limit, share)
-    on_top = ALSO_ON_TOP if needed <= allowed else ""
-    return (
-        f"{needed / GIB:.3g} GiB per worker{on_top}, more than {allowed / GIB:.3g} GiB "
-        f"(limit {limit / GIB:.3g} GiB less a margin of {100 * share:.3g} %)"
-    )

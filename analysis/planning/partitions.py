@@ -22,12 +22,12 @@ from tula_hpc.analysis.models.critical_batch import CriticalBatch, critical_batc
 from tula_hpc.analysis.models.fitted import Models, fit_models
 from tula_hpc.analysis.models.memory import fit_memory
 from tula_hpc.analysis.models.profiles import Summary, summarize, update_time
+from tula_hpc.analysis.planning.candidate_records import as_records
 from tula_hpc.analysis.planning.candidates import (
     BELIEVED_FACTOR,
     CandidateTable,
     Grid,
     Part,
-    as_records,
     candidate_grid,
     predict,
     stacked,
@@ -102,8 +102,7 @@ def fit_parts(
         raise NotEnoughDataError(f"plan: {'; '.join(lacks)}")
     critical = critical_batch(measurements, trained.metrics)
     _require_noise(sweep, critical)
-    noise = critical.batch if critical else None
-    parts = [part._replace(critical_batch=noise) for part in _corrected(parts, trained)]
+    parts = [_with_noise(part, critical) for part in _corrected(parts, trained)]
     tables = [_predict(i, *pair, sweep) for i, pair in enumerate(zip(parts, grids, strict=True))]
     return Fitted(tuple(parts), stacked(tables), tuple(warnings), critical)
 
@@ -114,6 +113,12 @@ def _require_noise(sweep: SweepSpec, critical: CriticalBatch | None) -> None:
             'plan: objective.kind = "progress" needs the noise of the gradient, and no profile '
             "could measure it; choose another kind"
         )
+
+
+def _with_noise(part: Part, critical: CriticalBatch | None) -> Part:
+    if critical is None:
+        return part._replace(critical_batch=None)
+    return part._replace(critical_batch=critical.batch, critical_interval=critical.interval_90)
 
 
 def _predict(index: int, part: Part, grid: Grid, sweep: SweepSpec) -> CandidateTable:
@@ -244,6 +249,7 @@ def part_of(
         save_s=measured_s,
         resume=resume,
         critical_batch=summary.critical_batch,
+        base_batch=sweep.training.base_batch,
     )
 
 

@@ -13,12 +13,8 @@ from tula_hpc.analysis.costs import evaluation, interruptions
 from tula_hpc.analysis.costs.interruptions import Resume
 from tula_hpc.analysis.costs.pricing import assumptions
 from tula_hpc.analysis.planning import warnings
-from tula_hpc.analysis.planning.candidates import (
-    FEASIBLE,
-    CandidateTable,
-    Part,
-    as_records,
-)
+from tula_hpc.analysis.planning.candidate_records import as_records
+from tula_hpc.analysis.planning.candidates import FEASIBLE, CandidateTable, Part
 from tula_hpc.analysis.planning.constraints import constrain
 from tula_hpc.analysis.planning.feasibility import (
     binding,

@@ -615,6 +615,25 @@ def test_what_a_batch_beyond_the_critical_one_costs_is_said() -> None:
         assert any("what scaling gradients" in note for note in notes) == scales
 
 
+def test_the_time_to_the_same_progress_is_no_surer_than_the_noise() -> None:
+    def with_noise(scatter: float) -> list[Measurement]:
+        terms = tuple((1.0, 100.0 * factor) for factor in (1.0 - scatter, 1.0, 1.0 + scatter))
+        return [row.model_copy(update={"noise_terms": terms, "noise_samples": 96}) for row in CORNERS]
+
+    def factors(candidate: Candidate, name: str) -> tuple[float, float]:
+        low, high = candidate.interval_90[name]
+        return low / getattr(candidate, name), high / getattr(candidate, name)
+
+    sure, unsure = (planned(rows=with_noise(scatter)).candidates for scatter in (0.0, 0.9))
+    for exact, uncertain in zip(sure, unsure, strict=True):
+        whole = factors(exact, "wall_time_s")
+        assert factors(exact, "progress_time_s") == pytest.approx(whole)
+        low, high = factors(uncertain, "progress_time_s")
+        assert low <= whole[0]
+        # only with the base's own batch as many samples are needed whatever the noise is
+        assert (high > whole[1] * (1 + 1e-9)) == (exact.global_batch != sweep().training.base_batch)
+
+
 def test_a_critical_batch_from_training_is_not_said_to_be_the_first_weights() -> None:
     steps = [
         StepMetrics(

@@ -173,13 +173,19 @@ def trained(problem: Regression, updates: int, since: int = 0) -> list[StepMetri
 
 def test_the_critical_batch_of_profiles_is_near_the_truth() -> None:
     batches = []
+    inside = 0
+    truth = Regression(3.0).trace / Regression(3.0).square
     for seed in range(30):
         problem = Regression(3.0, seed=seed)
         found = critical_batch([profiled(problem, 20) for _ in range(3)])
         assert found is not None
         assert found.source == "profile"
         batches.append(found.batch)
-    assert np.median(batches) == pytest.approx(problem.trace / problem.square, rel=0.15)
+        low, high = found.interval_90
+        inside += low <= truth <= high
+    assert np.median(batches) == pytest.approx(truth, rel=0.15)
+    # at 90 %; of 30 seldom fewer or all
+    assert 24 <= inside <= 30
 
 
 def test_training_counts_before_profiles_and_its_later_half_alone() -> None:
