@@ -85,14 +85,18 @@ def test_of_very_many_measurements_all_but_the_samples_is_kept(tmp_path: Path, m
         "samples": {"step": [1.0] * 40, f"compute of {row.local_batch // 2}": [0.1, 0.3]},
         "round_steps": {f"compute of {row.local_batch // 2}": 5},
     }
-    append_record(run.profile / "z.jsonl", row.model_copy(update=changes))
-    before = run.measurements().records[-1]
+    whole = row.model_copy(update=changes)
+    append_record(run.profile / "z.jsonl", whole)
+    # a line that is damaged in its samples alone
+    (run.profile / "y.jsonl").write_text(whole.model_dump_json().replace("0.1,0.3", "0.1,\0\0\0") + "\n")
+    before = run.measurements()
     monkeypatch.setattr("tula_hpc.records.run_directory.MAX_SAMPLED_BYTES", 0)
 
-    after = run.measurements().records[-1]
+    after = run.measurements()
 
-    assert before.samples == changes["samples"]
-    assert after == before.model_copy(update={"samples": {}})
+    assert before.records[-1].samples == changes["samples"]
+    assert after.records[-1] == before.records[-1].model_copy(update={"samples": {}})
+    assert (after.skipped, len(after.damage)) == (before.skipped, len(before.damage)) == (1, 1)
 
 
 def test_many_steps_are_read_in_little_memory_and_some_of_them_evenly_chosen(tmp_path: Path) -> None:

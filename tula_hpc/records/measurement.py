@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
@@ -239,7 +240,8 @@ class Measurement(Record):
         return self.is_left_out and sources in ({}, before)
 
 
-_SAMPLES = b'"samples":{'
+# to its end, unless other signs are in it than numbers and their names have
+_SAMPLES = re.compile(rb'"samples":\{(?:"[^"\\]*":\[[-+\d.e,]*\],?)*(?=\})')
 
 
 def parse_without_samples(line: bytes) -> Measurement:
@@ -248,10 +250,7 @@ def parse_without_samples(line: bytes) -> Measurement:
     Raises:
         ValueError: It is none.
     """
-    start = line.find(_SAMPLES)
-    if start >= 0:
-        start += len(_SAMPLES)
-        line = line[:start] + line[line.find(b"}", start) :]
+    line = _SAMPLES.sub(b'"samples":{', line, count=1)
     return parse_record(Measurement, line).model_copy(update={"samples": {}})
 
 
