@@ -1,7 +1,7 @@
 """Drift of a training from the plan's prediction, and the part of the step that causes it.
 
-Every worker feeds the same agreed numbers to a `Watch` of its own, so that all come to the same
-verdict at the same step. No torch is imported.
+Every worker feeds the same agreed numbers to a `Watch` of its own, so that all see the same
+change at the same step. No torch is imported.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ALONE_FROM = 0.8
 # at most between two looks, which windows consist of
 SECONDS_PER_LOOK = 1.0
 
-Verdict = Literal["drifted", "recovered"]
+DriftChange = Literal["drifted", "recovered"]
 
 
 class SignSum:
@@ -79,7 +79,7 @@ class Detector:
         self.recent: deque[float] = deque(maxlen=THRESHOLD)
         self._start(side)
 
-    def observe(self, step_time_s: float) -> Verdict | None:
+    def observe(self, step_time_s: float) -> DriftChange | None:
         """Take in one window's step time."""
         self.recent.append(step_time_s)
         if self.side:
@@ -138,7 +138,7 @@ class Watch:
         """Seconds between two looks."""
         return min(SECONDS_PER_LOOK, self.window_s)
 
-    def observe(self, look: Look) -> Verdict | None:
+    def observe(self, look: Look) -> DriftChange | None:
         """Take in one look."""
         self.looks += 1
         if self.looks <= WARM_UP_LOOKS:

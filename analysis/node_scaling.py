@@ -29,7 +29,7 @@ from tula_hpc.analysis.planning.candidates import (
     Array,
     CandidateTable,
     Grid,
-    Part,
+    Partition,
     Why,
     predict,
 )
@@ -102,7 +102,7 @@ class ScalingRow(NamedTuple):
         return self.training_s.times(self.nodes / HOUR_S)
 
 
-class Curve(NamedTuple):
+class ScalingCurve(NamedTuple):
     """Scaling of one batch over the number of nodes."""
 
     kind: Kind
@@ -135,8 +135,8 @@ class Curve(NamedTuple):
 class NodeScaling(NamedTuple):
     """Both kinds of scaling of a run, and their sources."""
 
-    strong: Curve
-    weak: Curve
+    strong: ScalingCurve
+    weak: ScalingCurve
     # of the run, and of its partition
     name: str = ""
     # ascending
@@ -149,14 +149,14 @@ class NodeScaling(NamedTuple):
     emulated: bool = False
 
     @property
-    def curves(self) -> tuple[Curve, ...]:
+    def curves(self) -> tuple[ScalingCurve, ...]:
         """Return the curves that have rows."""
         return tuple(curve for curve in (self.strong, self.weak) if not curve.why)
 
 
 def no_scaling(why: str) -> NodeScaling:
     """Return a scaling without rows, and the reason."""
-    return NodeScaling(Curve("strong", 0, [], why), Curve("weak", 0, [], why))
+    return NodeScaling(ScalingCurve("strong", 0, [], why), ScalingCurve("weak", 0, [], why))
 
 
 def node_scaling_of(run: RunContents) -> NodeScaling:
@@ -181,7 +181,7 @@ def node_scaling_of(run: RunContents) -> NodeScaling:
 
 
 def part_scaling(
-    part: Part, sweep: SweepSpec, chosen: Candidate, measurements: Iterable[Measurement] = ()
+    part: Partition, sweep: SweepSpec, chosen: Candidate, measurements: Iterable[Measurement] = ()
 ) -> NodeScaling:
     """Predict the scaling of a chosen candidate's batches on one partition.
 
@@ -222,8 +222,8 @@ def _sizes(
 
 
 def _curve(
-    kind: Kind, part: Part, sweep: SweepSpec, chosen: Candidate, sizes: Sequence[int]
-) -> Curve:
+    kind: Kind, part: Partition, sweep: SweepSpec, chosen: Candidate, sizes: Sequence[int]
+) -> ScalingCurve:
     batch = chosen.global_batch if kind == "strong" else chosen.local_batch
     left_out: dict[str, list[int]] = {}
     table = predict(0, part, _grid(kind, chosen, sizes, left_out), sweep)
@@ -237,8 +237,8 @@ def _curve(
     if base is not None:
         table = table.take(table.nodes >= base)
     if base is None or table.rows < 2:
-        return Curve(kind, batch, [], _why_not(kind, batch, left_out), left_out)
-    return Curve(kind, batch, _rows(table, part), left_out=left_out)
+        return ScalingCurve(kind, batch, [], _why_not(kind, batch, left_out), left_out)
+    return ScalingCurve(kind, batch, _rows(table, part), left_out=left_out)
 
 
 def _grid(
@@ -278,7 +278,7 @@ def listed_sizes(nodes: Sequence[int]) -> str:
     return listed(texts)
 
 
-def _rows(table: CandidateTable, part: Part) -> list[ScalingRow]:
+def _rows(table: CandidateTable, part: Partition) -> list[ScalingRow]:
     """Return the rows of candidates that are ascending by nodes, the first that of N₀."""
     candidates = as_records(table, [part], np.zeros(table.rows, dtype=np.bool_))
     measured = {row.configuration: row.times.step_time_s for row in part.summary.as_planned}
@@ -295,7 +295,7 @@ def _rows(table: CandidateTable, part: Part) -> list[ScalingRow]:
     return rows
 
 
-def _ends(table: CandidateTable, part: Part, value: Array) -> tuple[Array, Array]:
+def _ends(table: CandidateTable, part: Partition, value: Array) -> tuple[Array, Array]:
     """Return both ends (n,) of the speed-ups' intervals, which hold the fitted model's `value`.
 
     Drawn models do not know how far batches that were not measured depart from the law; the
@@ -318,7 +318,7 @@ def _ends(table: CandidateTable, part: Part, value: Array) -> tuple[Array, Array
     return value * np.minimum(low, 1.0 / factor), value * np.maximum(high, factor)
 
 
-def _with_epochs(curve: Curve, epochs_s: Mapping[Configuration, float]) -> Curve:
+def _with_epochs(curve: ScalingCurve, epochs_s: Mapping[Configuration, float]) -> ScalingCurve:
     rows = []
     for row in curve.rows:
         known_s = epochs_s.get(row.candidate.configuration)
@@ -326,7 +326,7 @@ def _with_epochs(curve: Curve, epochs_s: Mapping[Configuration, float]) -> Curve
     return curve._replace(rows=rows)
 
 
-def _basis(candidate: Candidate, part: Part) -> Basis:
+def _basis(candidate: Candidate, part: Partition) -> Basis:
     if candidate.measured:
         return "measured"
     known = [profile.configuration for profile in part.summary.profiles]

@@ -29,7 +29,7 @@ from tula_hpc.records import (
 )
 
 
-class Outcome(NamedTuple):
+class CellOutcome(NamedTuple):
     """End of one training. Accuracies are shares of 1, of the study's metric."""
 
     cell: StudyCell
@@ -46,7 +46,7 @@ class StudyContents(NamedTuple):
 
     sweep: SweepSpec
     study: StudySpec
-    outcomes: list[Outcome]
+    outcomes: list[CellOutcome]
     metrics: dict[StudyCell, Metrics]
     rates: TunedRates | None
     sweep_text: str
@@ -113,15 +113,15 @@ def _failures(events: Iterable[Event]) -> dict[str, str]:
     return failures
 
 
-def _outcomes(run: RunDirectory, study: StudySpec, failures: dict[str, str]) -> Iterator[Outcome]:
+def _outcomes(run: RunDirectory, study: StudySpec, failures: dict[str, str]) -> Iterator[CellOutcome]:
     for cell in study.cells():
         result = _read_result(run, cell)
         if result is None:
             why = failures.get(cell.label, "")
-            yield Outcome(cell, "failed" if why else "missing", why=why)
+            yield CellOutcome(cell, "failed" if why else "missing", why=why)
         elif result.diverged:
             why = f"the loss was not finite after {result.steps:,} steps"
-            yield Outcome(cell, "diverged", why=why)
+            yield CellOutcome(cell, "diverged", why=why)
         else:
             test = result.test_accuracy
             train = result.train_accuracy
@@ -130,9 +130,9 @@ def _outcomes(run: RunDirectory, study: StudySpec, failures: dict[str, str]) -> 
                 train = result.train_top5_accuracy
             if test is None:
                 why = "no accuracy: its targets have none, or workload.metric was not finite"
-                yield Outcome(cell, "failed", test, train, why)
+                yield CellOutcome(cell, "failed", test, train, why)
             else:
-                yield Outcome(cell, "finished", test, train)
+                yield CellOutcome(cell, "finished", test, train)
 
 
 def _read_result(run: RunDirectory, cell: StudyCell) -> TrainResult | None:
@@ -237,13 +237,13 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def make_table(
-    study: StudySpec, outcomes: Iterable[Outcome], test_samples: int | None = None
+    study: StudySpec, outcomes: Iterable[CellOutcome], test_samples: int | None = None
 ) -> StudyTable:
     """Aggregate the outcomes over seeds, mark the best and the worst at each batch.
 
     `test_samples` is the size of the test set, where it is known; see `least_loss`.
     """
-    grouped: dict[tuple[str, int], list[Outcome]] = {}
+    grouped: dict[tuple[str, int], list[CellOutcome]] = {}
     for outcome in outcomes:
         grouped.setdefault((outcome.cell.column, outcome.cell.batch), []).append(outcome)
     means = {key: _entry(*key, group) for key, group in grouped.items()}
@@ -261,7 +261,7 @@ def make_table(
     return StudyTable(study.columns, batches, reference, entries, test_samples)
 
 
-def _entry(column: str, batch: int, outcomes: Sequence[Outcome]) -> Entry:
+def _entry(column: str, batch: int, outcomes: Sequence[CellOutcome]) -> Entry:
     ended = Counter(outcome.status for outcome in outcomes)
     test = spread([outcome.test for outcome in outcomes if outcome.test is not None])
     train = spread([outcome.train for outcome in outcomes if outcome.train is not None])

@@ -16,7 +16,7 @@ from tula_hpc.analysis.planning.candidates import (
     FEASIBLE,
     CandidateTable,
     Grid,
-    Part,
+    Partition,
     priced,
     stacked,
 )
@@ -140,7 +140,7 @@ class _Question(NamedTuple):
 
 
 def _priced_again(
-    index: int, part: Part, table: CandidateTable, sweep: SweepSpec
+    index: int, part: Partition, table: CandidateTable, sweep: SweepSpec
 ) -> CandidateTable:
     mine = table.take(table.part == index)
     grid = Grid(mine.nodes, mine.workers_per_node, mine.local_batch)

@@ -11,7 +11,7 @@ from tula_hpc.retry_policy import (
     HOPELESS_ROUNDS,
     UNBOUNDED,
     RetryPolicy,
-    Verdict,
+    NextStep,
     is_broken_round,
     is_configuration_given_up,
     is_held_against,
@@ -23,8 +23,8 @@ from tula_hpc.retry_policy import (
 PLAN_TABLE, STUDY_TABLE = plan_policy(max_requeues=6), study_policy(max_requeues=6)
 # jobs of one command that fail like this: of the plan's training and of a study's, at the same sample; of a profile
 ENDS = {
-    Failure.DEVICE_OOM: (Verdict.SMALLER_BATCH, 1, 2),
-    Failure.HOST_OOM: (Verdict.SMALLER_BATCH, 1, 2),
+    Failure.DEVICE_OOM: (NextStep.SMALLER_BATCH, 1, 2),
+    Failure.HOST_OOM: (NextStep.SMALLER_BATCH, 1, 2),
     Failure.PREEMPTED: (7, 7, UNBOUNDED),
     Failure.TIMED_OUT: (7, 7, 2),
     Failure.NODE_FAILED: (7, 7, 2),
@@ -38,7 +38,7 @@ ENDS = {
 }
 
 
-def jobs_until_given_up(policy: RetryPolicy, failure: Failure, step: int = 0, interrupted: int = 0) -> int | Verdict:
+def jobs_until_given_up(policy: RetryPolicy, failure: Failure, step: int = 0, interrupted: int = 0) -> int | NextStep:
     """Count the jobs of a training that always fails like this; each begins `step` samples after the last.
 
     So many of the first ones are preempted instead.
@@ -52,9 +52,9 @@ def jobs_until_given_up(policy: RetryPolicy, failure: Failure, step: int = 0, in
             ("ended", {"failure": (how := Failure.PREEMPTED if job <= interrupted else failure)}),
         ):
             events.append(Event.model_validate({**common, **fields, "event": name}))
-        verdict = policy.judge(RunHistory(events), "a", JobFailure(how), since=1.0)
-        if verdict is not Verdict.AGAIN:
-            return job if verdict is Verdict.GIVE_UP else verdict
+        next_step = policy.judge(RunHistory(events), "a", JobFailure(how), since=1.0)
+        if next_step is not NextStep.AGAIN:
+            return job if next_step is NextStep.GIVE_UP else next_step
     return UNBOUNDED
 
 
@@ -108,7 +108,7 @@ def test_a_preempted_job_of_an_earlier_command_is_none_of_this_ones() -> None:
             (5.0, "ended", "2", Failure.CANCELLED),
         )
     ]
-    assert PLAN_TABLE.judge(RunHistory(events), "a", JobFailure(Failure.CANCELLED), since=2.0) is Verdict.GIVE_UP
+    assert PLAN_TABLE.judge(RunHistory(events), "a", JobFailure(Failure.CANCELLED), since=2.0) is NextStep.GIVE_UP
 
 
 @pytest.mark.parametrize("policy", [PLAN_TABLE, STUDY_TABLE])
@@ -119,5 +119,5 @@ def test_a_training_whose_requeues_are_used_up_is_given_up_but_by_a_new_command(
     submitted = {"time": 1.0, "event": "submitted", "stage": "train", "job_id": "1", "data": {"label": "a"}}
     history, failure = RunHistory([Event.model_validate(submitted)]), JobFailure(Failure.PREEMPTED, stop=stop)
     used_up = stop in (StopReason.REQUEUES_EXHAUSTED, StopReason.LIMIT_IN_VAIN)
-    assert policy.judge(history, "a", failure, since=1.0) is (Verdict.GIVE_UP if used_up else Verdict.AGAIN)
-    assert policy.judge(history, "a", failure, since=2.0) is Verdict.AGAIN
+    assert policy.judge(history, "a", failure, since=1.0) is (NextStep.GIVE_UP if used_up else NextStep.AGAIN)
+    assert policy.judge(history, "a", failure, since=2.0) is NextStep.AGAIN

@@ -60,7 +60,7 @@ UNBOUNDED = sys.maxsize
 INTERRUPTIONS = (Failure.PREEMPTED, Failure.TIMED_OUT, Failure.NODE_FAILED)
 
 
-class Verdict(Enum):
+class NextStep(Enum):
     """Consequence of the end of a training's job."""
 
     DONE = auto()
@@ -89,7 +89,7 @@ class RetryPolicy:
 
     def judge(
         self, history: RunHistory, label: str, failure: JobFailure, since: float = 0.0
-    ) -> Verdict:
+    ) -> NextStep:
         """Decide the next step after a job that ended without a result and is on record.
 
         Jobs of earlier commands, from before this one began (`since`, Unix time), do not count.
@@ -97,19 +97,19 @@ class RetryPolicy:
         kind = failure.kind or Failure.BUG
         attempts = history.attempts(label, since)
         if kind in self.smaller_batch:
-            return Verdict.SMALLER_BATCH
+            return NextStep.SMALLER_BATCH
         # an earlier command's job: the user may have removed the cause
         if attempts == 0:
-            return Verdict.AGAIN
+            return NextStep.AGAIN
         if kind not in INTERRUPTIONS:
             # an interrupted job says nothing of the training
             attempts -= history.ends(label, INTERRUPTIONS, since)
         if failure.stop in FINAL or attempts >= self.jobs.get(kind, 1):
-            return Verdict.GIVE_UP
+            return NextStep.GIVE_UP
         most = self.in_vain.get(kind)
         if most is not None and history.in_vain(label, kind, since) >= most:
-            return Verdict.GIVE_UP
-        return Verdict.AGAIN
+            return NextStep.GIVE_UP
+        return NextStep.AGAIN
 
 
 def plan_policy(max_requeues: int) -> RetryPolicy:

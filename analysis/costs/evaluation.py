@@ -64,7 +64,7 @@ class EvaluatedOn(NamedTuple):
     known: bool
 
 
-class Evaluation(NamedTuple):
+class EvaluationTime(NamedTuple):
     """Model of the time of an evaluation."""
 
     samples: EvaluatedOn
@@ -91,7 +91,7 @@ class Evaluation(NamedTuple):
         each = np.interp(batch, self.batches, self.seconds_per_batch) / batch
         return np.asarray(self.correction * np.ceil(self.samples.samples / workers) * each)
 
-    def corrected(self, epochs: Iterable[EpochMetrics]) -> Evaluation:
+    def corrected(self, epochs: Iterable[EpochMetrics]) -> EvaluationTime:
         """Return a copy corrected by trainings' evaluations; itself if none was measured."""
         rows = [row for row in epochs if 0.0 < (row.evaluation_time_s or 0.0) < MOST_EVALUATION_S]
         if self.is_of_script and rows and self.between_s is None:
@@ -109,7 +109,7 @@ class Evaluation(NamedTuple):
             return self
         return self._replace(correction=self.correction * median(ratios), measured=len(ratios))
 
-    def corrected_as(self, other: Evaluation) -> Evaluation:
+    def corrected_as(self, other: EvaluationTime) -> EvaluationTime:
         """Return a copy with the correction of another kind of nodes."""
         between_s = other.between_s if self.between_s is None else self.between_s
         return self._replace(
@@ -162,7 +162,7 @@ class Evaluation(NamedTuple):
 
 def evaluation_of(
     profiles: Sequence[Profile], workload: WorkloadSpec, train_samples: int, test_samples: int = 0
-) -> Evaluation:
+) -> EvaluationTime:
     """Fit the model to at least one profile; see `evaluated_on` for the samples."""
     shares = []
     for row in profiles:
@@ -177,7 +177,7 @@ def evaluation_of(
         seconds.append(forward_s + row.times.data_time_s)
     batches = sorted(by_batch)
     between_s = _between(profiles) if workload.is_script else None
-    return Evaluation(
+    return EvaluationTime(
         evaluated_on(workload, train_samples, test_samples),
         np.array(batches, dtype=np.float64),
         np.array([median(by_batch[batch]) for batch in batches]),

@@ -14,7 +14,7 @@ nodes' and file system's at that moment, those of evaluations another model's.
   measured: a run has a handful. Stated and assumed starts: `STATED_SPREAD`.
 - Ends of jobs, from the last work to when the nodes are free: `END_FACTORS`, see `evaluation`, and
   the second of which accounting counts whole ones.
-- Evaluation: `Evaluation.factors`.
+- Evaluation: `EvaluationTime.factors`.
 - Checkpoints: a cost that was assumed may be nothing, or twice as much; one that a training
   measured half or twice. The last save is waited for, which the expectation leaves out: it counts
   above, at `SLOW_DISK` but at most at the cost of a save.

@@ -31,7 +31,7 @@ NOTEWORTHY_SHARE = 0.05
 LEAST_SHARE = 0.8
 
 
-class Verdict(StrEnum):
+class PromiseVerdict(StrEnum):
     """Place of a measured value against the 90 % interval of the expected one."""
 
     WITHIN = "within"
@@ -57,14 +57,14 @@ class Compared(NamedTuple):
     actual: float | None
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> PromiseVerdict:
         """Return where the actual value lies."""
         if self.actual is None or self.interval is None:
-            return Verdict.UNKNOWN
+            return PromiseVerdict.UNKNOWN
         low, high = self.interval
         if self.actual > high:
-            return Verdict.MORE
-        return Verdict.LESS if self.actual < low else Verdict.WITHIN
+            return PromiseVerdict.MORE
+        return PromiseVerdict.LESS if self.actual < low else PromiseVerdict.WITHIN
 
     @property
     def excess(self) -> float:
@@ -91,7 +91,7 @@ class TrainingBill(NamedTuple):
         """Return the parts outside their intervals that matter to the whole, the largest first."""
         off = []
         for part, seconds in self.parts.items():
-            outside = seconds.verdict in (Verdict.MORE, Verdict.LESS)
+            outside = seconds.verdict in (PromiseVerdict.MORE, PromiseVerdict.LESS)
             if outside and self.has_felt(part):
                 off.append(part)
         return sorted(off, key=lambda part: -abs(self.parts[part].excess))
@@ -102,9 +102,9 @@ class TrainingBill(NamedTuple):
 
     def most_of_it(self) -> TimePart | None:
         """Return the part that moved the whole most, where that is outside of its interval."""
-        if self.whole.verdict not in (Verdict.MORE, Verdict.LESS) or not self.parts:
+        if self.whole.verdict not in (PromiseVerdict.MORE, PromiseVerdict.LESS) or not self.parts:
             return None
-        way = 1.0 if self.whole.verdict is Verdict.MORE else -1.0
+        way = 1.0 if self.whole.verdict is PromiseVerdict.MORE else -1.0
         return max(self.parts, key=lambda part: way * self.parts[part].excess)
 
 

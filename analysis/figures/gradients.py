@@ -34,15 +34,15 @@ MOST_LINES = len(style.SIZES)
 RATE_DROP = 0.7
 
 
-class Curve(NamedTuple):
+class LoggedCurve(NamedTuple):
     """A logged quantity over epochs, where it is finite and above 0."""
 
     epochs: list[float]
     values: list[float]
 
-    def medians(self) -> Curve:
+    def medians(self) -> LoggedCurve:
         """Return medians of consecutive windows, each at its median epoch."""
-        medians = Curve([], [])
+        medians = LoggedCurve([], [])
         size = math.ceil(len(self.epochs) / WINDOWS) or 1
         for start in range(0, len(self.epochs), size):
             medians.epochs.append(statistics.median(self.epochs[start : start + size]))
@@ -77,8 +77,8 @@ class Curve(NamedTuple):
         return ""
 
 
-def _curve(steps: Iterable[StepMetrics], field: str) -> Curve:
-    curve = Curve([], [])
+def _curve(steps: Iterable[StepMetrics], field: str) -> LoggedCurve:
+    curve = LoggedCurve([], [])
     for row in steps:
         value = getattr(row, field)
         if value is not None and 0 < value < math.inf:
@@ -116,9 +116,9 @@ def draw_gradient_norm(run: RunContents) -> Drawing | Missing:
     return Drawing("gradient_norm", title, caption, figure, table)
 
 
-def _norms_by_batch(trainings: Iterable[Training]) -> dict[int, Curve]:
+def _norms_by_batch(trainings: Iterable[Training]) -> dict[int, LoggedCurve]:
     """Return curves of the smallest batches, ascending; each from the first training with it."""
-    found: dict[int, Curve] = {}
+    found: dict[int, LoggedCurve] = {}
     for training in trainings:
         batch = _batch_of(training)
         curve = _curve(training.metrics.steps, "gradient_norm")
@@ -138,7 +138,7 @@ def _batch_of(training: Training) -> int | None:
     return None
 
 
-def _norm_title(curves: dict[int, Curve]) -> str:
+def _norm_title(curves: dict[int, LoggedCurve]) -> str:
     small, large = min(curves), max(curves)
     if small == large:
         return f"The gradient's norm {curves[small].describe_change()}"
@@ -201,7 +201,7 @@ def rate_drops(steps: Sequence[StepMetrics]) -> list[Mark]:
     return marks
 
 
-def _draw_curve(axes: Axes, curve: Curve, colour: str) -> Curve:
+def _draw_curve(axes: Axes, curve: LoggedCurve, colour: str) -> LoggedCurve:
     medians = curve.medians()
     axes.plot(*curve, "o", color=colour, markersize=2.6, markeredgewidth=0, alpha=0.45)
     axes.plot(*medians, "-", color=colour)

@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from tula_hpc.analysis.figures import style
 from tula_hpc.analysis.figures.drawing import CONFIGURATION_COLUMNS, Cell, Drawing, Missing, Table
 from tula_hpc.analysis.node_scaling import (
-    Curve,
+    ScalingCurve,
     NodeScaling,
     ScalingRow,
     describe_left_out,
@@ -62,7 +62,7 @@ def draw_weak_scaling(run: RunContents, scaling: NodeScaling | None = None) -> D
     return _draw((scaling or node_scaling_of(run)).weak, run)
 
 
-def _draw(curve: Curve, run: RunContents) -> Drawing | Missing:
+def _draw(curve: ScalingCurve, run: RunContents) -> Drawing | Missing:
     if curve.why:
         return Missing(curve.name, f"{curve.kind} scaling", curve.why)
     title = finding(curve)
@@ -80,7 +80,7 @@ def _draw(curve: Curve, run: RunContents) -> Drawing | Missing:
     return Drawing(curve.name, title, _caption(curve, chosen), figure, _table(curve, chosen))
 
 
-def _quantities(curve: Curve) -> tuple[Quantity, ...]:
+def _quantities(curve: ScalingCurve) -> tuple[Quantity, ...]:
     base = curve.base.nodes
     time = Quantity(
         "time of an epoch",
@@ -113,12 +113,12 @@ def _quantities(curve: Curve) -> tuple[Quantity, ...]:
     )
 
 
-def _measured_efficiency(curve: Curve, row: ScalingRow) -> float | None:
+def _measured_efficiency(curve: ScalingCurve, row: ScalingRow) -> float | None:
     speed_up = curve.measured_speed_up(row)
     return None if speed_up is None else speed_up * curve.base.nodes / row.nodes
 
 
-def _value_axis(axes: Axes, curve: Curve, quantity: Quantity) -> None:
+def _value_axis(axes: Axes, curve: ScalingCurve, quantity: Quantity) -> None:
     values = []
     for row in curve.rows:
         value, low, high = quantity.value(row)
@@ -135,7 +135,7 @@ def _value_axis(axes: Axes, curve: Curve, quantity: Quantity) -> None:
     axes.set_ylabel(quantity.label)
 
 
-def _draw_panel(axes: Axes, curve: Curve, quantity: Quantity) -> None:
+def _draw_panel(axes: Axes, curve: ScalingCurve, quantity: Quantity) -> None:
     sizes = [row.nodes for row in curve.rows]
     if quantity.ideal is not None:
         ideal = [quantity.ideal(nodes) for nodes in sizes]
@@ -170,7 +170,7 @@ def _draw_marks(axes: Axes, rows: Sequence[ScalingRow], quantity: Quantity) -> N
         ring.set(markersize=12, markeredgewidth=1.4)
 
 
-def _explain(axes: Axes, curve: Curve) -> None:
+def _explain(axes: Axes, curve: ScalingCurve) -> None:
     """Write the legend above the first panel, whose width it must not change."""
     rows = style.legend(axes, _keys(curve), left=-0.2)
     if legend := axes.get_legend():
@@ -179,7 +179,7 @@ def _explain(axes: Axes, curve: Curve) -> None:
     axes.set_title("\n".join([" "] * rows))
 
 
-def _keys(curve: Curve) -> list[style.Key]:
+def _keys(curve: ScalingCurve) -> list[style.Key]:
     found = {row.basis for row in curve.rows}
     keys = []
     if "measured" in found:
@@ -193,7 +193,7 @@ def _keys(curve: Curve) -> list[style.Key]:
     return [*keys, style.Key("perfect scaling", line=":")]
 
 
-def finding(curve: Curve) -> str:
+def finding(curve: ScalingCurve) -> str:
     """Return speed-up and efficiency on the most nodes within the measured range, and on the most.
 
     Only measured nodes "are" so fast, others "would be". For example "Strong scaling of batch 1,024: 4
@@ -218,7 +218,7 @@ def finding(curve: Curve) -> str:
     return f"{subject}: {', '.join(clauses)}"
 
 
-def _outdo(curve: Curve, row: ScalingRow, *, would: bool = False) -> str:
+def _outdo(curve: ScalingCurve, row: ScalingRow, *, would: bool = False) -> str:
     factor = f"{format_number(row.speed_up.value, 2)} times "
     if factor == "1 times ":
         factor = ""
@@ -228,7 +228,7 @@ def _outdo(curve: Curve, row: ScalingRow, *, would: bool = False) -> str:
     return f"{'be' if would else 'are'} {factor}as fast {efficiency}"
 
 
-def _caption(curve: Curve, chosen: int | None) -> str:
+def _caption(curve: ScalingCurve, chosen: int | None) -> str:
     base = curve.base.nodes
     shares = f"The global batch of {curve.batch:,} samples is split over N nodes."
     if curve.kind == "weak":
@@ -250,7 +250,7 @@ def _caption(curve: Curve, chosen: int | None) -> str:
     return " ".join(sentences)
 
 
-def _table(curve: Curve, chosen: int | None) -> Table:
+def _table(curve: ScalingCurve, chosen: int | None) -> Table:
     columns = [*CONFIGURATION_COLUMNS, "basis"]
     for name in INTERVALS:
         columns += [name, f"low_{name}", f"high_{name}"]

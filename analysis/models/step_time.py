@@ -39,7 +39,7 @@ from tula_hpc.analysis.models.step_time_law import (
     STEP,
     SYNC,
     TINY_S,
-    Evaluation,
+    Linearization,
     Rows,
 )
 
@@ -208,7 +208,7 @@ class StepTimeModel:
             together += np.outer(of_network, of_network)
         return np.asarray(together)
 
-    def _unseen(self, rows: Rows, found: Evaluation) -> tuple[Array, Array]:
+    def _unseen(self, rows: Rows, found: Linearization) -> tuple[Array, Array]:
         """Return variances (m,) from the departures of unmeasured batches, and of sizes."""
         if self._fitted.law.additive:
             return np.zeros(len(rows.batch)), np.zeros(len(rows.batch))
@@ -241,14 +241,14 @@ class StepTimeModel:
         computes = self._fitted.law.seconds(coefficients, _computes(rows))
         return np.asarray(seconds + more * np.maximum(computes - self.optimizer_s, 0.0))
 
-    def _evaluate(self, rows: Rows, more: Array) -> Evaluation:
+    def _evaluate(self, rows: Rows, more: Array) -> Linearization:
         coefficients = self._fitted.fit.coefficients
         found = self._fitted.law.evaluate(coefficients, rows)
         if not more.any():
             return found
         others = self._fitted.law.evaluate(coefficients, _computes(rows))
         others = others._replace(seconds=np.maximum(others.seconds - self.optimizer_s, 0.0))
-        return Evaluation(
+        return Linearization(
             found.seconds + more * others.seconds,
             found.gradients + more[:, None] * others.gradients,
             found.by_batch_effect + more * others.by_batch_effect,

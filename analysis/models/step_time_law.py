@@ -164,7 +164,7 @@ class Knots(NamedTuple):
         return np.asarray(np.maximum(0.0, 1.0 - distance)), at_sizes
 
 
-class Evaluation(NamedTuple):
+class Linearization(NamedTuple):
     """Predictions of the law at some rows (n,), with derivatives."""
 
     seconds: Array
@@ -210,7 +210,7 @@ class Law(NamedTuple):
         stored = _total(seconds, of[STORAGE] * _read_samples(rows), STORAGE_NORM)
         return np.where(of[STORAGE] == 0.0, seconds, stored)
 
-    def evaluate(self, coefficients: Array, rows: Rows) -> Evaluation:
+    def evaluate(self, coefficients: Array, rows: Rows) -> Linearization:
         """Predict with gradients."""
         u, v = self._effects(coefficients, rows)
         compute, of_compute = self._compute(coefficients, rows, u)
@@ -241,7 +241,7 @@ class Law(NamedTuple):
             by_v[:, None] * at_sizes,
         ]
         of_storage = by_storage * read * coefficients[STORAGE]
-        return Evaluation(seconds, np.concatenate(blocks, axis=1), by_u, by_v, of_storage)
+        return Linearization(seconds, np.concatenate(blocks, axis=1), by_u, by_v, of_storage)
 
     def design(self, rows: Rows) -> Array:
         """Return the gradients (n, p) of the plain sum; 0 of the terms that it lacks."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tula_hpc.analysis.costs.interruptions import Resume
 from tula_hpc.analysis.costs.spread import Ends, step_factors, whole_factors, widened
 from tula_hpc.analysis.models.critical_batch import samples_to_same_progress
-from tula_hpc.analysis.planning.candidates import FEASIBLE, CandidateTable, Part, Why
+from tula_hpc.analysis.planning.candidates import FEASIBLE, CandidateTable, Partition, Why
 from tula_hpc.analysis.planning.memory_limit import allowed_bytes
 from tula_hpc.config import GIB
 from tula_hpc.formatting import FOREVER_S, format_duration
@@ -28,7 +28,7 @@ ALSO_ON_TOP = " and more while the gradient scale is updated and a checkpoint is
 
 
 def as_records(
-    table: CandidateTable, parts: Sequence[Part], front: NDArray[np.bool_]
+    table: CandidateTable, parts: Sequence[Partition], front: NDArray[np.bool_]
 ) -> list[Candidate]:
     """Return candidates as records, with their 90 % intervals; `front` marks the Pareto front.
 
@@ -59,7 +59,7 @@ def as_records(
 
 def _record(
     row: CandidateTable,
-    parts: Sequence[Part],
+    parts: Sequence[Partition],
     pareto: bool,
     model_s: float,
     ends: tuple[float, float],
@@ -106,7 +106,7 @@ def _record(
     )
 
 
-def _progress_factors(batch: float, part: Part, whole: Ends) -> Ends:
+def _progress_factors(batch: float, part: Partition, whole: Ends) -> Ends:
     """Return the 90 % factors of the time to the same progress.
 
     In quadrature those of the whole time, and those that the noise leaves to the samples it needs.
@@ -120,7 +120,7 @@ def _progress_factors(batch: float, part: Part, whole: Ends) -> Ends:
     return max(0.0, 1.0 - below), 1.0 + math.hypot(whole[1] - 1.0, most - 1.0)
 
 
-def _wall_parts_s(row: CandidateTable, part: Part) -> dict[str, float]:
+def _wall_parts_s(row: CandidateTable, part: Partition) -> dict[str, float]:
     """Return the parts of the expected wall time, seconds; empty where it would never end."""
     wall_s = float(row.wall_time_s)
     if wall_s >= FOREVER_S:
@@ -132,7 +132,7 @@ def _wall_parts_s(row: CandidateTable, part: Part) -> dict[str, float]:
     return known | {"repeated": max(0.0, wall_s - sum(known.values()))}
 
 
-def _describe_why(row: CandidateTable, part: Part) -> str:
+def _describe_why(row: CandidateTable, part: Partition) -> str:
     match Why(int(row.why)):
         case Why.SAMPLES:
             return f"global batch exceeds the {part.summary.dataset_samples:,} training samples"
@@ -148,7 +148,7 @@ def _describe_why(row: CandidateTable, part: Part) -> str:
             return SHORT_REASONS[why]
 
 
-def _too_long(row: CandidateTable, part: Part) -> str:
+def _too_long(row: CandidateTable, part: Partition) -> str:
     work_s = float(row.train_time_s + row.evaluation_s)
     needs = f"takes {format_duration(work_s)} besides its start and cannot be resumed"
     if part.resume is Resume.EPOCH:
@@ -160,7 +160,7 @@ def _too_long(row: CandidateTable, part: Part) -> str:
     )
 
 
-def _unseen_memory(row: CandidateTable, part: Part) -> str:
+def _unseen_memory(row: CandidateTable, part: Partition) -> str:
     workers = row.nodes * row.workers_per_node
     _, high = part.models.memory.interval(float(row.local_batch), workers=workers)
     most = max(profile.part_batch for profile in part.summary.profiles)
@@ -170,7 +170,7 @@ def _unseen_memory(row: CandidateTable, part: Part) -> str:
     )
 
 
-def _too_much_memory(needed: float, part: Part) -> str:
+def _too_much_memory(needed: float, part: Partition) -> str:
     limit = part.memory_limit_bytes or 0
     share = part.cluster.memory_margin
     allowed = allowed_bytes(limit, share)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tula_hpc.analysis.costs.evaluation import Evaluation
+from tula_hpc.analysis.costs.evaluation import EvaluationTime
 from tula_hpc.analysis.costs.interruptions import Resume
 from tula_hpc.analysis.costs.pricing import Bill, NodePower, Usage, bill
 from tula_hpc.analysis.costs.spread import Spread
@@ -97,7 +97,7 @@ MOST_NEIGHBOURS = 64
 BELIEVED_FACTOR = 2.0
 
 
-class Part(NamedTuple):
+class Partition(NamedTuple):
     """Partition with its measurements and fitted models; the whole cluster where it has none."""
 
     name: str
@@ -105,7 +105,7 @@ class Part(NamedTuple):
     summary: Summary
     models: Models
     power: NodePower | None
-    evaluation: Evaluation
+    evaluation: EvaluationTime
     spread: Spread
     # of each job, see `evaluation`
     end_s: float = 0.0
@@ -178,7 +178,7 @@ def stacked(tables: Sequence[CandidateTable]) -> CandidateTable:
     return CandidateTable(*columns)
 
 
-def predict(index: int, part: Part, grid: Grid, sweep: SweepSpec) -> CandidateTable:
+def predict(index: int, part: Partition, grid: Grid, sweep: SweepSpec) -> CandidateTable:
     """Predict and price configurations on one partition, see `priced`."""
     nodes, per_node, batch = grid.as_floats()
     step_s = part.models.step_time.predict(nodes, batch, per_node)
@@ -219,7 +219,7 @@ def _nearness(some: Grid, others: Grid) -> Array:
     return np.asarray(np.exp(-0.5 * np.sum(away**2, axis=2)))
 
 
-def priced(index: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) -> CandidateTable:
+def priced(index: int, part: Partition, grid: Grid, sweep: SweepSpec, step: Array) -> CandidateTable:
     """Price configurations on the partition of this index, whose steps take `step` seconds, (n,).
 
     An epoch is its steps and the updates of the gradient scale.
@@ -266,11 +266,11 @@ def _batches(summary: Summary, grid: Grid) -> Array:
     return np.asarray(summary.dataset_samples / (grid.global_batch * summary.batch_share))
 
 
-def _bill(usage: Usage, part: Part, sweep: SweepSpec) -> Bill:
+def _bill(usage: Usage, part: Partition, sweep: SweepSpec) -> Bill:
     return bill(usage, part.cluster, sweep.training, part.power, part.save_s, resume=part.resume)
 
 
-def _progress_time_s(part: Part, usage: Usage, grid: Grid, sweep: SweepSpec) -> Array:
+def _progress_time_s(part: Partition, usage: Usage, grid: Grid, sweep: SweepSpec) -> Array:
     """Return the wall time of as many samples as the same progress needs, see `critical_batch`.
 
     What full batches leave out of an epoch is made up for by more of them. A job starts and
@@ -290,7 +290,7 @@ def _progress_time_s(part: Part, usage: Usage, grid: Grid, sweep: SweepSpec) -> 
     return _bill(longer, part, sweep).wall_time_s
 
 
-def _why_not(part: Part, grid: Grid, peak: Array, on_top: Array, wall_time_s: Array) -> Integers:
+def _why_not(part: Partition, grid: Grid, peak: Array, on_top: Array, wall_time_s: Array) -> Integers:
     """Return the first reason against each; the user's constraints come later."""
     allowed = allowed_bytes(part.memory_limit_bytes, part.cluster.memory_margin)
     bound = np.where(
@@ -310,7 +310,7 @@ def _why_not(part: Part, grid: Grid, peak: Array, on_top: Array, wall_time_s: Ar
     ).astype(np.int64)
 
 
-def _may_lack_memory(part: Part, grid: Grid, allowed: Array) -> NDArray[np.bool_]:
+def _may_lack_memory(part: Partition, grid: Grid, allowed: Array) -> NDArray[np.bool_]:
     """Mark batches far larger than any measured that may need more memory than is allowed."""
     workers = grid.nodes * grid.workers_per_node
     at_once = part.summary.passes.batch_of_one(grid.local_batch)
@@ -323,7 +323,7 @@ def _may_lack_memory(part: Part, grid: Grid, allowed: Array) -> NDArray[np.bool_
     return found
 
 
-def _updates_per_epoch(part: Part, grid: Grid, sweep: SweepSpec) -> Array:
+def _updates_per_epoch(part: Partition, grid: Grid, sweep: SweepSpec) -> Array:
     """Return the updates of the gradient scale in an epoch; see `methods.pass_interval`."""
     training = sweep.training
     samples = part.summary.dataset_samples

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from tula_hpc.analysis.planning.candidates import (
     FEASIBLE,
     CandidateTable,
-    Part,
+    Partition,
     Why,
     predict,
     stacked,
@@ -57,7 +57,7 @@ DRAWS = 200
 SEED = 0
 
 
-class Curve(NamedTuple):
+class Envelope(NamedTuple):
     """Least training time over the global batch."""
 
     # (n,), ascending in equal ratios
@@ -88,7 +88,7 @@ class TimeCurves(NamedTuple):
 
 
 def knee_curves(
-    parts: Sequence[Part], sweep: SweepSpec, *, with_draws: bool = True
+    parts: Sequence[Partition], sweep: SweepSpec, *, with_draws: bool = True
 ) -> TimeCurves | None:
     """Return the curves to search for the objective's knee; None for objectives without one.
 
@@ -118,7 +118,7 @@ def _batches_between(low: float, high: float, points: int) -> Array:
     return np.asarray(low * 2.0 ** (np.arange(count) / points))
 
 
-def lower_envelope(lines: Lines, train_time_s: TrainTime, points: int = POINTS) -> Curve:
+def lower_envelope(lines: Lines, train_time_s: TrainTime, points: int = POINTS) -> Envelope:
     """Return the least training time over the global batch, of all cluster sizes."""
     grid = _batches_between(lines.smallest.min(), lines.largest.max(), points)
     line, point = np.nonzero(
@@ -130,7 +130,7 @@ def lower_envelope(lines: Lines, train_time_s: TrainTime, points: int = POINTS) 
     for index in range(len(lines.nodes)):
         mine = line == index
         least[..., point[mine]] = np.minimum(least[..., point[mine]], times[..., mine])
-    return Curve(grid, np.minimum.accumulate(least, axis=-1), points)
+    return Envelope(grid, np.minimum.accumulate(least, axis=-1), points)
 
 
 def _evaluate(lines: Lines, line: NDArray[np.intp], batch: Array, train_time_s: TrainTime) -> Array:
@@ -148,7 +148,7 @@ def _evaluate(lines: Lines, line: NDArray[np.intp], batch: Array, train_time_s: 
     return times
 
 
-def doubling_knees(curve: Curve) -> Array:
+def doubling_knees(curve: Envelope) -> Array:
     """Return the largest batch of each curve whose last doubling saves `SAVED`, (draws,).
 
     Where none does it is the smallest batch.
@@ -161,7 +161,7 @@ def doubling_knees(curve: Curve) -> Array:
     return np.asarray(np.where(saves.any(axis=-1), batches[last], batches[0]))
 
 
-def kneedle_knees(curve: Curve) -> Array:
+def kneedle_knees(curve: Envelope) -> Array:
     """Return the batch of each curve farthest below its chord, (draws,); NaN if it hardly bends."""
     batches, times, _ = curve
     first = times[..., :1]
@@ -176,12 +176,12 @@ def kneedle_knees(curve: Curve) -> Array:
     return np.where(found, batches[np.argmax(bend, axis=-1)], np.nan)
 
 
-def knees(kind: str, curve: Curve) -> Array:
+def knees(kind: str, curve: Envelope) -> Array:
     """Return the knee of each curve by the objective's law, (draws,); NaN for none."""
     return kneedle_knees(curve) if kind == "kneedle" else doubling_knees(curve)
 
 
-def find_kneedle(curve: Curve) -> float | None:
+def find_kneedle(curve: Envelope) -> float | None:
     """Return the knee of one curve by the package kneed; None if it hardly bends.
 
     Of several it is the one farthest below the chord, which `kneedle_knees` finds in hundreds of
@@ -221,7 +221,7 @@ def sampled_knees(kind: str, curves: TimeCurves) -> Array:
     return np.concatenate(found)
 
 
-def _sampled(lines: Lines, train_time_s: TrainTime) -> Curve:
+def _sampled(lines: Lines, train_time_s: TrainTime) -> Envelope:
     return lower_envelope(lines, train_time_s, DRAWN_POINTS)
 
 
@@ -266,7 +266,7 @@ def lines_of(possible: CandidateTable) -> Lines:
     return Lines(part, nodes, workers_per_node, smallest, largest)
 
 
-def _train_time(parts: Sequence[Part], epochs: int, *, drawn: bool) -> TrainTime:
+def _train_time(parts: Sequence[Partition], epochs: int, *, drawn: bool) -> TrainTime:
     """Return the seconds of training by the fitted models, or by models drawn around each fit.
 
     `T = E·D/B · t_step` (S. Tyagi, F. Wang, "Tula"); steps need not be whole.

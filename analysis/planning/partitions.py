@@ -27,7 +27,7 @@ from tula_hpc.analysis.planning.candidates import (
     BELIEVED_FACTOR,
     CandidateTable,
     Grid,
-    Part,
+    Partition,
     candidate_grid,
     predict,
     stacked,
@@ -47,7 +47,7 @@ from tula_hpc.records import Candidate, Event, Measurement, Metrics, RunHistory
 class Fitted(NamedTuple):
     """Partitions with models, and their candidates."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[Partition, ...]
     table: CandidateTable
     warnings: tuple[str, ...]
     # by the training's metrics, or by all profiles; None: too little was measured
@@ -81,7 +81,7 @@ def fit_parts(
         InputError: A price needs a quantity that is not known.
     """
     trained = trained or Trained()
-    parts: list[Part] = []
+    parts: list[Partition] = []
     grids: list[Grid] = []
     warnings = _too_large(sweep, cluster)
     errors: list[NotEnoughDataError] = []
@@ -115,13 +115,13 @@ def _require_noise(sweep: SweepSpec, critical: CriticalBatch | None) -> None:
         )
 
 
-def _with_noise(part: Part, critical: CriticalBatch | None) -> Part:
+def _with_noise(part: Partition, critical: CriticalBatch | None) -> Partition:
     if critical is None:
         return part._replace(critical_batch=None)
     return part._replace(critical_batch=critical.batch, critical_interval=critical.interval_90)
 
 
-def _predict(index: int, part: Part, grid: Grid, sweep: SweepSpec) -> CandidateTable:
+def _predict(index: int, part: Partition, grid: Grid, sweep: SweepSpec) -> CandidateTable:
     try:
         return predict(index, part, grid, sweep)
     except InputError as error:
@@ -129,7 +129,7 @@ def _predict(index: int, part: Part, grid: Grid, sweep: SweepSpec) -> CandidateT
         raise InputError(str(error), source=source) from None
 
 
-def _corrected(parts: list[Part], trained: Trained) -> list[Part]:
+def _corrected(parts: list[Partition], trained: Trained) -> list[Partition]:
     names = {job.partition or "" for job in RunHistory(trained.events).submissions("train")}
     where = [part for part in parts if not part.name or names == {part.name}]
     # trainings on several partitions: no evaluation can be assigned to one of them
@@ -180,7 +180,7 @@ def _fit(
     cluster: ClusterSpec,
     measurements: Sequence[Measurement],
     trained: Trained,
-) -> Part:
+) -> Partition:
     summary = with_passes(sweep, cluster, summarize(measurements))
     grid = candidate_grid(sweep.search, cluster)
     wanted = grid.local_batch[conceivable(sweep.objective, grid.global_batch)]
@@ -215,7 +215,7 @@ def _bounds(search: SearchSpec) -> str:
 
 def part_of(
     name: str, sweep: SweepSpec, cluster: ClusterSpec, summary: Summary, models: Models
-) -> Part:
+) -> Partition:
     """Return a partition before any training: models, and costs by profiles and files."""
     evaluation = evaluation_of(
         summary.profiles, sweep.workload, summary.dataset_samples, summary.test_samples
@@ -237,7 +237,7 @@ def part_of(
         evaluation.factors,
         last_save_s=last_save_s(copy_bytes, most_s),
     )
-    return Part(
+    return Partition(
         name,
         priced,
         summary,
@@ -291,7 +291,7 @@ def fitting_limit(cluster: ClusterSpec, summary: Summary) -> float | None:
     return None if limit is None else allowed_bytes(limit, cluster.memory_margin)
 
 
-def plannable(sweep: SweepSpec, part: Part) -> tuple[Grid, list[str]]:
+def plannable(sweep: SweepSpec, part: Partition) -> tuple[Grid, list[str]]:
     """Return the candidates on measured cluster sizes, and a warning about the others.
 
     Raises:

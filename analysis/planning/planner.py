@@ -14,7 +14,7 @@ from tula_hpc.analysis.costs.interruptions import Resume
 from tula_hpc.analysis.costs.pricing import assumptions
 from tula_hpc.analysis.planning import warnings
 from tula_hpc.analysis.planning.candidate_records import as_records
-from tula_hpc.analysis.planning.candidates import FEASIBLE, CandidateTable, Part
+from tula_hpc.analysis.planning.candidates import FEASIBLE, CandidateTable, Partition
 from tula_hpc.analysis.planning.constraints import constrain
 from tula_hpc.analysis.planning.feasibility import (
     binding,
@@ -131,7 +131,7 @@ def _remarks(
     return remarks
 
 
-def _all_notes(parts: Sequence[Part]) -> list[str]:
+def _all_notes(parts: Sequence[Partition]) -> list[str]:
     notes = {part.name: _notes(part) for part in parts}
     first, *others = notes.values()
     found = [note for note in first if all(note in other for other in others)]
@@ -141,7 +141,7 @@ def _all_notes(parts: Sequence[Part]) -> list[str]:
     return found
 
 
-def _provisional(parts: Sequence[Part]) -> dict[str, list[str]]:
+def _provisional(parts: Sequence[Partition]) -> dict[str, list[str]]:
     """Return the notes on what a training will measure, in both forms that `_all_notes` gives them."""
     found: dict[str, list[str]] = {"save": [], "evaluation": [], "start": []}
     for part in parts:
@@ -157,7 +157,7 @@ def _provisional(parts: Sequence[Part]) -> dict[str, list[str]]:
     return found
 
 
-def _timed_notes(part: Part) -> dict[str, str]:
+def _timed_notes(part: Partition) -> dict[str, str]:
     pricing = part.cluster.pricing
     return {
         "evaluation": part.evaluation.describe(),
@@ -166,7 +166,7 @@ def _timed_notes(part: Part) -> dict[str, str]:
     }
 
 
-def _notes(part: Part) -> list[str]:
+def _notes(part: Partition) -> list[str]:
     return [
         *assumptions(part.cluster, part.power),
         *_timed_notes(part).values(),
@@ -176,7 +176,7 @@ def _notes(part: Part) -> list[str]:
     ]
 
 
-def _describe_copy(part: Part) -> list[str]:
+def _describe_copy(part: Partition) -> list[str]:
     # a script's own way to save is not known
     if part.resume is not Resume.CHECKPOINT:
         return []
@@ -188,7 +188,7 @@ def _describe_copy(part: Part) -> list[str]:
     return [f"while a checkpoint is written, {held}, {counted}"]
 
 
-def _describe_passes(part: Part) -> list[str]:
+def _describe_passes(part: Partition) -> list[str]:
     most = part.summary.passes.most
     if math.isinf(most):
         return []

@@ -9,7 +9,7 @@ from tula_hpc.analysis.costs.training_bill import (
     Compared,
     Source,
     TrainingBill,
-    Verdict,
+    PromiseVerdict,
     training_bill,
 )
 from tula_hpc.analysis.report.plan_text import PART_NAMES
@@ -32,15 +32,15 @@ SOURCES = {
     Source.NOTES: "by the run's own notes",
 }
 VERDICTS = {
-    Verdict.WITHIN: "as predicted",
-    Verdict.MORE: "more than predicted",
-    Verdict.LESS: "less than predicted",
-    Verdict.UNKNOWN: UNKNOWN,
+    PromiseVerdict.WITHIN: "as predicted",
+    PromiseVerdict.MORE: "more than predicted",
+    PromiseVerdict.LESS: "less than predicted",
+    PromiseVerdict.UNKNOWN: UNKNOWN,
 }
 JUDGED = {
-    Verdict.WITHIN: "within the 90 % interval of",
-    Verdict.MORE: "longer than the 90 % interval of",
-    Verdict.LESS: "shorter than the 90 % interval of",
+    PromiseVerdict.WITHIN: "within the 90 % interval of",
+    PromiseVerdict.MORE: "longer than the 90 % interval of",
+    PromiseVerdict.LESS: "shorter than the 90 % interval of",
 }
 # by the part of a step that drift names
 CAUSES = {
@@ -192,7 +192,7 @@ def _promised_amounts(compared: Compared, currency: str) -> list[str]:
 def _judged(compared: Compared, promised: Sequence[str]) -> str:
     """Compare with the prediction: "longer than the 90 % interval of the predicted 19 s"."""
     expected, *ends = promised
-    if not ends or compared.verdict is Verdict.UNKNOWN:
+    if not ends or compared.verdict is PromiseVerdict.UNKNOWN:
         return f"beside the predicted {expected}"
     return f"{JUDGED[compared.verdict]} the predicted {expected} ({' to '.join(ends)})"
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tula_hpc.analysis.node_scaling import (
     Basis,
-    Curve,
+    ScalingCurve,
     NodeScaling,
     describe_left_out,
     listed_sizes,
@@ -66,7 +66,7 @@ def scaling_files(scaling: NodeScaling) -> dict[str, bytes]:
     return files
 
 
-def scaling_table(curve: Curve) -> TextTable:
+def scaling_table(curve: ScalingCurve) -> TextTable:
     """Return the rows, with each interval in the second line of its cell."""
     batch_name = "global batch"
     batches = [row.candidate.global_batch for row in curve.rows]
@@ -125,7 +125,7 @@ def _number(value: float) -> str:
     return f"{value:,.{decimals}f}"
 
 
-def explain(scaling: NodeScaling, curve: Curve) -> Iterator[str]:
+def explain(scaling: NodeScaling, curve: ScalingCurve) -> Iterator[str]:
     """Yield sentences on the measurements, the predictions, and the meaning of the numbers."""
     yield (
         f"Step times were measured on {listed_sizes(scaling.profiled_sizes)} nodes "
@@ -149,7 +149,7 @@ _OUTCOMES: dict[Basis, str] = {
 }
 
 
-def _definitions(scaling: NodeScaling, curve: Curve) -> Iterator[str]:
+def _definitions(scaling: NodeScaling, curve: ScalingCurve) -> Iterator[str]:
     base = curve.base.nodes
     yield (
         f"Speed-up (of samples per second) and efficiency are relative to N = {base:,}, the "
@@ -169,14 +169,14 @@ def _definitions(scaling: NodeScaling, curve: Curve) -> Iterator[str]:
         yield f"Left out: {left_out}."
 
 
-def _subject(scaling: NodeScaling, curve: Curve) -> str:
+def _subject(scaling: NodeScaling, curve: ScalingCurve) -> str:
     if curve.kind == "strong":
         return f"Strong scaling of {scaling.name}: one global batch of {curve.batch:,} samples."
     samples = plural(curve.batch, "sample")
     return f"Weak scaling of {scaling.name}: {samples} per worker and step."
 
 
-def plain_text(scaling: NodeScaling, curve: Curve) -> str:
+def plain_text(scaling: NodeScaling, curve: ScalingCurve) -> str:
     """Return the table in columns of one width, with a heading and an explanation."""
     table = scaling_table(curve)
     rows = [table.columns]
@@ -195,7 +195,7 @@ def _on_one_line(cell: str) -> str:
     return text.replace(UNKNOWN, "-")
 
 
-def latex(scaling: NodeScaling, curve: Curve) -> str:
+def latex(scaling: NodeScaling, curve: ScalingCurve) -> str:
     """Return a table that needs no package, with its intervals below, and an explanation."""
     table = scaling_table(curve)
     lines = [

@@ -9,7 +9,7 @@ from tula_hpc.analysis.report.tables import TextTable, latex_escaped
 from tula_hpc.analysis.run_contents import is_guess, learned_nothing
 from tula_hpc.analysis.study_results import (
     Entry,
-    Outcome,
+    CellOutcome,
     Spread,
     StudyContents,
     StudyTable,
@@ -207,7 +207,7 @@ def _all_guess(contents: StudyContents) -> Iterator[str]:
         yield f"{chance}: {SMALLER_RATES}."
 
 
-def _is_guess(contents: StudyContents, outcome: Outcome) -> bool:
+def _is_guess(contents: StudyContents, outcome: CellOutcome) -> bool:
     work = contents.sweep.workload
     among_best = 5 if contents.study.metric == "top5" else 1
     guessed = outcome.test is not None and is_guess(outcome.test, work, among_best)

@@ -20,7 +20,7 @@ from tula_hpc.analysis.planning.candidates import (
     FEASIBLE,
     CandidateTable,
     Grid,
-    Part,
+    Partition,
     Why,
     as_measured,
     predict,
@@ -198,7 +198,7 @@ def _curves_through(points: Sequence[Configuration], model: StepTimeModel) -> Ti
     return TimeCurves(Lines(*np.array(columns, dtype=np.float64).T), nominal, drawn)
 
 
-def _part(sweep: SweepSpec, cluster: ClusterSpec, summary: Summary, model: StepTimeModel) -> Part:
+def _part(sweep: SweepSpec, cluster: ClusterSpec, summary: Summary, model: StepTimeModel) -> Partition:
     memory = fit_memory(summary, fitting_limit(cluster, summary))
     models = Models(model, memory, update_time(summary))
     part = part_of("", sweep, cluster, summary, models)
@@ -207,7 +207,7 @@ def _part(sweep: SweepSpec, cluster: ClusterSpec, summary: Summary, model: StepT
 
 
 def _chosen(
-    sweep: SweepSpec, part: Part, table: CandidateTable, unseen: NDArray[np.bool_]
+    sweep: SweepSpec, part: Partition, table: CandidateTable, unseen: NDArray[np.bool_]
 ) -> Chosen | None:
     table = constrain(table, sweep.objective)
     if not np.any(table.why == FEASIBLE):
@@ -224,7 +224,7 @@ def _chosen(
     )
 
 
-def _as_planned(sweep: SweepSpec, part: Part, grid: Grid, step_s: Array) -> Evaluated:
+def _as_planned(sweep: SweepSpec, part: Partition, grid: Grid, step_s: Array) -> Evaluated:
     repeated = Grid(*(np.tile(column, len(step_s)) for column in grid))
     table = constrain(priced(0, part, repeated, sweep, step_s.ravel()), sweep.objective)
     # a profile can show that memory suffices

@@ -15,9 +15,9 @@ from tests.run_factory import make_run
 from tula_hpc.analysis.costs.interruptions import Resume
 from tula_hpc.analysis.models.regression import Array
 from tula_hpc.analysis.models.step_time import StepTimeModel
-from tula_hpc.analysis.node_scaling import Curve, NodeScaling, listed_sizes, node_scaling_of, part_scaling
+from tula_hpc.analysis.node_scaling import ScalingCurve, NodeScaling, listed_sizes, node_scaling_of, part_scaling
 from tula_hpc.analysis.plan import make_plan
-from tula_hpc.analysis.planning.candidates import Part
+from tula_hpc.analysis.planning.candidates import Partition
 from tula_hpc.analysis.planning.partitions import fit_parts
 from tula_hpc.analysis.run_contents import measured_epochs, read_run
 from tula_hpc.config import ClusterSpec, SweepSpec
@@ -56,7 +56,7 @@ class Law:
 KNOWN = Law(lambda _, batch: 0.001 * batch)
 
 
-def part_of(rows: list[Measurement], spec: SweepSpec, where: ClusterSpec = ROOMY, law: Law | None = None) -> Part:
+def part_of(rows: list[Measurement], spec: SweepSpec, where: ClusterSpec = ROOMY, law: Law | None = None) -> Partition:
     part = fit_parts(spec, where, rows).parts[0]
     if law is None:
         return part
@@ -283,7 +283,7 @@ def test_several_workers_a_node_share_the_batch() -> None:
 
 
 def test_measured_speed_ups_are_those_of_measured_steps(fitted: NodeScaling) -> None:
-    curve: Curve = fitted.strong
+    curve: ScalingCurve = fitted.strong
     steps = {row.configuration: row.times.step_time_s for row in grid() if row.times}
     for row in curve.rows[:3]:
         expected = steps[Configuration(1, 1, 256)] / steps[row.candidate.configuration]

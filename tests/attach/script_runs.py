@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed import HashStore  # type: ignore[attr-defined] # documented, though not in __all__
 
 from tula_hpc.attach.processes import (
-    Outcome,
+    ProcessEnd,
     WorkerPeers,
     choose_meeting,
     meeting_from,
@@ -34,13 +34,13 @@ QUICK = SearchSpec(warmup_steps=1, min_steps=5, max_steps=5)
 
 def profiled(
     script: Path, arguments: tuple[str, ...], folder: Path, world: int = 1, step_s: float = 60.0, **settings: Any
-) -> list[Outcome]:
+) -> list[ProcessEnd]:
     """How the process of each rank ended."""
     store = HashStore() if world > 1 else None
     places = [WorkerEnvironment(rank, world, rank, 0, "1", 0, ("here",), False) for rank in range(world)]
     meeting = meeting_from(choose_meeting(places[0]))
 
-    def run(place: WorkerEnvironment) -> Outcome:
+    def run(place: WorkerEnvironment) -> ProcessEnd:
         usual = {"configuration": Configuration(world, 1, BATCH), "forward_batch": BATCH, "accumulation": 1}
         wanted = {**usual, "samples": 1000, "search": QUICK, **settings}
         told = Settings(cluster=ClusterSpec(), place=place, **wanted)
@@ -64,6 +64,6 @@ def profiled(
         return list(pool.map(run, places))
 
 
-def measurement_of(outcome: Outcome) -> Measurement:
+def measurement_of(outcome: ProcessEnd) -> Measurement:
     assert outcome.is_done, f"{outcome.said.detail}\n{Path(outcome.log).read_text()[-3000:]}"
     return Measurement.model_validate_json(json.dumps(outcome.said.result["measurement"]))

@@ -22,7 +22,7 @@ import tula_hpc.attach as tula
 from tests.attach.script_runs import BATCH, QUICK, SCRIPTS, measurement_of, profiled
 from tests.forked_jobs import forking_scripts
 from tula_hpc.attach.hangs import Place
-from tula_hpc.attach.processes import Outcome, error_of, worst
+from tula_hpc.attach.processes import ProcessEnd, error_of, worst
 from tula_hpc.attach.reporting import Said, failed_by, unexplained
 from tula_hpc.attach.script import Script
 from tula_hpc.attach.train.peers import lacking_in
@@ -42,7 +42,7 @@ def forked() -> Iterator[None]:
         yield
 
 
-def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, script: Path = MISBEHAVING) -> Outcome:
+def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, script: Path = MISBEHAVING) -> ProcessEnd:
     return worst(profiled(script, (how, str(BATCH)), folder, world, step_s))
 
 
@@ -365,9 +365,9 @@ def test_a_worker_that_ends_early_is_told_with_those_that_wait_for_it(tmp_path: 
 def test_of_workers_that_lose_one_that_has_finished_the_number_of_batches_is_told() -> None:
     """As with shares of different sizes; trying again would end alike."""
     place = Place(file=MISBEHAVING, line=1, is_collective=True)
-    done = Outcome(rank=0, said=Said(state="done", steps=33, result={"end": "exited"}), log="log")
+    done = ProcessEnd(rank=0, said=Said(state="done", steps=33, result={"end": "exited"}), log="log")
     failed = Said(state="failed", failure=Failure.KILLED, detail="lost a peer: Broken pipe", follows=True, at=place)
-    lost = Outcome(rank=1, said=failed, log="log")
+    lost = ProcessEnd(rank=1, said=failed, log="log")
     said = worst([done, lost]).said
     assert said.failure is Failure.BAD_INPUT
     assert said.detail.startswith("rank 0 ended after 33 steps, while rank 1 is at misbehaving.py:1, `")

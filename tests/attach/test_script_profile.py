@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.attach.script_runs import QUICK, SCRIPTS, measurement_of, profiled
 from tests.forked_jobs import forking_scripts
 from tula_hpc.attach.measured_steps import MeasuredSteps, _synchronize_again, between_epochs_s
-from tula_hpc.attach.processes import Outcome
+from tula_hpc.attach.processes import ProcessEnd
 from tula_hpc.attach.reporting import ChildSpec
 from tula_hpc.attach.script import Script, batch_share, typical_batch
 from tula_hpc.attach.train.first_pass import rehearse_first_pass
@@ -184,7 +184,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def outcomes(folder: Path) -> list[Outcome]:
+def outcomes(folder: Path) -> list[ProcessEnd]:
     """Two workers, with accumulation, bf16, clipping, and an average of weights."""
     arguments = ("--batch-size", "8", "--accumulate", "2")
     script, configuration = SCRIPTS / "averaging.py", Configuration(2, 1, 16)
@@ -192,7 +192,7 @@ def outcomes(folder: Path) -> list[Outcome]:
 
 
 @pytest.fixture(scope="module")
-def measured(outcomes: list[Outcome]) -> Measurement:
+def measured(outcomes: list[ProcessEnd]) -> Measurement:
     return measurement_of(outcomes[0])
 
 
@@ -219,7 +219,7 @@ def test_noise_is_of_gradients_before_they_are_clipped(measured: Measurement) ->
     assert sum(trace for _, trace in measured.noise_terms) > 1
 
 
-def test_the_workers_measured_the_same_steps(outcomes: list[Outcome]) -> None:
+def test_the_workers_measured_the_same_steps(outcomes: list[ProcessEnd]) -> None:
     first, second = (measurement_of(outcome) for outcome in outcomes)
     assert outcomes[0].said.steps == outcomes[1].said.steps
     assert first.memory == second.memory
@@ -227,7 +227,7 @@ def test_the_workers_measured_the_same_steps(outcomes: list[Outcome]) -> None:
     assert first.steps == second.steps == 5
 
 
-def test_a_script_notices_nothing(outcomes: list[Outcome], folder: Path) -> None:
+def test_a_script_notices_nothing(outcomes: list[ProcessEnd], folder: Path) -> None:
     """Its rates follow its schedule, and its weights stay as they are."""
     lines = [line.split() for line in (folder / "work" / "steps-0.txt").read_text().splitlines()]
     rates = [float(rate) for rate, _ in lines]
@@ -236,7 +236,7 @@ def test_a_script_notices_nothing(outcomes: list[Outcome], folder: Path) -> None
     assert len({weights for _, weights in lines}) == 1
 
 
-def test_what_was_seen_is_told(outcomes: list[Outcome]) -> None:
+def test_what_was_seen_is_told(outcomes: list[ProcessEnd]) -> None:
     seen = outcomes[0].said.result
     assert {key: seen[key] for key in ("model", "optimizer", "accumulation", "forward_batch", "wrapped")} == {
         "model": "Sequential", "optimizer": "AdamW", "accumulation": 2, "forward_batch": 8, "wrapped": True,

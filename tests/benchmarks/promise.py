@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from tests.slurm.testcluster import MiniCluster
 from tula_hpc.analysis.costs.spread import TimePart
-from tula_hpc.analysis.costs.training_bill import TrainingBill, Verdict
+from tula_hpc.analysis.costs.training_bill import TrainingBill, PromiseVerdict
 from tula_hpc.analysis.report.bill_text import bill_of
 from tula_hpc.analysis.run_contents import read_run
 from tula_hpc.records import RunDirectory
@@ -113,12 +113,12 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         str(part)
         for row in rows
         for part, found in row["parts"].items()
-        if found["verdict"] in (Verdict.MORE, Verdict.LESS)
+        if found["verdict"] in (PromiseVerdict.MORE, PromiseVerdict.LESS)
     )
     errors = [row["whole"]["expected"] / row["whole"]["actual"] - 1 for row in rows]
     return {
         "sweeps": len(rows),
-        "inside": sum(row["whole"]["verdict"] == Verdict.WITHIN for row in rows) / len(rows),
+        "inside": sum(row["whole"]["verdict"] == PromiseVerdict.WITHIN for row in rows) / len(rows),
         "inside_before": sum(row["inside_before"] for row in rows) / len(rows),
         "median_error": median(errors),
         "median_absolute_error": median(map(abs, errors)),

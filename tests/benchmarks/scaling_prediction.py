@@ -30,7 +30,7 @@ from typing import Any
 
 from tests.benchmarks.cluster_prediction import Searched, pooled, read
 from tula_hpc.analysis.models.profiles import summarize
-from tula_hpc.analysis.node_scaling import Curve, NodeScaling, ScalingRow, part_scaling
+from tula_hpc.analysis.node_scaling import ScalingCurve, NodeScaling, ScalingRow, part_scaling
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.planning.partitions import fit_parts
 from tula_hpc.records import Candidate, Configuration, Interval, Measurement, is_usable
@@ -71,7 +71,7 @@ def compare(full: Searched, adaptive: Searched, chosen: Candidate) -> dict[str, 
     return found
 
 
-def compare_curves(true: Curve, few: Curve) -> dict[str, Any]:
+def compare_curves(true: ScalingCurve, few: ScalingCurve) -> dict[str, Any]:
     """All numbers of one kind of scaling."""
     base = max(true.base.nodes, few.base.nodes)
     known, guessed = ({row.nodes: row for row in curve.rows if row.nodes >= base} for curve in (true, few))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tula_hpc.analysis.report.study_text import verdicts
 from tula_hpc.analysis.study_results import (
     Entry,
-    Outcome,
+    CellOutcome,
     StudyTable,
     answer,
     make_table,
@@ -230,7 +230,7 @@ def test_mean_and_deviation_over_seeds(values: list[float]) -> None:
 def table(reached: Mapping[tuple[str, int], Sequence[float | None]], **keys: object) -> StudyTable:
     """Of these test accuracies by column and batch, one for each seed; None: diverged."""
     outcomes = [
-        Outcome(StudyCell(*place, seed), "diverged" if value is None else "finished", value)
+        CellOutcome(StudyCell(*place, seed), "diverged" if value is None else "finished", value)
         for place, values in reached.items()
         for seed, value in enumerate(values)
     ]
@@ -268,7 +268,7 @@ def test_nothing_is_recovered_of_a_loss_that_counting_test_samples_cannot_tell(
     lost: float, test_samples: int | None, known: bool
 ) -> None:
     reached = {("lbt", 128): 0.1, ("lbt", 512): 0.1 - lost, ("ags", 512): 0.139}
-    outcomes = [Outcome(StudyCell(*place, 0), "finished", value) for place, value in reached.items()]
+    outcomes = [CellOutcome(StudyCell(*place, 0), "finished", value) for place, value in reached.items()]
     made = make_table(study(methods=("lbt", "ags"), batches=(512,)), outcomes, test_samples)
     assert (made.entries["ags", 512].recovered is not None) == known
     assert ("lost nothing to speak of" in verdicts(made)[0]) != known

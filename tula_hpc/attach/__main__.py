@@ -75,7 +75,7 @@ from tula_hpc.own_sources import find_module, named_above, source_of
 from tula_hpc.records import Configuration, Measurement, write_atomically
 
 if TYPE_CHECKING:
-    from tula_hpc.attach.processes import Outcome
+    from tula_hpc.attach.processes import ProcessEnd
     from tula_hpc.attach.reporting import ChildSpec
 
 # width of the interval of a step's time, over that time, that is worth a word
@@ -245,7 +245,7 @@ def _look(
     return {**outcome.said.result, "device": device}
 
 
-def _run_script(spec: ChildSpec, search: SearchSpec, folder: Path) -> Outcome:
+def _run_script(spec: ChildSpec, search: SearchSpec, folder: Path) -> ProcessEnd:
     """Run a script in a folder of its own, until it is measured or ends; return how."""
     from tula_hpc.attach.own_folder import own_folder
     from tula_hpc.attach.processes import (

@@ -82,7 +82,7 @@ def meeting_from(text: str) -> Meeting:
     return Meeting(*json.loads(text))
 
 
-class Outcome(Record):
+class ProcessEnd(Record):
     """End of a script's process, by its last message or as its worker saw it."""
 
     rank: int
@@ -167,13 +167,13 @@ class Child:
             for process in left:
                 _kill(process)
 
-    def stopped(self, failure: Failure, detail: str, *, follows: bool = False) -> Outcome:
+    def stopped(self, failure: Failure, detail: str, *, follows: bool = False) -> ProcessEnd:
         """Return its outcome where it lives and is to be ended, with the place where it is."""
         at = ask_where(self.process.pid, self._answers)
         said = Said(state="failed", failure=failure, detail=detail, follows=follows, at=at)
-        return Outcome(rank=self.spec.rank, said=said, log=str(self.log))
+        return ProcessEnd(rank=self.spec.rank, said=said, log=str(self.log))
 
-    def outcome(self, code: int) -> Outcome:
+    def outcome(self, code: int) -> ProcessEnd:
         """Return how it ended, once it has."""
         said = self.said()
         if said is None or said.state == "stepping":
@@ -186,7 +186,7 @@ class Child:
             if said.remedy:
                 parts.append(f"if that is not why: {said.remedy}" if printed else said.remedy)
             said = said.model_copy(update={"detail": "; ".join(parts)})
-        return Outcome(rank=self.spec.rank, said=said, log=str(self.log))
+        return ProcessEnd(rank=self.spec.rank, said=said, log=str(self.log))
 
 
 # ids of the scripts' processes that this process has started and not ended yet
@@ -243,7 +243,7 @@ class WorkerPeers:
         self.run_id = run_id
         self._has_left = False
 
-    def announce(self, outcome: Outcome) -> None:
+    def announce(self, outcome: ProcessEnd) -> None:
         """Tell the others how this worker's process ended."""
         self.store.set(f"outcome/{self.run_id}/{outcome.rank}", outcome.model_dump_json())
         if not outcome.is_done:
@@ -290,10 +290,10 @@ class WorkerPeers:
             return False
         return all(self.store.get(key).decode() == str(True) for key in keys)
 
-    def outcomes(self, world_size: int) -> list[Outcome]:
+    def outcomes(self, world_size: int) -> list[ProcessEnd]:
         """Return those of all workers of the start, once all have announced theirs."""
         keys = [f"outcome/{self.run_id}/{rank}" for rank in range(world_size)]
-        return [parse_record(Outcome, self.store.get(key)) for key in keys]
+        return [parse_record(ProcessEnd, self.store.get(key)) for key in keys]
 
 
 def watch(
@@ -301,7 +301,7 @@ def watch(
     peers: WorkerPeers,
     step_s: float,
     look: Callable[[Child], str | None] | None = None,
-) -> Outcome:
+) -> ProcessEnd:
     """Wait until a process ends, by itself or because it has to; return how.
 
     It may take `step_s` until its first step and between two. Only a training has a `look`: between
@@ -326,7 +326,7 @@ def watch(
 
 def _given_up(
     child: Child, peers: WorkerPeers, step_s: float, look: Callable[[Child], str | None] | None
-) -> Outcome | None:
+) -> ProcessEnd | None:
     """Return the outcome of a process that has to be ended now; None: it may go on."""
     if look is not None and (reason := look(child)):
         return child.stopped(Failure.BUG, f"{child.spec.program.name} {reason}")
@@ -352,7 +352,7 @@ def _without_step(child: Child, step_s: float) -> str:
     return f"{child.spec.program.name} took more than {limit} {since}"
 
 
-def worst(outcomes: list[Outcome]) -> Outcome:
+def worst(outcomes: list[ProcessEnd]) -> ProcessEnd:
     """Return the outcome that explains the others: a failure of its own before one that follows.
 
     Where workers hang, or wait in vain for one another, it says where each of them is.
@@ -412,7 +412,7 @@ def variables_of(
     return found
 
 
-def error_of(outcome: Outcome, key: str) -> TulaError:
+def error_of(outcome: ProcessEnd, key: str) -> TulaError:
     """Return the error that the end of a process means, with its log; not for lack of memory.
 
     `key` is that of the sweep which names the script.
@@ -426,7 +426,7 @@ def error_of(outcome: Outcome, key: str) -> TulaError:
 
 
 def end_as(
-    found: Outcome,
+    found: ProcessEnd,
     configuration: Configuration,
     rank: int | None,
     record_oom: Callable[[Failure], object],

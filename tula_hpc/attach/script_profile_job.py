@@ -40,7 +40,7 @@ from tula_hpc.records import (
 )
 
 if TYPE_CHECKING:
-    from tula_hpc.attach.processes import Meeting, Outcome
+    from tula_hpc.attach.processes import Meeting, ProcessEnd
     from tula_hpc.ddp.process_group import Allocation
 
 
@@ -123,7 +123,7 @@ class Session:
         first = next(each for each in outcomes if each.rank == 0)
         self._record(first.said.result, meeting._replace(began_at=began_at))
 
-    def _run(self) -> tuple[list[Outcome], Meeting]:
+    def _run(self) -> tuple[list[ProcessEnd], Meeting]:
         """Run the script's processes to their end; return how each ended. Collective."""
         from tula_hpc.attach.processes import WorkerPeers, meeting_from
         from tula_hpc.ddp.process_group import place_among
@@ -151,7 +151,7 @@ class Session:
         own_folder(folder, Path.cwd(), named_above(work.entry_points, work.arguments))
         return chosen
 
-    def _watch(self, place: WorkerEnvironment, meeting: Meeting, peers: Any) -> Outcome:
+    def _watch(self, place: WorkerEnvironment, meeting: Meeting, peers: Any) -> ProcessEnd:
         """Start the script's process of this rank, and wait for its end."""
         from tula_hpc.attach.processes import own_output, start, variables_of, watch
         from tula_hpc.attach.reporting import ChildSpec
@@ -245,7 +245,7 @@ class Session:
         work = self.sweep.workload
         return work.accumulation if work.accumulates else None
 
-    def _is_left_out(self, found: Outcome) -> bool:
+    def _is_left_out(self, found: ProcessEnd) -> bool:
         """Record that so large a batch leaves too few steps, if a smaller was measured. Collective."""
 
         def record() -> str:
@@ -272,7 +272,7 @@ class Session:
 
         return bool(self.allocation.broadcast(record))
 
-    def _fail(self, found: Outcome) -> None:
+    def _fail(self, found: ProcessEnd) -> None:
         """End the job as a worker's process has ended, see `end_as`."""
         from tula_hpc.attach.processes import end_as
         from tula_hpc.profiling.record import record_oom

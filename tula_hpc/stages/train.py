@@ -44,7 +44,7 @@ from tula_hpc.records import (
 )
 from tula_hpc.records.broken_hosts import why_given_up
 from tula_hpc.records.events import JobEvents, JobFailure, Restart
-from tula_hpc.retry_policy import RetryPolicy, Verdict, plan_policy
+from tula_hpc.retry_policy import RetryPolicy, NextStep, plan_policy
 from tula_hpc.stages.context import (
     InterruptionNews,
     StageProgress,
@@ -115,21 +115,21 @@ def _see_to(
     (end,) = there.launcher.wait([submitted_job(sweep.run, job)], tick)
     outcome = settle(there, job, end, policy)
     tell_news(sweep)
-    if outcome.verdict is Verdict.GIVE_UP:
+    if outcome.next_step is NextStep.GIVE_UP:
         error: type[StageError] = StageError
         if outcome.failure.kind is Failure.CANCELLED:
             error = CancelledJobError
         elif outcome.failure.kind is Failure.DIVERGED:
             error = DivergedError
         raise error("\n".join([f"train: {_why_given_up(there, outcome)}", *_lost(sweep)]))
-    if outcome.verdict is not Verdict.DONE:
+    if outcome.next_step is not NextStep.DONE:
         sys.stderr.write(f"training: {_going_on(sweep, outcome)}\n")
 
 
-def _going_on(sweep: Sweep, outcome: Outcome) -> str:
+def _going_on(sweep: Sweep, outcome: Settled) -> str:
     ended = outcome.failure.detail or str(outcome.failure.kind).replace("_", " ")
     how = "from its last checkpoint"
-    if outcome.verdict is Verdict.SMALLER_BATCH:
+    if outcome.next_step is NextStep.SMALLER_BATCH:
         how = "with a smaller batch"
     elif not (sweep.spec.workload.goes_on or sweep.run.train().newest_checkpoint):
         how = "from the start"
@@ -163,16 +163,16 @@ def _starts_over(sweep: Sweep) -> bool:
     return work.is_script and not work.goes_on and not sweep.run.train().newest_checkpoint
 
 
-class Outcome(NamedTuple):
+class Settled(NamedTuple):
     """End of a training's job after it was seen to."""
 
-    verdict: Verdict
+    next_step: NextStep
     # with the training's own failure in place of the scheduler's
     end: Ended
     failure: JobFailure
 
 
-def settle(sweep: Sweep, job: Submission, end: Ended, policy: RetryPolicy) -> Outcome:
+def settle(sweep: Sweep, job: Submission, end: Ended, policy: RetryPolicy) -> Settled:
     """Put on record how a training's job ended, and decide the next step.
 
     The sweep is on the partition where the job ran. The job has its configuration where the policy
@@ -184,7 +184,7 @@ def settle(sweep: Sweep, job: Submission, end: Ended, policy: RetryPolicy) -> Ou
         _await_result(files)
     if files.result_file.exists():
         run.log_event("ended", "train", job_id=job_id, data={"label": job.label})
-        return Outcome(Verdict.DONE, end, JobFailure(None))
+        return Settled(NextStep.DONE, end, JobFailure(None))
     if not files.root.exists() or (events.has_finished and not _is_there(files)):
         # the log does not tell the reason
         end = end._replace(failure=Failure.KILLED, log_tail=report_deletion(run, files))
@@ -202,10 +202,10 @@ def settle(sweep: Sweep, job: Submission, end: Ended, policy: RetryPolicy) -> Ou
     elif not events.has_reported_oom:
         _record_oom(sweep, job, end)
     run.log_event("ended", "train", **common)
-    verdict = policy.judge(run.history(), job.label, failure, sweep.started_at)
-    if verdict is Verdict.SMALLER_BATCH:
+    next_step = policy.judge(run.history(), job.label, failure, sweep.started_at)
+    if next_step is NextStep.SMALLER_BATCH:
         run.log_event("fell_back", "train", detail=f"out of memory at {job.configuration}")
-    return Outcome(verdict, end, failure)
+    return Settled(next_step, end, failure)
 
 
 def _await_result(files: TrainDirectory) -> None:
@@ -264,7 +264,7 @@ def _record_oom(sweep: Sweep, job: Submission, end: Ended) -> None:
     sweep.run.log_event("oom", "train", failure=end.failure, job_id=end.job.job_id, detail=str(at))
 
 
-def _why_given_up(sweep: Sweep, outcome: Outcome) -> str:
+def _why_given_up(sweep: Sweep, outcome: Settled) -> str:
     job_id, failure = outcome.end.job.job_id, outcome.failure
     advice = time_limit_advice(sweep, MAIN_LABEL, failure)
     if failure.stop is StopReason.REQUEUES_EXHAUSTED:

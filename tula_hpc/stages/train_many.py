@@ -22,10 +22,10 @@ from tula_hpc.launch.launcher import Ended, JobsNow
 from tula_hpc.records import Submission
 from tula_hpc.records.broken_hosts import why_given_up
 from tula_hpc.records.events import JobFailure
-from tula_hpc.retry_policy import STUDY_ATTEMPTS, Verdict, study_policy
+from tula_hpc.retry_policy import STUDY_ATTEMPTS, NextStep, study_policy
 from tula_hpc.stages.context import StageProgress, Sweep, describe_failures, submitted_job
 from tula_hpc.stages.notify import tell_news
-from tula_hpc.stages.train import Outcome, report_deletion, settle, time_limit_advice
+from tula_hpc.stages.train import Settled, report_deletion, settle, time_limit_advice
 
 # at once: many sites allow fewer jobs a user than Slurm allows tasks an array
 MOST_TRAININGS = 500
@@ -114,11 +114,11 @@ class Trainings:
         for label in left:
             if label in adopted:
                 continue
-            verdict = Verdict.AGAIN
+            next_step = NextStep.AGAIN
             if label in failed:
                 since = self.sweep.started_at
-                verdict = self.policy.judge(history, label, failed[label], since)
-            if verdict is Verdict.AGAIN:
+                next_step = self.policy.judge(history, label, failed[label], since)
+            if next_step is NextStep.AGAIN:
                 self.waiting.append(label)
             else:
                 self.failures[label] = self._describe(label, failed[label])
@@ -150,10 +150,10 @@ class Trainings:
         job = self.running.pop(end.job.job_id)
         outcome = settle(self.sweep, job, end, self.policy)
         tell_news(self.sweep)
-        if outcome.verdict is Verdict.DONE:
+        if outcome.next_step is NextStep.DONE:
             return
         self._refuse_hopeless(outcome)
-        if outcome.verdict is Verdict.AGAIN:
+        if outcome.next_step is NextStep.AGAIN:
             self.waiting.append(job.label)
         else:
             log = f"; log: {end.log_file}" if end.log_file else ""
@@ -169,12 +169,12 @@ class Trainings:
             return said
         return f"{said}; {advice}"
 
-    def _refuse_hopeless(self, outcome: Outcome) -> None:
+    def _refuse_hopeless(self, outcome: Settled) -> None:
         """Stop where no training has logged a step and the failure would end all of them."""
         if any(self.run_directory.train(label).metrics_file.exists() for label in self.jobs):
             return
         kind, job_id = outcome.failure.kind, outcome.end.job.job_id
-        if kind is Failure.DEVICE_FAILED and outcome.verdict is Verdict.GIVE_UP:
+        if kind is Failure.DEVICE_FAILED and outcome.next_step is NextStep.GIVE_UP:
             told = why_given_up(self.run_directory.events(), job_id, unix_time())
             raise StageError(f"train: {told}")
         history, since = self.run_directory.history(), self.sweep.started_at

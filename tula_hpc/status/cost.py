@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from tula_hpc.analysis.costs import slurm_billing as billing
 from tula_hpc.analysis.costs.pricing import train_cost_usd
-from tula_hpc.analysis.costs.training_bill import Verdict, training_bill
+from tula_hpc.analysis.costs.training_bill import PromiseVerdict, training_bill
 from tula_hpc.analysis.costs.usage import actual_use, job_runs, only_waiting_s
 from tula_hpc.config import ClusterSpec
 from tula_hpc.formatting import HOUR_S, format_money, format_number
@@ -127,7 +127,7 @@ class PromiseStatus(Record):
     interval_s: tuple[float, float] | None
     actual_s: float
     # within, more, less or unknown
-    verdict: Verdict
+    verdict: PromiseVerdict
     # in the plan's currency
     expected_cost: float
     paid: float | None

@@ -10,7 +10,7 @@ from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
 from tula_hpc.records import MAIN_LABEL, is_usable
 from tula_hpc.records.broken_hosts import broken_hosts
 from tula_hpc.records.events import JobFailure
-from tula_hpc.retry_policy import Verdict, study_policy
+from tula_hpc.retry_policy import NextStep, study_policy
 from tula_hpc.stages.context import most_profiled, profiling_left_s
 from tula_hpc.status.cost import (
     Accounted,
@@ -260,6 +260,6 @@ def _failed_for_good(
     for label, job in last.items():
         own = facts.history.job(job.job_id).own_failure
         failure = JobFailure(job.failure, stop=own.stop if own else None)
-        if policy.judge(facts.history, label, failure, since) is Verdict.GIVE_UP:
+        if policy.judge(facts.history, label, failure, since) is NextStep.GIVE_UP:
             given_up[label] = job
     return given_up

@@ -23,7 +23,7 @@ from torch import Tensor
 from tula_hpc.analysis.drift import (
     Detector,
     Look,
-    Verdict,
+    DriftChange,
     Watch,
     attribute,
     expected_parts,
@@ -259,7 +259,7 @@ class StepClock:
 
 
 class DriftGuard:
-    """One worker's part of the watch; all workers reach the same verdict at the same step."""
+    """One worker's part of the watch; all workers see the same change at the same step."""
 
     def __init__(self, worker: Worker, job: TrainJob, start: DriftStart) -> None:
         self.worker, self.job = worker, job
@@ -301,10 +301,10 @@ class DriftGuard:
         """Observe agreed readings; log the begin or end of an episode, with the part behind it."""
         if self.watch is None or not shared:
             return
-        verdict = self.watch.observe(Look(*shared))
-        if verdict is not None:
+        change = self.watch.observe(Look(*shared))
+        if change is not None:
             probe = probe_parts(self.worker, *batch)
-            self._log(verdict, self._drift(self.watch, probe))
+            self._log(change, self._drift(self.watch, probe))
 
     def _drift(self, watch: Watch, probe: Probe) -> tuple[Drift, str]:
         """Return the episode, and the slowest worker's host if that matters. Whole on rank 0."""
@@ -328,9 +328,9 @@ class DriftGuard:
         hosts = self.worker.env.hosts
         return hosts[node] if node is not None and node < len(hosts) else ""
 
-    def _log(self, verdict: Verdict, found: tuple[Drift, str]) -> None:
+    def _log(self, change: DriftChange, found: tuple[Drift, str]) -> None:
         if self.worker.env.rank == 0:
-            put_on_record(self.run, self.job.label, self.worker.env.job_id, verdict, *found)
+            put_on_record(self.run, self.job.label, self.worker.env.job_id, change, *found)
 
 
 def episode_of(
@@ -355,19 +355,19 @@ def episode_of(
 
 
 def put_on_record(  # noqa: PLR0917 - of one event
-    run: RunDirectory, label: str, job_id: str, verdict: Verdict, drift: Drift, host: str = ""
+    run: RunDirectory, label: str, job_id: str, change: DriftChange, drift: Drift, host: str = ""
 ) -> None:
     """Log the begin or end of an episode of a training, and keep it while it lasts."""
     path = run.train(label).drift_file
-    if verdict == "drifted":
+    if change == "drifted":
         write_atomically(path, drift.model_dump_json(indent=1))
     else:
         path.unlink(missing_ok=True)
     data = event_data(drift)
     if host:
         data["slowest_host"] = host
-    detail = _describe(verdict, drift, host)
-    run.log_event(verdict, "train", detail=detail, job_id=job_id, data=data)
+    detail = _describe(change, drift, host)
+    run.log_event(change, "train", detail=detail, job_id=job_id, data=data)
 
 
 def event_data(drift: Drift) -> dict[str, Any]:
@@ -390,9 +390,9 @@ _PARTS = {
 }
 
 
-def _describe(verdict: Verdict, drift: Drift, host: str) -> str:
+def _describe(change: DriftChange, drift: Drift, host: str) -> str:
     times = f"{1e3 * drift.measured_s:.3g} ms against {1e3 * drift.predicted_s:.3g} ms predicted"
-    if verdict == "recovered":
+    if change == "recovered":
         return f"steps take {times}: as predicted again"
     detail = f"steps take {times}; it is {_PARTS[drift.part]}"
     if drift.part != "unknown":

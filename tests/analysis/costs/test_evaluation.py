@@ -14,7 +14,7 @@ from tula_hpc.analysis.costs.evaluation import (
     FORWARD_SHARE,
     LEAST_BATCH,
     MOST_EVALUATION_S,
-    Evaluation,
+    EvaluationTime,
     evaluated_on,
     evaluation_of,
 )
@@ -27,7 +27,7 @@ WORKLOAD = WorkloadSpec(dataset="synthetic")
 counts = st.integers(1, 512)
 
 
-def predicted(workers: float, batch: float, evaluation: Evaluation | None = None) -> float:
+def predicted(workers: float, batch: float, evaluation: EvaluationTime | None = None) -> float:
     found = evaluation or evaluation_of(summarize(grid()).profiles, WORKLOAD, SAMPLES)
     return float(found.seconds(np.array([workers]), np.array([batch]))[0])
 
@@ -55,7 +55,7 @@ def timed(local_batch: int, forward_s: float, data_s: float = 0.0) -> Measuremen
     return ok(1, local_batch, times=times(1, local_batch, **parts))
 
 
-def of_rows(*rows: Measurement, workload: WorkloadSpec = WORKLOAD, samples: int = 0) -> Evaluation:
+def of_rows(*rows: Measurement, workload: WorkloadSpec = WORKLOAD, samples: int = 0) -> EvaluationTime:
     return evaluation_of(summarize(rows).profiles, workload, SAMPLES, samples)
 
 

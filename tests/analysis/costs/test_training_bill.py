@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.run_factory import DATASET_SAMPLES, EPOCHS, candidate, plan
 from tula_hpc.analysis.costs.evaluation import END_SHARE
 from tula_hpc.analysis.costs.spread import TimePart
-from tula_hpc.analysis.costs.training_bill import Compared, Source, TrainingBill, Verdict, training_bill
+from tula_hpc.analysis.costs.training_bill import Compared, Source, TrainingBill, PromiseVerdict, training_bill
 from tula_hpc.analysis.report.bill_text import bill_sentences, bill_table, steps_off
 from tula_hpc.analysis.run_contents import Training
 from tula_hpc.records import Candidate, Configuration, EpochMetrics, Event, JobAccount, Metrics, TrainResult
@@ -60,9 +60,9 @@ def event(name: str, time: float) -> Event:
 @given(st.floats(0.0, 10.0), st.floats(0.0, 5.0), st.floats(0.0, 5.0))
 def test_the_verdict_is_where_it_lies(actual: float, low: float, width: float) -> None:
     found = Compared(1.0, (low, low + width), actual).verdict
-    assert (found is Verdict.WITHIN) == (low <= actual <= low + width)
-    assert (found is Verdict.MORE) == (actual > low + width)
-    assert Compared(1.0, None, actual).verdict is Compared(1.0, (low, low), None).verdict is Verdict.UNKNOWN
+    assert (found is PromiseVerdict.WITHIN) == (low <= actual <= low + width)
+    assert (found is PromiseVerdict.MORE) == (actual > low + width)
+    assert Compared(1.0, None, actual).verdict is Compared(1.0, (low, low), None).verdict is PromiseVerdict.UNKNOWN
 
 
 def test_accounting_tells_the_whole_and_the_price_is_the_plans() -> None:
@@ -70,9 +70,9 @@ def test_accounting_tells_the_whole_and_the_price_is_the_plans() -> None:
     assert (bill.source, bill.runs) == (Source.ACCOUNTING, 1)
     assert bill.whole.actual == 140.0
     assert bill.cost.actual == pytest.approx(2.0 * 140.0 / sum(PARTS_S.values()))
-    assert bill.whole.verdict is Verdict.WITHIN
-    assert billed(150.0).whole.verdict is billed(150.0).cost.verdict is Verdict.MORE
-    assert billed(110.0).whole.verdict is billed(110.0).cost.verdict is Verdict.LESS
+    assert bill.whole.verdict is PromiseVerdict.WITHIN
+    assert billed(150.0).whole.verdict is billed(150.0).cost.verdict is PromiseVerdict.MORE
+    assert billed(110.0).whole.verdict is billed(110.0).cost.verdict is PromiseVerdict.LESS
     # of a node that failed Slurm may note a part
     assert billed(40.0).source is Source.NOTES
 
@@ -190,7 +190,7 @@ def test_parts_that_were_off_are_named_once_they_matter() -> None:
     assert "2.0 USD was predicted (1.8 USD to 2.2 USD)." in said
     assert "Outside of their intervals: end of the job 14.0 s, 1.50 s were predicted." in said, "a second moves nobody"
     assert billed(150.0).parts_off() == [TimePart.ENDS]
-    assert billed(150.0).parts[TimePart.STARTS].verdict is Verdict.MORE
+    assert billed(150.0).parts[TimePart.STARTS].verdict is PromiseVerdict.MORE
 
 
 def test_where_no_part_is_off_by_itself_the_one_that_moved_the_whole_is_named() -> None:

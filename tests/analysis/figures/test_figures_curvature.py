@@ -12,7 +12,7 @@ import pytest
 from tests.run_factory import make_run, write_training
 from tula_hpc.analysis.figures.all import FIGURES, draw_all
 from tula_hpc.analysis.figures.drawing import Drawing
-from tula_hpc.analysis.figures.gradients import WINDOWS, Curve, rate_drops
+from tula_hpc.analysis.figures.gradients import WINDOWS, LoggedCurve, rate_drops
 from tula_hpc.analysis.run_contents import RunContents, Training, read_run
 from tula_hpc.formatting import in_percent
 from tula_hpc.records import EpochMetrics, Metrics
@@ -83,13 +83,13 @@ def test_the_title_says_where_the_norm_went(run: RunContents, last: float, words
 
 
 def test_a_curve_is_drawn_through_medians_of_all_its_parts() -> None:
-    curve = Curve([float(i) for i in range(1000)], [1.0 + (i % 7) for i in range(1000)])
+    curve = LoggedCurve([float(i) for i in range(1000)], [1.0 + (i % 7) for i in range(1000)])
     medians = curve.medians()
     assert len(medians.epochs) <= WINDOWS
     assert medians.epochs[0] < 25
     assert medians.epochs[-1] > 975
     assert all(3 <= value <= 5 for value in medians.values)
-    short = Curve([0.0, 1.0], [3.0, 4.0])
+    short = LoggedCurve([0.0, 1.0], [3.0, 4.0])
     assert short.medians() == short
 
 

@@ -14,7 +14,7 @@ from tula_hpc.analysis.figures.drawing import Drawing
 from tula_hpc.analysis.figures.scaling_panels import finding
 from tula_hpc.analysis.figures.study.accuracy import draw_study_delta
 from tula_hpc.analysis.figures.study.scales import draw_study_scale
-from tula_hpc.analysis.node_scaling import Curve, ScalingRow
+from tula_hpc.analysis.node_scaling import ScalingCurve, ScalingRow
 from tula_hpc.analysis.run_contents import RunContents, read_run
 from tula_hpc.analysis.study_results import make_table, read_study
 from tula_hpc.config import StudyCell
@@ -117,13 +117,13 @@ def scaled_on(nodes: int, measured_s: float | None) -> ScalingRow:
 def test_only_measured_nodes_are_as_fast_as_the_title_says(
     base_s: float | None, last_s: float | None, words: str
 ) -> None:
-    curve = Curve("strong", 128, [scaled_on(1, base_s), scaled_on(4, last_s)])
+    curve = ScalingCurve("strong", 128, [scaled_on(1, base_s), scaled_on(4, last_s)])
     assert finding(curve) == f"Strong scaling of batch 128: 4 nodes {words} 3.2 times as fast as 1 (efficiency 80 %)"
 
 
 def test_nodes_that_gain_nothing_process_as_many_samples() -> None:
     even = scaled_on(2, None)._replace(speed_up=Interval(1.004, 0.9, 1.1), efficiency=Interval(0.5, 0.45, 0.55))
-    words = finding(Curve("weak", 256, [scaled_on(1, 1.0), even]))
+    words = finding(ScalingCurve("weak", 256, [scaled_on(1, 1.0), even]))
     assert words.endswith("2 nodes would process as many samples as 1 (efficiency 50 %)")
 
 

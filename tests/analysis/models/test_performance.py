@@ -15,7 +15,7 @@ from tests.fuzzing import fuzz
 from tula_hpc.analysis.models.regression import Array
 from tula_hpc.analysis.models.step_time import StepTimeModel
 from tula_hpc.analysis.models.step_time_fit import Backend, FormName
-from tula_hpc.analysis.models.step_time_law import FORMS, Evaluation, Law, Rows
+from tula_hpc.analysis.models.step_time_law import FORMS, Linearization, Law, Rows
 
 NODES, BATCH = (column.ravel() for column in np.meshgrid([1.0, 2.0, 4.0, 8.0], [8.0, 32.0, 128.0, 512.0]))
 FORM_NAMES: list[FormName] = ["ring", "double_tree", "tree", "parameter_server", "reduce_scatter_all_gather"]
@@ -473,7 +473,7 @@ def test_a_search_never_evaluates_its_law_twice_in_a_row_at_the_same_place(monke
     asked: list[bytes] = []
     evaluate = Law.evaluate
 
-    def noting(law: Law, coefficients: Array, rows: Rows) -> Evaluation:
+    def noting(law: Law, coefficients: Array, rows: Rows) -> Linearization:
         asked.append(coefficients.tobytes())
         return evaluate(law, coefficients, rows)
 

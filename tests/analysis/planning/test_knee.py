@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.table_factory import Row, hyperbola, rows_of, table_of
 from tula_hpc.analysis.planning.knee import (
     Array,
-    Curve,
+    Envelope,
     Lines,
     TimeCurves,
     TrainTime,
@@ -24,13 +24,13 @@ laws = settings(max_examples=15)
 POWERS = [2**k for k in range(5, 13)]
 
 
-def envelope(rows: list[Row], law: TrainTime) -> Curve:
+def envelope(rows: list[Row], law: TrainTime) -> Envelope:
     return lower_envelope(lines_of(table_of(rows)), law)
 
 
-def curve(times: Array, octaves: float = 7.0) -> Curve:
+def curve(times: Array, octaves: float = 7.0) -> Envelope:
     """Batches from 32 on, in equal ratios."""
-    return Curve(32 * 2.0 ** np.linspace(0, octaves, len(times)), times, round((len(times) - 1) / octaves))
+    return Envelope(32 * 2.0 ** np.linspace(0, octaves, len(times)), times, round((len(times) - 1) / octaves))
 
 
 BATCHES = 32 * 2.0 ** np.linspace(0, 7, 449)
@@ -54,7 +54,7 @@ def test_kneedles_knee_of_a_hyperbola_is_the_geometric_mean_of_its_ends(
 ) -> None:
     """T = α/B + β has slope −1 on axes normalized to its ends exactly where B² = B_min · B_max."""
     batches = np.geomspace(32, 32 * 2**octaves, 3001)
-    knee = float(kneedle_knees(Curve(batches, fixed / batches + share * fixed / 4096, 1)))
+    knee = float(kneedle_knees(Envelope(batches, fixed / batches + share * fixed / 4096, 1)))
     assert knee == pytest.approx(32 * 2 ** (octaves / 2), rel=0.01)
 
 
@@ -68,7 +68,7 @@ def test_it_is_the_knee_that_kneed_finds(steps: list[tuple[float, float]], octav
     batches = np.geomspace(32, 32 * 2**octaves, 1001)
     each = [(fixed + slope * batches / 2**k) / batches for k, (fixed, slope) in enumerate(steps)]
     times = np.minimum.accumulate(np.min(each, axis=0))
-    mine = float(kneedle_knees(Curve(batches, times, 1)))
+    mine = float(kneedle_knees(Envelope(batches, times, 1)))
     theirs = KneeLocator(batches, times, curve="convex", direction="decreasing", online=True).all_knees
     if np.isnan(mine):
         return
@@ -82,8 +82,8 @@ def test_it_is_the_knee_that_kneed_finds(steps: list[tuple[float, float]], octav
 @pytest.mark.parametrize("kind", ["knee", "kneedle"])
 def test_many_curves_give_what_each_gives(kind: str) -> None:
     many = np.stack([1 / BATCHES + share for share in (0.0, 0.001)] + [np.full_like(BATCHES, 2.0)])
-    together = knees(kind, Curve(BATCHES, many, 64))
-    each = [float(knees(kind, Curve(BATCHES, times, 64))) for times in many]
+    together = knees(kind, Envelope(BATCHES, many, 64))
+    each = [float(knees(kind, Envelope(BATCHES, times, 64))) for times in many]
     np.testing.assert_array_equal(together, each)
 
 
@@ -99,7 +99,7 @@ def test_many_curves_give_what_each_gives(kind: str) -> None:
     ids=["flat", "rising", "straight", "concave", "nearly flat"],
 )
 def test_a_curve_that_does_not_bend_has_no_knee_of_kneedle(times: Array) -> None:
-    assert np.isnan(kneedle_knees(Curve(np.linspace(32, 4096, 100), np.minimum.accumulate(times), 1)))
+    assert np.isnan(kneedle_knees(Envelope(np.linspace(32, 4096, 100), np.minimum.accumulate(times), 1)))
 
 
 def test_the_envelope_takes_the_fastest_cluster_size_at_every_batch_and_never_rises() -> None:

@@ -40,7 +40,7 @@ from tula_hpc.records import (
 from tula_hpc.records.events import EventName, StopReason
 
 if TYPE_CHECKING:
-    from tula_hpc.attach.processes import Child, Meeting, Outcome
+    from tula_hpc.attach.processes import Child, Meeting, ProcessEnd
     from tula_hpc.attach.reporting import ChildSpec
     from tula_hpc.ddp.process_group import Allocation
 
@@ -166,7 +166,7 @@ class ScriptJob:
 
     # watch
 
-    def _watch(self, start: Start, meeting: Meeting, peers: Any) -> Outcome:
+    def _watch(self, start: Start, meeting: Meeting, peers: Any) -> ProcessEnd:
         """Start the script's process of this rank, and wait for its end."""
         from tula_hpc.attach import processes
         from tula_hpc.attach.hangs import HangWatch
@@ -262,7 +262,7 @@ class ScriptJob:
                 number = signal.SIGTERM
             child.process.send_signal(number)
 
-    def _judged(self, mine: Outcome, peers: Any) -> Outcome:
+    def _judged(self, mine: ProcessEnd, peers: Any) -> ProcessEnd:
         """Return the outcome of this worker's script, judged as stopped, failed or done.
 
         One that ends by itself is stopped if it was asked to, and has failed if its exit code is
@@ -310,7 +310,7 @@ class ScriptJob:
 
     # end
 
-    def _fail(self, found: Outcome) -> NoReturn:
+    def _fail(self, found: ProcessEnd) -> NoReturn:
         """End the job as a worker's process has ended, see `end_as`."""
         from tula_hpc.attach.processes import end_as
         from tula_hpc.training.ending import record_oom
