@@ -112,7 +112,7 @@ def drawn(measurements: list[Measurement]) -> list[Measurement]:
         return measurements
     groups: dict[tuple[object, ...], list[Measurement]] = {}
     for row in measurements:
-        size = (row.nodes, row.workers_per_node, row.local_batch)
+        size = (row.nodes, row.workers_per_node, row.local_batch, row.accumulation or 1)
         key = (row.partition, *size, row.status, row.failure)
         groups.setdefault(key, []).append(row)
     medians = sorted(map(_median, groups.values()), key=attrgetter("partition", "configuration"))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.big_run_factory import add_steps, make_big_run
+from tests.planning_data import ok
 from tests.run_factory import configurations, make_run
 from tula_hpc.analysis import plan
 from tula_hpc.analysis.report import __main__ as report
@@ -302,3 +303,8 @@ def test_numbers_out_of_bounds_are_found_and_long_fractions_are_none() -> None:
     for text in (b"[NaN]", b"-Infinity", b"[1e400]", b'{"a":-1E+0400}', b"[ -9999999999999999999.5]", b"1e100"):
         assert reading._is_suspect(text)
     assert not reading._is_suspect(b'{"a":0.014285714285714285,"b":[1e99,-3.0000000000000000001,17]}')
+
+
+def test_a_configuration_in_several_numbers_of_passes_has_medians_of_each() -> None:
+    rows = [ok(1, 64, accumulation=passes) for passes in (1, 2) for _ in range(MOST_DRAWN)]
+    assert [row.accumulation for row in drawn(rows)] == [1, 2]
