@@ -462,3 +462,15 @@ def test_a_density_is_as_wide_as_its_values_and_their_bells_together() -> None:
     at = np.linspace(-2, 6, 4001)
     variance = np.trapezoid(density(values, at) * (at - values.mean()) ** 2, at)
     assert variance == pytest.approx(values.var() + values.var(ddof=1) * 200**-0.4, rel=1e-6)
+
+
+def test_a_study_whose_trainings_have_no_accuracy_says_so_in_place_of_curves(tmp_path: Path) -> None:
+    run = make_study(tmp_path / "run")
+    for file in run.root.glob("train/study/*/*"):
+        if file.suffix in (".json", ".jsonl"):
+            unscored = re.sub(r'"test_accuracy":[\d.]+', '"test_accuracy":null', file.read_text())
+            file.write_text(unscored)
+    contents = read_study(run)
+    missing = draw_study_epochs(contents, make_table(contents.study, contents.outcomes))
+    assert isinstance(missing, Missing)
+    assert missing.why.startswith("all trainings are over without a result: ")

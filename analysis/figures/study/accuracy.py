@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
@@ -228,8 +229,9 @@ def _mean_curve(contents: StudyContents, column: str, batch: int) -> EpochCurve:
     """Return the mean accuracy at the epochs that every run has."""
     known = []
     for run in contents.of(column, batch):
-        if run.epochs:
-            known.append({row.epoch: contents.accuracy(row) for row in run.epochs})
+        found = [(row.epoch, contents.accuracy(row)) for row in run.epochs]
+        if scored := [pair for pair in found if not math.isnan(pair[1])]:
+            known.append(dict(scored))
     if not known:
         return []
     curve: EpochCurve = []
