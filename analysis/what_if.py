@@ -23,7 +23,7 @@ from tula_hpc.analysis.planning.candidates import (
 from tula_hpc.analysis.planning.constraints import constrain, nearest_outside
 from tula_hpc.analysis.planning.knee import TimeCurves, knee_curves
 from tula_hpc.analysis.planning.objective import choose, objective_of
-from tula_hpc.analysis.planning.partitions import Fitted, Trained, fit_parts, prefixed
+from tula_hpc.analysis.planning.partitions import FittedPartitions, Trained, fit_parts, prefixed
 from tula_hpc.analysis.run_contents import RunContents
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.formatting import HOUR_S, format_duration, format_money, plural
@@ -103,7 +103,7 @@ class _Question(NamedTuple):
     """Sweep, models and curves by which a choice is made."""
 
     sweep: SweepSpec
-    fitted: Fitted
+    fitted: FittedPartitions
     curves: TimeCurves | None
 
     def ask(self, change: str) -> WhatIf:

@@ -143,7 +143,7 @@ def with_epoch_ends_s(every_s: Array, epoch_s: Array, least_s: float) -> Array:
 
 
 def _in_long_epochs_s(every_s: Array, epoch_s: Array, least_s: float) -> Array:
-    """Return the same for epochs longer than T.
+    """Return the mean seconds of training steps between saves in epochs longer than T.
 
     From epoch to epoch more steps lie between the last save and the end of the epoch, until that
     end saves.

@@ -28,8 +28,8 @@ Batch = TypeVar("Batch", float, Array)
 
 # with fewer the scatter is unknown
 MIN_TERMS = 3
-# of an interval, in logarithms: ends farther off say no more
-WIDEST = 30.0
+# end of an interval from its middle, in logarithms: ends farther off say no more
+FARTHEST = 30.0
 
 
 class CriticalBatch(NamedTuple):
@@ -67,7 +67,7 @@ class Terms(NamedTuple):
         square, trace = self.values.T
         off = self.weights * (trace - ratio * square)
         error = math.sqrt(count / (count - 1) * (off @ off)) / (self.weights @ trace)
-        half = min(float(stdtrit(count - 1, 0.95)) * error, WIDEST)
+        half = min(float(stdtrit(count - 1, 0.95)) * error, FARTHEST)
         return ratio * math.exp(-half), ratio * math.exp(half)
 
 

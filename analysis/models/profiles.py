@@ -26,7 +26,7 @@ from tula_hpc.records import (
 
 # of a 95 % interval, what lies within 90 %
 SHARE_90 = 1.645 / 1.96
-# a step that may be longer by this factor, as after two rounds, says nothing
+# a step that may be longer or shorter by this factor, as after two rounds, says nothing
 MOST_NOISE = 2.0
 
 

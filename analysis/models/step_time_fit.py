@@ -114,7 +114,7 @@ PINNED_SPREAD = 0.9
 WEIGHTS = np.array([1.0, 0.5, 0.1])
 
 
-class Fitted(NamedTuple):
+class FittedLaw(NamedTuple):
     """One form of the law, fitted to rows."""
 
     form: str
@@ -127,7 +127,7 @@ class Fitted(NamedTuple):
     # standard deviation of log sync_s where no two nodes were measured, else 0
     network_spread: float = 0.0
 
-    def with_believed_network(self, rows: Rows, gradient_bytes: float | None) -> Fitted:
+    def with_believed_network(self, rows: Rows, gradient_bytes: float | None) -> FittedLaw:
         """Return the fit with a network as clusters have them, where none was measured.
 
         Its time for two nodes is that of the gradient's bytes; where these are unknown, a multiple
@@ -205,7 +205,7 @@ class Fitted(NamedTuple):
 
 def choose_form(
     rows: Rows, wanted: FormName, belief: Belief, storage_decides: bool = False
-) -> Fitted:
+) -> FittedLaw:
     """Fit the wanted form; for "auto" its shape is fitted, too.
 
     A floor, and storage that all nodes share, are fitted only if they are clearly better, storage
@@ -243,7 +243,7 @@ def _storage_of_slowest(rows: Rows, residuals: Array) -> float:
     return float(rows.seconds[slowest] / (rows.workers[slowest] * rows.batch[slowest]))
 
 
-def _sharpened(found: Fitted, rows: Rows, fit: Callable[..., Fitted]) -> Fitted:
+def _sharpened(found: FittedLaw, rows: Rows, fit: Callable[..., FittedLaw]) -> FittedLaw:
     """Fit again where steps scatter less than usual: beliefs, in units of the noise, count less."""
     noise = max(spread(found.fit, rows.kind == STEP, Scatter(NOISE, SCATTER.rows / 2)), LEAST_NOISE)
     if noise > SHARPER * NOISE:
@@ -264,7 +264,7 @@ def _fit_form(
     *,
     noise: float = NOISE,
     near: Array | None = None,
-) -> Fitted:
+) -> FittedLaw:
     """Fit one form, from an earlier fit's coefficients or from least squares of the plain sum."""
     if form == "paper":
         law = Law(PAPER, Knots(np.zeros(0), np.zeros((0, 2))), additive=True)
@@ -290,7 +290,7 @@ def _fit_form(
     problem = Problem(evaluate, rows.seconds, weights, upper, lower, believed, firmness, scale)
     starts = _starts(linear, weights, free, believed) if near is None else [near]
     fit = fit_relative(problem, starts, free)
-    return Fitted(form, law, fit, free, (lower, upper), noise, belief)
+    return FittedLaw(form, law, fit, free, (lower, upper), noise, belief)
 
 
 def _knots(rows: Rows) -> Knots:

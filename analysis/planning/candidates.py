@@ -126,7 +126,7 @@ class Partition(NamedTuple):
 
     @property
     def is_cut_short(self) -> bool:
-        """Tell whether a training that never ends is too long for its jobs, or an epoch of it."""
+        """Tell whether it is for a job's time limit that a training, or an epoch of it, never ends."""
         return self.resume is not Resume.CHECKPOINT and self.cluster.pricing.basis != "spot"
 
 

@@ -22,7 +22,7 @@ from tula_hpc.analysis.planning.constraints import (
 from tula_hpc.analysis.planning.knee import TimeCurves
 from tula_hpc.analysis.planning.memory_limit import allowed_bytes
 from tula_hpc.analysis.planning.objective import choose
-from tula_hpc.analysis.planning.partitions import Fitted, name_of
+from tula_hpc.analysis.planning.partitions import FittedPartitions, name_of
 from tula_hpc.config import ObjectiveSpec
 from tula_hpc.errors import ConstraintsError, InfeasibleError
 from tula_hpc.records import Candidate
@@ -36,7 +36,7 @@ FEWER_PREEMPTIONS = (
 )
 
 
-def require_feasible(fitted: Fitted, objective: ObjectiveSpec, max_requeues: int) -> None:
+def require_feasible(fitted: FittedPartitions, objective: ObjectiveSpec, max_requeues: int) -> None:
     """Refuse a table without any feasible candidate.
 
     Raises:
@@ -68,7 +68,7 @@ def require_feasible(fitted: Fitted, objective: ObjectiveSpec, max_requeues: int
     raise InfeasibleError(f"plan: none of {table.rows:,} candidates is feasible; {why}; {advice}")
 
 
-def _no_batch_fits(fitted: Fitted, row: int) -> bool:
+def _no_batch_fits(fitted: FittedPartitions, row: int) -> bool:
     """Tell whether a worker of this candidate's cluster would lack memory for a single sample."""
     table = fitted.table
     part = fitted.parts[table.part[row]]
@@ -77,14 +77,14 @@ def _no_batch_fits(fitted: Fitted, row: int) -> bool:
     return bool(least > allowed_bytes(part.memory_limit_bytes, part.cluster.memory_margin))
 
 
-def _least_time(fitted: Fitted, max_requeues: int) -> int:
+def _least_time(fitted: FittedPartitions, max_requeues: int) -> int:
     """Return the row that needs the shortest job, of those for which jobs are too short."""
     rows = np.flatnonzero(fitted.table.why == Why.FOREVER).tolist()
     minutes = [train_minutes_for(fitted.table.take([row]), fitted, max_requeues) for row in rows]
     return rows[int(np.argmin(minutes))]
 
 
-def _more_time(fitted: Fitted, row: int, max_requeues: int) -> str:
+def _more_time(fitted: FittedPartitions, row: int, max_requeues: int) -> str:
     """Say how long a job of its partition has to be for a candidate."""
     table = fitted.table
     part = fitted.parts[table.part[row]]
@@ -106,7 +106,7 @@ def _more_time(fitted: Fitted, row: int, max_requeues: int) -> str:
     return advice
 
 
-def train_minutes_for(rows: CandidateTable, fitted: Fitted, max_requeues: int) -> int:
+def train_minutes_for(rows: CandidateTable, fitted: FittedPartitions, max_requeues: int) -> int:
     """Return the train_minutes that suffice for one of these candidates, without preemptions."""
     part = fitted.parts[rows.part[0]]
     requeues = max_requeues if part.resume is Resume.CHECKPOINT else 0
@@ -118,7 +118,7 @@ def train_minutes_for(rows: CandidateTable, fitted: Fitted, max_requeues: int) -
     return int(enough_minutes(work_s, rows.checkpoint_s, part.cluster, requeues).min())
 
 
-def binding(fitted: Fitted, objective: ObjectiveSpec, curves: TimeCurves | None) -> list[str]:
+def binding(fitted: FittedPartitions, objective: ObjectiveSpec, curves: TimeCurves | None) -> list[str]:
     """Name constraints that rule out a better choice, with that choice.
 
     Each is dropped alone; all together only where none of them decides alone.
@@ -136,7 +136,7 @@ def binding(fitted: Fitted, objective: ObjectiveSpec, curves: TimeCurves | None)
 
 def _without(
     dropped: Sequence[Constraint],
-    fitted: Fitted,
+    fitted: FittedPartitions,
     objective: ObjectiveSpec,
     curves: TimeCurves | None,
 ) -> list[str]:
@@ -168,7 +168,7 @@ def narrowly_kept(chosen: Candidate, objective: ObjectiveSpec) -> list[str]:
 
 
 def lost_fallbacks(
-    chosen: int, fallbacks: Sequence[Candidate], fitted: Fitted, objective: ObjectiveSpec
+    chosen: int, fallbacks: Sequence[Candidate], fitted: FittedPartitions, objective: ObjectiveSpec
 ) -> list[str]:
     """Warn where constraints leave training no smaller batch for when memory runs out."""
     table = fitted.table

@@ -44,7 +44,7 @@ from tula_hpc.errors import InputError, NotEnoughDataError
 from tula_hpc.records import Candidate, Event, Measurement, Metrics, RunHistory
 
 
-class Fitted(NamedTuple):
+class FittedPartitions(NamedTuple):
     """Partitions with models, and their candidates."""
 
     parts: tuple[Partition, ...]
@@ -70,7 +70,7 @@ def fit_parts(
     cluster: ClusterSpec,
     measurements: Sequence[Measurement],
     trained: Trained | None = None,
-) -> Fitted:
+) -> FittedPartitions:
     """Fit models for every partition that has enough measurements, and predict its candidates.
 
     Measurements of a training count for all of them: the cost of a checkpoint as it is, evaluation
@@ -104,7 +104,7 @@ def fit_parts(
     _require_noise(sweep, critical)
     parts = [_with_noise(part, critical) for part in _corrected(parts, trained)]
     tables = [_predict(i, *pair, sweep) for i, pair in enumerate(zip(parts, grids, strict=True))]
-    return Fitted(tuple(parts), stacked(tables), tuple(warnings), critical)
+    return FittedPartitions(tuple(parts), stacked(tables), tuple(warnings), critical)
 
 
 def _require_noise(sweep: SweepSpec, critical: CriticalBatch | None) -> None:

@@ -26,7 +26,7 @@ from tula_hpc.analysis.planning.knee import TimeCurves, knee_curves
 from tula_hpc.analysis.planning.memory_limit import checkpoint_copy, describe_limit
 from tula_hpc.analysis.planning.objective import Choice, choose, pareto_front
 from tula_hpc.analysis.planning.partitions import (
-    Fitted,
+    FittedPartitions,
     Trained,
     fit_parts,
     name_of,
@@ -80,7 +80,7 @@ def plan_candidates(
     return plan.model_copy(update=_remarks(sweep, fitted, curves, choice)).with_doubts(doubts)
 
 
-def _doubts(plan: Plan, sweep: SweepSpec, fitted: Fitted, choice: Choice) -> list[Doubt]:
+def _doubts(plan: Plan, sweep: SweepSpec, fitted: FittedPartitions, choice: Choice) -> list[Doubt]:
     row = int(choice.ranking[0])
     to_measure = [
         *fitted.warnings,
@@ -108,7 +108,7 @@ def _doubts(plan: Plan, sweep: SweepSpec, fitted: Fitted, choice: Choice) -> lis
 
 
 def _remarks(
-    sweep: SweepSpec, fitted: Fitted, curves: TimeCurves | None, choice: Choice
+    sweep: SweepSpec, fitted: FittedPartitions, curves: TimeCurves | None, choice: Choice
 ) -> dict[str, Any]:
     critical = fitted.critical
     left_out = warnings.about_left_out_samples(int(choice.ranking[0]), fitted, many=False)
@@ -196,7 +196,7 @@ def _describe_passes(part: Partition) -> list[str]:
     return [f"a worker takes at most {at_once} in one forward pass, more of them in several parts"]
 
 
-def _without_warnings(sweep: SweepSpec, fitted: Fitted, choice: Choice) -> Plan:
+def _without_warnings(sweep: SweepSpec, fitted: FittedPartitions, choice: Choice) -> Plan:
     front = np.zeros(fitted.table.rows, dtype=np.bool_)
     front[front_rows(fitted.table)] = True
     records = as_records(fitted.table, fitted.parts, front)

@@ -31,7 +31,7 @@ from tula_hpc.analysis.models.profiles import Profile, Summary
 from tula_hpc.analysis.models.step_time import StepTimeModel
 from tula_hpc.analysis.planning.candidates import FEASIBLE, CandidateTable, Why
 from tula_hpc.analysis.planning.feasibility import train_minutes_for
-from tula_hpc.analysis.planning.partitions import Fitted, prefixed
+from tula_hpc.analysis.planning.partitions import FittedPartitions, prefixed
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, WorkloadSpec
 from tula_hpc.formatting import (
     format_duration,
@@ -190,7 +190,7 @@ def about_partition(
     return [Doubt(prefixed(name, doubt.text), doubt.remedy) for doubt in doubts]
 
 
-def about_extrapolation(chosen: int, fitted: Fitted, search: SearchSpec) -> list[str]:
+def about_extrapolation(chosen: int, fitted: FittedPartitions, search: SearchSpec) -> list[str]:
     """Count the candidates beyond the profiled range, the chosen row perhaps among them."""
     found = []
     for index, part in enumerate(fitted.parts):
@@ -199,7 +199,7 @@ def about_extrapolation(chosen: int, fitted: Fitted, search: SearchSpec) -> list
     return found
 
 
-def about_left_out_samples(chosen: int, fitted: Fitted, *, many: bool) -> list[str]:
+def about_left_out_samples(chosen: int, fitted: FittedPartitions, *, many: bool) -> list[str]:
     """Say where full batches of the chosen row leave out samples: many, or some."""
     global_batch = int(fitted.table.global_batch[chosen])
     summary = fitted.parts[fitted.table.part[chosen]].summary
@@ -211,8 +211,8 @@ def about_left_out_samples(chosen: int, fitted: Fitted, *, many: bool) -> list[s
     return [f"{batches} leave out {100 * share:.0f} % of the {samples:,} samples in every epoch"]
 
 
-def about_script(fitted: Fitted, workload: WorkloadSpec) -> list[str]:
-    """Say what a plan of a script is of, as nothing else of it was seen."""
+def about_script(fitted: FittedPartitions, workload: WorkloadSpec) -> list[str]:
+    """Say that the plan of a script is of its first training, as that began."""
     if not workload.is_script:
         return []
     uses = [use for part in fitted.parts for use in part.summary.memory_uses]
@@ -245,7 +245,7 @@ def about_range(plan: Plan, sweep: SweepSpec) -> list[str]:
     return [f"to measure up to the knee, B={knee:,.0f}, {above}"]
 
 
-def about_unseen_memory(fitted: Fitted) -> list[str]:
+def about_unseen_memory(fitted: FittedPartitions) -> list[str]:
     """Say which batches are left out as their memory was not measured and may not suffice."""
     found = []
     for index, part in enumerate(fitted.parts):
@@ -298,7 +298,7 @@ def about_method(chosen: Candidate, sweep: SweepSpec) -> list[str]:
     return [f'{why}; training.apply = "update" scales the updates of AdamW instead']
 
 
-def about_interruptions(chosen: int, fitted: Fitted, sweep: SweepSpec) -> list[str]:
+def about_interruptions(chosen: int, fitted: FittedPartitions, sweep: SweepSpec) -> list[str]:
     """Warn where time limits and preemptions restart the training more often than is allowed."""
     row = fitted.table.take([chosen])
     cluster = fitted.parts[row.part[0]].cluster
@@ -324,7 +324,7 @@ def about_interruptions(chosen: int, fitted: Fitted, sweep: SweepSpec) -> list[s
     ]
 
 
-def about_beginning_anew(chosen: int, fitted: Fitted) -> list[str]:
+def about_beginning_anew(chosen: int, fitted: FittedPartitions) -> list[str]:
     """Warn where an interruption makes a script start over, with the cost of that."""
     row = fitted.table.take([chosen])
     part = fitted.parts[row.part[0]]
@@ -340,7 +340,7 @@ def about_beginning_anew(chosen: int, fitted: Fitted) -> list[str]:
     ]
 
 
-def about_checkpoints(chosen: int, fitted: Fitted, sweep: SweepSpec) -> list[str]:
+def about_checkpoints(chosen: int, fitted: FittedPartitions, sweep: SweepSpec) -> list[str]:
     """Warn where the bound on the cost of saves loses more on spot nodes than it spares."""
     row = fitted.table.take([chosen])
     part = fitted.parts[row.part[0]]

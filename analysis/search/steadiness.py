@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from tula_hpc.analysis.models.data_loading import loader_decides
-from tula_hpc.analysis.models.profiles import Profile, Summary, summarize
+from tula_hpc.analysis.models.profiles import MOST_NOISE, Profile, Summary, summarize
 from tula_hpc.analysis.models.step_time import fit_step_time
 from tula_hpc.analysis.planning.partitions import of_partition, prefixed
 from tula_hpc.analysis.search.decision import DecisionModel
@@ -28,8 +28,6 @@ NOTABLE_DRIFT = 0.05
 LONGER = 4
 # of the least time limit: what ended before that did so by itself
 ENDED = 0.5
-# a step that may be longer or shorter by this factor, as after two rounds, says nothing
-WIDEST = 2.0
 # configurations whose ends are tried, those with the widest range first: each end is a fit
 MOST_TRIED = 8
 # measured configurations in all these fits together
@@ -37,7 +35,7 @@ MOST_ROWS = 512
 
 
 class Unsteady(NamedTuple):
-    """Measured configuration whose step is not known to a point."""
+    """Measured configuration whose step time is uncertain."""
 
     profile: Profile
     # 95 % interval, and both halves where they differ
@@ -78,7 +76,7 @@ def unsteady(profiles: Iterable[Profile]) -> list[Unsteady]:
             ends += [times.step_time_low_s, times.step_time_high_s]
         if times.drift:
             ends += [times.first_half_s or 0.0, times.second_half_s or 0.0]
-        least, most = times.step_time_s / WIDEST, times.step_time_s * WIDEST
+        least, most = times.step_time_s / MOST_NOISE, times.step_time_s * MOST_NOISE
         known = [min(max(end, least), most) for end in ends if math.isfinite(end)]
         if max(known) > min(known):
             found.append(Unsteady(profile, min(known), max(known)))
@@ -159,7 +157,7 @@ def _on_training(one: Unsteady) -> str:
 
 
 def _what_to_do(one: Unsteady, search: SearchSpec, rows: Iterable[Measurement]) -> str:
-    """Name the key: of the limit that ended the measurement, or of the steps before it."""
+    """Name the key to raise: of the limit that ended the measurement, or of the warm-up."""
     anew = "and another --run-dir measures"
     if one.drift < 0:
         steps = LONGER * search.warmup_steps

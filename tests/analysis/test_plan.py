@@ -37,7 +37,7 @@ from tula_hpc.analysis.planning import feasibility
 from tula_hpc.analysis.planning.constraints import constrain
 from tula_hpc.analysis.planning.knee import knee_curves
 from tula_hpc.analysis.planning.objective import choose
-from tula_hpc.analysis.planning.partitions import Fitted, fit_parts
+from tula_hpc.analysis.planning.partitions import FittedPartitions, fit_parts
 from tula_hpc.analysis.report.plan_text import alternatives, not_told_apart, sentences
 from tula_hpc.analysis.run_contents import measured_epoch
 from tula_hpc.config import GIB, ObjectiveSpec, SweepSpec, TrainingSpec, load_sweep
@@ -437,9 +437,9 @@ def test_each_constraint_is_dropped_alone_to_see_whether_it_decides() -> None:
 def test_constraints_that_decide_only_together_are_named_together(monkeypatch: pytest.MonkeyPatch) -> None:
     best, kept = Row(1, 8, time_s=1.0, cost=10.0), Row(1, 4, time_s=5.0, cost=1.0)
     named = planned().chosen.model_copy(update={"cost": best.cost, "global_batch": best.global_batch})
-    monkeypatch.setattr(Fitted, "record", lambda _, row: {0: named}[row])
+    monkeypatch.setattr(FittedPartitions, "record", lambda _, row: {0: named}[row])
     limits = ObjectiveSpec(kind="time", budget=5.0, max_global_batch=4)
-    fitted = Fitted((), constrain(table_of([best, kept]), limits), ())
+    fitted = FittedPartitions((), constrain(table_of([best, kept]), limits), ())
     (text,) = feasibility.binding(fitted, limits, None)
     assert text.startswith("without objective.budget and objective.max_global_batch, ")
     assert "over objective.budget" in text

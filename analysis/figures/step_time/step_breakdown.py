@@ -171,7 +171,7 @@ def _breakdown_title(bars: Sequence[Bar]) -> str:
 
 
 def _taken(part: int, bar: Bar, bars: Sequence[Bar]) -> str:
-    """Name the part that takes the share in the braces; a rest is named where it is known."""
+    """Return the title of a part, with braces for its share; a rest is named where it is known."""
     if part != REST:
         return "Waiting for data takes {}" if part == DATA else "The optimizer takes {}"
     if _is_exchange(bar, bars):
