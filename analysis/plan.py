@@ -75,7 +75,7 @@ def make_plan(
         InfeasibleError: No candidate fits, or none keeps the constraints.
         InputError: A price needs a quantity that is not known.
     """
-    from tula_hpc.analysis.planning.partitions import Trained
+    from tula_hpc.analysis.planning.partitions import Trained, fit_parts
     from tula_hpc.analysis.planning.planner import AGAIN, plan_candidates
     from tula_hpc.analysis.search.confirmation import with_confirmation
     from tula_hpc.analysis.search.propose import propose
@@ -89,17 +89,17 @@ def make_plan(
         awaited.extend(found)
         return found
 
+    fitted = fit_parts(sweep, cluster, measurements, Trained(metrics, events))
     plan = plan_candidates(
         sweep,
-        cluster,
+        fitted,
         measurements,
-        Trained(metrics, events),
         pending=pending,
         how_to_profile=how_to_profile or AGAIN,
         skipped_lines=skipped_lines,
     )
     plan = with_confirmation(plan, sweep, measurements, awaited)
-    return with_steadiness(plan, sweep, cluster, measurements)
+    return with_steadiness(plan, sweep, cluster, fitted, measurements)
 
 
 @printable_output()

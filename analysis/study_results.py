@@ -113,7 +113,9 @@ def _failures(events: Iterable[Event]) -> dict[str, str]:
     return failures
 
 
-def _outcomes(run: RunDirectory, study: StudySpec, failures: dict[str, str]) -> Iterator[CellOutcome]:
+def _outcomes(
+    run: RunDirectory, study: StudySpec, failures: dict[str, str]
+) -> Iterator[CellOutcome]:
     for cell in study.cells():
         result = _read_result(run, cell)
         if result is None:

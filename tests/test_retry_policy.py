@@ -10,8 +10,8 @@ from tula_hpc.records.events import JobFailure
 from tula_hpc.retry_policy import (
     HOPELESS_ROUNDS,
     UNBOUNDED,
-    RetryPolicy,
     NextStep,
+    RetryPolicy,
     is_broken_round,
     is_configuration_given_up,
     is_held_against,

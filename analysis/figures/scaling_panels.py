@@ -12,8 +12,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from tula_hpc.analysis.figures import style
 from tula_hpc.analysis.figures.drawing import CONFIGURATION_COLUMNS, Cell, Drawing, Missing, Table
 from tula_hpc.analysis.node_scaling import (
-    ScalingCurve,
     NodeScaling,
+    ScalingCurve,
     ScalingRow,
     describe_left_out,
     node_scaling_of,

@@ -219,7 +219,9 @@ def _nearness(some: Grid, others: Grid) -> Array:
     return np.asarray(np.exp(-0.5 * np.sum(away**2, axis=2)))
 
 
-def priced(index: int, part: Partition, grid: Grid, sweep: SweepSpec, step: Array) -> CandidateTable:
+def priced(
+    index: int, part: Partition, grid: Grid, sweep: SweepSpec, step: Array
+) -> CandidateTable:
     """Price configurations on the partition of this index, whose steps take `step` seconds, (n,).
 
     An epoch is its steps and the updates of the gradient scale.
@@ -290,7 +292,9 @@ def _progress_time_s(part: Partition, usage: Usage, grid: Grid, sweep: SweepSpec
     return _bill(longer, part, sweep).wall_time_s
 
 
-def _why_not(part: Partition, grid: Grid, peak: Array, on_top: Array, wall_time_s: Array) -> Integers:
+def _why_not(
+    part: Partition, grid: Grid, peak: Array, on_top: Array, wall_time_s: Array
+) -> Integers:
     """Return the first reason against each; the user's constraints come later."""
     allowed = allowed_bytes(part.memory_limit_bytes, part.cluster.memory_margin)
     bound = np.where(

@@ -118,7 +118,9 @@ def train_minutes_for(rows: CandidateTable, fitted: FittedPartitions, max_requeu
     return int(enough_minutes(work_s, rows.checkpoint_s, part.cluster, requeues).min())
 
 
-def binding(fitted: FittedPartitions, objective: ObjectiveSpec, curves: TimeCurves | None) -> list[str]:
+def binding(
+    fitted: FittedPartitions, objective: ObjectiveSpec, curves: TimeCurves | None
+) -> list[str]:
     """Name constraints that rule out a better choice, with that choice.
 
     Each is dropped alone; all together only where none of them decides alone.

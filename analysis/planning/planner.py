@@ -27,8 +27,6 @@ from tula_hpc.analysis.planning.memory_limit import checkpoint_copy, describe_li
 from tula_hpc.analysis.planning.objective import Choice, choose, pareto_front
 from tula_hpc.analysis.planning.partitions import (
     FittedPartitions,
-    Trained,
-    fit_parts,
     name_of,
     of_partition,
     prefixed,
@@ -43,9 +41,8 @@ AGAIN = "run the sweep again"
 
 def plan_candidates(
     sweep: SweepSpec,
-    cluster: ClusterSpec,
+    fitted: FittedPartitions,
     measurements: Sequence[Measurement],
-    trained: Trained,
     *,
     pending: Callable[[ClusterSpec, Sequence[Measurement]], Sequence[Configuration]],
     how_to_profile: str,
@@ -55,7 +52,6 @@ def plan_candidates(
 
     `pending` returns the configurations that the search still proposes on a partition.
     """
-    fitted = fit_parts(sweep, cluster, measurements, trained)
     fitted = fitted._replace(table=constrain(fitted.table, sweep.objective))
     require_feasible(fitted, sweep.objective, sweep.training.max_requeues)
     curves = knee_curves(fitted.parts, sweep)

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from tula_hpc.analysis.costs.spread import TimePart
 from tula_hpc.analysis.costs.training_bill import (
     Compared,
+    PromiseVerdict,
     Source,
     TrainingBill,
-    PromiseVerdict,
     training_bill,
 )
 from tula_hpc.analysis.report.plan_text import PART_NAMES

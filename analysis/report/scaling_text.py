@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from tula_hpc.analysis.node_scaling import (
     Basis,
-    ScalingCurve,
     NodeScaling,
+    ScalingCurve,
     describe_left_out,
     listed_sizes,
 )

@@ -8,8 +8,8 @@ from tula_hpc.analysis.planning.warnings import SCALED_NOTHING
 from tula_hpc.analysis.report.tables import TextTable, latex_escaped
 from tula_hpc.analysis.run_contents import is_guess, learned_nothing
 from tula_hpc.analysis.study_results import (
-    Entry,
     CellOutcome,
+    Entry,
     Spread,
     StudyContents,
     StudyTable,

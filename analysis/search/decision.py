@@ -198,7 +198,9 @@ def _curves_through(points: Sequence[Configuration], model: StepTimeModel) -> Ti
     return TimeCurves(Lines(*np.array(columns, dtype=np.float64).T), nominal, drawn)
 
 
-def _part(sweep: SweepSpec, cluster: ClusterSpec, summary: Summary, model: StepTimeModel) -> Partition:
+def _part(
+    sweep: SweepSpec, cluster: ClusterSpec, summary: Summary, model: StepTimeModel
+) -> Partition:
     memory = fit_memory(summary, fitting_limit(cluster, summary))
     models = Models(model, memory, update_time(summary))
     part = part_of("", sweep, cluster, summary, models)

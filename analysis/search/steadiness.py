@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from tula_hpc.analysis.models.data_loading import loader_decides
-from tula_hpc.analysis.models.profiles import MOST_NOISE, Profile, Summary, summarize
-from tula_hpc.analysis.models.step_time import fit_step_time
-from tula_hpc.analysis.planning.partitions import of_partition, prefixed
+from tula_hpc.analysis.models.profiles import MOST_NOISE, Profile, Summary
+from tula_hpc.analysis.models.step_time import StepTimeModel, fit_step_time
+from tula_hpc.analysis.planning.partitions import FittedPartitions, of_partition, prefixed
 from tula_hpc.analysis.search.decision import DecisionModel
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec
 from tula_hpc.config.search import LEAST_SECONDS, MOST_SECONDS
@@ -84,14 +84,17 @@ def unsteady(profiles: Iterable[Profile]) -> list[Unsteady]:
 
 
 def with_steadiness(
-    plan: Plan, sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement]
+    plan: Plan,
+    sweep: SweepSpec,
+    cluster: ClusterSpec,
+    fitted: FittedPartitions,
+    measurements: Sequence[Measurement],
 ) -> Plan:
     """Add a warning about unsteady steps on the partition that the plan chose."""
     name = plan.chosen.partition
-    part = cluster.part(name)
-    rows = of_partition(measurements, name)
-    decision = DecisionModel(sweep.objective.kind, sweep, part)
-    summary = decision.known(summarize(rows))
+    part = next(part for part in fitted.parts if part.name == name)
+    decision = DecisionModel(sweep.objective.kind, sweep, cluster.part(name))
+    summary = part.summary
     chosen = plan.chosen.configuration
     found: list[tuple[Unsteady, str]] = []
     # other partitions may have a better one still
@@ -102,7 +105,7 @@ def with_steadiness(
     for index, one in enumerate(unsteady(summary.profiles)):
         effect = ""
         if index < tried:
-            usual = usual or _choice(decision, sweep.search, summary)
+            usual = usual or _choice(decision, summary, part.models.step_time)
             seconds, other = _effect(one, usual, decision, sweep.search, summary)
             if other:
                 took = format_duration(seconds)
@@ -120,6 +123,7 @@ def with_steadiness(
     if len(found) > 1:
         others = ", ".join(str(one.profile.configuration) for one, _ in found[1:])
         more = f"The steps of {others} are as uncertain. "
+    rows = of_partition(measurements, name)
     text = f"{first.describe()}; {effect}. {more}{_what_to_do(first, sweep.search, rows)}"
     return plan.with_doubts(Remedy.MEASURE.doubts([prefixed(name, text)]))
 
@@ -138,14 +142,16 @@ def _effect(
         times = one.profile.times.model_copy(update={"step_time_s": seconds})
         changed = one.profile._replace(times=times)
         profiles = tuple(changed if each is one.profile else each for each in summary.profiles)
-        other = _choice(decision, search, summary._replace(profiles=profiles))
+        model = fit_step_time(profiles, search.form, summary.passes)
+        other = _choice(decision, summary._replace(profiles=profiles), model)
         if usual is not None and other not in (None, usual):
             return seconds, other
     return 0.0, None
 
 
-def _choice(decision: DecisionModel, search: SearchSpec, summary: Summary) -> Configuration | None:
-    model = fit_step_time(summary.profiles, search.form, summary.passes)
+def _choice(
+    decision: DecisionModel, summary: Summary, model: StepTimeModel
+) -> Configuration | None:
     choices = decision.choices(summary, model)
     return choices[-1].configuration if choices else None
 

@@ -15,7 +15,7 @@ from tests.run_factory import make_run
 from tula_hpc.analysis.costs.interruptions import Resume
 from tula_hpc.analysis.models.regression import Array
 from tula_hpc.analysis.models.step_time import StepTimeModel
-from tula_hpc.analysis.node_scaling import ScalingCurve, NodeScaling, listed_sizes, node_scaling_of, part_scaling
+from tula_hpc.analysis.node_scaling import NodeScaling, ScalingCurve, listed_sizes, node_scaling_of, part_scaling
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.planning.candidates import Partition
 from tula_hpc.analysis.planning.partitions import fit_parts

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from tests.slurm.testcluster import MiniCluster
 from tula_hpc.analysis.costs.spread import TimePart
-from tula_hpc.analysis.costs.training_bill import TrainingBill, PromiseVerdict
+from tula_hpc.analysis.costs.training_bill import PromiseVerdict, TrainingBill
 from tula_hpc.analysis.report.bill_text import bill_of
 from tula_hpc.analysis.run_contents import read_run
 from tula_hpc.records import RunDirectory

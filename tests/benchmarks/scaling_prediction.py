@@ -30,7 +30,7 @@ from typing import Any
 
 from tests.benchmarks.cluster_prediction import Searched, pooled, read
 from tula_hpc.analysis.models.profiles import summarize
-from tula_hpc.analysis.node_scaling import ScalingCurve, NodeScaling, ScalingRow, part_scaling
+from tula_hpc.analysis.node_scaling import NodeScaling, ScalingCurve, ScalingRow, part_scaling
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.planning.partitions import fit_parts
 from tula_hpc.records import Candidate, Configuration, Interval, Measurement, is_usable

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tula_hpc.analysis.report.study_text import verdicts
 from tula_hpc.analysis.study_results import (
-    Entry,
     CellOutcome,
+    Entry,
     StudyTable,
     answer,
     make_table,

@@ -44,7 +44,7 @@ from tula_hpc.records import (
 )
 from tula_hpc.records.broken_hosts import why_given_up
 from tula_hpc.records.events import JobEvents, JobFailure, Restart
-from tula_hpc.retry_policy import RetryPolicy, NextStep, plan_policy
+from tula_hpc.retry_policy import NextStep, RetryPolicy, plan_policy
 from tula_hpc.stages.context import (
     InterruptionNews,
     StageProgress,

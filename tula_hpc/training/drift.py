@@ -22,8 +22,8 @@ from torch import Tensor
 
 from tula_hpc.analysis.drift import (
     Detector,
-    Look,
     DriftChange,
+    Look,
     Watch,
     attribute,
     expected_parts,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.run_factory import DATASET_SAMPLES, EPOCHS, candidate, plan
 from tula_hpc.analysis.costs.evaluation import END_SHARE
 from tula_hpc.analysis.costs.spread import TimePart
-from tula_hpc.analysis.costs.training_bill import Compared, Source, TrainingBill, PromiseVerdict, training_bill
+from tula_hpc.analysis.costs.training_bill import Compared, PromiseVerdict, Source, TrainingBill, training_bill
 from tula_hpc.analysis.report.bill_text import bill_sentences, bill_table, steps_off
 from tula_hpc.analysis.run_contents import Training
 from tula_hpc.records import Candidate, Configuration, EpochMetrics, Event, JobAccount, Metrics, TrainResult

@@ -15,7 +15,7 @@ from tula_hpc.analysis.figures import all as figures
 from tula_hpc.analysis.figures.drawing import Drawing, Missing
 from tula_hpc.analysis.figures.scaling_panels import COLOUR, draw_strong_scaling, draw_weak_scaling
 from tula_hpc.analysis.figures.style import INK, named_ticks, new_figure, styled
-from tula_hpc.analysis.node_scaling import ScalingCurve, NodeScaling, node_scaling_of
+from tula_hpc.analysis.node_scaling import NodeScaling, ScalingCurve, node_scaling_of
 from tula_hpc.analysis.planning.partitions import fit_parts
 from tula_hpc.analysis.run_contents import RunContents, read_run
 

@@ -15,7 +15,7 @@ from tests.fuzzing import fuzz
 from tula_hpc.analysis.models.regression import Array
 from tula_hpc.analysis.models.step_time import StepTimeModel
 from tula_hpc.analysis.models.step_time_fit import Backend, FormName
-from tula_hpc.analysis.models.step_time_law import FORMS, Linearization, Law, Rows
+from tula_hpc.analysis.models.step_time_law import FORMS, Law, Linearization, Rows
 
 NODES, BATCH = (column.ravel() for column in np.meshgrid([1.0, 2.0, 4.0, 8.0], [8.0, 32.0, 128.0, 512.0]))
 FORM_NAMES: list[FormName] = ["ring", "double_tree", "tree", "parameter_server", "reduce_scatter_all_gather"]
