@@ -306,6 +306,25 @@ def test_a_training_that_stops_early_is_told_among_the_epochs_that_were_planned(
     assert line.startswith(f"training: 4 of {SPEC.workload.epochs} epochs done")
 
 
+def test_a_training_that_ended_while_nobody_waited_is_told_and_on_record(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As a detached sweep's always does: its controller begins when the job is over."""
+    run = RunDirectory(tmp_path / "run").create()
+    scheduler = Scheduler(run, lambda _: Failure.BUG, lambda _: 0)
+    monkeypatch.setattr(Sweep, "launcher", property(lambda _: scheduler))
+    began_at = unix_time()
+    run.log_event("submitted", "train", job_id="7", data={"label": "main"})
+    ended = result(SPEC, StudyCell("lbt", 64, 0), 0.5)
+    write_atomically(run.make_train().result_file, ended.model_dump_json())
+    run.log_event("finished", "train", job_id="7", detail="50 %")
+    cluster = ClusterSpec(on_event=f'echo "$TULA_EVENT $TULA_MESSAGE" >>{tmp_path}/told')
+    for _ in range(2):
+        train_stage(Sweep(SPEC, cluster, run, began_at), PLAN)
+    assert (tmp_path / "told").read_text() == "training_finished x: 50 %\n"
+    assert [(event.event, event.job_id) for event in run.events()][2:] == [("ended", "7")]
+
+
 def test_killed_again_and_again_at_the_same_place_is_given_up(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -116,11 +116,13 @@ def test_on_slurm_the_next_array_waits_for_the_end_of_the_last(tmp_path: Path) -
 def test_what_has_a_result_is_not_submitted_and_what_runs_is_waited_for(tmp_path: Path) -> None:
     made, scheduler = trainings(tmp_path, always_finish, "abc")
     made.run_directory.train("a").root.mkdir(parents=True)
+    scheduler.submit([made.jobs["a"]], data=[{"label": "a"}])
     finish(made.run_directory, "a")
     made.run_directory.train("b").root.mkdir(parents=True)
     scheduler.submit([made.jobs["b"]], data=[{"label": "b"}])
     assert run_all(made) == {}
-    assert scheduler.arrays == [["b"], ["c"]]
+    assert scheduler.arrays == [["a"], ["b"], ["c"]]
+    assert made.run_directory.history().unsettled("train") == []
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -294,6 +294,13 @@ def submitted_job(run: RunDirectory, job: Submission) -> Submitted:
 def jobs_on_record(run: RunDirectory, *stages: str) -> list[Submitted]:
     """Return every job of these stages that no command has seen the end of."""
     return [submitted_job(run, job) for job in run.history().unsettled(*stages)]
+
+
+def note_unseen_ends(run: RunDirectory, done: Collection[str]) -> None:
+    """Put on record the ends of jobs that nobody waited for: their trainings have their results."""
+    for job in run.history().unsettled("train"):
+        if job.label in done:
+            run.log_event("ended", "train", job_id=job.job_id, data={"label": job.label})
 
 
 def jobs_of_original(run: RunDirectory) -> dict[str, Path]:

@@ -51,6 +51,7 @@ from tula_hpc.stages.context import (
     Sweep,
     describe_failures,
     failed_measurement,
+    note_unseen_ends,
     stage_progress,
     submitted_job,
     why_ended,
@@ -86,6 +87,8 @@ def train_stage(sweep: Sweep, plan: Plan) -> TrainResult:
             if not any(job.label == MAIN_LABEL for job in jobs):
                 candidate = next_candidate(plan, sweep.run, sweep.spec.training.max_fallbacks)
                 _submit_training(sweep, candidate, tick)
+        note_unseen_ends(sweep.run, [MAIN_LABEL])
+        tell_news(sweep)
         result = read_document(TrainResult, files.result_file)
         score = format_score(result.test_accuracy, result.test_loss)
         # a script may stop early
@@ -384,8 +387,7 @@ def _submit_training(sweep: Sweep, candidate: Candidate, tick: Callable[[JobsNow
         minutes=there.cluster.train_minutes,
         data=[data],
     )
-    job_id = submitted[0].job_id
-    tick(JobsNow(0, f"submitted as job {job_id} at {at}{candidate.in_parts}"))
+    tick(JobsNow(0, f"submitted as job {submitted[0].job_id} at {at}{candidate.in_parts}"))
 
 
 def _was_moved(run: RunDirectory, files: TrainDirectory) -> bool:
@@ -435,12 +437,11 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
                 shown.append(format_score(row.test_accuracy, row.test_loss))
                 break
         left_s = training_left_s(metrics.steps, last, epochs) if now.running else None
-        text = ", ".join(shown)
         notes += _off_plan(metrics, done, epochs)
         # the score of an epoch may come after its end
         if len(metrics.epochs) > 1 and (words := unmatched_metric(sweep, metrics, running=True)):
             notes.append(words)
-        progress.update(done, epochs, text, left_s, notes, state=now.text)
+        progress.update(done, epochs, ", ".join(shown), left_s, notes, state=now.text)
 
     return tick
 

@@ -23,7 +23,13 @@ from tula_hpc.records import Submission
 from tula_hpc.records.broken_hosts import why_given_up
 from tula_hpc.records.events import JobFailure
 from tula_hpc.retry_policy import STUDY_ATTEMPTS, NextStep, study_policy
-from tula_hpc.stages.context import StageProgress, Sweep, describe_failures, submitted_job
+from tula_hpc.stages.context import (
+    StageProgress,
+    Sweep,
+    describe_failures,
+    note_unseen_ends,
+    submitted_job,
+)
 from tula_hpc.stages.notify import tell_news
 from tula_hpc.stages.train import Settled, report_deletion, settle, time_limit_advice
 
@@ -105,6 +111,7 @@ class Trainings:
         tried again.
         """
         left = [label for label in self.jobs if not self._is_done(label)]
+        note_unseen_ends(self.run_directory, self.jobs.keys() - set(left))
         history = self.run_directory.history()
         for job in history.unsettled("train"):
             if job.label in left:
