@@ -6,7 +6,8 @@
 `pair`: two workers over gloo on one GPU: DistributedDataParallel, LocalNorms, a checkpoint copied while training goes
 on; losses and weights as on the CPU. `sanitizer`: both again under TORCH_CUDA_SANITIZER. `synchronizations`: how often
 a training step waits for the device, for every method. `profile`: a profile's step time against steps that run freely.
-`out_of_memory`: a profile whose batch does not fit. `tight`: training in the memory that is estimated.
+`overflows`: a profile in fp16 whose first steps overflow. `out_of_memory`: one whose batch does not fit. `tight`:
+training in the memory that is estimated.
 
 With `--device cpu` the same code runs without a GPU: over gloo, with host memory that runs out; what has no meaning
 there is skipped. It exits with 1 where any check failed.
@@ -55,9 +56,10 @@ from tula_hpc.records import Configuration, Measurement, read_records, with_rank
 from tula_hpc.workloads.footprint import estimate_footprint
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = {"cpu": 600.0, "cuda": 60.0}  # of a check, which on a GPU takes a third of that
+TIMEOUT_S = {"cpu": 600.0, "cuda": 180.0}  # of a check, which on an H100 takes at most a fifth of that
 COMPACT = "tula_hpc.workloads.small_cnns:compact_cnn"
 IMAGES = "tests.benchmarks.gpu_checks:images"
+STEEP = "tests.benchmarks.gpu_checks:steep_loss"
 GROUPS, STEPS = 10, 12
 MIB = 1024**2
 ALLOWED_BYTES = 768 * MIB  # while memory is to run out
@@ -82,6 +84,11 @@ def images(spec: WorkloadSpec) -> tuple[TensorDataset, TensorDataset, int]:
     count = 4 * TOO_LARGE
     labels = torch.arange(count) % 10
     return TensorDataset(one.expand(count, -1, -1, -1), labels), TensorDataset(one, labels[:1]), 10
+
+
+def steep_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Gradients that float16 cannot hold at the loss scale with which a training begins."""
+    return 1e3 * nn.functional.cross_entropy(outputs, targets, reduction="none")
 
 
 def sweep(method: str, *, workload: dict[str, Any] | None = None, **training: Any) -> SweepSpec:
@@ -274,6 +281,24 @@ def _waits(spec: SweepSpec, device: torch.device) -> Counter[str]:
     return max(steps, key=Counter.total)
 
 
+def check_overflows(device: torch.device) -> dict[str, Any]:
+    """A profile whose first steps are skipped, for a loss scale that is too large; all of it is measured."""
+    if device.type == "cpu":
+        return {"skipped": "there is no fp16"}
+    workload = {"precision": "fp16", "loss": STEEP, "lr": 1e-6}
+    spec, cluster = sweep("ags", **PAPER, workload=workload), ClusterSpec.model_validate({"device": device.type})
+    worker = Worker(spec, cluster, Configuration(1, 1, 32), place(0, 1))
+    first = worker.scaler.get_scale()
+    for batch in islice(worker.batches(), STEPS):
+        worker.train_step(*batch)
+    settled = worker.scaler.get_scale()
+    assert settled < first, "no step has overflowed"
+    found = measure(spec, cluster, Configuration(1, 1, 32), place(0, 1))
+    assert found.noise_samples, "gradients of parts of a batch overflow"
+    assert found.samples["update"]
+    return {"loss_scale": [first, settled], "noise_samples": found.noise_samples}
+
+
 def check_profile(device: torch.device) -> dict[str, Any]:
     """A profile's step time over that of steps which nobody waits for, of a short and a long step."""
     batches = (64, 1024) if device.type == "cuda" else (16, 64)
@@ -390,6 +415,7 @@ CHECKS: dict[str, Callable[[torch.device], dict[str, Any]]] = {
     "sanitizer": check_sanitizer,
     "synchronizations": check_synchronizations,
     "profile": check_profile,
+    "overflows": check_overflows,
     "out_of_memory": check_out_of_memory,
     "tight": check_tight,
 }

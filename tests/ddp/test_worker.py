@@ -36,6 +36,7 @@ from tula_hpc.ddp.process_group import (
 from tula_hpc.ddp.worker import Worker, bare_all_reduce
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import DeviceError, DivergedError, InputError
+from tula_hpc.gradients.reference_gradient import reference_gradient
 from tula_hpc.optim import TulaOptimizer
 from tula_hpc.profiling.measure import SharedTimes, StepProfile, _with_factors_at_once, measure
 from tula_hpc.profiling.meters import MemoryMeter, Power, PowerMeter
@@ -326,6 +327,23 @@ def test_timed_steps_have_factors_however_late_gradients_no_longer_overflow(
     profile = Noting(worker, StoppingRule(40, 40, 60.0, 0.02), SharedTimes())
     profile.run(MemoryMeter(ClusterSpec()), PowerMeter(ClusterSpec(), worker))
     assert all(factor is not None for factor in factors[0])
+
+
+@pytest.mark.parametrize("samples", [4, 32])
+def test_a_gradient_of_fewer_samples_has_the_loss_scale_of_each_in_a_step(samples: int) -> None:
+    """The scale is as large as float16 allows in a step, and a mean over fewer has larger gradients of each."""
+    worker = Worker(sweep(model=PERCEPTRON, precision="fp16"), ClusterSpec(), CONFIGURATION, ALONE)
+    seen: list[Tensor] = []
+    worker.model.register_forward_hook(lambda *call: call[-1].register_hook(seen.append) and None)
+    inputs, targets = next(worker.batches())
+    worker.forward_backward(inputs, targets, whole=True)
+    expected = reference_gradient(
+        worker.model, worker.workload.criterion.loss, inputs[:samples], targets[:samples], worker.parameters
+    )
+    found = worker.local_gradient(inputs[:samples], targets[:samples])
+    in_step, _, apart = seen
+    torch.testing.assert_close(apart, in_step[:samples])
+    torch.testing.assert_close(found, expected, rtol=0.1, atol=1e-3)
 
 
 @pytest.mark.parametrize("method", ["ags", "adascale"])

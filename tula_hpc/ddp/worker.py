@@ -218,6 +218,10 @@ class Worker:
     def _gradient(
         self, gradient: Callable[..., list[Tensor | None]], inputs: Batch, targets: Batch
     ) -> list[Tensor | None]:
+        loss_scale = self.scaler.get_scale()
+        if self.scaler.is_enabled():
+            # a mean over fewer samples has larger gradients of each, which float16 may not hold
+            loss_scale *= samples_in(targets) / self.configuration.local_batch
         return gradient(
             self.model,
             self.workload.criterion.loss,
@@ -225,7 +229,7 @@ class Worker:
             targets,
             self.parameters,
             autocast=autocast_on(self.sweep.workload, self.device),
-            loss_scale=self.scaler.get_scale(),
+            loss_scale=loss_scale,
         )
 
     def update_gradscale(self, inputs: Batch, targets: Batch) -> None:
