@@ -13,6 +13,7 @@ from submitit.core.utils import UncompletedJobError
 from torch import Tensor, nn
 
 from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.ddp.device_errors import broken_device
 from tula_hpc.ddp.own_errors import telling_own_mistakes
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
@@ -157,3 +158,10 @@ def test_a_layer_of_torch_in_an_own_model_is_the_users_too() -> None:
 
 def test_modules_that_call_the_users_code_are_where_they_are_looked_for() -> None:
     assert [path for path in _CALLERS if not path.is_file()] == []
+
+
+def test_a_torch_before_2_8_has_no_errors_of_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, "AcceleratorError")
+    assert broken_device(RuntimeError("CUDA error: uncorrectable ECC error encountered"))
+    with pytest.raises(InputError, match="ValueError: mine"):
+        step(spec_of(), "model", ValueError("mine"))

@@ -23,6 +23,11 @@ DEVICE_CODES = frozenset({46, 100, 214, 220, 719, 802, 803, 999})
 ANSWER_S = 10.0
 
 
+def is_of_accelerator(error: BaseException) -> bool:
+    """Tell whether it is an error of CUDA by its type, which torch has since 2.8."""
+    return isinstance(error, getattr(torch, "AcceleratorError", ()))
+
+
 def broken_device(error: BaseException) -> str:
     """Return the line of an error that names a broken device of this node, or "".
 
@@ -31,10 +36,7 @@ def broken_device(error: BaseException) -> str:
     if isinstance(error, TulaError) and not isinstance(error, DeviceError):
         return ""
     text = str(error)
-    coded = (
-        isinstance(error, torch.AcceleratorError)
-        and getattr(error, "error_code", None) in DEVICE_CODES
-    )
+    coded = is_of_accelerator(error) and getattr(error, "error_code", None) in DEVICE_CODES
     if not (isinstance(error, DeviceError) or coded or re.search(DEVICE_WORDS, text)):
         return ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]

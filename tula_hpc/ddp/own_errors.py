@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import nn
 
 from tula_hpc.config import WorkloadSpec
+from tula_hpc.ddp.device_errors import is_of_accelerator
 from tula_hpc.errors import InputError, TulaError
 from tula_hpc.launch.diagnosis import device_word, lost_a_peer
 from tula_hpc.own_sources import is_own
@@ -46,7 +46,7 @@ def telling_own_mistakes(spec: WorkloadSpec) -> Iterator[None]:
 
 def own_mistake(error: Exception, spec: WorkloadSpec) -> InputError | None:
     """Return the error for the user if an exception comes out of the user's own code."""
-    if isinstance(error, TulaError | torch.AcceleratorError) or not is_mistake(error):
+    if isinstance(error, TulaError) or is_of_accelerator(error) or not is_mistake(error):
         return None
     if lost_a_peer(error) or device_word(str(error)):
         return None
