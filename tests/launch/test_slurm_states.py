@@ -23,6 +23,10 @@ from tula_hpc.launch.diagnosis import classify, complaining_nodes, telling_line,
 from tula_hpc.launch.slurm import JobState, StepState, is_submit_limit, is_unanswered
 
 NCCL = "[PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: "
+HUNG = (
+    "[rank1]:[F1129 13:34:49.480862606 ProcessGroupNCCL.cpp:1557] [PG ID 0 PG GUID 0(default_pg) Rank 1] Terminating "
+    "the process after attempting to dump debug info, due to ProcessGroupNCCL watchdog hang."
+)
 SYSTEM = (
     "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:317, "
     "unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5"
@@ -107,6 +111,7 @@ def rows(*states: tuple[str, str, str]) -> list[StepState]:
             Failure.KILLED,
         ),
         ([], f"{NCCL}[Rank 1] Watchdog caught collective operation timeout: Work\nn1: task 1: Aborted", Failure.KILLED),
+        (rows(("7", "FAILED", "134:0"), ("7.0", "FAILED", "0:6")), f"{HUNG}\nn1: task 1: Aborted", Failure.KILLED),
         ([], f"{NCCL}CUDA error: an illegal memory access was encountered\nn1: task 1: Aborted", Failure.BUG),
         ([], f"{NCCL}NCCL error: remote process exited\nn1: task 1: Aborted\n{FRAME}KeyError: 'x'", Failure.BUG),
         ([], f"{NCCL}NCCL error: remote process exited\nn1: task 0: Segmentation fault", Failure.BUG),

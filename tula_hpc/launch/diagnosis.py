@@ -144,8 +144,11 @@ _PEER_LOST = re.compile(
     r"Timed out waiting \d+ms for \w+ operation"
 )
 # torch aborts a process whose nccl has lost a peer, from a thread of its own, and says why
-_NCCL_ENDS = re.compile(r"watchdog thread terminated with exception: (.*)")
-_NCCL_PEER_LOST = re.compile(r"remote process exited|Watchdog caught collective operation timeout")
+_NCCL_ENDS = re.compile(r"(?:watchdog thread terminated with exception: |debug info, due to )(.*)")
+_NCCL_PEER_LOST = re.compile(
+    r"remote process exited|Watchdog caught collective operation timeout"
+    r"|watchdog hang|collective timeout or exception"
+)
 # nccl's words for ncclSystemError and ncclRemoteError (init.cc, ncclGetErrorString); a peer's end
 # leads to the latter
 _NCCL_SYSTEM = re.compile(r"unhandled system error|ncclSystemError")
