@@ -33,6 +33,7 @@ from tula_hpc.process_memory import descendants
 
 ROOT = Path(__file__).resolve().parents[2]
 MISBEHAVING = SCRIPTS / "misbehaving.py"
+ECC = "uncorrectable ECC error encountered"
 
 
 @pytest.fixture(autouse=True)
@@ -330,6 +331,15 @@ def test_a_checkpoint_that_a_file_system_does_not_take_this_time_is_no_mistake_o
     with pytest.raises(CheckpointError) as caught:
         CheckpointStore(tmp_path / "checkpoints").save({}, samples_seen=1)
     assert failed_by(caught.value).failure is failure
+
+
+@pytest.mark.parametrize(
+    ("last", "failure"),
+    [("socketProgress: Connection refused", Failure.KILLED), (f"Cuda failure 214 '{ECC}'", Failure.DEVICE_FAILED)],
+)
+def test_a_network_of_nccl_that_fails_is_no_mistake_of_the_script(last: str, failure: Failure) -> None:
+    words = "NCCL error in: NCCLUtils.cpp:77, unhandled system error (run with NCCL_DEBUG=INFO for details)"
+    assert failed_by(RuntimeError(f"{words}\nLast error:\n{last}")).failure is failure
 
 
 def test_workers_that_take_part_in_different_collectives_are_told_so() -> None:

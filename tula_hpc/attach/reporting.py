@@ -114,10 +114,10 @@ def failed_by(error: BaseException) -> Said:
         own = Failure.KILLED if cause.errno in PASSING else own
     if own is not None and not isinstance(error, MeetingError | DeviceError):
         return _failed(own, str(error))
-    if isinstance(error, MeetingError) or lost_a_peer(error):
+    device = broken_device(error)
+    if isinstance(error, MeetingError) or (lost_a_peer(error) and not device):
         lost = _failed(Failure.KILLED, f"lost a peer: {_first_line(error)}")
         return lost.model_copy(update={"follows": True, "at": place_of(error)})
-    device = broken_device(error)
     failure = out_of_memory(error) or (Failure.DEVICE_FAILED if device else None)
     if failure is None and isinstance(error, OSError) and error.errno in NO_SPACE:
         failure = Failure.NO_SPACE

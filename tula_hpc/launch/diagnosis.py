@@ -166,8 +166,9 @@ _CRASH_CODES = {"0:4", "0:6", "0:7", "0:8", "0:11"}
 
 
 def lost_a_peer(error: BaseException) -> bool:
-    """Tell whether a collective failed of the other side, which is gone or silent."""
-    return any(words.search(str(error)) for words in (_PEER_LOST, _NCCL_PEER_LOST, _NCCL_REMOTE))
+    """Tell whether a collective failed of the other side, gone or silent, or of the way there."""
+    lost = (_PEER_LOST, _NCCL_PEER_LOST, _NCCL_REMOTE, _NCCL_SYSTEM)
+    return any(words.search(str(error)) for words in lost)
 
 
 def _network_failed(exit_codes: Sequence[str], log: str) -> bool:
