@@ -110,6 +110,19 @@ def test_the_rest_of_an_epoch_and_the_next_are_as_without_a_stop(name: str, pass
     assert getattr(getattr(again, "batch_sampler", None), "sampler", None) is sampler
 
 
+def test_random_numbers_of_every_gpu_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that names its GPU may never set it: torch's own is another one then."""
+    found: dict[int, list[int]] = {}
+    states = [torch.tensor([number], dtype=torch.uint8) for number in range(3)]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
+    # of the node that goes on
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, gpu: found.update({gpu: state.tolist()}))
+    set_random_state(random_state())
+    assert found == {0: [0], 1: [1]}
+
+
 class Cycle(Sampler[int]):
     """Without an end, and so without a length."""
 

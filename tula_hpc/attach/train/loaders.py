@@ -64,15 +64,21 @@ def random_state(loader: object = None, numbers: Numbers | None = None) -> str:
     host = numbers or random_numbers()
     version, python, gauss = host.python
     name, keys, position, has_gauss, cached = host.numpy
-    has_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call] # torch's
     state = {
         "python": [version, list(python), gauss],
         "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
         "torch": _text(host.torch),
-        "cuda": _text(torch.cuda.get_rng_state()) if has_gpu else None,
+        "gpus": _states_of_gpus(),
         "generators": generator_states(loader),
     }
     return json.dumps(state)
+
+
+def _states_of_gpus() -> list[str]:
+    """Return those of all GPUs here: a script may use another than the one that is torch's own."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's
+        return []
+    return [_text(state) for state in torch.cuda.get_rng_state_all()]
 
 
 def set_random_state(text: str, loader: object = None) -> None:
@@ -83,8 +89,10 @@ def set_random_state(text: str, loader: object = None) -> None:
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.array(keys, np.uint32), *rest))
     torch.set_rng_state(_tensor(state["torch"]))
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_tensor(state["cuda"]))
+    for gpu, gpu_text in enumerate(state.get("gpus", [])):
+        # the node of this job may show fewer
+        if gpu < torch.cuda.device_count():
+            torch.cuda.set_rng_state(_tensor(gpu_text), gpu)
     if loader is not None:
         set_generator_states(loader, state["generators"])
 
