@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,6 +102,18 @@ def test_epochs_end_with_their_last_whole_batch(tmp_path: Path, clock: Clock) ->
     rows = told.metrics()
     assert [(row.epoch, row.step, row.steps) for row in rows.epochs] == [(1, 3, 3), (2, 6, 3)]
     assert [row.epoch for row in rows.steps] == [1.0, 2.0]
+
+
+def test_steps_are_timed_on_the_gpu_of_the_model(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that names its GPU may never set it: torch's own is another worker's then."""
+    gpu, waited = torch.device("cuda", 1), list[torch.device]()
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    told = Told(tmp_path, clock, samples=29)
+    monkeypatch.setattr(told.training.hooks.inner_model, "parameters", lambda: iter([SimpleNamespace(device=gpu)]))
+    for _ in range(3):
+        told.step()
+    assert waited == [gpu]
+    assert told.training._peers.device == gpu
 
 
 def test_layers_that_are_unfrozen_later_are_no_other_model(tmp_path: Path, clock: Clock) -> None:

@@ -400,7 +400,7 @@ class Keeper(SafePoints):
             return
         self._check_kept()
         self.steps.be_kept(begins=self.loaded is None)
-        self.worker = ScriptPeers(self.spec.world_size)
+        self.worker = ScriptPeers(self.spec.world_size, model=self.steps.hooks.inner_model)
         self.check_same(self.loaded)
         progress, settings = self.progress, self.settings
         interruptions = Interruptions(

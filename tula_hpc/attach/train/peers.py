@@ -31,9 +31,10 @@ class ScriptPeers:
         InputError: There are several workers, and the script has made no process group.
     """
 
-    def __init__(self, started: int, patience: timedelta | None = None) -> None:
-        cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call] # torch's
-        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else _CPU
+    def __init__(
+        self, started: int, patience: timedelta | None = None, model: nn.Module | None = None
+    ) -> None:
+        self.device = device_of(model)
         is_joined = dist.is_available() and dist.is_initialized()
         if not is_joined and started > 1:
             raise InputError(
@@ -80,13 +81,22 @@ class ScriptPeers:
             torch.cuda.synchronize(self.device)
 
 
-def synchronize() -> None:
-    """Wait for the script's device, if it has one, before its process has met others."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's
-        torch.cuda.synchronize()
+def synchronize(model: nn.Module | None) -> None:
+    """Wait for the device of a script's model, before its process has met others."""
+    device = device_of(model)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
-_CPU = torch.device("cpu")
+def device_of(model: nn.Module | None) -> torch.device:
+    """Return the device of a script's model; None: that which torch takes by itself.
+
+    A script that names its GPU may never set it: torch's is the first one then, another worker's.
+    """
+    if model is not None:
+        return next(model.parameters()).device
+    is_on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call] # torch's
+    return torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
 
 
 def _unpadded(content: bytes) -> str:

@@ -278,7 +278,7 @@ class ScriptTraining(Mode):
         is_last = self.progress.epoch_ends(*self._epoch)
         is_logged = is_last or self.progress.step % self._log_steps == 0
         if is_logged:
-            synchronize()
+            synchronize(self.hooks.inner_model)
         self._count_time(time.perf_counter())
         self.is_open = False
         if is_logged:
@@ -388,7 +388,7 @@ class ScriptTraining(Mode):
 
     def _meet(self) -> Agreement:
         """Make the workers' agreement. Collective."""
-        self._peers = ScriptPeers(self.spec.world_size)
+        self._peers = ScriptPeers(self.spec.world_size, model=self.hooks.inner_model)
         self._read = partial(self.readings, self._peers)
         self._agreement = Agreement(self._peers, self.stop, every_s=self.look_every_s)
         return self._agreement
