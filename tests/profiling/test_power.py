@@ -63,7 +63,7 @@ def test_what_may_not_be_read_is_unknown(tmp_path: Path) -> None:
 
 
 def test_nvml_counts_energy_where_it_is_there(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
-    energy = [1_000_000, 3_000_000, 2_500_000, 4_500_000]  # millijoules: two GPUs, before and after
+    energy = [1_000_000, 3_000_000, 2_500_000, 4_500_000, 5_000_000, 5_000_000]  # millijoules: two GPUs, three times
     nvml = SimpleNamespace(
         NVMLError=RuntimeError,
         nvmlInit=lambda: None,
@@ -73,7 +73,10 @@ def test_nvml_counts_energy_where_it_is_there(monkeypatch: pytest.MonkeyPatch, c
         nvmlDeviceGetTotalEnergyConsumption=lambda _: energy.pop(0),
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    clock.append(120.0)
     assert mean_power(read_energy(), read_energy()).gpus_w == pytest.approx(300.0)
+    # those of a node's other workers are hidden from this one
+    assert read_energy(4).gpu_joules is None
 
 
 def test_an_old_nvml_leaves_it_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,9 +55,9 @@ class EnergyReading(NamedTuple):
     gpu_joules: float | None
 
 
-def read_energy() -> EnergyReading:
-    """Read the counters as they are now."""
-    joules = _nvml_joules()
+def read_energy(gpus: int = 0) -> EnergyReading:
+    """Read the counters as they are now; those of GPUs where there are at least so many."""
+    joules = _nvml_joules(gpus)
     return EnergyReading(time.monotonic(), read_rapl(), joules)
 
 
@@ -123,8 +123,11 @@ def _gpu_watts(began: float | None, ended: float | None, elapsed_s: float) -> fl
     return max(0.0, ended - began) / elapsed_s
 
 
-def _nvml_joules() -> float | None:
-    """Return the energy of all GPUs since their driver was loaded; None if NVML is too old."""
+def _nvml_joules(least: int) -> float | None:
+    """Return the energy of all GPUs since their driver was loaded.
+
+    None if NVML is too old, or shows fewer than `least`, as to a task that is confined to its own.
+    """
     try:
         # of the package nvidia-ml-py, which may be absent
         nvml: Any = importlib.import_module("pynvml")
@@ -139,7 +142,7 @@ def _nvml_joules() -> float | None:
         nvml.nvmlShutdown()
     except nvml.NVMLError:
         return None
-    return sum(energy) * MILLI if energy else None
+    return sum(energy) * MILLI if len(energy) >= max(1, least) else None
 
 
 class Metered(Agreeing, Protocol):
@@ -168,19 +171,20 @@ class PowerMeter:
         self.worker = worker
         real = worker.configuration.nodes == 1 or worker.env.on_slurm
         self.reads = worker.env.local_rank == 0 and cluster.exclusive and real
+        self.gpus = worker.configuration.workers_per_node if worker.device.type == "cuda" else 0
         self.began: EnergyReading | None = None
         self.watts = 0.0
 
     def start(self) -> None:
         """Begin."""
         if self.reads:
-            self.began = read_energy()
+            self.began = read_energy(self.gpus)
 
     def stop(self) -> None:
         """End. Without its busy GPUs a node's power is unknown."""
         if self.began is not None:
-            power = mean_power(self.began, read_energy())
-            blind = self.worker.device.type == "cuda" and power.gpus_w is None
+            power = mean_power(self.began, read_energy(self.gpus))
+            blind = self.gpus > 0 and power.gpus_w is None
             self.watts = 0.0 if blind else power.watts
 
     def mean(self) -> float:
