@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,13 @@ from tula_hpc.data.images import prepared
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.optim import TulaOptimizer
+from tula_hpc.profiling import measured_rounds
 from tula_hpc.profiling import probes as noise_probe
 from tula_hpc.profiling.measure import StepProfile, measure
+from tula_hpc.profiling.measured_rounds import Course
 from tula_hpc.profiling.meters import MemoryMeter, PowerMeter
 from tula_hpc.profiling.probes import NoiseEstimate, probe_noise
+from tula_hpc.profiling.timing import LoaderWaits, StoppingRule
 from tula_hpc.records import Configuration
 
 STATEFUL = "tests.training.test_stopped_evaluation:Stateful"
@@ -143,3 +147,17 @@ def test_without_memory_nothing_is_known_and_the_profile_goes_on(monkeypatch: py
     monkeypatch.setattr("tula_hpc.ddp.worker.local_gradient", fails)
     measured = measure(sweep(), ClusterSpec(), Configuration(1, 1, 32), ALONE)
     assert (measured.status, measured.noise_scale, measured.noise_terms) == ("ok", 0.0, ())
+
+
+def test_an_all_reduce_for_which_memory_does_not_suffice_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes as much as the gradients once more: a training fits all the same."""
+
+    def fails(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(measured_rounds, "bare_all_reduce", fails)
+    worker: Any = SimpleNamespace(env=ALONE._replace(world_size=2), agree=lambda *values: list(values))
+    course = Course(worker, StoppingRule(5, 5, 1.0, 0.02), LoaderWaits(torch.device("cpu")), {})
+    course.samples["step"] = [1.0]
+    course.time_all_reduce()
+    assert (course.times().allreduce_time_s, course.allreduce_s) == (0.0, {})

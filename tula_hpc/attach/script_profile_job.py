@@ -220,7 +220,8 @@ class Session:
     def _record(self, result: dict[str, Any], meeting: Meeting) -> None:
         measurement = Measurement.model_validate(result["measurement"])
         world = self.configuration.world_size
-        if measurement.times is not None and world > 1:
+        # 0: memory did not suffice for it
+        if measurement.times is not None and measurement.times.allreduce_time_s > 0:
             self.allreduce_s[world] = measurement.times.allreduce_time_s
         if self.env.rank != 0:
             return

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tula_hpc.ddp.agreement import if_memory_suffices
 from tula_hpc.ddp.worker import Trained, bare_all_reduce
 from tula_hpc.env import unix_time
 from tula_hpc.profiling.meters import (
@@ -171,10 +172,13 @@ class Course:
         )
 
     def time_all_reduce(self) -> None:
-        """Time the bare all-reduce, unless there is none, or it is known."""
+        """Time the bare all-reduce, unless there is none, it is known, or memory does not suffice."""
         world = self.worker.env.world_size
-        if world > 1 and world not in self.allreduce_s:
-            self.time_apart("allreduce", bare_all_reduce(self.worker), briefly=True)
+        if world == 1 or world in self.allreduce_s:
+            return
+        step = if_memory_suffices(self.worker, lambda: bare_all_reduce(self.worker))
+        if step is not None:
+            self.time_apart("allreduce", step, briefly=True)
 
     def mean_s(self, part: str) -> float:
         """Return the mean over rounds; 0 for a part that was not timed."""
@@ -212,7 +216,9 @@ class Course:
         data, compute, optimizer, allreduce, update, forward = self.worker.agree(
             *map(self.mean_s, parts), statistics.median(self.samples.get("forward") or [0.0])
         )
-        allreduce = self.allreduce_s.setdefault(self.worker.env.world_size, allreduce)
+        world = self.worker.env.world_size
+        if allreduce > 0:
+            self.allreduce_s.setdefault(world, allreduce)
         first, second, scatter = halves_of(self.samples["step"]) or (None, None, None)
         return StepTimes(
             step_time_s=whole.mean_s,
@@ -221,7 +227,7 @@ class Course:
             data_time_s=data,
             compute_time_s=compute,
             optimizer_time_s=optimizer,
-            allreduce_time_s=allreduce,
+            allreduce_time_s=self.allreduce_s.get(world, 0.0),
             update_time_s=update,
             forward_time_s=forward or None,
             first_half_s=first,
