@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -131,6 +132,8 @@ def swept(name: str, work: Path, device: str) -> dict[str, Any]:
     files = [work / f"{stem}.{kind}.toml" for kind in ("sweep", "cluster")]
     for file, content in zip(files, (tables, cluster_tables(device)), strict=True):
         file.write_text(tomli_w.dumps(content))
+    # or what an earlier version has measured would be kept
+    shutil.rmtree(work / stem, ignore_errors=True)
     command = [sys.executable, "-m", "tula_hpc.sweep", str(files[0]), "--cluster", str(files[1])]
     command += ["--run-dir", str(work / stem)]
     started = time.perf_counter()
