@@ -86,6 +86,12 @@ def test_gpus_are_recommended_and_the_others_are_named(
     assert written(tmp_path, "--partition", "cpu").device == "cpu"
 
 
+def test_of_parts_of_gpus_a_worker_sees_one_alone(commands: Path, tmp_path: Path) -> None:
+    put_site(commands, [Made("mig", gres="gpu:a100_1g.5gb:7")])
+    cluster = written(tmp_path)
+    assert (cluster.workers_per_node, cluster.gres) == (1, "gpu:a100_1g.5gb:1")
+
+
 def test_limits_of_partition_account_and_qos_hold(commands: Path, tmp_path: Path) -> None:
     fields = "AllowAccounts=ml,bio QoS=part AllowQos=high,low TRESBillingWeights=CPU=1.0"
     put_site(

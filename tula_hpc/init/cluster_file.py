@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,6 +25,8 @@ MIB_PER_GIB = 1024
 # of a node's memory, for the system and Slurm's own processes
 MEMORY_SHARE = 0.95
 COLUMN = 32
+# in the type of a GPU that is one part of a whole, as in a100_1g.5gb
+_MIG = re.compile(r"\dg\.\d+gb")
 
 
 class Line(NamedTuple):
@@ -111,8 +114,10 @@ def _shape(place: Place) -> Iterator[Line]:
     nodes = place.nodes
     if nodes is None:
         return
+    # CUDA shows a process one MIG device, the first that it is given
+    usable = 1 if _MIG.search(place.gpu_type) else place.gpus
     # a worker needs a core
-    workers = max(1, min(place.gpus, nodes.cpus))
+    workers = max(1, min(usable, nodes.cpus))
     if place.gpus:
         gres = f"gpu:{place.gpu_type}:{workers}" if place.gpu_type else f"gpu:{workers}"
         yield Line("gres", gres, f"of {place.gpus} GPUs a node; Slurm lists {nodes.gres}")
