@@ -569,6 +569,16 @@ def with_a_search_for_a_rate() -> None:
         optimizer.step()
 
 
+def with_the_end_by_lbfgs() -> None:
+    """As of many trainings in science, whose first part alone is watched."""
+    model, optimizer = known()
+    backward(model, 3)
+    optimizer.step()
+    last = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    for _ in range(2):
+        last.step(lambda: backward(model, 3))  # type: ignore[no-untyped-call] # torch's
+
+
 def with_a_head_on_a_frozen_model() -> None:
     """Which an optimizer of its own has from the beginning."""
     below, head = nn.Linear(4, 9), nn.Linear(9, 1)
@@ -793,6 +803,7 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
         "ready step, forward 3 ready step, again 0 forward 3 ready step, forward 3 ready step, again 0 "
         "forward 3 ready step, forward 3 forward 3 again 1",
     ),
+    "with the end by LBFGS": (with_the_end_by_lbfgs, "ready step, forward 3 ready step," + 4 * " forward 3"),
     "with a head on a frozen model": (
         with_a_head_on_a_frozen_model,
         "ready step, forward 3 ready step, anew ready step, forward 3 ready step",

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -411,9 +411,9 @@ class Hooks:
         """
         if self.further_steps != 1 or self.optimizer is None or optimizer in self._past:
             return False
-        if not parameters_of(self.optimizer) <= parameters_of(optimizer):
-            return False
-        if not self.listener.trains_anew(self.further_steps):
+        is_more = parameters_of(self.optimizer) <= parameters_of(optimizer)
+        # what LBFGS ends another one has trained
+        if not is_more or isinstance(optimizer, LBFGS) or not self.listener.trains_anew(missed=1):
             return False
         self._past.append(self.optimizer)
         self.others = [other for other in self.others if other is not optimizer]
