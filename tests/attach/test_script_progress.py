@@ -353,6 +353,9 @@ def test_what_a_loader_takes_is_waiting_and_the_rest_of_a_gap_is_not(tmp_path: P
     # of an evaluation
     told.training.batch_loaded(None, 50.0)
     told.training.evaluating()
+    # of all batches without a pass, as in `len(list(loader))`
+    told.training.batch_loaded(None, 50.0)
+    told.training.loading_begins(None)
     for _ in range(3):
         told.training.batch_loaded(None, 0.0625)
         told.training.batch_loaded(None, 0.0625)

@@ -195,6 +195,8 @@ class ScriptTraining(Mode):
         is_of_steps = self.hooks.is_of_steps(loader)
         # some evaluate without the wrapper, which is watched
         self._apart.note_loader(is_of_steps=is_of_steps)
+        # what was waited for before is of no step, if a pause ends
+        self._times.pass_apart()
         if is_of_steps:
             self._samples_before = self._samples
             if not self.progress.epoch_steps:
