@@ -653,6 +653,7 @@ def test_what_lies_outside_the_allocator_and_its_retries_in_timed_steps_are_meas
     use = meter.use(worker.model, worker.parameters, worker.optimizer)
     assert (use.total_bytes, use.other_bytes) == (1000, 200)
     assert (use.alloc_retries, use.ooms) == (2, 0)
+    assert meter.has_run_out
 
 
 def test_of_all_workers_the_device_with_least_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:

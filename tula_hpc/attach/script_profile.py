@@ -258,10 +258,10 @@ class ScriptProfile(MeasuredSteps):
             other = next(filter(None, map(model_of, self.hooks.others)), "")
             world = self.env.world_size
             remedy = remedy_of_passes(passes, parts, batch, asked, world, other=other)
-            raise InputError(
+            raise self._refusal(
                 f"{name} takes {plural(passes, 'forward pass')} for an optimizer step, not {parts}; "
                 f"{remedy}",
-                key="workload.accumulation",
+                "workload.accumulation",
             )
         if asked is None:
             self.configuration = self.configuration._replace(local_batch=max(1, batch) * passes)
@@ -289,10 +289,16 @@ class ScriptProfile(MeasuredSteps):
                 f"{sizes.total()} batches had {min(sizes)} to {max(sizes)} samples, and only such "
                 "whose mean is what was asked for can be planned"
             )
-        raise InputError(
+        raise self._refusal(
             f"asked for {asked} samples a forward, {self._model_name()} got {batch}: {remedy}",
-            key="workload.arguments",
+            "workload.arguments",
         )
+
+    def _refusal(self, why: str, key: str) -> Exception:
+        """Return that of other passes than were asked for, which may be for lack of memory."""
+        if self.memory.has_run_out:
+            return torch.OutOfMemoryError(f"the script goes on in another way: {why}")
+        return InputError(why, key=key)
 
     def _check_share(self) -> None:
         """Refuse workers that each go through all samples in an epoch."""

@@ -210,6 +210,11 @@ class MemoryMeter:
         process_memory.release_freed()
         return process_memory.resident_bytes()
 
+    @property
+    def has_run_out(self) -> bool:
+        """Whether the device's memory has, at any time; a script may have caught that."""
+        return self.cuda and _times_short()["num_ooms"] > 0
+
     def start(self) -> None:
         """Reset the peaks."""
         if self.cuda:

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import tula_hpc.attach as tula
+from tula_hpc.profiling.meters import MemoryMeter
 
 BATCH = int(sys.argv[2])
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -215,6 +216,12 @@ def loads(*, shares: bool) -> None:
             optimizer.step()
 
 
+def halves_its_batch() -> None:
+    """As it catches that memory runs out, here on a device that is told of."""
+    setattr(MemoryMeter, "has_run_out", True)  # noqa: B010 # it is a property
+    train(batch=BATCH // 2)
+
+
 def has_a_hook() -> None:
     model, optimizer = build()
     if isinstance(model, DistributedDataParallel):
@@ -402,6 +409,7 @@ WAYS: dict[str, Callable[[], object]] = {
     "keeps a student": keeps_a_student,
     "takes no batch": lambda: train(batch=6),
     "accumulates": lambda: train(passes=2),
+    "halves its batch": halves_its_batch,
     "takes five passes": lambda: train(passes=5),
     "takes many passes": lambda: train(passes=32),
     "divides its passes": lambda: train(passes=4 // WORLD),
