@@ -17,9 +17,10 @@ from tests.run_factory import CLUSTER_TOML, SWEEP_TOML
 from tula_hpc.check.site import ask_site
 from tula_hpc.config import ClusterSpec
 from tula_hpc.errors import LaunchError, RefusedError, StorageError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch import bounded_command, slurm, slurm_executor
 from tula_hpc.launch.job_files import Submitted
-from tula_hpc.launch.launcher import Launcher
+from tula_hpc.launch.launcher import NOTICE, Launcher
 from tula_hpc.launch.slurm import JobState, Leaving, accounted_runs
 from tula_hpc.launch.slurm_executor import SlurmJobs, could_start
 from tula_hpc.records import RunDirectory, write_atomically
@@ -293,6 +294,25 @@ def test_jobs_are_not_taken_for_gone_where_squeue_says_nothing(
         put_commands(commands, how, "squeue")
         with pytest.raises(LaunchError, match="has not answered for an hour: squeue"):
             there.wait_for_some(jobs)
+
+
+@pytest.mark.parametrize(("known", "failure"), [("NAME", Failure.CANCELLED), ("another", Failure.BUG)])
+def test_a_task_that_was_cancelled_while_it_waited_is_known_by_its_array(
+    commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: str, failure: Failure
+) -> None:
+    put_commands(commands)
+    there = launcher(tmp_path)
+    jobs = there.submit([print, print], stage="train", nodes=1, minutes=5)
+    monkeypatch.setattr(SlurmJobs, "limits", SlurmJobs.limits._replace(poll_s=0.0))
+    name = json.loads((jobs[0].folder / NOTICE).read_bytes())["name"]
+    row = f"12_0|RUNNING|None|{name}"
+    array = f"12|{known}".replace("NAME", name)
+    asked = f'printf "JOBID|NAME\\n{array}\\n" ;; *) printf "JOBID|STATE|REASON|NAME_COMMAND\\n{row}\\n" ;; esac'
+    (commands / "squeue").write_text(f'#!/bin/sh\ncase "$*" in *%F*) {asked}\n')
+    for silent in ("sacct", "scontrol"):
+        (commands / silent).write_text("#!/bin/sh\nexit 1\n")
+    (end,) = there.wait_for_some(jobs)
+    assert (end.job.job_id, end.failure) == ("12_1", failure)
 
 
 def test_a_submission_of_which_sbatch_says_nothing_is_looked_for_by_its_name(commands: Path, tmp_path: Path) -> None:

@@ -20,7 +20,13 @@ from typing import Any, NamedTuple
 from tula_hpc.config import ClusterSpec, WorkloadSpec
 from tula_hpc.containers import NO_FOLDERS, Folders, folders_of
 from tula_hpc.env import SECRET_FILE, held_allocation, slurm_job_id, unix_time
-from tula_hpc.errors import LaunchError, RefusedError, StorageError, SubmitLimitError
+from tula_hpc.errors import (
+    LaunchError,
+    RefusedError,
+    RunDirectoryError,
+    StorageError,
+    SubmitLimitError,
+)
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.files import full_disk, in_words, make_private
 from tula_hpc.formatting import MINUTE_S, format_duration, in_short_lines
@@ -35,7 +41,7 @@ from tula_hpc.launch.diagnosis import (
 )
 from tula_hpc.launch.job_files import Notice, Request, Submitted
 from tula_hpc.launch.local_executor import LocalJobs
-from tula_hpc.launch.slurm import JobState, accounted_runs
+from tula_hpc.launch.slurm import JobState, StepState, accounted_runs, named
 from tula_hpc.launch.slurm_executor import SlurmJobs
 from tula_hpc.records import RunDirectory, read_document, write_atomically
 from tula_hpc.records.broken_hosts import BrokenHost, broken_hosts, list_hosts
@@ -378,7 +384,10 @@ class Launcher:
         full: str | None = None
         for job in jobs:
             log_file, logs = read_logs(job.log_files())
-            failure = classify(rows.get(job.job_id, []), ends(logs, LOG_READ_LINES))
+            states = rows.get(job.job_id, [])
+            if not states and log_file is None and self._has_left_its_array(job):
+                states = [StepState(job.job_id, "CANCELLED", "0:0")]
+            failure = classify(states, ends(logs, LOG_READ_LINES))
             tail = in_short_lines(ends(logs, LOG_TAIL_LINES))
             before = setup_failure("\n".join(logs))
             if before and before not in tail:
@@ -392,6 +401,18 @@ class Launcher:
             hosts = self._broken_hosts(job) if failure is Failure.DEVICE_FAILED else ()
             ended.append(Ended(job, failure, tail, log_file, hosts))
         return ended
+
+    def _has_left_its_array(self, job: Submitted) -> bool:
+        """Tell whether Slurm knows the array of a task that it does not know.
+
+        A waiting task has no record of its own, so that none is left if it is cancelled.
+        """
+        if job.array_id == job.job_id:
+            return False
+        try:
+            return job.array_id in named(read_document(Notice, job.folder / NOTICE).name)
+        except (FileNotFoundError, RunDirectoryError, LaunchError):
+            return False
 
     def _broken_hosts(self, job: Submitted) -> tuple[str, ...]:
         """Return the hosts on which a device failed, by the workers' events, else by the logs."""
