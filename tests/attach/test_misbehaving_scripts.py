@@ -74,6 +74,8 @@ def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, scri
         ("takes no batch", Failure.BAD_INPUT, "workload.arguments: asked for 4 samples a forward, Linear got 6"),
         ("halves its batch", Failure.DEVICE_OOM, "goes on in another way: asked for 4 samples a forward, Linear got 2"),
         ("accumulates", Failure.BAD_INPUT, "takes 2 forward passes for an optimizer step, not 1; set workload.accum"),
+        ("accumulates more", Failure.BAD_INPUT, "takes more and more forward passes for a step, 1 at first and then"),
+        ("feeds a critic", Failure.BAD_INPUT, "takes 2 batches of its loader for a step of Linear, which gets 1: if"),
         ("takes many passes", Failure.BAD_INPUT, "takes 32 forward passes for an optimizer step, not 1; set workload."),
         ("takes five passes", Failure.BAD_INPUT, "5 forward passes for an optimizer step, not 1; only powers of 2 can"),
         (
@@ -142,6 +144,14 @@ def test_what_a_script_may_do_is_no_hindrance(how: str, tmp_path: Path) -> None:
     outcome = misbehave(how, tmp_path)
     assert measurement_of(outcome).parameters == 36
     assert outcome.said.result["others"] == (["Adam of Linear"] if how == "has two optimizers" else [])
+
+
+@pytest.mark.parametrize("accumulation", [4, None])
+def test_steps_are_measured_once_they_take_no_more_passes(accumulation: int | None, tmp_path: Path) -> None:
+    (outcome,) = profiled(MISBEHAVING, ("accumulates more", str(BATCH)), tmp_path, accumulation=accumulation)
+    assert outcome.is_done, outcome.said.detail
+    assert outcome.said.result["accumulation"] == 4
+    assert outcome.said.steps < 90
 
 
 def test_of_a_data_set_that_makes_batches_the_samples_are_not_known(tmp_path: Path) -> None:

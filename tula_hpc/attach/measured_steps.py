@@ -32,7 +32,7 @@ from tula_hpc.attach.hooks.find_model import (
     parameters_of,
     trained_in,
 )
-from tula_hpc.attach.hooks.passes import FEW_STEPS, Apart
+from tula_hpc.attach.hooks.passes import FEW_STEPS, Apart, StepPasses
 from tula_hpc.attach.reporting import ChildSpec, Mode
 from tula_hpc.attach.script import ParsedOptions, steps_asked
 from tula_hpc.attach.train.peers import ScriptPeers, lacking_in
@@ -46,6 +46,8 @@ from tula_hpc.records import Configuration
 
 # steps that each worker may take by itself before the training
 MOST_APART = 200
+# in a row with as many passes, fewer than were asked for: a longer warm-up is not waited for
+MOST_ALIKE = 64
 
 
 class MeasuredSteps(Mode):
@@ -62,7 +64,12 @@ class MeasuredSteps(Mode):
         self.waits = LoaderWaits(self.device)
         # of training passes so far: samples of each, and passes of each step
         self.forward_samples = Counter[int]()
-        self.step_forwards = Counter[int]()
+        self.step_passes = StepPasses()
+        # and how many took so many batches of a loader; those of this step so far, by loader
+        self.step_batches = Counter[int]()
+        self._batches = Counter[int]()
+        # steps that were waited for until they had as many passes as were asked for
+        self.awaited = 0
         # iterator that gave out the last batch of training
         self.loader: Any = None
         # it went on from before an epoch of `tula.epochs`, where a resumed script begins it anew
@@ -126,6 +133,8 @@ class MeasuredSteps(Mode):
         """Note the wait for a batch."""
         self.waits.arrived(waited_s)
         self._loaded = True
+        if self.hooks.is_of_steps(loader):
+            self._batches[id(loader)] += 1
         if self._begun is not None and loader not in self._begun:
             self._went_on.add(loader)
 
@@ -176,7 +185,9 @@ class MeasuredSteps(Mode):
             _synchronize_again(self.hooks.model)
         # before the first step a model without a wrapper is not known
         if self.steps:
-            self.step_forwards[self._passes()] += 1
+            self.step_passes.append(self._passes())
+            self.step_batches[max(self._batches.values(), default=0)] += 1
+        self._batches.clear()
         self._forwards = 0
         self._backward_before = self.hooks.backward.count
         self._loaded = False
@@ -199,6 +210,23 @@ class MeasuredSteps(Mode):
         backward = self.hooks.backward.count - self._backward_before
         # or by functions of autograd's own
         return min(self._forwards, backward) if backward else self._forwards
+
+    def await_passes(self, parts: int) -> Iterator[None]:
+        """Wait for a step of so many passes: a script may begin with fewer, as YOLO does. Collective.
+
+        It ends where the number of passes stays the same for long.
+        """
+        before = alike = 0
+        while alike < MOST_ALIKE:
+            (passes,) = map(int, self.agree(*self.step_passes[-1:] or [0]))
+            if not 0 < passes < parts:
+                if self.awaited:
+                    del self.step_passes[:-1]
+                return
+            alike = alike + 1 if passes == before else 1
+            before = passes
+            self.awaited += 1
+            yield
 
     def trains_apart(self, optimizer: Optimizer) -> bool:
         """See `Listener`. Some may be a search for the rate; so many are refused as the training."""
@@ -225,7 +253,9 @@ class MeasuredSteps(Mode):
         """Forget the steps of a smaller model."""
         super().begins_anew()
         self.forward_samples.clear()
-        self.step_forwards.clear()
+        self.step_passes.clear()
+        self.step_batches.clear()
+        self.awaited = 0
         self._forwards = 0
         self._apart = Apart()
         self.pauses.clear()

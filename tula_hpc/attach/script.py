@@ -170,7 +170,7 @@ def remedy_of_passes(
         return f"only powers of 2 can be planned{counted if other else ''}"
     fewer = ""
     if passes < parts:
-        fewer = "; if it takes fewer at its beginning, as YOLO does, switch that warm-up off"
+        fewer = "; if it takes fewer at its beginning, as YOLO does, shorten that warm-up"
     return (
         f"set workload.accumulation = {passes} if it always takes so many{fewer}; if one of its "
         "arguments sets all samples of a step, give it {global_batch}, for tokens as in "

@@ -10,8 +10,9 @@ How a user's script is profiled, from the job on:
 4. `measured_steps.py` makes the script's steps fit to be timed: learning rates of 0, and times that
    are of no step left out.
 5. This module chooses the next measurement between two steps, and makes the record.
-6. `profiling/measured_rounds.py` has the rounds of steps and their statistics, the same for the
-   built-in training; `reporting.py` carries the result to the worker.
+6. `script_course.py` times the steps and their parts, by the rounds and statistics of
+   `profiling/measured_rounds.py`, the same for the built-in training; `reporting.py` carries the
+   result to the worker.
 
 The work between the script's steps is one generator, `ScriptProfile._steps`, which reads like a
 profile of the built-in training: each `yield` in it waits for the end of the script's next step.
@@ -21,7 +22,6 @@ When all is measured the process ends at once, whatever the script would do next
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc.attach import tell_epochs, was_kept
 from tula_hpc.attach.hooks.find_model import methods_of, model_of
-from tula_hpc.attach.measured_steps import MeasuredSteps, between_epochs_s, captured
+from tula_hpc.attach.measured_steps import MeasuredSteps, between_epochs_s
 from tula_hpc.attach.reporting import ChildSpec, Said, leave, own_hook
 from tula_hpc.attach.script import (
     NEAR,
@@ -44,6 +44,7 @@ from tula_hpc.attach.script import (
     watch_parsers,
     why_no_passes,
 )
+from tula_hpc.attach.script_course import OPTIMIZER_STEPS, ScriptCourse
 from tula_hpc.batches import ENDLESS, LoaderPass
 from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.ddp.stop_signals import Suspensions
@@ -51,31 +52,20 @@ from tula_hpc.env import WorkerEnvironment, unix_time
 from tula_hpc.errors import InputError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import plural
-from tula_hpc.gradients.reference_gradient import flatten
-from tula_hpc.profiling.measured_rounds import Course, without
 from tula_hpc.profiling.meters import (
     MemoryMeter,
     PowerMeter,
-    ProcessorSeconds,
     bytes_of,
     largest_over_workers,
 )
-from tula_hpc.profiling.probes import PASSES, estimate_from, shared_norms, squared_length
+from tula_hpc.profiling.probes import PASSES
 from tula_hpc.profiling.record import describe
-from tula_hpc.profiling.timing import Steps, StoppingRule, least_timed, warm_up, within
+from tula_hpc.profiling.timing import least_timed, warm_up, within
 from tula_hpc.records import Configuration, Identity, Measurement, MemoryUse
 from tula_hpc.records.base import Record
 
-# in which the optimizer's part is timed
-OPTIMIZER_STEPS = 10
 # until a loader has settled, and where a part begins and ends
 FEW_STEPS = 5
-# of long steps as few as in so many seconds, but some
-OPTIMIZER_SECONDS = 5.0
-LEAST_OPTIMIZER_STEPS = 3
-# and gradients looked at
-NOISE_SECONDS = 10.0
-LEAST_PASSES = 2
 
 
 class Settings(Record):
@@ -117,6 +107,8 @@ class ScriptProfile(MeasuredSteps):
         self.power: PowerMeter
         self._going = self._steps()
         self.options = NO_OPTIONS
+        # of steps that went on to take more passes
+        self._so_far: Said | None = None
 
     def begin(self) -> None:
         """Watch from now on; memory that is in use by now is not the script's."""
@@ -143,11 +135,17 @@ class ScriptProfile(MeasuredSteps):
         try:
             next(self._going)
         except StopIteration:
-            self.say(self._told())
+            self._so_far = self._told()
+            if self.step_passes.grow:
+                self.begins_anew()
+                return
+            self.say(self._so_far)
             leave(0)
 
     def ended(self, code: int) -> Said:
-        """Return that the script ended too early."""
+        """Return that the script ended too early, unless it was looked at before."""
+        if self._so_far is not None:
+            return self._so_far
         name, steps = self.spec.program.name, self.steps
         if steps == 0 and self.trained_apart:
             why = str(self.unwrapped(self.trained_apart))
@@ -189,7 +187,7 @@ class ScriptProfile(MeasuredSteps):
     @property
     def _apart_steps(self) -> int:
         """Steps of a profile, at most, beside its warm-up and those that are timed in rounds."""
-        return self.course.turn + OPTIMIZER_STEPS + 2 * PASSES + FEW_STEPS
+        return self.awaited + self.course.turn + OPTIMIZER_STEPS + 2 * PASSES + FEW_STEPS
 
     def _remedy(self) -> str:
         """Return advice on how to get more steps from a script; its options may have any name."""
@@ -232,19 +230,27 @@ class ScriptProfile(MeasuredSteps):
             raise own_hook(self.settings.hooked_by)
         self.course.note_first_step()
         yield from warm_up(self, self.settings.search.warmup_steps, self.course.left_out_s)
+        yield from self.await_passes(self.settings.accumulation or 1)
         self._check_passes()
         self._check_batch(is_last=False)
         self._check_share()
         self.power = PowerMeter(self.settings.cluster, self)
         yield from self.course.whole_steps(self.memory, self.power)
         yield from self.course.parts()
+        if self.settings.accumulation is not None and self.step_passes.grow:
+            first, *_, last = self.step_passes
+            raise InputError(
+                f"{self.spec.program.name} takes more and more forward passes for a step, {first} at "
+                f"first and then {last}; set it to those of the training, which a profile waits for",
+                key="workload.accumulation",
+            )
         self._check_batch(is_last=True)
         self.check_kept()
 
     def _check_passes(self) -> None:
         """Refuse another number of passes than was asked for."""
         name = self.spec.program.name
-        passes = self.step_forwards.most_common(1)[0][0] if self.step_forwards else 0
+        passes = self.step_passes.usual
         asked = self.settings.forward_batch
         parts = self.settings.accumulation
         batch = self._batch()
@@ -254,14 +260,21 @@ class ScriptProfile(MeasuredSteps):
             known = self._model_name(), methods_of(self.found[0])
             why = why_no_passes(*known, has_repeated=repeated, has_others=others)
             raise InputError(f"{name}: {why}")
+        other = next(filter(None, map(model_of, self.hooks.others)), "")
         if parts is not None and passes != parts:
-            other = next(filter(None, map(model_of, self.hooks.others)), "")
             world = self.env.world_size
             remedy = remedy_of_passes(passes, parts, batch, asked, world, other=other)
             raise self._refusal(
                 f"{name} takes {plural(passes, 'forward pass')} for an optimizer step, not {parts}; "
                 f"{remedy}",
                 "workload.accumulation",
+            )
+        batches = max(self.step_batches, key=self.step_batches.__getitem__, default=0)
+        if other and batches > passes:
+            raise InputError(
+                f"{name} takes {batches} batches of its loader for a step of {self._model_name()}, which "
+                f"gets {passes}: if {other} is trained on each of them, its steps are those that count",
+                key="workload.counted_model",
             )
         if asked is None:
             self.configuration = self.configuration._replace(local_batch=max(1, batch) * passes)
@@ -384,117 +397,16 @@ class ScriptProfile(MeasuredSteps):
     def _seen(self) -> dict[str, Any]:
         """Return observations of the script's training, for people."""
         model, optimizer = self.hooks.model, self.hooks.optimizer
-        ((passes, _),) = self.step_forwards.most_common(1)
         return {
             "model": self._model_name(),
             "wrapped": isinstance(model, DistributedDataParallel),
             "optimizer": type(optimizer).__name__,
             "others": self._others(),
             "forward_batch": self._batch(),
-            "accumulation": passes,
+            "accumulation": self.step_passes.usual,
             "loader_workers": self.loader_workers,
             # a sampler may draw other numbers than there are
             "samples": self.loaded_samples
             and (LoaderPass(self.loader).drawn or self.loaded_samples),
             "options": self.options._asdict(),
         }
-
-
-class ScriptCourse(Course):
-    """Times of a script's steps and their parts.
-
-    Nothing of a step can be done by itself: a part is timed in the script's own steps, which leave
-    something out.
-    """
-
-    worker: ScriptProfile
-
-    def __init__(self, worker: ScriptProfile) -> None:
-        settings = worker.settings
-        known: dict[int, float] = {}
-        if settings.allreduce_s is not None:
-            known[worker.env.world_size] = settings.allreduce_s
-        rule = StoppingRule.of(settings.search, settings.training_steps or math.inf)
-        super().__init__(worker, rule, worker.waits, known)
-
-    @property
-    def turn(self) -> int:
-        """See `Course`."""
-        return max(1, self.worker.loader_workers)
-
-    def use_up_batches(self) -> None:
-        """See `Course`."""
-        self.worker.use_up_batches()
-
-    def left_out_s(self) -> float:
-        """See `Course`."""
-        return self.worker.left_out_s
-
-    def processor_seconds(self) -> ProcessorSeconds:
-        """See `Course`."""
-        return self.worker.processor_seconds()
-
-    def was_suspended(self) -> bool:
-        """See `Course`. A script cannot be begun again to measure all of it."""
-        (suspended,) = self.worker.agree(float(self.worker.suspensions.take()))
-        return bool(suspended)
-
-    def parts(self) -> Steps[None]:
-        """Time parts of steps; then look at gradients. Collective."""
-        (step_s,) = self.worker.agree(self.mean_s("step"))
-        yield from self._time_optimizer(step_s)
-        yield from self._time_computation()
-        self.time_all_reduce()
-        yield from self._probe_noise(step_s)
-
-    def _time_optimizer(self, step_s: float) -> Steps[None]:
-        seconds: list[float] = []
-        in_time = max(math.ceil(OPTIMIZER_SECONDS / step_s), LEAST_OPTIMIZER_STEPS)
-        self.worker.optimizer_s = seconds
-        for _ in range(min(OPTIMIZER_STEPS, in_time)):
-            yield
-        self.worker.optimizer_s = None
-        self.samples["optimizer"] = seconds
-        self.round_steps["optimizer"] = 1
-
-    def _time_computation(self) -> Steps[None]:
-        """Time steps without synchronization; of a single worker all are."""
-        steps = self.round_steps["step"]
-        optimizer_s = self.mean_s("optimizer")
-        self.round_steps["compute"] = steps
-        if self.worker.env.world_size == 1:
-            both = zip(self.samples["step"], self.samples["data"], strict=True)
-            self.samples["compute"] = [without(whole, wait + optimizer_s) for whole, wait in both]
-            return
-        self.worker.unsynchronized = True
-        # the first has something to set up
-        yield
-        self.samples["compute"], _ = yield from self.rounds(steps, apart_s=optimizer_s)
-        self.worker.unsynchronized = False
-        yield
-
-    def _probe_noise(self, step_s: float) -> Steps[None]:
-        """Estimate the noise scale from gradients at weights that stay as they are.
-
-        Parts are the workers' local batches; of a single worker, the batches of two steps.
-        """
-        worker = self.worker
-        batch = worker.configuration.local_batch
-        world = worker.env.world_size
-        # BatchNorm's statistics of one sample are none
-        if batch < 2:
-            return
-        steps = 1 if world > 1 else 2
-        in_time = max(math.ceil(NOISE_SECONDS / (steps * step_s)), LEAST_PASSES)
-        norms: list[tuple[float, float]] = []
-        worker.unsynchronized = world > 1
-        with captured(worker.parameters) as gradients:
-            for _ in range(min(PASSES, in_time)):
-                own: list[torch.Tensor] = []
-                for _ in range(steps):
-                    yield
-                    own.append(flatten(gradients, worker.parameters))
-                squares = sum(map(squared_length, own))
-                norms.append(shared_norms(worker, sum(own[1:], own[0]), squares, steps))
-        worker.unsynchronized = False
-        self.noise = estimate_from(norms, batch, batch * world * steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -47,6 +48,34 @@ def train(
             model(torch.randn(batch, 8)).square().mean().backward()
         optimizer.step()
         then(step)
+
+
+def accumulates_more() -> None:
+    """As YOLO does over its first iterations."""
+    model, optimizer = build()
+    for step in itertools.count():
+        optimizer.zero_grad()
+        for _ in range(min(4, 1 + step // 12)):
+            model(torch.randn(BATCH, 8)).square().mean().backward()
+        optimizer.step()
+
+
+def feeds_a_critic() -> None:
+    """As a WGAN does, whose larger generator makes images without gradients for it."""
+    generator, critic = nn.Linear(8, 8), nn.Linear(8, 1)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (generator, critic)]
+    loader = DataLoader(TensorDataset(torch.randn(2 * BATCH, 8)), BATCH)
+    while True:
+        for index, (inputs,) in enumerate(loader):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            with torch.no_grad():
+                made = generator(inputs)
+            (critic(inputs) - critic(made)).mean().backward()
+            optimizers[1].step()
+            if index == 1:
+                critic(generator(inputs)).mean().backward()
+                optimizers[0].step()
 
 
 def finds_no_data() -> None:
@@ -410,6 +439,8 @@ WAYS: dict[str, Callable[[], object]] = {
     "takes no batch": lambda: train(batch=6),
     "accumulates": lambda: train(passes=2),
     "halves its batch": halves_its_batch,
+    "accumulates more": accumulates_more,
+    "feeds a critic": feeds_a_critic,
     "takes five passes": lambda: train(passes=5),
     "takes many passes": lambda: train(passes=32),
     "divides its passes": lambda: train(passes=4 // WORLD),

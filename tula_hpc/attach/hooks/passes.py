@@ -168,6 +168,20 @@ class Apart:
         return 2 * self._steps >= max(steps, FEW_STEPS)
 
 
+class StepPasses(list[int]):
+    """Forward passes of each step, in their order."""
+
+    @property
+    def usual(self) -> int:
+        """Those of most steps; 0: there was none."""
+        return max(self, key=self.count, default=0)
+
+    @property
+    def grow(self) -> bool:
+        """Tell whether steps have taken more and more, as in the warm-up of YOLO."""
+        return len(self) >= 6 and self == sorted(self) and self[2] < self[-3]
+
+
 class Pass:
     """Forward pass of a step.
 

@@ -1,0 +1,127 @@
+"""Rounds and parts of a script's steps, as its profile times them."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from tula_hpc.attach.measured_steps import captured
+from tula_hpc.gradients.reference_gradient import flatten
+from tula_hpc.profiling.measured_rounds import Course, without
+from tula_hpc.profiling.meters import ProcessorSeconds
+from tula_hpc.profiling.probes import PASSES, estimate_from, shared_norms, squared_length
+from tula_hpc.profiling.timing import Steps, StoppingRule
+
+if TYPE_CHECKING:
+    from tula_hpc.attach.script_profile import ScriptProfile
+
+# in which the optimizer's part is timed
+OPTIMIZER_STEPS = 10
+# of long steps as few as in so many seconds, but some
+OPTIMIZER_SECONDS = 5.0
+LEAST_OPTIMIZER_STEPS = 3
+# and gradients looked at
+NOISE_SECONDS = 10.0
+LEAST_PASSES = 2
+
+
+class ScriptCourse(Course):
+    """Times of a script's steps and their parts.
+
+    Nothing of a step can be done by itself: a part is timed in the script's own steps, which leave
+    something out.
+    """
+
+    worker: ScriptProfile
+
+    def __init__(self, worker: ScriptProfile) -> None:
+        settings = worker.settings
+        known: dict[int, float] = {}
+        if settings.allreduce_s is not None:
+            known[worker.env.world_size] = settings.allreduce_s
+        rule = StoppingRule.of(settings.search, settings.training_steps or math.inf)
+        super().__init__(worker, rule, worker.waits, known)
+
+    @property
+    def turn(self) -> int:
+        """See `Course`."""
+        return max(1, self.worker.loader_workers)
+
+    def use_up_batches(self) -> None:
+        """See `Course`."""
+        self.worker.use_up_batches()
+
+    def left_out_s(self) -> float:
+        """See `Course`."""
+        return self.worker.left_out_s
+
+    def processor_seconds(self) -> ProcessorSeconds:
+        """See `Course`."""
+        return self.worker.processor_seconds()
+
+    def was_suspended(self) -> bool:
+        """See `Course`. A script cannot be begun again to measure all of it."""
+        (suspended,) = self.worker.agree(float(self.worker.suspensions.take()))
+        return bool(suspended)
+
+    def parts(self) -> Steps[None]:
+        """Time parts of steps; then look at gradients. Collective."""
+        (step_s,) = self.worker.agree(self.mean_s("step"))
+        yield from self._time_optimizer(step_s)
+        yield from self._time_computation()
+        self.time_all_reduce()
+        yield from self._probe_noise(step_s)
+
+    def _time_optimizer(self, step_s: float) -> Steps[None]:
+        seconds: list[float] = []
+        in_time = max(math.ceil(OPTIMIZER_SECONDS / step_s), LEAST_OPTIMIZER_STEPS)
+        self.worker.optimizer_s = seconds
+        for _ in range(min(OPTIMIZER_STEPS, in_time)):
+            yield
+        self.worker.optimizer_s = None
+        self.samples["optimizer"] = seconds
+        self.round_steps["optimizer"] = 1
+
+    def _time_computation(self) -> Steps[None]:
+        """Time steps without synchronization; of a single worker all are."""
+        steps = self.round_steps["step"]
+        optimizer_s = self.mean_s("optimizer")
+        self.round_steps["compute"] = steps
+        if self.worker.env.world_size == 1:
+            both = zip(self.samples["step"], self.samples["data"], strict=True)
+            self.samples["compute"] = [without(whole, wait + optimizer_s) for whole, wait in both]
+            return
+        self.worker.unsynchronized = True
+        # the first has something to set up
+        yield
+        self.samples["compute"], _ = yield from self.rounds(steps, apart_s=optimizer_s)
+        self.worker.unsynchronized = False
+        yield
+
+    def _probe_noise(self, step_s: float) -> Steps[None]:
+        """Estimate the noise scale from gradients at weights that stay as they are.
+
+        Parts are the workers' local batches; of a single worker, the batches of two steps.
+        """
+        worker = self.worker
+        batch = worker.configuration.local_batch
+        world = worker.env.world_size
+        # BatchNorm's statistics of one sample are none
+        if batch < 2:
+            return
+        steps = 1 if world > 1 else 2
+        in_time = max(math.ceil(NOISE_SECONDS / (steps * step_s)), LEAST_PASSES)
+        norms: list[tuple[float, float]] = []
+        worker.unsynchronized = world > 1
+        with captured(worker.parameters) as gradients:
+            for _ in range(min(PASSES, in_time)):
+                own: list[torch.Tensor] = []
+                for _ in range(steps):
+                    yield
+                    own.append(flatten(gradients, worker.parameters))
+                squares = sum(map(squared_length, own))
+                norms.append(shared_norms(worker, sum(own[1:], own[0]), squares, steps))
+        worker.unsynchronized = False
+        self.noise = estimate_from(norms, batch, batch * world * steps)
