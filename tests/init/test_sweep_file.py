@@ -403,6 +403,12 @@ def test_without_slurm_both_files_are_for_this_machine(
     assert capsys.readouterr().err == f"nothing.py: no such file; {words} {Path.cwd()}\n"
     assert main(["--script", str(tmp_path)]) == 2
     assert f"{tmp_path}: is no file; {words} " in capsys.readouterr().err
+    # TOML can be valid Python, and its own name would be the sweep file's
+    mine = tmp_path / "mine.toml"
+    mine.write_text('name = "mine"\n')
+    assert main([str(tmp_path / "cluster.toml"), "--script", str(mine), "--force"]) == 2
+    assert f"{mine}: is a sweep or cluster file; {words} " in capsys.readouterr().err
+    assert mine.read_text() == 'name = "mine"\n'
 
 
 @pytest.mark.parametrize(("batch", "passes", "samples"), [(1, 1, 640), (2, 4, 10**6), (64, 1, 100)])
