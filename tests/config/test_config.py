@@ -237,6 +237,12 @@ def test_several_mistakes_are_a_line_each(here: Path) -> None:
     assert [line.split(": ")[1] for line in lines] == ["name", "workload.epochs", "workload.lr", "serach"]
 
 
+def test_a_script_in_place_of_a_file_is_told_what_writes_one(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\n")
+    with pytest.raises(InputError, match=r"it is a script, for which tula init --script \S+ writes a sweep file"):
+        load_sweep(tmp_path / "train.py")
+
+
 def test_a_run_directory_in_place_of_a_file_is_told_its_files(tmp_path: Path) -> None:
     (tmp_path / "sweep.toml").touch()
     with pytest.raises(InputError, match=r"is a folder; expected a TOML file, as sweep\.toml and cluster\.toml in it$"):

@@ -78,8 +78,8 @@ def test_a_module_is_found_and_not_imported() -> None:
         ('script = "train.py"', 'module = "package.gone"', r"workload\.module: no module 'package\.gone' that can be"),
         ('script = "train.py"', 'module = "package"', r"workload\.module: no module 'package' that can be run"),
         ('script = "train.py"', 'module = "a b"', r'workload\.module: expected the name of a module, .*, got "a b"'),
-        ("samples = 5000", "", r"workload\.samples: is required with a script, which does not tell it; add it, as "),
-        ("epochs = 3", "", r"workload\.epochs: is required with a script"),
+        ("samples = 5000", "", r"workload\.samples: is required with a script; add it, as `tula attach` prints it"),
+        ("epochs = 3", "", r"workload\.epochs: is required with a script; add it, epochs = 90$"),
         ("epochs = 3", "epochs = 3\nlr = 0.1", r"workload\.lr: the script has its own lr; remove what stands here"),
         (
             "epochs = 3",

@@ -49,8 +49,8 @@ COMMANDS = {
 }
 # what is typed, in order, and what comes of it
 WAY = (
-    ("init --script train.py", "cluster.toml and train.toml, in which some is unknown"),
-    ("attach --into train.toml train.py --epochs 100", "runs it for some steps, fills that in"),
+    ("init --script train.py", "write cluster.toml and train.toml, with some values unknown"),
+    ("attach --into train.toml train.py --epochs 100", "run it here for some steps, fill these in"),
     ("check cluster.toml", "is the cluster as its file says? a job of 3 minutes"),
     ("sweep train.toml --cluster cluster.toml --until plan", "measure, and choose"),
     ("status runs/train", "what runs and waits, and what it cost so far"),

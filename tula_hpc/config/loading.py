@@ -32,6 +32,7 @@ from tula_hpc.config.validation import (
 )
 from tula_hpc.errors import InputError
 from tula_hpc.files import read_bounded
+from tula_hpc.formatting import command_line
 
 # a sweep file is a page; a larger one is a mistake or an attack
 MAX_FILE_BYTES = 1_000_000
@@ -98,6 +99,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         text = _one_line(error)
         for words, meaning in TOMLLIB_WORDS.items():
             text = text.replace(words, meaning)
+        if path.suffix == ".py":
+            command = command_line("init", "--script", str(path))
+            text = f"it is a script, for which {command} writes a sweep file"
         raise InputError(f"is not valid TOML: {text}", source=path) from None
 
 

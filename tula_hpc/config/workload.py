@@ -255,12 +255,9 @@ class WorkloadSpec(Spec):
             raise ValueError(
                 f"{idle[0]}: the script has its own {' and '.join(idle)}; remove what stands here"
             )
-        for key in ("samples", "epochs"):
+        for key, remedy in (("samples", "as `tula attach` prints it"), ("epochs", "epochs = 90")):
             if key not in given:
-                raise ValueError(
-                    f"{key}: is required with a script, which does not tell it; add it, as "
-                    "`tula attach` prints it"
-                )
+                raise ValueError(f"{key}: is required with a script; add it, {remedy}")
         _check_placeholders(self.arguments, self.resume_arguments or ())
         if self.accumulation & (self.accumulation - 1):
             raise ValueError(
