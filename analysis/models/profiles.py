@@ -276,12 +276,17 @@ def _profile(configuration: Configuration, passes: int, rows: Sequence[Measureme
     between_s = [row.between_epochs_s for row in rows if row.between_epochs_s is not None]
     smaller = medians_by_batch(pair for row in rows for pair in row.smaller_computes)
     memories = [row.memory for row in rows if row.memory]
-    # memory that was short once does not suffice
-    short = {name: max(getattr(m, name) for m in memories) for name in ("alloc_retries", "ooms")}
+    memory = _medians(memories, MemoryUse, round)
+    if len(memories) > 1:
+        # memory that was short once does not suffice
+        short = {
+            name: max(getattr(m, name) for m in memories) for name in ("alloc_retries", "ooms")
+        }
+        memory = memory.model_copy(update=short)
     return Profile(
         configuration,
         times=_medians([row.times for row in rows if row.times], StepTimes, float),
-        memory=_medians(memories, MemoryUse, round).model_copy(update=short),
+        memory=memory,
         repeats=len(rows),
         converged=any(row.converged for row in rows),
         exclusive=all(row.exclusive for row in rows),
@@ -318,9 +323,14 @@ def _medians(
         return rows[0]
     values: dict[str, Any] = {}
     for name in kind.model_fields:
-        column = [getattr(row, name) for row in rows]
-        known = [value for value in column if value is not None]
-        values[name] = convert(median(known)) if known else None
+        known = [value for row in rows if (value := getattr(row, name)) is not None]
+        if not known:
+            values[name] = None
+        elif known.count(known[0]) == len(known):
+            # much faster, and so it is mostly
+            values[name] = convert(known[0])
+        else:
+            values[name] = convert(median(known))
     return cast(Fields, kind.model_construct(None, **values))
 
 
