@@ -49,6 +49,7 @@ from tula_hpc.records.measurement import damaged_footprints
 from tula_hpc.records.run_directory import holder_of
 
 if TYPE_CHECKING:
+    from tula_hpc.analysis.planning.candidates import Partition
     from tula_hpc.analysis.what_if import WhatIf
 
 NEW_RUN = "start a sweep with these values and a new --run-dir, as the run's own may not want it"
@@ -83,9 +84,10 @@ def make_plan(
 
     awaited: list[Configuration] = []
 
-    def pending(part: ClusterSpec, rows: Sequence[Measurement]) -> Sequence[Configuration]:
-        part_sweep = sweep_for(sweep, part)
-        found = propose(part_sweep, part, rows) if part_sweep else []
+    def pending(part: Partition, rows: Sequence[Measurement]) -> Sequence[Configuration]:
+        own = sweep_for(sweep, part.cluster)
+        model = part.models.step_time
+        found = propose(own, part.cluster, rows, model=model) if own else []
         awaited.extend(found)
         return found
 

@@ -31,7 +31,7 @@ from tula_hpc.analysis.planning.partitions import (
     of_partition,
     prefixed,
 )
-from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.config import SweepSpec
 from tula_hpc.formatting import format_bytes, plural
 from tula_hpc.records import Configuration, Doubt, Measurement, Plan, Remedy
 
@@ -44,7 +44,7 @@ def plan_candidates(
     fitted: FittedPartitions,
     measurements: Sequence[Measurement],
     *,
-    pending: Callable[[ClusterSpec, Sequence[Measurement]], Sequence[Configuration]],
+    pending: Callable[[Partition, Sequence[Measurement]], Sequence[Configuration]],
     how_to_profile: str,
     skipped_lines: int,
 ) -> Plan:
@@ -65,7 +65,7 @@ def plan_candidates(
             part.cluster,
             part.summary,
             sweep,
-            pending(part.cluster, rows),
+            pending(part, rows),
             how_to_profile=how_to_profile,
             chosen=plan.chosen.configuration,
             model=part.models.step_time,

@@ -97,9 +97,15 @@ class AdaptiveSearch:
         self.form = form
 
     def propose(
-        self, measurements: Sequence[Measurement], given_up: frozenset[Configuration] = frozenset()
+        self,
+        measurements: Sequence[Measurement],
+        given_up: frozenset[Configuration] = frozenset(),
+        model: StepTimeModel | None = None,
     ) -> list[Configuration]:
-        """Return the configurations to profile next, the first one first; none at the end."""
+        """Return the configurations to profile next, the first one first; none at the end.
+
+        `model` is that of these measurements, where it is fitted already.
+        """
         usable = [row for row in measurements if is_usable(row)]
         measured = {row.configuration for row in usable}
         open_ = [c for c in self.candidates if c not in measured and c not in given_up]
@@ -111,7 +117,7 @@ class AdaptiveSearch:
         if len(measured) < AT_LEAST:
             return open_[:1]
         summary = self.decision.known(summarize(measurements))
-        return self._by_uncertainty(summary, usable, open_)
+        return self._by_uncertainty(summary, usable, open_, model)
 
     def choice(self, measurements: Sequence[Measurement]) -> Configuration | None:
         """Return the choice from at least one measurement; None where nothing can be chosen."""
@@ -124,10 +130,14 @@ class AdaptiveSearch:
         return predictions.choices[-1].configuration
 
     def _by_uncertainty(
-        self, summary: Summary, usable: Sequence[Measurement], open_: Sequence[Configuration]
+        self,
+        summary: Summary,
+        usable: Sequence[Measurement],
+        open_: Sequence[Configuration],
+        model: StepTimeModel | None,
     ) -> list[Configuration]:
         measured = {row.configuration for row in usable}
-        predictions = self._predictions(summary, measured)
+        predictions = self._predictions(summary, measured, model)
         if predictions.hopeless:
             return []
         left = self.max_profiles - len(measured)
@@ -152,8 +162,10 @@ class AdaptiveSearch:
         best = max(range(len(points)), key=lambda i: (points[i] in may_run, gains[i], points[i]))
         return [points[best]]
 
-    def _predictions(self, summary: Summary, measured: set[Configuration]) -> _Predictions:
-        model = fit_step_time(summary.profiles, self.form, summary.passes)
+    def _predictions(
+        self, summary: Summary, measured: set[Configuration], model: StepTimeModel | None = None
+    ) -> _Predictions:
+        model = model or fit_step_time(summary.profiles, self.form, summary.passes)
         choices = self.decision.choices(summary, model)
         chosen = {each.configuration for each in choices or ()} & set(self.every)
         points = _thinned(self.every, keep=measured | chosen)

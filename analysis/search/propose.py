@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from tula_hpc.analysis.models.memory import fit_memory
 from tula_hpc.analysis.models.profiles import Summary, is_out_of_memory, summarize
+from tula_hpc.analysis.models.step_time import StepTimeModel
 from tula_hpc.analysis.planning.memory_limit import memory_limit_bytes
 from tula_hpc.analysis.planning.partitions import with_passes
 from tula_hpc.analysis.search.adaptive import AdaptiveSearch
@@ -46,6 +47,7 @@ def propose(
     measurements: Sequence[Measurement],
     *,
     trusted_batch: int | None = None,
+    model: StepTimeModel | None = None,
 ) -> list[Configuration]:
     """Return the configurations to profile next; none at the end of the search.
 
@@ -55,7 +57,8 @@ def propose(
     and corners move to the next smaller one. So do batches that surely need more memory than there
     is, judging by smaller ones, as each would cost a job. A configuration that failed for another
     reason is proposed once more, then given up. Before anything was measured, batches up to
-    `trusted_batch` fit by an estimate; None: any.
+    `trusted_batch` fit by an estimate; None: any. `model` is that of step times, where a plan has
+    fitted it to these measurements already.
     """
     search = sweep.search
     fitting = believed_to_fit(sweep, cluster, measurements)
@@ -65,7 +68,7 @@ def propose(
     if search.mode == "adaptive":
         decision = DecisionModel(sweep.objective.kind, sweep, cluster)
         adaptive = AdaptiveSearch(fitting, decision, search.max_profiles, search.form)
-        return adaptive.propose(measurements, frozenset(done))
+        return adaptive.propose(measurements, frozenset(done), model)
     wanted = fitting if search.mode == "full" else corners(fitting)
     return [configuration for configuration in wanted if configuration not in done]
 

@@ -91,6 +91,13 @@ def test_very_noisy_measurements_are_followed_by_more_of_them() -> None:
     assert max(noisy) == 8
 
 
+def test_a_plan_fits_its_measurements_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = run(AdaptiveSearch(POINTS, DecisionModel("time"), max_profiles=5))
+    monkeypatch.setattr("tula_hpc.analysis.search.adaptive.fit_step_time", None)
+    spec = sweep("time", cluster_sizes=[1, 2, 4, 8], min_batch=32, max_batch=2048, mode="adaptive")
+    assert make_plan(spec, cluster(max_nodes=8), rows).chosen.measured
+
+
 def test_it_looks_where_the_model_is_unsure_not_where_it_has_been() -> None:
     """All of one cluster size is known: what is left to learn is elsewhere."""
     known = [measure(c, 0) for c in POINTS if c.nodes in (1, 8)]
