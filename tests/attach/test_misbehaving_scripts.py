@@ -88,6 +88,7 @@ def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, scri
             Failure.BAD_INPUT,
             "its methods: end its class with `forward = loss`, and write `model(…)` for `model.loss(…)`",
         ),
+        ("calls forward", Failure.BAD_INPUT, "none of its methods: write `model(…)` for `model.forward(…)`"),
         ("keeps its batch", Failure.BAD_INPUT, "misbehaving.py: its steps all pass over one batch; expected a new one"),
         ("shards its model", Failure.BAD_INPUT, "misbehaving.py shards its model (FSDP), which is not measured or"),
         (

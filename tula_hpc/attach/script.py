@@ -192,11 +192,13 @@ def why_no_passes(
     if has_repeated:
         return "its steps all pass over one batch; expected a new one from the loader in each step"
     method = methods[0] if len(methods) == 1 else "METHOD"
+    how = f"end its class with `forward = {method}`, and write `model(…)` for `model.{method}(…)`"
+    if not methods:
+        how = "write `model(…)` for `model.forward(…)`"
     other = "; or set workload.counted_model to the class of the one that it calls"
     return (
         f"expected forward passes of {model} in training mode in a step, found none; call the model "
-        "itself, as DistributedDataParallel asks too, and none of its methods: end its class with "
-        f"`forward = {method}`, and write `model(…)` for `model.{method}(…)`"
+        f"itself, as DistributedDataParallel asks too, and none of its methods: {how}"
         f"{other if has_others else ''}"
     )
 

@@ -214,6 +214,21 @@ def calls_a_method() -> None:
         optimizer.step()
 
 
+class WithMode(nn.Linear):
+    """Has a method that each module has."""
+
+    def train(self, mode: bool = True) -> WithMode:
+        return super().train(mode)
+
+
+def calls_forward() -> None:
+    model = WithMode(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    while True:
+        torch.autograd.backward(model.forward(torch.randn(BATCH, 8)).square().mean())
+        optimizer.step()
+
+
 def keeps_its_batch() -> None:
     """As a first trial of a model: it shall fit a single batch."""
     model, optimizer = build()
@@ -448,6 +463,7 @@ WAYS: dict[str, Callable[[], object]] = {
     "changes by hand": changes_by_hand,
     "has sparse gradients": has_sparse_gradients,
     "calls a method": calls_a_method,
+    "calls forward": calls_forward,
     "keeps its batch": keeps_its_batch,
     "gives batches": gives_batches,
     "has a loss of two passes": has_a_loss_of_two_passes,

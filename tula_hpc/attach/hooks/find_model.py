@@ -68,12 +68,12 @@ def name_of(model: nn.Module) -> str:
 
 
 def methods_of(model: nn.Module) -> list[str]:
-    """Return the public methods that a class of the script's own has beside `forward`."""
+    """Return the public methods of a class of the script's own that torch's modules have not."""
     kind = type(model)
     if kind.__module__.startswith("torch."):
         return []
     found = [name for name, value in vars(kind).items() if isfunction(value)]
-    return [name for name in found if name != "forward" and not name.startswith("_")]
+    return [name for name in found if not (name.startswith("_") or hasattr(nn.Module, name))]
 
 
 def is_sharded(model: nn.Module) -> bool:
