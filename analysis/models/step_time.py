@@ -130,18 +130,21 @@ class StepTimeModel:
         )
         rows = _rows(columns)
         fitted = choose_form(rows, self.form, BELIEFS[self.backend], storage_decides)
-        fitted = fitted.with_believed_network(rows, gradient_bytes)
-        self._fitted = fitted
+        self._fitted = fitted.with_believed_network(rows, gradient_bytes)
         self._steps = rows.kind == STEP
-        self.form_ = fitted.form
+        self._describe(rows)
+        return self
+
+    def _describe(self, rows: Rows) -> None:
+        fitted = self._fitted
         absent = fitted.absent(rows)
+        self.form_ = fitted.form
         values = dict(zip(NAMES, fitted.fit.coefficients.tolist(), strict=False))
         self.parameters_ = {name: value for name, value in values.items() if name not in absent}
         self.pinned_ = [name for name in fitted.unidentified() if name not in absent]
         self.departures_ = fitted.departures()
         self.spread_ = spread(fitted.fit, self._steps, SCATTER)
         self.residual_median_ = float(np.median(np.abs(fitted.fit.residuals[self._steps])))
-        return self
 
     def predict(
         self, nodes: ArrayLike, local_batch: ArrayLike, workers_per_node: ArrayLike = 1
