@@ -110,6 +110,9 @@ class LoaderPass:
         batches: Any = getattr(iterator, "_index_sampler", None)
         size = getattr(batches, "batch_size", None)
         self.size = size if isinstance(size, int) else 0
+        if getattr(batches, "split_batches", False):
+            # accelerate's, of which this worker has its share
+            self.size //= batches.num_processes
         self.drawn = _drawn_by(batches)
         if self.drawn >= ENDLESS * (length_of(getattr(iterator, "_dataset", None)) or self.drawn):
             self.drawn = 0

@@ -137,6 +137,14 @@ def test_an_epoch_is_what_the_sampler_draws() -> None:
     assert [LoaderPass(iter(loader)).drawn for loader in loaders] == [3, 0, 0, 8]
 
 
+def test_of_a_batch_that_accelerate_splits_a_worker_has_its_share() -> None:
+    accelerate = pytest.importorskip("accelerate.data_loader", reason="accelerate is not installed here")
+    data = TensorDataset(torch.zeros(8))
+    shard = accelerate.BatchSamplerShard(BatchSampler(range(8), 4, False), 2, 1, split_batches=True)
+    loader = iter(DataLoader(data, batch_sampler=shard))
+    assert [LoaderPass(loader).items_in(batch, 1) for batch in loader] == [2, 2]
+
+
 IMAGE = {"image": torch.zeros(3, 2, 2)}
 
 
