@@ -60,6 +60,16 @@ def peak_mb(module: str, root: Path, before: str = "") -> float:
     return int(done.stderr.split()[-1]) / MB
 
 
+# at most so many steps, where how many are held does not matter: lines are read the sooner
+HELD = 1_000
+
+
+@pytest.fixture
+def few_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_records, "MAX_STEPS", HELD)
+    monkeypatch.setattr(metrics_records, "FEW_STEPS", HELD // 4)
+
+
 def read_and_held_mb(file: Path) -> tuple[Metrics, float]:
     """What is read, and most memory of Python's objects meanwhile."""
     tracemalloc.start()
@@ -100,21 +110,22 @@ def test_of_very_many_measurements_all_but_the_samples_is_kept(tmp_path: Path, m
     assert (after.skipped, len(after.damage)) == (before.skipped, len(before.damage)) == (1, 1)
 
 
+@pytest.mark.usefixtures("few_are_held")
 def test_many_steps_are_read_in_little_memory_and_some_of_them_evenly_chosen(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    add_steps(run, 20_000)
+    add_steps(run, 5 * HELD)
 
     found, held_mb = read_and_held_mb(run.train().metrics_file)
 
-    assert found.logged == 20_000
-    assert MAX_STEPS / 2 <= len(found.steps) <= MAX_STEPS
+    assert found.logged == 5 * HELD
+    assert HELD / 2 <= len(found.steps) <= HELD
     assert len(found.epochs) == 20
     steps = [row.step for row in found.steps]
-    assert (steps[0], steps[-1]) == (1, 20_000)
+    assert (steps[0], steps[-1]) == (1, 5 * HELD)
     assert max(np.diff(steps)) <= 64
     assert np.median(np.diff(steps)) <= 16
     assert min(np.diff(steps)) > 0
-    assert held_mb < 60  # of 20,000 records it would be 100
+    assert held_mb < 4  # of all records it would be 8
 
 
 def logged_line(step: int, **more: float) -> str:
@@ -122,10 +133,11 @@ def logged_line(step: int, **more: float) -> str:
     return StepMetrics.model_validate(known | more).model_dump_json() + "\n"
 
 
+@pytest.mark.usefixtures("few_are_held")
 @pytest.mark.parametrize("every", [8, 10])
 def test_what_comes_at_equal_distances_is_neither_missed_nor_doubled(tmp_path: Path, every: int) -> None:
     file = tmp_path / "metrics.jsonl"
-    file.write_text("".join(logged_line(step, lr=float(step % every == 1)) for step in range(1, 20_001)))
+    file.write_text("".join(logged_line(step, lr=float(step % every == 1)) for step in range(1, 5 * HELD)))
 
     found = read_metrics(file)
 
@@ -133,14 +145,16 @@ def test_what_comes_at_equal_distances_is_neither_missed_nor_doubled(tmp_path: P
     assert found == read_metrics(file)
 
 
+@pytest.mark.usefixtures("few_are_held")
 def test_a_step_that_had_seen_absurdly_many_samples_leaves_the_others(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    lines = [logged_line(step) for step in range(1, 10_001)]
+    lines = [logged_line(step) for step in range(1, 9 * HELD // 5)]
     # where they become too many
-    lines.insert(MAX_STEPS, logged_line(MAX_STEPS, samples_seen=10**14))
+    lines.insert(HELD, logged_line(HELD, samples_seen=10**14))
     file.write_text("".join(lines))
 
-    assert len(read_metrics(file).steps) > MAX_STEPS / 2
+    # half of those before, and of those behind it
+    assert len(read_metrics(file).steps) > 3 * HELD / 4
 
 
 def test_after_a_rollback_no_step_of_before_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,21 +195,24 @@ def test_steps_that_are_suddenly_far_apart_are_held_as_others(tmp_path: Path, mo
     assert 20 <= len(read_metrics(file).steps) <= 41
 
 
+@pytest.mark.usefixtures("few_are_held")
 def test_steps_with_a_reading_of_the_noise_are_chosen_first(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     rare = 50
-    lines = [logged_line(step, **({"noise_trace": 1.0} if step % rare == 0 else {})) for step in range(1, 20_001)]
+    steps = range(1, 5 * HELD + 1)
+    lines = [logged_line(step, **({"noise_trace": 1.0} if step % rare == 0 else {})) for step in steps]
     file.write_text("".join(lines))
 
     found = read_metrics(file)
 
-    assert sum(row.noise_trace is not None for row in found.steps) == 20_000 / rare
+    assert sum(row.noise_trace is not None for row in found.steps) == 5 * HELD / rare
     assert all(row.noise_trace is None or row.step % rare == 0 for row in found.steps)
 
 
+@pytest.mark.usefixtures("few_are_held")
 def test_whether_gradients_were_scaled_is_told_of_all_steps(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    add_steps(run, 3 * MAX_STEPS)
+    add_steps(run, 3 * HELD)
     rows = [parse_metrics(line) for line in run.train().metrics_file.read_bytes().splitlines()]
     steps = [row for row in rows if isinstance(row, StepMetrics)]
     lines = [row.model_copy(update={"scaled": 0.0}).model_dump_json() for row in steps]
