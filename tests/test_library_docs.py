@@ -10,6 +10,7 @@ import pytest
 from tests.library_docs import build
 
 
+@pytest.mark.processes
 def test_the_librarys_pages_are_made_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("pdoc", reason="pdoc is of the extra dev")
     with warnings.catch_warnings():

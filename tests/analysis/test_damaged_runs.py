@@ -30,6 +30,7 @@ from tula_hpc.launch import local_executor as local_alive
 from tula_hpc.records import RateTrial, TunedRates, write_atomically
 from tula_hpc.status import __main__ as status
 
+pytestmark = pytest.mark.processes
 SMALL_STUDY: dict[str, Any] = {
     **STUDY,
     "study": {"methods": ["lbt", "ags"], "batches": [256], "seeds": [0, 1], "small_batch": 128, "base_lrs": [0.1]},

@@ -85,11 +85,13 @@ def suspended_while_it_waits(rank: int, folder: Path) -> None:
     os._exit(0)
 
 
+@pytest.mark.processes
 def test_a_worker_that_was_stopped_in_a_collective_names_the_suspension(tmp_path: Path) -> None:
     start_workers(2, suspended_while_it_waits, tmp_path, timeout_s=60)
     assert (tmp_path / "told").exists()
 
 
+@pytest.mark.processes
 def test_a_configuration_whose_job_was_suspended_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it: a mean of few rounds believes what a suspended one took."""
     run = StepProfile.run
@@ -113,6 +115,7 @@ def test_a_configuration_whose_job_was_suspended_is_measured_again(monkeypatch: 
     assert shared.computed
 
 
+@pytest.mark.processes
 def test_a_job_that_is_suspended_every_time_is_measured_so_often_and_not_more(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

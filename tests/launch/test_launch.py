@@ -490,6 +490,7 @@ def test_a_controller_that_is_killed_comes_again_a_few_times(
     assert (log.read_text().count("requeue 17") if log.exists() else 0) == requeued
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("silences", "asked"), [(0, 1), (2, 3), (9, 4)])
 def test_a_controller_that_is_killed_asks_again_where_slurm_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silences: int, asked: int

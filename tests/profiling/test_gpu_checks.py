@@ -19,6 +19,7 @@ def test_synchronizations_are_counted_for_every_method() -> None:
     assert set(gpu_checks.MEANT) <= set(gpu_checks.FORMS)
 
 
+@pytest.mark.processes
 def test_a_profile_is_held_against_steps_without_reference_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """It times a pass apart; on a GPU the larger batch is an epoch, and every other step would take one."""
 

@@ -259,6 +259,7 @@ def test_the_client_gives_the_record(
     assert found.trusted_batch == found.footprint.largest_local_batch
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("program", "timeout_s", "reason"),
     [

@@ -231,6 +231,7 @@ def messages(log: bytes) -> Iterator[bytes]:
             message = b""
 
 
+@pytest.mark.processes
 def test_mlflow_has_one_run_that_says_itself_how_far_it_came(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

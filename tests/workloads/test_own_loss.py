@@ -164,6 +164,7 @@ def test_a_step_in_parts_has_the_gradient_of_the_whole_batch() -> None:
         torch.testing.assert_close(parameter.grad, expected)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workload", [REGRESSION, WORDS], ids=["several inputs", "words"])
 def test_it_is_profiled_and_its_memory_estimated(workload: dict[str, Any]) -> None:
     spec = sweep(workload)
@@ -177,6 +178,7 @@ def test_it_is_profiled_and_its_memory_estimated(workload: dict[str, Any]) -> No
     assert found.parameter_bytes == 4 * measurement.parameters
 
 
+@pytest.mark.processes
 def test_the_language_model_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = sweep(WORDS | {"samples": 1024, "optimizer": "adamw", "lr": 0.003, "epochs": 1})
     result = result_of(train(tmp_path / "run", spec, monkeypatch))
@@ -236,6 +238,7 @@ def stepped(worker: Worker) -> dict[str, Any]:
     return {"state": state, "scale": worker.optimizer.statistics().scale_mean}
 
 
+@pytest.mark.processes
 def test_two_workers_step_alike(tmp_path: Path) -> None:
     start_workers(2, work, tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
@@ -413,6 +416,7 @@ def unused(rank: int, folder: Path) -> None:
         del worker
 
 
+@pytest.mark.processes
 def test_parameters_that_several_workers_would_wait_for_are_named(tmp_path: Path) -> None:
     start_workers(2, unused, tmp_path)
 

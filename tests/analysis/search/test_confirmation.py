@@ -87,6 +87,7 @@ def worlds(draw: st.DrawFn) -> World:
     )
 
 
+@pytest.mark.processes
 @fuzz(5)
 @given(worlds(), st.sampled_from(OBJECTIVES), st.sampled_from([{}, {"max_global_batch": 512}]))
 def test_the_choice_was_measured_or_the_plan_says_why_not(world: World, kind: str, constraints: dict[str, Any]) -> None:
@@ -169,6 +170,7 @@ def test_what_another_objective_would_choose_is_still_to_be_profiled() -> None:
     assert plan.profile_share is None
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not (folder() / "imagenet").is_dir(), reason=f"no step-time traces in {folder()}")
 @pytest.mark.parametrize("objective", ["time", "cost"])
 def test_on_recorded_steps_every_choice_was_measured(objective: str) -> None:
