@@ -237,7 +237,7 @@ def _sweep_again(run: RunDirectory) -> tuple[str, ...]:
 def _how_to_train(options: argparse.Namespace, run: RunDirectory, trains_otherwise: str) -> str:
     """Say whether a training would follow the plan that is shown, and how it is begun."""
     if run.has_trained():
-        return "The training of this run follows its own plan, not this one."
+        return "The training of this run keeps the plan that it began with."
     train = command_line(*_sweep_again(run))
     told = "To train by it, without measuring again:"
     if trains_otherwise:

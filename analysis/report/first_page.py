@@ -238,8 +238,10 @@ def _outcome(run: RunContents, training: Training, name: str) -> Iterator[str]:
         yield f"{name} has started; {done}."
         return
     time = f"{format_duration(result.train_time_s)}{_against_prediction(run, training)}"
-    reached = format_score(result.test_accuracy, result.test_loss)
-    yield f"{name}'s steps ({result.method}) took {time} and reached {reached}."
+    end = "reported no score"
+    if result.test_accuracy is not None or result.test_loss is not None:
+        end = f"reached {format_score(result.test_accuracy, result.test_loss)}"
+    yield f"{name}'s steps ({result.method}) took {time} and {end}."
     if run.plan and not _ended_as(run.plan.chosen, training, result):
         where = plural(result.nodes, "node") + of_partition_in_words(training.partition or "")
         batch = f"global batch {result.global_batch:,}"

@@ -176,6 +176,11 @@ def test_a_training_whose_plan_is_lost_has_its_score_on_the_first_page(tmp_path:
     run.plan_file.unlink()
     contents = read_run(run)
     assert "64.5 % test accuracy" in told_first(contents)
+    (training,) = contents.trainings
+    assert training.result is not None
+    # as of a script without workload.metric
+    unscored = training._replace(result=training.result.model_copy(update={"test_accuracy": None}))
+    assert " and reported no score." in told_first(contents._replace(trainings=[unscored]))
     assert first_page(contents).sections[-1].sentences[0].startswith("Make the plan again: ")
 
 
