@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,6 @@ from tula_hpc.data.images import Bytes, Jitter, PixelDataset, Preprocessing, Sca
 from tula_hpc.errors import InputError
 
 Paint = Callable[[int], np.ndarray[Any, Any]]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Several threads on a busy machine mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,15 +31,6 @@ WINDOWS = (
 )  # fmt: skip
 CLASSES = 7
 MODELS = TORCHVISION_MODELS if TIMES else FAMILIES  # all of a family are built by the same code
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Several threads on a busy machine mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class MetaParameters(TorchFunctionMode):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,6 @@ from tula_hpc.workloads.workload import Workload, build_workload
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MODEL, DATASET = "own_workload:perceptron", "own_workload:stripes"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Several threads on a busy machine mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)
