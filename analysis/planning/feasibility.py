@@ -25,6 +25,7 @@ from tula_hpc.analysis.planning.objective import choose
 from tula_hpc.analysis.planning.partitions import FittedPartitions, name_of
 from tula_hpc.config import ObjectiveSpec
 from tula_hpc.errors import ConstraintsError, InfeasibleError
+from tula_hpc.formatting import listed
 from tula_hpc.records import Candidate
 
 ADVICE = {
@@ -150,7 +151,7 @@ def _without(
     if fitted.table.why[row] == FEASIBLE:
         return []
     candidate = fitted.record(row)
-    keys = " and ".join(one.key for one in dropped)
+    keys = listed([one.key for one in dropped])
     how = _broken(candidate, dropped)
     return [f"without {keys}, {name_of(candidate)} would be chosen: {how}"]
 

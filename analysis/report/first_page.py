@@ -34,6 +34,7 @@ from tula_hpc.formatting import (
     format_number,
     format_score,
     in_comparison,
+    listed,
     money_within,
     plural,
 )
@@ -323,7 +324,7 @@ def _what_would_change(plan: Plan, *, has_trained: bool) -> Iterator[str]:
     yield from map(as_sentence, plan.binding)
     is_decided = True
     for other in alternatives(plan):
-        roles = " and ".join(f"the {role}" for role in other.roles)
+        roles = listed([f"the {role}" for role in other.roles])
         compared = f": {other.against(plan)}"
         kind = other.objective
         takes = ""
@@ -384,7 +385,7 @@ def _next(run: RunContents) -> list[str]:
     if labels := _open_trainings(run):
         return [_of_open_trainings(run, labels)]
     todo = [remedy.heading for remedy in (Remedy.MEASURE, Remedy.CHANGE) if remedy in remedies]
-    below = " and ".join(f"“{heading}”" for heading in todo)
+    below = listed([f"“{heading}”" for heading in todo])
     if run.trainings:
         if not below:
             return ["Nothing: the training is done."]

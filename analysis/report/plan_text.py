@@ -27,6 +27,7 @@ from tula_hpc.formatting import (
     in_comparison,
     in_lines,
     in_samples,
+    listed,
     money_within,
     plural,
     printable,
@@ -202,7 +203,7 @@ class Alternative(NamedTuple):
     def role(self) -> str:
         """Return all that it is, in words; on other nodes the best may be worse in all."""
         marks = [f"at {role}" if role in (FEWER, MORE) else role for role in self.roles]
-        return " and ".join(marks)
+        return listed(marks)
 
     def against(self, plan: Plan) -> str:
         """Compare with the chosen one, by the time to the same progress where that was weighed."""

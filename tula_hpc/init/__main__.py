@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tula_hpc.command_errors import CommandParser, exit_code_of
 from tula_hpc.errors import InputError, NotConfiguredError
 from tula_hpc.files import write_out
-from tula_hpc.formatting import command_line, plural, printable, printable_output
+from tula_hpc.formatting import command_line, listed, plural, printable, printable_output
 from tula_hpc.own_sources import find_module, trains_together
 
 if TYPE_CHECKING:
@@ -324,7 +324,7 @@ def _words(cluster: _Cluster, script: Script | None) -> Iterator[str]:
         cores = plural(cluster.spec.max_nodes, "core")
         yield f"{cluster.file}: this machine with its {cores}, since no Slurm is set up here."
     if script is not None:
-        keys = " and ".join(required_keys(script.target.read_text()))
+        keys = listed(required_keys(script.target.read_text()))
         needs = f" It still needs {keys}; tula attach fills in what it sees." if keys else ""
         yield f"{script.target}: a sweep of {script.path.name}.{needs}"
     yield from _notes(cluster, script)
