@@ -197,6 +197,7 @@ def check_report(folder: Path) -> None:
     assert list(folder.glob("*.html"))
 
 
+@pytest.mark.processes
 def test_a_report_holds_no_control_characters(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     with pages_alone():
         code = report.main([str(run.root)])
