@@ -107,6 +107,7 @@ def main() -> None:
         learning_rate=1e-3,
         eval_strategy="steps" if options.eval_steps else "epoch",
         eval_steps=options.eval_steps or None,
+        eval_on_start=options.stream,
         per_device_eval_batch_size=16 if options.eval_steps else 8,
         save_strategy="epoch" if options.early else "no",
         load_best_model_at_end=options.early,

@@ -102,6 +102,8 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
         trainer.get_batch_samples = get_batch_samples
         if self.found is None:
             return None
+        # it is no start, and early stopping would count its evaluation
+        trainer.args.eval_on_start = False
         # or early stopping would forget how long it has waited
         trainer._load_callback_state = partial(_restore_callbacks, trainer)
         trainer._init_training_state = partial(self._place, trainer._init_training_state)

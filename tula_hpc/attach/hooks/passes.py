@@ -100,6 +100,11 @@ class Source:
     # of the pass that it is in; None: not asked yet
     told: LoaderPass | None = None
 
+    @property
+    def is_gone(self) -> bool:
+        """True once the iterator is, as after an evaluation: it gives this batch no more."""
+        return self.key != 0 and self.loader() is None
+
 
 class Sources:
     """The iterators that there are."""

@@ -101,8 +101,7 @@ class Hooks:
         self._gave: dict[int, Source] = {}
         # where no loader of torch tells: of a model's inputs, as time may come first; None: not known
         self._dimension: int | None = None
-        # batches that they have given out and the model has not had, as some are taken in advance:
-        # the data set by its id, and samples
+        # batches given out that the model has not had: the data set by its id, and samples
         self._unused: deque[tuple[int, int]] = deque(maxlen=MOST_AHEAD)
         # steps since one has taken a batch that a loader has just given out
         self._since_new = 0
@@ -114,8 +113,7 @@ class Hooks:
         self._loader: Source | None = None
         # data set of those batches, by its id, 0: not known; an epoch may have a loader of its own
         self._data = 0
-        # data sets of whose last iterator the script had the first batch alone: an iterator for each
-        # batch is no epoch
+        # data sets of whose last iterator the script had the first batch alone, which is no epoch
         self._firsts_alone: set[int] = set()
 
     def install(self) -> Hooks:
@@ -236,6 +234,8 @@ class Hooks:
     @property
     def _is_of_another(self) -> bool:
         """Tell whether a pass takes another batch than the last one given, though of as many items."""
+        if self._last.is_gone and self._last.data not in self._firsts_alone:
+            return True
         return self._is_evaluated or (self._keeps_batches and self._since_new >= KEPT_STEPS)
 
     def _samples_in(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
