@@ -2,6 +2,7 @@
 
 on_trainer.py --batch-size 8 --epochs 2 [--samples 128] [--accumulate 2] [--width 32] [--log FOLDER]
               [--pause 0.1] [--eval-steps 4] [--early] [--group] [--masks] [--stream]
+              [--loader-workers 1]
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ def main() -> None:
     parser.add_argument("--group", action="store_true")
     parser.add_argument("--masks", action="store_true")
     parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--loader-workers", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
     set_seed(0)
@@ -113,6 +115,7 @@ def main() -> None:
         load_best_model_at_end=options.early,
         # draws the order of samples from torch's numbers
         train_sampling_strategy="group_by_length" if options.group else "random",
+        dataloader_num_workers=options.loader_workers,
         logging_steps=4,
         report_to=[],
         disable_tqdm=True,

@@ -9,6 +9,7 @@ the same as without us.
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -107,6 +108,8 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
         # or early stopping would forget how long it has waited
         trainer._load_callback_state = partial(_restore_callbacks, trainer)
         trainer._init_training_state = partial(self._place, trainer._init_training_state)
+        module = sys.modules[Trainer.__module__]
+        vars(module)["skip_first_batches"] = partial(_skip, vars(module)["skip_first_batches"])
         return str(self.found)
 
     def _place(
@@ -196,6 +199,26 @@ def names_of_their_own() -> Iterator[None]:
         PreTrainedModel, {"save_pretrained": partialmethod(original, save_original_format=False)}
     ):
         yield
+
+
+class _Rest:
+    """A loader whose first batches are loaded and dropped."""
+
+    def __init__(self, loader: Any, passed: int) -> None:
+        self.loader, self.passed = loader, passed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(self.loader, self.passed, None)
+
+
+def _skip(original: Callable[[Any, int], Any], loader: Any, batches: int) -> Any:
+    """Return a loader without its first batches; of processes only loading brings the numbers forward."""
+    if isinstance(loader.dataset, IterableDataset) or not loader.num_workers:
+        return original(loader, batches)
+    return _Rest(loader, batches)
 
 
 def _restore_callbacks(trainer: Any) -> None:
