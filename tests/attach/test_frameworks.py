@@ -68,10 +68,10 @@ CASES = [
     # more than a megabyte: several buckets of gradients, whose order of additions matters with three workers
     Case(TRAINER, 3, 3, ("--width", "192", "--samples", "192", "--masks", "--loader-workers", "1")),
     Case(TRAINER, 2, 8, ("--accumulate", "2", "--samples", "256", "--group", "--masks"), is_killed=True),
-    Case(LIGHTNING, 3, 3, ("--width", "700", "--samples", "192")),
+    Case(LIGHTNING, 3, 3, ("--width", "700", "--samples", "192", "--plateau")),
     # the next one stops at an epoch's end too
     pytest.param(Case(LIGHTNING, 3, 8, ("--width", "700", "--samples", "192")), marks=pytest.mark.thorough),
-    Case(LIGHTNING, 2, 8, ("--accumulate", "2", "--samples", "256", "--loader-workers", "1"), is_killed=True),
+    Case(LIGHTNING, 2, 8, ("--accumulate", "2", "--samples", "256", "--loader-workers", "1", "--anew"), is_killed=True),
     # a framework takes the next batch of a stream at once
     Case(LIGHTNING, 1, 3, ("--stream", "--samples", "64"), is_killed=True),
     # the first worker sends the others their batches, and each evaluates by a loader of its own
@@ -145,6 +145,9 @@ def test_one_that_stops_early_does_so_as_undisturbed_and_trains_no_further(
     assert len(losses) == epochs
     assert None not in losses
     assert losses[0] != losses[1]
+    if script is LIGHTNING:
+        metrics = [(each.log / "metrics").read_text() for each in (whole, story)]
+        assert metrics[0] == metrics[1]
     # of a later validation, in the start that has no epoch left
     if script is LIGHTNING:
         assert losses[1] == float((story.log / "validated").read_text())
@@ -158,12 +161,16 @@ def test_averages_that_are_stopped_in_their_first_epoch_go_on_as_undisturbed(tmp
     assert_same(whole, story, lines=set)
 
 
-def test_a_search_for_a_rate_before_the_training_is_none_of_it(tmp_path: Path, alone: Alone) -> None:
-    arguments = ("--samples", "64", "--search")
+@pytest.mark.parametrize(("how", "steps"), [("--search", 12), ("--finder", 20)])
+def test_a_search_for_a_rate_before_the_training_is_none_of_it(
+    tmp_path: Path, alone: Alone, how: str, steps: int
+) -> None:
+    """By a Tuner at each start, or by a callback at the first one, whose rate the others have, too."""
+    arguments = ("--samples", "64", how)
     whole = alone(LIGHTNING, 1, *arguments)
     story = Story(tmp_path / "run", 1, arguments, script=LIGHTNING)
-    # of the first twelve steps each start takes to search
-    assert [story.start(12 + 3), story.start()] == [[STOPPED], [EXITED]]
+    assert [story.start(steps + 3), story.start()] == [[STOPPED], [EXITED]]
+    assert set(whole.lines(0)) == set(story.lines(0)) or how == "--search"
     assert whole.weights().keys() == story.weights().keys()
     assert all(torch.equal(value, story.weights()[name]) for name, value in whole.weights().items())
     metrics = read_metrics(story.run.train().metrics_file)

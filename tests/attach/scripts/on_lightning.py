@@ -2,7 +2,7 @@
 
 on_lightning.py --batch-size 8 --epochs 2 [--samples 128] [--by-hand] [--accumulate 2] [--max-steps 14] [--width 32]
                 [--log FOLDER] [--pause 0.1] [--early] [--averaged] [--loader-workers 1]
-                [--stream] [--search]
+                [--stream] [--search] [--finder] [--plateau] [--anew]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -61,9 +61,11 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc] # no types ar
     # of the class, as a model may be copied
     log_file: Any = None
 
-    def __init__(self, by_hand: bool, pause_s: float, width: int) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         super().__init__()
-        self.automatic_optimization, self.pause_s = not by_hand, pause_s
+        self.automatic_optimization, self.pause_s = not options.by_hand, options.pause
+        # a search for a rate has it there
+        self.lr, self.has_plateau, width = 0.1, options.plateau, options.width
         self.layers = nn.Sequential(
             nn.Linear(16, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 4)
         )
@@ -76,7 +78,7 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc] # no types ar
         inputs, targets = batch
         loss = nn.functional.cross_entropy(self(inputs), targets)
         self.log("train_loss", loss)
-        self.log_file.write(f"{float(loss).hex()} {float(inputs.sum()).hex()}\n")
+        self.log_file.write(f"{float(loss).hex()} {float(inputs.sum()).hex()} {self.lr}\n")
         self.log_file.flush()
         if not self.automatic_optimization:
             optimizer = self.optimizers()
@@ -91,11 +93,15 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc] # no types ar
         self.log("val/acc", (outputs.argmax(1) == batch[1]).float().mean())
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+        if self.has_plateau:
+            # nothing is good enough
+            by_loss = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1.0)
+            return [optimizer], [{"scheduler": by_loss, "monitor": "val_loss"}]
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
-def main() -> None:
+def options_given() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--epochs", type=int, required=True)
@@ -111,7 +117,14 @@ def main() -> None:
     parser.add_argument("--loader-workers", type=int, default=0)
     parser.add_argument("--stream", action="store_true")
     parser.add_argument("--search", action="store_true")
-    options = parser.parse_args()
+    parser.add_argument("--finder", action="store_true")
+    parser.add_argument("--plateau", action="store_true")
+    parser.add_argument("--anew", action="store_true")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = options_given()
     torch.set_num_threads(1)
     rank, world, here = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     lightning.seed_everything(0, verbose=False)
@@ -124,6 +137,8 @@ def main() -> None:
         callbacks.append(Halved())
     if options.averaged:
         callbacks.append(StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1))
+    if options.finder:
+        callbacks.append(LearningRateFinder(num_training_steps=20))
     most = options.epochs + 2 * options.early
     trainer = lightning.Trainer(
         min_epochs=options.epochs,
@@ -133,6 +148,7 @@ def main() -> None:
         num_nodes=max(1, world) // max(1, here),
         strategy="ddp" if world > 1 else "auto",
         accumulate_grad_batches=options.accumulate,
+        reload_dataloaders_every_n_epochs=int(options.anew),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -141,7 +157,7 @@ def main() -> None:
     )
     with (options.log / f"losses-{rank}.txt").open("a") as log:
         Classifier.log_file = log
-        model = Classifier(options.by_hand, options.pause, options.width)
+        model = Classifier(options)
         data = Noisy(options.samples)
         loader = DataLoader(data, options.batch_size, shuffle=True, num_workers=options.loader_workers)
         if options.stream:
@@ -155,6 +171,7 @@ def main() -> None:
         flag.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     if options.early:
+        (options.log / "metrics").write_text(str(trainer.callback_metrics["val_loss"]))
         (last,) = trainer.validate(model, DataLoader(validation, 5), verbose=False)
         (options.log / "validated").write_text(str(last["val_loss"]))
     torch.save(model.state_dict(), options.log / f"weights-{rank}.pt")

@@ -17,9 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.parsing import (
+    lightning_getattr,
+    lightning_hasattr,
+    lightning_setattr,
+)
 
 from tula_hpc.attach.frameworks.folders import FolderState
 from tula_hpc.attach.hooks.patches import after
@@ -53,6 +62,8 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         self.found: Path | None = None
         # of the epoch's loader
         self.stream: Any = None
+        # of a checkpoint that is being saved, or until it is in force
+        self.more: dict[str, Any] = {}
         self.handler = signal.getsignal(signal.SIGTERM)
         self._wrap_fit()
         self._wrap_loading()
@@ -84,7 +95,10 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         @wraps(original)
         def begin(combined: Any) -> Any:
             trainer = callback.trainer
-            if trainer is None or combined is not trainer.fit_loop._combined_loader:
+            if trainer is None or callback not in trainer.callbacks:
+                # as a callback searches for a rate or a batch
+                return original(combined)
+            if combined is not trainer.fit_loop._combined_loader:
                 return original(combined)
             callback.open(combined, partial(original, combined))
             return combined
@@ -110,16 +124,28 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
             {"lightning": FolderState("lightning", self._save, self._note, self.keeper, batch)}
         )
         loop = trainer.fit_loop
-        after(loop.epoch_loop, "on_run_start", self._go_on)
-        after(loop.epoch_loop, "on_advance_end", self._end_batch)
-        after(loop, "on_advance_end", self._end_epoch)
+        after(loop.epoch_loop, "on_run_start", self._unless_searching(self._go_on))
+        after(loop.epoch_loop, "on_advance_end", self._unless_searching(self._end_batch))
+        after(loop, "on_advance_end", self._unless_searching(self._end_epoch))
         if self.found is None:
             return None
         for each in trainer.callbacks:
             if isinstance(each, SaveConfigCallback):
                 # of LightningCLI, which refuses to train where an earlier start has written its file
                 each.overwrite = True
+            elif isinstance(each, LearningRateFinder):
+                # what it found is in the checkpoint
+                each.on_fit_start = lambda *_: None
         return str(self.found)
+
+    def _unless_searching(self, then: Callable[..., None]) -> Callable[..., None]:
+        """Return a function for the training alone: a callback that searches for a rate leaves out others."""
+
+        def told(*args: Any) -> None:
+            if self in self.trainer.callbacks:
+                then(*args)
+
+        return told
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Train no further where an earlier start came to the end, as by early stopping."""
@@ -133,8 +159,26 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
             self.keeper.end()
 
     def _save(self, folder: Path) -> None:
+        metrics = dict(self.trainer.callback_metrics)
+        self.more = {"metrics": metrics, "rates": self._found_rates()}
         # with all that is no weight
         self.trainer.save_checkpoint(folder / FILE, weights_only=False)
+        self.more = {}
+
+    def _found_rates(self) -> dict[str, Any]:
+        """Return the attributes of the module in which a search has put its rate."""
+        finders = (each for each in self.trainer.callbacks if isinstance(each, LearningRateFinder))
+        names = {name for each in finders for name in ("lr", "learning_rate", each._attr_name)}
+        module = self.trainer.lightning_module
+        return {n: lightning_getattr(module, n) for n in names if lightning_hasattr(module, n)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what Lightning's checkpoint lacks; {} for those that others save."""
+        return self.more
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what `state_dict` returned, until the training begins."""
+        self.more = state
 
     def _note(self, folder: Path) -> None:
         self.found = folder / FILE
@@ -164,6 +208,8 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
                 sampler.set_epoch(epoch)
         only = combined.flattened[0] if len(combined.flattened) == 1 else combined
         found = dict(self.keeper.found)
+        if self.keeper.progress.batches and _draws_late(combined):
+            begin = partial(self.keeper.history.begin_without_draws, begin)
         self.stream = self.keeper.open(only, begin)
         if self.keeper.progress.batches and sized_len(combined) is None:
             # it loads the next batch of a stream at once, to know whether there is one
@@ -174,8 +220,23 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin; and obey a stop as before, not by Lightning's own handler."""
         signal.signal(signal.SIGTERM, self.handler)
+        trainer.callback_metrics.update(self.more.get("metrics", {}))
+        for name, rate in self.more.get("rates", {}).items():
+            lightning_setattr(pl_module, name, rate)
+        self.more = {}
+        self._load_anew_as_before(trainer.fit_loop)
         if not self.keeper.progress.loops:
             self.keeper.begin_epoch()
+
+    def _load_anew_as_before(self, loop: Any) -> None:
+        """Have loaders made anew in the epochs of an undisturbed training, and begun as often."""
+        every = self.trainer.reload_dataloaders_every_n_epochs
+        epoch = self.trainer.current_epoch
+        if every:
+            loop._last_train_dl_reload_epoch = epoch - epoch % every
+            if epoch and epoch % every == 0 and not self.keeper.progress.batches:
+                # Lightning begins a new loader twice, but not where a training goes on
+                iter(loop._data_fetcher)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Report the scores that records know."""
@@ -197,7 +258,12 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         """Have an epoch that goes on begin for callbacks that schedule or average in it, too."""
         trainer = self.trainer
         if not self.keeper.progress.batches:
+            if _draws_late(trainer.fit_loop._combined_loader):
+                now = self.keeper.history.moments(None, self.stream.loader)["now"]
+                self.keeper.began["loader"] = now
             return
+        # or it would leave out schedules by a metric at this epoch's end
+        trainer.fit_loop._restarting = False
         for each in trainer.callbacks:
             if isinstance(each, GradientAccumulationScheduler | StochasticWeightAveraging):
                 each.on_train_epoch_start(trainer, trainer.lightning_module)
@@ -230,6 +296,14 @@ def _begin_and_end(loop: Any) -> None:
     loop.setup_data()
     loop.on_run_start()
     loop.on_run_end()
+
+
+def _draws_late(combined: Any) -> bool:
+    """Tell whether samplers draw with the first batch: callbacks may have drawn since they began."""
+    loaders = combined.flattened
+    # Lightning takes the first batch of a stream at once
+    has_end = all(sized_len(each) is not None for each in loaders)
+    return has_end and not any(getattr(each, "num_workers", 0) for each in loaders)
 
 
 def _samplers(loaders: Iterable[Any]) -> Iterator[Any]:

@@ -410,6 +410,13 @@ class LoaderHistory:
         if found.get("ahead") and "now" in found:
             self._found = (passed, found["ahead"], found["now"])
 
+    def begin_without_draws(self, begin: Callable[[], Any]) -> Any:
+        """Begin to load, and go back to the random numbers before it."""
+        numbers = random_state()
+        begun = begin()
+        set_random_state(numbers)
+        return begun
+
     def catch_up(self) -> None:
         """Note that a resumed training is where it was."""
         self.is_behind = False
