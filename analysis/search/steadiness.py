@@ -76,7 +76,8 @@ def unsteady(profiles: Iterable[Profile]) -> list[Unsteady]:
             ends += [times.step_time_low_s, times.step_time_high_s]
         if times.drift:
             ends += [times.first_half_s or 0.0, times.second_half_s or 0.0]
-        least, most = times.step_time_s / MOST_NOISE, times.step_time_s * MOST_NOISE
+        least = times.step_time_s / MOST_NOISE
+        most = times.step_time_s * MOST_NOISE
         known = [min(max(end, least), most) for end in ends if math.isfinite(end)]
         if max(known) > min(known):
             found.append(Unsteady(profile, min(known), max(known)))

@@ -212,7 +212,7 @@ class MemoryMeter:
 
     @property
     def has_run_out(self) -> bool:
-        """Whether the device's memory has, at any time; a script may have caught that."""
+        """Tell whether the device's memory has, at any time; a script may have caught that."""
         return self.cuda and _times_short()["num_ooms"] > 0
 
     def start(self) -> None:

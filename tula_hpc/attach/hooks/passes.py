@@ -178,7 +178,7 @@ class StepPasses(list[int]):
 
     @property
     def usual(self) -> int:
-        """Those of most steps; 0: there was none."""
+        """Return the passes that most steps have; 0: there was no step."""
         return max(self, key=self.count, default=0)
 
     @property
