@@ -280,8 +280,15 @@ def test_tensors_of_a_kind_of_their_own_are_not_compared_with_what_is_kept() -> 
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     few = Tensor._make_wrapper_subclass(OfFewBits, (2, 2))
     optimizer.state[model.weight] = {"momentum_buffer": few}
-    kept = SimpleNamespace(state_dict=lambda: {"few": few, "weight": model.weight})
+    kept = SimpleNamespace(state_dict=lambda: {"few": few, "weight": model.weight}, load_state_dict=print)
     assert not lacking_in({"all": kept}, model, optimizer)
+
+
+def test_a_profile_refuses_to_keep_what_has_no_state() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(InputError, match=r"^tula\.keep\(best=…\): a dict has no state_dict$"):
+        lacking_in({"model": model, "best": {"accuracy": 0.5}}, model, optimizer)
 
 
 def test_a_method_that_needs_the_communication_hook_is_refused_by_a_profile_where_the_script_has_its_own(

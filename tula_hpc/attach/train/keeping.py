@@ -31,7 +31,7 @@ from tula_hpc.attach.train.loaders import (
     set_random_state,
     tell_beginnings,
 )
-from tula_hpc.attach.train.peers import ScriptPeers, state_of
+from tula_hpc.attach.train.peers import ScriptPeers, require_state, state_of
 from tula_hpc.attach.train.resume_point import ScriptProgress
 from tula_hpc.attach.train.script_training import ScriptTraining
 from tula_hpc.checkpoint.interval import Interruptions
@@ -105,10 +105,7 @@ class Keeper(SafePoints):
                 self._restore(SCALING, self.kept[SCALING], self.loaded)
         for name, given in things.items():
             thing = kept_in_folder(name, given, self)
-            for method in ("state_dict", "load_state_dict"):
-                if not callable(getattr(thing, method, None)):
-                    kind = type(thing).__name__
-                    raise InputError(f"a {kind} has no {method}", source=f"tula.keep({name}=…)")
+            require_state(name, thing)
             self._keep_one(name, thing)
 
     def _latest(self) -> LoadedCheckpoint | None:

@@ -104,6 +104,18 @@ def _unpadded(content: bytes) -> str:
     return content[8 : 8 + length].decode()
 
 
+def require_state(name: str, thing: Any) -> None:
+    """Refuse to keep a thing that has no state, as a plain number or a dictionary.
+
+    Raises:
+        InputError: It lacks one of the two methods.
+    """
+    for method in ("state_dict", "load_state_dict"):
+        if not callable(getattr(thing, method, None)):
+            kind = type(thing).__name__
+            raise InputError(f"a {kind} has no {method}", source=f"tula.keep({name}=…)")
+
+
 def state_of(thing: Any) -> Any:
     """Return the state of a kept thing; a sharded optimizer's is gathered on rank 0. Collective."""
     if isinstance(thing, torch.optim.Optimizer):
@@ -127,11 +139,16 @@ def lacking_in(things: Mapping[str, Any], model: nn.Module, optimizer: Optimizer
 
     An optimizer around another one may leave that one's momentum out of its own state. On other
     workers than rank 0 the states of things may be empty.
+
+    Raises:
+        InputError: One of them has no state.
     """
     # accelerate's have all; of shards no worker has the whole
     whole = ("save_state", "consolidate_state_dict")
     if not things or any(hasattr(thing, name) for thing in things.values() for name in whole):
         return ""
+    for name, thing in things.items():
+        require_state(name, thing)
     held = _plain_tensors([state_of(thing) for thing in things.values()])
     weights = _plain_tensors(trained_in(model))
     remembered = [t for t in _plain_tensors([*optimizer.state.values()]) if t.count_nonzero() > 1]
