@@ -205,7 +205,8 @@ class _Rest:
     """A loader whose first batches are loaded and dropped."""
 
     def __init__(self, loader: Any, passed: int) -> None:
-        self.loader, self.passed = loader, passed
+        self.loader = loader
+        self.passed = passed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
