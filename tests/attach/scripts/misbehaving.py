@@ -393,6 +393,10 @@ class OfRank0:
     def state_dict(self) -> dict[str, Any]:
         return {} if RANK else {str(place): thing.state_dict() for place, thing in enumerate(self.things)}
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for place, thing in enumerate(self.things):
+            thing.load_state_dict(state[str(place)])
+
 
 class Distilled(nn.Module):
     """A model with a teacher that could be trained, and is in no optimizer."""
