@@ -5,8 +5,9 @@ A file is a fixed header (magic, version, payload length, SHA-256 of the payload
 Nothing is unpickled before its checksum matched, and then only tensors and plain values.
 
 File names carry the job's restart count, see `TrainJob.run_number`, and the samples seen,
-`checkpoint-r0001-000000012800.tula`: the order of names is the order of ages. The restart count
-comes first, because a restart that had to go back to an older checkpoint abandons the later ones.
+`checkpoint-r0001-000000012800.tula`: the order of these numbers is the order of ages. The restart
+count comes first, because a restart that had to go back to an older checkpoint abandons the later
+ones.
 """
 
 from __future__ import annotations

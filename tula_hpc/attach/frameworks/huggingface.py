@@ -201,7 +201,7 @@ def names_of_their_own() -> Iterator[None]:
         yield
 
 
-class _Rest:
+class _WithoutFirst:
     """A loader whose first batches are loaded and dropped."""
 
     def __init__(self, loader: Any, passed: int) -> None:
@@ -219,7 +219,7 @@ def _skip(original: Callable[[Any, int], Any], loader: Any, batches: int) -> Any
     """Return a loader without its first batches; of processes only loading brings the numbers forward."""
     if isinstance(loader.dataset, IterableDataset) or not loader.num_workers:
         return original(loader, batches)
-    return _Rest(loader, batches)
+    return _WithoutFirst(loader, batches)
 
 
 def _restore_callbacks(trainer: Any) -> None:
