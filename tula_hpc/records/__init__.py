@@ -1,7 +1,7 @@
 """Records of a run (measurements, events, plans), their files, and the run directory.
 
-JSON Lines files are append-only, one record a line. A torn last line, of a writer that was killed,
-is skipped and counted.
+JSON Lines files are append-only, one record a line. If a writer was killed in mid-line, readers
+skip the torn line and count it.
 """
 
 from tula_hpc.records.base import (

@@ -1,4 +1,4 @@
-"""Base of all records, and the types that they share."""
+"""Base class of all records, and the types that they share."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-# as the inputs bound them: what is larger was not written by this program
+# the bounds of the input files: this program writes no larger number
 Nodes = Annotated[int, Field(ge=1, le=2**20)]
 WorkersPerNode = Annotated[int, Field(ge=1, le=2**12)]
 Batch = Annotated[int, Field(ge=1, le=2**44)]
-# goes into commands, and names files
+# restricted, since it becomes part of commands and file names
 JobId = Annotated[str, Field(pattern=r"^(\w[\w.,:%+\[\]-]{0,99})?$")]
 
 
 class Record(BaseModel):
     """Base of all records: immutable; unknown keys of newer versions are ignored.
 
-    A `time`, and what is called `…_at`, is Unix time in seconds.
+    Fields called `time` or `…_at` are Unix times in seconds.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
 
 
 class Configuration(NamedTuple):
-    """Nodes N, workers on each and local batch b of one profile or training."""
+    """Nodes N, workers on each node and local batch b of one profile or training."""
 
     nodes: Nodes
     workers_per_node: WorkersPerNode
@@ -43,7 +43,7 @@ class Configuration(NamedTuple):
 
     @property
     def short(self) -> str:
-        """Nodes and global batch, as figures and tables name it."""
+        """Nodes and global batch, in the form that figures and tables show."""
         return f"N = {self.nodes}, B = {self.global_batch:,}"
 
     def __str__(self) -> str:

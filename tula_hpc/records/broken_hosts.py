@@ -1,8 +1,8 @@
 """Broken devices that a run knows of: hosts to avoid, and the jobs that met them.
 
-A host in which a device failed is left out of the run's later submissions for a day; then it is
-tried again, since it may have been repaired. A configuration or a training that met such hosts is
-submitted again a few times, see `tula_hpc/retry_policy.py`.
+After a device failed in a host, the run's submissions leave the host out for a day; then it is used
+again, since it may have been repaired. A configuration or training whose job failed on such a host
+is submitted again a few times, see `tula_hpc/retry_policy.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tula_hpc.formatting import first_line, listed
 from tula_hpc.records.base import Configuration, Record
 from tula_hpc.records.events import EndData, Event, hosts_in
 
-# as `ddp.process_group` says it
+# part of the error that `ddp.process_group` raises
 NO_GPU = "torch sees none"
 AVOIDED_S = 24 * 3600.0
 
@@ -23,28 +23,28 @@ class BrokenHost(Record):
     """Host in which a device failed."""
 
     host: str
-    # by the worker there, or its log
+    # error from the worker on this host, or from its log
     said: str
-    # Unix time; so long it is left out of submissions
+    # Unix time until which submissions leave the host out
     until: float
 
 
 def broken_hosts(events: Iterable[Event], now: float) -> list[BrokenHost]:
-    """Return the hosts that a submission at this time leaves out, the earliest failure first."""
+    """Return the hosts that a submission at time `now` leaves out, earliest failure first."""
     found: dict[str, BrokenHost] = {}
     for event in events:
         if event.failure is not Failure.DEVICE_FAILED:
             continue
         for host in hosts_in(event):
             before = found.get(host)
-            # what the worker itself said goes before what is made of its job's end
+            # the worker's own error is preferred to what a command later read from the job's end
             said = before.said if before and before.until > event.time else event.detail
             found[host] = BrokenHost(host=host, said=said, until=min(event.time, now) + AVOIDED_S)
     return [each for each in found.values() if each.until > now]
 
 
 def list_hosts(broken: Sequence[BrokenHost]) -> str:
-    """List the hosts and the error of each, in a line."""
+    """List the hosts with their errors in one line."""
     if not broken:
         return "on hosts that are not known"
     hosts: dict[str, list[str]] = {}
@@ -54,7 +54,7 @@ def list_hosts(broken: Sequence[BrokenHost]) -> str:
 
 
 def why_given_up(events: Iterable[Event], job_id: str, now: float) -> str:
-    """Describe in one line which hosts are broken, after the last attempt."""
+    """Explain in one line, after the last attempt, which hosts are broken and what to do."""
     broken = broken_hosts(events, now)
     todo = "have these nodes repaired"
     if broken and all(NO_GPU in each.said for each in broken):
@@ -65,7 +65,7 @@ def why_given_up(events: Iterable[Event], job_id: str, now: float) -> str:
 def profiled_in_vain(
     events: Iterable[Event], configuration: Configuration, partition: str, since: float
 ) -> int:
-    """Count the jobs that a device ended while they measured this configuration."""
+    """Count the jobs that ended by a broken device while they measured this configuration."""
     count = 0
     for event in events:
         is_end = event.event == "ended" and event.failure is Failure.DEVICE_FAILED

@@ -1,7 +1,7 @@
-"""events.jsonl, the log of a run, and its one reading: `RunHistory`. Notes of profile jobs.
+"""events.jsonl, the log of a run, and `RunHistory`, which interprets it; notes of profile jobs.
 
-A line of the file is an `Event`; the data of each kind of event has a type here. No other package
-looks into an event: `RunHistory` answers questions about all events of a run.
+Each line of the file is an `Event`; each kind of event has a type for its data here. No other
+package looks into an event: `RunHistory` answers questions about all events of a run.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pydantic import (
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.records.base import Configuration, JobId, Nodes, Record
 
-# of the training that a sweep ends with
+# label of the training that a sweep ends with
 MAIN_LABEL = "main"
 # the stage of a detached sweep's controller jobs
 CONTROL = "control"
-# the role of a controller job that waits in case another one dies with its whole job
+# the role of the controller job that takes over if another one is killed with its batch script
 GUARD = "guard"
 
 EventName = Literal[
@@ -44,16 +44,16 @@ EventName = Literal[
     "failed",
     "ended",
     "detached",
-    # of an earlier version
+    # written by earlier versions only
     "replanned",
 ]
 Stage = Literal["profile", "plan", "train", "report", "control"]
 
 
 class JobNote(Record):
-    """Note of a profile job on itself, for its cost and for whoever finds it dead.
+    """Note of a profile job on itself: gives its cost, and how far it came if it is found dead.
 
-    A job that is requeued begins again: its notes then hold several runs, each from "began" on.
+    A job that is requeued begins again: its notes then hold several runs, each starting at "began".
     """
 
     # ready: all workers have met
@@ -64,16 +64,16 @@ class JobNote(Record):
     submitted_at: float = 0.0
     # when the allocation was granted, as far as the job can tell
     began_at: float = 0.0
-    # about to be measured
+    # the one that is measured next
     configuration: Configuration | None = None
-    # of a script, see `Measurement`
+    # see `Measurement.accumulation`
     accumulation: int | None = None
-    # of "began": what failed of the cluster file's `setup`; of "ended": why
+    # for "began": what failed of the cluster file's `setup`; for "ended": why the job ended
     detail: str = ""
 
 
 def setup_failures(notes: Iterable[JobNote]) -> list[str]:
-    """Say what failed of `setup` in profile jobs that went on without it, each with its first job."""
+    """Say what of `setup` failed in profile jobs that went on; name each failure's first job."""
     jobs: dict[str, str] = {}
     for note in notes:
         if note.note == "began" and note.detail:
@@ -86,16 +86,16 @@ def setup_failures(notes: Iterable[JobNote]) -> list[str]:
 
 
 class JobAccount(Record):
-    """One run of a job as the scheduler's accounting has it: a line of accounting.jsonl."""
+    """A line of accounting.jsonl: one run of a job, from the scheduler's accounting."""
 
     job_id: JobId
     stage: Stage
-    # the scheduler's word
+    # the scheduler's name for the state
     state: str
-    # it will not run on
+    # the run has ended for good
     over: bool
     nodes: int = Field(ge=0, le=10**15)
-    # of the allocation
+    # seconds of the allocation
     elapsed_s: float = Field(ge=0.0, le=1e15)
 
     @property
@@ -113,22 +113,22 @@ class Event(Record):
     detail: str = ""
     failure: Failure | None = None
     job_id: JobId = ""
-    # typed by the subclasses of `EventData`
+    # a subclass of `EventData` has the types
     data: dict[str, Any] = Field(default={})
 
     @property
     def title(self) -> str:
-        """Name of the event, to be shown and not to be compared."""
+        """Name of the event, to show and not to compare."""
         return self.event
 
 
 class StopReason(StrEnum):
-    """Reason why a job that had to leave does not go on by itself."""
+    """Reason why a training that was interrupted is not resumed by its own job."""
 
     REQUEUE_REFUSED = "requeue_refused"
-    # restarted as often as training.max_requeues allows
+    # the job restarted as often as training.max_requeues allows
     REQUEUES_EXHAUSTED = "requeues_exhausted"
-    # a time limit ended it, and it would begin anew
+    # a time limit ended the job, and a restart would begin anew
     LIMIT_IN_VAIN = "limit_in_vain"
 
 
@@ -156,34 +156,34 @@ class SubmissionData(EventData):
 
     # path of the run directory
     run: str = ""
-    # in the run directory: scripts and logs
+    # folder of scripts and logs, in the run directory
     folder: str = ""
     nodes: Nodes | None = None
-    # of a training
+    # name of a training
     label: str = ""
-    # of a control job
+    # role of a controller job, see `GUARD`
     role: str = ""
     # None: not on record
     partition: str | None = None
-    # of a training
+    # what a training runs with
     configuration: Configuration | None = None
-    # of a script, see `Measurement`
+    # see `Measurement.accumulation`
     accumulation: int | None = None
-    # of a training whose files were moved away: another one begins
+    # the earlier training's files were moved away, and this one begins from the start
     anew: bool = False
-    # to be profiled
+    # what a profile job measures
     configurations: tuple[Configuration, ...] = ()
-    # in the run directory: measurements of a profile job
+    # file of a profile job's measurements, in the run directory
     output: str = ""
 
 
 class EndData(EventData):
     """Data of "failed" and "ended"."""
 
-    # of a training
+    # name of a training
     label: str = ""
     stop: StopReason | None = None
-    # being measured
+    # what a profile job was measuring
     configuration: Configuration | None = None
     partition: str | None = None
 
@@ -193,7 +193,7 @@ class ProgressData(EventData):
 
     samples_seen: int | None = None
     step: int | None = None
-    # with the part of the present one
+    # epochs trained on, including the part of the present epoch
     epochs_seen: float | None = None
     # newer checkpoints that could not be used, and why
     passed_over: str = ""
@@ -217,9 +217,9 @@ class DriftData(EventData):
 class DetachedData(EventData):
     """Data of "detached", and of the end of a controller."""
 
-    # last stage
+    # the last stage that it runs
     until: str = ""
-    # by a command that stays
+    # a command that stays took over from the controllers
     taken_over: bool = False
 
 
@@ -228,16 +228,16 @@ def hosts_in(event: Event) -> list[str]:
     named = event.data.get("hosts")
     if not isinstance(named, list):
         return []
-    # they become part of a job script
+    # checked, since host names become part of a job script
     return [
         host for host in named if isinstance(host, str) and re.fullmatch(r"[\w.-]{1,255}", host)
     ]
 
 
 class JobFailure(NamedTuple):
-    """Failure of a job as its events tell it."""
+    """Failure of a job, from its events."""
 
-    # None: no event says
+    # None: no event names one
     kind: Failure | None
     detail: str = ""
     stop: StopReason | None = None
@@ -248,14 +248,14 @@ def _failure_in(event: Event) -> JobFailure:
 
 
 class JobEnd(NamedTuple):
-    """End of a job, as the command that saw to it wrote it down."""
+    """End of a job, recorded by the command that handled it."""
 
     time: float
     failure: Failure | None
 
 
 class JobEvents(Record):
-    """Events of one job since its latest submission, that one left out."""
+    """Events of one job after its latest submission."""
 
     job_id: str
     events: list[Event] = Field(default=[])
@@ -265,12 +265,12 @@ class JobEvents(Record):
 
     @property
     def has_finished(self) -> bool:
-        """Tell whether the job says that its work is done."""
+        """Tell whether the job has reported that its work is done."""
         return bool(self._named("finished"))
 
     @property
     def end(self) -> JobEnd | None:
-        """End on record, if any."""
+        """The job's recorded end, if any."""
         ended = self._named("ended")
         if not ended:
             return None
@@ -278,7 +278,7 @@ class JobEvents(Record):
 
     @property
     def memory_failure(self) -> Failure | None:
-        """Lack of memory that is on record for this job, on the device or on the host."""
+        """The recorded out-of-memory failure of this job, on the device or on the host, if any."""
         found = [event.failure for event in self._named("oom") if event.failure]
         return found[-1] if found else None
 
@@ -294,7 +294,7 @@ class JobEvents(Record):
 
     @property
     def own_failure(self) -> JobFailure | None:
-        """Last failure that the job itself reported."""
+        """The last failure that the job itself reported, if any."""
         failed = self._named("failed")
         if not failed:
             return None
@@ -302,7 +302,7 @@ class JobEvents(Record):
 
     @property
     def failure(self) -> JobFailure | None:
-        """Failure on record; the job's own report goes before the scheduler's."""
+        """The recorded failure, if any; the job's own report is preferred to the scheduler's."""
         for name in ("oom", "failed", "ended"):
             found = [event for event in self._named(name) if event.failure is not None]
             if found:
@@ -313,7 +313,7 @@ class JobEvents(Record):
 
     @property
     def begun_with_nothing(self) -> list[bool]:
-        """Tell of each of its runs that did any training whether it began with nothing."""
+        """Tell for each of the job's runs that trained at all whether it began from the start."""
         found: list[bool] = []
         for event in self.events:
             if event.event == "resumed":
@@ -324,7 +324,7 @@ class JobEvents(Record):
 
     @property
     def hosts(self) -> list[str]:
-        """Hosts that workers of the job named as broken."""
+        """Hosts that workers of the job reported as broken."""
         return [host for event in self.events for host in hosts_in(event)]
 
 
@@ -336,7 +336,7 @@ class Submission(JobEvents, SubmissionData):
 
     @property
     def last_sign_at(self) -> float:
-        """Unix time of the job's last event on file, or of its submission."""
+        """Unix time of the job's last recorded event, or of its submission."""
         return self.events[-1].time if self.events else self.submitted_at
 
 
@@ -348,7 +348,7 @@ def _submission(event: Event) -> Submission:
 
 
 class DriftState(NamedTuple):
-    """Step times that lie beyond the plan's prediction."""
+    """Drift of a training: step times beyond the plan's prediction."""
 
     # measured over predicted
     ratio: float
@@ -367,17 +367,17 @@ class StageFailure(NamedTuple):
     """Failure of a stage as a whole, not of one of its jobs."""
 
     stage: Stage
-    # a sentence, with the stage before it where a job could not be submitted
+    # a sentence; begins with the stage if a job could not be submitted
     detail: str
     time: float
 
 
 class Detached(NamedTuple):
-    """Beginning of a detached sweep."""
+    """Start of a detached sweep."""
 
     # Unix time
     since: float
-    # last stage
+    # the last stage that it runs
     until: str
 
 
@@ -386,20 +386,20 @@ class Sign(NamedTuple):
 
     time: float
     kind: Literal["resumed", "stopped", "finished"]
-    # to be shown: the name of the event
+    # the name of the event, to show
     title: str = ""
     job_id: str = ""
-    # of the training
+    # name of the training
     label: str = MAIN_LABEL
-    # Unix time of the start of the job's run, where its end tells it
+    # Unix time of the start of the job's run, if this event records it
     began_at: float | None = None
 
 
 class News(NamedTuple):
-    """Event of a training that a person may want to hear of."""
+    """Event of a training that the user may want to be notified of."""
 
     kind: Literal["training_preempted", "training_failed", "training_finished"]
-    # of the training
+    # name of the training
     label: str
     text: str
 
@@ -415,29 +415,29 @@ _SIGNS: Mapping[EventName, Literal["resumed", "stopped", "finished"]] = {
 
 
 class Restart(ProgressData):
-    """A job of a training that runs again; with 0 samples seen it begins anew."""
+    """Restart of a training's job; with 0 samples seen it begins from the start."""
 
     job_id: str
-    # in words
+    # what it resumes from, in words
     from_where: str
 
 
 class RunHistory:
-    """Life of a run as events.jsonl tells it.
+    """History of a run, from the events in events.jsonl.
 
     Args:
-        events: In the order of the file. A scheduler may count its job ids from the beginning
-            again: an event belongs to the latest submission of its id.
+        events: In the order of the file. A scheduler may reuse job ids: an event belongs to the
+            latest submission with its id.
     """
 
     def __init__(self, events: Iterable[Event]) -> None:
         self.events = list(events)
         self._submissions: list[Submission] = []
-        # by job id, submitted or not
+        # by job id; includes jobs without a recorded submission
         self._jobs: dict[str, JobEvents] = {}
-        # by stage and job id
+        # submissions without a recorded end, by stage and job id
         self._unsettled: dict[tuple[Stage, str], Submission] = {}
-        # of each event, as far as the events before it tell
+        # training's label of each event, as far as known from the events before it; else empty
         self._labels: list[str] = []
         for event in self.events:
             self._take_in(event)
@@ -450,7 +450,7 @@ class RunHistory:
             job = _submission(event)
             known = self._jobs.get(job.job_id)
             if known is not None and not isinstance(known, Submission):
-                # it began before its submission was on record
+                # the job began before its submission was recorded
                 job.events.extend(known.events)
             self._submissions.append(job)
             self._jobs[job.job_id] = self._unsettled[key] = job
@@ -467,15 +467,15 @@ class RunHistory:
         self._labels.append(label)
 
     def submissions(self, *stages: str) -> list[Submission]:
-        """Return the submitted jobs of these stages, or of all, in the order of submission."""
+        """Return the submitted jobs of these stages, or of all, in order of submission."""
         return [job for job in self._submissions if not stages or job.stage in stages]
 
     def unsettled(self, *stages: str) -> list[Submission]:
-        """Return the jobs of these stages that no command has seen the end of, oldest first."""
+        """Return the jobs of these stages whose end no command has recorded, oldest first."""
         return [job for job in self._unsettled.values() if job.stage in stages]
 
     def guards(self) -> list[Submission]:
-        """Return the guards that no command has seen the end of."""
+        """Return the guards whose end no command has recorded."""
         return [job for job in self.unsettled(CONTROL) if job.role == GUARD]
 
     def control_failure(self) -> str:
@@ -495,9 +495,9 @@ class RunHistory:
         return any(event.stage == stage for event in self.events)
 
     def accounted(self, label: str, accounts: Iterable[JobAccount]) -> tuple[JobAccount, ...]:
-        """Return the runs of a training's jobs that had nodes.
+        """Return the accounting of all runs of a training's jobs that had nodes.
 
-        None of them where accounting does not know all of its jobs, or one was not over.
+        Empty if accounting does not have all of its jobs, or if a run is not over.
         """
         job_ids = {e.job_id for e in self.of_training(label) if e.event == "submitted"}
         mine = [account for account in accounts if account.job_id in job_ids]
@@ -506,9 +506,9 @@ class RunHistory:
         return tuple(account for account in mine if account.nodes > 0)
 
     def of_training(self, label: str) -> list[Event]:
-        """Return a training's events; jobs that nobody submitted are the main one's.
+        """Return a training's events; jobs without a recorded submission belong to the main one.
 
-        Those of an earlier training, whose files were moved away, are left out.
+        Events of an earlier training whose files were moved away are left out.
         """
         return self._by_label.get(label, [])
 
@@ -517,14 +517,14 @@ class RunHistory:
         return any(e.event in ("checkpoint", "finished") for e in self.of_training(label))
 
     def failed_as_it_went_on(self, label: str, since: float) -> bool:
-        """Tell whether a training last went on from what it had saved after `since`, and failed."""
+        """Tell whether a training last restarted after `since`, and failed after that."""
         events = self.of_training(label)
         resumed = max((e.time for e in events if e.event == "resumed"), default=0.0)
         return resumed > since and any(e.event == "failed" and e.time > resumed for e in events)
 
     @cached_property
     def _by_label(self) -> dict[str, list[Event]]:
-        # a job may write before its submission is on record
+        # a job may write events before its submission is recorded
         label_of = {job.job_id: job.label for job in self.submissions("train")}
         found: dict[str, list[Event]] = {}
         for event, known in zip(self.events, self._labels, strict=True):
@@ -536,7 +536,7 @@ class RunHistory:
         return found
 
     def attempts(self, label: str, since: float = 0.0) -> int:
-        """Count the jobs that were submitted for a training from this Unix time on."""
+        """Count the jobs that were submitted for a training since this Unix time."""
         return len(self._submitted_for(label, since))
 
     def _submitted_for(self, label: str, since: float) -> list[str]:
@@ -547,7 +547,7 @@ class RunHistory:
         ]
 
     def ends(self, label: str, failures: Collection[Failure], since: float = 0.0) -> int:
-        """Count the jobs submitted for a training from this Unix time on that ended so."""
+        """Count a training's jobs, submitted since this Unix time, that ended by such a failure."""
         jobs = self._submitted_for(label, since)
         return sum(
             event.event == "ended" and event.failure in failures and event.job_id in jobs
@@ -555,7 +555,7 @@ class RunHistory:
         )
 
     def last_failures(self, since: float = 0.0) -> dict[str, JobFailure]:
-        """Return how each training failed that was not submitted again afterwards, by label."""
+        """Return the failures of trainings that were not submitted again afterwards, by label."""
         found: dict[str, JobFailure] = {}
         for event in self.events:
             label = EndData.of(event).label if "label" in event.data else ""
@@ -568,9 +568,9 @@ class RunHistory:
         return found
 
     def in_vain(self, label: str, failure: Failure, since: float = 0.0) -> int:
-        """Count a training's last jobs that all ended in the same way and had begun at one sample.
+        """Count the last jobs in a row that ended by `failure` and had begun at the same sample.
 
-        What was before `since` (Unix time) does not count: its cause may have been removed.
+        Events before `since` (Unix time) do not count: their cause may have been removed.
         """
         begun: dict[str, int] = {}
         starts: list[int] = []
@@ -591,16 +591,16 @@ class RunHistory:
         return count
 
     def restarts(self, label: str) -> int:
-        """Count how often a training began again, from a checkpoint or with nothing."""
+        """Count the restarts of a training, from a checkpoint or from the start."""
         return sum(event.event == "resumed" for event in self.of_training(label))
 
     def begun_anew(self, label: str) -> int:
-        """Count the restarts of a training that found nothing to go on from."""
+        """Count the restarts of a training that had no checkpoint to resume from."""
         resumed = (e for e in self.of_training(label) if e.event == "resumed")
         return sum(ProgressData.of(event).samples_seen == 0 for event in resumed)
 
     def last_restart(self, label: str) -> Restart | None:
-        """Return how a training last ran again; None if it never did."""
+        """Return the last restart of a training; None if there was none."""
         resumed = (e for e in reversed(self.of_training(label)) if e.event == "resumed")
         last = next(resumed, None)
         if last is None:
@@ -609,16 +609,16 @@ class RunHistory:
         return Restart(job_id=last.job_id, from_where=last.detail, **reached)
 
     def fallbacks(self, label: str) -> int:
-        """Count how often a training went on with a smaller batch for want of memory."""
+        """Count how often a training went on with a smaller batch after running out of memory."""
         return sum(event.event == "fell_back" for event in self.of_training(label))
 
     def is_falling_back(self) -> bool:
-        """Tell whether a training ran out of memory and the smaller batch is not submitted yet."""
+        """Tell whether a training ran out of memory and its smaller batch is not submitted yet."""
         trained = [event for event in self.events if event.stage == "train"]
         return bool(trained) and trained[-1].event == "fell_back"
 
     def drift(self) -> DriftState | None:
-        """Return the drift of the last job; None while steps are as predicted."""
+        """Return the present drift of the last job; None while its steps are as predicted."""
         for event in reversed(self.events):
             if event.event in ("recovered", "resumed", "submitted"):
                 return None
@@ -627,12 +627,12 @@ class RunHistory:
         return None
 
     def last_drift(self, label: str) -> DriftState | None:
-        """Return the last drift of a training, be it over or not; None without any."""
+        """Return the last drift of a training, even if it is over; None if there was none."""
         drifted = (e for e in reversed(self.of_training(label)) if e.event == "drifted")
         return next(map(_drift_of, drifted), None)
 
     def seconds_to_end(self) -> float | None:
-        """Return the seconds from a training's end to that of its job; None: it is not noted."""
+        """Return the seconds from a training's end to its job's end; None if not recorded."""
         finished_at: float | None = None
         for event in self.events:
             if event.event == "finished":
@@ -642,7 +642,7 @@ class RunHistory:
         return None
 
     def signs(self) -> list[Sign]:
-        """Return the signs of life of all trainings, in the order of time."""
+        """Return the signs of life of all trainings in order of time."""
         found = []
         for label, events in self._by_label.items():
             for event in events:
@@ -653,7 +653,7 @@ class RunHistory:
         return sorted(found, key=lambda sign: sign.time)
 
     def news(self, since: int) -> list[News]:
-        """Return the news of trainings in the events from that number on."""
+        """Return the news of trainings, from the event with index `since` on."""
         found = []
         for event, label in list(zip(self.events, self._labels, strict=True))[since:]:
             if event.stage != "train":
@@ -668,13 +668,13 @@ class RunHistory:
                 found.append(
                     News("training_failed", name, f"{event.detail}; a smaller batch is next")
                 )
-            # as the command saw it; the job's own word is in it
+            # the command's report, which includes the job's own
             elif event.event == "failed" and "label" in event.data:
                 found.append(News("training_failed", name, f"{kind}: {event.detail}"))
         return found
 
     def samples_seen(self) -> list[tuple[EventName, int]]:
-        """Return which events of trainings happened after how many samples, where that is known."""
+        """Return the events of trainings with the samples seen until then, if recorded."""
         found: list[tuple[EventName, int]] = []
         for event in self.events:
             if event.stage == "train" and "samples_seen" in event.data:
@@ -684,7 +684,7 @@ class RunHistory:
         return found
 
     def save_costs(self) -> list[tuple[float, float]]:
-        """Return Unix time and cost in seconds of each save that was measured."""
+        """Return Unix time and cost in seconds of each checkpoint whose cost was measured."""
         found = []
         for event in self.events:
             if event.event == "checkpoint":
@@ -694,28 +694,28 @@ class RunHistory:
         return found
 
     def detached(self) -> Detached | None:
-        """Return when and until which stage the run was last detached."""
+        """Return when the run was last detached, and for which stages."""
         for event in reversed(self.events):
             if event.event == "detached":
                 return Detached(event.time, DetachedData.of(event).until)
         return None
 
     def is_taken_over(self) -> bool:
-        """Tell whether a command that stays has taken the place of the controllers."""
+        """Tell whether a command that stays has taken over from the controllers."""
         for event in reversed(self.events):
             if event.stage == CONTROL and event.event in ("detached", "ended"):
                 return DetachedData.of(event).taken_over
         return False
 
     def stage_failure(self) -> StageFailure | None:
-        """Return the failure of a stage, if that is the last event."""
+        """Return the failure of a stage if it is the last event, else None."""
         last = self.events[-1] if self.events else None
         if last is None or last.event != "failed" or last.job_id:
             return None
         return StageFailure(last.stage, last.detail, last.time)
 
     def ended_stage(self) -> Stage | None:
-        """Return the stage at which the last command ended as it was asked to, if on record."""
+        """Return the stage after which the last command ended as requested, if recorded."""
         last = next((event for event in reversed(self.events) if event.stage != CONTROL), None)
         if last is None or last.event != "ended" or last.job_id:
             return None

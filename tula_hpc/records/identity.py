@@ -1,8 +1,8 @@
 """Identity of a workload: the model's structure, the user's own code, the data.
 
-Measurements hold for one model and one kind of data. `Identity.difference` describes their changes
-in a sentence. Own code that changed while model and data stayed the same is no reason to
-refuse a plan: `changed_sources` names the files, for a warning.
+Measurements hold for one model and one kind of data. `Identity.difference` describes changes of
+either in a sentence. If only the user's own code changed, a plan is not refused:
+`changed_sources` names the files, for a warning.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Identity(Record):
     """Model that is trained, the code that defines it, and its data."""
 
     parameters: Count
-    # of one worker; frozen parameters have none
+    # of one worker; frozen parameters have no gradient
     gradient_bytes: Count
-    # of the module tree: names, types, settings of torch's layers, shapes and types of parameters
+    # digest of the module tree: names, types, layers' settings, shapes and types of parameters
     structure: Digest
     train_samples: Count
     test_samples: Count
@@ -42,16 +42,16 @@ class Identity(Record):
     sources: dict[Name, Digest] = Field(default={}, max_length=1000)
 
     def is_same(self, other: Identity) -> bool:
-        """Tell whether both are one model, and the same kind and number of samples."""
+        """Tell whether both have the same model, and the same kind and number of samples."""
         return self.model_copy(update={"sources": other.sources}) == other
 
     def changed_sources(self, before: Identity) -> list[str]:
-        """Return the files whose code is another, is new, or is gone since `before`."""
+        """Return the files whose code has changed, or that are new or gone, since `before`."""
         names = sorted(self.sources.keys() | before.sources.keys())
         return [name for name in names if self.sources.get(name) != before.sources.get(name)]
 
     def difference(self, before: Identity) -> str:
-        """Describe the changes since then; "" where model and data are the same."""
+        """Describe the changes since `before`; "" if model and data are the same."""
         parts = list(_differences(self, before))
         changed = self.changed_sources(before)
         if parts and changed:
@@ -75,22 +75,22 @@ def _differences(now: Identity, before: Identity) -> Iterator[str]:
 
 
 def measured_identity(measurements: Iterable[Measurement]) -> Identity | None:
-    """Return the identity in the newest measurement that has one; None without any."""
+    """Return the identity in the newest measurement that has one; None if none has."""
     known = [m for m in measurements if m.identity is not None]
     newest = max(known, key=lambda m: m.finished_at, default=None)
     return newest.identity if newest else None
 
 
 def refuse_another(run: RunDirectory, measured: Identity | None, now: Identity) -> None:
-    """Refuse to plan or train another model, or other data, than the run has measured.
+    """Refuse to plan or train a model or data that differ from those that the run has measured.
 
     Raises:
-        InputError: It is another one; the message names the differences and the remedy.
+        InputError: They differ; the message names the differences and the remedy.
     """
     if measured is not None and (found := now.difference(measured)):
         message = f"what would be trained now is not what was measured: {found}"
         if now.changed_sources(measured):
-            # the folder of the command may be another one
+            # the command may run in another folder than before
             message += f" (as they are in {Path.cwd()})"
         remedy = "Undo the change, or measure what is there now with another --run-dir."
         raise InputError(f"{message}. {remedy}", source=run.root)
@@ -100,7 +100,7 @@ def refuse_several(run: RunDirectory, measurements: Iterable[Measurement]) -> No
     """Refuse to plan from measurements of different models or data.
 
     Raises:
-        InputError: There are several; the message names them and the remedy.
+        InputError: They differ; the message names the measurements and the remedy.
     """
     rows = [m for m in measurements if m.identity is not None]
     newest = measured_identity(rows)

@@ -1,4 +1,4 @@
-"""Measurements of a configuration, and the estimate of its memory before any profile."""
+"""Measurements of configurations, and the estimate of memory before any profile."""
 
 from __future__ import annotations
 
@@ -21,27 +21,26 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# what a record says beyond that is damaged
+# a record with a longer time, or more bytes, is damaged
 CREDIBLE_S = 1e6
-# no step takes less
+# seconds; no step is shorter
 MOMENT_S = 1e-9
 CREDIBLE_BYTES = 1e18
 
-# a smaller batch, samples, and seconds of forward and backward of it at once, without
+# samples of a smaller local batch, and seconds of its forward and backward in one pass, without
 # synchronization
 SmallerCompute = tuple[Batch, Annotated[float, Field(gt=MOMENT_S, lt=CREDIBLE_S)]]
 
 
 class StepTimes(Record):
-    """Means over rounds of free-running steps or passes, seconds; of the slowest worker."""
+    """Seconds: means over rounds of free-running steps or passes, by the slowest worker."""
 
     # a whole training step: data wait, forward, backward with all-reduce, optimizer
     step_time_s: float
     # 95 % interval of the mean
     step_time_low_s: float
     step_time_high_s: float
-    # part of step_time_s: what waiting for the loader adds to it, as far as the device has nothing
-    # to do meanwhile
+    # part of step_time_s: waiting for the loader while the device has nothing to do
     data_time_s: float
     # forward and backward without synchronization (no_sync), measured apart
     compute_time_s: float
@@ -51,19 +50,19 @@ class StepTimes(Record):
     allreduce_time_s: float
     # an update of AGS's gradient scale, measured apart; not part of step_time_s
     update_time_s: float = 0.0
-    # a local batch as evaluation takes it, median of passes; None: unknown
+    # evaluation's forward pass of a local batch, median; None: unknown
     forward_time_s: float | None = None
-    # means of a step over the first and over the second half of its rounds; None: not recorded
+    # mean of a step over the first half of the rounds, and over the second; None: not recorded
     first_half_s: float | None = None
     second_half_s: float | None = None
-    # by so much the two may differ where the rounds only scatter
+    # largest difference of the two halves that scatter between rounds explains
     halves_scatter_s: float | None = None
 
     @property
     def drift(self) -> float:
-        """Return by which share steps became slower from the first half of the rounds to the second.
+        """Return by what share steps were slower in the second half of rounds than in the first.
 
-        0 where the rounds' own scatter explains the difference, or none was recorded.
+        0 if scatter between rounds explains the difference, or if the halves were not recorded.
         """
         halves = (self.first_half_s, self.second_half_s)
         known = [s for s in halves if s is not None and MOMENT_S < s < CREDIBLE_S]
@@ -74,7 +73,7 @@ class StepTimes(Record):
 
     @property
     def are_credible(self) -> bool:
-        """Tell whether step and parts are plausible; a damaged `forward_time_s` does not count."""
+        """Tell whether the times of step and parts are plausible, except `forward_time_s`."""
         return (
             0.0 <= self.data_time_s < CREDIBLE_S
             and 0.0 <= self.compute_time_s < CREDIBLE_S
@@ -86,7 +85,7 @@ class StepTimes(Record):
 
 
 class MemoryUse(Record):
-    """Memory of one worker, bytes; the largest over the workers."""
+    """Bytes of memory of one worker: the largest value of all workers."""
 
     # CUDA: peak allocated; CPU: peak resident set over the baseline
     peak_bytes: int
@@ -99,13 +98,13 @@ class MemoryUse(Record):
     optimizer_bytes: int
     # part of optimizer_bytes that the workers divide among them (ZeRO)
     sharded_bytes: int = 0
-    # what follows is CUDA's alone: memory of the device, the least of any worker's; None: unknown
+    # from here on for CUDA only. Memory of the smallest device of any worker; None: unknown
     total_bytes: int | None = None
-    # of it outside of torch's allocator after the timed steps: CUDA context, NCCL, cuDNN, others
+    # used outside of torch's allocator after the timed steps: CUDA context, NCCL, cuDNN, others
     other_bytes: int | None = None
-    # how often in the timed steps the allocator, finding no memory, freed what it kept to try again
+    # how often the allocator ran out in the timed steps, so that it freed its cache and retried
     alloc_retries: int = 0
-    # and how often that did not help
+    # how often the retry failed, too
     ooms: int = 0
 
     @property
@@ -124,18 +123,18 @@ class MemoryUse(Record):
 
 
 class ProcessorUse(Record):
-    """Load of a node's processors in the timed steps, of the busiest worker."""
+    """Load of a node's processors in the timed steps, by the busiest worker."""
 
-    # seconds of processors for a step: of the loader's processes (of waiting for files there is
-    # none), and of the worker's own, which loads by itself where there are none
+    # processor seconds per step: of the loader's processes (without waiting for files), and of the
+    # worker's own process, which also loads if there are no loader processes
     loader_s: float = Field(ge=0.0, lt=CREDIBLE_S)
     worker_s: float = Field(ge=0.0, lt=CREDIBLE_S)
-    # that the worker may run on, loader included
+    # cores that the worker and its loader may run on
     cores: float = Field(gt=0.0, lt=2**20)
 
 
 class Measurement(Record):
-    """Profile of one configuration; `status` tells whether times and memory are there."""
+    """Profile of one configuration; it has times and memory if `status` is "ok"."""
 
     schema_version: Literal[1] = 1
     status: Literal["ok", "oom", "failed"]
@@ -146,71 +145,69 @@ class Measurement(Record):
     memory: MemoryUse | None = None
     failure: Failure | None = None
     detail: str = ""
-    # train: an OOM of the final job, a bound all the same
+    # "train": the training ran out of memory, which bounds the batch as a profile's OOM does
     stage: Literal["profile", "train"] = "profile"
     steps: int = 0
-    # the mean's 95 % interval became narrower than search.ci_width
+    # the 95 % interval of the mean step time became narrower than search.ci_width
     converged: bool = False
-    # the nodes were the task's alone
+    # no other job could use the nodes
     exclusive: bool = True
     # several "nodes" shared one machine (local executor)
     emulated: bool = False
-    # training samples in an epoch, D
+    # training samples in an epoch, D; 0: unknown
     dataset_samples: int = 0
-    # those that fill no batch make a shorter one at the epoch's end, and are not left out
+    # an epoch ends with a shorter batch, instead of dropping the samples that fill no batch
     short_batch: bool = False
-    # samples of a batch, on average, over those that were asked for: such as are cut by their tokens
-    # differ
+    # mean samples of a batch over those asked for; not 1 if batches vary, e.g. by their tokens
     batch_share: float = Field(default=1.0, gt=0.1, lt=10.0)
-    # that an evaluation takes; 0: unknown
+    # samples of an evaluation; 0: unknown
     test_samples: int = 0
-    # of AGS's gradient scale, on average
+    # mean number of updates of AGS's gradient scale in an epoch
     updates_per_epoch: float = 0.0
     parameters: int = 0
-    # of an epoch of a script, not of its steps: evaluation, saving, start of loaders; None: not seen
+    # script: seconds of an epoch outside its steps (evaluation, saving, ...); None: not seen
     between_epochs_s: float | None = Field(default=None, ge=0.0, lt=CREDIBLE_S)
-    # that a script's loaders give out in an epoch, over all workers; 0: not known
+    # script: samples that the loaders of all workers give out in an epoch; 0: unknown
     epoch_samples: int = Field(default=0, ge=0)
-    # a script keeps its state here, so that it goes on exactly where it was
+    # script: it saves its state by `tula_hpc.attach`, so a restart goes on exactly where it was
     kept: bool = False
-    # though one iterator over its loader goes on from epoch to epoch: that would begin anew
+    # script: one loader iterator serves all epochs; it would begin anew after a restart
     one_iterator: bool = False
-    # of model, code and data; None: of a job that was killed
+    # of model, code and data; None: unknown, as the job was killed
     identity: Identity | None = None
-    # in so many a step takes the local batch, one after another
+    # micro-batches in which a step takes the local batch, one after another
     parts: int = Field(default=1, ge=1, le=10**6)
-    # forward passes in which a script that is told their number takes the local batch; None: it is
-    # not told
+    # script: forward passes for the local batch, as its argument {accumulation} asks for; None: it
+    # has no such argument
     accumulation: int | None = Field(default=None, ge=1, le=2**31)
     smaller_computes: tuple[SmallerCompute, ...] = Field(default=(), max_length=48)
     device: str = ""
     backend: str = ""
     hosts: tuple[str, ...] = ()
     versions: dict[str, str] = Field(default={})
-    # seconds: step, data, compute, compute of smaller batches, optimizer, update, allreduce,
-    # forward
+    # seconds by name: step, data, compute, compute of N (`compute_of`), optimizer, update,
+    # allreduce, forward
     samples: dict[str, list[float]] = Field(default={})
-    # of so many steps or passes in a row each of these samples is the mean; of one where it is not
-    # said
+    # number of steps or passes in a row that each of these samples averages; 1 if missing
     round_steps: dict[str, Annotated[int, Field(ge=1, le=2**31)]] = Field(default={})
     processor: ProcessorUse | None = None
     job_id: JobId = ""
     finished_at: float = 0.0
-    # of the whole profile of this configuration
+    # seconds of the whole profile of this configuration
     elapsed_s: float = 0.0
-    # from the start of its job to the end of the first step; 0 for what the job measured later
+    # from the start of the job to the end of its first step; 0 unless measured first in its job
     start_s: float = 0.0
-    # which of [[partitions]]; empty where the cluster has none
+    # name in [[partitions]]; empty if the cluster has none
     partition: str = ""
-    # electrical power of a node during the timed steps, mean over the nodes; 0: unknown
+    # electrical power in the timed steps, mean over the nodes; 0: unknown
     watts_per_node: float = 0.0
-    # elapsed_s × nodes of the job's allocation, those that only waited included
+    # elapsed_s × all nodes of the job's allocation, including nodes that only waited
     node_seconds: float = 0.0
-    # samples, tr(Σ)/|G|² at the weights that were profiled; 0: unknown
+    # samples: tr(Σ)/|G|² at the profiled weights; 0: unknown
     noise_scale: float = 0.0
-    # so many samples the estimate was made from
+    # number of samples that the estimate was made from
     noise_samples: int = 0
-    # |G|² and tr(Σ) of each pass, unbiased, so of any sign
+    # |G|² and tr(Σ) of each pass; unbiased, so they may be negative
     noise_terms: tuple[tuple[float, float], ...] = ()
 
     @model_validator(mode="after")
@@ -235,20 +232,20 @@ class Measurement(Record):
         return self.status == "failed" and self.failure is None and self.steps > 0
 
     def is_left_out_by(self, sources: dict[str, str]) -> bool:
-        """Tell whether that holds for a script with these digests; without any: for an unchanged one."""
+        """Tell whether a script with these code digests is left out; {}: its code is unchanged."""
         before = sources if self.identity is None else self.identity.sources
         return self.is_left_out and sources in ({}, before)
 
 
-# to its end, unless other signs are in it than numbers and their names have
+# the whole dictionary; does not match if it holds anything but names and numbers
 _SAMPLES = re.compile(rb'"samples":\{(?:"[^"\\]*":\[[-+\d.e,]*\],?)*(?=\})')
 
 
 def parse_without_samples(line: bytes) -> Measurement:
-    """Parse a measurement, cutting out its samples before, which saves most of the time.
+    """Parse a measurement after cutting out its samples, which saves most of the time.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The line is no measurement.
     """
     line = _SAMPLES.sub(b'"samples":{', line, count=1)
     return parse_record(Measurement, line).model_copy(update={"samples": {}})
@@ -260,14 +257,15 @@ def measurements_for_search(
     since: float,
     entry_points: Iterable[str] = (),
 ) -> list[Measurement]:
-    """Return those that count for the search on one partition.
+    """Return the measurements that count for the search on one partition.
 
-    A failure before `since`, in an earlier run of the command, may have been mended. So may a
-    script that took too few steps of a batch, if another code is behind `entry_points` now.
+    A failure before `since` was in an earlier run of the command, and its cause may have been
+    removed. Likewise a batch of which a script took too few steps, if the code behind
+    `entry_points` has changed.
     """
     mine = [m for m in measurements if m.partition == partition]
     now: dict[str, str] = {}
-    # they are read only where it matters
+    # the code's files are read only if the result depends on them
     if any(m.is_left_out and m.finished_at < since for m in mine):
         now = digests_of(entry_points)
     return [
@@ -276,18 +274,18 @@ def measurements_for_search(
 
 
 def measurements_of(measurements: Iterable[Measurement], partition: str) -> list[Measurement]:
-    """Return those of one partition, and of runs from before there were partitions."""
+    """Return the measurements of one partition, and those that name none (older runs)."""
     return [m for m in measurements if m.partition in ("", partition)]
 
 
 def holds_any(output: Path, rows: Iterable[Measurement]) -> bool:
-    """Tell whether one of these measurements is in a profile job's file."""
+    """Tell whether a profile job's file holds one of these measurements."""
     wanted = {(m.configuration, m.finished_at) for m in rows}
     return bool(wanted & {(m.configuration, m.finished_at) for m in recorded_by_job(output)})
 
 
 def recorded_by_job(output: Path) -> list[Measurement]:
-    """Return a profile job's measurements so far, those in its workers' own files included."""
+    """Return a profile job's measurements so far, including those in other ranks' files."""
     return read_records(Measurement, with_rank_files(output)).records
 
 
@@ -297,7 +295,7 @@ def recorded_in(folder: Path) -> list[Measurement]:
 
 
 def is_usable(measurement: Measurement) -> bool:
-    """Tell whether times and memory are there and plausible."""
+    """Tell whether a measurement has times and memory, and both are plausible."""
     times, memory = measurement.times, measurement.memory
     if measurement.status != "ok" or times is None or memory is None:
         return False
@@ -308,66 +306,67 @@ Steps = TypeVar("Steps", float, "NDArray[np.float64]")
 
 
 def steps_of_epoch(batches: Steps, *, short_batch: bool) -> Steps:
-    """Return the steps of an epoch: whole batches, and a shorter one as its share of one.
+    """Return the steps of an epoch; a shorter last batch counts as a fraction of a step.
 
     Args:
-        batches: Samples of an epoch over those of a batch; a number, or an array of any shape.
-        short_batch: See `Measurement`.
+        batches: Samples of an epoch over samples of a batch; a number, or an array of any shape.
+        short_batch: See `Measurement`; False drops the shorter batch.
     """
     return batches if short_batch else batches // 1
 
 
 def compute_of(batch: int) -> str:
-    """Return the key of a smaller batch's computation among the samples."""
+    """Return the key that a smaller batch's computation has in `Measurement.samples`."""
     return f"compute of {batch}"
 
 
 class Footprint(Record):
-    """Estimate of one worker's memory from counting, before any step was run; bytes.
+    """Estimate of one worker's memory in bytes, from counting tensors before any step is run.
 
     `fixed_bytes + activation_bytes_per_sample × b` is the memory of tensors at the peak of a step
-    with local batch b, once b is so large that the peak lies in the backward pass. `peaks` is the
-    memory that counts towards the limit, at the powers of two.
+    with local batch b, if b is so large that the peak lies in the backward pass. `peaks` is the
+    memory that counts towards the limit, at local batches that are powers of two.
     """
 
     schema_version: Literal[1] = 1
     parameter_bytes: int
     gradient_bytes: int
-    # of one worker, its share under ZeRO
+    # of one worker; under ZeRO its share of the states
     optimizer_bytes: int
     activation_bytes_per_sample: int
     fixed_bytes: int
     # CPU: the process with its libraries, before the model
     host_baseline_bytes: int = 0
-    # AGS: reference gradient and scale factors, on top of `peaks` once training has updated them
+    # AGS: reference gradient and scale factors; on top of `peaks` once training has updated them
     scaling_bytes: int = 0
-    # host memory of the copy that a checkpoint is written from, on the first node
+    # host memory, on the first node, of the copy from which a checkpoint is written
     checkpoint_bytes: int = 0
-    # of these two, what counts towards the limit on top of `peaks`
+    # the part of the previous two that counts towards the limit, on top of `peaks`
     beside_bytes: int = 0
-    # by local batch
+    # bytes by local batch
     peaks: dict[Batch, int] = Field(min_length=1)
-    # of one worker, the margin taken off
+    # bytes one worker may use, after the safety margin; None: no limit
     limit_bytes: int | None = None
-    # of `peaks`, within the limit; None: no limit, 0: none fits
+    # largest local batch in `peaks` that fits the limit; None: no limit, 0: none fits
     largest_local_batch: int | None = None
-    # workers that were assumed: the fewest of the search
+    # number of workers that the estimate assumes: the fewest of the search
     world_size: int = 1
-    # local batches
+    # local batches at which tensors were counted
     counted_at: tuple[int, ...] = ()
-    # real: counted on small real batches, since the model needs values
+    # real: counted on small real batches, since the model cannot run on fake tensors
     method: Literal["fake", "real"] = "fake"
     assumptions: tuple[str, ...] = ()
+    # time that the estimate took
     seconds: float = 0.0
 
     @property
     def before_batch_bytes(self) -> int:
-        """Bytes of a worker before any batch, without those of libraries."""
+        """Bytes of a worker before its first batch, without those of libraries."""
         states = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
         return self.host_baseline_bytes + states + self.beside_bytes
 
     def peak_bytes(self, local_batch: int) -> float:
-        """Interpolate the estimate at a local batch, linearly between powers of two and beyond."""
+        """Interpolate the estimate at a local batch, linearly between `peaks` and beyond them."""
         known = sorted(self.peaks)
         right = min(max(1, bisect.bisect_left(known, local_batch)), len(known) - 1)
         low, high = known[right - 1], known[right]
@@ -376,7 +375,7 @@ class Footprint(Record):
 
 
 def damaged_footprints(run: Path) -> list[str]:
-    """Name a run's estimates of memory that cannot be read, and the remedy."""
+    """List a run's estimates of memory that are damaged, with the remedy."""
     found = []
     for path in sorted(run.glob("footprint*.json")):
         try:
@@ -388,14 +387,14 @@ def damaged_footprints(run: Path) -> list[str]:
 
 
 class Trial(Record):
-    """Workload as it was tried by a command, on its own machine, before it submitted anything."""
+    """Result of a command's trial of the workload on its own machine, before it submits jobs."""
 
     schema_version: Literal[1] = 1
     identity: Identity
-    # of what it depends on: code, keys of the workload, libraries; another one asks for a new trial
+    # digest of code, keys of the workload and libraries; a new trial is needed if it differs
     key: Digest = ""
-    # what Python warned of in the user's own code
+    # Python's warnings about the user's own code
     warnings: tuple[str, ...] = ()
-    # estimates that were made on the way, by partition, and why one could not be made
+    # estimates made in the trial, and reasons why one could not be made, by partition
     footprints: dict[str, Footprint] = Field(default={})
     reasons: dict[str, str] = Field(default={})

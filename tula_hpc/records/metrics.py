@@ -1,6 +1,6 @@
-"""metrics.jsonl of a training: its lines as records, and an even choice of steps of long ones.
+"""metrics.jsonl of a training: its lines as records; of a long file evenly chosen steps.
 
-It is written by `training/metrics_writer.py` alone, which names its readers too.
+Only `training/metrics_writer.py` writes the file; its docstring names the readers.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from pydantic import Field, RootModel
 from tula_hpc.records.base import Batch, Record
 from tula_hpc.records.storage import Bounds, lines_of, out_of_bounds, parse_record
 
-# logged steps of a training that are held; of more an even choice
+# logged steps of a training that are held; of a longer file evenly chosen ones
 MAX_STEPS = 4_000
-# where fewer are left of a training that was set back, all that come are held again
+# if a rollback leaves fewer held steps than this, all later ones are held again
 FEW_STEPS = 1_000
-# factors so near to 1 come of norms in single precision alone
+# a scale factor this close to 1 is rounding of norms in single precision
 ROUNDING = 1e-4
 MAX_LINES = 5_000_000
-# logged lines from which the present pace is taken
+# newest logged lines that give the present pace
 RECENT_STEPS = 20
-# the same file gives the same choice
+# fixed, so that reading a file twice gives the same choice
 SEED = 0
 
 
-# a line as the trainer writes it: fields in order, without blanks
+# a step's line as `MetricsWriter` writes it: fields in this order, without blanks
 _STEP = re.compile(rb'\{"kind":"step","step":\d+,"samples_seen":(\d{1,15}),')
 _READING = re.compile(rb'"noise_trace":(?!null)')
 
@@ -44,9 +44,9 @@ class StepMetrics(Record):
     # optimizer steps taken since the start of training
     step: int
     samples_seen: int
-    # of its whole batches, so that the last step's is a whole number
+    # epochs trained, counted in whole batches: a whole number after an epoch's last step
     epoch: float
-    # None: of a script that does not tell
+    # None: the script does not report it
     loss: float | None
     lr: float
     # mean over the steps since the last logged one
@@ -56,19 +56,19 @@ class StepMetrics(Record):
     gradient_norm: float | None = None
     # share of the steps since the last line whose gradient was scaled
     scaled: float | None = None
-    # mean share of the scale that those steps used, from 0 to 1: warm-up leaves a part of it
+    # mean share of the scale that those steps applied, 0 to 1; below 1 in warm-up
     scale_share: float | None = None
-    # of the scale as last estimated, over all elements; see `applied_scale`
+    # the last estimated scale over all elements, at full strength; see `applied_scale`
     scale_mean: float | None = None
     scale_min: float | None = None
     scale_max: float | None = None
-    # part of step_time_s: rank 0's wait for the loader, mean
+    # part of step_time_s: mean wait of rank 0 for the loader
     data_time_s: float | None = None
-    # samples, tr(Σ)/|G|² smoothed over the readings of the noise so far
+    # samples: tr(Σ)/|G|², smoothed over all readings of the noise so far
     noise_scale: float | None = None
-    # mean |G|² of those since the last line, unbiased, so of any sign
+    # mean |G|² over the readings since the last line; unbiased, so it may be negative
     noise_gradient_square: float | None = None
-    # mean tr(Σ) of the same
+    # mean tr(Σ) over the same readings
     noise_trace: float | None = None
 
     @property
@@ -80,7 +80,7 @@ class StepMetrics(Record):
 
     @property
     def scaled_nothing(self) -> bool:
-        """Tell whether no step since the last line was scaled by another factor than 1."""
+        """Tell whether every step since the last line was scaled by 1, or not at all."""
         factors = [each for each in (self.scale_min, self.scale_max) if each is not None]
         is_one = len(factors) == 2 and all(abs(each - 1.0) <= ROUNDING for each in factors)
         return self.scaled == 0 or self.scale_share == 0 or is_one
@@ -95,12 +95,12 @@ class EpochMetrics(Record):
     step: int
     samples_seen: int
     global_batch: Batch
-    # None: of a script that does not tell
+    # None: the script does not report it
     train_loss: float | None
     test_loss: float | None
-    # share of 1; None: of targets that know no right and wrong
+    # from 0 to 1; None: the targets are not right or wrong, as in a regression
     test_accuracy: float | None
-    # None: of targets that are no labels
+    # None: the targets are no labels
     test_top5_accuracy: float | None
     # training steps only; without evaluation and checkpoints
     epoch_time_s: float
@@ -108,21 +108,21 @@ class EpochMetrics(Record):
     steps: int
     # False: a restart fell into the epoch, so that epoch_time_s covers only a part
     complete: bool = True
-    # samples, as of the end of the epoch
+    # samples; the steps' `noise_scale` at the end of the epoch
     noise_scale: float | None = None
-    # samples, mean tr(Σ) over mean |G|² of the readings since the last such line
+    # samples: mean tr(Σ) over mean |G|², of the readings since the last epoch's line
     critical_batch: float | None = None
-    # of the test set, after the epoch's steps; of a script all that it does between its epochs, and
-    # evaluates within them
+    # seconds for the test set after the epoch's steps; for a script, all that it does between
+    # epochs, and evaluations within them
     evaluation_time_s: float | None = None
-    # over all nodes
+    # number of workers on all nodes
     workers: int | None = None
-    # Unix time of this line's first writing: files of a script that are newer have the epoch
+    # when the epoch's first line was written: newer files of a script include this epoch
     ended_at: float | None = None
 
     @property
     def is_scored(self) -> bool:
-        """Tell whether a score of the test set is known."""
+        """Tell whether accuracy or loss on the test set is known."""
         return (self.test_accuracy, self.test_loss) != (None, None)
 
 
@@ -136,25 +136,26 @@ class _AnyMetrics(RootModel[AnyMetrics]):
 class Metrics(NamedTuple):
     """metrics.jsonl, split by kind."""
 
-    # at most about `MAX_STEPS`
+    # all of them, or about `MAX_STEPS` of very many
     steps: list[StepMetrics]
     epochs: list[EpochMetrics]
+    # lines that could not be read
     skipped: int
-    # steps, with those that are not held or that a rollback replaced; 0 while all are held
+    # logged steps with those not held and those replaced after a rollback; 0 while all are held
     logged: int = 0
-    # a gradient was scaled in steps that are not held
+    # a gradient was scaled in a step that is not held
     others_scaled: bool = False
 
     @property
     def scaled_nothing(self) -> bool:
-        """Tell whether gradients should have been scaled, and none was in any logged step."""
+        """Tell whether there are logged steps, and no gradient was scaled in any of them."""
         if self.others_scaled or not self.steps:
             return False
         return all(row.scaled_nothing for row in self.steps)
 
 
 def put_aside(path: Path) -> None:
-    """Keep the metrics of a training that begins anew as metrics-N.jsonl, where there are some."""
+    """Before a training begins anew, rename its metrics.jsonl, if any, to metrics-N.jsonl."""
     if path.exists():
         names = (path.with_name(f"metrics-{number}.jsonl") for number in count(1))
         path.replace(next(name for name in names if not name.exists()))
@@ -163,33 +164,33 @@ def put_aside(path: Path) -> None:
 class _Steps:
     """Logged steps that are held: all of them, or of very many an even choice.
 
-    The samples seen are cut into equal pieces, and in each of them one step is held: the first one
-    from a place by chance on, so that nothing periodic is missed or doubled.
+    For the choice, the range of samples seen is cut into equal pieces. Each piece holds one step:
+    the first after a random place, so that periodic events are neither missed nor overcounted.
 
-    A step takes the place of all that had seen as many samples, or more: after a rollback to a
-    checkpoint, steps may be of another batch.
+    A new step replaces all steps with as many samples seen, or more: after a rollback to a
+    checkpoint, steps may have another batch.
     """
 
     def __init__(self) -> None:
         self.held: list[StepMetrics] = []
         self.newest: StepMetrics | None = None
-        # since then at most, as it was written
+        # the last line, unparsed, if it was passed over; else empty
         self.passed = b""
         self.count = 0
-        # samples of a piece; 0 while all that come are held
+        # samples of a piece; 0 while every new step is held
         self.spacing = 0.0
-        # some were not held
+        # some steps are not held
         self.is_choice = False
-        # samples seen from which on the next one is held
+        # samples seen at which the next step is held
         self.next = 0.0
-        # a choice, no secret
+        # random only for an even choice, not for security
         self.random = Random(SEED)  # noqa: S311
         self.others_scaled = False
 
     def passes_over(self, line: bytes) -> bool:
         """Tell whether a line is left out, without parsing it, which takes far longer."""
         found = _STEP.match(line)
-        # of all others it has to be seen whether they were scaled
+        # while `others_scaled` is False, each line is parsed to see whether its steps were scaled
         if found is None or not line.endswith(b"}\n") or not self.others_scaled:
             return False
         last = self.held[-1]
@@ -201,7 +202,7 @@ class _Steps:
         return True
 
     def add(self, row: StepMetrics) -> None:
-        """Take in the next line."""
+        """Add the next step."""
         self.count += 1
         self.newest = row
         self.passed = b""
@@ -211,7 +212,7 @@ class _Steps:
         if len(self.held) < FEW_STEPS:
             self.spacing = 0.0
         self._hold(row)
-        # the first time may find all of them far apart
+        # once may not suffice: two steps that are farther apart than the spacing both stay
         while len(self.held) > MAX_STEPS:
             self._thin()
 
@@ -225,7 +226,7 @@ class _Steps:
             self.next = (reached + 1 + self.random.random()) * self.spacing
 
     def _thin(self) -> None:
-        """Hold one of each two from now on."""
+        """Hold every other step, now and from here on."""
         first, *rows = self.held
         gaps = (after.samples_seen - row.samples_seen for row, after in pairwise(rows))
         self.spacing = 2 * (self.spacing or median(gaps))
@@ -235,14 +236,13 @@ class _Steps:
         for pair in zip(rows[::2], rows[1::2], strict=True):
             before, after = pair
             if after.samples_seen - before.samples_seen > self.spacing:
-                # from before the training was set back
+                # sparse steps, from before a rollback: both stay
                 self.held += pair
             else:
                 self.held.append(self._preferred(*self.random.sample(pair, 2)))
 
     def _preferred(self, row: StepMetrics, other: StepMetrics) -> StepMetrics:
-        """Return one of two, the first one unless the other alone has a reading of the noise."""
-        # which are rare
+        """Return the first step, or the other if it alone has a (rare) reading of the noise."""
         if other.noise_trace is not None and row.noise_trace is None:
             self._leave_out(row)
             return other
@@ -253,7 +253,7 @@ class _Steps:
         self.others_scaled = self.others_scaled or not row.scaled_nothing
 
     def with_newest(self) -> list[StepMetrics]:
-        """Return those that are held, and the newest of all at their end."""
+        """Return the steps that are held, followed by the newest step if it is not."""
         with contextlib.suppress(ValueError):
             if self.passed:
                 self.newest = parse_record(StepMetrics, self.passed)
@@ -265,11 +265,11 @@ class _Steps:
 def read_metrics(path: Path) -> Metrics:
     """Read metrics.jsonl; of very many steps only some are held, see `_Steps`.
 
-    Of two lines of an epoch the later counts. What it lacks is taken from the earlier one: a
-    script's scores and the time until its next epoch are known at different moments.
+    Of two lines for an epoch the later one counts. Fields that it lacks come from the earlier one:
+    a script's scores and the time until its next epoch become known at different moments.
 
     Raises:
-        RunDirectoryError: The file is there and cannot be read, or is out of all bounds.
+        RunDirectoryError: The file exists but cannot be read, or exceeds a bound.
     """
     steps = _Steps()
     epochs: dict[int, EpochMetrics] = {}
@@ -304,7 +304,7 @@ def parse_metrics(line: bytes) -> AnyMetrics:
     """Parse one line.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The line is no such record.
     """
     return parse_record(_AnyMetrics, line).root
 
@@ -317,7 +317,7 @@ def _joined(before: EpochMetrics | None, row: EpochMetrics) -> EpochMetrics:
 
 
 def samples_a_step(steps: Sequence[StepMetrics]) -> float:
-    """Return the present global batch, which a fallback changes; 0 where no step tells."""
+    """Return the present global batch, which a fallback may have changed; 0 if unknown."""
     for before, after in zip(steps[-2::-1], steps[:0:-1], strict=False):
         if after.step > before.step and after.samples_seen > before.samples_seen:
             return (after.samples_seen - before.samples_seen) / (after.step - before.step)
@@ -325,7 +325,7 @@ def samples_a_step(steps: Sequence[StepMetrics]) -> float:
 
 
 def steps_left_s(steps: Sequence[StepMetrics], epochs: float) -> float | None:
-    """Estimate the time of the steps that are left, at the pace of these; None where none tells."""
+    """Estimate the seconds of the steps that are left, at the pace of `steps`; None if unknown."""
     batch = samples_a_step(steps)
     if not batch or steps[-1].epoch <= 0:
         return None
@@ -337,7 +337,7 @@ def steps_left_s(steps: Sequence[StepMetrics], epochs: float) -> float | None:
 def training_left_s(
     steps: Sequence[StepMetrics], last: EpochMetrics | None, epochs: float
 ) -> float | None:
-    """Estimate the time that a training still takes: its steps, and evaluations as the last one."""
+    """Estimate the seconds left of a training: steps, and evaluations as long as the last."""
     left_s = steps_left_s(steps[-RECENT_STEPS:], epochs)
     if left_s is None or last is None:
         return left_s

@@ -1,7 +1,7 @@
-"""plan.json, and whether it is as it was written.
+"""plan.json: its records, and the check that it was not edited.
 
-A plan ends with the SHA-256 of its text above that: one that was edited since is refused wherever
-it is read.
+The last key of plan.json is the SHA-256 of the text before it. A plan that was edited afterwards is
+refused wherever it is read.
 """
 
 from __future__ import annotations
@@ -35,47 +35,48 @@ class Interval(NamedTuple):
         return Interval(self.value * factor, self.low * factor, self.high * factor)
 
 
-# multiples of one another
+# quantities that are fixed multiples of one another
 _TIMES = ("train_time_s", "epoch_time_s", "step_time_s")
 
 
 class Candidate(Record):
-    """One configuration with the predictions of the models."""
+    """One configuration with what the models predict for it."""
 
-    # which of [[partitions]]; empty where the cluster has none
+    # name in [[partitions]]; empty if the cluster has none
     partition: str = ""
     nodes: Nodes
     workers_per_node: WorkersPerNode = 1
     local_batch: Batch
     global_batch: Batch
-    # forward passes in which a script takes the local batch, as memory forbids it at once
+    # forward passes a script needs for the local batch if memory does not hold it in one
     accumulation: int = Field(default=1, ge=1, le=2**31)
-    # as measured, where it was
+    # measured if this configuration was, else predicted
     step_time_s: float
-    # of the fitted model, measured or not
+    # predicted by the fitted model in either case
     model_step_time_s: float
     epoch_time_s: float
-    # steps alone
+    # seconds of all steps, without anything in between
     train_time_s: float
-    # expected, with starts, checkpoints and what restarts repeat; not the queue. This is paid for
+    # expected; with starts, checkpoints and repeated work, without the queue; this is paid for
     wall_time_s: float
-    # expected, to the progress of as many epochs with `training.base_batch`: a larger batch needs
-    # more samples; None: the gradient's noise was not measured
+    # expected time to the progress that as many epochs with `training.base_batch` make, since a
+    # larger batch needs more samples; None: the gradient's noise was not measured
     progress_time_s: float | None = None
     cost: float
-    # SU: service units, that is billing units times hours
+    # SU: service units, which are billing units × hours
     currency: Literal["USD", "SU"] = "USD"
-    # of the site, its overhead included; None where no power is known
+    # the site's overhead included; None if the nodes' power is unknown
     energy_kwh: float | None = None
-    # between two checkpoints, as time and cost reckon; training measures anew. None: of a script that
-    # saves nothing
+    # minutes between checkpoints, as time and cost assume; a training decides by its own
+    # measurements. None: a script that saves nothing
     checkpoint_minutes: float | None = None
-    # of wall_time_s: steps, evaluation, checkpoints, starts and ends of jobs, repeated (what restarts
-    # do again)
+    # parts of wall_time_s: steps, evaluation, checkpoints, starts and ends of jobs, repeated (work
+    # that restarts do again)
     wall_parts_s: dict[str, float] = Field(default={})
-    # of each of them, seconds
+    # seconds, by the keys of wall_parts_s
     part_intervals_90: dict[str, tuple[float, float]] = Field(default={})
     peak_memory_bytes: int
+    # by name of the field
     interval_90: dict[str, tuple[float, float]] = Field(default={})
     feasible: bool = True
     measured: bool = False
@@ -91,19 +92,19 @@ class Candidate(Record):
 
     @property
     def in_parts(self) -> str:
-        """Return " in 4 parts" where a script takes its batch so; else ""."""
+        """Return e.g. " in 4 parts" if a script takes several forward passes, else ""."""
         return f" in {self.accumulation} parts" if self.accumulation > 1 else ""
 
     @property
     def finite_cost(self) -> float | None:
-        """Return the cost; None where the training would never end."""
+        """Return the cost; None if the training would never end."""
         return None if self.wall_time_s >= FOREVER_S else self.cost
 
     def predicted(self, quantity: str) -> Interval:
-        """Return a predicted quantity with its 90 % interval, where the plan has one.
+        """Return a predicted quantity with its 90 % interval; no width if the plan has none.
 
-        Step, epoch and training time are multiples of one another: the interval of one gives those
-        of the others.
+        Step, epoch and training time are multiples of one another, so the interval of one also
+        gives those of the others.
         """
         value = float(getattr(self, quantity))
         same_spread = _TIMES if quantity in _TIMES else ()
@@ -120,16 +121,16 @@ class Knee(Record):
 
     # None: the curve has no knee
     global_batch: float | None
-    # over curves drawn from the fit's uncertainty, of those with a knee
+    # among curves drawn from the fit's uncertainty, those that have a knee
     interval_90: tuple[float, float] | None = None
-    # whether it reaches the curves' end, as at the samples of the data set: it might go on beyond
+    # the interval ends where the curves do, e.g. at all samples of the data set; it may go on
     is_cut: bool = False
-    # of those curves
+    # share of all drawn curves
     share_without_knee: float = 0.0
 
     @property
     def between(self) -> str:
-        """The interval in words, "between 400 and 600"; empty without one."""
+        """The interval in words, e.g. "between 400 and 600"; empty if there is none."""
         if self.interval_90 is None:
             return ""
         low, high = self.interval_90
@@ -142,17 +143,17 @@ class Remedy(StrEnum):
 
     MEASURE = "measure"
     CHANGE = "change"
-    # nothing
+    # nothing to do
     KNOW = "know"
 
     @property
     def heading(self) -> str:
-        """Return what such doubts are headed with."""
+        """Return the heading above such doubts."""
         headings = {"measure": "Measure more", "change": "Change a setting", "know": "Good to know"}
         return headings[self]
 
     def doubts(self, texts: Iterable[str]) -> list[Doubt]:
-        """Return warnings that this would settle."""
+        """Return these warnings with this remedy."""
         return [Doubt(text, self) for text in texts]
 
 
@@ -164,7 +165,7 @@ class Doubt(NamedTuple):
 
 
 def grouped(doubts: Iterable[Doubt]) -> dict[str, list[str]]:
-    """Return the doubts under the headings of their remedies; none without any."""
+    """Return the doubts by heading of their remedy; headings without doubts are left out."""
     found: dict[str, list[str]] = {}
     listed = list(doubts)
     for remedy in Remedy:
@@ -179,35 +180,35 @@ class Plan(Record):
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
     objective: str
-    # what of [objective] is not as in the run's sweep.toml, as `tula plan --set` asked for it
+    # settings of [objective] that `tula plan --set` changed from the run's sweep.toml
     other_objective: list[str] = Field(default=[])
     chosen: Candidate
-    # one sentence: why this one
+    # why this candidate, in one sentence
     reason: str
     candidates: list[Candidate]
-    # ranked smaller batches for OOM, first to be tried first
+    # smaller batches to try after an OOM, in this order
     fallbacks: list[Candidate]
-    # what would have been chosen next, best first
+    # next choices by the objective, best first
     runners_up: list[Candidate] = Field(default=[])
-    # what would have been chosen of all with fewer nodes, and of all with more
+    # best candidate with fewer nodes than the chosen one, and best with more
     other_nodes: list[Candidate] = Field(default=[])
-    # share of the training's node-seconds that a profile of the chosen configuration would cost,
-    # which is why it was not measured; None where it was, or a warning has another reason
+    # share of the training's node-seconds that a profile of the chosen configuration would cost, if
+    # that is why it was not measured; None if it was, or if a warning says why not
     profile_share: float | None = None
     # constraints that rule out a better candidate
     binding: list[str] = Field(default=[])
     knee: Knee | None = None
-    # samples; gradient noise scale, weighted mean of tr(Σ) over that of |G|²
+    # gradient noise scale in samples: weighted mean of tr(Σ) over weighted mean of |G|²
     critical_batch: float | None = None
-    # the training's metrics, or the first weights
+    # from a training's metrics, or from profiles at the initial weights
     critical_batch_source: Literal["training", "profile"] | None = None
-    # what prices and times assume
+    # assumptions behind prices and times
     notes: list[str] = Field(default=[])
-    # those of them that hold until a training has measured this
+    # notes that hold only until a training has measured the key's quantity
     provisional: dict[Literal["save", "evaluation", "start"], list[str]] = Field(default={})
     models: dict[str, Any]
     warnings: list[str] = Field(default=[])
-    # of each of them, in their order
+    # one for each warning, in the same order
     remedies: list[Remedy] = Field(default=[])
     dataset_samples: int
     epochs: int
@@ -223,12 +224,12 @@ class Plan(Record):
 
     @property
     def doubts(self) -> list[Doubt]:
-        """Return the warnings with their remedies; without one there is nothing to do."""
+        """Return the warnings with their remedies; one without a remedy needs no action."""
         pairs = zip_longest(self.warnings, self.remedies[: len(self.warnings)])
         return [Doubt(text, remedy or Remedy.KNOW) for text, remedy in pairs]
 
     def find(self, configuration: Configuration, partition: str | None = None) -> Candidate | None:
-        """Return the candidate of a configuration; without a partition the chosen one's first."""
+        """Return a configuration's candidate; if `partition` is None, prefer the chosen one."""
         found = [item for item in self.candidates if item.configuration == configuration]
         if partition is not None:
             return next((item for item in found if item.partition == partition), None)
@@ -250,7 +251,7 @@ def write_plan(path: Path, plan: Plan) -> None:
     """Write plan.json with the digest of its text.
 
     Raises:
-        StorageError: It cannot be written.
+        StorageError: The file cannot be written.
     """
     text = plan.model_dump_json(by_alias=True, indent=1).removesuffix("\n}")
     digest = sha256(text.encode()).hexdigest()
@@ -262,11 +263,11 @@ def read_plan(path: Path, has_trained: Callable[[], bool]) -> Plan:
 
     Args:
         path: The file.
-        has_trained: Tells whether a training has begun; until then the choice is free.
+        has_trained: Returns whether a training has begun; if not, the error offers another choice.
 
     Raises:
-        FileNotFoundError: There is none.
-        RunDirectoryError: It cannot be read, is damaged, or was changed since it was written.
+        FileNotFoundError: The file does not exist.
+        RunDirectoryError: The file cannot be read, is damaged, or was changed since it was written.
     """
     plan = read_document(Plan, path)
     content = read_bounded(path, MAX_DOCUMENT_BYTES)

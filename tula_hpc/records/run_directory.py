@@ -1,7 +1,7 @@
 """Run directory: its paths, its lock, and whether it may be trusted.
 
-`RunDirectory.locked` flocks `.lock` and writes "process N on HOST" into it, which stays there
-afterwards. `holder_of` finds the owner without taking the lock, so that asking keeps nobody out.
+`RunDirectory.locked` flocks `.lock` and writes "process N on HOST" into it; the text stays there
+afterwards. `holder_of` finds the owner without taking the lock, so that it keeps no command out.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ class TrainDirectory:
         # a line for each logged step and each epoch
         self.metrics_file = root / "metrics.jsonl"
         self.checkpoints = root / "checkpoints"
-        # a `Drift`, there while step times differ from the plan's
+        # a `Drift`; exists while step times are beyond the plan's
         self.drift_file = root / "drift.json"
-        # there once a script has printed an accuracy that only percent can be
+        # exists once a script has printed an accuracy that can only be a percentage
         self.percent_file = root / "percent"
         # written once, at the end of training
         self.result_file = root / "result.json"
 
     @property
     def newest_checkpoint(self) -> Path | None:
-        """Return the file with the model, which is the trained one at the end of training."""
+        """Return the newest file with the model: the trained one, once training has ended."""
         found = self.checkpoints.glob("checkpoint-*.tula")
-        # as the numbers in the names, which have more digits where they are higher
+        # by the number in the name; a higher number may have more digits
         return max(found, key=lambda path: (len(path.name), path.name), default=None)
 
     @property
     def saved_samples(self) -> int | None:
-        """Return the samples seen by the newest checkpoint, as its name tells; None without one."""
+        """Return the samples seen by the newest checkpoint, by its name; None if there is none."""
         newest = self.newest_checkpoint
         if newest is None:
             return None
@@ -80,7 +80,7 @@ class TrainDirectory:
         return int(count) if count.isdecimal() else None
 
     def epochs_done(self, metrics: Metrics, *, has_ended: bool) -> float:
-        """Return the epochs of the logged steps; once their job has ended, of those that are kept."""
+        """Return the epochs of the logged steps; after the job's end, of those saved."""
         if not metrics.steps:
             return 0.0
         last = metrics.steps[-1]
@@ -90,54 +90,54 @@ class TrainDirectory:
         return last.epoch * min(1.0, saved / last.samples_seen)
 
     def read_result(self) -> TrainResult | None:
-        """Read result.json; None where training has not ended.
+        """Read result.json; None if training has not ended.
 
         Raises:
-            RunDirectoryError: It is damaged.
+            RunDirectoryError: The file is damaged.
         """
         with contextlib.suppress(FileNotFoundError):
             return read_document(TrainResult, self.result_file)
         return None
 
 
-# of measurements with every sample, which are most of their bytes and rarely read
+# beyond these bytes, measurements are read without samples: most of the bytes, and rarely used
 MAX_SAMPLED_BYTES = 32 * 1024**2
 
 
 def _check_room(folder: Path) -> None:
-    """Refuse a folder of a run in which someone else may have put files for us to execute."""
+    """Refuse a folder of a run in which others may have put files for this user to execute."""
     with contextlib.suppress(FileNotFoundError):
         if reason := mistrust(folder):
             raise RunDirectoryError(reason, source=folder)
 
 
 class RunDirectory:
-    """Paths inside one run directory, of mode 0700 since it holds pickles that are executed.
+    """Paths inside one run directory, which has mode 0700 as it holds pickles that are executed.
 
-    The folders above it may be writable for a group, as those of projects usually are, but not for
-    everybody without the sticky bit: there any user could put another folder in its place while a
-    job is about to read from it.
+    Folders above it may be writable for a group, as those of projects usually are. If everybody may
+    write to one, it must have the sticky bit: else any user could replace the run directory just
+    before a job reads from it.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
         # measurements, one file per array task
         self.profile = self.root / "profile"
-        # submitit's: scripts, pickles, stdout, stderr
+        # submitit's files: scripts, pickles, stdout, stderr
         self.slurm = self.root / "slurm"
         # figures, tables and the report
         self.report = self.root / "report"
-        # frozen
+        # the inputs, frozen when the run began
         self.sweep_file = self.root / "sweep.toml"
         self.cluster_file = self.root / "cluster.toml"
-        # how trying the workload on the login node went
+        # result of trying the workload on the login node
         self.trial_file = self.root / "trial.json"
         self.plan_file = self.root / "plan.json"
         # learning rates that a study chose
         self.rates_file = self.root / "study_rates.json"
         # log of all stages
         self.events_file = self.root / "events.jsonl"
-        # events for which `on_event` was run
+        # which events `on_event` was already run for
         self.told_file = self.root / "told.json"
         # the scheduler's records of the run's jobs
         self.accounting_file = self.root / "accounting.jsonl"
@@ -146,8 +146,8 @@ class RunDirectory:
         """Make the directory and its folders; check those that exist first.
 
         Raises:
-            RunDirectoryError: It, or a room, is someone else's or open to others, or is a link.
-            OSError: It cannot be made.
+            RunDirectoryError: One of them is someone else's or open to others, or is a link.
+            OSError: One of them cannot be made.
         """
         self.check_name()
         self._refuse_unsafe_way()
@@ -165,13 +165,13 @@ class RunDirectory:
         return (self.profile, self.slurm, self.root / "train", self.report)
 
     def set_aside(self) -> Path | None:
-        """Move the files of jobs and stages to a folder that nothing reads; return it.
+        """Move the files of jobs and stages to a new folder, `earlier-N`, and return it.
 
-        Where no job left any, the rest is of no value and goes. The jobs' own files go first: one
-        that comes back all the same finds nothing to do.
+        If jobs left no files, the rest is of no value and is deleted; returns None. The folder of
+        pickles is moved first: a job that starts all the same finds nothing to do.
 
         Raises:
-            OSError: It cannot be moved.
+            OSError: A file cannot be moved.
         """
         rooms = (self.slurm, self.profile, self.root / "train", self.report)
         left = [room for room in rooms if room.is_dir() and any(room.iterdir())]
@@ -194,7 +194,7 @@ class RunDirectory:
         """Refuse a path that job scripts would change: Slurm and submitit replace %j and the like.
 
         Raises:
-            RunDirectoryError: It holds characters that have a meaning there.
+            RunDirectoryError: The path holds characters that have a meaning there.
         """
         wrong = [letter for letter in str(self.root) if letter in "%\\" or not letter.isprintable()]
         if wrong:
@@ -207,11 +207,11 @@ class RunDirectory:
         """Keep other commands from working on this run until the process ends.
 
         Args:
-            role: Task of this process in the run, in at most 100 characters.
+            role: What this process does in the run, in at most 100 characters.
 
         Raises:
-            RunDirectoryError: Another one holds it; the message says who.
-            StorageError: The owner cannot be written down.
+            RunDirectoryError: Another command holds the lock; the message says which.
+            StorageError: The lock file cannot be locked or written.
         """
         path = self.root / ".lock"
         try:
@@ -243,7 +243,7 @@ class RunDirectory:
         """Refuse a directory that another user owns, may write to, or may replace.
 
         Raises:
-            RunDirectoryError: It may not be used.
+            RunDirectoryError: The directory is not safe to use.
         """
         self._refuse_unsafe_way()
         status = self.root.stat()
@@ -263,11 +263,11 @@ class RunDirectory:
             raise RunDirectoryError(message, source=self.root)
 
     def make_train(self, label: str = MAIN_LABEL) -> TrainDirectory:
-        """Return the folder of one training, made if it is missing.
+        """Return the folder of one training; make it if it is missing.
 
         Raises:
-            RunDirectoryError: It belongs to someone else, others may write to it, or it is a link.
-            StorageError: It cannot be made.
+            RunDirectoryError: The folder is someone else's, writable for others, or a link.
+            StorageError: The folder cannot be made.
         """
         files = self.train(label)
         try:
@@ -278,12 +278,12 @@ class RunDirectory:
         return files
 
     def has_trained(self) -> bool:
-        """Tell whether a training left files, or is on its way: nothing is planned again then."""
+        """Tell whether a training has left files or is submitted: then no new plan may be made."""
         left = any((self.root / "train").glob("*/*"))
         return left or bool(self.history().unsettled("train"))
 
     def has_results(self) -> bool:
-        """Tell whether anything was measured, planned or trained; damaged files count as such."""
+        """Tell whether anything was measured, planned or trained; damaged files count, too."""
         measured = self.measurements()
         if measured.skipped or any(row.status == "ok" for row in measured.records):
             return True
@@ -291,12 +291,12 @@ class RunDirectory:
         return trained or self.plan_file.exists() or self.rates_file.exists()
 
     def footprint_file(self, partition: str = "") -> Path:
-        """Return the file of the estimate of memory on one partition."""
+        """Return the file with the estimate of memory for one partition."""
         name = f"footprint-{partition}" if partition else "footprint"
         return self.root / f"{name.replace('/', '_')}.json"
 
     def footprints(self, partitions: Iterable[str]) -> dict[str, Footprint]:
-        """Return the estimates that are there and not damaged, by partition."""
+        """Return the estimates that exist and are not damaged, by partition."""
         found = {}
         for name in partitions:
             with contextlib.suppress(FileNotFoundError, RunDirectoryError):
@@ -304,7 +304,7 @@ class RunDirectory:
         return found
 
     def trial(self) -> Trial | None:
-        """Read trial.json; None where there is none, or it is damaged."""
+        """Read trial.json; None if it does not exist or is damaged."""
         with contextlib.suppress(FileNotFoundError, RunDirectoryError):
             return read_document(Trial, self.trial_file)
         return None
@@ -320,7 +320,7 @@ class RunDirectory:
         return TrainDirectory(self.root / "train" / label)
 
     def measurements(self) -> ReadResult[Measurement]:
-        """Read all measurements, by file name and line; of very many without single samples."""
+        """Read all measurements, by file name and line; if there are many, without samples."""
         paths = sorted(self.profile.glob("*.jsonl"))
         size = sum(path.stat().st_size for path in paths if path.is_file())
         parse = parse_without_samples if size > MAX_SAMPLED_BYTES else None
@@ -336,11 +336,11 @@ class RunDirectory:
         return read_records(JobNote, sorted(self.profile.glob("*.notes"))).records
 
     def accounts(self) -> list[JobAccount]:
-        """Read the accounting records of all jobs, as of the last query; none before the first."""
+        """Read the accounting records of all jobs as of the last query; none before the first."""
         return read_records(JobAccount, [self.accounting_file]).records
 
     def read_events(self) -> ReadResult[Event]:
-        """Read all events, in the order they were written."""
+        """Read all events, in the order in which they were written."""
         return read_records(Event, [self.events_file])
 
     def events(self) -> list[Event]:
@@ -348,7 +348,7 @@ class RunDirectory:
         return self.read_events().records
 
     def damage(self) -> list[str]:
-        """Name estimates of memory, and lines of measurements and events, that cannot be read."""
+        """List the estimates of memory, and lines of measurements and events, that are damaged."""
         lines = [*self.measurements().damage, *self.read_events().damage]
         return damaged_footprints(self.root) + lines
 
@@ -357,14 +357,14 @@ class RunDirectory:
         return RunHistory(self.events())
 
     def log_event(self, event: EventName, stage: str, **fields: Any) -> None:
-        """Append one event with the time of now."""
+        """Append one event with the present time."""
         append_record(self.events_file, Event(time=unix_time(), event=event, stage=stage, **fields))
 
     def read_plan(self) -> Plan:
         """Read plan.json.
 
         Raises:
-            RunDirectoryError: There is none, or it is damaged or was changed.
+            RunDirectoryError: The file is missing, is damaged, or was changed.
         """
         try:
             return read_plan(self.plan_file, self.has_trained)
@@ -375,10 +375,10 @@ class RunDirectory:
             raise RunDirectoryError(message, source=self.plan_file) from None
 
     def read_rates(self) -> TunedRates | None:
-        """Read study_rates.json; None where there is none.
+        """Read study_rates.json; None if it does not exist.
 
         Raises:
-            RunDirectoryError: It is damaged.
+            RunDirectoryError: The file is damaged.
         """
         with contextlib.suppress(FileNotFoundError):
             return read_document(TunedRates, self.rates_file)
@@ -401,7 +401,7 @@ class Holder(NamedTuple):
     process: int
     # "": unknown
     host: str
-    # whether it holds the lock; None: cannot be seen from this machine
+    # whether it holds the lock; None: this machine cannot see that
     alive: bool | None
     # Unix time at which it took the lock; 0: unknown
     since: float = 0.0
@@ -414,13 +414,13 @@ NOBODY = Holder(0, "", False)
 
 
 def holder_of(lock_file: Path) -> Holder:
-    """Return who works on the run directory of that lock file, as far as can be seen from here."""
+    """Return who works on the run directory of a lock file, as far as this machine can see."""
     try:
         descriptor = os.open(lock_file, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         return NOBODY
     except PermissionError:
-        # someone else's; whether it is locked can be seen all the same
+        # the file is someone else's, but the kernel's list still shows whether it is locked
         return Holder(0, "", _is_listed(lock_file.stat(), 0) or None)
     try:
         match = _OWNER.match(os.read(descriptor, 200).decode(errors="replace"))
@@ -435,8 +435,8 @@ def holder_of(lock_file: Path) -> Holder:
 def _is_listed(file: os.stat_result, process: int) -> bool:
     """Tell whether a process of this machine holds a lock on the file.
 
-    Some file systems show another device to stat than to the kernel's list: there the process must
-    be the noted one.
+    On some file systems stat shows another device than the kernel's list. There a lock counts if
+    its process is `process`, which the lock file names.
     """
     try:
         text = KERNELS_LIST.read_text()
@@ -451,14 +451,14 @@ def _is_listed(file: os.stat_result, process: int) -> bool:
 
 
 def _is_locked_elsewhere(descriptor: int) -> bool:
-    """Tell whether the file server knows of a lock.
+    """Tell whether the file server knows of a lock on the file.
 
-    NFS makes a lock on the file's whole range of every flock.
+    NFS turns every flock into a lock on the whole range of the file, which `F_GETLK` shows.
     """
     question = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
         answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, question)
     except OSError:
-        # a file system without such locks
+        # the file system has no such locks
         return False
     return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)

@@ -1,4 +1,4 @@
-"""Files of records: reading whatever is in them, appending and replacing without half a record."""
+"""Files of records: read them even if damaged, append to and replace them as a whole."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from tula_hpc.errors import RunDirectoryError, StorageError
 from tula_hpc.files import in_words, open_regular, read_bounded, whole_file
 
 MAX_LINE_BYTES = 4_000_000
-# of a JSON Lines file
+# bytes of a JSON Lines file
 MAX_LINES_BYTES = 4 * 1024**3
-# of one kind that are held at once: a few hundred megabytes
+# records of one kind in memory at once: a few hundred megabytes
 MAX_RECORDS = 150_000
-# by which reading one kind may let the process grow
+# bytes by which reading records of one kind may let the process grow
 MAX_HELD_BYTES = 500_000_000
-# of a file that is one record, as plan.json is
+# bytes of a file that is a single record, such as plan.json
 MAX_DOCUMENT_BYTES = 64 * 1024**2
-# records
+# records between two calls of `gc.freeze`
 MANY = 10_000
-# damaged lines of one file that are named one by one
+# damaged lines of a file that are reported one by one; the others are only counted
 NAMED_LINES = 3
-# beyond it products overflow
+# products of larger numbers may overflow
 MAX_FLOAT = 1e100
-# a writer that is suspended, or whose node is gone, may keep its lock for ever
+# seconds to wait for a lock: a suspended or lost writer may hold it for ever
 LOCK_S = 2.0
 LOCK_PAUSE_S = 0.01
 R = TypeVar("R", bound=BaseModel)
@@ -46,9 +46,9 @@ class ReadResult(NamedTuple, Generic[R]):
     """Readable records, and the lines that could not be read."""
 
     records: list[R]
-    # number of the others
+    # number of lines that could not be read
     skipped: int
-    # of each file the first ones, in words
+    # descriptions of the first `NAMED_LINES` such lines of each file
     damage: list[str]
 
 
@@ -57,10 +57,10 @@ def read_records(
 ) -> ReadResult[R]:
     """Read JSON Lines files that exist; skip and count lines that are torn or of another kind.
 
-    `parse` takes the place of `parse_record`, for those that leave out fields not needed of so many.
+    `parse` replaces `parse_record`, to leave out fields that are not needed of very many records.
 
     Raises:
-        RunDirectoryError: A file is there and cannot be read, or is out of all bounds.
+        RunDirectoryError: A file exists but cannot be read, or exceeds a bound.
     """
     records: list[R] = []
     damage: list[str] = []
@@ -79,8 +79,7 @@ def read_records(
             records.append(_light(record))
             bounds.check(path, len(records), len(line))
             if len(records) % MANY == 0:
-                # they will stay: the collector of cycles would look through all of them again and
-                # again
+                # else the garbage collector would search these long-lived records again and again
                 gc.freeze()
         skipped += bad
         if bad > NAMED_LINES:
@@ -89,7 +88,7 @@ def read_records(
 
 
 def _reason(error: ValueError) -> str:
-    """Return the first thing that is wrong with a record."""
+    """Describe the first thing that is wrong with a record."""
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
@@ -98,10 +97,10 @@ def _reason(error: ValueError) -> str:
 
 
 class Bounds:
-    """Bounds on the records that are held and on the memory that they take.
+    """Bounds on the number of records in memory and on the bytes that they take there.
 
-    JSON may take 60 times its bytes. Each kind of a run's records has its own bounds: all together a
-    command stays within 1 GB.
+    Parsed JSON may take 60 times the bytes of its text. Each kind of a run's records has bounds of
+    its own; with all kinds together a command stays within 1 GB.
     """
 
     def __init__(self) -> None:
@@ -109,7 +108,7 @@ class Bounds:
         self.before_bytes = _resident_bytes()
 
     def check(self, path: Path, records: int, line_bytes: int) -> None:
-        """Refuse to hold more than this many, after each one."""
+        """Raise if a bound is exceeded; to be called after each record."""
         if records > MAX_RECORDS:
             raise out_of_bounds(path, f"at most {MAX_RECORDS:,} records up to here", ASIDE)
         self.unseen_bytes += line_bytes
@@ -126,15 +125,15 @@ ASIDE = "move what is not needed out of the run directory"
 
 
 def out_of_bounds(path: Path, bound: str, advice: str) -> RunDirectoryError:
-    """Return the error of a file beyond a bound, with the file's size."""
+    """Return the error for a file that exceeds a bound, with the file's size."""
     size = path.stat().st_size / 1e6 if path.exists() else 0.0
     return RunDirectoryError(f"has {size:,.1f} MB; expected {bound}; {advice}", source=path)
 
 
 def _resident_bytes() -> int:
-    """Return the memory of this process, 0 where the kernel does not tell.
+    """Return the resident bytes of this process, 0 if the kernel does not report them.
 
-    The peak may be that of the process that started it.
+    The peak would be no use: it may be that of the process that started this one.
     """
     try:
         pages = Path("/proc/self/statm").read_text().split()[1]
@@ -147,7 +146,7 @@ _NONE_SET: set[str] = set()
 
 
 def _light(record: R) -> R:
-    """Drop pydantic's list of the fields that were in the file: it is larger than the record."""
+    """Drop pydantic's set of the fields that were in the file: it is larger than the record."""
     object.__setattr__(record, "__pydantic_fields_set__", _NONE_SET)
     for name in _parts(type(record)):
         part = getattr(record, name)
@@ -170,7 +169,7 @@ def _is_record(kind: object) -> bool:
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """Yield the lines that are not blank; of one that is too long only the beginning, no record."""
+    """Yield the lines that are not blank; one that is too long is cut, and so not parsed."""
     try:
         with open_regular(path) as file:
             if os.fstat(file.fileno()).st_size > MAX_LINES_BYTES:
@@ -186,9 +185,9 @@ def lines_of(path: Path) -> Iterator[bytes]:
         raise RunDirectoryError(f"cannot be read: {in_words(error)}", source=path) from None
 
 
-# what may be a number that is none, or too large: worth a closer look. Plain words are found ten
-# times as fast as patterns, so all digits are made alike before, and all that may stand before a
-# number
+# Signs of a number that is not finite or too large; a text with one is checked number by number.
+# Searching for plain words is ten times as fast as for patterns. So all digits are first mapped to
+# one character, and everything that may precede a number to another.
 _ALIKE = bytes.maketrans(b"123456789E:[- \t\r\n", b"000000000e,,,,,,,")
 _SUSPECT = (b"NaN", b"Infinity", b"," + b"0" * 18)
 _LARGE_EXPONENT = re.compile(rb"e\+?000")
@@ -203,7 +202,7 @@ def parse_record(kind: type[R], text: bytes) -> R:
     """Parse a record.
 
     Raises:
-        ValueError: It is not one, or holds a number that is not finite or out of all bounds.
+        ValueError: The text is no such record, or has a number that is not finite or out of bounds.
     """
     record = kind.model_validate_json(text)
     if _is_suspect(text):
@@ -228,8 +227,8 @@ def read_document(kind: type[R], path: Path) -> R:
     """Read a file that is one record.
 
     Raises:
-        FileNotFoundError: There is none.
-        RunDirectoryError: It cannot be read, or is damaged.
+        FileNotFoundError: The file does not exist.
+        RunDirectoryError: The file cannot be read, or is damaged.
     """
     try:
         return parse_record(kind, read_bounded(path, MAX_DOCUMENT_BYTES))
@@ -244,11 +243,11 @@ def read_document(kind: type[R], path: Path) -> R:
 def append_record(path: Path, record: BaseModel | dict[str, Any], *, durable: bool = True) -> None:
     """Append one line with a single write, so that lines of several writers never mix.
 
-    With `durable` the disk has it when this returns. Not for metrics: they are many, and the wait
-    would be a step's.
+    With `durable` the line is on disk when this returns. Metrics do without: they are many, and
+    each wait would delay a step.
 
     Raises:
-        StorageError: It cannot be written; the file then ends as it did before.
+        StorageError: The line cannot be written; the file then ends as it did before.
     """
     text = (
         record.model_dump_json()
@@ -262,7 +261,7 @@ def append_record(path: Path, record: BaseModel | dict[str, Any], *, durable: bo
 
 
 def _append(path: Path, line: bytes, durable: bool) -> None:
-    # no wait where it is a pipe
+    # O_NONBLOCK: never wait if the file is a pipe
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o600)
     try:
@@ -276,9 +275,10 @@ def _append(path: Path, line: bytes, durable: bool) -> None:
 
 @contextlib.contextmanager
 def _locked(descriptor: int) -> Iterator[None]:
-    """Lock a file once nobody else appends to it, if that is soon and its file system has locks.
+    """Lock a file against other writers; after `LOCK_S`, or where locks fail, go on without.
 
-    A client of NFS appends where the file ended when it last looked; for a lock it looks again.
+    An NFS client appends where the file ended when the client last looked; taking a lock makes it
+    look again.
     """
     deadline = time.monotonic() + LOCK_S
     with contextlib.suppress(OSError):
@@ -287,7 +287,7 @@ def _locked(descriptor: int) -> Iterator[None]:
     try:
         yield
     finally:
-        # to close it is not enough where a process that was forked meanwhile has it, too
+        # closing does not unlock if a process forked meanwhile has the file open, too
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)
 
@@ -301,11 +301,11 @@ def _is_mine(descriptor: int) -> bool:
 
 
 def _write_whole(descriptor: int, data: bytes) -> None:
-    """Append all or nothing: take back the part on a full disk, unless another writer went on."""
+    """Append all or nothing: on a full disk cut off the part, unless another writer went on."""
     written = os.write(descriptor, data)
     try:
         while written < len(data):
-            # the first write only said how much, this one says why
+            # the first write reports only how much was written, this one raises the reason
             written += os.write(descriptor, data[written:])
     except OSError:
         end = os.lseek(descriptor, 0, os.SEEK_CUR)
@@ -315,16 +315,16 @@ def _write_whole(descriptor: int, data: bytes) -> None:
 
 
 def _newline_if_torn(descriptor: int) -> bytes:
-    """Return a line end if a killed writer left half a line, so that it spoils only itself."""
+    """Return a newline if a killed writer left half a line, so that the next line is not lost."""
     end = os.lseek(descriptor, 0, os.SEEK_END)
     return b"" if end == 0 or os.pread(descriptor, 1, end - 1) == b"\n" else b"\n"
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write, fsync, rename: a reader sees the old file or the new one, never half of one.
+    """Write, fsync, rename: a reader sees the whole old file or the whole new one.
 
     Raises:
-        StorageError: It cannot be written; the old file is still there.
+        StorageError: The file cannot be written; the old one is still there.
     """
     try:
         with whole_file(path, f".{path.name}.") as file:
@@ -334,7 +334,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def folder_gone(folder: Path) -> StorageError:
-    """Return the error that a folder is gone in which a command was at work."""
+    """Return the error for a folder that disappeared while a command worked in it."""
     return StorageError(
         f"{folder}: is gone: somebody has deleted or moved it; put it back to go on, or run the same "
         "command to begin anew",
@@ -349,31 +349,31 @@ def _unwritten(path: Path, error: OSError) -> StorageError:
 
 
 def rank_file(path: Path, rank: int) -> Path:
-    """Return one rank's file: appending from several clients of a network file system mixes."""
+    """Return the file of one rank; appends to one file from several NFS clients would mix."""
     return path if rank == 0 else path.with_name(f"{path.stem}-r{rank}.jsonl")
 
 
 def with_rank_files(path: Path) -> list[Path]:
-    """Return rank 0's file and those that other ranks wrote beside it."""
+    """Return rank 0's file and the files that other ranks wrote next to it."""
     return [path, *sorted(path.parent.glob(f"{path.stem}-r*.jsonl"))]
 
 
 def notes_file(path: Path) -> Path:
-    """Return the file of notes of the job that writes measurements to `path`."""
+    """Return the file with the notes of the job that writes measurements to `path`."""
     return path.with_suffix(".notes")
 
 
 def note_owner(lock: Path, descriptor: int, role: str) -> None:
-    """Write the owner of a lock into the locked file; a new file would not be locked.
+    """Write the owner of a lock into the locked file, in place: a new file would not be locked.
 
     Raises:
-        StorageError: It cannot be written.
+        StorageError: The file cannot be written.
     """
     owner = f"process {os.getpid()} on {os.uname().nodename}"
     try:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, (f"{owner} ({role})" if role else owner).encode(), 0)
-        # by the clock of this command's events, which does not step with the system's
+        # by the clock of this command's events, which ignores later changes of the system's clock
         now = unix_time()
         os.utime(descriptor, (now, now))
     except OSError as error:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tula_hpc.records.base import Batch, Configuration, Nodes, Record, WorkersPerNode
 
-# of a script that has a workload.metric
+# note on a script's training whose sweep file has workload.metric
 WITHOUT_SCORES = "workload.metric has matched no line of the script's output: scores are unknown"
-# of a training with a loss of the user's own
+# note on a training whose loss is the user's own function
 NOT_FINITE = (
     "the loss on the test set is inf or nan: look for such values in its samples, and in what the "
     "model makes of them"
@@ -25,45 +25,45 @@ class TrainResult(Record):
     epochs: int
     steps: int
     samples_seen: int
-    # None: of a script that does not tell
+    # None: the script does not report it
     final_loss: float | None
-    # None: of targets that know no right and wrong
+    # from 0 to 1; None: the targets are not right or wrong, as in a regression
     test_accuracy: float | None
     test_top5_accuracy: float | None
-    # sum of epoch_time_s
+    # seconds of steps alone: the sum of epoch_time_s
     train_time_s: float
     # from the first start to the end, with queueing between restarts
     wall_time_s: float
     restarts: int
     test_loss: float | None = None
-    # of a study: the loss was not finite, which ended it; its accuracies are 0
+    # in a study: the loss was not finite, which ended the training; its accuracies are 0
     diverged: bool = False
-    # of a study: on a fixed choice of training samples, not augmented
+    # in a study: accuracy on fixed training samples, not augmented
     train_accuracy: float | None = None
     train_top5_accuracy: float | None = None
-    # beside train_time_s, over all runs as far as checkpoints remember them: from the start of a job
-    # to that of its training loop
+    # seconds from the start of a job to the start of its training loop; not part of train_time_s.
+    # Like the next two, a sum over all runs, as far as checkpoints remember them
     starts_s: float
-    # None: of a script
+    # None: a script's training
     evaluation_s: float | None = None
-    # for which steps stood still while a checkpoint was copied, or waited for
+    # seconds in which steps waited for a checkpoint to be copied or written
     saving_s: float
-    # of a script's other optimizers after the last step, as in further trainings
+    # steps of a script's other optimizers after its last step, as if it trained something else
     further_steps: int = 0
 
     @property
     def is_test_finite(self) -> bool:
-        """True unless the loss on the test set, which is always known then, was inf or nan."""
+        """False if the loss on the test set was inf or nan; only for trainings that compute it."""
         return self.test_loss is not None or self.diverged
 
     @property
     def is_scored(self) -> bool:
-        """True if accuracy or loss on the test set are known."""
+        """True if accuracy or loss on the test set is known."""
         return (self.test_accuracy, self.test_loss) != (None, None)
 
 
 class StepParts(Record):
-    """Seconds of the separately timed parts of a step, of the slowest worker; None if unknown."""
+    """Seconds of a step's separately timed parts, by the slowest worker; None: unknown."""
 
     # waiting for the loader
     data_time_s: float | None = None
@@ -74,7 +74,7 @@ class StepParts(Record):
 
 
 class Drift(Record):
-    """drift.json: step times of a training beyond the plan's prediction, and the part at fault."""
+    """drift.json: step time of a training beyond the plan's prediction, and the part at fault."""
 
     nodes: Nodes
     workers_per_node: WorkersPerNode
@@ -94,17 +94,17 @@ class Drift(Record):
 
 
 class RateTrial(Record):
-    """Learning rate that was tried for a study on held-out training samples."""
+    """A learning rate that a study tried, scored on held-out training samples."""
 
-    # of optimizers, see `TunedRates.rates`
+    # key of `TunedRates.rates`
     family: str
     lr: float
-    # None: it diverged, or there is none
+    # None: the trial diverged, or targets have no accuracy
     accuracy: float | None
 
 
 class TunedRates(Record):
-    """study_rates.json: workload.lr as chosen for a study at its small batch, with the trials."""
+    """study_rates.json: the workload.lr that a study chose at its small batch, with the trials."""
 
     # by family: the base optimizer, or the method where that changes its step (lars, lamb)
     rates: dict[str, float]
