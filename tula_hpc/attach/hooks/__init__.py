@@ -1,1 +1,1 @@
-"""Watch a training script that knows nothing of it: its models, its batches, its steps."""
+"""Watch the models, batches and steps of a training script that does not know of it."""

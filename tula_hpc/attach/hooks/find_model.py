@@ -1,4 +1,4 @@
-"""Models of a script: found by their parameters alone, as an optimizer has them, and watched."""
+"""Find the models of a script by nothing but the parameters that its optimizers hold."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch.optim import Optimizer
 
 T = TypeVar("T")
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
-# what torch.compile and Lightning's Fabric call the model that they wrap
+# attributes in which the wrappers of torch.compile and Lightning's Fabric hold the model
 WRAPPED = ("_orig_mod", "_forward_module")
 
 
 def size_of(model: nn.Module) -> int:
-    """Return the elements of all parameters."""
+    """Return the number of elements in all parameters of a model."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def modules_with(owned: set[Tensor]) -> list[nn.Module]:
     """Return the modules that have all of these parameters and the fewest others, inner ones first.
 
-    A module around another one has as many parameters, and more modules.
+    A wrapper has the same parameters as the module inside it, but one module more.
     """
     found = []
     for thing in objects_of(nn.Module):
@@ -37,9 +37,9 @@ def modules_with(owned: set[Tensor]) -> list[nn.Module]:
 
 
 def parts_with(owned: set[Tensor]) -> list[nn.Module]:
-    """Return the largest modules that have only these parameters, inner ones first.
+    """Return the largest modules that have no parameters but these, inner ones first.
 
-    An optimizer may change several models that nothing holds together, as a CycleGAN's does.
+    An optimizer may train several models that no common module holds, as a CycleGAN's does.
     """
     parts = [thing for thing in objects_of(nn.Module) if owned.issuperset(thing.parameters())]
     largest = max(parts, key=size_of, default=None)
@@ -49,15 +49,15 @@ def parts_with(owned: set[Tensor]) -> list[nn.Module]:
 
 
 def objects_of(kind: type[T]) -> Iterator[T]:
-    """Yield all objects of a class that there are."""
+    """Yield all existing objects of a class."""
     for thing in gc.get_objects():
-        # not isinstance, which asks lazy objects of libraries for a class and so wakes them
+        # not isinstance: it asks for `__class__`, which makes lazy objects of libraries load
         if issubclass(type(thing), kind):
             yield thing
 
 
 def name_of(model: nn.Module) -> str:
-    """Return the name of the class by which a script makes a model, be it called or one within."""
+    """Return the class name of a model, by the outermost module around it that is no wrapper."""
     if isinstance(model, DistributedDataParallel):
         return type(model.module).__name__
     around = modules_with(set(model.parameters()))
@@ -68,7 +68,7 @@ def name_of(model: nn.Module) -> str:
 
 
 def methods_of(model: nn.Module) -> list[str]:
-    """Return the public methods of a class of the script's own that torch's modules have not."""
+    """Return the public methods that a class of the script's own adds to those of `nn.Module`."""
     kind = type(model)
     if kind.__module__.startswith("torch."):
         return []
@@ -77,31 +77,31 @@ def methods_of(model: nn.Module) -> list[str]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Tell whether FSDP shards a model, from within or around it."""
+    """Tell whether FSDP shards a model or a part of it, or wraps it."""
     modules = (*modules_with(set(model.parameters())), *model.modules())
     names = {each.__name__ for module in modules for each in type(module).__mro__}
     return not names.isdisjoint({"FullyShardedDataParallel", "FSDPModule"})
 
 
 def model_of(optimizer: Optimizer) -> str:
-    """Return the name of the model that an optimizer changes; "" where no module has all of it."""
+    """Return the name of the model that an optimizer changes; "": no module has all parameters."""
     found = modules_with(parameters_of(optimizer))
     return name_of(found[0]) if found else ""
 
 
 def parameters_of(optimizer: Optimizer) -> set[Tensor]:
-    """Return what an optimizer changes."""
+    """Return the parameters that an optimizer changes."""
     return {p for group in optimizer.param_groups for p in group["params"]}
 
 
 def trained_parameters() -> set[Tensor]:
-    """Return what all optimizers together change, whether they have stepped or not."""
+    """Return the parameters of all optimizers, whether these have stepped or not."""
     return {p for optimizer in objects_of(Optimizer) for p in parameters_of(optimizer)}
 
 
 def trained_in(model: nn.Module) -> list[Tensor]:
-    """Return the parameters of a model that are trained: a teacher within it is in no optimizer."""
+    """Return the trained parameters of a model, without those of a teacher inside it."""
     able: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
     owned = trained_parameters()
-    # an optimizer may have copies of them
+    # none is found where the optimizer holds copies of the parameters
     return [p for p in able if p in owned] or able

@@ -1,4 +1,4 @@
-"""Listener of a script's steps; notes on its loaders and passes: pauses, use, changes by hand."""
+"""The listener to a script's steps, and notes on its loaders, forward and backward passes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tula_hpc.attach.hooks.find_model import objects_of
 from tula_hpc.attach.hooks.patches import after_forward
 from tula_hpc.batches import LoaderPass, data_of, leaves_of, tensors_of
 
-# passes apart may come with all of the first steps, by chance
+# steps, or backward passes, that are too few to judge by
 FEW_STEPS = 8
-# elements of a parameter that tell whether it changes
+# first elements of a parameter, whose sum shows whether the parameter has changed
 SUMMED = 64
 
 
@@ -31,89 +31,89 @@ class Listener:
         """Note a model that the script has just wrapped, before its first forward pass."""
 
     def iterating(self, loader: object) -> None:
-        """Note that an iterator over batches was made or begins anew, be it for one batch alone."""
+        """Note that an iterator over batches was made or reset, even if for a single batch."""
 
     def loading_begins(self, loader: object) -> None:
-        """Note that one was made for an epoch, or an evaluation."""
+        """Note that such an iterator was made or reset for an epoch, or for an evaluation."""
 
     def batch_wanted(self) -> None:
         """Note that the script now waits for a batch."""
 
     def batch_loaded(self, loader: object, waited_s: float) -> None:
-        """Note that it has got one from an iterator, after so many seconds."""
+        """Note that an iterator gave the script a batch, after a wait of `waited_s` seconds."""
 
     def evaluating(self) -> None:
-        """Note a forward pass of the model that is none of training."""
+        """Note a forward pass of the model that is not part of training."""
 
     def forward_begins(self, samples: int) -> None:
-        """Note that a forward pass in training begins, with so many samples; 0: unknown."""
+        """Note that a forward pass in training begins; `samples` is 0 where unknown."""
 
     def pass_unused(self, samples: int) -> None:
-        """Note that a pass since the last step was no part of this one: no gradient came from it."""
+        """Note that a pass since the last step was no part of this step: it led to no gradient."""
 
     def gradients_ready(self) -> None:
-        """Note that the optimizer will now change the parameters by their gradients."""
+        """Note that the optimizer is about to change the parameters by their gradients."""
 
     def step_ends(self) -> None:
-        """Note that it has."""
+        """Note that the optimizer has changed the parameters."""
 
     def asked(self) -> Collection[int]:
-        """Return numbers of samples of which a pass should have one; none: it is not known."""
+        """Return the numbers of samples that a forward pass is expected to have; empty: unknown."""
         return ()
 
     def trains_apart(self, optimizer: Optimizer) -> bool:
-        """Tell whether a step before any model is in DistributedDataParallel does not count."""
+        """Tell whether a step before any model is in DistributedDataParallel is to be left out."""
         return False
 
     def refuse(self, why: str) -> None:
-        """Note that the script cannot be watched; `why` follows its name."""
+        """Note that the script cannot be watched; `why` follows the script's name in a message."""
 
     def begins_anew(self) -> None:
-        """Note that another optimizer counts from now, or a larger model than that of the steps so far."""
+        """Note that from now on another optimizer counts, or a larger model than so far."""
 
     def trains_anew(self, missed: int = 0) -> bool:
         """Note that the model is about to be trained from its beginning, or by another optimizer.
 
-        That one has taken so many steps of which nobody was told. Return whether its steps count.
+        `missed` steps of that optimizer went by unnoticed. Return whether its steps are to count.
         """
         return True
 
     def meets(self) -> None:
-        """Note that the script's process is about to meet the others."""
+        """Note that the script's process is about to join the process group."""
 
 
 @dataclass(slots=True, eq=False)
 class Source:
-    """Iterator of a loader, and the batch that it has last given out.
+    """Iterator of a loader, and the batch that it gave out last.
 
-    Without an iterator it stands for a script that loads in a way of its own.
+    Without an iterator: a script that loads its batches in its own way.
     """
 
-    # which is not kept alive
+    # returns the iterator, which is not kept alive; None: there is none, or it no longer exists
     loader: Callable[[], object | None] = lambda: None
-    # its id
+    # the iterator's id; 0: there is none
     key: int = 0
-    # its data set by the id; 0: not known
+    # id of the iterator's data set; 0: unknown
     data: int = 0
-    # of its last batch; 0: not known
+    # items in the last batch; 0: unknown
     items: int = 0
-    # of the pass that it is in; None: not asked yet
+    # what the iterator says of its present pass over the data; None: not asked yet
     told: LoaderPass | None = None
 
     @property
     def is_gone(self) -> bool:
-        """True once the iterator is, as after an evaluation: it gives this batch no more."""
+        """True once the iterator no longer exists, as after an evaluation."""
         return self.key != 0 and self.loader() is None
 
 
 class Sources:
-    """The iterators that there are."""
+    """Sources of all iterators that exist."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[object, Source] = weakref.WeakKeyDictionary()
 
     def of(self, loader: object) -> Source:
-        """Return what is known of an iterator, which is the same object each time."""
+        """Return what is known of an iterator, as the same object at each call."""
         known = self._known.get(loader)
         if known is None:
             known = Source(weakref.ref(loader), id(loader), data_of(loader))
@@ -121,28 +121,28 @@ class Sources:
         return known
 
     def begin(self, loader: object) -> None:
-        """Forget what an iterator has told of its pass, as the next one may be longer."""
+        """Forget what an iterator said of its last pass, as the next pass may be longer."""
         known = self._known.get(loader)
         if known is not None:
             known.told = None
 
 
 class Apart:
-    """Passes between two steps that are none of training: a pause, unless they come with most steps.
+    """Passes between two steps that are not part of training: a pause, unless most steps have them.
 
-    Some losses take a pass without gradients at every step, and are a part of it. Where training's
-    loader begins anew as well, it is an epoch's end, however few steps an epoch has.
+    Some losses take a pass without gradients at every step, which then belongs to the step. If
+    training's loader begins anew as well, an epoch has ended, however few steps an epoch has.
     """
 
     def __init__(self) -> None:
-        # since the last step there was such a pass, or a beginning of training's loader
+        # since the last step there was such a pass, or training's loader began anew
         self.is_noted = False
         self._has_passes = False
         self._begins = False
         self._steps = 0
 
     def note_pass(self) -> None:
-        """Note such a pass since the last step."""
+        """Note a pass since the last step that is not part of training."""
         self.is_noted = True
         self._has_passes = True
 
@@ -155,11 +155,11 @@ class Apart:
             self.note_pass()
 
     def step_ends(self) -> None:
-        """Forget what was within the step."""
+        """Forget what was noted since the step before."""
         self.is_noted = self._has_passes = self._begins = False
 
     def is_pause(self, steps: int) -> bool:
-        """Tell whether a pause ends, with the first pass of training after so many steps."""
+        """Tell whether a pause ends, at the first training pass after `steps` steps."""
         is_epoch = self._has_passes and self._begins
         is_noted = self.is_noted
         self.step_ends()
@@ -169,21 +169,21 @@ class Apart:
         return not self.are_of_steps(steps)
 
     def are_of_steps(self, steps: int) -> bool:
-        """Tell whether most of so many steps have such passes, without an epoch's end."""
+        """Tell whether most of `steps` steps have such passes, without an epoch's end."""
         return 2 * self._steps >= max(steps, FEW_STEPS)
 
 
 class StepPasses(list[int]):
-    """Forward passes of each step, in their order."""
+    """Number of forward passes of each step, in the order of the steps."""
 
     @property
     def usual(self) -> int:
-        """Return the passes that most steps have; 0: there was no step."""
+        """Return the number of passes that most steps have; 0: there was no step."""
         return max(self, key=self.count, default=0)
 
     @property
     def grow(self) -> bool:
-        """Tell whether steps have taken more and more, as in the warm-up of YOLO."""
+        """Tell whether steps have taken more and more passes, as in the warm-up of YOLO."""
         return len(self) >= 6 and self == sorted(self) and self[2] < self[-3]
 
 
@@ -191,9 +191,9 @@ class Pass:
     """Forward pass of a step.
 
     Attributes:
-        samples: As its arguments tell; 0: unknown.
-        is_loaded: It has taken a batch of training's loader, which is a part of an epoch in any case.
-        is_used: A backward pass has come to its output; None: nobody knows.
+        samples: Samples in its arguments; 0: unknown.
+        is_loaded: It took a batch of training's loader, so it is part of an epoch in any case.
+        is_used: A backward pass has reached its output; None: no tensor of its output is known.
     """
 
     def __init__(self, samples: int, *, is_loaded: bool) -> None:
@@ -202,14 +202,14 @@ class Pass:
         self.is_used: bool | None = None
 
     def returns(self, output: Any) -> None:
-        """Watch what the pass has returned, as it is when it leaves the model."""
+        """Watch the output of the pass for a backward pass that reaches it."""
         for leaf in leaves_of(output):
             # a distribution over actions has its tensors in attributes
             inner = leaf if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", {})
             for tensor in tensors_of(inner):
                 self.is_used = bool(self.is_used)
                 if tensor.grad_fn is not None:
-                    # not the tensor's own hook, of which torch warns where it is saved
+                    # not a hook on the tensor: torch would warn where such a tensor is saved
                     tensor.grad_fn.register_prehook(self._is_reached)
 
     def _is_reached(self, _: object) -> None:
@@ -217,27 +217,27 @@ class Pass:
 
 
 class Forwards:
-    """Forward passes since the last step, of which some may lead to no gradient.
+    """Forward passes since the last step, some of which may lead to no gradient.
 
-    So a policy acts in an environment where the script does without `torch.no_grad`. After some
-    steps without such a pass none is looked for, as that takes time, until a step has more passes.
+    A policy that acts in an environment without `torch.no_grad` makes such passes. The search for
+    them takes time: it ends after some steps without any, until a step has more passes than before.
     """
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
-        # since the last step, and the most of a step
+        # passes since the last step, and the most that any step had
         self.count = 0
         self._most = 0
         self._passes: list[Pass] = []
-        # of which the model's next output is; None: of none that was noted
+        # the pass whose output the model returns next; None: that pass is not watched
         self.inside: Pass | None = None
-        # None: none is looked for
+        # None: passes without a gradient are not looked for
         self.hook: RemovableHandle | None = None
         self._steps = 0
         self._has_unused = False
 
     def watch(self, model: nn.Module) -> None:
-        """Look for such passes of this model, from now on."""
+        """Look for passes of this model without a gradient, from now on."""
         self._stop()
         self._model = model
         self._steps = 0
@@ -254,9 +254,9 @@ class Forwards:
         self._passes.append(self.inside)
 
     def end_step(self) -> list[int]:
-        """Return the samples of passes that led to no gradient, beside others that did.
+        """Return the samples of each pass that led to no gradient, if other passes of the step did.
 
-        While none is looked for, only `count` has to begin anew with a step.
+        While such passes are not looked for, it is enough to set `count` to 0 instead.
         """
         self._most = max(self._most, self.count)
         self.count = 0
@@ -284,14 +284,14 @@ class Forwards:
 
 
 class BackwardPasses:
-    """Counts backward passes, and finds out that parameters change though no optimizer has stepped.
+    """Counts backward passes, and detects parameters that change though no optimizer has stepped.
 
-    At such a change `refuse` is called, with what follows the script's name.
+    At such a change it calls `refuse` with the words that follow the script's name in the message.
     """
 
     def __init__(self, refuse: Callable[[str], None]) -> None:
         self.refuse = refuse
-        # passes so far
+        # backward passes so far
         self.count = 0
         # an optimizer of torch has taken a step
         self.is_stepped = False
@@ -311,7 +311,7 @@ class BackwardPasses:
         vars(torch.autograd)["backward"] = backward
 
     def _look(self) -> None:
-        # passes alone say nothing: a step may have many
+        # many passes without a step prove nothing, as gradient accumulation has them too
         if self.count == FEW_STEPS:
             trained = [p for p in objects_of(nn.Parameter) if p.grad is not None]
             self._sums = [(p, _sum_of(p)) for p in trained]

@@ -1,4 +1,4 @@
-"""Patches of torch and of a script: call functions of ours before or after theirs."""
+"""Patch functions of torch and of a script so that ours are called before or after them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tula_hpc.ddp.rendezvous import LOOPBACK
 
 
 def after(thing: Any, name: str, then: Callable[..., None]) -> None:
-    """Call a function after a method of an object, or of a class, with the same arguments."""
+    """Call a function after each call of an object's or a class's method, with its arguments."""
     original = getattr(thing, name)
 
     @wraps(original)
@@ -30,7 +30,7 @@ def after(thing: Any, name: str, then: Callable[..., None]) -> None:
 
 
 def before(modules: Sequence[Any], name: str, then: Callable[[], None]) -> None:
-    """Call a function before one that these modules share."""
+    """Call a function before each call of a function that all these modules have."""
     original = getattr(modules[0], name)
 
     @wraps(original)
@@ -43,11 +43,11 @@ def before(modules: Sequence[Any], name: str, then: Callable[[], None]) -> None:
 
 
 def on_loopback_alone() -> None:
-    """Have torch's store listen on the loopback alone where that is its address.
+    """Make torch's store listen on the loopback interface only, if that is the store's address.
 
-    By itself it listens on all interfaces, and serves everybody who comes.
+    By default the store listens on all interfaces and serves everybody who connects.
     """
-    # the package has a function of this name
+    # imported by name, as the attribute `torch.distributed.rendezvous` is a function
     module = importlib.import_module("torch.distributed.rendezvous")
     original = module.TCPStore
 
@@ -57,7 +57,7 @@ def on_loopback_alone() -> None:
             ("host_name", "port", "world_size", "is_master", "timeout"), place, strict=False
         )
         if given["is_master"] and given["host_name"] in ("localhost", LOOPBACK):
-            # an earlier store of this process may have the port, which torch then shares
+            # an earlier store of this process may hold the port; torch then shares that store
             with suppress(OSError):
                 listener = socket.create_server((LOOPBACK, given["port"]), backlog=1024)
                 given["master_listen_fd"] = listener.detach()
@@ -69,7 +69,7 @@ def on_loopback_alone() -> None:
 def before_forward(model: nn.Module, then: Callable[..., None]) -> RemovableHandle:
     """Call a function before each forward pass, with the module, its arguments and keywords.
 
-    Copies of the module, and files that the script saves it to, are without it.
+    Copies of the module, and files that the script saves it to, do not have the hook.
     """
     return model.register_forward_pre_hook(_Uncopied(then), with_kwargs=True)
 
@@ -80,10 +80,10 @@ def after_forward(model: nn.Module, then: Callable[..., None]) -> RemovableHandl
 
 
 class _Uncopied(partial[None]):
-    """Hook of which copies do nothing, and can be loaded where this package is not."""
+    """Hook whose copies do nothing, and can be loaded where this package is not installed."""
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        # a method of the standard library that takes any three arguments and returns None
+        # this method of the standard library takes any three arguments and returns None
         return getattr, (nullcontext(), "__exit__")
 
 
@@ -100,7 +100,7 @@ def at_first_call(modules: Iterable[nn.Module], then: Callable[..., None]) -> No
 
 
 def around_next(note: Callable[[object, object], None], listener: Any) -> None:
-    """Note each batch of torch's loaders, and tell a `Listener` how long it is waited for."""
+    """Note each batch of torch's loaders, and report the wait for it to a `Listener`."""
     kind = dataloader._BaseDataLoaderIter
     original = kind.__next__
     clock = time.perf_counter
@@ -114,4 +114,4 @@ def around_next(note: Callable[[object, object], None], listener: Any) -> None:
         listener.batch_loaded(self, clock() - started)
         return batch
 
-    kind.__next__ = following  # type: ignore[method-assign] # to be told of each
+    kind.__next__ = following  # type: ignore[method-assign] # to note each batch

@@ -1,17 +1,17 @@
-"""Step boundaries of a training script that knows nothing of being watched.
+"""Find the step boundaries of a training script that does not know it is watched.
 
-torch has global hooks around `optimizer.step`, which fire for every optimizer, those that
-accelerate, Lightning and Hugging Face's Trainer wrap included. The model is the largest one that
-the script wraps in `DistributedDataParallel`; a script that wraps none, as single workers do, is
-asked at its first step for the module that holds the optimizer's parameters. Steps are those of the
-optimizer that owns the model's parameters, so that a GAN's second optimizer does not count.
+torch has global hooks around `optimizer.step`, which fire for every optimizer, also for those that
+accelerate, Lightning and Hugging Face's Trainer wrap. The model that counts is the largest that the
+script wraps in `DistributedDataParallel`. If it wraps none, as with a single worker, the model is
+found at the first step: it is the module that holds the optimizer's parameters. Only steps of the
+optimizer that has the model's parameters count, so that those of a GAN's second optimizer do not.
 
 A step that `GradScaler` skips fires no hook. Lightning runs forward and backward in a closure,
 inside `optimizer.step`: the closure is wrapped, so that `gradients_ready` still comes after the
 backward pass and before the parameters change.
 
-Batches of torch's `DataLoader` are watched where its iterator gives them out. A script that loads
-in another way waits between a step's end and the next forward pass.
+Batches of torch's `DataLoader` are watched where its iterator gives them out. If a script loads in
+another way, the time between a step's end and the next forward pass is its wait for batches.
 """
 
 from __future__ import annotations
@@ -53,38 +53,38 @@ from tula_hpc.attach.hooks.patches import (
 )
 from tula_hpc.batches import LoaderPass, data_of, length_of, samples_in, tensors_of
 
-# batches that are taken in advance; of more the first ones are forgotten
+# most batches remembered that were given out and not yet used; the oldest are forgotten
 MOST_AHEAD = 1024
-# one that takes more of them before it uses one keeps them
+# a script that takes more batches in a row than this without using any keeps its batches
 FEW_AHEAD = 2
-# after so many steps without a new batch it goes over those that it keeps
+# steps without a new batch after which such a script is taken to use those that it keeps
 KEPT_STEPS = 2
-# of smaller models before the first one of the largest: a WGAN's critic may begin with a hundred
+# most steps of smaller models before the largest's first: a WGAN's critic may begin with a hundred
 MOST_AWAITED = 200
 
 
 class Hooks:
-    """Tells a listener where the steps of this process's training begin and end.
+    """Reports to a listener where the steps of this process's training begin and end.
 
     Attributes:
-        model: The model as the script calls it, None until it is known.
-        inner_model: The same without the wrapper, as the script defines it.
-        optimizer: The optimizer whose steps count, None before its first step.
+        model: The model as the script calls it; None until it is known.
+        inner_model: That model without DistributedDataParallel around it.
+        optimizer: The optimizer whose steps count; None before its first step.
         others: Optimizers whose steps do not count.
-        backward: Backward passes so far.
-        has_repeated: A pass took the batch of the one before, and did not count.
-        further_steps: Steps of those others since the last one that counts, as of another training.
+        backward: Counter of backward passes.
+        has_repeated: A pass took the same batch as the pass before, and was not counted.
+        further_steps: Steps of `others` since the last step that counts.
     """
 
     def __init__(self, listener: Listener, counted: str | None = None) -> None:
         self.listener = listener
-        # name of the class of the model that counts; None: the largest that is wrapped
+        # class name of the model that counts; None: the largest wrapped model counts
         self.counted = counted
         self.model: nn.Module | None = None
         self.inner_model: nn.Module | None = None
         self.optimizer: Optimizer | None = None
         self.others: list[Optimizer] = []
-        # those that counted before another one of their parameters did
+        # optimizers that counted until another one with the same parameters took their place
         self._past: list[Optimizer] = []
         self.has_repeated = False
         self.further_steps = 0
@@ -92,39 +92,39 @@ class Hooks:
         self._forwards = Forwards()
         self.backward = BackwardPasses(listener.refuse)
         self._sources = Sources()
-        # those that have given a batch since the last step by their ids, the last one last
+        # iterators that have given a batch since the last step, by id, the latest last
         self._given: dict[int, Source] = {}
         self._last = Source()
-        # an evaluation has had its batch
+        # an evaluation has used the last batch
         self._is_evaluated = False
-        # those that gave to the step before: an evaluation's do not
+        # iterators that gave a batch for the step before, by id, as an evaluation's seldom does
         self._gave: dict[int, Source] = {}
-        # where no loader of torch tells: of a model's inputs, as time may come first; None: not known
+        # dimension of inputs that counts samples, if no loader shows their number; None: unknown
         self._dimension: int | None = None
-        # batches given out that the model has not had: the data set by its id, and samples
+        # batches given out that the model has not had: id of the data set, and samples
         self._unused: deque[tuple[int, int]] = deque(maxlen=MOST_AHEAD)
-        # steps since one has taken a batch that a loader has just given out
+        # steps since the last new batch reached the model
         self._since_new = 0
-        # batches given out since a pass, of the model or of a loader; they have been many
+        # batches given out in a row without a forward pass; whether there were more than FEW_AHEAD
         self._in_a_row = 0
         self._keeps_batches = False
-        # the loader whose batches are this step's, by its id, 0: not known; and itself
+        # the iterator whose batches this step takes: its id, 0: unknown; and itself
         self._source = 0
         self._loader: Source | None = None
-        # data set of those batches, by its id, 0: not known; an epoch may have a loader of its own
+        # id of those batches' data set, 0: unknown; each epoch may have a loader of its own
         self._data = 0
-        # data sets of whose last iterator the script had the first batch alone, which is no epoch
+        # ids of data sets from whose last iterator the script took only the first batch: no epoch
         self._firsts_alone: set[int] = set()
 
     def install(self) -> Hooks:
-        """Watch from now on, and return the hooks; to be called before the script runs."""
+        """Watch from now on, and return the hooks; call this before the script runs."""
         after(DistributedDataParallel, "__init__", self._note_wrapped)
-        # one that keeps its processes is not made anew for an epoch, but reset
+        # an iterator with persistent workers is not made anew for an epoch, but reset
         for name in ("__init__", "_reset"):
             after(dataloader._BaseDataLoaderIter, name, self._begin_loading)
         around_next(self.next_batch, self.listener)
         self.backward.install()
-        # of all that starts workers; the second module is no attribute, as its function has its name
+        # both modules have the function; torch.multiprocessing.spawn as an attribute is no module
         starters = ("torch.multiprocessing", "torch.multiprocessing.spawn")
         starting = [sys.modules[name] for name in starters]
         why = (
@@ -140,7 +140,7 @@ class Hooks:
         return self
 
     def _note_wrapped(self, model: DistributedDataParallel, *_: Any) -> None:
-        # or the same one once more, as by a script that begins again with a smaller batch
+        # a script that begins again with a smaller batch wraps the same model once more
         again = model.module is self.inner_model
         larger = self.model is None or again or size_of(model) > size_of(self.model)
         if larger and self.counted in (None, type(model.module).__name__):
@@ -152,7 +152,7 @@ class Hooks:
             self._forward_hook.remove()
         self.model = model
         self._forwards.watch(model)
-        # kept, as it is asked for several times at every step
+        # stored, as it is needed several times in every step
         self.inner_model = model.module if isinstance(model, DistributedDataParallel) else model
         self._forward_hook = before_forward(model, self._before_forward)
 
@@ -162,9 +162,9 @@ class Hooks:
         return found if self.counted in {None, *(type(m).__name__ for m in found)} else []
 
     def _watch_one_of(self, modules: Sequence[nn.Module]) -> None:
-        """Watch the module that the script calls, of several around each other.
+        """Watch whichever of several nested modules the script calls.
 
-        A class of the script may call its layers one by one, or be called by none itself.
+        A class of the script may call its layers one by one, or never be called itself.
         """
         self._watch(modules[0])
 
@@ -177,7 +177,7 @@ class Hooks:
         at_first_call(modules, begin)
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
-        # evaluation takes no gradients; Lightning switches the mode of the inner model alone
+        # evaluation has no gradients; Lightning switches the mode of the inner model only
         inner = module if self.inner_model is None else self.inner_model
         in_a_row = self._in_a_row
         self._in_a_row = 0
@@ -185,16 +185,16 @@ class Hooks:
         latest = self._last
         if inner.training and torch.is_grad_enabled():
             samples = self._samples_in(args, kwargs)
-            # mostly of the loader that has given the last one
+            # the batch usually comes from the loader that gave one last
             is_last = samples == latest.items and self._given
             source = latest.key if is_last else self._source_of(samples)
             if not self._source:
                 self._source = source
                 self._loader = self._given.get(source, latest)
-                # of a loader that is gone only where it gave this batch
+                # an iterator that no longer exists counts only if it gave this batch
                 self._data = self._loader.data if source else data_of(self.loader)
             elif source != self._source and source in self._gave and self._source in self._gave:
-                # of another loader, in each step with that one's batches
+                # the batch of a second loader, which each step uses along with the first
                 return
             ahead = self._unused
             is_first = ahead and ahead[0][1] == samples
@@ -202,16 +202,16 @@ class Hooks:
             if data is not None:
                 self._since_new = 0
                 if 0 < in_a_row <= FEW_AHEAD:
-                    # one by one again, as after statistics of the data
+                    # batches come one at a time again, as after statistics of the data were taken
                     self._keeps_batches = False
             elif samples and samples == latest.items and not self._is_of_another:
-                # the same batch once more, as for a GAN's other optimizer: no further part of a step
+                # the same batch again, as for a GAN's other optimizer: no further part of a step
                 self.has_repeated = True
                 return
             self._forwards.begin(samples, is_loaded=data is not None and data == self._data)
             self.listener.forward_begins(samples)
         elif inner.training and latest.data and self._data in (0, latest.data):
-            # features of a batch that is passed again with gradients, as in parts of a large batch
+            # this pass computes features, and the same batch is passed again with gradients
             return
         else:
             self._use_next()
@@ -219,12 +219,12 @@ class Hooks:
             self.listener.evaluating()
 
     def _source_of(self, samples: int) -> int:
-        """Return the last loader that has given so many samples since the last step; 0: none."""
+        """Return the last loader that gave `samples` samples since the last step; 0: none."""
         alike = (key for key in reversed(self._given) if self._given[key].items == samples)
         return next(alike, 0)
 
     def _taken(self, samples: int) -> int | None:
-        """Take the first unused batch of so many samples; return its data set, None without one."""
+        """Take the first unused batch of `samples` samples; return its data set; None: no batch."""
         for index, (data, items) in enumerate(self._unused):
             if items == samples:
                 del self._unused[index]
@@ -233,13 +233,13 @@ class Hooks:
 
     @property
     def _is_of_another(self) -> bool:
-        """Tell whether a pass takes another batch than the last one given, though of as many items."""
+        """Tell whether a pass takes another batch than the last one given out, of equal size."""
         if self._last.is_gone and self._last.data not in self._firsts_alone:
             return True
         return self._is_evaluated or (self._keeps_batches and self._since_new >= KEPT_STEPS)
 
     def _samples_in(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-        """Return the samples of a forward pass by its arguments; 0 where these do not tell."""
+        """Return the samples of a forward pass by its arguments; 0 where these do not show it."""
         first = args[0] if args else kwargs
         given = self._last.items
         if isinstance(first, Tensor) and first.dim() > 0 and first.shape[0] == given > 0:
@@ -252,16 +252,16 @@ class Hooks:
             return samples
         both = [each.items for key, each in self._given.items() if key in self._gave]
         if len(both) > 1:
-            # of several loaders together, as labelled and many more unlabelled items
+            # batches of several loaders joined, as of labelled and many more unlabelled items
             return min(both)
-        # in an object of its own, or other dimensions: views of items, nodes of graphs, sequences
+        # a batch of a class of its own, or whose first dimension counts views, nodes, sequences
         is_more = 0 < sum(ahead) < samples
         if not samples or is_more or given % samples not in (0, given):
             return given
         return samples if given else self._samples_along(first, samples)
 
     def _samples_along(self, first: Any, samples: int) -> int:
-        """Return the samples of inputs whose first dimension may be time, as of recurrent models."""
+        """Return the samples of inputs whose first dimension may be time, as of recurrent nets."""
         if self._dimension == 0:
             return samples
         second = next((t.shape[1] for t in tensors_of(first) if t.dim() > 1), 0)
@@ -276,11 +276,11 @@ class Hooks:
 
     @property
     def loader(self) -> object | None:
-        """The loader of torch that gave this step's batch, or else the last one that gave any."""
+        """Iterator of torch's loader that gave this step's batch, else the last that gave any."""
         return (self._loader or self._last).loader()
 
     def loader_pass(self) -> LoaderPass | None:
-        """Return what that loader tells of the pass that it is in; None without one."""
+        """Return what that iterator says of its present pass over the data; None: no iterator."""
         source = self._loader or self._last
         loader = source.loader()
         if loader is None:
@@ -290,10 +290,10 @@ class Hooks:
         return source.told
 
     def next_batch(self, loader: object, batch: object) -> None:
-        """Note what a loader gives out."""
+        """Note a batch that a loader gives out."""
         source = self._last
         if not source.key and self._since_new >= KEPT_STEPS:
-            # training has its batches from elsewhere, and this is an evaluation's
+            # training gets its batches from elsewhere, so that this one is an evaluation's
             return
         self._in_a_row += 1
         if self._in_a_row > FEW_AHEAD:
@@ -315,25 +315,25 @@ class Hooks:
             self._firsts_alone.discard(source.data)
 
     def _use_next(self) -> None:
-        """Take the next batch of the loader that gave the last one, as for an evaluation."""
+        """Count the next batch of the last loader's data set as used, as by an evaluation."""
         data = data_of(self._last.loader())
         if (unused := next((each for each in self._unused if each[0] == data), None)) is not None:
             self._unused.remove(unused)
 
     def _use_first(self) -> None:
-        """Take the batches of the passes before a model's first step, of which nobody was told.
+        """Count batches as used by the passes before a model's first step, which went by unnoticed.
 
-        Some frameworks have taken the next one by then.
+        Some frameworks have taken the next batch by then.
         """
         given = [each for each in self._unused if each[0] == self._last.data]
         self._unused = deque(given[self.backward.count :], MOST_AHEAD)
 
     def _begin_loading(self, loader: object, *_: Any) -> None:
-        # those of training that an evaluation comes between stay
+        # batches of other data sets stay, as training's do when an evaluation comes between
         data = data_of(loader)
         self._unused = deque((each for each in self._unused if each[0] != data), MOST_AHEAD)
         self._sources.begin(loader)
-        # the id may have been that of an iterator that is gone
+        # an iterator that no longer exists may have had the same id
         self._gave.pop(id(loader), None)
         self._in_a_row = 0
         self.listener.iterating(loader)
@@ -388,12 +388,12 @@ class Hooks:
 
     def _counts(self, optimizer: Optimizer) -> bool:
         is_wrapped = isinstance(self.model, DistributedDataParallel)
-        # of a wrapped model the largest is known, and a look takes long
+        # the largest wrapped model is known already, and a search for a larger one takes long
         is_over = self.optimizer is None and not is_wrapped and self.further_steps >= MOST_AWAITED
         if any(optimizer is other for other in self.others) and not is_over:
             return self._succeeds(optimizer)
         self.others = [other for other in self.others if other is not optimizer]
-        # its first step
+        # the optimizer's first step
         self.backward.is_stepped = True
         if not is_wrapped and self.listener.trains_apart(optimizer):
             return False
@@ -404,15 +404,15 @@ class Hooks:
         return optimizer is self.optimizer
 
     def _succeeds(self, optimizer: Optimizer) -> bool:
-        """Let an optimizer of the same parameters, or more, take the place of the one that counts.
+        """Let an optimizer with the same parameters, or more, replace the one that counts.
 
-        It does at the second step in a row: the first may be that of one within the other. So comes
-        the training after a search for a learning rate, or of all layers after that of the last.
+        It does so at its second step in a row, as its first may be inside a step of the other. So
+        training follows a search for a learning rate, or training of all layers that of the last.
         """
         if self.further_steps != 1 or self.optimizer is None or optimizer in self._past:
             return False
         is_more = parameters_of(self.optimizer) <= parameters_of(optimizer)
-        # what LBFGS ends another one has trained
+        # LBFGS only finishes what another optimizer has trained
         if not is_more or isinstance(optimizer, LBFGS) or not self.listener.trains_anew(missed=1):
             return False
         self._past.append(self.optimizer)
@@ -427,12 +427,12 @@ class Hooks:
         optimizer.register_load_state_dict_pre_hook(self._before_load)
 
     def _before_load(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        # a search for a learning rate ends with what it began with
+        # a search for a learning rate ends by loading the state that it began with
         if optimizer is self.optimizer and optimizer.state and not state["state"]:
             self.listener.trains_anew()
 
     def _look_at(self, optimizer: Optimizer) -> None:
-        """Take an optimizer if it has the model's parameters, or those of a larger one."""
+        """Count an optimizer's steps if it has the model's parameters, or those of a larger one."""
         owned = parameters_of(optimizer)
         if self.optimizer is None and isinstance(self.model, DistributedDataParallel):
             self._leave_untrained(self.model)
@@ -453,7 +453,7 @@ class Hooks:
         self._take(optimizer)
 
     def _leave_untrained(self, wrapped: DistributedDataParallel) -> None:
-        """Count the largest wrapped model that any optimizer trains, and no larger teacher."""
+        """Watch the largest wrapped model that any optimizer trains, not a larger teacher."""
         trained = trained_parameters()
         models = [
             each
@@ -466,13 +466,13 @@ class Hooks:
             self.listener.begins_anew()
 
     def _awaits_larger(self, model: nn.Module, owned: set[Tensor]) -> bool:
-        """Tell whether an optimizer that has yet to step has a larger model, as a GAN's second has."""
+        """Tell whether an optimizer that has not stepped yet has a larger model, as in a GAN."""
         if self.further_steps >= MOST_AWAITED:
             return False
         known = [self.optimizer, *self.others, *self._past]
         for each in objects_of(Optimizer):
             others = parameters_of(each)
-            # one that is frozen may stay so for long, as below a head that is trained first
+            # frozen parameters may stay so for long, as those below a head that is trained first
             is_frozen = not any(parameter.requires_grad for parameter in others)
             if is_frozen or any(each is one for one in known) or not owned.isdisjoint(others):
                 continue
@@ -481,9 +481,9 @@ class Hooks:
         return False
 
     def _await_whole(self, others: set[Tensor]) -> None:
-        """Count passes of the module that holds these parameters too, once it is called.
+        """Watch the module that holds these parameters and the model's, once the module is called.
 
-        Two optimizers may share one model. A module that only keeps two models is never called.
+        Two optimizers may share one model. A module that only groups two models is never called.
         """
         owned = set(others)
         if self.model is not None:
@@ -493,7 +493,7 @@ class Hooks:
         def begin(model: nn.Module, *_: Any) -> None:
             if torch.is_grad_enabled() and self.model is not model:
                 self._watch(model)
-                # of this pass nobody is told
+                # this pass is not reported, but it has used a batch
                 self._use_next()
                 self.listener.begins_anew()
 

@@ -1,7 +1,8 @@
-"""Times of a script's steps: from the end of the one before, unless a pause came between.
+"""Times of a script's steps, each from the end of the step before unless a pause came between.
 
-From outside a step's beginning is not seen: it begins where the one before ended. After a pause,
-such as an evaluation, it begins as long before its first forward pass as other steps do.
+The beginning of a step cannot be seen from outside, so it is taken to be where the step before
+ended. After a pause, such as an evaluation, a step is taken to begin as long before its first
+forward pass as the mean of the other steps.
 """
 
 from __future__ import annotations
@@ -12,31 +13,31 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class StepTimes:
-    """Times of the step that is being taken, by `time.perf_counter`."""
+    """Times of the present step, by `time.perf_counter`."""
 
-    # when it began
+    # when the step began
     began: float = 0.0
-    # when the last step ended; None: what came since was no training
+    # when the last step ended; None: what came since was not training
     ended: float | None = None
-    # when it did, whatever came since; None: there was none
+    # when the last step ended, whatever came since; None: there was no step
     stepped_at: float | None = None
-    # in which the batches of this step were waited for; None: none came from torch's loader
+    # wait for the batches of this step; None: no batch came from torch's loader
     loading_s: float | None = None
-    # before a pass apart, which may be an evaluation's
+    # wait for batches before a pass that may be an evaluation's
     loading_before_s: float = 0.0
-    # from the end of a step to the next forward pass, so far: how many, and their mean
+    # gaps between a step's end and the next forward pass so far: their number and their mean
     gaps: int = 0
     gap_s: float = 0.0
 
     def pass_apart(self) -> None:
-        """Note a pass that may be an evaluation's, which the batches so far may have been for."""
+        """Note a pass that may be an evaluation's; the batches so far may have been for it."""
         self.loading_before_s += self.loading_s or 0.0
         self.loading_s = None
 
     def begin(self, *, is_pause: bool) -> float:
-        """Begin the step at its first forward pass; return the seconds before it that are of no step.
+        """Begin the step at its first forward pass; return the seconds before that are in no step.
 
-        `is_pause` tells that a pause ends.
+        `is_pause`: a pause ends here.
         """
         if is_pause:
             self.ended = None
@@ -44,7 +45,7 @@ class StepTimes:
             self.loading_s = (self.loading_s or 0.0) + self.loading_before_s
         self.loading_before_s = 0.0
         now = time.perf_counter()
-        # after a pause the gap may have been as long as others, which is not seen
+        # after a pause the gap cannot be seen, and is taken to be the mean
         gap_s = self.gap_s
         paused_s = 0.0
         if self.ended is not None:
@@ -55,12 +56,12 @@ class StepTimes:
             paused_s = now - self.stepped_at
         self.began = now - gap_s
         if self.loading_s is None:
-            # a script that loads in its own way
+            # the script loads in its own way, so that all of the gap may be loading
             self.loading_s = gap_s
         return paused_s
 
     def end(self, now: float) -> float:
-        """End the step; return the wait for its batches."""
+        """End the step; return the seconds in which its batches were waited for."""
         waited_s = (self.loading_s or 0.0) + self.loading_before_s
         self.loading_s = None
         self.loading_before_s = 0.0
@@ -68,6 +69,6 @@ class StepTimes:
         return waited_s
 
     def pause(self) -> None:
-        """Count the time up to the next forward pass as no step's."""
+        """Leave the time up to the next forward pass out of any step."""
         self.ended = self.loading_s = None
         self.loading_before_s = 0.0
