@@ -21,9 +21,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-# of the moving averages, for each pair of gradients
+# decay of the moving averages for each pair of gradients
 DECAY = 0.9
-# of the same, where every step brings a pair
+# the same decay if every step brings a pair
 STEP_DECAY = 0.99
 
 Number = TypeVar("Number", float, Tensor)
@@ -33,7 +33,7 @@ def gradient_square(small: Number, large: Number, small_batch: float, large_batc
     """Return the unbiased |G|², of any sign; vectors of squared norms, one per tensor, will do.
 
     Args:
-        small: |g_b|², squared norm of the mean gradient over b samples, or a mean of several such.
+        small: |g_b|², squared norm of the mean gradient over b samples, or the mean of several.
         large: |g_B|², likewise.
         small_batch: b.
         large_batch: B, above b.
@@ -140,7 +140,7 @@ class NoiseScale:
             total: ‖g_B‖² of all of them, 0-dim; the pair is passed over where it is not finite, as
                 after an overflow.
             batches: b and B.
-            factor: Applied to both, 0-dim or a number.
+            factor: Factor of both squared norms, 0-dim or a number.
         """
         known = ~(small.isnan() | large.isnan())
         small_sum = torch.where(known, small, 0.0).sum() * factor

@@ -69,10 +69,10 @@ def local_gradient(
     autocast: AbstractContextManager[Any] | None = None,
     loss_scale: float = 1.0,
 ) -> list[Tensor | None]:
-    """Return this worker's own gradient, without an exchange; leaves no trace either.
+    """Return this worker's own gradient without an exchange, and leave no trace either.
 
-    The arguments are those of `reference_gradient`; of the parameters at least one is given, and
-    all are trainable.
+    The arguments are those of `reference_gradient`; there is at least one parameter, and all are
+    trainable.
 
     Returns:
         For each parameter its gradient, or None where the loss does not depend on it.
@@ -102,7 +102,7 @@ def traceless_loss(
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.enable_grad(), _untouched_rng(parameters):
         with autocast or nullcontext():
-            # works on copies of the buffers; the module gets its own back whatever happens
+            # this works on copies of the buffers; the module gets its own back in any case
             value = loss(functional_call(model, buffers, (inputs,)), targets)
         yield value
 
@@ -153,7 +153,7 @@ def flatten(
         if gradient is None:
             pieces.append(torch.zeros(parameter.numel(), device=device, dtype=dtype))
         else:
-            # those of embeddings may be sparse
+            # gradients of embeddings may be sparse
             pieces.append(gradient.to_dense().to(device, dtype).reshape(-1))
     return torch.cat([*pieces, *(tensor.to(device, dtype) for tensor in behind)])
 

@@ -1,8 +1,8 @@
 """Norms of small-batch gradients, from gradients that training computes anyway.
 
-`LocalNorms` takes those of the workers' own gradients before the all-reduce, `PartNorms` those of
-the micro-batches of a single worker. With |G|² and tr(Σ) as in `noise_scale` they give both
-unknowns, and with them the squared norm at any other batch, without a further pass.
+`LocalNorms` takes the norms of the workers' own gradients before the all-reduce, `PartNorms` those
+of a single worker's micro-batches. From them follow the two unknowns of `noise_scale`, |G|² and
+tr(Σ), and so the squared norm at any other batch, without a further pass.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class _Exchange(NamedTuple):
     """Bucket that is being averaged."""
 
     buffer: Tensor
-    # views of it; none of a sparse one
+    # views of the buffer, by parameter; none if it is sparse
     gradients: Sequence[Tensor]
-    # the handle of the all-reduce
+    # handle of the all-reduce
     work: Any
-    # future that DDP waits for, where `_finish` completes it
+    # future that DDP waits for and `_finish` completes; None: DDP waits for `work`
     finished: Future[Tensor] | None
 
 
 class _Pending(NamedTuple):
     """Squares of one backward pass that are being summed over the workers."""
 
-    # in the order of the buckets, a NaN behind them; the sum once `work` is done
+    # squares in the order of the buckets, then a NaN; summed over the workers once `work` is done
     squares: Tensor
     # the handle of the all-reduce
     work: Any
@@ -63,19 +63,20 @@ class LocalNorms:
     it are still exchanged: at the end of the backward pass, where DDP only waits. Norms and
     exchange thus overlap; on a GPU the stream waits, not the host.
 
-    Gradients are those of DDP without a hook, bit for bit; the one exception are gradients that are
+    Gradients are those of DDP without a hook, bit for bit. The only exception is gradients that are
     accumulated in DDP's own buckets (`gradient_as_bucket_view`) over a number of workers that is no
     power of two: DDP then divides, where it otherwise multiplies with the inverse, and the last bit
     can differ.
 
     With `no_sync` the local gradient is the accumulated one, and its batch is the local batch times
     the number of accumulated passes: set `batch` accordingly. Start accumulating without gradients:
-    a pass that adds to averaged ones has the norms of neither. Buckets are followed by parameter,
-    so that DDP may regroup them. Under `Join` there are no norms once a worker has run out of data.
+    a pass that adds to averaged gradients yields the norms of neither. Buckets are followed by
+    parameter, so that DDP may regroup them. Under `Join` there are no norms once a worker has run
+    out of data.
 
     Args:
         parameters: In the optimizer's order; frozen ones are allowed.
-        batch: Samples in the mean that each worker's gradient is before the all-reduce.
+        batch: Samples that each worker's gradient averages over before the all-reduce.
     """
 
     def __init__(self, parameters: Sequence[Tensor], batch: int) -> None:
@@ -84,18 +85,18 @@ class LocalNorms:
         self.workers = 1
         self._device = self.parameters[0].device
         self._ddp: DistributedDataParallel | None = None
-        # of the backward pass under way, by bucket: squares of this worker's norms, and exchanges
+        # in the present backward pass, by bucket: squares of this worker's norms, and all-reduces
         self._squares: list[Tensor] = []
         self._exchanges: list[_Exchange] = []
         # squares of the averaged norms of the last complete pass
         self._averaged: list[Tensor] | None = None
-        # its parameters in the order of the buckets, and the index of each
+        # parameters of the last pass in the order of its buckets, and the index of each
         self._order: list[Tensor] = []
         self._index_of: dict[Tensor, int] = {}
         self._pending: _Pending | None = None
         # backward passes with an all-reduce since `take_passes`
         self._passes = 0
-        # index in the buckets' order of each of `parameters`, here and on the device
+        # index of each of `parameters` in the buckets' order, on the host and on the device
         self._indices: list[int] = []
         self._device_indices = torch.empty(0)
 
@@ -138,7 +139,7 @@ class LocalNorms:
         return passes
 
     def squares(self, loss_scale: Tensor | float = 1.0) -> tuple[Tensor, int]:
-        """Return the mean squared norm of each parameter's gradients, and the batch of one.
+        """Return the mean squared norm of each parameter's gradients, and the batch of a gradient.
 
         Call it after the backward pass and before gradients are set to None. On a GPU the stream
         waits, not the host.
@@ -171,7 +172,7 @@ class LocalNorms:
 
         Raises:
             RuntimeError: No gradient was all-reduced since the last call.
-            ValueError: A parameter has a gradient and is none of this model's: its norm would be
+            ValueError: A parameter that is not in this model has a gradient: its norm would be
                 missing in ‖G‖.
         """
         if self._averaged is None:
@@ -216,7 +217,7 @@ class LocalNorms:
         self._exchanges.append(_Exchange(buffer, gradients, work, finished))
         if bucket.is_last():
             in_backward_pass = torch._C._current_graph_task_id() != -1
-            # outside one: a worker under `Join` that ran out of data
+            # outside a backward pass: a worker under `Join` that ran out of data
             self._send(group, known=in_backward_pass)
             if in_backward_pass:
                 torch.autograd.Variable._execution_engine.queue_callback(self._finish)
@@ -238,7 +239,7 @@ class LocalNorms:
         self._averaged = averaged
 
     def _squares_of(self, gradients: Sequence[Tensor]) -> Tensor:
-        # a bucket has one type, so that the norms come in its order
+        # a bucket has one type, so that the norms keep the order of its gradients
         norms = foreach_norms(gradients)
         return squares(list(norms.values()), self._device)
 
@@ -252,7 +253,7 @@ class LocalNorms:
         self._pending = _Pending(found, dist.all_reduce(found, group=group, async_op=True))
 
     def _nothing(self) -> Tensor:
-        """Return the entry behind the squares of a pass, for parameters that are not among them."""
+        """Return the NaN behind a pass's squares, which stands for parameters without a square."""
         return torch.full((1,), torch.nan, device=self._device, dtype=torch.float64)
 
     def _in_order(self, found: Tensor) -> Tensor:
@@ -295,7 +296,7 @@ class _MicroBatch(NamedTuple):
     """Share of one micro-batch in the batch's samples, and norms of its gradients."""
 
     share: float
-    # by index of the parameter: of the gradient as it is added, share times the part's own
+    # norms by index of the parameter, of the gradient as it is added: share times the part's own
     norms: dict[int, Tensor]
 
 
@@ -330,7 +331,7 @@ class PartNorms:
         # samples of the batch that was divided last
         self.batch = 0
         self._parts: list[_MicroBatch] = []
-        # the one that gradients are being computed of
+        # the micro-batch whose gradients are being computed
         self._open: _MicroBatch | None = None
         for index, parameter in enumerate(self.parameters):
             if parameter.requires_grad:

@@ -37,18 +37,18 @@ class _Seen(NamedTuple):
     sensitivity: Tensor
     # share of the scale in the last step: 0, 1, or between them while it warms up
     quiet: Tensor
-    # steps with any of it since the last reading
+    # steps with a share above 0 since the last reading
     quiet_steps: Tensor
-    # sum of the shares of these steps
+    # sum of the shares of those steps
     used: Tensor
 
 
 class Sensitivity:
     """Follows Δ(G) from step to step and gives, on the device, the share of the scale to use.
 
-    The first step has no predecessor and a non-finite norm has no Δ: such steps use none of it,
-    except with gate "none". A non-finite norm is not remembered: the next Δ compares with the last
-    finite one.
+    The first step has no predecessor and a non-finite norm has no Δ: such steps use none of the
+    scale, except with gate "none". A non-finite norm is not remembered: the next Δ compares with
+    the last finite norm.
 
     Args:
         delta: Threshold δ > 0; `math.inf` makes every step quiet that has a Δ.
@@ -86,9 +86,9 @@ class Sensitivity:
         return share
 
     def read(self) -> tuple[float, float, float, int, float]:
-        """Return Δ(G), ‖G‖, share; and steps with any share since the last reading, and their sum.
+        """Return Δ(G), ‖G‖ and share of the last step; steps with a share, and the sum of shares.
 
-        Waits for the device.
+        The latter two count from the last reading. Waits for the device.
         """
         if self._seen is None:
             return float("nan"), float("nan"), 0.0, 0, 0.0

@@ -8,12 +8,12 @@ Exponent 1 is the tensor reading of the Tula paper's Algorithm 1; 2 is the gain 
 Johnson et al. 2020, "AdaScale SGD: A User-Friendly Algorithm for Distributed Training") where both
 norms are means.
 
-With the spike guard l̂ is the larger of the average and this update's own squared norm, where every
-step has norms of its own. An average does not yet reflect a gradient that has just become many
-times as long, and networks without normalization layers do not recover from a step along it that is
-lengthened as the ones before; with exponent 2 and an average of b_small's norms that has not
-followed, such a step is shorter than the ones before. There is no guard for norms from a pass:
-their fluctuation would shorten all steps until the next pass.
+With the spike guard l̂ is the larger of the average and this update's own squared norm, if every
+step has norms of its own. The average does not yet reflect a gradient that has just become many
+times as long, and networks without normalization layers do not recover from a step along such a
+gradient that is lengthened like the steps before it. With the guard, exponent 2 and an average of
+b_small's norms that has not followed yet, such a step is shorter than the steps before it. Norms
+from a reference pass have no guard: their fluctuation would shorten all steps until the next pass.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def norm_ratio(
 
 
 class NormRatios:
-    """Averages of squared norms by tensor, and their ratios: of each tensor, or of all together.
+    """Averages of squared norms by tensor, and their ratios: for each tensor, or for all together.
 
     The averages are exponential, without the bias of starting at 0. A pair that is not finite, or
     NaN because there is no gradient, is passed over for its tensor. All ratios of a model come from
@@ -55,10 +55,10 @@ class NormRatios:
 
     Args:
         granularity: "tensor": each has its own ratio. "model": all have one.
-        exponent: Of the ratio.
+        exponent: Exponent of the ratio.
         smoothing: Decay of the averages for each update, from 0 (the last pair alone) to below 1.
         spike_guard: Compare the average at b_small with this update's own norm at b_large where
-            that is above its average, in updates that ask for it.
+            that norm is above its average, in updates with `guard`.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class NormRatios:
         self.granularity = granularity
         self.exponent = exponent
         self.smoothing = smoothing
-        # (3, n), float64: small, large, and the weight that both have so far
+        # (3, n), float64: averages at b_small and b_large, and the weight of both so far
         self.averages: Tensor | None = None
-        # the last mask with absent parameters, and its copy on the device
+        # the last `present` with absent parameters, and its copy on the device
         self._present: tuple[Sequence[bool], Tensor] | None = None
 
     def update(
@@ -111,7 +111,7 @@ class NormRatios:
             means = torch.stack([*means, torch.where(known, large, means[1])])
         if self.granularity == "model":
             means = means.sum(-1, keepdim=True)
-        # of the few types, not of each parameter
+        # over the few types, not over all parameters
         types = {parameter.dtype for parameter in parameters}
         dtype = functools.reduce(torch.promote_types, types, torch.float32)
         ratios = norm_ratio(means[0], means[1:].amax(0), self.exponent, dtype).unbind()

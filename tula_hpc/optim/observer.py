@@ -1,4 +1,4 @@
-"""Observers of gradients: the interface, and one for gradients that nothing scales.
+"""The interface for observers of gradients, and an observer of gradients that nothing scales.
 
 `TulaOptimizer` observes the gradients that it scales, a `StepObserver` those of any other
 optimizer.
@@ -23,8 +23,8 @@ class GradientObserver:
     """Watcher of a training's gradients: `TulaOptimizer`, which scales them, or a `StepObserver`.
 
     A worker calls `begin_step` before each backward pass, the `observe_*` methods between that and
-    the optimizer's step, and the others at any time. Whatever a subclass does not define does
-    nothing here.
+    the optimizer's step, and the others at any time. Methods that a subclass does not define do
+    nothing.
     """
 
     @property
@@ -50,8 +50,8 @@ class GradientObserver:
         """Take squared norms of small gradients at the next step's weights.
 
         Args:
-            squares: (n,) in parameter order, NaN where there is none.
-            batch: Samples of which such a gradient is the mean, below the large batch.
+            squares: (n,) in parameter order, NaN where there is no gradient.
+            batch: Samples that such a gradient averages over, fewer than in the large batch.
         """
 
     def observe_norms(self, squares: Tensor) -> None:
@@ -80,12 +80,12 @@ class StepObserver(GradientObserver):
     """Observer of the gradients right before each step of an optimizer; it changes nothing.
 
     It never waits for the device, except for a fused optimizer under GradScaler, which lets the
-    optimizer skip steps itself. Skipped steps are not observed, nor is any while `idle`, nor
-    gradients of which one is sparse or complex.
+    optimizer skip steps itself. It observes neither skipped steps, nor steps while `idle`, nor
+    steps with a sparse or complex gradient.
 
     Args:
         optimizer: Its `step` must call torch's hooks.
-        large_batch: Samples, over all workers, of which a gradient is the mean.
+        large_batch: Samples, over all workers, that a gradient averages over.
     """
 
     def __init__(self, optimizer: Optimizer, large_batch: int) -> None:
@@ -96,12 +96,12 @@ class StepObserver(GradientObserver):
         self._small: tuple[Tensor, float] | None = None
         self._squares: Tensor | None = None
         self._clipping: Tensor | float = 1.0
-        # set it while gradients are not of `large_batch` samples
+        # to be set while gradients do not average over `large_batch` samples
         self.idle = False
         optimizer.register_step_pre_hook(lambda *_: self._observe_step())
 
     def begin_step(self, *, is_local: bool) -> None:
-        """Forget observations of a skipped step; local gradients are not of `large_batch`."""
+        """Forget observations of a skipped step; be idle for gradients of one worker alone."""
         self.forget()
         self.idle = is_local
 
@@ -114,11 +114,11 @@ class StepObserver(GradientObserver):
         self._squares = squares
 
     def observe_clipping(self, factor: Tensor | float) -> None:
-        """Take the factor of clipping; statistics and noise are those before it."""
+        """Take the factor of clipping; statistics and noise refer to gradients before it."""
         self._clipping = factor
 
     def forget(self) -> None:
-        """Drop the observations for a step that did not come."""
+        """Drop the observations for a step that was not taken."""
         self._small = None
         self._squares = None
         self._clipping = 1.0
@@ -179,7 +179,7 @@ class StepObserver(GradientObserver):
             )
 
     def _squares_of(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Return squared norms of gradients, which a fused optimizer divides by the loss scale."""
+        """Return squared norms of unscaled gradients; a fused optimizer unscales them itself."""
         found = squares(norms_where_present(gradients), self._parameters[0].device)
         loss_scale: Tensor | None = getattr(self._optimizer, "grad_scale", None)
         return found if loss_scale is None else found / squared(loss_scale)

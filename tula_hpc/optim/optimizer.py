@@ -39,9 +39,9 @@ from tula_hpc.optim.scaled_step import copies, fits, move_where, multiply_where,
 from tula_hpc.optim.wrapper import STATE_KEY, WrappingOptimizer, untraced
 
 Apply = Literal["gradient", "update"]
-# of the state; 1 had no averages and no batches
+# version of the state; version 1 had no averages and no batches
 VERSION = 2
-# without any estimate of the factors
+# steps without any estimate of the factors before a warning
 STEPS_UNTIL_WARNING = 100
 
 
@@ -52,9 +52,9 @@ class Statistics(NamedTuple):
     sensitivity: float
     # ‖G‖ of the last step, before scaling; NaN before the first step
     gradient_norm: float
-    # share of the scale in the last step: 0, 1, or while it warms up between them
+    # share of the scale in the last step: 0, 1, or between them while the scale warms up
     scaled: float
-    # of the scale over all elements of all parameters, used in the last step or not
+    # factors over all elements of all parameters, used in the last step or not
     scale_mean: float
     scale_min: float
     scale_max: float
@@ -71,7 +71,7 @@ class _Look(NamedTuple):
 
     # by parameter
     gradients: dict[Tensor, Tensor]
-    # 0-dim: share of the scale that counts, a bool or from 0 to 1
+    # share of the scale to use, 0-dim: a bool or from 0 to 1
     share: Tensor
 
 
@@ -105,8 +105,8 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         static_scale: Use this constant s instead of adaptive factors (the paper's static scaling);
             bounds do not apply.
         update_interval: Steps after which `update_due` turns true; None: never.
-        exponent: Of the ratio of gradients or norms, above 0. 1 is the paper's, 2 a gain like
-            AdaScale's.
+        exponent: Exponent of the ratio of gradients or norms, above 0. 1 is the paper's, 2 gives
+            a gain like AdaScale's.
         smoothing: Decay of moving averages of the squared norms (at "element": of the factor) for
             each update, from 0 to below 1.
         scale_warmup: Steps over which factors grow from 1 to their value: 1 + (factor − 1)·min(1,
@@ -163,7 +163,7 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         self._estimates = Estimates(self._adaptive, batches)
         self._sensitivity = Sensitivity(delta, gate)
         self._shortened: Tensor | float = 1.0
-        # of the next step's gradients, if known
+        # squared norms of the next step's gradients, if known
         self._squares: Tensor | None = None
         self.steps = self._steps_since_update = self._steps_since_statistics = 0
         self._looked_for_factors = False
@@ -197,7 +197,7 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
 
     @property
     def gradscale(self) -> list[Tensor | None]:
-        """Return factors in parameter order, of its shape or 0-dim; None stands for 1."""
+        """Return factors in parameter order, of a parameter's shape or 0-dim; None stands for 1."""
         return [self._scale.factor(parameter) for parameter in self.parameters()]
 
     @property
@@ -229,9 +229,9 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
 
     @untraced
     def before_step(self) -> None:
-        """Gate and scale the gradients, where somebody else steps the base; then `after_step`.
+        """Gate and scale the gradients; the caller then steps the base and calls `after_step`.
 
-        Both together equal `step`, to the bit, with the same error.
+        Both calls together equal `step`, to the bit, with the same errors.
         """
         look = self._look()
         if self.apply == "gradient":
@@ -332,7 +332,7 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         """Take squared norms of the next step's gradients, which it then does not compute.
 
         `LocalNorms.averaged` has them while other gradients are still on their way. They must
-        include later changes such as clipping. They are forgotten as those of `observe_small`.
+        include later changes such as clipping. They are forgotten like those of `observe_small`.
         Does not wait for the device.
 
         Args:
@@ -376,15 +376,15 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
     def set_reference(self, batch: float) -> None:
         """Let factors from norms refer to another batch than b_small from the next estimate on.
 
-        The averages stay at b_small: the ratio alone is brought to `batch` by the law of the
-        gradient noise, see `square_at`. The default s_max follows. A state restores it for the same
-        batches only. `update_gradscale` still uses b_small, at which its gradients were computed.
+        The averages stay at b_small: only the ratio is brought to `batch` by the law of the
+        gradient noise, see `square_at`. The default s_max follows. Loading a state restores the
+        reference if the batches are the same. `update_gradscale` still uses its gradients' b_small.
 
         Args:
             batch: Samples, at least 1 and at most `large_batch`.
 
         Raises:
-            ValueError: It is out of range, or the bounds do not fit. Nothing has been changed.
+            ValueError: `batch` is out of range, or the bounds do not fit. Nothing has been changed.
         """
         fits = 1 <= batch <= self.large_batch
         require(fits, f"batch: expected from 1 to large_batch = {self.large_batch}, got {batch}")
@@ -394,14 +394,14 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         self._estimates.refer_to(batch, *bounds)
 
     def expect_small_norms(self) -> None:
-        """Take factors from `observe_small` alone: `update_due` stays false."""
+        """Take factors only from `observe_small`: `update_due` stays false."""
         self.update_interval = None
 
     def set_delta(self, delta: float) -> None:
         """Change the threshold δ.
 
         Raises:
-            ValueError: It is not above 0. Nothing has been changed.
+            ValueError: δ is not above 0. Nothing has been changed.
         """
         require(delta > 0, f"delta: expected above 0, got {delta}")
         self._sensitivity.delta = delta
@@ -443,7 +443,7 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         self.forget_observations()
 
     def forget_observations(self) -> None:
-        """Drop the observations for a step that did not come."""
+        """Drop the observations for a step that was not taken."""
         self._estimates.forget()
         self._shortened, self._squares = 1.0, None
 
@@ -451,7 +451,7 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         self._looked_for_factors = True
         if all(factor is None for factor in self.gradscale):
             message = "nothing has been scaled: call update_gradscale or observe_small, which give the factors"
-            # through what `untraced` adds
+            # up to the caller of `step`, past the frames that `untraced` adds
             warnings.warn(f"after {self.steps} steps {message}", stacklevel=7)
 
     def _step_on_gradients(self, closure: Callable[[], float] | None) -> float | None:
@@ -467,7 +467,7 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         return self.base.step(evaluate)
 
     def _step_and_scale(self, closure: Callable[[], float] | None) -> float | None:
-        """Take the base's step, of which each parameter then keeps a share; see `move_where`."""
+        """Take the base's step, then scale each parameter's update; see `move_where`."""
         if closure is None:
             look = self._look()
             before = self._copies(list(look.gradients) if look else [])
@@ -524,7 +524,7 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
             return copies(wanted)
 
     def _look(self) -> _Look | None:
-        """Look at the gradients before scaling: norms, new factors, the gate. None without any."""
+        """Look at gradients before scaling: norms, new factors, the gate; None: no gradients."""
         parameters = self.parameters()
         gradients = dense_gradients(parameters)
         # neither a norm to remember nor anything to scale
@@ -583,7 +583,7 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         parameters = self.parameters()
         self._shortened, self._squares = 1.0, None
         if own["batches"] == [self.small_batch, self.large_batch]:
-            # the factors are within its bounds
+            # the saved factors are within the bounds for this reference
             self.set_reference(own["reference"])
         self._estimates.load_state_dict(parameters, own)
         self._sensitivity.load_state_dict(own["sensitivity"], parameters[0].device)

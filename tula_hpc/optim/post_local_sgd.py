@@ -1,4 +1,4 @@
-"""Post-local SGD: synchronous at first, then local steps with an average now and then.
+"""Post-local SGD: synchronous at first, then local steps with averaging now and then.
 
 T. Lin et al. 2020, "Don't use large mini-batches, use local SGD"; as a baseline of the Tula paper
 it is synchronous for 5 epochs and then averages 4 times an epoch. torch's `PostLocalSGDOptimizer`
@@ -18,7 +18,7 @@ from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.optim import Optimizer
 
-# with fewer steps in an epoch, one after each
+# averages in an epoch; in an epoch with fewer steps, there is one after each step
 AVERAGES_PER_EPOCH = 4
 
 
@@ -32,8 +32,8 @@ class EpochAverager(ModelAverager):
     Args:
         model: On every worker. BatchNorm's statistics are averaged too; integers (its count of
             batches) and frozen parameters are not.
-        synchronous_epochs: Before these have passed, nothing is averaged.
-        group: Of the workers; the default process group if None.
+        synchronous_epochs: Epochs before the first local step; nothing is averaged in them.
+        group: Process group of the workers; the default group if None.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class EpochAverager(ModelAverager):
         return self.local and math.floor(times * self.end) > math.floor(times * self.start)
 
     def average_parameters(self, params: Any = None) -> None:
-        """Average if it is due; called after each step.
+        """Average the models if this is due; called after each step.
 
         Args:
             params: Parameters from torch's optimizer; not used, as they lack buffers.

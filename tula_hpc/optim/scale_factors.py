@@ -18,10 +18,10 @@ law, by which AGS multiplies a gradient or an update in each step, and the file 
     w       = gate(Δ(G))·min(1, steps/scale_warmup)   Sensitivity in gate.py; _warm_share in
                                                       optimizer.py
 
-‖g_small‖² comes of the workers' own gradients or of micro-batches (`gradients/small_batch_norms.py`,
-brought to b_small by `square_at` in `gradients/noise_scale.py`), or of a pass over b_small samples
-(`gradients/reference_gradient.py`). Which batch, exponent and so on a method or preset has is in
-`config/training.py` (AgsOptions) and `scaling_options` in `ddp/methods.py`.
+‖g_small‖² comes from the workers' own gradients or micro-batches (`gradients/small_batch_norms.py`,
+brought to b_small by `square_at` in `gradients/noise_scale.py`), or from a pass over b_small
+samples (`gradients/reference_gradient.py`). Which batch, exponent and so on a method or preset has
+is defined in `config/training.py` (AgsOptions) and by `scaling_options` in `ddp/methods.py`.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def element_ratio(small: Tensor, large: Tensor, exponent: float = 1.0) -> Tensor
     """Return |g_small / (g_large + ε)|^exponent by element; 1 where either is not finite."""
     dtype = torch.promote_types(large.dtype, torch.float32)
     ratio = (small.to(dtype) / (large.to(dtype) + EPSILON)).abs().nan_to_num_(nan=1.0, posinf=1.0)
-    # or an overflow would leave 0, and the element fixed until the next update
+    # else an overflow would make the factor 0 and freeze the element until the next update
     ratio = torch.where(large.isinf(), 1.0, ratio)
-    # finite, however large
+    # nan_to_num: the power stays finite, however large
     return ratio if exponent == 1.0 else ratio.pow_(exponent).nan_to_num_()
 
 
@@ -86,7 +86,7 @@ class GradScale:
         self.s_min, self.s_max = s_min, s_max
         self.norms = NormRatios(granularity, exponent, smoothing, spike_guard=spike_guard)
         self._factors: dict[Tensor, Tensor] = {}
-        # by number of parameters; kept until a factor changes
+        # summaries by number of parameters, kept until a factor changes
         self._summaries: dict[int, ScaleSummary] = {}
 
     def factor(self, parameter: Tensor) -> Tensor | None:
@@ -152,7 +152,7 @@ class GradScale:
         old = self._factors.get(parameter)
         if self.smoothing == 0 or old is None:
             return ratio
-        # or one tiny g_large would outweigh many updates
+        # unbounded, one tiny g_large would outweigh many updates
         bounded = ratio.clamp_(self.s_min, self.s_max)
         return torch.lerp(old.to(ratio.dtype).expand_as(ratio), bounded, 1 - self.smoothing)
 
@@ -205,7 +205,7 @@ def _summarize(sized: Sequence[tuple[int, Tensor | None]]) -> ScaleSummary:
         return ScaleSummary(1.0, 1.0, 1.0)
     device = present[0][1].device
     rows = [torch.stack([f.mean(), f.amin(), f.amax()]).to(device) for _, f in present]
-    # the one transfer
+    # the only transfer from the device
     means, lows, highs = torch.stack(rows).T.tolist()
     weights = [size for size, _ in present]
     total = sum(weight * mean for weight, mean in zip(weights, means, strict=True)) + ones
@@ -219,7 +219,7 @@ class Batches(NamedTuple):
 
     # b_small, the reference
     small: int
-    # b_large, of the training
+    # b_large, the training's batch
     large: int
 
 
@@ -237,7 +237,7 @@ def require_one_of(name: str, value: object, choices: Sequence[str]) -> None:
 def checked_bounds(
     batches: tuple[float, int], s_min: float, s_max: float | None, exponent: float
 ) -> tuple[float, float]:
-    """Return (s_min, s_max) with the default filled in, which is not below s_min.
+    """Return (s_min, s_max) with the default of s_max filled in, which is not below s_min.
 
     Raises:
         ValueError: The batches or bounds do not fit together.
@@ -290,7 +290,7 @@ class Estimates:
 
     def __init__(self, scale: GradScale, batches: Batches) -> None:
         self.scale, self.batches = scale, batches
-        # batch that factors from norms refer to
+        # batch that factors from norms refer to, in samples
         self.reference: float = batches.small
         self.noise = NoiseScale()
         self._small: _Small | None = None
@@ -314,10 +314,10 @@ class Estimates:
         else:
             place = parameters[0].device
             both_squares = squares(norms[0], place), squares(norms[1], place)
-            # many steps will use one pass
+            # no spike guard: many steps will use the norms of one pass
             self.scale.update_norms(parameters, *both_squares, present, guard=False)
         both = [(s, g) for s, g in zip(*norms, strict=True) if s is not None and g is not None]
-        # both norms are known anyway
+        # the noise scale comes for free, as both norms are known
         if both:
             sums = [
                 sum_of_squares([pair[which] for pair in both], both[0][1].device)
@@ -366,8 +366,8 @@ class Estimates:
             parameters: In the optimizer's order.
             norms: Of the large gradient, 0-dim, by parameter.
             norm_squared: ‖G‖² over all of them.
-            shortened: Factor of both gradients, 0-dim, unless `expect` was given the large one's
-                norms: the noise is that of the gradient before.
+            shortened: Factor by which clipping shortened both gradients, 0-dim, to be undone in the
+                noise scale; not used if `expect` got the large gradient's norms before clipping.
         """
         if self._small is None:
             return False
@@ -392,13 +392,13 @@ class Estimates:
         self.batches, self.reference = batches, batches.small
 
     def refer_to(self, reference: float, s_min: float, s_max: float) -> None:
-        """Let factors from norms refer to a batch from the next `learn` on."""
-        # the factors in force are those of the last estimate
+        """Let factors from norms refer to the batch `reference` from the next `learn` on."""
+        # the present factors are not clamped: they belong to the last estimate
         self.scale.s_min, self.scale.s_max = s_min, s_max
         self.reference = reference
 
     def _stretch(self) -> float:
-        """Return the squared norms' difference at `reference` and b_large over that at b_small."""
+        """Return the squared norm's excess over b_large's at `reference`, relative to b_small's."""
         small, large = self.batches
         if self.reference == small or small >= large:
             return 1.0

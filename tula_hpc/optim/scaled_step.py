@@ -26,7 +26,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.sgd import sgd
 
-# full-size factors are mixed for as many elements at a time: 64 MiB more memory in float32
+# most elements of full-size factors that are mixed at a time: 64 MiB more memory in float32
 PIECE_ELEMENTS = 2**24
 # the same on a CPU: the C library reuses the 16 MiB of float32; above 32 MiB it maps new memory
 # each time. Smaller pieces are no faster and wait more often for a busy core
@@ -71,9 +71,9 @@ def move_where(
 
     Args:
         share: 0-dim, bool or from 0 to 1.
-        parameters: After the optimizer's step.
-        before: Before it, of the same shapes and types.
-        factors: For each a factor of its shape or 0-dim, on its device.
+        parameters: Parameters after the optimizer's step.
+        before: The parameters before that step, of the same shapes and types.
+        factors: For each parameter a factor of its shape or 0-dim, on its device.
     """
     triples = zip(parameters, before, factors, strict=True)
     for piece in _pieces([_Part((p, old), f) for p, old, f in triples if f is not None]):
@@ -106,7 +106,7 @@ class _Part(NamedTuple):
 
 def _mixed(share: Tensor, factor: Tensor) -> Tensor:
     if share.dtype is torch.bool and factor.device.type != "cpu":
-        # one operation, where each is a launch
+        # a single operation, as each one is a kernel launch
         return torch.where(share, factor, 1.0)
     weight = share.to(factor.dtype)
     # exact at 0 and 1; on a CPU these two are faster than `where`
@@ -129,7 +129,7 @@ def _each(mix: Mix, factors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _pieces(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
-    """Yield lists of one device and type, with as many factors as its limit, or one tensor."""
+    """Yield lists of parts of one device and type, with factors up to its limit, or one tensor."""
     opened: dict[tuple[torch.device, torch.dtype, torch.dtype], list[_Part]] = {}
     elements: dict[tuple[torch.device, torch.dtype, torch.dtype], int] = {}
     for part in (cut for whole in parts for cut in _cut(whole)):
@@ -156,11 +156,11 @@ def _limit(factor: Tensor) -> int:
     return min(HEAP_ELEMENTS, PIECE_ELEMENTS) if factor.device.type == "cpu" else PIECE_ELEMENTS
 
 
-# at most
+# most elements of a piece
 PIECE = HEAP_ELEMENTS
-# elements: ATen gives no thread fewer, unless one thread has them all
+# fewest elements that ATen gives a thread, unless one thread has them all
 GRAIN = 2**15
-# elements, a multiple of the vectors of ATen's kernels, which round a remainder otherwise
+# elements: a multiple of the vectors of ATen's kernels, which round a remainder differently
 VECTOR = 64
 HYPERPARAMETERS = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
 
@@ -177,8 +177,8 @@ class _StepPiece(NamedTuple):
 def fits(base: Optimizer, gradients: Mapping[Tensor, Tensor]) -> TypeGuard[SGD]:
     """Tell whether `scale_and_step` equals scaling and then `base.step()` for these gradients.
 
-    It does not where hooks or a scheduler follow the base's step, nor at its first step, which
-    makes the momenta.
+    It does not where hooks or a scheduler watch the base's step, nor at the base's first step,
+    which makes the momenta.
     """
     if type(base) is not SGD or any(each.device.type != "cpu" for each in gradients.values()):
         return False
@@ -206,8 +206,8 @@ def scale_and_step(
     Args:
         base: An optimizer for which `fits` holds.
         share: 0-dim, bool or from 0 to 1.
-        gradients: Of each parameter that has one.
-        factors: As many, of the parameter's shape or 0-dim; None stands for 1.
+        gradients: Gradient of each parameter that has one.
+        factors: Factor of each of these parameters, of its shape or 0-dim; None stands for 1.
     """
     numbers = [factor for factor in factors.values() if factor is not None and factor.dim() == 0]
     once = {id(number): by for number, by in zip(numbers, mixed(share, numbers), strict=True)}
@@ -229,7 +229,7 @@ def scale_and_step(
 
 @cache
 def pieces(elements: int, threads: int) -> int:
-    """Return the number of equal pieces, of half of `PIECE` to all of it, of a tensor; or 1.
+    """Return how many equal pieces of `PIECE` / 2 to `PIECE` elements a tensor is cut into; or 1.
 
     ATen cuts a large tensor evenly among the threads and takes each share vector by vector. Pieces
     that are whole vectors on every thread, as the whole tensor is, give the same bits.
@@ -272,7 +272,7 @@ def _step_pieces(parts: Sequence[_StepPiece]) -> Iterator[list[_StepPiece]]:
 
 
 def _cut_to_vectors(part: _StepPiece) -> list[_StepPiece]:
-    """Cut along the memory, where it is in one order for all tensors and without gaps."""
+    """Cut tensors along their memory, if all of them have it in the same order without gaps."""
     count = pieces(part.parameter.numel(), torch.get_num_threads())
     full = [tensor for tensor in part if tensor is not None and tensor.dim()]
     in_order = all(tensor.stride() == part.parameter.stride() for tensor in full)

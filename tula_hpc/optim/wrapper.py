@@ -1,4 +1,4 @@
-"""Optimizer around another one, with the other's parameter groups and state and some of its own."""
+"""Wrap an optimizer, the base: show its parameter groups and state, and add state of our own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from tula_hpc.optim.scale_factors import require
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-# beside "state" and "param_groups" in state_dict()
+# key of our own state in state_dict(), next to "state" and "param_groups"
 STATE_KEY = "tula"
 
 
@@ -84,10 +84,10 @@ class WrappingOptimizer(Optimizer, ABC):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore both, bit for bit.
+        """Restore the base's state and this optimizer's own, bit for bit.
 
         Raises:
-            ValueError: Its own part is absent, or belongs to other parameters. Nothing has changed.
+            ValueError: Its own state is absent, or of other parameters. Nothing has changed.
         """
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -104,19 +104,19 @@ class WrappingOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def own_state(self) -> dict[str, Any]:
-        """Return the state beside the base's, where somebody else keeps that."""
+        """Return this optimizer's own state, for a caller that saves the base's by other means."""
 
     @abstractmethod
     def load_own_state(self, own: Mapping[str, Any]) -> None:
         """Restore an `own_state`.
 
         Raises:
-            ValueError: It belongs to other parameters. Nothing has changed.
+            ValueError: The state belongs to other parameters. Nothing has changed.
         """
 
     @abstractmethod
     def _check_own_state(self, own: Mapping[str, Any]) -> None:
-        """Raise ValueError where it cannot be loaded; change nothing."""
+        """Raise ValueError where an own state cannot be loaded; change nothing."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out hooks and a scheduler's patch of `step`, as every torch optimizer does."""
