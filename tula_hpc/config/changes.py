@@ -11,8 +11,8 @@ from tula_hpc.config.validation import Spec, is_hidden, line_of, shown
 from tula_hpc.config.workload import WorkloadSpec
 from tula_hpc.errors import InputError
 
-# of [workload] the length of training, its rate and the place of the data, which leave a step as it
-# is; all else is measured
+# Keys of [workload] that do not change a step: length of the training, learning rate, place of the
+# data. Measurements depend on all other keys of [workload].
 FREE_OF_WORKLOAD = frozenset({
     "epochs", "lr", "schedule", "milestones", "gamma", "warmup_epochs", "data_dir", "resume_arguments",
     "hang_minutes",
@@ -20,12 +20,12 @@ FREE_OF_WORKLOAD = frozenset({
 MEASURED_OF_WORKLOAD = tuple(
     key for key in WorkloadSpec.model_fields if key not in FREE_OF_WORKLOAD
 )
-# keys of [training] that change a step, or what is timed beside it
+# keys of [training] that change a step, or what is timed in addition to it
 MEASURED_OF_TRAINING = (
     "method", "base_batch", "preset", "small_batch", "granularity", "apply",
     "reference", "layer_wise", "clip_norm", "observe_gradients",
 )  # fmt: skip
-# keys of a cluster, or of one of its partitions, that change a step
+# keys of a cluster file, or of one of its partitions, that change a step
 MEASURED_OF_CLUSTER = (
     "executor", "device", "workers_per_node", "cpus_per_worker", "partition", "gres", "constraint",
     "exclusive", "srun_args", "setup", "sbatch", "environment", "container",
@@ -33,7 +33,7 @@ MEASURED_OF_CLUSTER = (
 
 
 def refuse_other_sweep(path: Path, measured: SweepSpec, wanted: SweepSpec) -> None:
-    """Refuse a plan for another workload than was measured: a line for each key that differs."""
+    """Refuse a plan for a workload that was not measured, with a line for each key that differs."""
     found = [
         *_changed(path, ("workload",), MEASURED_OF_WORKLOAD, measured.workload, wanted.workload),
         *_changed(path, ("training",), MEASURED_OF_TRAINING, measured.training, wanted.training),
@@ -42,7 +42,7 @@ def refuse_other_sweep(path: Path, measured: SweepSpec, wanted: SweepSpec) -> No
 
 
 def refuse_other_cluster(path: Path, measured: ClusterSpec, wanted: ClusterSpec) -> None:
-    """Refuse a plan for another cluster; a partition may be left out, but none can be added."""
+    """Refuse a plan for a cluster that was not measured; partitions may be left out, not added."""
     before = measured.by_name()
     after = wanted.by_name()
     on = " and ".join(filter(None, before)) or "a cluster without partitions"

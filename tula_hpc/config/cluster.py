@@ -35,7 +35,7 @@ from tula_hpc.errors import InputError
 
 
 class PartitionSpec(Spec):
-    """`[[partitions]]`: one kind of nodes; keys that are left out are those of the cluster file."""
+    """`[[partitions]]`: one kind of nodes; a key that is left out has the cluster file's value."""
 
     partition: PartitionName
     """Name of the partition."""
@@ -52,7 +52,7 @@ class PartitionSpec(Spec):
     pricing: dict[str, Any] = Field(default={})
 
     def overrides(self) -> dict[str, Any]:
-        """Return the keys that are given, except the prices."""
+        """Return the keys that are given, except those of `pricing`."""
         return self.model_dump(exclude_none=True, exclude={"pricing"})
 
     def has(self, key: str) -> bool:
@@ -63,8 +63,9 @@ class PartitionSpec(Spec):
         return section in self.overrides()
 
 
-# characters of TRES weights
+# largest number of characters, or of table entries, of tres_weights
 MOST_WEIGHTS = 2000
+# assumed where the cluster file gives neither and no job has measured them
 ASSUMED_START_S = 60.0
 ASSUMED_SAVE_S = 5.0
 
@@ -72,11 +73,11 @@ ASSUMED_SAVE_S = 5.0
 class PricingSpec(Spec):
     """`[pricing]`: price of training; `basis` picks the prices that count."""
 
-    # also of a partition, whose table is merged with this one first
+    # strict also where `_part` validates a partition's prices, merged with the cluster's
     model_config = ConfigDict(strict=True)
 
     basis: Literal["node-hour", "memory", "tres", "spot", "energy"] = "node-hour"
-    """Basis of the price: hours of nodes, memory in use, Slurm's billing units, spot nodes, or
+    """What is paid for: hours of nodes, memory in use, Slurm's billing units, spot nodes, or
     energy.
     """
     usd_per_node_hour: float = Field(default=1.0, ge=0)
@@ -85,44 +86,48 @@ class PricingSpec(Spec):
     """Price of a GiB of memory in use for an hour, for `basis = "memory"`."""
     tres_weights: dict[str, float] = Field(default={})
     """Billing weights for `basis = "tres"`, as a table or as the text that `scontrol show
-    partition` has.
+    partition` prints.
     """
     max_tres: bool = False
-    """Bill the largest of a node's weighted TRES instead of their sum, as with
+    """Bill the largest of a node's weighted TRES instead of their sum, as Slurm does with
     PriorityFlags=MAX_TRES.
     """
     usd_per_unit: float | None = Field(default=None, ge=0)
     """Price of a billing unit for an hour; without it costs are in service units (SU)."""
     node_cpus: int | None = Field(default=None, ge=1, le=10**6)
-    """Cores of a whole node, for which exclusive jobs are billed; without it those that a job asks
-    for.
+    """Cores of a whole node, which exclusive jobs are billed for; without it the cores that a job
+    requests.
     """
     node_memory_gb: float | None = Field(default=None, gt=0, le=MOST_GIB)
-    """Memory of a whole node, likewise."""
+    """Memory of a whole node, which exclusive jobs are billed for; without it the memory that a job
+    requests.
+    """
     node_gpus: int | None = Field(default=None, ge=0, le=10**6)
-    """GPUs of a whole node, likewise."""
+    """GPUs of a whole node, which exclusive jobs are billed for; without it the GPUs that a job
+    requests.
+    """
     usd_per_spot_node_hour: float = Field(default=0.3, ge=0)
     """Price of a node for an hour, for `basis = "spot"`."""
     preemption_hours: float = Field(default=24.0, gt=0)
     """Mean time between preemptions of spot nodes."""
     preempted: Literal["node", "job"] = "node"
-    """Preemptions are counted for each node, so that more nodes are preempted more often, or for
-    the whole job.
+    """Whether `preemption_hours` holds for each node, so that a job on more nodes is preempted more
+    often, or for the whole job.
     """
     watts_per_node: float | None = Field(default=None, gt=0)
-    """Power of a whole node under load; without it the power of processors and GPUs that
-    profiles measure.
+    """Power of a whole node under load; without it the power that profiles measure, of processors
+    and GPUs alone.
     """
     usd_per_kwh: float = Field(default=0.15, ge=0)
     """Price of a kilowatt-hour, for `basis = "energy"`."""
     pue: float = Field(default=1.2, ge=1)
     """Power that the site draws for each watt of its nodes."""
     checkpoint_write_s: float | None = Field(default=None, ge=0)
-    """Time that a checkpoint takes, until a training of the run has measured it; without it by its
-    size.
+    """Time to write a checkpoint, used until a training of the run has measured it; without it
+    estimated from the checkpoint's size.
     """
     restart_s: float | None = Field(default=None, ge=0)
-    """Time from the start of a job to its first step; without it as profiled."""
+    """Time from the start of a job to its first step; without it the time that profiles measure."""
 
     @field_validator("tres_weights", mode="before")
     @classmethod
@@ -138,18 +143,18 @@ class PricingSpec(Spec):
 
     @property
     def save_s(self) -> float:
-        """Seconds that a checkpoint takes, given or the most that is assumed."""
+        """Seconds to write a checkpoint: given, or the largest value that is assumed."""
         return ASSUMED_SAVE_S if self.checkpoint_write_s is None else self.checkpoint_write_s
 
     @property
     def is_default(self) -> bool:
-        """True if costs are by a price that nobody has set."""
+        """True if costs follow the default price, which the user has not set."""
         usual = type(self).model_fields["usd_per_node_hour"].default
         return self.basis == "node-hour" and self.usd_per_node_hour == usual
 
     @property
     def currency(self) -> Literal["USD", "SU"]:
-        """USD, or SU (service units: billing units times hours) where these have no price."""
+        """USD, or SU (service units: billing units times hours) if billing units have no price."""
         return "SU" if self.basis == "tres" and self.usd_per_unit is None else "USD"
 
 
@@ -158,18 +163,18 @@ MOST_MINUTES = 10**6
 
 
 class ContainerSpec(Spec):
-    """`[container]`: image in which jobs run; see `tula_hpc.containers`."""
+    """`[container]`: image that jobs run in; see `tula_hpc.containers`."""
 
     image: Annotated[Line, Field(min_length=1)]
-    """Image file, or another name of an image that the runtime takes."""
+    """Image file, or any other image name that the runtime accepts."""
     runtime: Literal["apptainer", "pyxis"] = "apptainer"
     """Container runtime that runs the image."""
     python: Annotated[Line, Field(min_length=1)] = "python3"
-    """Python of the image."""
+    """Python interpreter inside the image."""
     mounts: tuple[Mount, ...] = Field(default=(), max_length=100)
-    """Folders of the host that are mounted beside those that jobs need."""
+    """Folders of the host to mount in addition to those that jobs need."""
     options: tuple[Line, ...] = Field(default=(), max_length=100)
-    """Further options of `apptainer exec`, or of pyxis for srun."""
+    """Further options of `apptainer exec`, or pyxis's options of srun."""
 
     @field_validator("options")
     @classmethod
@@ -179,15 +184,15 @@ class ContainerSpec(Spec):
 
 def _only_options(words: tuple[str, ...], example: str) -> tuple[str, ...]:
     for word in words:
-        # it would be taken for the program that is to run, or for a name with a blank
+        # any other word would be read as the program to run, or as an option's name with a blank
         if not re.match(r"--?[A-Za-z][^\s=]*(=|$)", word):
             expected = f'options with their values in one word, for example "{example}"'
             raise ValueError(f"expected {expected}, got {shown(word)}")
     return words
 
 
-# options that [sbatch] may not hold, each with the key to use: jobs would not be found again, or
-# would differ from the plan
+# Options that [sbatch] may not hold, each with what to use instead: with them, jobs would not be
+# found again, or would differ from the plan.
 _OWN_OPTIONS = {
     "array": "array_parallelism",
     "chdir": "",
@@ -212,7 +217,7 @@ _OWN_OPTIONS = {
     "wrap": "setup",
 }
 
-# those that srun may not have, by their short names
+# short names of the options that srun_args may not hold
 _OWN_OF_SRUN = {"D": "chdir", "N": "nodes", "e": "error", "n": "ntasks", "o": "output"}
 
 
@@ -221,8 +226,8 @@ def _refusal(option: str, own: str) -> str:
     return f"{option} is set by this program; {f'see {instead}' if instead else 'leave it out'}"
 
 
-# options that [sbatch] may hold only where no key has a value for them, which they would replace;
-# GPUs are counted with those that replace gres
+# Keys of the cluster file, each with the sbatch option that would replace its value: [sbatch] may
+# hold the option only while the key has no value. Options that replace gres: see `check_gpus`.
 _OPTIONS_OF = {
     "partition": "partition", "controller_partition": "partition", "account": "account",
     "qos": "qos", "constraint": "constraint", "memory_gb": "mem", "cpus_per_worker": "cpus-per-task",
@@ -235,7 +240,7 @@ def _refuse_two_values(cluster: ClusterSpec) -> None:
         for key, option in _OPTIONS_OF.items():
             own = getattr(cluster, key)
             is_given = own != type(cluster).model_fields[key].default
-            # sbatch takes abbreviated options, too
+            # sbatch also accepts abbreviated options
             if value is not False and is_given and _has_prefix(option, name):
                 raise ValueError(
                     f"sbatch.{name}: would replace {key} = {shown(own)}; remove either"
@@ -246,7 +251,7 @@ def _has_prefix(option: str, name: str) -> bool:
     return option.startswith(name.replace("_", "-"))
 
 
-# requests for a node's workers, which a controller job must not make
+# sbatch options that request what a node's workers need; controller jobs leave them out
 _OF_WORKERS = frozenset({
     "constraint", "cpus-per-task", "exclusive", "gres", "licenses", "mincpus", "sockets-per-node",
     "tres-bind", "tres-per-task",
@@ -262,23 +267,23 @@ class ClusterSpec(Spec):
     """Cluster file: where and how jobs run."""
 
     name: Name = "local"
-    """Name of the cluster, in reports."""
+    """Name of the cluster, shown in reports."""
     executor: Literal["local", "slurm"] = "local"
-    """Run jobs as processes of this machine, or submit them to Slurm."""
+    """Run jobs as processes on this machine, or submit them to Slurm."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Train on processors, with collectives over gloo, or on GPUs, with collectives over nccl."""
+    """Train on CPUs, with collectives over gloo, or on GPUs, with collectives over nccl."""
     max_nodes: int = Field(default=64, ge=1, le=65_536)
-    """A sweep may not ask for more nodes."""
+    """Largest number of nodes that a sweep may ask for."""
     workers_per_node: int = Field(default=1, ge=1, le=64)
-    """Processes on each node: as many as it has GPUs."""
+    """Worker processes on each node; with GPUs one for each GPU."""
     cpus_per_worker: int = Field(default=1, ge=1, le=1024)
     """Cores of each worker, loader processes included."""
     memory_gb: float | None = Field(default=None, gt=0, le=MOST_GIB)
-    """Host memory of a node; Slurm enforces it, and on processors it bounds the batch."""
+    """Host memory of a node; Slurm enforces it, and on CPUs it bounds the batch."""
     device_memory_gb: float | None = Field(default=None, gt=0, le=MOST_GIB)
     """Memory of a GPU, which bounds the batch; without it the size that profiles measure."""
     memory_margin: float = Field(default=0.1, ge=0, lt=1)
-    """Share of the memory limit that plans leave free."""
+    """Share of the memory limit that plans leave unused."""
     partition: SlurmWord | None = None
     """Partition that jobs are submitted to."""
     account: SlurmWord | None = None
@@ -286,43 +291,43 @@ class ClusterSpec(Spec):
     qos: SlurmWord | None = None
     """Quality of service that jobs are submitted with."""
     gres: SlurmWord | None = None
-    """Generic resources of a node; needed for `device = "cuda"` on Slurm."""
+    """Generic resources of a node (`--gres`); needed for `device = "cuda"` on Slurm."""
     constraint: SlurmWord | None = None
     """Feature that the nodes must have, so that all are of one kind."""
     exclusive: bool = True
-    """Nobody else's job is on the nodes."""
+    """Keep other jobs off the nodes."""
     profile_minutes: int = Field(default=20, ge=1, le=MOST_MINUTES)
-    """Time limit of each profiling job; a next job measures the configurations that are left."""
+    """Time limit of each profiling job; the next job measures the configurations that are left."""
     train_minutes: int = Field(default=24 * 60, ge=1, le=MOST_MINUTES)
-    """Time limit of each training job, which then saves, requeues and goes on."""
+    """Time limit of each training job; at the limit the training saves, requeues and goes on."""
     array_parallelism: int = Field(default=1, ge=1, le=10_000)
-    """Profiling jobs that run at a time."""
+    """Profiling jobs that run at the same time."""
     controller_partition: SlurmWord | None = None
-    """Partition of the controller jobs of a detached sweep; without it that of the others."""
+    """Partition of a detached sweep's controller jobs; without it the other jobs' partition."""
     controller_minutes: int = Field(default=30, ge=2, le=MOST_MINUTES)
     """Time limit of a controller job."""
     controller_memory_gb: float | None = Field(default=None, gt=0, le=MOST_GIB)
-    """Memory of a controller job; without it as the site gives it."""
+    """Memory of a controller job; without it the site's default."""
     signal_delay_s: int = Field(default=90, ge=1, le=65_535)
-    """Warning before the time limit, long enough to save a checkpoint."""
+    """Time between the warning signal and the time limit, long enough to save a checkpoint."""
     srun_args: tuple[Line, ...] = Field(default=("-K1",), max_length=100)
     """Options of srun, each with its value in one word."""
     setup: tuple[Line, ...] = Field(default=(), max_length=1000, repr=False)
     """Shell lines that every job runs first."""
     on_event: Annotated[Line, Field(min_length=1)] | None = Field(default=None, repr=False)
-    """A line for a shell, run when something happens that a person wants to know."""
+    """Shell line that runs when something happens that a person wants to know."""
     sbatch: dict[SbatchOption, SlurmWord | Annotated[int, Field(ge=-(2**31), lt=2**31)] | bool] = (
         Field(default={}, max_length=100)
     )
     """Further options of sbatch, by long name."""
     environment: dict[VariableName, Line] = Field(default={}, max_length=1000, repr=False)
-    """Variables of the jobs."""
+    """Environment variables of the jobs."""
     container: ContainerSpec | None = None
     """Image that jobs run in; see [container]."""
     pricing: PricingSpec = PricingSpec()
     """See [pricing]."""
     partitions: tuple[PartitionSpec, ...] = Field(default=(), max_length=100)
-    """Several kinds of nodes, each planned by its own measurements; see [[partitions]]."""
+    """Several kinds of nodes, each planned from its own measurements; see [[partitions]]."""
 
     @field_validator("setup")
     @classmethod
@@ -358,7 +363,7 @@ class ClusterSpec(Spec):
     @classmethod
     def _not_ours(cls, value: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
         for key in value:
-            # sbatch takes abbreviated options, too
+            # sbatch also accepts abbreviated options
             own = next((option for option in _OWN_OPTIONS if _has_prefix(option, key)), None)
             if own is not None:
                 raise ValueError(_refusal(key, own))
@@ -395,17 +400,17 @@ class ClusterSpec(Spec):
         return self
 
     def by_name(self) -> dict[str, ClusterSpec]:
-        """Return a complete cluster for each of `partitions`; without any this one, named ""."""
-        # they were checked when the file was read
+        """Return a complete cluster for each partition; without partitions this one, named ""."""
+        # frozen: the partitions were checked when the file was read
         parts = {table.partition: _part(self, table, frozen=True) for table in self.partitions}
         return parts or {"": self}
 
     def parts(self) -> tuple[ClusterSpec, ...]:
-        """Return the clusters of `by_name` alone."""
+        """Return the clusters of `by_name`, without the names."""
         return tuple(self.by_name().values())
 
     def controller(self) -> ClusterSpec:
-        """Return the cluster of controller jobs: one core of a node that others may share."""
+        """Return the cluster of controller jobs: one core on a node that other jobs may share."""
         parts = self.parts()
         first = parts[0]
         own = next((part for part in parts if part.partition == self.controller_partition), first)
@@ -426,9 +431,9 @@ class ClusterSpec(Spec):
             "gres": None,
             "constraint": None,
             "exclusive": False,
-            # they need Slurm's commands, and nothing else
+            # controller jobs need Slurm's commands, and nothing else
             "container": None,
-            # half of its time at most
+            # at most half of controller_minutes
             "signal_delay_s": min(self.signal_delay_s, 30 * self.controller_minutes),
             "account": own.account,
             "qos": own.qos,
@@ -438,7 +443,7 @@ class ClusterSpec(Spec):
         return self.model_copy(update=fields)
 
     def part(self, name: str) -> ClusterSpec:
-        """Return one of `by_name`; raise InputError where there is no such partition."""
+        """Return one cluster of `by_name`; raise InputError if there is no such partition."""
         parts = self.by_name()
         if name in parts:
             return parts[name]
@@ -448,12 +453,12 @@ class ClusterSpec(Spec):
         raise InputError(f"no partition {name!r}; {remedy}", key="partitions")
 
     def part_names(self) -> tuple[str, ...]:
-        """Return the names of `by_name` alone, as in `Candidate.partition`."""
+        """Return the names of `by_name`, as they appear in `Candidate.partition`."""
         return tuple(table.partition for table in self.partitions) or ("",)
 
     @property
     def memory_limit_bytes(self) -> int | None:
-        """Bytes for one worker: the GPU's memory, or a share of the node's; None where unknown."""
+        """Bytes for one worker: the GPU's memory, or its share of the node's; None if unknown."""
         if self.device == "cuda":
             return None if self.device_memory_gb is None else int(self.device_memory_gb * GIB)
         if self.memory_gb is None:

@@ -1,8 +1,9 @@
-"""Check GPUs that a Slurm job gives its workers, and read Slurm's trackable resources (TRES).
+"""Check the GPUs that a Slurm job gives its workers, and read Slurm's trackable resources (TRES).
 
-Every worker is a task of one job step and uses one GPU: that of its local rank where it sees all of
-its node's GPUs, the only one where Slurm shows it no other (`worker.pick_device`). Where a job asks
-for too few, all tasks see the same one, and nothing in the job can notice.
+Every worker is a task of one job step and uses one GPU. If a worker sees all GPUs of its node, it
+takes the one of its local rank; if Slurm shows it a single GPU, it takes that
+(`process_group.pick_device`). If a job asks for too few GPUs, all tasks see the same GPU, and
+nothing in the job can notice.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
 
 
 SUFFIXES = "KMGTP"
-# TRES with MiB, the second suffix, as base unit
+# TRES whose base unit is MiB, the second suffix
 MIB_BASED = ("mem", "vmem", "bb")
 _WEIGHT = re.compile(r"(\+?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)([KMGTP]?)", re.IGNORECASE)
 _EXAMPLE = '"CPU=1.0,Mem=0.25G,GRES/gpu=2.0"'
 _NAME = re.compile(r"[a-z]\w*(/[\w.:-]+)?")
-# behind a count, as Slurm shows them: gpu:4(S:0-1)
+# the sockets that Slurm appends to a count: gpu:4(S:0-1)
 _SOCKETS = re.compile(r"\([^()]*\)")
 
 
@@ -78,8 +79,8 @@ def _weight(key: str, value: object) -> float:
 def requested_gres(gres: str) -> Iterator[tuple[str, str, float]]:
     """Yield lower-case name, type ("" for none) and count of each item of `name[[:type]:count],…`.
 
-    Types may begin with a digit, as in "gpu:2080ti:4" and "gpu:1g.5gb": a count is a last field of
-    digits alone.
+    Types may begin with a digit, as in "gpu:2080ti:4" and "gpu:1g.5gb": the last field is a count
+    only if all of it is digits.
     """
     for item in _SOCKETS.sub("", gres).lower().split(","):
         name, *fields = item.removeprefix("gres:").split(":")
@@ -88,7 +89,7 @@ def requested_gres(gres: str) -> Iterator[tuple[str, str, float]]:
             yield name, ":".join(filter(None, fields)), count
 
 
-# in tres-per-task, since Slurm 23.11
+# GPUs in the value of tres-per-task, an option since Slurm 23.11
 _TASK_GPUS = re.compile(r"gres[/:]gpu(?::[^:=,]+)?[:=](\d+)")
 _BINDING = re.compile(r"(?:v(?:erbose)?,)?(\w+)(?::(.*))?")
 
@@ -121,7 +122,7 @@ def check_gpus(cluster: ClusterSpec) -> None:
 
 
 def hidden_peers(cluster: ClusterSpec) -> Iterator[tuple[str, str]]:
-    """Yield each key that hides the GPUs of a node's other workers from a worker, with advice."""
+    """Yield each key that hides the other workers' GPUs on a node from a worker, with advice."""
     for part in cluster.parts():
         if part.device != "cuda" or part.executor != "slurm" or part.workers_per_node == 1:
             continue
@@ -141,7 +142,7 @@ def hidden_peers(cluster: ClusterSpec) -> Iterator[tuple[str, str]]:
 
 
 def _options(cluster: ClusterSpec) -> dict[str, _Option]:
-    """Return the options that ask for GPUs by sbatch's names; srun's own override the job's."""
+    """Return the options that ask for GPUs, by sbatch's names; srun's override the job's."""
     found: dict[str, _Option] = {}
     if cluster.gres is not None:
         found["gres"] = _Option("gres", cluster.gres)
@@ -158,7 +159,7 @@ def _options(cluster: ClusterSpec) -> dict[str, _Option]:
 def _gpus_of_node(
     options: Mapping[str, _Option], cluster: ClusterSpec
 ) -> Iterator[tuple[_Option, int]]:
-    """Yield every option that asks for GPUs, with the number that it gives a node."""
+    """Yield every option that asks for GPUs, with the number of GPUs that it gives a node."""
     workers = cluster.workers_per_node
     if "gpus-per-node" in options:
         yield options["gpus-per-node"], _count(options["gpus-per-node"].value)
@@ -173,7 +174,7 @@ def _gpus_of_node(
                 f"{cluster.max_nodes} nodes, and gpus is a job's sum"
             )
         yield options["gpus"], _count(options["gpus"].value)
-    # options for GPUs replace those in gres, which may have another name at a site
+    # options for GPUs replace those in gres; a site may also name its GPUs otherwise in gres
     others = any(name.startswith("gpus") or name == "tres-per-task" for name in options)
     if "gres" in options and not others:
         named = [count for name, _, count in requested_gres(options["gres"].value) if name == "gpu"]
@@ -200,13 +201,13 @@ def _of_sockets(options: Mapping[str, _Option]) -> int:
 
 
 def _count(value: str) -> int:
-    """Return the sum of counts in Slurm's `[type:]count,…`."""
+    """Return the sum of the counts in Slurm's `[type:]count,…`."""
     items = requested_gres(",".join(f"gpu:{item}" for item in value.split(",")))
     return int(sum(count for _, _, count in items))
 
 
 def _check_shares(options: Mapping[str, _Option], workers: int) -> None:
-    """Refuse options that give one of several workers more than its own GPU, or less."""
+    """Refuse options that give one of a node's several workers more or less than its own GPU."""
     if workers == 1:
         return
     for option, count in _gpus_of_task(options):

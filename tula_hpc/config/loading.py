@@ -1,7 +1,7 @@
 """Read and check sweep and cluster files, and override single keys.
 
-The files may be anybody's: their size and depth are bounded. In which order keys are checked, and
-where, is told in `validation.py`.
+The files may come from anybody: their size and depth are bounded. `validation.py` says in which
+order and where keys are checked.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from tula_hpc.errors import InputError
 from tula_hpc.files import read_bounded
 from tula_hpc.formatting import command_line
 
-# a sweep file is a page; a larger one is a mistake or an attack
+# a sweep file has about a page; a file above this is a mistake or an attack
 MAX_FILE_BYTES = 1_000_000
-# what to do about an input of a run that is gone or damaged
+# what to do if an input file of a run is missing or damaged
 PUT_BACK = (
     "it says what was measured: put it back as it was (a copy of your own file will do), or use "
     "another --run-dir"
 )
 DAMAGED = "# not shown: it is damaged, and may hold passwords\n"
-# for people who do not write parsers
+# tomllib's messages, in words for people who do not write parsers
 TOMLLIB_WORDS = {
     "Cannot overwrite a value": "a key is given twice",
     "Invalid value": "expected a number, true, false, a list or a text in quotes",
@@ -55,19 +55,19 @@ TOMLLIB_WORDS = {
     "Unescaped '\\' in a string": r"a \ in a text is written twice, or the text in single quotes",
     "Unclosed array": "a list lacks a comma, or its last ]",
 }
-# keys that earlier versions had, each with its default then, which the files of their runs hold
+# keys that only earlier versions had, each with its default: files of their runs hold them
 GONE: dict[tuple[str, str], object] = {
     ("training", "replan_on_drift"): False,
     ("training", "scale_histogram"): False,
     ("training", "exclude_norms"): False,
     ("search", "noise_steps"): 0,
 }
-# values that keys of theirs had, and have no more
+# values that keys had in earlier versions, and no longer have
 GONE_VALUES: dict[tuple[str, str], tuple[object, ...]] = {
     ("training", "gate"): ("smooth", "smoothed"),
     ("training", "granularity"): ("layer",),
 }
-# tomllib's time grows with the square of a dotted key's parts
+# bounded, because tomllib's time grows with the square of the number of parts of a dotted key
 MOST_KEY_PARTS = 100
 
 
@@ -95,7 +95,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         message = f"line {line} has a byte that is not UTF-8; save the file as UTF-8"
         raise InputError(message, source=path) from None
     except (ValueError, RecursionError) as error:
-        # TOMLDecodeError is a ValueError; so is a number of 5000 digits
+        # TOMLDecodeError is a ValueError; a number of 5000 digits also raises one
         text = _one_line(error)
         for words, meaning in TOMLLIB_WORDS.items():
             text = text.replace(words, meaning)
@@ -106,25 +106,25 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _one_line(error: Exception) -> str:
-    # the message may quote anything from the file
-    # how to let Python read a number of any length is no remedy
+    # leave out Python's advice to allow numbers of any length: it does not help here
     text = str(error).partition("; use sys.")[0]
+    # the message may quote anything from the file
     if not text.isprintable():
         text = ascii(text)
-    # the place in the file stands at the end
+    # keep the end of the message, which names the place in the file
     if len(text) > 200:
         return f"{text[:120]}...{text[-60:]}"
     return text
 
 
-# a string, or the rest of its line where it does not end: the search goes on behind either, so that
-# its time is linear
+# A string or, if its quote is not closed, the rest of the line: each character is read once, so
+# that the time is linear.
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|' + r"'[^'\n]*+'?")
 _IN_KEY = re.compile(r"[^\[\]{}=,#\n]+")
 
 
 def _tables(text: str) -> dict[str, Any]:
-    """Parse TOML, or raise ValueError; RecursionError where it is nested too deeply."""
+    """Parse TOML; raise ValueError if it is invalid, RecursionError if nested too deeply."""
     parts = 0
     for part in _STRING.sub("q", text).split("."):
         parts = parts + 1 if part.strip() and _IN_KEY.fullmatch(part) else 0
@@ -134,7 +134,7 @@ def _tables(text: str) -> dict[str, Any]:
 
 
 def without_values(text: str) -> str:
-    """Return a cluster file without possible passwords; nothing of one that is damaged."""
+    """Return a cluster file's text without possible passwords, or `DAMAGED` if it is damaged."""
     import tomli_w
 
     try:
@@ -147,7 +147,7 @@ def override(tables: dict[str, Any], text: str) -> None:
     """Set one key from `section.key=value`, or `partitions.NAME.key=value` in `[[partitions]]`.
 
     Raises:
-        InputError: The text has another form, or leads through a value that is no table.
+        InputError: The text has another form, or part of the key names a value that is no table.
     """
     key, equals, value = text.partition("=")
     left = key.strip()
@@ -159,7 +159,7 @@ def override(tables: dict[str, Any], text: str) -> None:
     try:
         tables[left] = _tables(f"value = {value}")["value"]
     except (ValueError, RecursionError):
-        # a bare word
+        # not TOML: a bare word, taken as text
         tables[left] = value.strip()
 
 
@@ -177,7 +177,7 @@ def _enter(tables: dict[str, Any], left: str, key: str) -> tuple[dict[str, Any],
 
 def _enter_partition(tables: object, left: str, key: str) -> tuple[dict[str, Any], str]:
     named = tables_by_name(tables)
-    # names may hold dots
+    # partition names may hold dots: the longest name that fits counts
     name = max((name for name in named if left.startswith(f"{name}.")), key=len, default=None)
     if name is None:
         there = ", ".join(filter(str.isprintable, named)) or "no [[partitions]]"
@@ -197,10 +197,10 @@ def tables_by_name(tables: object) -> dict[str, dict[str, Any]]:
     return named
 
 
-# listed one by one
+# largest number of mistakes that are listed one by one
 MOST_MISTAKES = 20
 DEFAULT = "the default cluster (this machine)"
-# no number of an input is larger
+# largest absolute value of any number in an input file
 LARGEST = 1e30
 OPTION = "--set"
 S = TypeVar("S", bound=Spec)
@@ -213,8 +213,8 @@ def load_sweep(
     """Read and check a sweep file, with overrides `section.key=value` in TOML or bare words.
 
     With `check_paths=False` the data folder and the modules of a user's own functions need not
-    exist here: for planning and reporting from logs that were copied from another machine. The file
-    of a run is `frozen`: an earlier version may have written it.
+    exist here, so that logs copied from another machine can be planned from and reported on. With
+    `frozen=True` the file is that of a run, which an earlier version may have written.
 
     Raises:
         InputError: One line per mistake: file, key, expected value.
@@ -233,14 +233,14 @@ def load_sweep(
 
 
 def _drop_gone(tables: dict[str, Any]) -> None:
-    """Drop keys of earlier versions that have their default."""
+    """Drop keys that only earlier versions had, if they have their default."""
     for (table, key), usual in GONE.items():
         if _table_in(tables, table).get(key) == usual:
             del tables[table][key]
 
 
 def _drop_all_gone(tables: dict[str, Any]) -> None:
-    """Drop keys and values of earlier versions from a run's file, also from a study's columns."""
+    """Drop what only earlier versions had from a run's file: keys and values, in variants too."""
     columns = _table_in(_table_in(tables, "study"), "variants")
     for table, key in (*GONE, *GONE_VALUES):
         places = [(_table_in(tables, table), key)]
@@ -256,18 +256,19 @@ def _table_in(tables: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def load_frozen_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepSpec:
-    """Read the sweep of a run, perhaps an earlier version's, and its data on another machine."""
+    """Read the sweep of a run: an earlier version's, too, and with data on another machine."""
     return _naming_overrides(
         lambda given: load_sweep(path, given, check_paths=False, frozen=True), overrides
     )
 
 
-# keys that only jobs of Slurm heed
+# keys that only affect Slurm jobs
 _OF_SLURM = (
     "partition", "account", "qos", "gres", "constraint", "sbatch", "controller_partition",
     "partitions",
 )  # fmt: skip
-# those of which nothing else depends, as a price may on gres; a file for this machine may hold them
+# keys that affect nothing but Slurm jobs, not even prices as gres may; a file for this machine may
+# hold them
 _OF_SLURM_ALONE = (
     "partition", "account", "qos", "constraint", "srun_args", "controller_partition",
     "controller_minutes", "controller_memory_gb",
@@ -275,7 +276,7 @@ _OF_SLURM_ALONE = (
 
 
 def idle_cluster_keys(cluster: ClusterSpec) -> Iterator[tuple[str, str]]:
-    """Yield keys of a cluster file that were given and change nothing, with the reason."""
+    """Yield keys of a cluster file that were given but change nothing, with the reason."""
     given = [key for key, _ in given_keys(cluster)]
     of_slurm = ", ".join(key for key in given if key in _OF_SLURM_ALONE)
     if cluster.executor == "local" and of_slurm:
@@ -303,7 +304,7 @@ def load_cluster(path: Path, overrides: Sequence[str] = (), *, frozen: bool = Fa
 
 
 def load_frozen_cluster(path: Path, overrides: Sequence[str] = ()) -> ClusterSpec:
-    """Read the cluster of a run, perhaps made when options of [sbatch] might replace a key."""
+    """Read the cluster of a run, also from when options of [sbatch] could replace a key."""
     return _naming_overrides(lambda given: load_cluster(path, given, frozen=True), overrides)
 
 
@@ -316,10 +317,11 @@ def load_together(
 ) -> tuple[SweepSpec, ClusterSpec]:
     """Read and check a sweep and a cluster, each by itself and both together.
 
-    The overrides are of either, see `split_overrides`; without a cluster file it is this machine.
+    The overrides may be for either file, see `split_overrides`. Without a cluster file, the cluster
+    is this machine.
 
     Raises:
-        InputError: As `load_sweep`, or the cluster cannot run the sweep.
+        InputError: As from `load_sweep`, or the cluster cannot run the sweep.
     """
 
     def load(given: Sequence[str]) -> tuple[SweepSpec, ClusterSpec]:
@@ -336,7 +338,7 @@ def load_together(
 
 
 def _naming_overrides(load: Callable[[Sequence[str]], Loaded], overrides: Sequence[str]) -> Loaded:
-    """Load inputs; a mistake that is gone without one of the overrides names that one, too."""
+    """Load inputs; a mistake that vanishes without one of the overrides also names the override."""
     try:
         return load(overrides)
     except InputError as error:
@@ -374,7 +376,7 @@ def _as_typed(override: str) -> str:
 def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split overrides into those of the sweep file and of the cluster file.
 
-    The section decides; `cluster.` in front of a key is always the cluster file.
+    The section decides; a key that begins with `cluster.` is always for the cluster file.
 
     Raises:
         InputError: A section is probably a misspelt `cluster`.
@@ -424,7 +426,7 @@ def _parse(
         return kind.model_validate_json(_as_json(path, tables), strict=True, context=context)
     except ValidationError as error:
         problems = error.errors(include_url=False)
-        # a problem of a table that merely follows from one inside it is left out
+        # leave out a table's problem that only follows from a problem inside the table
         outer: set[tuple[int | str, ...]] = set()
         for item in problems:
             outer |= {item["loc"][:depth] for depth in range(len(item["loc"]))}
@@ -435,7 +437,8 @@ def _parse(
             key = ".".join(map(str, item["loc"]))
             is_set = any(f"{key}.".startswith(f"{given}.") for given in keys)
             line = explain(kind, OPTION if is_set else path, item)
-            # a union has one problem for each of its members, and functions may share a module
+            # One line per cause: a union reports a problem for each of its members, and several
+            # functions may name the same faulty module.
             is_own = item["type"] == "value_error"
             cause = (item["loc"][:-1], item["msg"]) if is_own else line
             lines.setdefault(cause, line)
@@ -446,12 +449,12 @@ def _parse(
 
 
 def _as_json(path: Path | str, tables: dict[str, Any]) -> str:
-    # for JSON, pydantic's strict mode takes lists as tuples and text as paths
+    # from JSON, pydantic's strict mode accepts lists as tuples and text as paths
     try:
         text = json.dumps(tables, default=str)
         _refuse_absurd(path, tables)
     except (RecursionError, ValueError) as error:
-        # tables in tables without end, numbers of 5000 digits
+        # for example tables nested very deeply, or a number of 5000 digits
         raise InputError(
             f"holds a value out of all bounds: {_one_line(error)}", source=path
         ) from None
@@ -459,7 +462,7 @@ def _as_json(path: Path | str, tables: dict[str, Any]) -> str:
 
 
 def _refuse_absurd(path: Path | str, value: object, place: tuple[str, ...] = ()) -> None:
-    """Refuse numbers that nothing can be computed with, anywhere; some keys have closer bounds."""
+    """Refuse numbers beyond `LARGEST` anywhere in the tables; many keys have closer bounds."""
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, inner in items:

@@ -10,7 +10,8 @@ from pydantic import Field, field_validator, model_validator
 
 from tula_hpc.config.validation import Needs, Spec, shown
 
-# of a sweep file: keys of other tools, and the end of a message that names what is here
+# Keys that other tools use, each with the end of the message that refuses it in a sweep file: it
+# says which key to use here.
 _BATCH = (
     "; the sweep chooses the batch, between search.min_batch and search.max_batch, and "
     "training.base_batch is the one that workload.lr is for"
@@ -22,26 +23,29 @@ FOREIGN_KEYS = {
     **dict.fromkeys(("lr_schedule", "lr_scheduler"), " (did you mean workload.schedule?)"),
     "optimiser": " (did you mean workload.optimizer?)",
 }
-# without `max_seconds`: of each timed quantity, at most, and of a short training
+# time limit of each timed quantity if `max_seconds` is not given; short trainings have a lower
+# limit, but not below LEAST_SECONDS
 MOST_SECONDS = 60.0
 LEAST_SECONDS = 10.0
 
 
 class SearchSpec(Spec):
-    """`[search]`: candidates, the profiled ones among them, and the length of a measurement."""
+    """`[search]`: which configurations are candidates, which are profiled, and for how long."""
 
     cluster_sizes: tuple[Annotated[int, Field(ge=1, le=65_536)], ...] = Field(
         default=(1, 2, 4), min_length=1, max_length=256
     )
-    """Numbers of nodes that are candidates, 256 at most."""
+    """Candidate numbers of nodes, at most 256 of them."""
     min_batch: int = Field(default=32, ge=1, le=2**30)
-    """Smallest global batch (over all workers) that is a candidate."""
+    """Smallest candidate global batch (over all workers)."""
     max_batch: int = Field(default=1024, ge=1, le=2**30)
-    """Largest global batch; memory may bound it further."""
+    """Largest candidate global batch; memory may bound it further."""
     mode: Literal["adaptive", "full", "partial"] = "adaptive"
-    """Measured configurations: those the decision needs, the four corners (partial), or all."""
+    """Which configurations to measure: those the decision needs, the four corners (partial), or
+    all.
+    """
     max_profiles: Annotated[int, Needs("mode", ("adaptive",))] = Field(default=8, ge=3, le=100_000)
-    """Measured configurations after which an adaptive search ends at the latest."""
+    """Number of measured configurations after which an adaptive search ends at the latest."""
     form: Literal[
         "auto",
         "paper",
@@ -51,33 +55,37 @@ class SearchSpec(Spec):
         "parameter_server",
         "reduce_scatter_all_gather",
     ] = "auto"
-    """Form of the step-time model: chosen by the data, the paper's plain sum, or that of one
-    collective.
+    """Form of the step-time model: chosen by the data (auto), the paper's plain sum (paper), or the
+    model of one collective.
     """
     pack: Literal["auto", "always", "never"] = "auto"
-    """Whether one job measures several configurations of one cluster size; auto: always."""
+    """Whether one job measures several configurations of one cluster size; auto means always."""
     nest: bool = False
-    """Measure all cluster sizes inside one allocation of the largest; the nodes that a smaller one
-    does not use wait.
+    """Measure all cluster sizes inside one allocation of the largest; nodes that a smaller cluster
+    size does not use are idle meanwhile.
     """
     estimate: bool = True
-    """Before any job, try the workload on the machine of the command, and estimate its memory where
-    a limit is known.
+    """Before any job, try the workload on the machine that runs the command, and estimate its
+    memory if a memory limit is known.
     """
     warmup_steps: int = Field(default=5, ge=1, le=10_000)
-    """Steps before timing begins; of long ones as few as take 5 s, but two."""
+    """Steps before timing begins; if they are long, only as many as take 5 s, but at least two."""
     min_steps: int = Field(default=15, ge=5, le=100_000)
-    """Timed steps of a configuration, at least; of a short training's long steps fewer, but five."""
+    """Least number of timed steps of a configuration; a short training with long steps may time
+    fewer, but at least five.
+    """
     max_steps: int = Field(default=200, ge=5, le=100_000)
-    """Timed steps of a configuration, at most."""
+    """Largest number of timed steps of a configuration."""
     max_seconds: float | None = Field(default=None, gt=0, le=1e6)
-    """Time for each timed quantity of a configuration, at most; without it 1.5 % of the training's
-    steps, but 10 s to 60 s.
+    """Time limit of each timed quantity of a configuration; without it as long as 1.5 % of the
+    training's steps take, within 10 s and 60 s.
     """
     ci_width: float = Field(default=0.02, gt=0, lt=1)
-    """Timing ends when the 95 % interval of the mean step time is narrower than this share of it."""
+    """Timing ends when the 95 % interval of the mean step time is narrower than this share of the
+    mean.
+    """
     first_step_minutes: float = Field(default=10.0, gt=0, le=1e6)
-    """A script is given up after so long without an optimizer step."""
+    """Time without an optimizer step after which a script is given up."""
 
     @field_validator("cluster_sizes")
     @classmethod
@@ -122,11 +130,11 @@ def local_batches(search: SearchSpec, nodes: int, workers_per_node: int) -> list
 def batches_timed_apart(
     search: SearchSpec, nodes: int, workers_per_node: int, local_batch: int
 ) -> list[int]:
-    """Return smaller local batches of other candidates that a profile times too, ascending.
+    """Return the smaller local batches of other candidates that a profile also times, ascending.
 
-    Only their computation is timed, which needs no cluster: the fewest nodes measure it for all. A
-    full search measures every batch anyway. A batch of one sample is left out, on which BatchNorm
-    may refuse to train.
+    A profile times only their computation. That is the same on any number of nodes, so that only
+    profiles on the fewest nodes do it. A full search measures every batch anyway. A batch of one
+    sample is left out, because BatchNorm may refuse to train on it.
     """
     batches = {size: local_batches(search, size, workers_per_node) for size in search.cluster_sizes}
     fewest = min((size for size, local in batches.items() if local), default=nodes)
@@ -135,32 +143,32 @@ def batches_timed_apart(
     return sorted(b for b in set().union(*batches.values()) if 1 < b < local_batch)
 
 
-# kinds of objective that follow a knee of the curve of time over batch
+# kinds of objective that choose by a knee of the curve of time over batch
 KNEES = frozenset({"knee", "kneedle"})
 WEIGHTED = Needs("kind", ("weighted",))
 
 
 class ObjectiveSpec(Spec):
-    """`[objective]`: goal and constraints of the chosen configuration."""
+    """`[objective]`: goal and constraints by which a configuration is chosen."""
 
     kind: Literal["knee", "kneedle", "time", "progress", "cost", "weighted"] = "knee"
     """Quantity that the plan minimizes: time up to the knee, the paper's knee, time, time to equal
     progress, cost, or a product of time and cost.
     """
     time_weight: Annotated[float, WEIGHTED] = Field(default=1.0, ge=0, le=100)
-    """Exponent of time for `kind = "weighted"`."""
+    """Exponent of time with `kind = "weighted"`."""
     cost_weight: Annotated[float, WEIGHTED] = Field(default=1.0, ge=0, le=100)
-    """Exponent of cost for `kind = "weighted"`."""
+    """Exponent of cost with `kind = "weighted"`."""
     deadline_hours: float | None = Field(default=None, gt=0)
-    """Largest expected wall time; also as text: "12h", "90m", "2d"."""
+    """Upper bound of the expected wall time; also as text: "12h", "90m", "2d"."""
     budget: float | None = Field(default=None, gt=0)
-    """Largest cost."""
+    """Upper bound of the cost."""
     max_global_batch: int | None = Field(default=None, ge=1, le=2**44)
-    """No larger batch is chosen, though larger ones may be measured."""
+    """Largest global batch that may be chosen; larger ones may still be measured."""
 
     @property
     def has_knee(self) -> bool:
-        """True if the choice follows a knee of the curve of time over batch."""
+        """True if the choice depends on a knee of the curve of time over batch."""
         return self.kind in KNEES
 
     @field_validator("deadline_hours", mode="before")

@@ -13,18 +13,18 @@ from tula_hpc.config.validation import Name, Needs, Spec, nearest, shown
 from tula_hpc.config.workload import DATASETS, WorkloadSpec
 
 MOST_TRAININGS = 100_000
-# optimizers that share a learning rate at a small batch
+# groups of optimizers, each with learning rates of its own at the small batch; "all": one group
 Family = Literal["all", "sgd", "adamw", "lars", "lamb"]
-# column that every method is compared with, at the small batch and at the large ones
+# column that every method is compared with, both at the small batch and at the large batches
 REFERENCE_COLUMN = "lbt"
 
 
 class StudyCell(NamedTuple):
-    """Training of a study."""
+    """One training of a study."""
 
-    # method or variant
+    # name of a method or of a variant
     column: str
-    # global
+    # global batch
     batch: int
     seed: int
 
@@ -35,32 +35,32 @@ class StudyCell(NamedTuple):
 
 
 class StudySpec(Spec):
-    """`[study]`: methods × global batches × seeds, each trained once; nothing is planned."""
+    """`[study]`: train each combination of method, global batch and seed once; plan nothing."""
 
     methods: tuple[Name, ...] = ()
     """Columns of the table: values of `training.method`, or names of variants."""
     batches: tuple[Annotated[int, Field(ge=1, le=2**30)], ...] = Field(min_length=1)
-    """Global batches that every method is trained at."""
+    """Global batches at which every method is trained."""
     seeds: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = Field(
         default=(0, 1, 2), min_length=1
     )
-    """Seeds of weights, order and augmentation, each a training of its own."""
+    """Seeds of weights, order and augmentation; each seed is a training of its own."""
     small_batch: int = Field(default=128, ge=0, le=2**30)
-    """Global batch of the reference, method lbt; 0: there is none."""
+    """Global batch of the reference training (method lbt); 0: no reference."""
     nodes: int = Field(default=1, ge=1, le=65_536)
-    """Nodes of every training."""
+    """Number of nodes of every training."""
     metric: Literal["top1", "top5"] = "top1"
-    """Accuracy that is compared."""
+    """Accuracy that the study compares."""
     evaluate_every: int = Field(default=1, ge=1, le=100_000)
     """Epochs between two evaluations on the test set; the last epoch is always evaluated."""
     base_lrs: dict[
         Family, Annotated[list[Annotated[float, Field(gt=0)]], Field(max_length=100)]
     ] = Field(default={})
-    """Candidates for `workload.lr`, of which the best at the small batch is chosen; a list, or a
-    table by optimizer.
+    """Candidate values of `workload.lr`, as a list or a table by optimizer; the best one at the
+    small batch is used.
     """
     tuning_holdout: Annotated[float, Needs("base_lrs")] = Field(default=0.1, gt=0, lt=1)
-    """Share of the training samples that decides between them."""
+    """Share of the training samples that is held out to choose among `base_lrs`."""
     variants: dict[Name, dict[str, Any]] = Field(default={}, max_length=1000)
     """Further columns by name, each with the keys of [workload] and [training] that it changes."""
 
@@ -74,7 +74,7 @@ class StudySpec(Spec):
     @field_validator("variants", mode="before")
     @classmethod
     def _flat(cls, value: object) -> object:
-        # `training.delta = 0.1` without quotes is a table in a table
+        # TOML reads the key `training.delta = 0.1` without quotes as a table in a table
         if not isinstance(value, dict):
             return value
         return {
@@ -125,12 +125,12 @@ class StudySpec(Spec):
         return own | self.variants.get(column, {})
 
     def rates_of(self, family: str) -> list[float]:
-        """Return the candidate rates of a family of optimizers; empty to keep workload.lr."""
+        """Return the candidate rates of a family of optimizers; an empty list keeps workload.lr."""
         chosen = {str(name): rates for name, rates in self.base_lrs.items()}
         return chosen.get(family, chosen.get("all", []))
 
     def cells(self) -> list[StudyCell]:
-        """Return every training once, seed by seed: the first seed already fills a whole table."""
+        """Return every training once, seed by seed: the first seed already fills the table."""
         pairs = [(REFERENCE_COLUMN, self.small_batch)] if self.small_batch else []
         for batch in self.batches:
             pairs += [(column, batch) for column in self.columns]
@@ -141,7 +141,7 @@ class StudySpec(Spec):
 
 
 def check_accuracy(work: WorkloadSpec, study: StudySpec) -> None:
-    """Refuse a workload without an accuracy of the kind that the study compares."""
+    """Refuse a workload that does not give the accuracy that the study compares."""
     if work.is_script:
         _check_script_study(work, study)
         return
@@ -157,7 +157,7 @@ def check_accuracy(work: WorkloadSpec, study: StudySpec) -> None:
 
 
 def _check_script_study(work: WorkloadSpec, study: StudySpec) -> None:
-    """Refuse keys that a study of a training script cannot compare, or set, from outside."""
+    """Refuse keys that a study cannot compare or set in a training script from outside."""
     if study.base_lrs:
         raise ValueError("study.base_lrs: a script has its own rate; remove it")
     if study.evaluate_every != 1:
@@ -168,7 +168,7 @@ def _check_script_study(work: WorkloadSpec, study: StudySpec) -> None:
             "workload.arguments, or one seed"
         )
     needed = "test_top5_accuracy" if study.metric == "top5" else "test_accuracy"
-    # without an expression the script may tell it by `tula.report`
+    # without workload.metric the script may pass its accuracy to `tula.report`
     if work.metric is not None and needed not in re.compile(work.metric).groupindex:
         raise ValueError(
             f"workload.metric: a study compares accuracies; expected a group named {needed}"

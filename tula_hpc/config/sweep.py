@@ -1,7 +1,7 @@
-"""Sweep file: its checks, those together with a cluster, and the sweep of each column of a study.
+"""Sweep file: its checks, its checks against a cluster, and the sweep of each column of a study.
 
-`idle_keys` and `idle_reference` find keys that were given and change nothing: a sweep may hold
-them, but its author should know. Which other key a key needs stands beside it, see `Needs`.
+`idle_keys` and `idle_reference` find keys that were given but change nothing: a sweep may hold
+them, but its author should know. `Needs`, at a key's field, names another key that it depends on.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tula_hpc.config.workload import DATASETS, WorkloadSpec
 from tula_hpc.errors import InputError
 from tula_hpc.formatting import plural
 
-# prefix of the names of all jobs
+# prefix of all job names
 JOB_NAMES = "tula-"
 
 
 class SweepSpec(Spec):
-    """Sweep file."""
+    """A sweep file."""
 
     foreign_keys = FOREIGN_KEYS
 
@@ -43,12 +43,12 @@ class SweepSpec(Spec):
     training: TrainingSpec = TrainingSpec()
     """See [training]."""
     study: StudySpec | None = None
-    """Makes the sweep a study, in which nothing is profiled or planned; see [study]."""
+    """Makes the sweep a study, which neither profiles nor plans; see [study]."""
 
     @model_validator(mode="after")
     def _fits_a_script(self, info: ValidationInfo) -> SweepSpec:
         if self.workload.is_script:
-            # a script's own steps are taken as they are, unless something else is asked for
+            # a script trains by its own steps, unless the sweep file names another method
             if "method" not in self.training.model_fields_set:
                 self.__dict__["training"] = self.training.model_copy(update={"method": "lbt"})
             of_study = self.study is not None or (info.context or {}).get("of_study", False)
@@ -109,12 +109,12 @@ class SweepSpec(Spec):
 
     @property
     def job_name(self) -> str:
-        """Prefix of the names of the sweep's jobs; it distinguishes a user's sweeps in squeue."""
+        """Prefix of the sweep's job names; it distinguishes a user's sweeps in squeue."""
         return JOB_NAMES + self.name
 
     @property
     def scale_applies_to(self) -> Literal["gradient", "update"]:
-        """`training.apply`; by default the update where the optimizer normalizes gradients."""
+        """`training.apply`; by default the update if the optimizer normalizes gradients."""
         training = self.training
         cancels = self.workload.optimizer == "adamw" or training.has_trust_ratios
         left_out = training.apply is None and training.preset == "default"
@@ -126,15 +126,18 @@ class SweepSpec(Spec):
     def step_copies(self) -> int:
         """Memory on top of a plain optimizer's step, in copies of the parameters.
 
-        Where updates are scaled, one copy keeps the parameters before the step.
+        Scaling updates needs one copy, of the parameters before the step.
         """
         scales = self.training.method in ("ags", "static") and self.scale_applies_to == "update"
         return int(scales or self.training.method == "adascale")
 
     def updates_per_epoch(self, steps: int) -> float:
-        """Return the mean number of scale updates of AGS that cost a pass, of so many steps.
+        """Return the mean number of AGS's scale updates per epoch that cost an extra pass.
 
-        The first comes after a whole interval, and none after the end.
+        The first pass comes after a whole interval, and none comes after the last step.
+
+        Args:
+            steps: Steps of an epoch.
         """
         options = self.training.ags
         epochs = self.workload.epochs
@@ -274,13 +277,13 @@ def _most_nodes(cluster: ClusterSpec) -> int:
 def loaders_without_cores(sweep: SweepSpec, cluster: ClusterSpec) -> Iterator[tuple[str, str]]:
     """Yield each key with too few cores for a worker's loader processes, with advice.
 
-    Slurm binds a worker and its loader processes to its own cores; where loaders take all of them,
-    each step waits for them. On CPUs one core for both is a choice, as long as loaders are not more
-    than usual or than cores; on a GPU it leaves the GPU idle.
+    Slurm binds a worker and its loader processes to the worker's own cores; if loaders take all of
+    them, each step waits for the loaders. On CPUs sharing the cores is accepted while the loaders
+    are no more than the cores or than the default; with a GPU it would leave the GPU idle.
     """
     loaders = sweep.workload.loader_workers
     if sweep.workload.is_script:
-        # it has its own, which nobody knows here
+        # a script starts its own loader processes, whose number is not known here
         return
     usual = int(WorkloadSpec.model_fields["loader_workers"].default)
     for name, part in cluster.by_name().items():
@@ -333,7 +336,7 @@ def _check_study(
         for batch in sorted({cell.batch for cell in study.cells()}):
             key = "study.batches" if batch in study.batches else "study.small_batch"
             _check_batch(batch, column, workers, sweep_file, key)
-            # trainings that choose the rate leave out samples as well
+            # trainings that choose the learning rate hold out samples as well
             is_tuned = bool(study.base_lrs) and batch == study.small_batch
             held_out = max(column.workload.holdout, study.tuning_holdout * is_tuned)
             if _is_above(batch, column, 1 - held_out):
@@ -367,18 +370,18 @@ def _samples(sweep: SweepSpec) -> str:
 
 
 def study_part(study: StudySpec, cluster: ClusterSpec) -> tuple[str, ClusterSpec] | None:
-    """Return name and cluster of the first partition with nodes enough for a study, or None."""
+    """Return name and cluster of the first partition with enough nodes for a study, or None."""
     fitting = (pair for pair in cluster.by_name().items() if pair[1].max_nodes >= study.nodes)
     return next(fitting, None)
 
 
 def cluster_sizes(search: SearchSpec, part: ClusterSpec) -> tuple[int, ...]:
-    """Return the cluster sizes of a search that a partition has nodes for; perhaps none."""
+    """Return the cluster sizes of a search that a partition has enough nodes for; may be empty."""
     return tuple(nodes for nodes in search.cluster_sizes if nodes <= part.max_nodes)
 
 
 def sweep_for(sweep: SweepSpec, part: ClusterSpec) -> SweepSpec | None:
-    """Return the sweep with the cluster sizes that a partition has nodes for; None without any."""
+    """Return the sweep with the cluster sizes that a partition has nodes for; None if none."""
     sizes = cluster_sizes(sweep.search, part)
     if sizes == sweep.search.cluster_sizes:
         return sweep
@@ -388,17 +391,17 @@ def sweep_for(sweep: SweepSpec, part: ClusterSpec) -> SweepSpec | None:
     return sweep.model_copy(update={"search": search})
 
 
-# tables and keys of what no study has: search, plan, prediction, and one seed
+# tables and keys for what a study does not have: a search, a plan, a prediction, a single seed
 _NOT_OF_STUDIES = frozenset({
     "search", "objective", "workload.seed", "training.drift", "training.drift_minutes",
     "training.max_fallbacks",
 })  # fmt: skip
-# in spite of their table: the trial before any job, and the limit of a script's first step
+# keys of [search] that a study uses: for the trial before any job, and a script's first step
 _OF_TRIALS = ("search.estimate", "search.first_step_minutes")
 
 
 def idle_keys(sweep: SweepSpec) -> Iterator[tuple[str, str]]:
-    """Yield each dotted key that changes nothing, with the reason; of a study in no column.
+    """Yield each dotted key that changes nothing, in a study in no column, with the reason.
 
     A key with its default value counts as left out.
     """
@@ -436,7 +439,7 @@ def _idle_in(sweep: SweepSpec) -> dict[str, str]:
 
 
 def _idle_by_others(sweep: SweepSpec) -> Iterator[tuple[str, str]]:
-    """Yield keys that change nothing, given or not, because of several others or other tables."""
+    """Yield keys, given or not, that change nothing because of several keys or other tables."""
     work = sweep.workload
     training = sweep.training
     if training.ags.gate == "none":
@@ -465,7 +468,10 @@ def _idle_by_others(sweep: SweepSpec) -> Iterator[tuple[str, str]]:
 
 
 def idle_reference(sweep: SweepSpec) -> Iterator[tuple[str, str]]:
-    """Yield the key of a reference batch of AGS above all batches, with the reason; not of a study."""
+    """Yield the key of AGS's reference batch if no batch is larger, with the reason.
+
+    A study has its own batches and yields nothing.
+    """
     given = sweep.training.small_batch
     largest = sweep.search.max_batch
     is_ags = sweep.study is None and sweep.training.method == "ags"

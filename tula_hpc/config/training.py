@@ -15,9 +15,10 @@ LrScaling = Literal["none", "sqrt", "linear"]
 
 
 class AgsOptions(NamedTuple):
-    """Form of adaptive gradient scaling; `TrainingSpec` explains each key.
+    """Options of adaptive gradient scaling; `TrainingSpec` explains each.
 
-    Without `small_batch` see `following_batch`, without `small_batch_shrink` `following_shrink`.
+    If `small_batch` is None, `following_batch` gives it; likewise `following_shrink` for
+    `small_batch_shrink`.
     """
 
     small_batch: int | None
@@ -50,7 +51,7 @@ PAPER = AgsOptions(
     reference="pass",
     update_interval_epochs=1.0,
 )
-# did best with small networks on a part of CIFAR-100
+# values that did best with small networks on a part of CIFAR-100
 DEFAULT = AgsOptions(
     small_batch=None,
     small_batch_shrink=None,
@@ -69,41 +70,42 @@ DEFAULT = AgsOptions(
 
 
 def following_batch(base_batch: int, global_batch: int) -> int:
-    """Return the default's reference batch: base/2 up to a batch of 4·base, then 2·base²/B.
+    """Return the default preset's reference batch at a global batch B.
 
-    From 8·base on it is base/4. Steps are the fewer the larger the batch is, and each has to make
-    up for more; where they are many, a smaller reference fits the training images better and the
-    test images worse.
+    It is base/2 up to B = 4·base, then 2·base²/B, and base/4 from B = 8·base on. A larger batch has
+    fewer steps, and each has to make up for more. With many steps, a smaller reference batch fits
+    the training images better and the test images worse.
     """
     less = 2 * base_batch**2 // global_batch
     return max(1, base_batch // 4, min(base_batch // 2, less))
 
 
 def following_shrink(base_batch: int, global_batch: int, epochs: int, updates: int) -> float:
-    """Return the factor by which the default's reference batch shrinks over a training.
+    """Return the factor by which the default preset's reference batch shrinks over a training.
 
-    It is 2·B/base, at most 8, in short trainings: up to 60 epochs, and up to 300 updates. From 120
-    epochs and 600 updates on it is 1, and between them its exponent falls with the logarithm of
-    either, whichever leaves more. In a short training larger factors, late, make up for missing
-    steps; in a long one the training images are fitted anyway, and more of it takes accuracy from
-    the test images.
+    In short trainings, of up to 60 epochs or up to 300 updates, it is 2·B/base, from 1 to 8. From
+    120 epochs and 600 updates on it is 1. In between its exponent falls with the logarithm of the
+    epochs or of the updates, whichever leaves the larger factor. In a short training, larger
+    factors of the gradient near the end make up for missing steps. A long training fits the
+    training images anyway, and fitting them more costs accuracy on the test images.
     """
     in_short_trainings = min(8.0, max(1.0, 2.0 * global_batch / base_batch))
     return float(in_short_trainings ** max(_shortness(epochs, 120), _shortness(updates, 600)))
 
 
 def _shortness(count: int, many: int) -> float:
-    # 1 up to half of `many`, 0 from `many` on
+    # 1 up to half of `many`, 0 from `many` on, linear in the logarithm between them
     return min(1.0, max(0.0, math.log2(many / count)))
 
 
-# between two checkpoints, unless saving costs too much
+# longest time between two checkpoints by default, unless saving costs too much
 CHECKPOINT_MINUTES = 5.0
-# share of the samples that a single worker spends on passes though norms are wanted for free
+# share of the samples that a single worker spends on extra passes where norms are otherwise free
 PASS_SHARE = 0.02
 Method = Literal["ags", "static", "lbt", "lrs", "sqrt", "lars", "lamb", "polo", "adascale"]
-# methods whose factors are estimated from the gradients, and all that have factors
+# methods whose factors are estimated from the gradients
 ADAPTING = ("ags", "adascale")
+# methods that multiply gradients or updates by factors
 SCALING = (*ADAPTING, "static")
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
@@ -115,7 +117,7 @@ UNADAPTED = Needs("method", tuple(name for name in get_args(Method) if name not 
 
 
 class TrainingSpec(Spec):
-    """`[training]`: method for the large batch, checkpoints and restarts."""
+    """`[training]`: the method for the large batch, checkpoints and restarts."""
 
     method: Method = "ags"
     """Method for the large batch: scaled gradients (ags, adascale, static), a scaled rate (lrs,
@@ -124,41 +126,45 @@ class TrainingSpec(Spec):
     base_batch: int = Field(default=128, ge=1, le=2**30)
     """Global batch that `workload.lr` was chosen for; scaling starts there."""
     warmup_epochs: float | None = Field(default=None, ge=0)
-    """Epochs in which the rate grows to its value; without it as the method needs them."""
+    """Epochs over which the learning rate grows to its value; without it as many as the method
+    needs.
+    """
     preset: Annotated[Literal["default", "paper"], OF_AGS] = "default"
-    """Values of the next thirteen keys where they are left out; paper is Algorithm 1 to the letter."""
+    """Defaults of the next thirteen keys; paper is the paper's Algorithm 1 to the letter."""
     small_batch: Annotated[int | None, OF_AGS] = Field(default=None, ge=1, le=2**30)
     """Reference batch over all workers; without it half of `base_batch`, and less for large
     batches.
     """
     small_batch_shrink: Annotated[float | None, OF_AGS] = Field(default=None, ge=1, le=1e6)
-    """Factor by which the reference batch shrinks until the end; without it by the length of the
-    training.
+    """Factor by which the reference batch shrinks over the training; without it chosen by the
+    training's length.
     """
     delta: Annotated[float | None, OF_GATED] = Field(default=None, gt=0)
     """Threshold of the gate: relative change of the gradient's squared norm."""
     granularity: Annotated[Granularity | None, OF_AGS] = None
-    """Part of the model that shares one factor."""
+    """Which part of the model shares one factor: an element, a tensor, or all of it."""
     exponent: Annotated[float | None, OF_AGS] = Field(default=None, gt=0, le=4)
-    """Exponent of the ratio of norms that is the factor: 1 in the paper, 2 in AdaScale."""
+    """Exponent to which the ratio of norms is raised to get the factor: 1 in the paper, 2 in
+    AdaScale.
+    """
     smoothing: Annotated[float | None, OF_GATED] = Field(default=None, ge=0, lt=1)
-    """Decay of the moving averages of squared norms, for each update."""
+    """Decay per update of the moving averages of squared norms."""
     scale_warmup_epochs: Annotated[float | None, OF_GATED] = Field(default=None, ge=0)
-    """Epochs in which factors grow from 1 to their value."""
+    """Epochs over which factors grow from 1 to their value."""
     gate: Annotated[Gate | None, OF_GATED] = None
-    """Which steps are scaled: those of a change below `delta` (paper), or all (none)."""
+    """Which steps are scaled: those whose change is below `delta` (paper), or all (none)."""
     apply: Annotated[Literal["gradient", "update"] | None, OF_GATED] = None
-    """Quantity that is multiplied: the gradient or the optimizer's update; without it the update
-    where the optimizer divides by the gradient's size.
+    """What the factor multiplies: the gradient or the optimizer's update; without it the update if
+    the optimizer divides by the gradient's size, else the gradient.
     """
     spike_guard: Annotated[bool | None, OF_AGS] = None
-    """A gradient longer than its moving average is scaled by its own length."""
+    """Scale a gradient that is longer than its moving average by its own length."""
     lr_scaling: Annotated[LrScaling | None, OF_RATES] = None
-    """Scaling of the rate on top, from `base_batch` to the global batch."""
+    """How the learning rate is scaled in addition, from `base_batch` to the global batch."""
     reference: Annotated[Literal["pass", "free"] | None, OF_AGS] = None
-    """Where the small gradient comes from: an extra pass, or the workers' own gradients (free)."""
+    """Source of the small-batch gradient: an extra pass, or the workers' own gradients (free)."""
     update_interval_epochs: Annotated[float | None, OF_AGS] = Field(default=None, ge=0)
-    """Epochs between two passes; 0: as often as 2 % of the samples allow."""
+    """Epochs between two extra passes; 0: passes take 2 % of the samples."""
     s_max: Annotated[float | None, OF_AGS] = Field(default=None, gt=0)
     """Largest factor; without it (global batch / small_batch) to the power of exponent / 2."""
     s_min: Annotated[float, OF_AGS] = Field(default=0.0, ge=0)
@@ -166,33 +172,35 @@ class TrainingSpec(Spec):
     static_scale: Annotated[float, Needs("method", ("static",))] = Field(default=2.0, gt=0)
     """Factor of `method = "static"`."""
     layer_wise: bool = False
-    """LARS in place of SGD, LAMB in place of AdamW, whatever the method puts around it."""
+    """Use LARS in place of SGD, or LAMB in place of AdamW, with any method around it."""
     clip_norm: float | None = Field(default=None, gt=0)
-    """Longer gradients are shortened to this norm before they are scaled."""
+    """Norm to which longer gradients are shortened before they are scaled."""
     log_interval_steps: int = Field(default=10, ge=1, le=10**9)
     """Steps between two lines of metrics.jsonl."""
     log_to: tuple[TrackerName, ...] = Field(default=(), max_length=3)
-    """Where the lines of metrics.jsonl go, too."""
+    """Trackers that also receive the lines of metrics.jsonl."""
     checkpoint_minutes: float | None = Field(default=None, gt=0, le=1e6)
-    """Time between two checkpoints; without it the time that loses least by the measured cost of
-    one, at most 5.
+    """Time between two checkpoints; without it the interval that loses least time at the measured
+    cost of a checkpoint, at most 5 minutes.
     """
     interruption_hours: float = Field(default=24.0, gt=0, le=1e6)
-    """Mean time between kills that leave no time to save, before the training has seen any."""
+    """Assumed mean time between kills that leave no time to save, until the training has seen
+    some.
+    """
     max_requeues: int = Field(default=20, ge=0, le=10**6)
-    """Times that a training goes on after preemption or a time limit, at most."""
+    """How often a training may go on after preemption or a time limit."""
     max_fallbacks: int = Field(default=3, ge=0, le=1000)
-    """Times that a training goes on with the next smaller batch after lack of memory, at most."""
+    """How often a training may go on with the next smaller batch after running out of memory."""
     drift: bool = True
     """Compare step times with the plan's prediction while training."""
     drift_minutes: Annotated[float, WATCHED] = Field(default=1.0, gt=0, le=1e6)
-    """Time outside the prediction's interval before an event is recorded."""
+    """Time that step times lie outside the prediction's interval before an event is recorded."""
     observe_gradients: Annotated[bool, UNADAPTED] = True
-    """Log norm, change and noise of gradients also where the method makes nothing of them."""
+    """Log norm, change and noise of gradients even if the method does not use them."""
 
     @property
     def ags(self) -> AgsOptions:
-        """Form of adaptive gradient scaling: the preset with the keys that are given."""
+        """Options of adaptive gradient scaling: the preset, overridden by the keys given here."""
         paper = self.preset == "paper" or self.method == "static"
         preset = PAPER if paper else DEFAULT
         values = {name: getattr(self, name) for name in AgsOptions._fields}
@@ -213,7 +221,7 @@ class TrainingSpec(Spec):
 
     @property
     def free_reference(self) -> bool:
-        """True if every step needs norms of the workers' own gradients, without a pass."""
+        """True if every step needs norms of the workers' own gradients, without an extra pass."""
         return self.method == "adascale" or (self.method == "ags" and self.ags.reference == "free")
 
     def reference_batch(self, global_batch: int) -> int:
@@ -231,9 +239,9 @@ class TrainingSpec(Spec):
     def gradient_copies(self) -> int:
         """Memory on top of a plain step's forward and backward pass, in copies of the gradient.
 
-        For AGS with passes, while it updates its scale: the reference gradient, and factors of the
-        same size from the last update where each element has its own. In local steps of post-local
-        SGD: a worker's own gradients beside DDP's idle buckets.
+        AGS with extra passes holds the reference gradient while it updates its scale and, if each
+        element has its own factor, the factors of the last update. Local steps of post-local SGD
+        hold a worker's own gradients in addition to DDP's idle buckets.
         """
         if self.method == "polo":
             return 1
@@ -243,7 +251,7 @@ class TrainingSpec(Spec):
 
     @property
     def checkpoint_s(self) -> float:
-        """Seconds between two checkpoints in the plan; training may choose others unless given."""
+        """Seconds between two checkpoints in a plan; unless given, training may choose others."""
         given = self.checkpoint_minutes
         return 60.0 * (CHECKPOINT_MINUTES if given is None else given)
 
@@ -269,7 +277,7 @@ class TrainingSpec(Spec):
         return self
 
 
-# what a training script does by itself, so that nothing here has an effect on it
+# keys of [training] for what a training script does by itself; they would have no effect on it
 _SCRIPTS_OWN = ("layer_wise", "clip_norm", "warmup_epochs")
 _OF_LAYERS = "has a rate of its own for each layer"
 _OUTSIDE = {
@@ -282,8 +290,11 @@ _OUTSIDE = {
 def check_script(training: TrainingSpec, *, scales: bool, of_study: bool) -> None:
     """Refuse keys of `[training]` that cannot act on a training script from outside.
 
-    `scales`: the script takes a factor of its rate, {lr_scale}. `of_study`: other columns of a
-    study have the same arguments, so that the factor may be 1 for this one.
+    Args:
+        training: The table.
+        scales: True if the script's arguments hold {lr_scale}, a factor of its learning rate.
+        of_study: True if other columns of a study have the same arguments, so that the factor may
+            be 1 for this one.
     """
     method = training.method
     if method in _OUTSIDE:

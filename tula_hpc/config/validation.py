@@ -1,17 +1,17 @@
-"""Validate tables of input files: base class, one line for each mistake, hidden values.
+"""Validate tables of input files: base class, one line per mistake, hidden values.
 
-How the keys of a file are checked, in this order:
+The keys of a file are checked in this order:
 
 1. `loading.py` reads the TOML and enters `--set` into its tables (`load_together`, `load_sweep`,
    `load_cluster`).
-2. `_parse` there hands them to the type of the file, a `Spec` of this module: `SweepSpec` in
+2. `_parse` there passes them to the type of the file, a subclass of `Spec` (below): `SweepSpec` in
    `sweep.py` with the tables of `workload.py`, `search.py`, `training.py` and `study.py`;
-   `ClusterSpec` in `cluster.py`, with `gpus.py`. Each field has its type and bounds; validators in
+   `ClusterSpec` in `cluster.py`, with `gpus.py`. Each field has its type and bounds. Validators in
    these types, and functions that they call, check how keys of one table or one file fit
    together: they raise a ValueError whose message begins with the key. Unknown keys are refused.
-3. Here, `explain` makes one line of each mistake: file, key, expected value, likely intention.
-4. `check_columns` in `sweep.py` checks each column of a study, and `check_together` there the sweep
-   against the cluster. A resumed run also against what it has measured: `changes.py`.
+3. `explain` (below) makes one line of each mistake: file, key, expected value, likely intention.
+4. In `sweep.py`, `check_columns` checks each column of a study, and `check_together` checks the
+   sweep against the cluster. `changes.py` checks a resumed run against what it has measured.
 
 Data and models are tried later, see `stages/rehearsal.py`.
 """
@@ -40,15 +40,16 @@ MOUNT_PATTERN = r"^/[^,:\x00-\x1f]*(:/[^,:\x00-\x1f]*(:r[ow])?)?$"
 VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]{0,99}$"
 MODULE_PATTERN = r"^[^\W\d]\w*(\.[^\W\d]\w*)*$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-# goes into #SBATCH lines: ASCII, no blanks and no line ends
+# a word for #SBATCH lines: ASCII, no blanks and no line ends
 SlurmWord = Annotated[str, Field(pattern=WORD_PATTERN)]
-# also goes into file names
+# a partition's name, which is also part of file names
 PartitionName = Annotated[str, Field(pattern=PARTITION_PATTERN)]
-# no control characters and none of Unicode's line ends; the tab is allowed
+# one line: no control characters except the tab, and none of Unicode's line ends
 Line = Annotated[str, Field(pattern=LINE_PATTERN, max_length=1000)]
-# a long option of sbatch; those that this program sets itself are refused, see `cluster.py`
+# long name of an sbatch option; `cluster.py` refuses the options that this program sets itself
 SbatchOption = Annotated[str, Field(pattern=OPTION_PATTERN)]
-# PATH, or PATH:PATH-INSIDE, or with :ro or :rw; the runtimes separate by these characters
+# PATH, PATH:PATH-INSIDE, or the latter with :ro or :rw; paths may hold neither comma nor colon, as
+# container runtimes separate mounts by these
 Mount = Annotated[str, Field(pattern=MOUNT_PATTERN, max_length=1000)]
 VariableName = Annotated[str, Field(pattern=VARIABLE_PATTERN)]
 
@@ -57,12 +58,15 @@ class Spec(BaseModel):
     """Base of all input tables: immutable, no unknown keys, no numbers from strings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
-    # of a file: keys of other tools, and the end of a message that names its own
+    # keys that other tools use, each with the end of the message that names the key to use here
     foreign_keys: ClassVar[Mapping[str, str]] = {}
 
 
 class Needs(NamedTuple):
-    """Mark of a key that counts only where another one of its table has certain values, or any."""
+    """Mark of a key that counts only if another key of its table has one of `values`.
+
+    Without `values`, any value of the other key will do, except an empty one.
+    """
 
     key: str
     values: tuple[object, ...] = ()
@@ -81,16 +85,16 @@ class Needs(NamedTuple):
 
 
 def given_keys(table: Spec) -> Iterator[tuple[str, str]]:
-    """Yield each key of a table with another value than its default, and why it changes nothing."""
+    """Yield each key that has not its default, with why it changes nothing ("" if it counts)."""
     for key, field in type(table).model_fields.items():
         if getattr(table, key) != field.default:
             marks = (mark for mark in field.metadata if isinstance(mark, Needs))
             yield key, next(filter(None, (mark.reason(table) for mark in marks)), "")
 
 
-# tables whose values may be passwords
+# keys and tables whose values may hold passwords
 HIDDEN = ("environment", "on_event", "setup")
-# a list of tables, each with a name
+# key of a list of tables, each with a name
 PARTITIONS = "partitions"
 VALUE = "a value that is not shown"
 
@@ -98,15 +102,17 @@ VALUE = "a value that is not shown"
 def is_hidden(key: Sequence[str]) -> bool:
     """Tell whether the value of a key is never shown.
 
-    By its parts as in TOML; of a partition "partitions", the partition's name, and the key.
+    Args:
+        key: The parts of the dotted key; for a key of a partition: "partitions", the partition's
+            name, and the key.
     """
-    # a typed name may hold dots and thus be several parts
+    # a partition's name may hold dots and thus be several parts
     own = key[2:] if key and key[0] == PARTITIONS else key[:1]
     return any(part in HIDDEN for part in own)
 
 
 def hide(value: Any) -> Any:
-    """Return tables without hidden values: names of variables and the number of lines stay."""
+    """Return tables without hidden values; names of variables and numbers of lines stay."""
     if isinstance(value, list):
         return [hide(inner) for inner in value]
     if not isinstance(value, dict):
@@ -123,7 +129,7 @@ def _names_of(value: Any) -> Any:
 
 
 def told_by_set(overrides: Sequence[str]) -> str:
-    """Return a warning of hidden values on the command line, after `--set`; empty without any."""
+    """Return a warning about hidden values given by `--set` on the command line; "" without any."""
     keys = [text.partition("=")[0].strip() for text in overrides]
     exposed = [key for key in keys if is_hidden(key.removeprefix("cluster.").split("."))]
     if not exposed:
@@ -135,7 +141,7 @@ def told_by_set(overrides: Sequence[str]) -> str:
     )
 
 
-# messages for pydantic's error types, in the terms of TOML
+# message for each of pydantic's error types, in terms of TOML
 _EXPECTED = {
     "extra_forbidden": "unknown key",
     "model_type": "expected a table",
@@ -172,12 +178,12 @@ _PATTERNS = {
     MODULE_PATTERN: "expected the name of a module, for example package.train",
 }
 SHORT_LIST = 20
-# of `sbatch`: pydantic adds them to the location
+# names that pydantic appends to the location of a mistake in `sbatch`, whose values are a union
 _UNION_MEMBERS = ("constrained-str", "constrained-int", "int", "bool")
 
 
 def explain(kind: type[Spec], path: Path | str, item: Mapping[str, Any]) -> str:
-    """Return one line for a pydantic error: file: key: the mistake."""
+    """Return one line for a pydantic error, "file: key: mistake"."""
     location = list(map(str, item["loc"]))
     if location[:1] == ["sbatch"] and location[-1] in _UNION_MEMBERS:
         message = f"expected a word, a whole number, true or false, got {shown(item['input'])}"
@@ -189,7 +195,7 @@ def explain(kind: type[Spec], path: Path | str, item: Mapping[str, Any]) -> str:
     if item["type"] == "value_error":
         return line_of(path, *_own_message(location, message_of(item)))
     is_key = location[-1] == "[key]"
-    # the input of a mistake in a key is the key itself
+    # pydantic's input is the key itself if the mistake is in a key
     got = VALUE
     if is_key or not is_hidden(location):
         got = shown(item["input"])
@@ -201,7 +207,7 @@ def explain(kind: type[Spec], path: Path | str, item: Mapping[str, Any]) -> str:
 
 
 def _own_message(location: list[str], message: str) -> tuple[list[str], str]:
-    """Split off the key that a model validator puts in front of its message."""
+    """Move the key with which a model validator begins its message to the end of the location."""
     field, colon, rest = message.partition(": ")
     if not colon or not field.isidentifier():
         return location, message
@@ -211,7 +217,7 @@ def _own_message(location: list[str], message: str) -> tuple[list[str], str]:
 def _tables_meant(kind: type[Spec], location: Sequence[str], value: object) -> str:
     if location == [PARTITIONS] and isinstance(value, dict):
         return f" of tables, each written [[{PARTITIONS}]]"
-    # [[tables]] under a key that takes none: the key is probably misspelt
+    # [[tables]] under a key that takes no tables: the key is probably misspelt
     if len(location) > 1 or not isinstance(value, list):
         return ""
     if not any(isinstance(table, dict) for table in value):
@@ -220,7 +226,7 @@ def _tables_meant(kind: type[Spec], location: Sequence[str], value: object) -> s
 
 
 def message_of(item: Mapping[str, Any]) -> str:
-    """Return the message of a pydantic error: our own for its type, else a validator's."""
+    """Return the message of a pydantic error: that of `_EXPECTED`, else the validator's own."""
     form = _EXPECTED.get(item["type"])
     if form is None:
         return str(item["msg"]).removeprefix("Value error, ")
@@ -228,7 +234,7 @@ def message_of(item: Mapping[str, Any]) -> str:
 
 
 def line_of(path: Path | str, location: Sequence[str], message: str) -> str:
-    """Return one line for one mistake: file: key: message."""
+    """Return one line for a mistake, "file: key: message"."""
     key = ".".join(map(_printable_part, location))
     return str(InputError(message, source=path, key=key))
 
@@ -242,7 +248,7 @@ def _printable_part(part: str) -> str:
 
 
 def shown(value: object, most: int = 80) -> str:
-    """Return a value as in TOML, cut after `most` characters."""
+    """Return a value as TOML writes it, cut to `most` characters."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     if not text.isprintable():
         text = json.dumps(value, default=str)
@@ -252,7 +258,7 @@ def shown(value: object, most: int = 80) -> str:
 
 
 def valid_keys(kind: type[Spec], location: Sequence[str]) -> str:
-    """Return the end of a message on an unknown key: the likely one, or all of its table."""
+    """Return the end of a message on an unknown key: the likely key, or all keys of its table."""
     if (meant := kind.foreign_keys.get(location[-1])) is not None:
         return meant
     return _own_keys(kind, location)
@@ -261,7 +267,7 @@ def valid_keys(kind: type[Spec], location: Sequence[str]) -> str:
 def _own_keys(kind: type[BaseModel], location: Sequence[str]) -> str:
     sections = _sections_with(kind, location[-1])
     for part in location[:-1]:
-        # index in a list of tables
+        # an index in a list of tables
         if part.isdigit():
             continue
         annotation = kind.model_fields[part].annotation
@@ -269,7 +275,7 @@ def _own_keys(kind: type[BaseModel], location: Sequence[str]) -> str:
             if isinstance(inner, type) and issubclass(inner, BaseModel):
                 kind = inner
     valid = list(kind.model_fields)
-    # a slip of the pen in the right table, such as seed for seeds, is likelier than another table
+    # a misspelt key of this table, such as seed for seeds, is likelier than a key of another table
     is_slip = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.8)
     if sections and not is_slip:
         meant = " or ".join(f"{name}.{location[-1]}" for name in sections)
@@ -278,7 +284,7 @@ def _own_keys(kind: type[BaseModel], location: Sequence[str]) -> str:
 
 
 def _sections_with(kind: type[BaseModel], key: str) -> list[str]:
-    """Return the tables that have a key which stands outside of them."""
+    """Return the names of the tables that have this key."""
     found = []
     for name, field in kind.model_fields.items():
         for inner in (field.annotation, *get_args(field.annotation)):
@@ -289,9 +295,9 @@ def _sections_with(kind: type[BaseModel], key: str) -> list[str]:
 
 
 def nearest(word: str, valid: Iterable[str], form: str = "{!r}") -> str:
-    """Return a question with the nearest valid word in this form; empty if none is near."""
+    """Return " (did you mean …?)" with the nearest valid word in this form; "" if none is near."""
     valid = list(valid)
-    # letters in another order are the likeliest slip; lr is also known as learning_rate
+    # swapped letters are the likeliest slip; initials find lr for learning_rate
     initials = "".join(part[:1] for part in word.split("_"))
     close = [other for other in valid if sorted(other) == sorted(word) or other == initials]
     if not close and len(word) <= 100:
@@ -310,9 +316,13 @@ def known_or_entry_point(
 ) -> str:
     """Return the value if it is one of the known names or a user's "package.module:function".
 
-    `what` is the kind of the named thing, with its article. By the validation's context the
-    function is looked up, too, unless its `check_paths` is False; `beside` is the folder of the
-    sweep file.
+    Args:
+        value: Name to check.
+        known: Names of this package.
+        what: Kind of the named thing, with its article, for messages.
+        called_with: Names of the arguments that the function will be called with.
+        context: Of the validation. The function is looked up unless `check_paths` is False;
+            `beside` is the folder of the sweep file.
 
     Raises:
         ValueError: It is neither, or the function does not exist or takes other arguments.
@@ -326,7 +336,7 @@ def known_or_entry_point(
         if module and _defines(module, function):
             raise ValueError(f"{value!r} is not {what} (did you mean '{module}:{function}'?)")
         meant = nearest(value, known)
-        # a near name says more than a long list
+        # a suggestion says more than a long list
         listed = known and not (meant and len(list(known)) > SHORT_LIST)
         names = f" or one of: {', '.join(known)}" if listed else ""
         raise ValueError(
@@ -338,7 +348,7 @@ def known_or_entry_point(
 def _check_entry_point(value: str, called_with: Sequence[str], beside: Path | None) -> None:
     """Refuse a function that its module's source does not define, or that takes other arguments.
 
-    The source is read and not imported: that could import torch.
+    The source is only read, because an import could import torch.
     """
     module, _, function = value.partition(":")
     if not _are_identifiers(module, function):
@@ -360,9 +370,9 @@ def _check_entry_point(value: str, called_with: Sequence[str], beside: Path | No
 
 
 def where_looked(module: str, beside: Path | None) -> str:
-    """Name the places without this module, and the remedy.
+    """Say where a module was looked for in vain, and what to do.
 
-    Jobs start in the working directory of the command, so that it is not looked for elsewhere.
+    It is looked for only where jobs find it: they start in the command's working directory.
     """
     looked = f"in the working directory, {shown(str(Path.cwd()), 400)}, or the installed packages"
     if beside is not None and module_files(beside, module):
@@ -377,7 +387,7 @@ def _defines(module: str, function: str) -> bool:
     try:
         source = find_source(module)
     except ValueError:
-        # not valid Python
+        # the module is not valid Python
         return False
     return source is not None and function in source.names
 
@@ -387,6 +397,6 @@ def _are_identifiers(module: str, function: str) -> bool:
 
 
 def _hidden(module: str, found: Path) -> str:
-    # jobs import the installed module, not one of the same name in the working directory
+    # jobs import the installed module, not a module of the same name in the working directory
     own = [path for path in module_files(Path.cwd(), module) if not path.samefile(found)]
     return f"; it hides {own[0]}, which needs another name" if own else ""

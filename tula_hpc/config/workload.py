@@ -4,8 +4,9 @@ Neither torch nor a user's module is imported to check a name: the package's own
 here (a test compares the models with torchvision), and a user's function is looked up in its
 source.
 
-In place of model, data and procedure a sweep may name a training script of the user's own: then the
-keys `OF_SCRIPTS` count, those that it shares with the built-in training (`OF_BOTH`), and no others.
+Instead of model, data and training procedure, a sweep may name the user's own training script. Then
+only two groups of keys count: those for scripts (`OF_SCRIPTS`), and those that scripts share with
+the built-in training (`OF_BOTH`).
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ from tula_hpc.own_sources import program_of, source_of
 
 
 class DatasetFacts(NamedTuple):
-    """Facts of a data set that are known before it is opened."""
+    """What is known of a data set before it is opened."""
 
-    # needs data_dir
+    # True if the data set needs data_dir
     on_disk: bool
-    # default edge, pixels
+    # default edge of the images, pixels
     image_size: int
     # None: counted in data_dir
     classes: int | None
-    # None: counted there, or split off the whole
+    # None: counted in data_dir, or a test set is split off the whole data set
     test_samples: int | None = None
-    # None: counted there; a folder may hold other samples than the published ones
+    # None: counted in data_dir, which may hold other samples than the published ones
     train_samples: int | None = None
 
 
@@ -67,7 +68,7 @@ DATASETS: dict[str, DatasetFacts] = {
     "imagefolder": DatasetFacts(on_disk=True, image_size=224, classes=None),
 }
 
-# torchvision.models.list_models(module=torchvision.models) of torchvision 0.26
+# output of torchvision.models.list_models(module=torchvision.models) in torchvision 0.26
 _NAMES = """
     alexnet convnext_base convnext_large convnext_small convnext_tiny densenet121 densenet161
     densenet169 densenet201 efficientnet_b0 efficientnet_b1 efficientnet_b2 efficientnet_b3
@@ -85,13 +86,14 @@ _NAMES = """
 TORCHVISION_MODELS: tuple[str, ...] = tuple(_NAMES.split())
 
 
-# keys of a script, and those that scripts and the built-in training have
+# keys of [workload] that only a script has
 OF_SCRIPTS = frozenset({
     "script", "module", "arguments", "resume_arguments", "accumulation", "counted_model",
     "hang_minutes",
 })  # fmt: skip
+# keys that scripts and the built-in training share
 OF_BOTH = frozenset({"metric", "samples", "epochs", "seed"})
-# what may stand in braces in a script's arguments, and what each is replaced with
+# names that a script's arguments may hold in braces, and what replaces each
 PLACEHOLDERS = {
     "local_batch": "samples of one forward pass of one worker",
     "global_batch": "samples of a step over all workers",
@@ -104,13 +106,13 @@ PLACEHOLDERS = {
     "seed": "workload.seed",
     "run_dir": "folder of this profile or training",
 }
-# no shell divides them
+# an option and its value in one argument: no shell splits them
 OPTION_WITH_VALUE = re.compile(r"--?[\w-]+\s+\{")
-# one of these has to be in the arguments
+# the arguments have to hold at least one of these placeholders
 CARRY_THE_BATCH = ("local_batch", "global_batch")
-# with a factor or without; not ${...}, which is the script's own
+# a placeholder with or without a factor; ${...} is not one, but the script's own
 PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)(?:\*(\d+(?:\.\d+)?(?:[eE]-?\d+)?))?\}")
-# what a script's output may tell
+# groups of workload.metric, of which it needs at least one
 METRIC_GROUPS = ("test_accuracy", "test_loss")
 Argument = Annotated[str, Field(max_length=10_000)]
 Epoch = Annotated[int, Field(ge=0, le=100_000)]
@@ -118,45 +120,53 @@ OF_STEPS = Needs("schedule", ("step",))
 
 
 class WorkloadSpec(Spec):
-    """`[workload]`: model, data and training procedure, or a script that has them."""
+    """`[workload]`: model, data and training procedure, or a script that has all of these."""
 
     model: str = Field(default="resnet18", max_length=200)
     """A torchvision classifier, or your own as "package.module:function"."""
     dataset: str = Field(default="digits", max_length=200)
-    """Data set by its name, a tree of image folders (imagefolder), or your own likewise."""
+    """Data set by name, image folders (imagefolder), or your own as "package.module:function"."""
     loss: str | None = Field(default=None, max_length=200)
-    """Your own loss of each sample; without it cross-entropy of labels."""
-    # above `metric`, whose check depends on it
+    """Your own function for the loss of each sample; without it cross-entropy of labels."""
+    # above `metric`, whose check depends on `script` and `module`
     script: Path | None = None
-    """Training script of your own, in the working directory or beside the sweep file."""
+    """Your own training script, in the working directory or beside the sweep file."""
     module: str | None = Field(default=None, max_length=200, pattern=MODULE_PATTERN)
-    """The same as a module, which is run as with `python -m`."""
+    """Your own training script as a module, run as with `python -m`."""
     arguments: tuple[Argument, ...] = Field(default=(), max_length=1000)
     """Arguments of the script, with names in braces for values that the sweep chooses."""
     resume_arguments: tuple[Argument, ...] | None = Field(default=None, max_length=1000)
-    """Appended when the script goes on after an interruption; [] where it needs none; without any it begins anew."""
+    """Arguments appended when the script resumes after an interruption; [] if it needs none.
+    Without this key it begins anew.
+    """
     accumulation: int = Field(default=1, ge=1, le=2**20)
-    """Forward passes of a step of the script, a power of two; with {accumulation} the least number."""
+    """Forward passes in a step of the script, a power of two; the least number with {accumulation}
+    in `arguments`.
+    """
     counted_model: str | None = Field(default=None, max_length=200)
-    """Class of the model whose steps count, where a script has several; without it the largest."""
+    """Class of the model whose steps count, if a script has several; without it the largest."""
     hang_minutes: float = Field(default=30.0, ge=0, le=1e6)
-    """Minutes without a sign of life after which a script in training hangs; 0: any time is allowed."""
+    """Minutes without a sign of life after which a script counts as hanging; 0: no limit."""
     metric: str | None = Field(default=None, max_length=200)
-    """Your own share of each sample that is right; of a script a regular expression for its output."""
+    """Your own function for the share of each sample that is right; with a script, a regular
+    expression for its output.
+    """
     data_dir: Path | None = None
     """Folder of the data; digits and synthetic need none."""
     image_size: int | None = Field(default=None, ge=8, le=1024)
     """Edge of the images; without it the data set's own."""
     samples: int | None = Field(default=None, ge=1, le=2**40)
-    """Training samples, a fixed random choice; without it all. A script requires it, of an epoch."""
+    """Number of training samples, a fixed random choice; without it all. Required with a script:
+    the samples of one epoch.
+    """
     test_samples: Annotated[int | None, Needs("holdout", (0.0,))] = Field(
         default=None, ge=1, le=2**40
     )
-    """Test samples, a fixed random choice; without it all."""
+    """Number of test samples, a fixed random choice; without it all."""
     holdout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the training samples that is not trained on but tested on, instead of the test set."""
+    """Share of the training samples that is left out of training and replaces the test set."""
     classes: int | None = Field(default=None, ge=2, le=10**6)
-    """Only the first so many classes; without it all."""
+    """Number of classes to use, the first ones; without it all."""
     epochs: int = Field(default=10, ge=1, le=100_000)
     """Epochs of the whole training."""
     precision: Literal["fp32", "fp16", "bf16"] = "fp32"
@@ -166,7 +176,7 @@ class WorkloadSpec(Spec):
     cudnn_benchmark: bool = True
     """Let cuDNN try its kernels at the first step; false for trainings that repeat bit for bit."""
     channels_last: bool = False
-    """Memory layout that suits convolutions on new GPUs."""
+    """Use the memory layout that suits convolutions on new GPUs."""
     activation_checkpointing: bool = False
     """Keep only the blocks' inputs, and compute the rest again in the backward pass."""
     zero_stage: Literal[0, 1] = 0
@@ -182,13 +192,13 @@ class WorkloadSpec(Spec):
     weight_decay: float = Field(default=5e-4, ge=0)
     """Weight decay."""
     schedule: Literal["constant", "step", "cosine"] = "cosine"
-    """Course of the learning rate: constant, changed at the milestones (step), or to 0 (cosine)."""
+    """Learning-rate schedule: constant, lowered at milestones (step), or falling to 0 (cosine)."""
     milestones: Annotated[tuple[Epoch, ...], OF_STEPS] = Field(default=(), max_length=1000)
-    """Epochs at which `schedule = "step"` multiplies the rate by `gamma`."""
+    """Epochs at which `schedule = "step"` multiplies the learning rate by `gamma`."""
     gamma: Annotated[float, OF_STEPS] = Field(default=0.1, gt=0, le=1)
-    """Factor of the rate at a milestone."""
+    """Factor of the learning rate at a milestone."""
     warmup_epochs: float = Field(default=0.0, ge=0)
-    """Epochs in which the rate grows to its value."""
+    """Epochs over which the learning rate grows to its value."""
     loader_workers: int = Field(default=2, ge=0, le=256)
     """Loader processes of each worker."""
     seed: int = Field(default=0, ge=0, lt=2**31)
@@ -224,7 +234,7 @@ class WorkloadSpec(Spec):
     @classmethod
     def _not_empty(cls, value: object) -> object:
         if value == "":
-            # it would be the working directory
+            # an empty path would mean the working directory
             raise ValueError("expected a path, got an empty text")
         return value
 
@@ -281,7 +291,7 @@ class WorkloadSpec(Spec):
                 f"got {self.warmup_epochs:g}"
             )
         facts = DATASETS.get(self.dataset)
-        # a data set of the user's own need not have one
+        # the user's own data set need not have a folder
         needed = facts.on_disk if facts is not None else self.data_dir is not None
         if needed and not self.is_script and _checks_paths(info):
             _check_data_dir(self.dataset, self.data_dir)
@@ -289,7 +299,7 @@ class WorkloadSpec(Spec):
 
     @model_serializer(mode="wrap")
     def _own_keys(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # a key of the other kind would count as given when it is read again
+        # a key that this kind of workload lacks would count as given when the file is read again
         found: dict[str, Any] = handler(self)
         if self.is_script:
             return {key: value for key, value in found.items() if key in OF_SCRIPTS | OF_BOTH}
@@ -297,22 +307,22 @@ class WorkloadSpec(Spec):
 
     @property
     def is_script(self) -> bool:
-        """True if a script of the user's own is trained."""
+        """True if the user's own script is trained."""
         return self.script is not None or self.module is not None
 
     @property
     def goes_on(self) -> bool:
-        """True if a script goes on after an interruption by a checkpoint of its own."""
+        """True if a script resumes from its own checkpoint after an interruption."""
         return self.resume_arguments is not None
 
     @property
     def script_name(self) -> str:
-        """Name of the script for messages."""
+        """Name of the script, for messages."""
         return self.script.name if self.script is not None else str(self.module)
 
     @property
     def what_is_trained(self) -> str:
-        """The script, or model and data, in a few words for headings."""
+        """Name of the script, or of model and data, for headings."""
         if self.is_script:
             return self.script_name
         model, data = (name.rpartition(":")[2] for name in (self.model, self.dataset))
@@ -325,12 +335,12 @@ class WorkloadSpec(Spec):
 
     @property
     def accumulates(self) -> bool:
-        """True if a script is told in how many forward passes it takes its batch."""
+        """True if the script's arguments pass it the number of forward passes in a step."""
         return "accumulation" in _placeholders_in(self.arguments)
 
     @property
     def entry_points(self) -> list[str]:
-        """The user's own functions, "package.module:function", or the script's file or module."""
+        """The user's own functions ("package.module:function"), or the script's file or module."""
         if self.is_script:
             return [str(self.script or self.module)]
         named = (self.model, self.dataset, self.loss, self.metric)
@@ -338,27 +348,27 @@ class WorkloadSpec(Spec):
 
     @property
     def names_data(self) -> bool:
-        """False if the data set lies on disk, and no folder is given."""
+        """False if the data set is on disk and no folder is given."""
         facts = DATASETS.get(self.dataset)
         return self.data_dir is not None or facts is None or not facts.on_disk
 
     @property
     def reads_files(self) -> bool:
-        """False if the data are in memory, or no folder is known: a script's own may be anywhere."""
+        """True if data may be in files: a folder is given or needed, or a script has its own."""
         facts = DATASETS.get(self.dataset)
         on_disk = facts is not None and facts.on_disk
         return self.is_script or self.data_dir is not None or on_disk
 
     @property
     def most_samples(self) -> int | None:
-        """Upper bound of the training set's size; None if unknown."""
+        """Upper bound of the training set's size, samples; None if unknown."""
         if self.samples or self.dataset not in DATASETS:
             return self.samples
         return DATASETS[self.dataset].train_samples
 
     @property
     def class_count(self) -> int | None:
-        """Number of classes; None if it is known only from the data."""
+        """Number of classes; None if only the data show it."""
         if self.is_script:
             return None
         if self.classes or self.dataset not in DATASETS:
@@ -367,7 +377,7 @@ class WorkloadSpec(Spec):
 
     @property
     def test_set_size(self) -> int | None:
-        """Size of the test set, with classes of equal size; None if only the data tell it.
+        """Size of the test set, if all classes have equal size; None if only the data show it.
 
         CIFAR as folders of images may hold other samples than the published ones.
         """
@@ -387,19 +397,19 @@ def find_script(named: Path, beside: Path | None) -> Path:
     """Look for a script in the working directory, then beside the sweep file.
 
     Raises:
-        ValueError: It begins with the home folder of nobody.
+        ValueError: The path begins with the home folder of an unknown user.
     """
     here = _from_home(named, "file")
     if beside is None or here.exists():
         return here
-    # ../ in the file's path is no other place
+    # normalized, so that ../ does not give one script two paths
     there = Path(os.path.normpath(Path(beside).absolute() / named))
     return there if there.exists() else here
 
 
 def _from_home(path: Path, what: str) -> Path:
     try:
-        # jobs and reports run from other folders
+        # absolute, because jobs and reports run in other folders
         return path.expanduser().absolute()
     except RuntimeError:
         raise ValueError(
@@ -425,7 +435,7 @@ def _placeholders_in(arguments: Iterable[str]) -> list[str]:
 
 
 def _check_placeholders(arguments: Sequence[str], resuming: Sequence[str]) -> None:
-    """Refuse unknown names in braces, and arguments without the batch."""
+    """Refuse unknown names in braces, and arguments that do not carry the batch."""
     known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
     for key, texts in (("arguments", arguments), ("resume_arguments", resuming)):
         for text in texts:
@@ -447,7 +457,7 @@ def _check_placeholders(arguments: Sequence[str], resuming: Sequence[str]) -> No
 
 
 def _check_script(script: Path | None, module: str | None, beside: Path | None) -> None:
-    """Refuse a script that is not there, or is not valid Python; nothing is imported."""
+    """Refuse a script that does not exist or is not valid Python; import nothing."""
     key = "script" if script is not None else "module"
     path = script if script is not None else program_of(str(module))
     if path is None:
@@ -478,7 +488,7 @@ def _check_data_dir(dataset: str, data_dir: Path | None) -> None:
         )
     shown_path = shown(str(data_dir), 400)
     try:
-        # what one's own code reads there may be a file
+        # the user's own data set may read a single file
         found = data_dir.is_dir() if dataset in DATASETS else data_dir.exists()
     except OSError as error:
         raise ValueError(f"data_dir: {shown_path} cannot be read: {error.strerror}") from None
