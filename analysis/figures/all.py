@@ -32,9 +32,9 @@ from tula_hpc.analysis.node_scaling import NodeScaling, no_scaling, node_scaling
 from tula_hpc.analysis.run_contents import RunContents
 from tula_hpc.analysis.study_results import StudyContents, StudyTable
 
-# figures that a decision needs: what each candidate takes, and what it costs; the others explain
+# figures that a decision needs: time and cost of each candidate; the other figures explain
 DECIDING = ("epoch_time", "pareto")
-# by the stem of their files, the deciding ones first
+# figures by the name of their files without suffix, the deciding ones first
 FIGURES = {
     "epoch_time": draw_epoch_time,
     "pareto": draw_pareto,
@@ -59,7 +59,7 @@ STUDY_FIGURES = {
     "study_delta": draw_study_delta,
     "study_scale": draw_study_scale,
 }
-# figures that do not hold for the chosen partition only
+# figures that are not about the chosen partition alone
 OF_ALL_NODES = ("pareto", "training", "sensitivity", "variability", "gradient_norm")
 
 
@@ -81,7 +81,7 @@ class Figures(NamedTuple):
 def draw_all(run: RunContents) -> Figures:
     """Draw every figure that has data.
 
-    Of several partitions only the Pareto front shows all; the others show the chosen one.
+    With several partitions, the Pareto front shows all of them, other figures the chosen one.
     """
     run = run.in_figures()
     chosen_only = run.of_chosen_partition()
@@ -89,7 +89,7 @@ def draw_all(run: RunContents) -> Figures:
     figures = Figures([], [], _scaling(chosen_only))
     for name, draw in FIGURES.items():
         if draw in (draw_strong_scaling, draw_weak_scaling):
-            # its models are fitted once
+            # both figures share one prediction, so that its models are fitted once
             result = attempt(name, draw, chosen_only, figures.scaling)
         else:
             result = attempt(name, draw, run if draw is draw_pareto else chosen_only)

@@ -1,7 +1,7 @@
 """A finished figure with its caption and its numbers, and the files that it becomes.
 
-SVG for the page, PNG and CSV beside it, and the report's PDF: a page with the answer and the table
-of the best candidates, then one for each figure.
+These are SVG for the page, PNG and CSV next to it, and the report's PDF: a page with the decision
+and the table around the chosen candidate, then a page for each figure.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ def _csv_cell(cell: Cell) -> str:
 class Drawing(NamedTuple):
     """One figure of the report."""
 
-    # stem of its files
+    # name of its files without suffix
     name: str
-    # the finding
+    # what the figure shows, in one sentence
     title: str
-    # the content, and how to read it
+    # what is drawn, and how to read it
     caption: str
     figure: Figure
     table: Table
@@ -92,9 +92,9 @@ class Drawing(NamedTuple):
         return self._render(FigureCanvasAgg(self.figure).print_png, {"Software": None})
 
     def inline_svg(self, svg: str) -> str:
-        """Return SVG for a page, made from the text of `svg`.
+        """Return the figure as SVG inside an HTML page; `svg` is what the method `svg` returned.
 
-        It has no title, takes its colours from the page, and no other figure has its ids.
+        It has no title, takes its colours from the page, and shares no id with another figure.
         """
         root = ElementTree.fromstring(svg)  # noqa: S314 - `svg` made it
         _crop_title(root, title_band_in(self.title) * POINTS_PER_INCH)
@@ -106,12 +106,12 @@ class Drawing(NamedTuple):
         return ElementTree.tostring(root, encoding="unicode", short_empty_elements=True)
 
     def _render(self, print_to: Callable[..., None], metadata: dict[str, None]) -> bytes:
-        """Print on a canvas; `savefig` would draw everything once more for the layout's sake."""
+        """Print on a canvas; `savefig` would draw everything once more, only for the layout."""
         buffer = io.BytesIO()
         clean_texts(self.figure)
         with styled():
             print_to(buffer, metadata=metadata)
-            # laid out now; the next file keeps it, which is faster
+            # the next file keeps this layout, which is faster than a new one
             self.figure.set_layout_engine("none")
         return buffer.getvalue()
 
@@ -129,14 +129,14 @@ class Missing(NamedTuple):
     name: str
     subject: str
     why: str
-    # the inputs did not ask for it: its absence is not worth a line
+    # the inputs did not ask for the figure, so that the report does not mention its absence
     optional: bool = False
 
 
 def attempt(
     name: str, draw: Callable[..., Drawing | Missing], *contents: object
 ) -> Drawing | Missing:
-    """Draw one figure of several; one that fails is reported with its error."""
+    """Draw one of several figures; if that fails, return the error as the reason."""
     try:
         return draw(*contents)
     except Exception as error:  # noqa: BLE001 - the other figures and tables are worth having
@@ -160,8 +160,8 @@ _HEX = re.compile("|".join(_COLOUR_NAMES))
 
 
 def _adapt_to_page(element: ElementTree.Element, prefix: str) -> None:
-    """Prefix ids, and name the page's colours, so that they follow its light or dark scheme."""
-    # HTML knows neither the namespace's prefix nor `xlink:href`
+    """Prefix ids, and use the page's colour names, which follow its light or dark scheme."""
+    # HTML knows neither the SVG namespace in tags nor `xlink:href`
     element.tag = element.tag.removeprefix(SVG)
     for key, value in list(element.attrib.items()):
         if key == "id":
@@ -174,13 +174,13 @@ def _adapt_to_page(element: ElementTree.Element, prefix: str) -> None:
         element.set("href", link.replace("#", f"#{prefix}", 1))
 
 
-# A5 across: prints on A4 without becoming small, reads well on a screen
+# A5 in landscape: easy to read on a screen, and large enough when printed on A4
 PAGE_WIDTH_IN = 8.27
 PAGE_HEIGHT_IN = 5.83
 MARGIN_IN = 0.55
-# of 9-point text
+# height of a line of 9-point text
 LINE_IN = 0.165
-# a list's heading, and space after it
+# lines for a list's heading and for the space after the list
 LIST_EXTRA_LINES = 2
 CAPTION_CHARACTERS = 108
 TABLE_ROW_IN = 0.36
@@ -193,16 +193,16 @@ class TitlePage(NamedTuple):
     subtitle: str
     answer: str
     columns: tuple[str, ...]
-    # the first is the chosen one
+    # cells of the table; the first row is the chosen candidate
     rows: list[tuple[str, ...]]
-    # by heading
+    # sentences by heading
     lists: dict[str, list[str]]
 
 
 def render_pdf(first: TitlePage, drawings: Sequence[Drawing]) -> bytes:
-    """Render a page of texts, and one for each figure.
+    """Render a page of texts, and a page for each figure.
 
-    Figures are laid out again for the page: render their other files first.
+    This changes the layout of the figures: render their other files first.
     """
     buffer = io.BytesIO()
     metadata = {"Title": printable(first.title), "Creator": "tula_hpc", "CreationDate": None}
@@ -214,14 +214,14 @@ def render_pdf(first: TitlePage, drawings: Sequence[Drawing]) -> bytes:
 
 
 def _add_page(pages: PdfPages, figure: Figure) -> None:
-    """Print a page; `pages.savefig` would draw everything once more for the layout's sake."""
+    """Print a page; `pages.savefig` would draw everything once more, only for the layout."""
     clean_texts(figure)
     print_to: Callable[[PdfPages], None] = FigureCanvasPdf(figure).print_pdf
     print_to(pages)
 
 
 def _figure_page(drawing: Drawing, footer: str) -> Figure:
-    """Make the figure as large as a page, its panels between the title and the caption."""
+    """Enlarge the figure to a page, with its panels between the title and the caption."""
     figure = drawing.figure
     caption = textwrap.wrap(keep_units(drawing.caption), CAPTION_CHARACTERS)
     above = MARGIN_IN + title_band_in(drawing.title)
@@ -292,7 +292,7 @@ def _draw_table(figure: Figure, first: TitlePage, top_in: float) -> None:
         down_in = top_in + TABLE_ROW_IN * (number - 0.2)
         weight = "bold" if number == 1 else "normal"
         for x_in, cell in zip(starts, row, strict=True):
-            # a second line is a remark
+            # the second line of a cell is a remark
             value, _, remark = cell.partition("\n")
             _write(figure, value, down_in, x_in=x_in, size=7.5, weight=weight)
             _write(figure, remark, down_in + 0.135, x_in=x_in, size=6.5, color=MUTED.light)
@@ -300,7 +300,7 @@ def _draw_table(figure: Figure, first: TitlePage, top_in: float) -> None:
 
 
 def _column_starts(first: TitlePage) -> list[float]:
-    """Return the left edges of the columns, inches; they share the width by their longest cell."""
+    """Return the columns' left edges, inches; widths are in proportion to the longest cells."""
     longest = []
     for cells in zip(first.columns, *first.rows, strict=True):
         lines = "\n".join(cells).split("\n")

@@ -1,6 +1,6 @@
-"""Gradients over training: their norm by batch, and Δ(G) beside accuracy.
+"""Figures of gradients over a training: their norm by batch, and Δ(G) above accuracy.
 
-After the paper's figures 3 and 4.
+They follow figures 3 and 4 of the paper.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from tula_hpc.analysis.run_contents import RunContents, Training
 from tula_hpc.formatting import format_number
 from tula_hpc.records import StepMetrics
 
-# medians that a curve over training is drawn through, at most
+# most medians that a curve over training is drawn through
 WINDOWS = 40
-# the first and the last of so many parts stand for the beginning and the end
+# parts of a training, of which the first stands for its beginning and the last for its end
 ENDS = 10
 ENDS_ARE = "The title goes by medians of the first and the last tenth of the logged steps."
-# ends that differ by less, relative, are the same
+# relative difference up to which beginning and end count as equal
 STEADY = 0.1
-# values whose largest is so many times the smallest did not stay where they were
+# ratio of the largest to the smallest value up to which values "stayed" where they were
 WIDE = 1.5
-# curves in a figure
+# most curves in a figure
 MOST_LINES = len(style.SIZES)
-# a step of the schedule multiplies the rate by less
+# a cut by the schedule multiplies the learning rate by less than this
 RATE_DROP = 0.7
 
 
@@ -56,7 +56,7 @@ class LoggedCurve(NamedTuple):
         return statistics.median(self.values[:size]), statistics.median(self.values[-size:])
 
     def describe_change(self) -> str:
-        """Say where the values went: between their ends they may have been anywhere."""
+        """Say how values went from beginning to end, and if they were far off in between."""
         before, after = self.change
         ends = f"from {format_number(before, 2)} to {format_number(after, 2)}"
         if abs(after - before) > STEADY * before:
@@ -67,7 +67,7 @@ class LoggedCurve(NamedTuple):
         return f"went between {between}, and ended where it began, at {format_number(after, 2)}"
 
     def _detour(self) -> str:
-        # of medians, or one logged step of many would count
+        # medians, since a single logged step should not count
         middle = self.medians().values
         low, high = min(middle), max(middle)
         if high > (1 + STEADY) * max(self.change):
@@ -117,7 +117,7 @@ def draw_gradient_norm(run: RunContents) -> Drawing | Missing:
 
 
 def _norms_by_batch(trainings: Iterable[Training]) -> dict[int, LoggedCurve]:
-    """Return curves of the smallest batches, ascending; each from the first training with it."""
+    """Return curves of the smallest batches, ascending, each of its batch's first training."""
     found: dict[int, LoggedCurve] = {}
     for training in trainings:
         batch = _batch_of(training)
@@ -128,10 +128,10 @@ def _norms_by_batch(trainings: Iterable[Training]) -> dict[int, LoggedCurve]:
 
 
 def _batch_of(training: Training) -> int | None:
-    """Return the global batch; that of the first epoch, where it changed."""
+    """Return the global batch; if it changed, the first epoch's."""
     if training.metrics.epochs:
         return training.metrics.epochs[0].global_batch
-    # before the first epoch has ended
+    # no epoch has ended yet
     for first in training.metrics.steps[:1]:
         if first.step:
             return first.samples_seen // first.step
@@ -150,7 +150,7 @@ def _norm_title(curves: dict[int, LoggedCurve]) -> str:
 
 
 def draw_variability(run: RunContents) -> Drawing | Missing:
-    """Draw Δ(G) beside test accuracy, or beside the loss on the test set where there is none."""
+    """Draw Δ(G), and below it test accuracy, or test loss if accuracy is not known."""
     training = next(filter(_has_both, run.trainings), None)
     if training is None:
         why = "training logged no Δ(G) yet, or no epoch"
@@ -193,7 +193,7 @@ def _has_both(training: Training) -> bool:
 
 
 def rate_drops(steps: Sequence[StepMetrics]) -> list[Mark]:
-    """Mark steps at which the schedule cut a constant learning rate; a cosine has none."""
+    """Mark steps at which the schedule cut a constant learning rate; a cosine has no such steps."""
     marks = []
     for earlier, before, after in zip(steps, steps[1:], steps[2:], strict=False):
         if earlier.lr == before.lr and after.lr < RATE_DROP * before.lr:

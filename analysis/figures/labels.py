@@ -1,4 +1,4 @@
-"""Names inside a figure where they hide nothing: at the ends of lines, beside the chosen point."""
+"""Labels where they hide nothing in a figure: at the ends of lines, next to the chosen point."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ Points = npt.NDArray[np.float64]
 
 # height of a line of text, as a share of the panel
 LINE_SHARE = 0.062
-# width of a bold letter, likewise
+# width of a bold letter, as a share of the panel
 LETTER_SHARE = 0.0155
-# letters of a name that leaves the lines two thirds of the panel
+# most letters of a name at the end of a line, so that lines keep two thirds of the panel
 LONGEST = 24
-# least distances of a name from a line across the panel, below it and above its text
+# least distances of a name from a line across the panel: below the line, and above its text
 BENEATH = 0.035
 ABOVE = 0.09
-# distance of a label from lines beyond which more is no better, likewise
+# distance between a label and lines from which on more is no better, as a share of the panel
 MOST_CLEARANCE = 0.05
-# around a point, where its own line may be; and of a pointer that touches a line
+# radius around the chosen point, where its own line may be, and the distance from a line at
+# which the label's pointer touches it, as shares of the panel
 RING_SHARE = 0.06
 TOUCH_SHARE = 0.02
-# from a label to the point that it names
+# pointer from a label to the point that it names
 ARROW = {"arrowstyle": "-", "color": INK.light, "linewidth": 0.9, "shrinkB": 8, "shrinkA": 1}
 
 
 class EndLabel(NamedTuple):
-    """A name that stands beside the end of a line instead of in a legend."""
+    """A name at the end of a line, instead of in a legend."""
 
     x: float
     y: float
@@ -46,21 +47,21 @@ class EndLabel(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """The same in a legend."""
+        """The entry for a legend that has the name instead."""
         return Key(self.text, self.marker, self.line, colour=self.colour)
 
 
 def have_room(names: Sequence[str], most: int = len(SIZES)) -> bool:
-    """Tell whether names are few and short enough to stand at the ends of lines."""
+    """Tell whether names are few and short enough to be written at the ends of lines."""
     return len(names) <= most and max(map(len, names), default=0) <= LONGEST
 
 
 def label_ends(axes: Axes, labels: Iterable[EndLabel], *, across: float | None = None) -> Points:
     """Write names at the ends of lines, moved apart where they would overlap.
 
-    Call it when the axis limits are set. `across` is the height, in data units, of a line across
-    the whole panel with text above it: no name lies on them. Returned are places of the names in
-    axes fractions, (points, 2).
+    The axis limits must be set already. `across` is the height, in data units, of a line across the
+    whole panel with text above it; names keep clear of both. Returns the places that the names
+    take, in axes fractions, (points, 2).
     """
     to_axes = axes.transData + axes.transAxes.inverted()
     ordered = sorted(labels, key=lambda item: item.y)
@@ -74,7 +75,7 @@ def label_ends(axes: Axes, labels: Iterable[EndLabel], *, across: float | None =
             label.text,
             (label.x, height),
             xycoords=("data", "axes fraction"),
-            # beside a ring, too, where the chosen point is the end
+            # leaves room for the ring if the end is the chosen point
             xytext=(11, 0),
             textcoords="offset points",
             va="center",
@@ -90,9 +91,9 @@ def label_ends(axes: Axes, labels: Iterable[EndLabel], *, across: float | None =
 
 
 def _heights(ends: Sequence[float], barred: float | None) -> list[float]:
-    """Return heights of names within the panel, ascending as the ends are, in axes fractions.
+    """Return the names' heights in the panel, ascending like the ends, in axes fractions.
 
-    None lies on a line across the panel at the height `barred`.
+    No name lies on the line across the panel at the height `barred`, if there is one.
     """
     lowest = LINE_SHARE / 2
     if barred is None:
@@ -118,8 +119,8 @@ def _within(wanted: Sequence[float], bottom: float, top: float) -> list[float]:
 def spread(wanted: Sequence[float], gap: float) -> list[float]:
     """Return ascending positions, `gap` apart, as near to the wanted ones as possible.
 
-    Positions that would overlap form a crowd, which keeps its centre. Less their ranks times the
-    gap, positions need only be ascending: isotonic regression.
+    Positions that would overlap form a group, which keeps its centre. After rank times gap is
+    subtracted, positions need only be ascending, so that isotonic regression finds them.
     """
     steps = gap * np.arange(len(wanted))
     fit = isotonic_regression(np.asarray(wanted, dtype=np.float64) - steps)
@@ -136,7 +137,7 @@ def mark_chosen(
 ) -> None:
     """Ring a point and label it where lines and other labels leave most room.
 
-    Call it when the axis limits are set. The point and the corners of the lines are in data units,
+    The axis limits must be set already. The point and the corners of lines are in data units,
     `taken` are (points, 2) places of other labels in axes fractions.
     """
     ring = axes.plot([point[0]], [point[1]], "o", color=INK.light, fillstyle="none", zorder=6)
@@ -192,7 +193,7 @@ def _are_crossed(here: Points, spots: Points, obstacles: Points) -> npt.NDArray[
     found = np.zeros(len(spots), dtype=np.bool_)
     for share in np.linspace(0, 1, 25):
         x, y = (here + share * (spots - here)).T
-        # a maximum over an axis of two would take twenty times as long
+        # a maximum over an axis of length two would take twenty times as long
         touches = np.abs(x[:, None] - across) < TOUCH_SHARE
         touches &= np.abs(y[:, None] - up) < TOUCH_SHARE
         found |= touches.any(axis=1)

@@ -18,9 +18,9 @@ from tula_hpc.config import GIB
 from tula_hpc.formatting import format_bytes, plural
 from tula_hpc.records import Candidate, Configuration, Interval
 
-# a limit this many times above all else is named, not drawn to scale
+# a limit above this multiple of the largest use is written as text, not drawn to scale
 FAR_ABOVE = 2.5
-# share of the axis that a label takes
+# share of the x axis that the label of the largest batch takes
 ROOM_FOR_TEXT = 0.3
 
 
@@ -29,14 +29,14 @@ class Line(NamedTuple):
 
     measured: list[tuple[Configuration, int]]
     predicted: dict[int, Interval]
-    # largest local batch among the candidates that fits, 0 if none does; None: all of them do
+    # largest local batch of a candidate that fits: 0 if none fits, None if all fit
     largest: int | None
 
     @property
     def growth(self) -> float | None:
         """Bytes per further sample between the smallest and the largest batch.
 
-        Predicted or else measured.
+        They are predicted or, without predictions, measured; None if memory does not grow.
         """
         if self.predicted:
             points = [(batch, interval.value) for batch, interval in self.predicted.items()]
@@ -58,12 +58,12 @@ class Line(NamedTuple):
 class Usage(NamedTuple):
     """The content of the memory figure, bytes per worker."""
 
-    # one, or a second for a single worker that splits its batch into micro-batches
+    # one line, and a second for a single worker that splits its batch into micro-batches
     lines: list[Line]
     # micro-batches per step of a single worker
     parts: int
     limit: int | None
-    # for a step by plan: the limit less its margin, and less what training holds beside its steps
+    # what the plan lets a step use: the limit minus its margin and what training holds besides
     allowed: int | None
     out_of_memory: list[Configuration]
 
@@ -87,18 +87,18 @@ class Usage(NamedTuple):
 
     @property
     def top(self) -> float:
-        """The largest use that is known, bytes."""
+        """The largest known use, bytes."""
         measured = [used for _, used in self.measured]
         return max(measured + [interval.high for interval in self.predicted])
 
     @property
     def bounded(self) -> bool:
-        """Tell whether a candidate does not fit."""
+        """Tell whether any candidate does not fit."""
         return any(line.largest is not None for line in self.lines)
 
     @property
     def largest(self) -> int | None:
-        """The largest local batch that fits at all, where larger ones were candidates."""
+        """The largest local batch that fits; None if none does, or no candidate is larger."""
         fitting = tried = 0
         for line in self.lines:
             fitting = max(fitting, line.fitting)
@@ -208,13 +208,13 @@ def _line(
     too_large = [batch for batch in line if batch > largest]
     if not too_large:
         return Line(measured, line, None)
-    # far beyond the bound there is nothing to see
+    # predictions far beyond the largest batch that fits are not worth showing
     shown = {batch: peak for batch, peak in line.items() if batch <= 2 * too_large[0]}
     return Line(measured, shown, largest)
 
 
 def _memory_axis(axes: Axes, usage: Usage, unit: str, unit_bytes: int) -> None:
-    """Reach to the limit and all measurements; predictions far above it leave the panel."""
+    """Set the y axis up to the limit and all measurements; predictions far above are cut off."""
     top = usage.top
     if usage.limit is not None and usage.limit <= FAR_ABOVE * top:
         top = max([1.25 * usage.limit, *(used for _, used in usage.measured)])
@@ -222,7 +222,7 @@ def _memory_axis(axes: Axes, usage: Usage, unit: str, unit_bytes: int) -> None:
 
 
 def _draw_prediction(axes: Axes, usage: Usage, unit_bytes: int, sizes: list[int]) -> None:
-    """Draw straight lines in b, which the log2 axis bends; dotted where they do not fit."""
+    """Draw lines that are straight in b but bent by the log2 axis; dotted where b does not fit."""
     for line, colour in zip(usage.lines, _colours(usage, sizes), strict=True):
         if not line.predicted:
             continue
@@ -240,7 +240,7 @@ def _draw_prediction(axes: Axes, usage: Usage, unit_bytes: int, sizes: list[int]
 
 
 def _colours(usage: Usage, sizes: list[int]) -> list[str]:
-    """Return the colour of each line; the second, of a single worker, has that of its markers."""
+    """Return each line's colour; the second line, a single worker's, has its markers' colour."""
     colours = [style.INK.light]
     if len(usage.lines) > 1:
         colours.append(style.size_style(sizes, 1).colour)
@@ -252,7 +252,7 @@ def _draw_measured(axes: Axes, usage: Usage, unit_bytes: int, sizes: list[int]) 
         look = style.size_style(sizes, configuration.nodes)
         x, y = configuration.local_batch, used / unit_bytes
         (mark,) = axes.plot([x], [y], look.marker, color=look.colour, zorder=4)
-        # hollow: cluster sizes lie on one another
+        # hollow, since markers of several cluster sizes overlap
         mark.set(fillstyle="none", markeredgewidth=1.5, markersize=6.5)
 
 
@@ -276,7 +276,7 @@ def _draw_largest(axes: Axes, largest: int, batches: list[int]) -> None:
     start = (largest * beyond) ** 0.5
     axes.axvspan(start, axes.get_xlim()[1], color=style.SHADE.light, zorder=0)
     text = f"b = {largest:,} is the\nlargest that fits "
-    # below and left of the bound, or above and right of it where there is no room
+    # at the bottom left of the bound or, without room there, at the top right of it
     ((place, _),) = axes.transLimits.transform(axes.transScale.transform([(start, 1.0)]))
     units = ("data", "axes fraction")
     if place < ROOM_FOR_TEXT:

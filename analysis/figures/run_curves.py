@@ -22,16 +22,16 @@ LINES: tuple[Literal["-", "--", ":"], ...] = ("-", "--", ":")
 
 
 class RunCurve(NamedTuple):
-    """Curves of one run over the batch, to be drawn."""
+    """The curves of one run in the figure."""
 
     name: str
-    # seconds of the fastest feasible candidate's epoch, by global batch
+    # epoch time of the fastest feasible candidate, seconds, by global batch
     predicted_s: Mapping[int, float]
-    # of the fastest measured configuration
+    # epoch time of the fastest measured configuration, seconds, by global batch
     measured_s: Mapping[int, float]
-    # global batch, and seconds of an epoch with their 90 % interval
+    # global batch, and its predicted epoch time with the 90 % interval, seconds
     chosen: tuple[int, Interval] | None
-    # epochs and test accuracy, percent, or test loss
+    # (epoch, test accuracy in percent); test losses if there is no accuracy
     scores: Sequence[tuple[int, float]]
     has_accuracy: bool
 
@@ -63,9 +63,9 @@ def _keep_least(found: dict[int, float], batch: int, seconds: float) -> None:
 
 
 def draw_run_curves(curves: Sequence[RunCurve]) -> Drawing | Missing:
-    """Draw the least epoch time over the batch of every run, and below it the scores of trainings.
+    """Draw each run's least epoch time over the batch, and below it the scores of trainings.
 
-    Scores are drawn where all runs that have any have the same kind.
+    Scores are drawn only if all runs with scores have the same kind, accuracy or loss.
     """
     if not any(curve.predicted_s or curve.measured_s for curve in curves):
         return Missing(NAME, "curves", "none of the runs has measured anything yet")
@@ -134,11 +134,11 @@ def _title(curves: Sequence[RunCurve]) -> str:
     if not chosen:
         return "Epoch times of the runs"
     chosen.sort(key=lambda pair: pair[0].value)
-    # beside each other, each rounded by its own interval, the longer could seem the shorter
+    # not rounded by their intervals, which could make the longer time look shorter
     texts = [f"{curve.name} {format_duration(epoch_s.value)}" for epoch_s, curve in chosen]
     if len(texts) == 1:
         return f"Epoch of the chosen one: {texts[0]}"
-    # the others may be as fast: no word about which is the shortest
+    # the intervals overlap, so that the title must not say which epoch is the shortest
     if any(epoch_s.low <= chosen[0][0].high for epoch_s, _ in chosen[1:]):
         return f"Epochs of the chosen ones: {', '.join(texts)}"
     return f"The shortest epoch of the chosen ones: {texts[0]} ({', '.join(texts[1:])})"

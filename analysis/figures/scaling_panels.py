@@ -23,12 +23,12 @@ from tula_hpc.formatting import format_number, plural
 from tula_hpc.records import Interval
 
 COLOUR = style.SIZES[0].light
-# marks by what a row rests on: filled, hollow, and another shape beyond what was measured
+# looks of marks: filled circles are measured, hollow ones predicted, diamonds extrapolated
 PREDICTED = style.Key("predicted", marker="o", hollow=True, colour=COLOUR)
 EXTRAPOLATED = style.Key("extrapolated", marker="D", line="--", hollow=True, colour=COLOUR)
-# ends of wider intervals lie outside the panel
+# factor between a value and an end of its interval from which the end lies outside the panel
 MOST_WIDTH = 2.5
-# columns of an interval: its value, and both ends
+# quantities that have three columns: the value, and both ends of its interval
 INTERVALS = (
     "step_time_s",
     "epoch_time_s",
@@ -44,9 +44,9 @@ class Quantity(NamedTuple):
 
     label: str
     value: Callable[[ScalingRow], Interval]
-    # by measured steps, where there are any
+    # value by measured steps; None without a measurement
     measured: Callable[[ScalingRow], float | None]
-    # of perfect scaling, at the given number of nodes
+    # value of perfect scaling, by number of nodes
     ideal: Callable[[int], float] | None = None
     durations: bool = False
     share: bool = False
@@ -156,7 +156,7 @@ def _draw_row(axes: Axes, row: ScalingRow, quantity: Quantity) -> None:
     key = EXTRAPOLATED if row.basis == "extrapolated" else PREDICTED
     measured = quantity.measured(row)
     if measured is not None:
-        # the prediction is the line that passes by
+        # the line already shows the prediction
         value = measured
         key = PREDICTED._replace(hollow=False)
     (mark,) = axes.plot([row.nodes], [value], key.marker, color=COLOUR, zorder=4)
@@ -175,7 +175,7 @@ def _explain(axes: Axes, curve: ScalingCurve) -> None:
     rows = style.legend(axes, _keys(curve), left=-0.2)
     if legend := axes.get_legend():
         legend.set_in_layout(False)
-    # keeps the legend's height free
+    # an empty title of as many lines leaves room for the legend
     axes.set_title("\n".join([" "] * rows))
 
 
@@ -184,7 +184,7 @@ def _keys(curve: ScalingCurve) -> list[style.Key]:
     keys = []
     if "measured" in found:
         keys.append(style.Key("measured", marker="o", colour=COLOUR))
-    # a whole training is never measured
+    # also for measured rows, since a whole training is never measured
     if {"measured", "predicted"} & found:
         keys.append(PREDICTED._replace(line="-"))
     if "extrapolated" in found:
@@ -194,9 +194,9 @@ def _keys(curve: ScalingCurve) -> list[style.Key]:
 
 
 def finding(curve: ScalingCurve) -> str:
-    """Return speed-up and efficiency on the most nodes within the measured range, and on the most.
+    """Return speed-up and efficiency on the most nodes in the measured range, and on the most.
 
-    Only measured nodes "are" so fast, others "would be". For example "Strong scaling of batch 1,024: 4
+    Measured nodes "are" this fast, others "would be". For example "Strong scaling of batch 1,024: 4
     nodes are 3.3 times as fast as 1 (efficiency 82 %), 16 would be 7.9 times as fast (50 %)".
     """
     within = [row for row in curve.rows[1:] if row.basis != "extrapolated"]

@@ -29,7 +29,7 @@ WIDTH_IN = 5.4
 # a bold title line of this length is as wide as the figure
 TITLE_CHARACTERS = 54
 TITLE_LINE_IN = 0.2
-# of a legend as wide as the figure, and those that a mark takes beside its text
+# characters in a row of a legend as wide as the figure, and characters that a mark takes there
 LEGEND_CHARACTERS = 78
 LEGEND_MARK = 6
 EDGE_IN = 0.09
@@ -37,10 +37,10 @@ EDGE_IN = 0.09
 LOG_RATIO = 4
 # width of a letter below a tick, as a share of a panel as wide as the figure
 TICK_LETTER_SHARE = 0.0161
-# widths of the mark and of the band of a single point
+# widths of the mark and of the band that are drawn for a line of a single point
 LONE_MARK_PT = 13
 LONE_BAND_PT = 9
-# of an axis, left free where marks lie on zero
+# share of an axis that stays free below zero if marks lie on zero
 BELOW_ZERO = 0.05
 
 
@@ -59,8 +59,8 @@ SHADE = Colour("shade", "#eceef0", "#2a2f35")
 PAPER = Colour("paper", "#ffffff", "#16191d")
 ALERT = Colour("alert", "#b3261e", "#ff8a80")
 
-# Okabe and Ito's palette without its yellow, which vanishes on white: told apart with every common
-# colour blindness
+# Okabe and Ito's palette, which can be told apart with every common colour blindness, without its
+# yellow, which vanishes on white
 SIZES = (
     Colour("size-1", "#0072b2", "#4fa8e0"),
     Colour("size-2", "#d55e00", "#ff8a3d"),
@@ -74,7 +74,7 @@ SIZES = (
 # seven shapes on eight colours: pairs repeat only after 56 sizes
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
-# parts of a step: told apart by lightness as well, and never a colour of a cluster size
+# parts of a step: they differ in lightness as well, and none is the colour of a cluster size
 DATA = Colour("data", "#ddcc77", "#e3d58d")
 COMPUTE = Colour("compute", "#a9b7c6", "#5d6e80")
 OPTIMIZER = Colour("optimizer", "#5f6f80", "#a3b4c6")
@@ -83,7 +83,7 @@ SYNC = Colour("sync", "#882255", "#d2689f")
 COLOURS = (INK, MUTED, GRID, SHADE, PAPER, ALERT, *SIZES, DATA, COMPUTE, OPTIMIZER, SYNC)
 
 _SETTINGS: dict[Any, Any] = {
-    # ships with matplotlib: the same letters everywhere
+    # ships with matplotlib, so that figures look the same everywhere
     "font.family": "DejaVu Sans",
     "font.size": 9,
     # names from files may hold a dollar sign
@@ -121,9 +121,9 @@ _SETTINGS: dict[Any, Any] = {
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Draw and save inside this: the user's matplotlibrc does not count meanwhile."""
+    """Apply the figures' style to drawing and saving, whatever the user's matplotlibrc says."""
     with mpl.rc_context(), warnings.catch_warnings():
-        # a name in a script that the font lacks shows as boxes
+        # letters that the font lacks are drawn as boxes, which needs no warning
         warnings.filterwarnings("ignore", message=r"Glyph \d+")
         mpl.rcdefaults()
         mpl.rcParams.update(_SETTINGS)
@@ -144,7 +144,7 @@ def size_style(sizes: Sequence[int], nodes: int) -> SizeStyle:
 
 
 def partition_marker(index: int) -> str:
-    """Return the shape of a partition of the plan; never a circle, which stands for all of them."""
+    """Return the marker of a partition; never a circle, which legends use for all partitions."""
     others = MARKERS[1:]
     return others[index % len(others)]
 
@@ -173,7 +173,7 @@ def new_figure(
     *,
     share_x: bool = True,
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure with a title, and panels row by row.
+    """Return a figure with a title, and its panels row by row.
 
     All rows together are `body_in` inches high; `ratios` are their relative heights.
     """
@@ -185,7 +185,7 @@ def new_figure(
     text = "\n".join(_title_lines(title))
     label = figure.text(0, 1, text, transform=top_left, va="top", size=10.5, weight="bold")
     label.set_linespacing(1.25)
-    # the report removes it where the title stands in the page's own text
+    # by this id the page removes the title, which it has as text
     label.set_gid("title")
     label.set_in_layout(False)
     heights = {"height_ratios": list(ratios)}
@@ -198,10 +198,10 @@ def new_figure(
 
 
 def batch_axis(axes: Axes, batches: Iterable[int], label: str, *, right: float = 0.05) -> None:
-    """Set a log2 x axis with plain batch numbers, of which a share `right` is free for labels."""
+    """Set a log2 x axis with plain batch numbers; its share `right` stays free for labels."""
     ticks = sorted(set(batches))
     left = 0.05
-    # half an octave more: one batch alone has a width too
+    # half an octave more, so that a single batch has a width too
     octaves = math.log2(ticks[-1] / ticks[0]) + 0.5
     width = octaves / (1 - left - right)
     axes.set_xscale("log", base=2)
@@ -218,10 +218,10 @@ def named_ticks(
     *,
     first: Sequence[float] = (),
 ) -> None:
-    """Set ticks of the x axis, ascending, as far as their names keep clear of one another.
+    """Set those of the ascending ticks of the x axis whose names do not overlap.
 
-    Later ones come before earlier ones; but if all of `first` keep clear, it is they and no other.
-    Call it when the axis has its scale and limits.
+    If the names of `first` do not overlap, exactly these ticks are set. Otherwise the later one of
+    two names that overlap is kept. The axis must have its scale and limits already.
     """
     shown = _apart(axes, first, write)
     if not first or len(shown) < len(first):
@@ -232,7 +232,7 @@ def named_ticks(
 
 
 def _apart(axes: Axes, ticks: Sequence[float], write: Callable[[float], str]) -> list[float]:
-    """Select, from the right, ticks with a letter's width at least between their names."""
+    """Select ticks from right to left, with at least a letter's width between their names."""
     to_axis = axes.xaxis.get_transform().transform
     left, right = to_axis(axes.get_xlim())
     grid = axes.get_gridspec()
@@ -249,14 +249,14 @@ def _apart(axes: Axes, ticks: Sequence[float], write: Callable[[float], str]) ->
 
 
 def _decades(first: int, last: int, steps: Sequence[float]) -> list[float]:
-    """Return these multiples of the powers of ten from `first` to `last`."""
+    """Return the multiples `steps` of the powers of ten with exponents `first` to `last`."""
     return [step * 10.0**power for power in range(first, last + 1) for step in steps]
 
 
-# of each power of ten
+# ticks as multiples of each power of ten
 _ROUND = (1, 2, 5)
 _FINE = (1, 1.5, 2, 3, 4, 5, 7)
-# seconds
+# ticks of durations, seconds
 _DURATIONS = (
     *_decades(-6, 0, _ROUND),
     *(10.0, 20.0, 30.0),
@@ -277,14 +277,14 @@ def number_tick(value: float) -> str:
 
 
 def lone_mark(points: Sized) -> dict[str, Any]:
-    """Return the look of a line of one point, which has no length to be seen by; else nothing."""
+    """Return the look that makes a line of a single point visible; nothing for other lines."""
     return {"marker": "_", "markersize": LONE_MARK_PT} if len(points) == 1 else {}
 
 
 def fill_band(
     axes: Axes, x: npt.ArrayLike, low: npt.ArrayLike, high: npt.ArrayLike, **look: Any
 ) -> None:
-    """Fill the band between the ends of intervals; a single one is about as wide as a mark."""
+    """Fill the band between the ends of intervals; a single interval is as wide as a mark."""
     if np.size(x) == 1:
         axes.vlines(x, low, high, linewidth=LONE_BAND_PT, **look)
     else:
@@ -292,9 +292,9 @@ def fill_band(
 
 
 def from_zero(axes: Axes) -> None:
-    """Begin the axis of a loss or a share at zero; a loss of a user's own may be below."""
+    """Begin the y axis at zero, unless values are negative, as a user's own loss may be."""
     if axes.dataLim.y0 >= 0.0:
-        # marks need room at the other end
+        # leaves room for marks at the upper end
         axes.set_ylim(0.0, max(axes.get_ylim()[1], 1.05 * axes.dataLim.y1) or None)
 
 
@@ -315,7 +315,7 @@ def value_axis(axes: Axes, values: Iterable[float], *, label: str, durations: bo
 
 
 def amount_axis(axes: Axes, values: Iterable[float], label: str) -> None:
-    """Set an x axis for amounts, as `value_axis`; an amount of zero has no logarithm."""
+    """Set an x axis for amounts as `value_axis` does, but linear if an amount is zero."""
     known = [value for value in values if math.isfinite(value)]
     numbers = [value for value in known if value > 0]
     low, high = min(numbers, default=1.0), max(numbers, default=1.0)
@@ -331,14 +331,14 @@ def amount_axis(axes: Axes, values: Iterable[float], label: str) -> None:
 
 
 def epoch_axis(axes: Axes) -> None:
-    """Set an x axis for the epochs of a training, from zero on."""
+    """Set an x axis for the epochs of a training, beginning at zero."""
     axes.set_xlabel("epochs of training")
     axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
     axes.set_xlim(left=0)
 
 
 def _round_ticks(axis: Axis, limits: tuple[float, float], ticks: Sequence[float] = ()) -> None:
-    """Set eight ticks at most: of these, if any lie within the limits, or else round numbers."""
+    """Set at most eight ticks: `ticks` within the limits if there are any, else round numbers."""
     first = math.floor(math.log10(limits[0]))
     last = math.floor(math.log10(limits[1]))
     within = _within(limits, ticks) or _within(limits, _decades(first, last, _ROUND))
@@ -364,7 +364,7 @@ class Key(NamedTuple):
 
 
 def legend(axes: Axes, keys: Sequence[Key], *, left: float = -0.09) -> int:
-    """Explain the marks above the panel, from `left` (a share of its width) on; return the rows."""
+    """Write a legend above the panel, from `left` (a share of its width); return how many rows."""
     handles = []
     for key in keys:
         handle = Line2D([], [], color=key.colour, markersize=5, solid_capstyle="butt")
@@ -389,7 +389,7 @@ def legend(axes: Axes, keys: Sequence[Key], *, left: float = -0.09) -> int:
 
 
 def _columns(characters: Sequence[int]) -> int:
-    """Return the columns of a legend of as few rows as fit; it is filled column by column."""
+    """Return the number of columns that gives a legend, filled by column, the fewest rows."""
     for rows in range(1, len(characters) + 1):
         count = math.ceil(len(characters) / rows)
         widths = list(map(max, np.array_split(characters, count)))

@@ -24,16 +24,16 @@ COLOURS: dict[Kind, style.Colour] = {
 }
 STOPS = ("stopped", "finished")
 COLUMNS = ("row", "job", "kind", "begin_s", "end_s", "ended_by")
-# jobs with a row each; of more, evenly spread ones
+# most rows; of more rows, evenly spread ones are drawn
 MOST_ROWS = 24
-# waits and runs that are drawn; of more, evenly spread ones
+# most waits and runs; of more, evenly spread ones are drawn
 MOST_STRETCHES = 1000
 ROW_IN = 0.27
-# share of the whole below which a bar could not be seen
+# least width of a bar that can be seen, as a share of the whole time
 LEAST_WIDTH = 0.004
-# share of the whole that is worth a word in the title
+# share of the whole time from which the title mentions waiting, or time without a job
 NOTABLE_WAIT = 0.005
-# the axis of a run without any length
+# least length of the time axis, for jobs that all began and ended at the same time
 MOMENT_S = 1e-3
 
 
@@ -45,7 +45,7 @@ class Stretch(NamedTuple):
     kind: Kind
     begin: float
     end: float
-    # "preempted", "requeued", "finished", …; empty where nothing says
+    # "preempted", "requeued", "finished", …; empty if unknown
     ended_by: str = ""
 
     @property
@@ -55,7 +55,7 @@ class Stretch(NamedTuple):
 
 
 def stretches(run: RunContents) -> list[Stretch]:
-    """Return the waits and runs of all profile jobs and trainings, by their beginnings."""
+    """Return the waits and runs of all profile jobs and trainings, ordered by their start."""
     history = RunHistory(run.events)
     found = [*_profiling(run, history)]
     signs = history.signs()
@@ -70,10 +70,10 @@ def stretches(run: RunContents) -> list[Stretch]:
 
 
 def _profiling(run: RunContents, history: RunHistory) -> Iterator[Stretch]:
-    """Yield the profile jobs by their notes, or by their submission and end where they left none."""
+    """Yield waits and runs of profile jobs by their notes, or else by their submission and end."""
     noted = set()
     for job in job_runs(run.job_notes, run.measurements, run.cluster):
-        # tasks of an array have the id of the array with a number
+        # the id of an array's task is the array's id with a number, as 17_3
         noted |= {job.job_id, job.job_id.partition("_")[0]}
         row = f"profile {job.job_id}".strip()
         yield Stretch(row, job.job_id, "waiting", job.waited_from, job.began_at)
@@ -85,7 +85,7 @@ def _profiling(run: RunContents, history: RunHistory) -> Iterator[Stretch]:
         row = f"profile {submitted.job_id}".strip()
         waited_from = submitted.submitted_at
         if submitted.end is None:
-            # it would have noted its start
+            # a job that has started would have left a note
             yield _still_waiting(row, submitted.job_id, waited_from, run)
             continue
         ended = submitted.end.time
@@ -103,7 +103,7 @@ def _training(
     for sign in signs:
         of_job.setdefault(sign.job_id, []).append(sign)
     mine = [training for training in run.trainings if training.label == label]
-    # a job writes few events while it trains
+    # a job writes few events while it trains, but the times of its epochs say how far it came
     logged_s = sum(epoch.epoch_time_s for one in mine for epoch in one.metrics.epochs)
     for job in jobs:
         of_job[job.job_id] += _last_known(job, of_job[job.job_id], jobs[0].submitted_at + logged_s)
@@ -136,7 +136,7 @@ def _still_waiting(row: str, job_id: str, since: float, run: RunContents) -> Str
 
 
 def _last_known(job: Submission, signs: Sequence[Sign], logged_at: float) -> list[Sign]:
-    """Return how far the last run of a job is known to have come that left no sign of its end."""
+    """Return a stop at the last known time of a job whose last run left no sign of its end."""
     if signs and signs[-1].kind in STOPS:
         return []
     if job.end is not None:
@@ -147,7 +147,7 @@ def _last_known(job: Submission, signs: Sequence[Sign], logged_at: float) -> lis
 
 
 def _runs(signs: Iterable[Sign]) -> list[list[Sign]]:
-    """Split the signs of a job: a run lasts from a beginning to the next one that follows a stop."""
+    """Split the signs of a job into its runs: the next run begins with "resumed" after a stop."""
     groups: list[list[Sign]] = []
     has_stopped = True
     for sign in signs:
@@ -160,7 +160,7 @@ def _runs(signs: Iterable[Sign]) -> list[list[Sign]]:
 
 
 def _begin(signs: Sequence[Sign], elapsed_s: float | None, reached: float | None) -> float:
-    """Return when a run began: as its end tells, by its first sign or length, or after the last one."""
+    """Return a run's start: as its end notes it, or by its first sign or length, or `reached`."""
     for sign in signs:
         if sign.began_at is not None:
             return sign.began_at if reached is None else max(reached, sign.began_at)
@@ -175,7 +175,7 @@ def _begin(signs: Sequence[Sign], elapsed_s: float | None, reached: float | None
 
 
 def draw_timeline(run: RunContents) -> Drawing | Missing:
-    """Draw the waits and runs of all jobs over the hours, a row each, with interruptions."""
+    """Draw waits and runs of all jobs over time, in rows, with marks for interruptions."""
     found = stretches(run)
     if not found:
         return Missing("timeline", "timeline", "no job has been submitted yet", optional=True)
@@ -196,7 +196,7 @@ def _draw(
     axes: Axes, shown: Sequence[Stretch], rows: Sequence[str], first: float, whole_s: float
 ) -> None:
     places = {row: place for place, row in enumerate(rows)}
-    # without a wait the bar of the run hides that of the wait
+    # the bar of a run hides that of a wait of no length
     axes.barh(
         [places[one.row] for one in shown],
         [max(one.end - one.begin, LEAST_WIDTH * whole_s) for one in shown],
@@ -237,7 +237,7 @@ def _dress(axes: Axes, rows: Sequence[str], whole_s: float, found: Sequence[Stre
 
 def _title(found: Sequence[Stretch], whole_s: float) -> str:
     parts = [f"{format_duration(whole_s)} from the first job to the last"]
-    # waiting while another job runs is no queue
+    # waiting while another job runs does not count
     running = [one for one in found if one.kind != "waiting"]
     ran_s = length_of_union((one.begin, one.end) for one in running)
     known_s = length_of_union((one.begin, one.end) for one in found)

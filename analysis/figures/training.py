@@ -1,4 +1,4 @@
-"""Training as it went: accuracy and loss, gradient sensitivity and gradient scale."""
+"""Figures of a training: accuracy and loss, gradient sensitivity and gradient scale."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ EVENT_NAMES = {
 }
 
 MAX_NAME_ROWS = 3
-# epochs without a score, and the score
+# (epoch, score) without a score: matplotlib draws nothing for NaN
 NOTHING = [(0, math.nan)]
-# values that differ by less, relative, need no range beside their mean
+# relative difference of values up to which a title gives their mean without a range
 EQUAL = 0.1
 
 
@@ -43,7 +43,7 @@ class Mark(NamedTuple):
 
 
 def draw_training(run: RunContents) -> Drawing | Missing:
-    """Draw losses and test accuracy, where there is one, over epochs, with interruptions."""
+    """Draw losses and, if known, test accuracy over epochs, with marks for interruptions."""
     trainings = [training for training in run.trainings if training.metrics.epochs]
     if not trainings:
         progress = "finished an epoch" if run.trainings else "started"
@@ -57,7 +57,7 @@ def draw_training(run: RunContents) -> Drawing | Missing:
     if not has_accuracy and not has_losses:
         why = "the script's output shows no score; set workload.metric, or call tula.report"
         return Missing("training", "training", why, optional=True)
-    # an accuracy without any loss, as some scripts report it, has no second panel
+    # without any loss, as some scripts report only accuracy, there is no second panel
     has_losses = has_losses or any(losses_of(training, "train_loss") for training in trainings)
     with style.styled():
         height, ratios = (5.0, (1, 1)) if has_accuracy and has_losses else (3.2, (1,))
@@ -110,11 +110,11 @@ def _caption(*, has_accuracy: bool, has_losses: bool, has_marks: bool) -> str:
 
 
 def training_marks(metrics: Metrics, events: Iterable[Event]) -> Iterable[Mark]:
-    """Mark events of training with a known position on the epoch axis, and changes of the batch."""
+    """Yield marks for events with a known place on the epoch axis, and for changes of the batch."""
     known = RunHistory(events).samples_seen()
     placed = [(name, seen) for name, seen in known if name in EVENT_NAMES]
     epochs = _epochs_of(metrics, [seen for _, seen in placed])
-    # none where no step is known
+    # `epochs` is empty if the log has no line: then no event is marked
     for (name, _), epoch in zip(placed, epochs, strict=False):
         yield Mark(epoch, EVENT_NAMES[name])
     for before, after in itertools.pairwise(metrics.epochs):
@@ -123,7 +123,7 @@ def training_marks(metrics: Metrics, events: Iterable[Event]) -> Iterable[Mark]:
 
 
 def _epochs_of(metrics: Metrics, seen: Sequence[int]) -> list[float]:
-    """Return the epochs done after so many samples; nothing if the log has no line with both."""
+    """Return the epochs done after each number of samples; nothing if the log has no line."""
     known = {(0, 0.0)}
     known.update((row.samples_seen, row.epoch) for row in metrics.steps)
     known.update((row.samples_seen, float(row.epoch)) for row in metrics.epochs)
@@ -134,7 +134,7 @@ def _epochs_of(metrics: Metrics, seen: Sequence[int]) -> list[float]:
 
 
 def accuracies_of(training: Training) -> list[tuple[int, float]]:
-    """Return the epochs that have an accuracy, with that, percent."""
+    """Return (epoch, test accuracy in percent) for each epoch with a known accuracy."""
     known = []
     for row in training.metrics.epochs:
         if row.test_accuracy is not None:
@@ -143,7 +143,7 @@ def accuracies_of(training: Training) -> list[tuple[int, float]]:
 
 
 def losses_of(training: Training, name: str) -> list[tuple[int, float]]:
-    """Return the epochs of which this loss is known, with it."""
+    """Return (epoch, loss) for each epoch with a known loss of this name."""
     rows = [(row.epoch, getattr(row, name)) for row in training.metrics.epochs]
     return [(epoch, loss) for epoch, loss in rows if loss is not None]
 
@@ -171,9 +171,9 @@ def _dress_loss(loss: Axes) -> None:
 
 
 def draw_marks(panels: Sequence[Axes], marks: Sequence[Mark]) -> None:
-    """Draw vertical lines through all panels, with names above the first.
+    """Draw vertical lines through all panels, with names above the first panel.
 
-    Names that would overlap stand one above the other.
+    Names that would overlap are written one above the other.
     """
     left, right = panels[0].get_xlim()
     grey = style.MUTED.light
@@ -187,7 +187,7 @@ def draw_marks(panels: Sequence[Axes], marks: Sequence[Mark]) -> None:
             start, side = epoch - width, "right"
         row = next((row for row, end in enumerate(row_ends) if end < start), len(row_ends))
         if row == MAX_NAME_ROWS:
-            # so many interruptions cannot all be named; their lines and the table show them
+            # there is no room for this name; the line and the table still show the event
             continue
         row_ends[row : row + 1] = [start + width]
         above = {"xycoords": ("data", "axes fraction"), "ha": side, "size": 7.5, "color": grey}
@@ -195,7 +195,7 @@ def draw_marks(panels: Sequence[Axes], marks: Sequence[Mark]) -> None:
 
 
 def _merged(marks: Sequence[Mark], width: float) -> list[tuple[float, str]]:
-    """Merge marks that are closer than `width`; each name stands once."""
+    """Merge marks closer than `width`, in epochs; a merged mark has each name once."""
     groups: list[tuple[float, list[str]]] = []
     for mark in sorted(marks):
         if not groups or mark.epoch - groups[-1][0] > width:
@@ -215,7 +215,7 @@ def _training_title(training: Training, planned: int | None) -> str:
 
 
 def _describe_better(epochs: Sequence[EpochMetrics]) -> str:
-    """Name an earlier epoch that was better by half a percent of accuracy, or 1 % of the loss."""
+    """Name an earlier epoch that was better by 0.5 points of accuracy, or by 1 % of the loss."""
     last = epochs[-1]
     if last.test_accuracy is None:
         losses = [(row.test_loss, row.epoch) for row in epochs if row.test_loss is not None]
@@ -264,7 +264,7 @@ def draw_sensitivity(run: RunContents) -> Drawing | Missing:
 
 
 def _gate(sweep: SweepSpec | None) -> float | None:
-    """Return δ, infinite without a gate; None where the run's settings are not known."""
+    """Return the threshold δ: infinite without a gate, None if the run's settings are unknown."""
     if sweep is None:
         return None
     training = sweep.training
@@ -278,7 +278,7 @@ def _scaled_steps(training: Training) -> list[StepMetrics]:
 
 
 def _column(steps: Sequence[StepMetrics], field: str) -> npt.NDArray[np.float64]:
-    """Return a column of the log; NaN, which matplotlib leaves out, where it has no value."""
+    """Return a column of the log; a missing value is NaN, which matplotlib leaves out."""
     return np.array([getattr(row, field) for row in steps], dtype=np.float64)
 
 
@@ -318,7 +318,7 @@ def _draw_scale(axes: Axes, steps: Sequence[StepMetrics]) -> None:
 def _scaled_percent(row: StepMetrics) -> float | None:
     """Return the share of steps with a scaled gradient, percent.
 
-    Until the first estimate of the factors they are 1, even at steps that the gate lets through.
+    Factors are 1 until their first estimate: even steps that the gate lets through are unscaled.
     """
     if row.scaled is None:
         return None
@@ -341,7 +341,7 @@ def _sensitivity_title(steps: Sequence[StepMetrics], delta: float | None) -> str
     scaled = ""
     if means:
         scaled = f"scaled by {format_number(statistics.fmean(means), 3)} on average"
-        # a mean of 1 may hide that all were scaled
+        # a mean of 1 may hide factors below and above 1
         scaled += describe_range(means)
     if delta is None or not known:
         return f"Gradients were {scaled}" if scaled else "Gradient sensitivity over training"
@@ -356,7 +356,7 @@ def _sensitivity_title(steps: Sequence[StepMetrics], delta: float | None) -> str
 
 
 def describe_range(values: Sequence[float]) -> str:
-    """Return the ends of values of which a title gives the mean; "" where they are about equal."""
+    """Return the range of values for a title with their mean; "" if they are about equal."""
     low, high = min(values), max(values)
     if high - low <= EQUAL * abs(high):
         return ""

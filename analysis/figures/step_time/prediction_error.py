@@ -18,13 +18,13 @@ from tula_hpc.records import Configuration, Plan
 
 
 class Error(NamedTuple):
-    """Prediction against measurement, of a profiled step, its memory or a training's epoch."""
+    """Prediction and measurement of a profiled step, its memory, or a training's epoch."""
 
     configuration: Configuration
     # seconds, or bytes
     predicted: float
     measured: float
-    # label, where it is one
+    # label of the training; empty for a profiled configuration
     training: str = ""
     # the model was fitted to this measurement
     fitted: bool = False
@@ -173,7 +173,7 @@ def _draw_training(axes: Axes, x: int, error: Error, look: style.SizeStyle) -> N
 
 
 def _error_title(steps: Sequence[Error], trainings: Sequence[Error]) -> str:
-    """Tell errors of the fit from those of predictions: the former say little of the latter."""
+    """Name errors of fit and of prediction separately: the former say little about the latter."""
     clauses = []
     fitted = [error for error in steps if error.fitted]
     if fitted:

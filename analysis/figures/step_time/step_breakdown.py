@@ -17,9 +17,9 @@ from tula_hpc.records import Configuration
 
 # height of a bar with its gap
 ROW_IN = 0.17
-# a part below this share of the step is no finding
+# share of a step below which a part is not worth naming in the title
 NOTABLE = 0.05
-# a rest up to so many times as long as the bare all-reduce may be that: they are timed apart
+# a rest up to this multiple of the bare all-reduce may be just that: the two are timed separately
 EXCHANGE = 1.25
 
 
@@ -35,7 +35,7 @@ class Bar(NamedTuple):
     parts: StepPartTimes
     step_s: float
     allreduce_s: float
-    # and takes the largest part of the step
+    # a faster loader would help, and waiting for data is the largest part of the step
     loader_decides: bool
 
     def share(self, part: int) -> float:
@@ -142,9 +142,9 @@ def _draw_bar(axes: Axes, y: int, bar: Bar) -> None:
 
 
 def _breakdown_title(bars: Sequence[Bar]) -> str:
-    """Name the part, other than computing, that costs most somewhere.
+    """Name the part, other than computing, with the largest share of any step.
 
-    The rest of a single worker's step has no name: it shares nothing.
+    The rest of a single worker's step is not named, since it exchanges no gradients.
     """
     worst = max(bars, key=lambda bar: (bar.loader_decides, bar.share(DATA)))
     if worst.loader_decides:
@@ -171,7 +171,7 @@ def _breakdown_title(bars: Sequence[Bar]) -> str:
 
 
 def _taken(part: int, bar: Bar, bars: Sequence[Bar]) -> str:
-    """Return the title of a part, with braces for its share; a rest is named where it is known."""
+    """Return a part's title, with braces for its share; name the rest if its cause is known."""
     if part != REST:
         return "Waiting for data takes {}" if part == DATA else "The optimizer takes {}"
     if _is_exchange(bar, bars):
@@ -187,7 +187,7 @@ def _is_exchange(bar: Bar, bars: Sequence[Bar]) -> bool:
 
 
 def _calm_title(bars: Sequence[Bar], share: str) -> str:
-    """Return the title where no named part takes more than that share of a step."""
+    """Return the title for steps of which no named part takes more than `share`."""
     if all(bar.share(REST) < NOTABLE for bar in bars):
         most = max(bar.share(part) for bar in bars for part in (DATA, OPTIMIZER, REST))
         return f"Computing fills every step: no other part takes more than {format_percent(most)}"

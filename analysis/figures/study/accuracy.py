@@ -26,9 +26,9 @@ from tula_hpc.config import REFERENCE_COLUMN, SweepSpec, study_column
 from tula_hpc.formatting import format_number, in_percent, listed
 
 MOST_PANELS = 3
-# the first quarter of the epochs may lie below the panel: the ends are compared
+# share of the epochs whose accuracy may lie below the panel: the ends are compared
 LATER = 0.25
-# of the small batch's line
+# dashes of the small batch's line
 DASHES = (0, (5, 3))
 ACCURACY_COLUMNS = ("test_accuracy_percent", "deviation_percent")
 
@@ -41,7 +41,7 @@ def column_style(columns: Sequence[str], name: str) -> style.SizeStyle:
 
 
 def line_style(columns: Sequence[str], name: str) -> Literal["-", ":"]:
-    """Return the line of a method: whole until the colours are used up, then dotted."""
+    """Return a method's line style: solid until the colours are used up, then dotted."""
     if name == REFERENCE_COLUMN or _others(columns).index(name) < len(style.SIZES):
         return "-"
     return ":"
@@ -52,7 +52,7 @@ def _others(columns: Sequence[str]) -> list[str]:
 
 
 def column_keys(columns: Sequence[str], names: Iterable[str]) -> list[style.Key]:
-    """Return entries of a legend of lines, for some of the columns."""
+    """Return the legend's entries for the lines of some of the columns."""
     keys = []
     for name in names:
         colour = column_style(columns, name).colour
@@ -107,7 +107,7 @@ def _in_percent(spread: Spread | None) -> tuple[float, float]:
 
 
 def accuracy_axis(axes: Axes, entries: Iterable[Entry]) -> None:
-    """Set a y axis for accuracies in percent that shows their differences: not from zero."""
+    """Set a y axis for accuracies in percent; not from zero, so that differences are visible."""
     values: list[float] = []
     for entry in entries:
         if entry.test:
@@ -144,7 +144,7 @@ def _draw_small_batch(axes: Axes, small: Entry) -> float:
     axes.axhspan(mean - deviation, mean + deviation, color=style.SHADE.light, zorder=0)
     axes.axhline(mean, color=style.INK.light, linewidth=1, linestyle=DASHES, zorder=1)
     text = f"{small.column} at B = {small.batch:,}: {percent(small.test)}"
-    # where the large batches have lost, most room is above them
+    # the text is at the right, since there is most room above large batches that lost accuracy
     right = ("axes fraction", "data")
     style.write_beside(axes, text, (0.99, mean), (0, 4), xycoords=right, ha="right", size=8)
     return mean
@@ -180,7 +180,7 @@ EpochCurve = list[tuple[float, float]]
 
 
 def draw_study_epochs(contents: StudyContents, table: StudyTable) -> Drawing | Missing:
-    """Draw mean test accuracy after each evaluated epoch, a panel for each of three batches."""
+    """Draw mean test accuracy after each evaluated epoch, in panels for at most three batches."""
     panels_of: dict[int, dict[str, EpochCurve]] = {}
     for batch in _spread_out(table.batches):
         for name in table.columns:
@@ -219,7 +219,7 @@ def draw_study_epochs(contents: StudyContents, table: StudyTable) -> Drawing | M
 
 
 def _spread_out(batches: Sequence[int]) -> list[int]:
-    """Return all of a few batches; of many the smallest, the middle and the largest."""
+    """Return all batches if they are few, else the smallest, the middle and the largest."""
     if len(batches) <= MOST_PANELS:
         return list(batches)
     return [batches[0], batches[len(batches) // 2], batches[-1]]
@@ -282,9 +282,9 @@ class Point(NamedTuple):
 
 
 def delta_groups(contents: StudyContents) -> list[dict[float, str]]:
-    """Return columns by δ, for each set of columns that are the same otherwise.
+    """Return columns by δ, for each set of columns that differ in δ alone.
 
-    Sets have at least two values of δ. Without a gate δ does nothing.
+    Sets have at least two values of δ. Columns without a gate, where δ has no effect, are left out.
     """
     groups: dict[str, dict[float, str]] = {}
     for name in contents.study.columns:
@@ -295,7 +295,7 @@ def delta_groups(contents: StudyContents) -> list[dict[float, str]]:
 
 
 def _all_but_delta(spec: SweepSpec) -> str:
-    """Describe the rest of a column, for comparison; keys given and keys of the preset alike."""
+    """Return a column's other settings as text to compare, whether given or of the preset."""
     options = spec.training.ags._replace(delta=0.0)
     given = spec.training.model_dump(mode="json", exclude={*options._fields, "preset"})
     return json.dumps([spec.workload.model_dump(mode="json"), given, options])
@@ -357,7 +357,7 @@ def _draw_delta_line(axes: Axes, line: Sequence[Point], table: StudyTable) -> la
 
 def _delta_title(lines: Sequence[Sequence[Point]]) -> str:
     line = max(lines, key=lambda points: points[0].entry.batch)
-    # the mean of one with diverged runs is that of the others
+    # a mean without its diverged runs cannot be compared
     sound = [point for point in line if not point.entry.diverged] or line
     best = max(sound, key=lambda point: _in_percent(point.entry.test)[0])
     others = [p for p in sound if p is not best and within_one_deviation(p.entry, best.entry)]

@@ -1,4 +1,4 @@
-"""A study's accuracies as a table, a row a method and a column a batch."""
+"""A study's accuracies as a table, with a row for each method and a column for each batch."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from tula_hpc.config import REFERENCE_COLUMN
 from tula_hpc.formatting import plural
 
 ROW_IN = 0.6
-# of the width, for the methods' names
+# share of the width for the methods' names
 NAME_SHARE = 0.22
-# of a line there
+# characters in a line of a method's name
 NAME_CHARACTERS = 17
-# batches beside one another; more are in several blocks, one below the other
+# most batches in one block; more batches take several blocks, one below the other
 MOST_ACROSS = 4
-# so many batches leave each cell room for a long line
+# with at most this many batches in a block, a cell has room for a long line
 ROOMY = 2
-# opacity of the best
+# opacity of the best method's cell
 DARKEST = 0.5
 # height of the legend, with the margin
 KEYS_IN = 0.35
@@ -49,7 +49,7 @@ BACK = (
 def draw_study_table(contents: StudyContents, table: StudyTable) -> Drawing | Missing:
     """Draw test accuracy, train accuracy and the recovered share in a cell per method and batch.
 
-    The better, the darker.
+    The higher the test accuracy, the darker the cell.
     """
     if not any(entry.settled for entry in table.entries.values()):
         return Missing("study_table", "table of methods and batches", no_result(table))
@@ -88,7 +88,7 @@ def _is_recovered(entry: Entry) -> bool:
 def _draw_block(
     axes: Axes, table: StudyTable, batches: Sequence[int], top: int, across: int
 ) -> None:
-    """Draw all methods at these batches, in columns as wide as if there were `across`."""
+    """Draw all methods at these batches, in columns as wide as if there were `across` of them."""
     width = (1 - NAME_SHARE) / across
     for column, batch in enumerate(batches):
         left = NAME_SHARE + column * width
@@ -157,9 +157,9 @@ def _write_cell(axes: Axes, entry: Entry, x: float, y: float, *, roomy: bool) ->
 
 
 def _line_heights(lines: int) -> tuple[float, float, float]:
-    """Return heights in a cell with so many small lines, from its middle, in rows.
+    """Return where texts lie in a cell with this many small lines, in rows from its middle.
 
-    Those of the accuracy and of the first line, and the distance between lines.
+    They are the places of the accuracy and of the first line, and the distance between lines.
     """
     if lines < 3:
         return -0.12 * lines, 0.27 - 0.12 * lines, 0.22

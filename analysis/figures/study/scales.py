@@ -20,7 +20,7 @@ from tula_hpc.analysis.study_results import (
 from tula_hpc.formatting import format_number
 from tula_hpc.records import Metrics
 
-# of the scales, relative: less is one value and no density
+# least relative spread of scales with a density; less is a single value
 LEAST_SPREAD = 1e-3
 POINTS = 200
 
@@ -39,7 +39,7 @@ def used_scales(runs: Iterable[Metrics]) -> Values:
 
 
 def draw_study_scale(contents: StudyContents, table: StudyTable) -> Drawing | Missing:
-    """Draw the density of the scale used for each method that has one, a panel per batch."""
+    """Draw the density of each method's gradient scale, if it varies, in a panel per batch."""
     scales = _scales_by_batch(contents, table)
     if not scales:
         why = "no training logged a gradient scale that varies"
@@ -47,7 +47,7 @@ def draw_study_scale(contents: StudyContents, table: StudyTable) -> Drawing | Mi
     title = _scale_title(scales)
     count = len(scales)
     names = sorted(set().union(*scales.values()), key=table.columns.index)
-    # where nothing is scaled
+    # the axis includes 1, the factor of unscaled gradients
     everything = np.ones(1)
     for here in scales.values():
         everything = np.concatenate([everything, *here.values()])
@@ -93,8 +93,8 @@ def _scales_by_batch(contents: StudyContents, table: StudyTable) -> dict[int, di
 
 
 def density(values: Values, at: Values) -> Values:
-    """Return a Gaussian kernel density at these places, with Scott's bandwidth."""
-    # it takes most of a second, and a sweep's report has no such figure
+    """Return a Gaussian kernel density at the places `at`, with Scott's bandwidth."""
+    # this import takes most of a second, and a sweep's report does not need it
     from scipy.stats import gaussian_kde
 
     return np.asarray(gaussian_kde(values)(at), dtype=np.float64)
@@ -104,7 +104,7 @@ def _draw_scales_of_batch(
     axes: Axes, scales: Mapping[str, Values], columns: Sequence[str], *, wide: bool
 ) -> None:
     drawn = dict(scales)
-    # where nothing is scaled
+    # factor of unscaled gradients, or its logarithm
     unscaled = 1.0
     if wide:
         drawn = {name: np.log(values) for name, values in scales.items()}

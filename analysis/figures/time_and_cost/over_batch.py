@@ -22,19 +22,19 @@ from tula_hpc.formatting import (
 )
 from tula_hpc.records import Candidate, Configuration, Interval, Knee, Measurement, Plan
 
-# at the ends of lines: beside one that has no marks a name is clearer than in a legend
+# most names at the ends of lines; for a line without marks that is clearer than a legend
 MOST_NAMES = 14
-# in the legend, where there is no room beside the lines
+# most names in the legend, where they are written if the ends of lines have no room
 MOST_KEYS = 32
 
 
 class Quantity(NamedTuple):
     """The quantity on the y axis."""
 
-    # stem of the files
+    # name of the figure's files without suffix
     name: str
     column: str
-    # of Candidate
+    # name of the field of Candidate
     field: str
     label: str
     write: Callable[[float], str]
@@ -46,12 +46,12 @@ class Point(NamedTuple):
 
     configuration: Configuration
     interval: Interval
-    # None: measured
+    # None for a measurement
     feasible: bool | None = None
 
 
 class Curves(NamedTuple):
-    """The content of one of these figures."""
+    """The content of one figure over the batch."""
 
     measured: list[Point]
     predicted: list[Point]
@@ -146,7 +146,7 @@ def draw_progress(run: RunContents) -> Drawing | Missing:
     chosen = run.plan.chosen
     feasible = [c for c in run.plan.candidates if c.feasible and c.progress_time_s]
     best = min(feasible, key=lambda c: c.progress_time_s or math.inf, default=chosen)
-    # beside each other, rounded by their intervals, values that are 5 % apart could seem far
+    # not rounded by their intervals, which could make values that are 5 % apart look far apart
     least = format_duration(best.progress_time_s)
     title = f"Soonest to the same progress: {_place(best)}, {least}"
     if best.configuration != chosen.configuration:
@@ -164,14 +164,14 @@ def _curves(run: RunContents, measured: list[Point], field: str) -> Curves:
         return Curves(measured, [], None, run.out_of_memory)
     line = []
     for item in run.plan.candidates:
-        # an epoch of less than one full batch takes no time
+        # the time is 0 if the training samples do not fill one batch
         if item.train_time_s > 0 and item.wall_time_s < FOREVER_S:
             line.append(Point(item.configuration, item.predicted(field), item.feasible))
     return Curves(measured, line, run.plan.chosen, run.out_of_memory)
 
 
 def _measured_cost(plan: Plan, item: Measurement) -> Iterable[Point]:
-    """Return the plan's cost, had it known the measured epoch time of a configuration."""
+    """Yield the cost that the plan would predict from the measured epoch time, if there is one."""
     candidate = plan.find(item.configuration)
     epoch = measured_epoch(item, item.dataset_samples or plan.dataset_samples)
     if candidate and epoch and candidate.train_time_s > 0:
@@ -211,7 +211,7 @@ def _draw(
 
 
 def _columns(points: list[Point]) -> labels.Points:
-    """Return batches, values, and the ends of their intervals, (4, points)."""
+    """Return batches, values, and low and high ends of their intervals, (4, points)."""
     rows = [(point.configuration.global_batch, *point.interval) for point in points]
     return np.array(rows, dtype=np.float64).reshape(-1, 4).T
 
@@ -221,7 +221,7 @@ def _draw_predicted(axes: Axes, line: list[Point], colour: str) -> None:
     if line:
         style.fill_band(axes, batches, low, high, color=colour, alpha=0.16)
     mark = style.lone_mark(line)
-    # shows through where it is infeasible
+    # the dotted line is visible where the solid one leaves out infeasible points
     axes.plot(batches, values, ":", color=colour, linewidth=1.1, zorder=2, **mark)
     feasible = np.array([point.feasible for point in line], dtype=bool)
     axes.plot(batches, np.where(feasible, values, np.nan), "-", color=colour, zorder=3, **mark)
@@ -246,7 +246,7 @@ def _draw_measured(axes: Axes, points: list[Point], look: style.SizeStyle) -> No
 
 
 def _shade_infeasible(axes: Axes, curves: Curves) -> None:
-    """Shade from the last batch that any cluster size can run to the first that none can."""
+    """Shade the batches beyond the largest that is feasible on any cluster size."""
     if not curves.hopeless:
         return
     first = curves.hopeless[0]
@@ -398,7 +398,7 @@ def _cost_title(plan: Plan) -> str:
 
 
 def _compare_times(item: Candidate, chosen: Candidate) -> str:
-    # rounded by their intervals, times that are 2 % apart could seem far
+    # not rounded by their intervals, which could make times that are 2 % apart look far apart
     time, other = (format_duration(each.wall_time_s) for each in (item, chosen))
     if time == other:
         return "and be as fast"

@@ -23,7 +23,7 @@ COLUMNS = (
     "pareto",
     "chosen",
 )
-# candidates that would take or cost this many times the dearest of the front are not drawn
+# candidates beyond this multiple of the front's longest time or highest cost are not drawn
 TALLEST = 100
 
 
@@ -62,9 +62,9 @@ def draw_pareto(run: RunContents) -> Drawing | Missing:
 
 
 def _near_the_front(plan: Plan) -> list[Candidate]:
-    """Return the candidates to draw; one far from the front would press all else into a corner."""
+    """Return the candidates to draw; those far from the front would squeeze the others together."""
     slowest = TALLEST * plan.pareto[-1].wall_time_s
-    # a front that is free bounds nothing
+    # a front of free candidates sets no bound
     dearest = TALLEST * max(item.cost for item in plan.pareto) or math.inf
     near = []
     for item in plan.candidates:
