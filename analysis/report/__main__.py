@@ -1,8 +1,8 @@
 """Command that writes the report of a run or study, or of several runs: `tula report RUN …`.
 
 `--json` prints one object: schema_version, run_directory, kind ("run", "study" or "runs"), page
-(path of the HTML page) and files (paths of all that was written, the page first). Paths are
-absolute; the run directory is the first one.
+(path of the HTML page) and files (paths of all written files, the page first). Paths are absolute;
+of several run directories the first one is named.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _write(runs: Sequence[RunDirectory], folder: Path | None, *, as_json: bool) -> None:
     for run in runs:
-        # before the libraries that draw are loaded
+        # checked before the libraries for drawing are loaded
         if not any(path.exists() for path in (run.sweep_file, run.events_file, run.plan_file)):
             raise RunDirectoryError(not_a_run(run.root), source=run.root)
     from tula_hpc.analysis.report.several.runs_page import write_runs_report

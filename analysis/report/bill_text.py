@@ -1,4 +1,7 @@
-"""A training's promise and its bill in words and as a table: see `costs.training_bill`."""
+"""Predicted and actual time and cost of a training, in words and as a table.
+
+They come from `costs.training_bill`.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ JUDGED = {
     PromiseVerdict.MORE: "longer than the 90 % interval of",
     PromiseVerdict.LESS: "shorter than the 90 % interval of",
 }
-# by the part of a step that drift names
+# likely causes, by the part of a step that a drift event names
 CAUSES = {
     "loader": "; by its drift events they waited for data",
     "compute": "; by its drift events it was the computation, as other load on a node makes it",
@@ -50,16 +53,18 @@ CAUSES = {
     "unknown": "; by its drift events no part of a step alone was slower, as with other load on a node",
 }
 
-# times the steps that count; those of a GAN's other optimizer come in between
+# share of a training's steps from which steps of other optimizers after its last step are named;
+# the steps of a GAN's other optimizer come in between
 MANY_FURTHER = 0.5
-# a training of fewer steps is slower for its first ones
+# a training of fewer steps is notably slower because of its slow first steps
 FEW_STEPS = 200
-# of the planned ones; full batches leave some out, at most half
+# shares of the planned samples between which a training took what was planned; full batches leave
+# out some samples, at most half
 FEW_SAMPLES, MANY_SAMPLES = 0.45, 1.1
 
 
 def bill_of(plan: Plan | None, events: Iterable[Event], training: Training) -> TrainingBill | None:
-    """Return the bill of a training that ended; None where it has not.
+    """Return the bill of a training that ended; None if it has not.
 
     A training that changed its batch is compared with the plan's choice: that was the promise.
     """
@@ -73,9 +78,9 @@ def bill_of(plan: Plan | None, events: Iterable[Event], training: Training) -> T
 def bill_sentences(
     bill: TrainingBill, name: str = "The training", *, parts: bool = True
 ) -> Iterator[str]:
-    """Yield the whole time and cost with their verdict.
+    """Yield sentences on the whole time and cost, each with its verdict.
 
-    With `parts` each part that was off as well, which `bill_table` has, too.
+    With `parts` they also name each part that was off, as `bill_table` does.
     """
     whole, cost = bill.whole, bill.cost
     took = f"{name} took {format_duration(whole.actual)} in all {SOURCES[bill.source]}"
@@ -94,7 +99,7 @@ def steps_off(
 ) -> Iterator[str]:
     """Yield a sentence on steps outside of the plan's interval: how far, and the likely cause.
 
-    Nothing, where the whole training hardly felt it.
+    Yield nothing if that hardly made a difference to the whole training.
     """
     promised = candidate_of(plan, training) if plan else None
     took_s = training.epoch_time_s
@@ -117,7 +122,7 @@ def steps_off(
     drift = RunHistory(events).last_drift(training.label)
     cause = CAUSES.get(drift.part, "") if drift else ""
     steps = training.result.steps if training.result else FEW_STEPS
-    # a median of more is not theirs
+    # the median of more epochs is not that of the first steps
     is_first = len(training.metrics.epochs) <= 2
     if not cause and took_s > expected.high and steps < FEW_STEPS and is_first:
         cause = f"; of only {plural(steps, 'step')} in all the slow first ones weigh much"
@@ -129,7 +134,7 @@ def steps_off(
 
 
 def _samples_off(plan: Plan, result: TrainResult | None) -> str:
-    """Tell of other samples than were planned, as where workload.samples is wrong."""
+    """Say that other samples than planned were taken, for example if workload.samples is wrong."""
     if result is None:
         return ""
     if result.further_steps > MANY_FURTHER * result.steps:
@@ -141,7 +146,7 @@ def _samples_off(plan: Plan, result: TrainResult | None) -> str:
     planned, seen = result.epochs * plan.dataset_samples, result.samples_seen
     if FEW_SAMPLES * planned <= seen <= MANY_SAMPLES * planned:
         a_step = seen / max(1, result.steps)
-        # a training that ran out of memory went on with a smaller one
+        # after running out of memory a training has gone on with a smaller batch
         largest = max(result.global_batch, plan.chosen.global_batch)
         if a_step <= MANY_SAMPLES * largest:
             return ""
@@ -173,7 +178,7 @@ def _parts_off(bill: TrainingBill) -> Iterator[str]:
 
 
 def _promised_times(compared: Compared) -> list[str]:
-    """Return the expected time and the ends of its interval, with the digits that it leaves."""
+    """Return the expected time and the ends of its interval, with the digits that this allows."""
     if compared.interval is None:
         return [format_duration(compared.expected)]
     ends = compared.interval

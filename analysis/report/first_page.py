@@ -1,8 +1,8 @@
 """First page of the report: the decision in plain words, and answers to a reader's next questions.
 
-How long will it take, or did it take? How sure is that? Why this one? What would change it? What is
-to be done next? Each answer is a section of some sentences; no fact appears in two of them. The
-first paragraph is `_decision`, or `_without_plan`; `report_template.html` shows them.
+How long will it take, or did it take? How sure is that? Why this one? What would change it? What
+should be done next? Each answer is a section of a few sentences; no fact appears in two sections.
+The first paragraph is `_decision`, or `_without_plan`; `report_template.html` shows the page.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tula_hpc.formatting import (
 )
 from tula_hpc.records import Candidate, Measurement, Plan, Remedy, RunHistory, TrainResult
 
-# share of a step
+# least share of a step that is named
 NOTABLE = 0.01
 GO_ON = "tula sweep RUN/sweep.toml --cluster RUN/cluster.toml --run-dir RUN"
 IS_RUN = "RUN is the run's directory."
@@ -57,7 +57,7 @@ class FirstPage(NamedTuple):
     """Decision, or how far the run has come, and the sections below it."""
 
     decision: str
-    # each has a sentence at least
+    # sections that have at least one sentence
     sections: list[Section]
 
 
@@ -151,7 +151,7 @@ def _expected(plan: Plan) -> str:
     energy = ""
     if chosen.energy_kwh is not None:
         energy = f", {format_number(chosen.energy_kwh, 2)} kWh"
-    # the next sentence has the parts
+    # the next sentence gives the parts of this time
     return (
         f"About {duration_within(*time)} and {money_within(*cost, chosen.currency)}{energy} for "
         f"{plural(plan.epochs, 'epoch')}, from start to end; {memory} of memory per worker."
@@ -183,7 +183,7 @@ def _of_a_step(run: RunContents) -> list[str]:
     return [f"A step of {format_duration(step_s)} is {', '.join(shown)}."]
 
 
-# by training.method
+# what a training does for a large batch, by training.method
 ADAPTED = {
     "ags": "gradients are scaled",
     "adascale": "gradients are scaled",
@@ -196,7 +196,7 @@ ADAPTED = {
 
 
 def _for_the_batch(run: RunContents) -> list[str]:
-    """Say what the training does for its large batch; empty for one that does nothing."""
+    """Say what the training does for its large batch; empty if it does nothing."""
     if run.plan is None or run.sweep is None:
         return []
     training = run.sweep.training
@@ -264,7 +264,7 @@ def _against_prediction(run: RunContents, training: Training) -> str:
     is_told = any(steps_off(run.plan, run.events, training))
     if candidate is None or not training.epoch_time_s or is_told:
         return ""
-    # the median epoch: the sum of all holds the start of the first one, too
+    # the median epoch, since the sum of all epochs includes the start of the first one
     ratio = training.epoch_time_s / candidate.epoch_time_s
     return f" (its median epoch was {in_comparison(ratio)} than predicted)"
 
@@ -275,7 +275,7 @@ def _how_sure(run: RunContents, plan: Plan, *, is_billed: bool) -> Iterator[str]
         yield from steps_off(plan, run.events, training, _name(run, training.label))
     time = chosen.predicted("wall_time_s")
     cost = chosen.predicted("cost")
-    # the bill tells what was predicted
+    # the bill already says what was predicted
     if time.low < time.high and not is_billed:
         times = [duration_within(end, time.low, time.high) for end in (time.low, time.high)]
         usd = [money_within(end, cost.low, cost.high, chosen.currency) for end in cost[1:]]
@@ -284,7 +284,7 @@ def _how_sure(run: RunContents, plan: Plan, *, is_billed: bool) -> Iterator[str]
             f"With 90 % probability it takes {times[0]} to {times[1]} and costs {least} to "
             f"{usd[1]}."
         )
-    # a training has measured it
+    # a billed training has itself measured the configuration
     if not is_billed:
         yield from _how_measured(run, plan)
     yield from not_told_apart(plan)
@@ -331,12 +331,11 @@ def _what_would_change(plan: Plan, *, has_trained: bool) -> Iterator[str]:
         if kind:
             takes = f'; objective.kind = "{kind}" takes it'
         if kind and not has_trained:
-            # the plan of a run that trains is not replaced
+            # a run that has trained keeps its plan
             takes = f"; tula plan RUN --objective {kind} --write chooses it"
         is_decided = is_decided and not kind
         if other.is_compared:
-            # one that is faster and cheaper has its sentence beside the reason, one that cannot be
-            # told apart beside how sure it is
+            # "Why this one" has a faster and cheaper candidate, "How sure" one that is too close
             compared = ", compared above"
         if kind or not other.is_compared:
             yield f"{as_sentence(roles)[:-1]} is {name_of(other.candidate)}{compared}{takes}."
@@ -351,7 +350,7 @@ def _what_would_change(plan: Plan, *, has_trained: bool) -> Iterator[str]:
 
 
 def _open_trainings(run: RunContents) -> list[str]:
-    """Return the labels of the trainings without a result, be there any line of their log or not."""
+    """Return the labels of trainings without a result, whether or not they have logged anything."""
     history = RunHistory(run.events)
     labels = [training.label for training in run.trainings]
     labels += [job.label for job in history.unsettled("train")]

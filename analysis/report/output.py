@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from tula_hpc.analysis.report.tables import TextTable
 
 
-# blanks between two columns
+# spaces between two columns
 GAP = 2
-# columns where the output is no terminal
+# characters in a line if the output is not a terminal
 PLAN_WIDTH = 120
-# a figure's own files, and those that have its numbers as a table
+# suffixes of a figure's own files, and of those with its numbers as a table
 SUFFIXES = ("svg", "png", "csv", "txt", "tex")
 
 
@@ -45,7 +45,7 @@ def replace_files(folder: Path, figures: Iterable[str], files: Mapping[str, byte
     """Write a report's files; delete figures of an earlier report that this one does not have.
 
     Raises:
-        RunDirectoryError: It is no folder, belongs to another user, or is a link to somewhere else.
+        RunDirectoryError: It is not a folder, is a link, or others own it or may write to it.
         StorageError: A file cannot be written.
     """
     try:
@@ -59,7 +59,7 @@ def replace_files(folder: Path, figures: Iterable[str], files: Mapping[str, byte
         for suffix in SUFFIXES:
             name = f"{figure}.{suffix}"
             if name not in files:
-                # it would seem to belong to this report
+                # an earlier report's figure would seem to belong to this report
                 (folder / name).unlink(missing_ok=True)
     for name, content in files.items():
         write_atomically(folder / name, content)
@@ -86,11 +86,11 @@ def exit_code_of(action: Callable[[], None], folder: Path) -> int:
 
 
 def render_page(template: str, page: Mapping[str, Any]) -> str:
-    """Return HTML from a template beside this file; everything not marked as safe is escaped."""
+    """Return HTML from a template in this folder; everything not marked as safe is escaped."""
     return printable(_environment().get_template(template).render(page))
 
 
-# of a command: its hyphens are no place to end a line
+# option of a command, in which a line must not break at a hyphen
 _OPTION = re.compile(r"(?<!\S)--?[a-z][\w-]*")
 
 
@@ -100,7 +100,7 @@ def _environment() -> jinja2.Environment:
     import jinja2
     from markupsafe import Markup, escape
 
-    # late: it computes with NumPy, which a command's --help does without
+    # imported late, since it loads NumPy, which a command's --help does not need
     from tula_hpc.analysis.report.tables import numbers_as_text
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
@@ -124,19 +124,19 @@ def _environment() -> jinja2.Environment:
 class TextColumn(NamedTuple):
     """Column of a table for the terminal."""
 
-    # goes into as many lines as it has words
+    # may be broken into a line for each word
     heading: str
     cells: Sequence[str]
-    # aligned at the right, as numbers are
+    # right-aligned, as numbers are
     right: bool = False
-    # least characters where cells may go into more lines; None: they may not
+    # least characters of a line if cells may be broken into lines; None if they may not
     narrow: int | None = None
-    # the largest is left out first; 0: never
+    # columns with a larger number are left out earlier; 0 for never
     spare: int = 0
 
     @property
     def least(self) -> int:
-        """Characters without which the column cannot be read."""
+        """Least width at which the column can be read, characters."""
         cells = _longest(self.cells)
         if self.narrow is not None:
             cells = min(cells, self.narrow)
@@ -144,7 +144,7 @@ class TextColumn(NamedTuple):
 
     @property
     def most(self) -> int:
-        """Characters that the column can use."""
+        """Largest width that the column can use, characters."""
         return _longest([self.heading, *self.cells])
 
 
@@ -178,8 +178,8 @@ def add_columns(
 ) -> None:
     """Fill an empty table that has neither box nor edges, for a terminal of `width` characters.
 
-    Texts may look like markup or hold escapes of the terminal: both are shown. `styles` are those
-    of the rows.
+    Texts that look like markup or a terminal's escapes are shown, not interpreted. `styles` has a
+    style for each row.
     """
     from rich.text import Text
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 TEMPLATE = "report_template.html"
-# before the line below which all is for studying: what decides fits on two printed pages
+# most warnings above the line "For studying", so that what decides fits on two printed pages
 MOST_WARNINGS = 4
 
 
@@ -54,10 +54,10 @@ def write_report(run: RunDirectory) -> list[Path]:
     text and as LaTeX. Figures without data yet are left out, and the report names them. Every file
     is replaced as a whole.
     """
-    # a report that knew them is not replaced
+    # keeps an earlier report, which still had the measurements
     if run.has_trained() and not any(run.profile.glob("*.jsonl")):
         raise RunDirectoryError(MEASUREMENTS_GONE, source=run.profile)
-    # matplotlib takes half a second; the tables do without
+    # importing matplotlib takes half a second, and the tables do not need it
     with loaded_elsewhere():
         from tula_hpc.analysis.figures.all import DECIDING, FIGURES, draw_all
     from tula_hpc.analysis.figures.drawing import render_pdf
@@ -81,7 +81,7 @@ def _page(contents: RunContents, drawn: Figures, files: Mapping[str, bytes]) -> 
         **shared_content(contents.name, contents.events, drawn, files),
         "subtitle": _subtitle(contents),
         "first": first_page(contents),
-        # the first page tells the accuracy
+        # the first page has the accuracy
         "summary": summary_table(_summary(contents), with_score=False),
         "bills": list(_bills(contents)),
         "groups": shown,
@@ -110,7 +110,7 @@ def _page(contents: RunContents, drawn: Figures, files: Mapping[str, bytes]) -> 
 def _shown_and_more(
     groups: Mapping[str, Sequence[str]],
 ) -> tuple[dict[str, Sequence[str]], dict[str, Sequence[str]]]:
-    """Return the texts of each group that are shown, and the rest: each group gets its turns."""
+    """Split each group's texts into those that are shown and the rest; groups take turns."""
     left = MOST_WARNINGS
     kept = dict.fromkeys(groups, 0)
     while left and any(kept[name] < len(texts) for name, texts in groups.items()):
@@ -126,9 +126,9 @@ def _shown_and_more(
 def shared_content(
     title: str, events: Sequence[Event], drawn: Figures, files: Mapping[str, bytes]
 ) -> dict[str, Any]:
-    """Return the content that all templates have; they escape everything but the SVG.
+    """Return the content that all templates share; they escape everything but the SVG.
 
-    `files` are those of the figures.
+    `files` are the figures' files by name.
     """
     from markupsafe import Markup
 

@@ -1,7 +1,7 @@
 """A plan as text for the terminal: a table around the chosen candidate, reasons, and warnings.
 
-Tables are fitted to the width of the terminal: headings and texts go into more lines, then columns
-are left out.
+Tables are fitted to the width of the terminal: first headings and texts are broken into lines, then
+columns are left out.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from tula_hpc.formatting import (
 )
 from tula_hpc.records import Candidate, Plan, grouped
 
-# shown are global batches up to this factor smaller or larger than the chosen one
+# the table shows global batches up to this factor smaller or larger than the chosen one
 NEIGHBOUR_FACTOR = 4
-# below it, as many samples are as good as the same number
+# ratio of the time to the same progress to the planned time below which the two count as equal
 NOTABLE_FACTOR = 1.05
-# by less, the noise scale does not tell which is sooner
+# ratio of two times to the same progress below which the noise scale cannot tell them apart
 SOONER = 1.2
 FRONT_MARK = "◆"
-# of `Candidate.wall_parts_s`
+# parts of `Candidate.wall_parts_s` in words
 PART_NAMES = {
     "starts": "start-up",
     "ends": "end of the job",
@@ -55,12 +55,12 @@ CHEAPEST = "cheapest"
 SOONEST = "soonest to learn as much as with training.base_batch"
 FEWER = "best on fewer nodes"
 MORE = "best on more nodes"
-# kind of objective that takes each of them
+# objective.kind that chooses the candidate with a role
 OBJECTIVES = {FASTEST: "time", CHEAPEST: "cost", SOONEST: "progress"}
 
 
 def describe_plan(plan: Plan, profiling: str = "") -> str:
-    """Return the plan as lines; coloured only where standard output is a terminal.
+    """Return the plan as lines; coloured only if standard output is a terminal.
 
     `profiling` is the cost of profiling, a sentence without its full stop.
     """
@@ -69,7 +69,7 @@ def describe_plan(plan: Plan, profiling: str = "") -> str:
         console.width = PLAN_WIDTH
     with console.capture() as capture:
         console.print(_table(plan, console.width))
-    # the table has escapes of its own, for its colours
+    # without `printable`, since escapes of the table's own are its colours
     lines = [capture.get().rstrip("\n")]
     for sentence in sentences(plan, profiling):
         lines += map(printable, in_lines(sentence, console.width))
@@ -99,7 +99,7 @@ def sentences(plan: Plan, profiling: str = "") -> list[str]:
 
 
 def why_not_better(plan: Plan) -> list[str]:
-    """Say why a candidate that is faster and no dearer was not chosen; empty without one."""
+    """Say why a candidate that is faster and no dearer was not chosen; empty if there is none."""
     chosen = plan.chosen
     better = [c for c in plan.candidates if c.feasible and beats(c, chosen)]
     if not better:
@@ -121,7 +121,7 @@ def why_not_better(plan: Plan) -> list[str]:
 
 
 def unmeasured(plan: Plan) -> list[str]:
-    """Say why the chosen configuration was not measured; empty where a warning does, or it was."""
+    """Say why the chosen configuration was not measured; empty if it was, or if a warning does."""
     if plan.profile_share is None:
         return []
     percent = format_number(100 * plan.profile_share, 2)
@@ -146,7 +146,7 @@ def expectation(plan: Plan) -> str:
     steps = format_duration(chosen.train_time_s)
     text = f"Training should take {time}{between} and cost {cost}; its steps alone take {steps}"
     every_s = 60.0 * (chosen.checkpoint_minutes or math.inf)
-    # of steps, as the interval is
+    # both are times of steps alone
     if every_s < chosen.train_time_s:
         text += f", with a checkpoint {_often(every_s, chosen.epoch_time_s)}"
     if chosen.energy_kwh is not None:
@@ -162,7 +162,7 @@ def _often(every_s: float, epoch_s: float) -> str:
 
 
 def without_price(plan: Plan, cluster: ClusterSpec) -> list[str]:
-    """Say that the costs are by no price of the user's; empty where one is set."""
+    """Say that costs are by the default price; empty if the user has set a price."""
     part = cluster.by_name().get(plan.chosen.partition)
     if part is None or not part.pricing.is_default:
         return []
@@ -174,7 +174,7 @@ def without_price(plan: Plan, cluster: ClusterSpec) -> list[str]:
 
 
 def where_time_goes(chosen: Candidate) -> list[str]:
-    """Return the parts of the expected time with their shares, without those below a thousandth."""
+    """Return the parts of the expected time with their shares; leave out those below 0.1 %."""
     whole_s = sum(chosen.wall_parts_s.values())
     shown = []
     for name, seconds in chosen.wall_parts_s.items():
@@ -187,16 +187,16 @@ def where_time_goes(chosen: Candidate) -> list[str]:
 
 
 class Alternative(NamedTuple):
-    """Candidate that was not chosen, with all that it is: "next best and cheapest"."""
+    """Candidate that was not chosen, with its roles, such as "next best" and "cheapest"."""
 
     candidate: Candidate
     roles: list[str]
-    # the sentence on why it was not chosen, or on how sure that is, compares it
+    # the sentence on why it was not chosen, or on how sure that is, already compares it
     is_compared: bool
 
     @property
     def objective(self) -> str:
-        """Return the kind of objective that takes it, the first of several; empty if none does."""
+        """Return the kind of objective that would choose it, the first of several, or else ""."""
         return next((OBJECTIVES[role] for role in self.roles if role in OBJECTIVES), "")
 
     @property
@@ -206,7 +206,7 @@ class Alternative(NamedTuple):
         return listed(marks)
 
     def against(self, plan: Plan) -> str:
-        """Compare with the chosen one, by the time to the same progress where that was weighed."""
+        """Compare with the chosen one, by the time to the same progress if that decides."""
         own, its = map(_to_progress, (self.candidate, plan.chosen))
         if SOONEST in self.roles:
             return f"after {own}; the chosen batch needs {its}"
@@ -224,7 +224,7 @@ def _to_progress(candidate: Candidate) -> str:
 
 
 def _to_same_progress(candidate: Candidate) -> Candidate:
-    """Return it with times and cost to the progress of all epochs at training.base_batch."""
+    """Return the candidate with times and cost to the progress of all epochs at base_batch."""
     progress_s = candidate.progress_time_s or 0.0
     more = progress_s / candidate.wall_time_s
     ends = {name: (more * low, more * high) for name, (low, high) in candidate.interval_90.items()}
@@ -251,7 +251,7 @@ def alternatives(plan: Plan) -> list[Alternative]:
         alike = plan.runners_up[0]
     found: dict[str, Alternative] = {}
     for role, candidate in named:
-        # its number of nodes is seen where it has another role
+        # a candidate that already has a role is shown there with its number of nodes
         is_told = name_of(candidate) in found and role in (FEWER, MORE)
         if candidate == chosen or is_told:
             continue
@@ -265,7 +265,7 @@ def alternatives(plan: Plan) -> list[Alternative]:
 def _alternatives(plan: Plan) -> list[str]:
     found = not_told_apart(plan)
     for other in alternatives(plan):
-        # the fastest that is also cheaper has a sentence of its own
+        # the sentence that compares it has named it
         if other.is_compared and other.roles in ([NEXT_BEST], [FASTEST]):
             continue
         text = "compared above" if other.is_compared else other.against(plan)
@@ -276,7 +276,7 @@ def _alternatives(plan: Plan) -> list[str]:
 
 
 def not_told_apart(plan: Plan) -> list[str]:
-    """Say that the chosen one may not be better than the next best; empty where it is, or alone."""
+    """Say that the chosen one may not be better than the next best; empty if it is, or alone."""
     if not plan.runners_up or plan.runners_up[0].configuration == plan.chosen.configuration:
         return []
     chosen = plan.chosen
@@ -297,7 +297,7 @@ def not_told_apart(plan: Plan) -> list[str]:
         value = getattr(its, name)
         if not low * value <= getattr(one, name) <= high * value:
             return []
-    # nothing speaks for one that is also dearer
+    # nothing speaks for a candidate that is neither faster nor cheaper
     choose = "; choose by what matters more to you"
     if other.wall_time_s >= chosen.wall_time_s and other.cost >= chosen.cost:
         choose = ""
@@ -308,9 +308,9 @@ def not_told_apart(plan: Plan) -> list[str]:
 
 
 def _by_steps(candidate: Candidate) -> tuple[float, float]:
-    """Return factors of a candidate's time as far as its steps are uncertain.
+    """Return the ends of a candidate's time, as factors of it, as far as its steps are uncertain.
 
-    When jobs start and end is as uncertain, but alike for all candidates.
+    The time in which jobs start and end is also uncertain, but in the same way for all candidates.
     """
     train_s = candidate.train_time_s
     share = train_s / candidate.wall_time_s
@@ -325,7 +325,7 @@ def against(candidate: Candidate, chosen: Candidate) -> str:
 
 
 def _compared(value: float, base: float, more: str, less: str) -> str:
-    # no percentage of nothing
+    # there is no percentage of zero
     if base <= 0.0 < value:
         return more
     if base <= 0.0 or abs(value / base - 1.0) < 0.0005:
@@ -353,7 +353,7 @@ def knee_sentences(plan: Plan) -> list[str]:
 
 
 def critical_batch_sentences(plan: Plan) -> list[str]:
-    """Describe the critical batch by the gradient's noise; empty where it was not measured."""
+    """Describe the critical batch by the gradient's noise; empty if it was not measured."""
     if plan.critical_batch is None:
         return []
     source = {
@@ -369,7 +369,7 @@ def critical_batch_sentences(plan: Plan) -> list[str]:
 
 
 def progress_sentences(plan: Plan) -> list[str]:
-    """Say what the chosen batch costs in learning; empty where that is little, or not known."""
+    """Say how much less is learned with the chosen batch; empty if that is little, or unknown."""
     chosen = plan.chosen
     factor = (chosen.progress_time_s or 0.0) / chosen.wall_time_s
     if factor < NOTABLE_FACTOR:
@@ -382,7 +382,7 @@ def progress_sentences(plan: Plan) -> list[str]:
 
 
 def _epochs_to_progress(plan: Plan) -> str:
-    """Return "67 epochs, ", as steps and evaluations take more; "" where hardly more, or unknown."""
+    """Return the epochs to the same progress, as "67 epochs, "; "" if hardly more, or unknown."""
     chosen = plan.chosen
     parts = chosen.wall_parts_s
     once_s = sum(parts.get(name, 0.0) for name in ("starts", "ends"))
@@ -430,14 +430,14 @@ def _columns(plan: Plan, shown: Sequence[Candidate]) -> list[TextColumn]:
         return TextColumn(heading, [str(text_of(c)) for c in shown], right=True, spare=spare)
 
     columns = [
-        # signs stand first, where they are never cut off
+        # signs come first, where they are never cut off
         TextColumn("", [_mark(item, plan.chosen) for item in shown]),
         numbers("nodes", lambda c: c.nodes),
         numbers("local batch", lambda c: f"{c.local_batch}{c.in_parts}"),
         numbers("global batch", lambda c: c.global_batch),
         numbers("step", lambda c: format_duration(c.step_time_s), spare=3),
         numbers("epoch", lambda c: format_duration(c.epoch_time_s), spare=1),
-        # the time that the cost beside it is for, not that of the steps alone
+        # the time that the cost in the next column is for, not the time of the steps alone
         numbers("whole time", lambda c: format_duration(c.wall_time_s)),
         numbers("cost", lambda c: format_money(c.finite_cost, c.currency)),
         numbers("memory", lambda c: format_bytes(c.peak_memory_bytes), spare=2),

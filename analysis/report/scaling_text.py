@@ -17,21 +17,21 @@ from tula_hpc.analysis.report.tables import TextTable, latex_escaped
 from tula_hpc.formatting import HOUR_S, MINUTE_S, UNKNOWN, format_number, plural, printable
 from tula_hpc.records import Interval
 
-# of N, in texts without a column for it
+# mark of an extrapolated N in texts that have no column for the basis
 EXTRAPOLATED_MARK = "*"
-# blanks between two columns of plain text
+# spaces between two columns of plain text
 GAP = "  "
 
 
-# seconds of each unit of a column of times, ascending
+# seconds per unit that a column of times may have, ascending
 UNITS = {"ms": 1e-3, "s": 1.0, "min": MINUTE_S, "h": HOUR_S}
 
 
 class ScalingSection(NamedTuple):
-    """One kind of scaling as the page has it."""
+    """The page's section on one kind of scaling."""
 
     heading: str
-    # of the figure and the files
+    # name of the figure, and of the files without suffix
     name: str
     table: TextTable
     text: str
@@ -67,7 +67,7 @@ def scaling_files(scaling: NodeScaling) -> dict[str, bytes]:
 
 
 def scaling_table(curve: ScalingCurve) -> TextTable:
-    """Return the rows, with each interval in the second line of its cell."""
+    """Return the curve as a table, with each interval in the second line of its cell."""
     batch_name = "global batch"
     batches = [row.candidate.global_batch for row in curve.rows]
     time_name = "step"
@@ -107,7 +107,7 @@ def scaling_table(curve: ScalingCurve) -> TextTable:
 
 
 def _unit(times: Sequence[Interval]) -> str:
-    """Return the largest unit of which the shortest time has one at least."""
+    """Return the largest unit that is no longer than the shortest time, or else "ms"."""
     shortest = min(time.value for time in times)
     return ["ms", *(unit for unit, seconds in UNITS.items() if seconds <= shortest)][-1]
 
@@ -118,7 +118,7 @@ def _cell(interval: Interval) -> str:
 
 
 def _number(value: float) -> str:
-    """Return three significant digits, final zeros among them."""
+    """Return three significant digits, including final zeros."""
     if not 1e-3 <= value < 1e9:
         return format_number(value, 3)
     decimals = max(0, 2 - math.floor(math.log10(value)))
@@ -177,7 +177,7 @@ def _subject(scaling: NodeScaling, curve: ScalingCurve) -> str:
 
 
 def plain_text(scaling: NodeScaling, curve: ScalingCurve) -> str:
-    """Return the table in columns of one width, with a heading and an explanation."""
+    """Return the table in aligned columns, with a heading and an explanation."""
     table = scaling_table(curve)
     rows = [table.columns]
     rows += [tuple(map(_on_one_line, row)) for row in table.rows]

@@ -1,6 +1,6 @@
 """Report of a study: table, figures and verdicts, from its files alone.
 
-It works while the study runs, too: trainings without a result are counted and left out of the
+It also works while the study runs: trainings without a result are counted, and left out of the
 means.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tula_hpc.analysis.figures.all import Figures
 
 TEMPLATE = "study_template.html"
-# of study_runs.csv
+# columns of study_runs.csv
 RUN_COLUMNS = (
     "method",
     "global_batch_samples",
@@ -44,10 +44,10 @@ RUN_COLUMNS = (
 def write_study_report(run: RunDirectory) -> list[Path]:
     """Write RUN/report and return its files, study.html first.
 
-    The others are study_table.tex, study_runs.csv, and each figure as SVG, PNG and CSV; the CSV
-    file of the table's figure is the table.
+    The others are study_table.tex, study_runs.csv, and each figure as SVG, PNG and CSV;
+    study_table.csv has the numbers of the whole table.
     """
-    # matplotlib takes half a second
+    # importing matplotlib takes half a second
     with loaded_elsewhere():
         from tula_hpc.analysis.figures.all import STUDY_FIGURES, draw_study
         from tula_hpc.analysis.figures.drawing import Table

@@ -1,4 +1,4 @@
-"""A study in sentences: the result at each batch, and doubts; its table as text and as LaTeX."""
+"""A study in sentences, on results at each batch and on doubts; its table as text and LaTeX."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tula_hpc.formatting import listed, plural
 from tula_hpc.records import EpochMetrics, Metrics
 
 SMALLER_RATES = "lower workload.lr, or give smaller rates in study.base_lrs"
-# accuracy that the small batch may still gain in the last tenth of its epochs
+# gain in accuracy in the last tenth of epochs up to which the small batch is trained out
 TRAINED_OUT = 0.01
 
 
@@ -51,7 +51,7 @@ def _verdict(table: StudyTable, batch: int) -> Iterator[str]:
     worst = [e for e in row if e.mark == "worst" and e.test is not None and not e.diverged]
     if worst:
         yield f"Worst {_are(worst)} with {percent(worst[0].test)}."
-    # `_loss` names plain training that diverged
+    # `_loss` already names plain training that diverged
     for entry in methods:
         if entry.diverged:
             yield f"{entry.column} {_diverged(entry)}."
@@ -170,7 +170,7 @@ def _not_trained_out(contents: StudyContents) -> Iterator[str]:
 
 
 def _late_pair(metrics: Metrics, epochs: int) -> tuple[EpochMetrics, EpochMetrics] | None:
-    """Return the last test before the last tenth of the epochs, and the one at the end."""
+    """Return the last tested epoch before the last tenth of the epochs, and the final epoch."""
     earlier = [row for row in metrics.epochs if row.epoch <= 0.9 * epochs]
     if not earlier or metrics.epochs[-1].epoch < epochs:
         return None
@@ -227,7 +227,7 @@ def _scaled_nothing(contents: StudyContents) -> Iterator[str]:
 
 
 def table_cells(table: StudyTable) -> TextTable:
-    """Return a line for each method and a column for each batch, with remarks below accuracies."""
+    """Return a row for each method and a column for each batch, with remarks below accuracies."""
     head, *rows = _rows(table, _cell, "\n")
     return TextTable(head, rows)
 
@@ -277,7 +277,7 @@ def _short_cell(entry: Entry) -> str:
 
 
 def latex(table: StudyTable) -> str:
-    """Return a booktabs table, the best of each batch bold, the worst underlined."""
+    """Return a booktabs table with the best of each batch in bold and the worst underlined."""
     head = " & ".join(["method", *(f"$B = {batch}$" for batch in table.batches)])
     rows: list[str] = []
     for name in table.columns:

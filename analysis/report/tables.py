@@ -39,13 +39,13 @@ class SummaryRow(NamedTuple):
     # "chosen", "smaller batch", "larger batch", "same batch, 2 nodes"
     role: str
     candidate: Candidate
-    # by the profile
+    # epoch time by the profile, seconds
     measured_epoch_s: float | None
-    # of the training that ran at this configuration
+    # result of the training that ran with this configuration
     result: TrainResult | None = None
-    # median of that training
+    # median epoch time of that training, seconds
     trained_epoch_s: float | None = None
-    # what that training cost
+    # cost of that training, in the candidate's currency
     paid: float | None = None
 
 
@@ -69,7 +69,7 @@ def summary_rows(
     trained_epoch_s: float | None = None,
     bill: TrainingBill | None = None,
 ) -> list[SummaryRow]:
-    """Return the chosen configuration, its next smaller and larger batch, its batch on other nodes.
+    """Return rows of the chosen configuration, its neighbours in batch, its batch on other nodes.
 
     All are of the chosen partition. `trained_epoch_s` is the training's own time of an epoch, see
     `run_contents.median_epoch_s`, and `bill` the bill of the whole training.
@@ -140,9 +140,9 @@ def summary_cells(row: SummaryRow) -> tuple[str, ...]:
 
 
 def _times_and_cost(item: Candidate, cost: float | None) -> tuple[str, str, str]:
-    """Return cells of the predicted steps, the whole time, and the cost, which is that of the whole.
+    """Return cells for the predicted time of the steps, and time and cost of the whole training.
 
-    Dashes stand where no full batch fits into an epoch.
+    All are dashes if no full batch fits into an epoch.
     """
     if item.train_time_s <= 0:
         return UNKNOWN, UNKNOWN, UNKNOWN
@@ -153,7 +153,7 @@ def _times_and_cost(item: Candidate, cost: float | None) -> tuple[str, str, str]
 def format_interval(seconds: Interval) -> str:
     """Return a duration, and the ends of its interval on a second line: "11.6 s – 13.3 s".
 
-    A dash stands for an epoch into which not even one full batch fits.
+    It is a dash if not even one full batch fits into an epoch.
     """
     if seconds.low == seconds.high:
         return format_duration(seconds.value or None)
@@ -179,7 +179,7 @@ def summary_table(rows: Sequence[SummaryRow], *, with_score: bool = True) -> Tex
     cells = [summary_cells(row)[: len(columns)] for row in rows]
     shown = list(range(len(columns)))
     if not any(row.trained_epoch_s for row in rows):
-        # only a training tells how far a prediction was off
+        # only a training shows how far a prediction was off
         shown.remove(columns.index(OFF))
     return TextTable(
         tuple(columns[place] for place in shown),
@@ -199,7 +199,7 @@ _LATEX = {
 
 
 def latex_escaped(text: str) -> str:
-    """Return a text for LaTeX with any font: without accents, other non-ASCII signs as "?"."""
+    """Return a text for LaTeX with any font: without accents, and "?" for other non-ASCII signs."""
     plain = unicodedata.normalize("NFKD", text.replace("–", "--"))
     kept = [letter for letter in plain if not unicodedata.combining(letter)]
     ascii_only = "".join(kept).encode("ascii", "replace").decode()
@@ -258,7 +258,7 @@ WHAT_IF_COLUMNS = ("if", "choice", "expected time", "cost")
 
 
 def what_if_table(rows: Sequence[WhatIf]) -> TextTable:
-    """Return the plan's choice under each change that is possible, the first being none."""
+    """Return the plan's choice under each possible change; the first row is without any change."""
     cells: list[tuple[str, ...]] = []
     for row in rows:
         item = row.chosen
@@ -266,14 +266,14 @@ def what_if_table(rows: Sequence[WhatIf]) -> TextTable:
             continue
         where = f" on {item.partition}" if item.partition else ""
         choice = f"{item.configuration.short}{where}"
-        # beside each other, rounded by their intervals, values that are 2 % apart could seem far
+        # not rounded by their intervals, which could make values that are 2 % apart look far apart
         time = format_duration(item.wall_time_s)
         cells.append((row.change, choice, time, format_money(item.cost, item.currency)))
     return TextTable(WHAT_IF_COLUMNS, cells)
 
 
 def not_possible(rows: Sequence[WhatIf]) -> list[str]:
-    """Say which changes no candidate keeps, and which comes nearest."""
+    """Say which changes no candidate can meet, and which candidate comes nearest."""
     found = []
     for row in rows:
         if row.chosen is None:
@@ -287,7 +287,7 @@ def not_possible(rows: Sequence[WhatIf]) -> list[str]:
 
 
 def nothing_changes(rows: Sequence[WhatIf]) -> str:
-    """Say that no change leads to another choice; "" where one does, and a table tells more."""
+    """Say that no change leads to another choice; "" if one does, which a table should show."""
     names = {name_of(found) for row in rows if (found := row.chosen or row.nearest)}
     if len(names) != 1:
         return ""
@@ -299,7 +299,7 @@ def nothing_changes(rows: Sequence[WhatIf]) -> str:
 
 
 def fallback_table(plan: Plan) -> TextTable:
-    """Return the candidates for when memory runs out, first to be tried first."""
+    """Return the candidates to try if memory runs out, in the order of trying."""
     rows: list[tuple[str, ...]] = []
     for item in plan.fallbacks:
         memory = format_bytes(item.peak_memory_bytes)
@@ -340,7 +340,7 @@ def account_table(accounts: Sequence[JobAccount]) -> TextTable:
     return TextTable(("job", "stage", "nodes", "time", "node-seconds", "state"), rows)
 
 
-# of a cell
+# most letters in a cell
 MOST_LETTERS = 1_000
 
 
@@ -359,7 +359,7 @@ def event_table(events: Sequence[Event]) -> TextTable:
     return TextTable(("time (UTC)", "stage", "event", "detail", "job"), rows)
 
 
-# of a figure's numbers on the page; its CSV file has all
+# most rows of a figure's numbers on the page; the CSV file has all
 MOST_NUMBERS = 40
 
 
@@ -371,7 +371,7 @@ def numbers_as_text(columns: Sequence[str], rows: Sequence[Sequence[object]]) ->
 
 
 def format_time(unix_s: float) -> str:
-    """Return date and time in UTC, to the second; a dash for a number that is no time."""
+    """Return date and time in UTC, to the second; a dash for a number that is not a time."""
     try:
         return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
     except (OverflowError, ValueError, OSError):

@@ -30,7 +30,7 @@ from tula_hpc.records import Doubt, Measurement, Remedy, RunHistory
 from tula_hpc.records.events import setup_failures
 from tula_hpc.records.training import NOT_FINITE, WITHOUT_SCORES
 
-# hosts and the like that are named, the others are counted
+# most hosts, devices and the like that are named; the others are counted
 LISTED = 16
 
 
@@ -121,7 +121,7 @@ def _mixed_devices(run: RunContents) -> Iterator[str]:
 def as_sentence(text: str, partitions: Iterable[str] = ()) -> str:
     """Return a clause as a sentence; a partition's name or a key in front keeps its case."""
     first = text.partition(" ")[0]
-    # as objective.budget, and not the first word of "none. …"
+    # a key as objective.budget has a dot inside, the first word of "none. …" only at its end
     is_key = "." in first[:-1]
     if not is_key and not text.startswith(tuple(prefixed(name, "") for name in partitions if name)):
         text = text[:1].upper() + text[1:]
@@ -156,9 +156,9 @@ def how_measured(run: RunContents) -> list[tuple[str, str]]:
 
 
 def profiling_cost(run: RunContents) -> str:
-    """Return node-seconds of all profile jobs, and their price where nodes are paid by the hour.
+    """Return node-seconds of all profile jobs, and their price if nodes are paid by the hour.
 
-    They are accounting's where it has all these jobs: it also has the seconds in which a job ends.
+    They are accounting's if it has all these jobs, as it includes the seconds in which jobs end.
     """
     noted = _noted_of_profiling(run)
     used = used_by_profiling(run)
@@ -176,15 +176,15 @@ def profiling_cost(run: RunContents) -> str:
 
 
 def used_by_profiling(run: RunContents) -> dict[str, float]:
-    """Return node-seconds of profile jobs by partition, accounting's where it has all of them."""
+    """Return node-seconds of profile jobs by partition; accounting's if it has all these jobs."""
     return _accounted(run, "profile") or _noted_of_profiling(run)
 
 
 def _accounted(run: RunContents, stage: str) -> dict[str, float]:
-    """Return accounting's node-seconds by partition; none unless it has the end of every job."""
+    """Return accounting's node-seconds by partition; empty unless it has the end of every job."""
     jobs = {job.job_id: job for job in RunHistory(run.events).submissions(stage)}
     of_stage = [account for account in run.accounts if account.job_id in jobs]
-    # a requeued job has several runs, the last one last
+    # a requeued job has an account for each run, of which the last one counts
     is_over = {account.job_id: account.over for account in of_stage}
     if is_over.keys() != jobs.keys() or not all(is_over.values()):
         return {}
@@ -194,7 +194,7 @@ def _accounted(run: RunContents, stage: str) -> dict[str, float]:
 
 
 def _noted_of_profiling(run: RunContents) -> dict[str, float]:
-    """Return node-seconds by partition: of whole jobs, or of their measurements without notes."""
+    """Return node-seconds by partition: of whole jobs or, without notes, of measurements."""
     where = {item.job_id: item.partition for item in run.measurements}
     runs = job_runs(run.job_notes, run.measurements, run.cluster)
     used = [(where.get(job.job_id, ""), job.node_seconds) for job in runs]

@@ -31,11 +31,11 @@ from tula_hpc.formatting import (
 from tula_hpc.records import RunDirectory
 
 TEMPLATE = "runs_template.html"
-# of [workload]: with another value epochs are not the same work
+# keys of [workload] in which runs must not differ, or their epochs are not the same work
 SAME_WORK = ("script", "module", "model", "dataset", "samples")
-# that differ between any two runs, and say nothing
+# settings that differ between any two runs, and say nothing
 NOT_TOLD = ("name", "workload.data_dir", "study")
-# of settings that differ; a sweep file has more lines
+# most settings that are listed as different; a sweep file may have more
 MOST_DIFFERENCES = 40
 
 
@@ -55,7 +55,7 @@ QUANTITIES = (
 
 
 class NamedRun(NamedTuple):
-    """A run with a name that no other one of the page has."""
+    """A run with a name that is unique on the page."""
 
     name: str
     contents: RunContents
@@ -64,7 +64,7 @@ class NamedRun(NamedTuple):
 def write_runs_report(runs: Sequence[RunDirectory], folder: Path | None = None) -> list[Path]:
     """Write runs.html with its figure as SVG, PNG and CSV, and return the files, runs.html first.
 
-    `folder` is where; None means the first run's report.
+    They are written into `folder`, or into the first run's report folder if that is None.
     """
     with loaded_elsewhere():
         from tula_hpc.analysis.figures.all import Figures
@@ -83,7 +83,7 @@ def write_runs_report(runs: Sequence[RunDirectory], folder: Path | None = None) 
 
 
 def read_runs(runs: Sequence[RunDirectory]) -> list[NamedRun]:
-    """Read runs; refuse a study, one that is named twice, and work that is not the same."""
+    """Read runs; refuse a study, a run that is named twice, and work that is not the same."""
     roots = [run.root.resolve() for run in runs]
     for run, root in zip(runs, roots, strict=True):
         if roots.count(root) > 1:
@@ -117,7 +117,7 @@ def _refuse_other_work(runs: Sequence[RunDirectory], contents: Sequence[RunConte
 
 
 def _work_of(sweep: SweepSpec | None) -> dict[str, str]:
-    """Return the facts on which an epoch's work depends, the best known first."""
+    """Return the facts that an epoch's work depends on, the most important first."""
     if sweep is None:
         return {}
     workload = sweep.workload
@@ -135,7 +135,7 @@ def _work_of(sweep: SweepSpec | None) -> dict[str, str]:
 
 
 def runs_content(named: Sequence[NamedRun]) -> dict[str, Any]:
-    """Return the contents of the page beside its figure."""
+    """Return the content of the page apart from its figure."""
     pages = [(run.name, first_page(run.contents)) for run in named]
     return {
         "subtitle": "Runs side by side: decisions, predicted and actual",
@@ -159,7 +159,7 @@ def runs_table(named: Sequence[NamedRun]) -> TextTable:
 def _planned(run: RunContents) -> Iterator[tuple[str, str]]:
     """Yield quantities of the plan.
 
-    They have all digits: rounded by its own interval, the larger could seem the smaller.
+    They are not rounded by their intervals, which could make the larger of two look smaller.
     """
     if run.plan is None:
         return
@@ -187,7 +187,7 @@ def _planned(run: RunContents) -> Iterator[tuple[str, str]]:
 
 
 def _done(run: RunContents) -> Iterator[tuple[str, str]]:
-    """Yield what the first training that has it tells of each quantity."""
+    """Yield actual quantities, those of the first training last, so that they replace others."""
     for training in reversed(run.trainings):
         if training.epoch_time_s is not None:
             yield "epoch, measured", f"{format_duration(training.epoch_time_s)}\nin training"
@@ -220,7 +220,7 @@ def _settings(run: RunContents) -> dict[str, str]:
     if run.sweep:
         tables |= run.sweep.model_dump(mode="json")
     if run.cluster:
-        # values of the environment are no business of a report
+        # settings of the environment do not belong in a report
         own = {"environment", "sbatch", "setup"}
         tables["cluster"] = run.cluster.model_dump(mode="json", exclude=own)
     found = {}
