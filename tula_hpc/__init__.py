@@ -5,7 +5,7 @@ Importing this package imports nothing heavy: only modules that run on the nodes
 
 import sys
 
-# An older Python reads this file, and would stop in the next one: nothing here may be newer than 2.7.
+# an older Python runs this file and would fail at the next import: nothing here is newer than 2.7
 if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit(
         "tula_hpc needs Python 3.11 or newer; this is "

@@ -18,10 +18,10 @@ from tula_hpc.python_path import PROGRAM
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code; without one, show the way."""
+    """Run a command and return its exit code; without a command, print the help and exit with 2."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given:
-        # the whole page, but not as what was asked for: a script that lost its command has to notice
+        # nobody asked for the help, so this is an error: a script that lost its command must notice
         _parser().print_help(sys.stderr)
         raise SystemExit(2)
     # the rest is for the command's own parser
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with ending_at_once():
             return int(importlib.import_module(COMMANDS[name].module).main(given[1:]))
     except KeyboardInterrupt:
-        # while its libraries are loaded, or in a command that leaves nothing to be told
+        # interrupted while libraries were loading, or in a command that has nothing to report
         return INTERRUPTED
 
 

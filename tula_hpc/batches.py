@@ -1,6 +1,6 @@
-"""Batches as `torch.utils.data.default_collate` makes them, and what torch's loaders tell of theirs.
+"""Batches as `torch.utils.data.default_collate` makes them, and facts read from torch's loaders.
 
-A batch is a tensor, samples first, or a tuple, list or dict of batches.
+A batch is a tensor with samples along the first dimension, or a tuple, list or dict of batches.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils.data import BatchSampler
 from torch.utils.data.dataloader import _DatasetKind
 
-# recursive, and built by users' data sets
+# the type is recursive, and users' data sets build it
 Batch = Any
-# times the samples of an epoch: so many a sampler only has for a training that never ends
+# a sampler with at least this many times an epoch's samples is taken to be endless
 ENDLESS = 1000
 
 
@@ -36,7 +36,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
 
 
 def _like(mapping: Mapping[Any, Any], parts: dict[Any, Any]) -> Mapping[Any, Any]:
-    # as `default_collate` does: a model may use attributes of the user's own kind of mapping
+    # copied as `default_collate` does: a model may use attributes of the user's own mapping type
     if type(mapping) is dict or not isinstance(mapping, MutableMapping):
         return parts
     clone = copy.copy(mapping)
@@ -46,7 +46,7 @@ def _like(mapping: Mapping[Any, Any], parts: dict[Any, Any]) -> Mapping[Any, Any
 
 def leaves_of(batch: Batch) -> Iterator[Any]:
     """Yield everything in a batch that is no tuple, list or dict."""
-    # a tuple of them, as a union is made anew at each call
+    # a tuple of types, since a union would be built again at each call
     if not isinstance(batch, (tuple, list, Mapping)):
         yield batch
         return
@@ -65,45 +65,45 @@ def is_finite(batch: Batch) -> bool:
 
 
 def samples_in(batch: Batch) -> int:
-    """Count the samples of a batch, or of a call's arguments, by the first tensor; 0: none."""
-    # without a search through what holds it: at every step of most models
+    """Count the samples in a batch or in a call's arguments by the first tensor; 0 without one."""
+    # most batches are a tensor, which needs no search at each step
     if isinstance(batch, Tensor) and batch.dim() > 0:
         return len(batch)
     return next((len(tensor) for tensor in tensors_of(batch) if tensor.dim() > 0), 0)
 
 
 def take(batch: Batch, start: int, stop: int) -> Batch:
-    """Return some of the samples of a batch, as views."""
+    """Return the samples from `start` up to `stop` of a batch, as views."""
     return map_tensors(lambda tensor: tensor[start:stop], batch)
 
 
 def split(batch: Batch, count: int) -> list[Batch]:
-    """Split a batch into `count` views; the first ones get a sample more where there is a rest."""
+    """Split a batch into `count` views; if they cannot be equal, the first get one sample more."""
     size, larger = divmod(samples_in(batch), count)
     ends = [size * index + min(index, larger) for index in range(count + 1)]
     return [take(batch, start, stop) for start, stop in itertools.pairwise(ends)]
 
 
 def length_of(loader: Any) -> int | None:
-    """Return the number of batches, or samples of a data set; None where it is unknown."""
+    """Return the number of a loader's batches or a data set's samples; None if it is unknown."""
     try:
         return len(loader)
-    # Lightning's have none before they are gone through
+    # Lightning's combined loaders have no length before their first iteration
     except (TypeError, AttributeError, NotImplementedError, RuntimeError):
         return None
 
 
 class LoaderPass:
-    """One pass over the batches of torch's loader, as its iterator tells of it.
+    """One pass over the batches of a torch loader, as far as its iterator shows the facts.
 
     Attributes:
-        size: Items in a whole batch; 0 where it has no size.
-        drawn: Samples that the sampler draws in an epoch; 0: unknown, or without an end.
-        given_out: Samples in batches, those that fill no batch too. None where these are left out,
-            or where that is not known; `sys.maxsize` where it is not known how many there are.
+        size: Items in a full batch; 0 if batches have no fixed size.
+        drawn: Samples that the sampler draws in an epoch; 0 if unknown or endless.
+        given_out: Samples that the pass gives out, a shorter last batch included. None if such a
+            batch is left out or this is unknown; `sys.maxsize` if only the number is unknown.
 
     Args:
-        iterator: Of torch's loader. Of any other nothing is known.
+        iterator: Iterator of a torch loader. Nothing is known about any other iterator.
     """
 
     def __init__(self, iterator: object) -> None:
@@ -111,40 +111,40 @@ class LoaderPass:
         size = getattr(batches, "batch_size", None)
         self.size = size if isinstance(size, int) else 0
         if getattr(batches, "split_batches", False):
-            # accelerate's, of which this worker has its share
+            # accelerate splits each batch of this sampler between the workers
             self.size //= batches.num_processes
         self.drawn = _drawn_by(batches)
         if self.drawn >= ENDLESS * (length_of(getattr(iterator, "_dataset", None)) or self.drawn):
             self.drawn = 0
-        # without collation these are no batches
+        # without collation the loader gives out single items
         self._is_collated = bool(getattr(iterator, "_auto_collation", False))
         self._is_indexed = getattr(iterator, "_dataset_kind", None) == _DatasetKind.Map
         self.given_out: int | None = None
-        # of single items none is shorter, and they may be batches
+        # a batch of one item cannot be shorter, and the item may itself be a batch
         if self._is_collated and self.size != 1 and not getattr(batches, "drop_last", True):
             self.given_out = self.drawn or sys.maxsize
 
     def epoch(self, samples: int, batch: int, workers: int) -> tuple[int, int]:
-        """Return the samples of an epoch over all workers, and how many still make a step at its end.
+        """Return the samples of an epoch over all workers, and the fewest that make its last step.
 
         Args:
-            samples: Of an epoch, as the sweep file says.
-            batch: How many still make a step, where full batches alone are given out.
-            workers: As many go through such passes.
+            samples: Samples of an epoch according to the sweep file.
+            batch: Fewest samples that make a step if only full batches are given out.
+            workers: Number of workers, each of which makes such a pass.
         """
         if self.given_out is None:
             return samples, batch
         return min(samples, self.given_out * workers), 1
 
     def items_in(self, batch: object, count: int) -> int:
-        """Return the items in a batch, whose tensors need not tell: graphs are joined.
+        """Count the items in a batch, which its tensors need not show: graphs are joined into one.
 
         Args:
-            batch: Has been given out.
-            count: Batches given out so far, with this one.
+            batch: The batch that was given out last.
+            count: Batches given out so far, this one included.
 
         Returns:
-            0 where they are not known.
+            The number of items, 0 if it is unknown.
         """
         size = self.size
         if not self._is_collated or not size:
@@ -152,19 +152,19 @@ class LoaderPass:
         if size == 1:
             first = batch[0] if isinstance(batch, list | tuple) and batch else batch
             if not isinstance(first, list | tuple):
-                # perhaps a data set that makes whole batches
+                # the item may be a whole batch that the data set has made
                 return 0
         if self.drawn:
             left = self.drawn - (count - 1) * size
             return size if left >= size else max(0, left)
-        # a sampler without an end fills each batch; an iterable data set may not, but for lists
+        # An endless sampler fills each batch. An iterable data set may not, but a list shows it.
         is_listed = isinstance(batch, list) and len(batch) == size
         return size if self._is_indexed or is_listed else 0
 
 
 def _drawn_by(batches: Any) -> int:
     try:
-        # some wrap a sampler of batches, to repeat it without an end
+        # some scripts wrap a batch sampler to repeat it endlessly
         while isinstance(batches.sampler, BatchSampler):
             batches = batches.sampler
         return len(batches.sampler)
@@ -173,8 +173,8 @@ def _drawn_by(batches: Any) -> int:
 
 
 def data_of(loader: object) -> int:
-    """Return the id of the data set of an iterator of torch's loader, which all its iterators share.
+    """Return the id of the data set behind an iterator of a torch loader.
 
-    Of None it is 0: not known.
+    All iterators of the loader share it. Without an iterator it is 0, for unknown.
     """
     return 0 if loader is None else id(getattr(loader, "_dataset", loader))

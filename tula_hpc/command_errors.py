@@ -26,30 +26,30 @@ from tula_hpc.errors import (
 from tula_hpc.files import NO_SPACE, drop_output, full_disk, in_words
 from tula_hpc.python_path import missing_library
 
-# the last line of a command that works on a run, or of its controller job (`cli/detached.py`), and of
-# a command that does not
+# last line of a failed command that works on a run, and of its controller job (`cli/detached.py`)
 TRY_AGAIN_ON_A_RUN = "Fix the cause and run the same command again; finished work is kept."
+# last line of any other failed command
 TRY_AGAIN = "Fix the cause and run the same command again."
-# after `rm -r` and a new clone, or by a cleaned scratch
+# happens after `rm -r` and a new clone, or when a site cleans its scratch file system
 FOLDER_DELETED = (
     "the folder in which this was started has been deleted: cd to one that exists, even to one of "
     "the same name\n"
 )
-# exit code, as of a shell whose command a signal ended
+# exit code that a shell reports for a command that SIGINT ended
 INTERRUPTED = 128 + signal.SIGINT
-# of a command that says itself what it leaves once it works
+# printed until the command works; from then on it says itself what an interrupt leaves behind
 NOTHING_BEGUN = "interrupted before anything was begun"
 
 
 @contextlib.contextmanager
 def ending_at_once() -> Iterator[None]:
-    """End the process on Ctrl-C within this, unless a command there takes it, see `exit_code_of`.
+    """End the process on Ctrl-C in this block, until a command in it takes over (`exit_code_of`).
 
-    So does TERM, where it is like Ctrl-C. Compiled modules, those of scipy and pydantic among them,
-    and the import of any module may swallow a KeyboardInterrupt, or turn it into an error of their
-    own.
+    TERM does the same if it has the handler of Ctrl-C. Compiled modules, those of scipy and
+    pydantic among them, and the import of any module may swallow a KeyboardInterrupt, or turn it
+    into an error of their own.
     """
-    # in the background of a script it is ignored, and a thread of a notebook cannot take it
+    # a script's background job ignores SIGINT, and only the main thread may set handlers
     can_take = threading.current_thread() is threading.main_thread()
     taken = [
         each
@@ -72,19 +72,19 @@ def _end(_number: int, _frame: FrameType | None) -> None:
 
 
 def _take_interrupts() -> None:
-    # a killed login session ends like Ctrl-C: nothing is lost
+    # the end of a login session sends TERM: like after Ctrl-C, nothing is lost
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parser of a command line that tells a mistake in one line, with the option that is near it."""
+    """Command-line parser that reports a mistake in one line and suggests the closest option."""
 
     def parse_args(  # type: ignore[override] # the standard library has overloads for other namespaces
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> argparse.Namespace:
-        """Parse arguments; a mistake, or no place to begin, ends the process with exit code 2."""
+        """Parse arguments; exit with 2 on a mistake, or if the working directory is deleted."""
         options: argparse.Namespace
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
@@ -98,7 +98,7 @@ class CommandParser(argparse.ArgumentParser):
         return options
 
     def error(self, message: str) -> NoReturn:
-        """Print a mistake and where the options are listed, without argparse's usage block."""
+        """Print a mistake and how to list the options, without argparse's usage block."""
         self.exit(2, f"{self.prog}: {message}; {self.prog} --help lists what there is\n")
 
 
@@ -109,7 +109,7 @@ def exit_code_of(
 
     0: done; 1: a stage failed; 2: bad input; 130: interrupted; 141: the output was closed.
 
-    `interrupted` is said where nothing in the command takes the interrupt.
+    `interrupted` is printed on an interrupt that nothing in the command handles.
     """
     begin_process()
     _take_interrupts()
@@ -148,7 +148,7 @@ def _what_to_do(error: TulaError, options: argparse.Namespace) -> str:
         # nothing is kept, and the error says so
         return ""
     if isinstance(error, DivergedError):
-        # it says what to do before
+        # the error says what to change first
         return ""
     if isinstance(error, CancelledJobError):
         return "Run the same command again to go on; finished work is kept.\n"
@@ -157,9 +157,9 @@ def _what_to_do(error: TulaError, options: argparse.Namespace) -> str:
 
 
 def _full_folder(options: argparse.Namespace) -> str:
-    """Name the folder without space, as a write that fails does not; "" where all have some."""
+    """Name the full folder, which a failed write does not name; "" if all of them have space."""
     folders = [getattr(options, "run_dir", None) or Path("runs"), Path()]
-    # a full one is not found
+    # gettempdir() raises if it finds no folder with space
     with contextlib.suppress(OSError):
         folders.append(Path(tempfile.gettempdir()))
     return next(filter(None, map(full_disk, folders)), "")

@@ -1,10 +1,10 @@
-"""Containers: the command of a job's worker inside an image, by Apptainer or pyxis (Slurm's plug-in).
+"""Run a job's workers inside a container image, by Apptainer or pyxis (Slurm's plug-in).
 
-`[container]` of a cluster file has every job that computes run in an image: profiles, trainings,
-`tula check`. The batch script, and a detached sweep's controller jobs, which need Slurm's commands,
-stay outside. Each path that a worker needs is mounted under the same name: the working directory,
-the run directory, the data folder and the folders of the user's own sources. Variables of
-`[environment]` go before the image's own; their values are on no command line.
+With `[container]` in the cluster file, every job that computes runs in an image: profiles,
+trainings, `tula check`. The batch script, and a detached sweep's controller jobs, which need
+Slurm's commands, stay outside. Each path that a worker needs is mounted under the same name: the
+working directory, the run directory, the data folder and the folders of the user's own sources.
+Variables of `[environment]` override the image's own; their values appear on no command line.
 
 Inside, `container.python` runs the job. Nothing of the login node's Python is needed there: the
 image has this package, of the same version, and its dependencies.
@@ -23,10 +23,10 @@ from tula_hpc.own_sources import own_sources
 
 
 class Folders(NamedTuple):
-    """Folders of a workload."""
+    """Folders that a workload reads from."""
 
     data: tuple[Path, ...] = ()
-    # on Python's path: the user's own modules are below them
+    # folders on Python's path that hold the user's own modules
     sources: tuple[Path, ...] = ()
 
 
@@ -37,13 +37,13 @@ def folders_of(work: WorkloadSpec) -> Folders:
     """Return the folders that a workload reads from."""
     data = () if work.data_dir is None else (work.data_dir.absolute(),)
     found = own_sources(work.entry_points).items()
-    # a file without the path of its module is the folder in which the module is found
+    # a file's path without the part that belongs to its module is the folder on Python's path
     above = (path.absolute().parents[len(Path(shown).parts) - 1] for shown, path in found)
     return Folders(data, tuple(dict.fromkeys(above)))
 
 
 def mounts_of(cluster: ClusterSpec, folders: Folders, run: Path) -> list[str]:
-    """Return the mounts: paths that are the same inside, and the user's own.
+    """Return the mounts: the needed paths, which keep their names inside, and the user's own.
 
     Raises:
         InputError: A path holds a character that separates mounts.
@@ -81,9 +81,9 @@ def python_of(cluster: ClusterSpec, folders: Folders, run: Path, outside: str) -
 def srun_options(
     cluster: ClusterSpec, folders: Folders, run: Path, names: Sequence[str]
 ) -> list[str]:
-    """Return the options by which pyxis has srun start a container.
+    """Return the srun options by which pyxis starts a container.
 
-    Variables of these names go before the image's own.
+    Variables in `names` override the image's own.
     """
     container = cluster.container
     if container is None or container.runtime != "pyxis":
@@ -99,7 +99,7 @@ def srun_options(
 
 
 def export_lines(cluster: ClusterSpec, folders: Folders, names: Sequence[str]) -> list[str]:
-    """Return shell lines that hand variables, which are set by then, on to the container."""
+    """Return shell lines that pass variables, already set at that point, into the container."""
     container = cluster.container
     if container is None:
         return []
@@ -115,7 +115,7 @@ def export_lines(cluster: ClusterSpec, folders: Folders, names: Sequence[str]) -
 
 
 def describe(cluster: ClusterSpec, folders: Folders, run: Path) -> str:
-    """Describe the container in which jobs run; "" where there is none."""
+    """Describe the container in which jobs run; "" without one."""
     container = cluster.container
     if container is None:
         return ""

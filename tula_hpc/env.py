@@ -24,20 +24,21 @@ from typing import NamedTuple
 _STEADY = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _EPOCH_OF_STEADY = time.time() - time.clock_gettime(_STEADY)
 
-# begins what each run of a requeued job appends to its logs
+# start of the line that each run of a requeued job first writes to its logs
 RUN_MARK = "--- restart "
-# variable with the sentence of a job's commands of `setup` that failed
+# variable with the error message of a failed `setup` command of a job
 SETUP_FAILED = "TULA_SETUP_FAILED"
-# in that sentence, by which a log's reader finds it
+# part of that message, by which it is found in a log
 SETUP_WORDS = "in setup of the cluster file ended with exit code"
 # variable with the id of the process that starts a local job's workers
 CONTROLLER = "TULA_CONTROLLER"
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 LONGEST_START_S = 3600.0
-# in a submission's folder: workers show each other that they know it before they meet
+# file in a submission's folder; workers prove that they know its content before they meet
 SECRET_FILE = "secret"  # noqa: S105 - the file's name
-# not the clusters: squeue and the others heed SLURM_CLUSTERS alone, and would look elsewhere
+# Options whose SBATCH_* default of the user is kept. SBATCH_CLUSTERS is not: squeue and the other
+# commands read SLURM_CLUSTERS alone, and would look for the jobs on another cluster.
 USERS_DEFAULTS = ("account", "constraint", "partition", "qos", "reservation", "wckey")
 
 
@@ -58,9 +59,9 @@ class WorkerEnvironment(NamedTuple):
     restart_count: int
     hosts: tuple[str, ...]
     on_slurm: bool
-    # the folder of the job's pickle; containers that share a network may also share job ids
+    # folder of the job's pickle; job ids are not unique between containers that share a network
     submission: str = ""
-    # given by the user or the site; empty: a port is chosen
+    # port set by the user or the site; if it is empty, a port is chosen
     master_port: str = ""
 
 
@@ -68,7 +69,7 @@ def begin_process() -> None:
     """Keep other users from writing to this process's files; name a user without a passwd entry.
 
     A run directory may be opened to others later, and its pickles are executed. torch asks for the
-    user's name.
+    name of the user.
     """
     os.umask(os.umask(0o077) | 0o022)
     try:
@@ -79,9 +80,9 @@ def begin_process() -> None:
 
 @contextlib.contextmanager
 def loading_libraries() -> Iterator[None]:
-    """Search for no garbage while libraries are imported, nor later among the objects made by then.
+    """Pause garbage collection while libraries are imported, and exempt their objects for good.
 
-    Objects of torch stay, and searching all of them again and again takes a sixth of a start.
+    Objects of torch stay alive, and searching them again and again takes a sixth of a start.
     """
     gc.disable()
     try:
@@ -130,7 +131,7 @@ def join_job() -> WorkerEnvironment:
 
 
 def enter_submission(folder: str) -> None:
-    """Name the folder of the job's files to submitit, in the process of a worker."""
+    """Pass the folder of the job's files to submitit, in a worker's process."""
     os.environ["SUBMITIT_FOLDER"] = folder
 
 
@@ -145,17 +146,17 @@ def be_controller() -> None:
 
 
 def end_with_controller() -> None:
-    """End with the controller of this worker's job on this machine, if it is of one.
+    """Make this worker end with the controller of its local job, if it is a worker of one.
 
-    A worker that outlives it would train beside the next job's.
+    A worker that outlived the controller would train alongside the workers of the next job.
 
     Raises:
-        SystemExit: It is gone already.
+        SystemExit: The controller is gone already.
     """
     controller = os.environ.get(CONTROLLER)
     if controller is None:
         return
-    # in a container the runtime stands between them
+    # in a container the parent is the runtime, not the controller
     if controller == str(os.getppid()):
         _end_with_parent()
     try:
@@ -170,10 +171,10 @@ def _end_with_parent() -> None:
 
 
 def be_child_of(process: int) -> None:
-    """End with the process that started this one, whatever that dies of.
+    """Make this process end with the one that started it, for whatever reason that one ends.
 
     Raises:
-        SystemExit: It is gone already.
+        SystemExit: The process that started this one is gone already.
     """
     _end_with_parent()
     if os.getppid() != process:
@@ -186,13 +187,13 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-# what a script could take for a place of its own, beside that which it is given
+# prefixes of variables from which a script could take a rank other than the one it is given
 HIDDEN_FROM_SCRIPTS = ("SLURM_", "SUBMITIT_", "PMI_", "PMIX_", "OMPI_", "PALS_")
 
 
 def environment_of_script(place: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment for a script that finds its place in these variables."""
-    # PYTHONSAFEPATH is of the job: a script's own programs are to find their modules
+    """Return this process's environment for a script, with `place` as the only rank and peers."""
+    # PYTHONSAFEPATH protects the job: programs that a script starts must find their modules
     hidden = (*HIDDEN_FROM_SCRIPTS, CONTROLLER, "PYTHONSAFEPATH")
     shown = ("SLURM_CONF", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE", "SLURM_GPUS_ON_NODE")
     kept = {
@@ -207,7 +208,7 @@ def job_started_at() -> float:
     """Return the Unix time at which Slurm (since 22.05) started this job, else this process."""
     started_at = _process_started_at()
     reported = os.environ.get("SLURM_JOB_START_TIME") if _started_by_slurm() else None
-    # prologs and the user's set-up take minutes; a longer time is another clock than this node's
+    # prologs and the user's set-up take minutes; a longer time comes from another node's clock
     if reported and 0.0 <= started_at - float(reported) <= LONGEST_START_S:
         return float(reported)
     return started_at
@@ -266,13 +267,13 @@ def slurm_job_id() -> str | None:
 
 
 def meeting_variables() -> dict[str, str]:
-    """Return the variables of the place where a script's processes meet, as far as they are set."""
+    """Return the set variables that name the address and port where a script's processes meet."""
     names = ("MASTER_ADDR", "MASTER_PORT")
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def set_back(variables: Mapping[str, str]) -> dict[str, str | None]:
-    """Give variables these values again; return what those that differed were."""
+    """Set variables back to these values; return the former values of those that differed."""
     changed = {name: os.environ.get(name) for name in variables}
     changed = {name: value for name, value in changed.items() if value != variables[name]}
     os.environ.update({name: variables[name] for name in changed})
@@ -280,12 +281,12 @@ def set_back(variables: Mapping[str, str]) -> dict[str, str | None]:
 
 
 def held_allocation() -> str | None:
-    """Return the job of the user's own in which a command runs; None outside of one."""
+    """Return the id of the user's own Slurm job in which a command runs; None outside of one."""
     return None if _started_by_slurm() else os.environ.get("SLURM_JOB_ID")
 
 
 def slurm_conf() -> str:
-    """Return the file that Slurm's commands are told to find their controller by; "" if none."""
+    """Return the configuration file that SLURM_CONF names for Slurm's commands; "" if unset."""
     return os.environ.get("SLURM_CONF", "")
 
 
@@ -293,9 +294,9 @@ def slurm_conf() -> str:
 def outside_of_job(given: Collection[str] = ()) -> Iterator[None]:
     """Hide the Slurm job that this process is in, if any, from the jobs that it submits meanwhile.
 
-    sbatch exports its environment, and srun in the new job would take the old one's memory or CPUs
-    for its own. Where SBATCH_* contradicts the script, sbatch follows the former: only a user's
-    account, partition and the like stay, unless `given`.
+    sbatch exports its environment, and srun in the new job would take the old job's memory or CPUs
+    for its own. If an SBATCH_* variable contradicts the script, sbatch follows the variable, so
+    only the user's account, partition and the like stay, unless `given`.
 
     Args:
         given: Names of sbatch's options that the script sets.
@@ -316,9 +317,9 @@ def outside_of_job(given: Collection[str] = ()) -> Iterator[None]:
 
 
 def gpus_as_here() -> str:
-    """Return a shell line that gives a job on this machine this process's GPUs.
+    """Return a shell line that gives a job on this machine the GPUs of this process.
 
-    submitit would count them from 0.
+    submitit would number them from 0.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -332,7 +333,7 @@ def socket_interface(backend: str) -> str:
 
 
 def failed_setup() -> str:
-    """Return the sentence of the job's commands of `setup` that failed; "" if none did."""
+    """Return the error message of the job's failed `setup` command; "" if none failed."""
     return os.environ.get(SETUP_FAILED, "")
 
 
@@ -353,5 +354,5 @@ def with_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _started_by_slurm() -> bool:
-    # SLURM_JOB_ID does not answer it: the local executor may run inside a user's own allocation
+    # SLURM_JOB_ID does not show it: the local executor may run inside a user's own allocation
     return os.environ.get("SUBMITIT_EXECUTOR") == "slurm"

@@ -3,15 +3,15 @@
     TulaError
     ├── InputError              the user's input is wrong (exit code 2)
     │   ├── RunDirectoryError   the run directory may not be used
-    │   └── TrialError          what the sweep file names has a mistake, by a trial of it
+    │   └── TrialError          a trial found a mistake in what the sweep file names
     ├── StageError              a stage failed (exit code 1)
     │   ├── LaunchError         a job could not be submitted or watched
     │   │   ├── NotStartedError         a command of the scheduler cannot be run here at all
-    │   │   ├── NotConfiguredError      it runs, but finds no configuration
-    │   │   └── RefusedError            the scheduler refused
+    │   │   ├── NotConfiguredError      such a command runs, but finds no configuration
+    │   │   └── RefusedError            the scheduler refused a submission
     │   │       └── SubmitLimitError    because of a limit of the site on submitted jobs
     │   ├── MeetingError        the workers of a job did not find each other
-    │   ├── DataError           data could not be had this time
+    │   ├── DataError           data could not be read this time
     │   ├── PreemptedError      the job had to make room for others
     │   ├── CancelledJobError   somebody cancelled the job
     │   ├── DeviceError         a device of a node, or its driver, is broken
@@ -19,8 +19,8 @@
     │   ├── NotEnoughDataError  too few measurements to fit a model
     │   ├── DivergedError       the loss is not finite
     │   └── InfeasibleError     no candidate satisfies memory and the constraints
-    │       └── ConstraintsError    every one breaks a constraint of the objective
-    └── CheckpointError         a checkpoint is missing, damaged or not ours
+    │       └── ConstraintsError    every candidate breaks a constraint of the objective
+    └── CheckpointError         a checkpoint is missing, damaged or not made by this package
 
 The kinds of failed jobs are in `failure_kinds.py`.
 """
@@ -36,7 +36,7 @@ from tula_hpc.failure_kinds import Failure
 class TulaError(Exception):
     """Root of all errors that this package raises on purpose."""
 
-    # of a job that ends by it; None: what the error says decides
+    # kind of failure of a job that ends with this error; None: the message or the cause decides
     failure: ClassVar[Failure | None] = None
 
 
@@ -101,7 +101,7 @@ class MeetingError(StageError):
 
 
 class DataError(StageError):
-    """Data could not be had this time: a file system failed, or a loader process was killed."""
+    """Data could not be read this time: a file system failed, or a loader process was killed."""
 
     failure = Failure.KILLED
 
@@ -158,7 +158,7 @@ class ConstraintsError(InfeasibleError):
 
 
 class CheckpointError(TulaError):
-    """A checkpoint is missing, damaged or not one of ours."""
+    """A checkpoint is missing, damaged or not made by this package."""
 
 
 _TELLING: dict[Failure | None, type[TulaError]] = {
@@ -176,5 +176,5 @@ _TELLING: dict[Failure | None, type[TulaError]] = {
 
 
 def error_for(failure: Failure | None) -> type[TulaError]:
-    """Return the error whose name alone tells this kind of failure; `StageError` if none does."""
+    """Return the error whose name alone shows this kind of failure; `StageError` if none does."""
     return _TELLING.get(failure, StageError)

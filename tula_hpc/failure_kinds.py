@@ -1,17 +1,17 @@
 """Kinds of failed jobs: why a job ended without a result.
 
-Every job that ends so is of one kind, which decides whether it is submitted again, what the user is
-told, and what the search learns of it.
+The kind decides whether the job is submitted again, what the user reads, and what the search learns
+from it.
 
-A new kind is added here, with the error that means it, if any (`TulaError.failure` in `errors.py`;
-also in `_TELLING` there if its name alone tells the kind), and in these two places:
+To add a kind, define it here, and in `errors.py` the error that means it, if any
+(`TulaError.failure`, and `_TELLING` if the error's name alone shows the kind). Two places follow:
 
-- `launch/diagnosis.py` recognizes it in the states of Slurm and in logs; a job in whose
-  process nothing is raised is of that kind only by its signs;
-- `retry_policy.py` says how often its jobs are submitted again: without an entry a training's
-  never are.
+- `launch/diagnosis.py` recognizes the kind in the states of Slurm and in logs; these signs are all
+  there is for a job whose process raises no error;
+- `retry_policy.py` says how often a job that failed like this is submitted again; without an entry
+  a training's job never is.
 
-Whoever else branches on kinds is found by `grep -r Failure.`. `tests/test_retry_policy.py` fails
+`grep -r Failure.` finds the other code that branches on kinds. `tests/test_retry_policy.py` fails
 until a new kind is in its table.
 """
 
@@ -23,7 +23,7 @@ from enum import StrEnum
 class Failure(StrEnum):
     """Reason why a job ended without a result.
 
-    Values stand in events.jsonl and in measurements; one that was written keeps its meaning.
+    Values are stored in events.jsonl and in measurements, so a value never changes its meaning.
     """
 
     # the accelerator's memory ran out
@@ -42,7 +42,7 @@ class Failure(StrEnum):
     KILLED = "killed"
     # a disk is full, or a quota or file size limit reached
     NO_SPACE = "no_space"
-    # by the user or an operator
+    # the user or an operator cancelled the job
     CANCELLED = "cancelled"
     # the user's model, data or settings are wrong; the log's last line says which
     BAD_INPUT = "bad_input"
@@ -53,7 +53,7 @@ class Failure(StrEnum):
 
     @property
     def is_the_users(self) -> bool:
-        """True if only a change by the user makes another attempt end in another way."""
+        """True if another attempt would end the same way until the user changes something."""
         return self in (Failure.BAD_INPUT, Failure.DIVERGED)
 
     @property

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# of a file system that may work the next time
+# errors of a file system that may work the next time
 PASSING = (
     errno.EIO,
     errno.EREMOTEIO,
@@ -30,11 +30,11 @@ PASSING = (
     errno.ESHUTDOWN,
     errno.EHOSTDOWN,
 )
-# with less left, a disk counts as full: a failed write has just freed its own
+# a disk with less space counts as full; it need not be 0, as a failed write frees what it wrote
 FULL_BYTES = 1_000_000
-# followed for one path, as Linux allows
+# symbolic links followed in one path, as many as Linux allows
 MOST_LINKS = 40
-# named where a folder holds runs
+# run directories that a message suggests
 MOST_RUNS = 3
 PLAN_ALONE = "the measurements that plan.json rests on are gone"
 # nothing is measured again in a run that has trained
@@ -58,7 +58,7 @@ def in_words(error: OSError) -> str:
 
 
 def not_a_run(path: Path) -> str:
-    """Say why a path is no run directory, and which may be meant."""
+    """Say why a path is no run directory, and suggest others that may be meant."""
     if not path.exists():
         words = "no such run directory"
     elif path.is_dir():
@@ -72,7 +72,7 @@ def not_a_run(path: Path) -> str:
 
 
 def _runs_near(path: Path) -> list[Path]:
-    """Return runs inside of a folder, or around it; else those of its name, or of a similar one."""
+    """Return the runs in or around a folder, or for a missing path those with a similar name."""
     try:
         if path.is_dir():
             paths = [*sorted(path.iterdir()), *sorted(path.glob("runs/*")), path.parent]
@@ -95,8 +95,8 @@ def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
     """Open a regular file for reading, without ever waiting for the writer of a pipe.
 
     Raises:
-        OSError: It is missing, may not be read, or is a folder, a pipe or a device; or a link that
-            is not to be followed.
+        OSError: The file is missing, may not be read, or is a folder, a pipe or a device; or a link
+            and not `follow`.
     """
     opener = _without_waiting if follow else _without_link
     # the caller closes it; Path.open takes no opener
@@ -117,14 +117,14 @@ def _without_link(path: str, flags: int) -> int:
 
 
 def read_bounded(path: Path, most_bytes: int) -> bytes:
-    """Return the content of a regular file; one above `most_bytes` is not read at all.
+    """Return the content of a regular file; a file above `most_bytes` is not read at all.
 
     Raises:
-        OSError: It cannot be read, see `open_regular`, or is too large.
+        OSError: The file cannot be read, see `open_regular`, or is too large.
     """
     with open_regular(path) as file:
         too_large = os.fstat(file.fileno()).st_size > most_bytes
-        # files of the kernel have no size beforehand
+        # files of the kernel, as in /proc, show no size before they are read
         content = b"" if too_large else file.read(most_bytes + 1)
     if too_large or len(content) > most_bytes:
         raise OSError(errno.EOVERFLOW, f"expected at most {most_bytes:,} bytes", str(path))
@@ -137,13 +137,14 @@ def whole_file(
 ) -> Iterator[BinaryIO]:
     """Open a file that takes the place of `path` after the block: write, fsync, check, rename.
 
-    Readers see the old file or the new one, mode 0600, never half of one. It is not mapped: a full
-    disk is an error then, not a SIGBUS. Where the block or the check raises, `path` stays as it is.
+    Readers see the old file or the new one, mode 0600, never half of one. The file is not memory
+    mapped, so a full disk is an error, not a SIGBUS. If the block or the check raises, `path` stays
+    as it is.
 
     Args:
-        path: The file.
-        prefix: Of the name under which it is written, in the same folder.
-        suffix: Likewise.
+        path: The file to replace.
+        prefix: Prefix of the name under which the file is written, in the same folder.
+        suffix: Suffix of that name.
         check: Called right before the rename, as writing may take minutes.
     """
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=prefix, suffix=suffix)
@@ -162,7 +163,7 @@ def whole_file(
 def full_disk(folder: Path) -> str:
     """Return a message if a folder lacks space or quota for writing, else an empty string."""
     try:
-        # a quota shows nowhere else
+        # only a write shows that a quota is used up
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(FULL_BYTES))
             file.flush()
@@ -173,18 +174,18 @@ def full_disk(folder: Path) -> str:
 
 
 def has_no_room(folder: Path) -> bool:
-    """Tell whether a folder's disk is full, without writing; a quota does not show."""
+    """Tell whether a folder's disk is full, without writing; a used-up quota is not noticed."""
     try:
         room = os.statvfs(folder)
     except OSError:
         return False
-    # a disk that nobody writes to has no room, and some file systems count nothing
+    # a read-only disk always has no room, and some file systems do not count their blocks
     counts = room.f_blocks > 0 and not room.f_flag & os.ST_RDONLY
     return counts and room.f_bavail * room.f_frsize < FULL_BYTES
 
 
 def drop_output() -> None:
-    """Discard further output after a broken pipe, as of `head`; closing it would fail once more."""
+    """Discard further output after a broken pipe (`| head`); closing it would fail once more."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -202,7 +203,7 @@ def make_private(folder: Path) -> None:
     """Make a folder and its missing parents, with mode 0700 whatever the umask is.
 
     Raises:
-        OSError: One cannot be made.
+        OSError: A folder cannot be made.
     """
     missing = [folder]
     while not missing[-1].parent.exists():
@@ -212,10 +213,10 @@ def make_private(folder: Path) -> None:
 
 
 def mistrust(folder: Path) -> str:
-    """Return the reason not to believe or execute the content of a folder, else an empty string.
+    """Return the reason not to trust or execute the content of a folder, else an empty string.
 
     Raises:
-        OSError: It does not exist.
+        OSError: The folder does not exist.
     """
     status = folder.lstat()
     if stat.S_ISLNK(status.st_mode):
@@ -254,21 +255,21 @@ def foreign_link(path: Path) -> Path | None:
 def open_to_all(path: Path) -> list[Path]:
     """Return the folders above a path that every user may write to, without the sticky bit.
 
-    The nearest comes first. Links are followed, too. Anyone can put another folder in the place of
-    one below it. Folders that a group may write to do not count: those of a project, writable for
-    its members, are usual on clusters, and its members have been chosen.
+    The nearest comes first; links are followed, too. Anyone can replace what lies in such a folder.
+    Folders that only a group may write to do not count: project folders that are writable for the
+    members are usual on clusters, and somebody has chosen the members.
     """
     above = [*path.absolute().parents, *Path(os.path.realpath(path)).parents]
     return [folder for folder in dict.fromkeys(above) if _is_open_to_all(folder)]
 
 
 def refusal_of_open(root: Path, rooms: Iterable[Path]) -> str:
-    """Return a refusal of all folders that others may write to, above a run directory or in it.
+    """Return a message that refuses the folders open to others, above a run directory or in it.
 
-    A single one in it is left to the check of that folder.
+    Without any the message is empty, as for a single one inside, which has a check of its own.
     """
     above = open_to_all(root)
-    # a folder that others made holds nothing yet
+    # an empty folder holds nothing yet that could be executed
     is_used = root.is_dir() and any(root.iterdir())
     inside = list(filter(_is_open, (root, *rooms))) if is_used else []
     if len(above) == 1 and not inside:
@@ -302,19 +303,19 @@ def _is_open_to_all(folder: Path) -> bool:
     try:
         mode = folder.stat().st_mode
     except OSError:
-        # missing or out of sight: a folder that is made there is the user's own
+        # missing or not accessible: a folder that is made there will be the user's own
         return False
-    # a device, perhaps: nothing can be made below it
+    # only folders count: nothing can be made below a device, say
     return stat.S_ISDIR(mode) and bool(mode & stat.S_IWOTH and not mode & stat.S_ISVTX)
 
 
 class HeldFolder:
-    """Folder by its inode, not by its name, so that a process notices when it is deleted.
+    """Folder known by its inode, not by its name, so that a process notices when it is deleted.
 
-    It is kept open, or the file system might give its number to the next folder of that name.
+    The folder is kept open, or the file system might give its inode number to the next one.
 
     Raises:
-        OSError: It cannot be opened.
+        OSError: The folder cannot be opened.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -323,7 +324,7 @@ class HeldFolder:
         weakref.finalize(self, os.close, self._descriptor)
 
     def loss(self, doing: str) -> str:
-        """Return a message that the folder was lost to a job, else an empty string."""
+        """Return a message if the folder was deleted or moved during this job, else ""."""
         if not self.is_lost:
             return ""
         return f"{self.folder}: was deleted or moved while this job {doing}; another run may be there now"
@@ -341,8 +342,8 @@ class HeldFolder:
 
 @contextlib.contextmanager
 def loaded_elsewhere() -> Iterator[None]:
-    """Import matplotlib inside this, so that it reads no settings from the working directory."""
-    # a path would not lead back where the folder was deleted or renamed
+    """Import matplotlib in this block, so that it reads no settings from the working directory."""
+    # a descriptor, since a path would not lead back if the folder was deleted or renamed
     before = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
     try:
         os.chdir(Path(__file__).parent)

@@ -2,7 +2,7 @@ r"""Format numbers and foreign text for reports, figures and the terminal.
 
 Names, errors of models and messages of Slurm must not steer a terminal or break a file. Records on
 disk keep them as they are; for people a control character is shown in a form such as `\x1b`. A
-command that a message suggests runs as it stands (`command_line`).
+command that a message suggests can be run as printed (`command_line`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tula_hpc.python_path import PROGRAM, start_of_python
 MINUTE_S = 60
 HOUR_S = 3600
 DAY_S = 86_400
-# what takes 30,000 years or longer never ends; plans cut such times here, so that they can be
-# written down
+# Times from here on, 30,000 years, are shown as "never". Plans cap longer ones here, so that they
+# can be written down.
 FOREVER_S = 1e12
 UNKNOWN = "–"
 
@@ -86,29 +86,29 @@ _STEPS_S = (
 )
 
 
-# below how many seconds `format_duration` rounds to which
+# (limit, unit), both in seconds: below the limit `format_duration` rounds to the unit
 _UNITS_S = ((0.01, 1e-4), (0.9995, 1e-3), (59.95, 0.1), (HOUR_S, 1.0), (DAY_S, 60.0))
 
 
 def duration_within(seconds: float, low: float, high: float, beside: float | None = None) -> str:
-    """Format seconds with the digits that an interval leaves them: 152 in 138 to 168 → "2 min 30 s".
+    """Format seconds with the digits that an interval justifies: 152 in 138 to 168 → "2 min 30 s".
 
     Args:
         seconds: The duration, or an end of the interval.
         low: Lower end.
         high: Upper end.
-        beside: Seconds that are shown with the interval, by `format_duration`: rounding puts no end
-            across them, more digits are taken where it would.
+        beside: Seconds that `format_duration` shows next to the interval. Rounding never moves an
+            end of the interval past them: more digits are taken instead.
     """
     half = (high - low) / 2
     if half <= 0 or not math.isfinite(half + seconds):
         return format_duration(seconds)
     if half < 1:
-        # never more than three digits, but beside a value just outside
+        # at most three digits, unless a value shown next to the interval lies just outside it
         most = _power_of_ten(max(half / 2, abs(low) / 300, abs(high) / 300))
         steps = [most, most / 10, most / 100]
     else:
-        # coarser, an end of the interval would be rounded across what lies well within it
+        # a coarser step would round an end of the interval past values well inside it
         steps = [step for step in reversed(_STEPS_S) if step <= max(half / 2, 1)]
     if beside is None:
         return _within(seconds, steps[0])
@@ -132,7 +132,7 @@ def _within(seconds: float, step: float) -> str:
 
 
 def _rounded_s(seconds: float, step: float) -> float:
-    # what is shown in hours is not rounded to half a minute first, nor days to half an hour
+    # round to whole minutes at least if the time is shown in hours, to whole hours if in days
     if step >= 1 and abs(seconds) >= DAY_S:
         step = max(step, HOUR_S)
     elif step >= 1 and abs(seconds) >= HOUR_S:
@@ -141,7 +141,7 @@ def _rounded_s(seconds: float, step: float) -> float:
 
 
 def _keeps_order(shown: Iterable[float], ends: Iterable[float], beside: float, unit: float) -> bool:
-    """Tell whether rounded ends lie on the same sides of a value as they do of its rounded one."""
+    """Tell whether rounded ends lie on the same sides of the rounded value as before rounding."""
     seen = unit * round(beside / unit)
     pairs = zip(shown, ends, strict=True)
     return all((rounded - seen) * (end - beside) > 0.0 for rounded, end in pairs)
@@ -154,9 +154,9 @@ def _power_of_ten(value: float) -> float:
 def money_within(
     amount: float, low: float, high: float, currency: str = "USD", beside: float | None = None
 ) -> str:
-    """Format an amount with the digits that its interval leaves: 2.48 in 2.1 to 2.9 → "2.5 USD".
+    """Format an amount with the digits that its interval justifies: 2.48 in 2.1 to 2.9 → "2.5 USD".
 
-    `beside` is shown with the interval, by `format_money`; see `duration_within`.
+    `beside` is an amount that `format_money` shows next to the interval; see `duration_within`.
     """
     half = (high - low) / 2
     if half <= 0 or not math.isfinite(half + amount):
@@ -250,7 +250,7 @@ def format_score(accuracy: float | None, loss: float | None) -> str:
 
 
 def format_number(value: float, digits: int = 4) -> str:
-    """Format a number with so many significant digits and separated thousands.
+    """Format a number with `digits` significant digits and separated thousands.
 
     An exponent is used only below 1e-6 and from 1e15 on.
     """
@@ -298,19 +298,19 @@ def listed(names: Sequence[str]) -> str:
 
 
 def in_short(names: Sequence[str], most: int = 3) -> str:
-    """Name the first ones, and tell how many more there are."""
+    """List the first `most` names, and say how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
 
 
-# characters that are shown of a line of a log
+# characters shown of a line of a log
 MOST_LOG_LINE = 1_000
-# and of a line on standard error: a command that cancels many jobs is long
+# characters shown of a line on standard error, where a command that cancels many jobs is long
 MOST_ERROR_LINE = 20_000
 
-# C0 but tabs and line ends, DEL and C1; line ends that only some programs know; characters that
-# turn the direction of writing (UAX 9); lone surrogates, which no encoding has; and those that
-# XML 1.0 forbids besides
+# C0 except tabs and line ends, DEL and C1; line ends that only some programs know; characters that
+# change the direction of writing (UAX 9); lone surrogates, which no encoding has; and the others
+# that XML 1.0 forbids
 _UNPRINTABLE = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
 )
@@ -340,7 +340,7 @@ def in_short_lines(text: str, most: int = MOST_LOG_LINE) -> str:
 
 @contextlib.contextmanager
 def _named_output() -> Iterator[None]:
-    """Name the output in an error that does not say which file it is of, as of a full disk."""
+    """Name the output in an error that names no file, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -353,7 +353,7 @@ class _PrintableStream:
 
     Args:
         stream: Where the text goes.
-        most: Characters of a line that are shown; None: all.
+        most: Number of characters shown of each line; None: all.
     """
 
     def __init__(self, stream: TextIO, most: int | None) -> None:
@@ -376,7 +376,7 @@ class _PrintableStream:
             self.write(line)
 
     def flush(self) -> None:
-        """Hand on what was written."""
+        """Flush the underlying stream."""
         with _named_output():
             self.stream.flush()
 
@@ -385,12 +385,12 @@ class _PrintableStream:
 
 
 def wrapped(head: str, text: str, width: int, indent: int) -> list[str]:
-    """Return foreign text in lines: the first one after a head, the others after so many blanks."""
+    """Wrap foreign text into lines: the first follows `head`, the others `indent` blanks."""
     return in_lines(in_short_lines(printable(text.replace("\n", " "))), width, head, indent)
 
 
 def in_lines(text: str, width: int, head: str = "", indent: int = 2) -> list[str]:
-    """Return text of our own in lines, see `wrapped`; none parts a number from its unit."""
+    """Wrap text of our own into lines, see `wrapped`; a number and its unit stay together."""
     lines = textwrap.wrap(
         keep_units(text),
         width,
@@ -406,7 +406,7 @@ def in_lines(text: str, width: int, head: str = "", indent: int = 2) -> list[str
 def printable_output() -> Iterator[None]:
     """Clean all output of a command, on standard output and error; also a decorator."""
     before = sys.stdout, sys.stderr
-    # for those that the shell has closed, as by >&-
+    # replaces a stream that the shell has closed, as by >&-
     with os.fdopen(os.open(os.devnull, os.O_WRONLY), "w") as nowhere:
         sys.stdout = cast(TextIO, _PrintableStream(sys.stdout or nowhere, None))
         sys.stderr = cast(TextIO, _PrintableStream(sys.stderr or nowhere, MOST_ERROR_LINE))
@@ -417,7 +417,7 @@ def printable_output() -> Iterator[None]:
 
 
 def with_own_escapes(stream: TextIO) -> TextIO:
-    """Return the raw stream, for clean output that has terminal escapes of its own."""
+    """Return the raw stream, for clean output with terminal escapes of its own."""
     while isinstance(stream, _PrintableStream):
         stream = stream.stream
     return stream
@@ -426,7 +426,7 @@ def with_own_escapes(stream: TextIO) -> TextIO:
 def command_line(*words: str) -> str:
     """Return the shell line of a command of this very installation, such as `tula status RUN`.
 
-    The script is named with its folder where the shell would not find it; without a script, the
+    The script is named with its folder if the shell would not find it; without a script, the
     interpreter is named.
     """
     return shlex.join([*_program(), *words])

@@ -1,9 +1,9 @@
 """The user's own source files, found and read without importing them.
 
-Own are the modules that define a sweep's functions (`"package.module:function"`), or its training
-script, and the modules that these import from the same folder; site-packages, Python's library and
-this package are not. Imports below `if`, `try` and in functions count, those by a computed name do
-not.
+The user's own modules are those that define a sweep's functions (`"package.module:function"`), or
+its training script, and the modules that these import from the same folder; site-packages, Python's
+library and this package do not count. Imports below `if`, `try` and in functions are found, imports
+by a computed name are not.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-# a folder with more than that is no project of one's own
+# source files that are looked at; a user's own project has fewer
 MOST_FILES = 500
-# an entry of the folder above, by its path from the working directory
+# finds NAME in "../NAME", or in ".." that is joined to "NAME"
 _ABOVE = re.compile(r"""(?<![\w./])\.\.(?:/|["']\)?\s*[,/]\s*["'])(\w[\w.-]*)""")
 _PACKAGE = Path(__file__).absolute().parent
 _LIBRARIES = ("site-packages", "dist-packages")
@@ -33,9 +33,9 @@ _TOGETHER = re.compile(
 
 
 def module_folders(package: str) -> Iterator[Path]:
-    """Yield the folders of modules: installed ones, those of editable installs, then this one."""
+    """Yield the folders with modules: Python's path, editable installs, the working directory."""
     yield from map(Path, sys.path)
-    # imports nothing, as the name has no dot; it refuses __main__
+    # find_spec imports nothing, as the name has no dot; it raises for __main__
     with contextlib.suppress(ValueError):
         spec = importlib.util.find_spec(package)
         for location in (spec and spec.submodule_search_locations) or ():
@@ -44,7 +44,7 @@ def module_folders(package: str) -> Iterator[Path]:
 
 
 def module_files(folder: Path, module: str) -> list[Path]:
-    """Return the files in a folder that are this module: one or none, rarely both forms."""
+    """Return the files of a module in a folder: none, one, or rarely both a file and a package."""
     relative = Path(*module.split("."))
     candidates = (folder / relative.with_suffix(".py"), folder / relative / "__init__.py")
     return [path for path in candidates if path.is_file()]
@@ -79,7 +79,7 @@ class _Module(NamedTuple):
 
     @property
     def package(self) -> str:
-        """Return the package that its relative imports begin in."""
+        """Return the package from which relative imports of this module start."""
         is_package = self.path.name == "__init__.py"
         return self.name if is_package else self.name.rpartition(".")[0]
 
@@ -110,13 +110,13 @@ def own_sources(entry_points: Iterable[str]) -> dict[str, Path]:
 
 
 def trains_together(entry_points: Iterable[str]) -> bool:
-    """Tell whether own code may have several workers train one model: false if it names no way."""
+    """Tell whether own code may train a model on several workers: False if it names no such way."""
     texts = _texts_of(entry_points)
     return not texts or any(map(_TOGETHER.search, texts))
 
 
 def named_above(entry_points: Iterable[str], arguments: Iterable[str]) -> list[str]:
-    """Return what own code, or its arguments, name in the folder above, as `data` in "../data"."""
+    """Return names in the folder above that own code or its arguments use: `data` of "../data"."""
     texts = [text.decode(errors="replace") for text in _texts_of(entry_points)]
     return sorted({name for text in (*texts, *arguments) for name in _ABOVE.findall(text)})
 
@@ -137,7 +137,7 @@ def _with_parents(folder: Path, name: str) -> list[_Module]:
 
 
 def _imported(module: _Module) -> Iterator[str]:
-    """Yield the names that a module imports and that may be modules; nothing of damaged ones."""
+    """Yield the imported names that may be modules; nothing if the module cannot be parsed."""
     try:
         tree = ast.parse(module.path.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError):
@@ -185,9 +185,9 @@ class Source(NamedTuple):
     """Names that a module's source binds, and the parameters of its functions."""
 
     path: Path
-    # bound by its statements
+    # names that the module's statements bind
     names: set[str]
-    # parameters of functions, where the source shows them
+    # parameters of the functions, by name, if the source shows them
     takes: dict[str, ast.arguments]
 
 
@@ -202,13 +202,13 @@ def find_source(module: str) -> Source | None:
 
 
 def source_of(path: Path) -> Source:
-    """Read a module's source without importing it: that could import torch.
+    """Read a module's source without importing the module, which could import torch.
 
     Raises:
         ValueError: It cannot be read, or is not valid Python.
     """
     try:
-        # bytes: it may name an encoding of its own
+        # as bytes, since the source may name its encoding
         body = ast.parse(path.read_bytes(), path.name).body
         names = list(_bound_names(body))
     except OSError as error:
@@ -237,7 +237,7 @@ def _bound_names(statements: Iterable[ast.stmt]) -> Iterator[str]:
                 yield alias.asname or alias.name
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            # of several names as well
+            # a target may be a tuple of names
             within = (each for target in targets for each in ast.walk(target))
             yield from (each.id for each in within if isinstance(each, ast.Name))
         elif isinstance(node, ast.If | ast.Try | ast.With | ast.For):
@@ -247,7 +247,7 @@ def _bound_names(statements: Iterable[ast.stmt]) -> Iterator[str]:
 
 
 def program_of(module: str) -> Path | None:
-    """Return the file that `python -m` runs: of a package its module `__main__`."""
+    """Return the file that `python -m` runs, for a package that of its module `__main__`."""
     found = find_module(module)
     if found is not None and found[1].name == "__init__.py":
         found = find_module(f"{module}.__main__")

@@ -19,7 +19,7 @@ from tula_hpc.failure_kinds import Failure
 PROC = Path("/proc")
 # glibc's malloc.h: M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-# bytes; glibc maps larger blocks apart in any case
+# bytes; the largest threshold that glibc allows: it always maps larger blocks separately
 LARGEST_IN_HEAP = 32 * 1024**2
 
 
@@ -43,22 +43,23 @@ def reset_peak() -> None:
 def keep_freed() -> None:
     """Have the C library keep memory that this process frees for its next allocations.
 
-    By default it returns the free end of its heap to the kernel. A training step then may or may
-    not fault in all of its gradients and activations again, depending on where they happen to lie:
-    for a small network that takes up to a third of the step, at one batch and not at the next.
+    By default the library returns the free end of its heap to the kernel. A training step then may
+    or may not fault in all of its gradients and activations again, depending on where they happen
+    to lie: for a small network that takes up to a third of the step, at one batch and not at the
+    next.
     """
-    # glibc has it, musl does not
+    # glibc has mallopt, musl does not
     option = getattr(ctypes.CDLL(None), "mallopt", None)
     if option is not None:
         # -1: never trim
         option(TRIM_THRESHOLD, -1)
-        # setting either ends glibc's own adjustment of this one
+        # setting either option stops glibc from adjusting this threshold by itself
         option(MMAP_THRESHOLD, LARGEST_IN_HEAP)
 
 
 def release_freed() -> None:
     """Have the C library return freed heap to the kernel, so that it does not count as in use."""
-    # glibc has it, musl does not
+    # glibc has malloc_trim, musl does not
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -75,8 +76,8 @@ def descendants_private_bytes() -> int:
 def descendants_processor_s() -> float:
     """Return the processor time of the loader's processes so far, see `descendants_private_bytes`.
 
-    A loader ends its processes with the epoch: those that have ended count, too. A process that
-    waits for a file system uses none. The kernel counts in hundredths of a second.
+    A loader ends its processes with the epoch, so those that have ended count, too. A process that
+    waits for a file system uses no processor time. The kernel counts in hundredths of a second.
     """
     ended = os.times()
     going = sum(map(_processor_s, descendants("self")))
@@ -90,7 +91,7 @@ def _status(field: str) -> int:
 
 
 def descendants(pid: int | str) -> Iterator[int]:
-    """Yield the ids of a process's children, and of theirs."""
+    """Yield the ids of a process's children and of all their descendants."""
     for child in _children(pid):
         yield child
         yield from descendants(child)
@@ -122,8 +123,8 @@ def _processor_s(pid: int | str) -> float:
     except OSError:
         # it ended meanwhile
         return 0.0
-    # man 5 proc: utime and stime are fields 14 and 15, those of children that have ended 16 and 17,
-    # as of a fork server's; field 2, the command's name, may hold spaces and brackets
+    # man 5 proc: utime and stime are fields 14 and 15, and fields 16 and 17 for children that have
+    # ended, as a fork server's have; field 2, the command's name, may hold spaces and brackets
     fields = line.rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
@@ -139,18 +140,19 @@ _DEVICE_PHRASES = re.compile(
     # since cuDNN 9
     r"|CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"
 )
-# messages of cuDNN and cuBLAS for lack of memory for a handle or a workspace, and for other reasons
+# messages of cuDNN and cuBLAS if a handle or workspace lacks memory, but for other causes as well
 _AMBIGUOUS_DEVICE_PHRASES = re.compile(
     r"unable to find an engine to execute this computation|CUBLAS_STATUS_NOT_INITIALIZED"
     r"|CUBLAS_STATUS_INTERNAL_ERROR|CUDNN_STATUS_NOT_INITIALIZED|CUDNN_STATUS_INTERNAL_ERROR"
 )
+# share of a GPU's memory; with less free, an ambiguous message is taken for lack of memory
 LITTLE_FREE = 0.05
 
 
 def free_device_share() -> float:
     """Return the share of the current GPU's memory that this process could still get; 1 if unknown.
 
-    It is the memory that no process holds, and that which torch's allocator keeps unused.
+    It is the memory that no process holds, plus what torch's allocator keeps unused.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's
         return 1.0

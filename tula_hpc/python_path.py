@@ -1,13 +1,13 @@
 """Keep the working directory, which may be a stranger's run, off the path that Python searches.
 
-`python -m` puts it before all else, as does an empty entry of PYTHONPATH: a `json.py` there would
-run in place of the library's. Modules that Python itself imports before this package are out of
-reach here: in some set-ups `warnings` and `contextlib` are among them. The script `tula` and
+`python -m` puts that directory first, as does an empty entry of PYTHONPATH: a `json.py` there would
+run in place of the library's. Modules that Python itself imports before this package cannot be
+protected here: in some set-ups `warnings` and `contextlib` are among them. The script `tula` and
 `python -P` leave the working directory out from the beginning.
 """
 
-# Only modules that every Python has loaded by now: anything else, `__future__` included, could come
-# from the working directory.
+# Import only modules that every Python has loaded by now: any other, `__future__` included, could
+# come from the working directory.
 import os
 import sys
 
@@ -44,10 +44,10 @@ def drop_working_directory() -> None:
 
 
 def refuse_without_libraries() -> None:
-    """End a command where this Python has no pydantic, which each command and each job imports.
+    """End a command if this Python lacks pydantic, which each command and each job imports.
 
     Raises:
-        SystemExit: There is none; its code is that of bad input.
+        SystemExit: pydantic is missing; the exit code is that of bad input.
     """
     if not _file_of("pydantic"):
         sys.stderr.write(missing_library("pydantic") + "\n")
@@ -55,7 +55,7 @@ def refuse_without_libraries() -> None:
 
 
 def missing_library(name: str) -> str:
-    """Say in a line that this Python has no such library, and name the remedy."""
+    """Say in one line that this Python lacks a library, and name the remedy."""
     return (
         f"this Python ({sys.executable}) has no {name}, which tula_hpc needs: use the Python that "
         "tula_hpc was installed with, as .venv/bin/tula, or install it here, see its README.md"
@@ -91,7 +91,7 @@ def _named_in_environment() -> list[str]:
 def _is_working_directory(entry: str) -> bool:
     try:
         return os.path.abspath(entry) == os.getcwd()
-    # it is deleted: nothing can be imported from it
+    # the working directory is deleted: nothing can be imported from it
     except OSError:
         return False
 
@@ -102,7 +102,7 @@ def _finds_this_package(path: list[str]) -> bool:
 
 
 def _file_of(package: str, path: list[str] | None = None) -> str:
-    """Return the file that an import would begin with, "" where it would find none."""
+    """Return the file that an import of a package would run first; "" if it would find none."""
     for finder in sys.meta_path:
         spec = finder.find_spec(package, path) if hasattr(finder, "find_spec") else None
         if spec is not None:

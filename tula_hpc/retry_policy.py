@@ -1,4 +1,4 @@
-"""Retry policy: is a job that ended without a result submitted again? All tables and limits stand here.
+"""Decide whether a job that ended without a result is submitted again, by tables and limits.
 
 The answer depends on how the job failed (`failure_kinds.py`) and on its purpose:
 
@@ -6,26 +6,26 @@ The answer depends on how the job failed (`failure_kinds.py`) and on its purpose
     device_oom, host_oom    a smaller batch        given up               given up, and larger ones
     preempted               max_requeues + 1 jobs  max_requeues + 1 jobs  as often as it happens
     timed_out, node_failed  max_requeues + 1 jobs  max_requeues + 1 jobs  PROFILE_ATTEMPTS
-    killed                  as these, but of jobs  STUDY_ATTEMPTS         PROFILE_ATTEMPTS
-                            in vain KILLS
-    device_failed           DEVICE_RETRIES more, in vain; every failure   DEVICE_RETRIES more
-                            leaves out the hosts of those before
+    killed                  max_requeues + 1 jobs, STUDY_ATTEMPTS         PROFILE_ATTEMPTS
+                            KILLS of them in vain
+    device_failed           DEVICE_RETRIES more jobs in vain; each of     DEVICE_RETRIES more
+                            them avoids the hosts of the jobs before
     bug                     given up               STUDY_ATTEMPTS         PROFILE_ATTEMPTS
     cancelled               given up               given up               PROFILE_ATTEMPTS
     no_space, bad_input     given up               given up               given up, and all others
     diverged                given up               given up               given up
 
 A script that keeps nothing and has no `resume_arguments` is given up once its time limit ended it:
-the next job would get as far.
+the next job would get no further.
 
-"In vain" are a training's last jobs that ended alike and had begun at one sample. Jobs of an
-earlier command do not count: the user may have removed the cause. `analysis/search/propose.py`
-decides which larger ones lack of memory rules out; a partition where nothing could be measured
-is given up as a whole, see `is_partition_hopeless`.
+The last jobs of a training were "in vain" if they all failed in the same way and started at the
+same sample. Jobs of an earlier command do not count: the user may have removed the cause.
+`analysis/search/propose.py` decides which larger configurations a lack of memory rules out; a
+partition where nothing could be measured is given up as a whole, see `is_partition_hopeless`.
 
 A job is also started again under its own id: by the training itself after a stop, up to
 `training.max_requeues` times; by submitit at the time limit of a profile (TIME_OUTS) or controller
-(`controller_time_outs`); and by a controller's batch script where its process is killed (REVIVALS).
+(`controller_time_outs`); and by a controller's batch script if its process is killed (REVIVALS).
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from tula_hpc.records.events import JobFailure
 
 # jobs in a row that were killed before they got any further: then the training itself is the cause
 KILLS = 3
-# of a study's training that dies of what looks like a bug: a killed process looks the same
+# jobs of a study's training that ends in an apparent bug: a killed process looks the same
 STUDY_ATTEMPTS = 3
-# of a configuration that fails for other reasons than memory
+# profile jobs of a configuration that fails for other reasons than memory
 PROFILE_ATTEMPTS = 2
-# of profile jobs that fail, for other reasons than memory, before anything was measured
+# submissions to a partition that fail, for other reasons than memory, before anything is measured
 HOPELESS_ROUNDS = 3
-# after the first job that met a broken device: each leaves out the hosts of those before
+# jobs after the first one that met a broken device; each avoids the hosts of the jobs before
 DEVICE_RETRIES = 2
-# requeues after a time limit of a job that leaves them to submitit
+# requeues at the time limit of a job that leaves requeueing to submitit
 TIME_OUTS = 3
-# of a controller job whose process is killed
+# restarts of a controller job whose process is killed
 REVIVALS = 3
-# so long a controller job may wait for room below a limit, requeued at each time limit of its own
+# longest wait of a controller job for room under a site's limit; its own time limits requeue it
 CONTROL_MINUTES = 30 * 24 * 60
 UNBOUNDED = sys.maxsize
 INTERRUPTIONS = (Failure.PREEMPTED, Failure.TIMED_OUT, Failure.NODE_FAILED)
@@ -69,7 +69,7 @@ class NextStep(Enum):
     GIVE_UP = auto()
 
 
-# another job would end alike
+# reasons for a stop that would end the next job in the same way
 FINAL = (StopReason.REQUEUES_EXHAUSTED, StopReason.LIMIT_IN_VAIN)
 
 
@@ -80,11 +80,11 @@ class RetryPolicy:
     A failure that is in no table ends the training: the next job would fail in the same way.
     """
 
-    # jobs in all, but for a failure that is no interruption: those that were not interrupted
+    # most jobs by their last failure; unless it is an interruption, interrupted jobs do not count
     jobs: Mapping[Failure, int]
-    # last jobs that all failed like this and had begun at the same sample
+    # most jobs in a row that failed like this and started at the same sample
     in_vain: Mapping[Failure, int]
-    # a smaller batch is trained instead
+    # failures after which a smaller batch is trained instead
     smaller_batch: frozenset[Failure] = frozenset()
 
     def judge(
@@ -102,7 +102,7 @@ class RetryPolicy:
         if attempts == 0:
             return NextStep.AGAIN
         if kind not in INTERRUPTIONS:
-            # an interrupted job says nothing of the training
+            # an interrupted job says nothing about the training
             attempts -= history.ends(label, INTERRUPTIONS, since)
         if failure.stop in FINAL or attempts >= self.jobs.get(kind, 1):
             return NextStep.GIVE_UP
@@ -140,11 +140,11 @@ def is_held_against(failure: Failure, broken_devices: int) -> bool:
     """Tell whether a failed profile job counts as an attempt at the configuration that it measured.
 
     Args:
-        failure: Of the job.
-        broken_devices: Earlier jobs that a device ended while they measured the same.
+        failure: Failure of the job.
+        broken_devices: Number of earlier jobs of that configuration that a broken device ended.
     """
     if failure is Failure.DEVICE_FAILED:
-        # it says nothing of the configuration
+        # a broken device says nothing about the configuration
         return broken_devices >= DEVICE_RETRIES
     return failure is not Failure.PREEMPTED
 
@@ -164,18 +164,18 @@ def is_broken_round(failure: Failure) -> bool:
 
 
 def is_partition_hopeless(failures: Iterable[Failure], broken_rounds: int) -> bool:
-    """Tell whether nothing more is submitted to a partition where nothing was measured so far.
+    """Tell whether to submit nothing more to a partition where nothing was measured so far.
 
     Args:
-        failures: Of this command's jobs there.
-        broken_rounds: Submissions of this command with a failure as `is_broken_round` means it.
+        failures: Failures of this command's jobs in the partition.
+        broken_rounds: Submissions of this command that failed as `is_broken_round` defines it.
     """
     if broken_rounds >= HOPELESS_ROUNDS:
         return True
-    # after all its requeues another job would take as long
+    # a job timed out after all its requeues, and another one would take as long
     return any(each.is_the_users or each is Failure.TIMED_OUT for each in failures)
 
 
 def controller_time_outs(minutes: int) -> int:
-    """Return how often a controller job is requeued at this time limit."""
+    """Return how often a controller job with a time limit of `minutes` is requeued."""
     return math.ceil(CONTROL_MINUTES / minutes)

@@ -84,9 +84,9 @@ def run(
 
 @contextlib.contextmanager
 def status_at_end(root: Path, *, wanted: bool) -> Iterator[None]:
-    """Print the status of a run as JSON when its command ends, also by an error.
+    """Print the status of a run as JSON when its command ends, even with an error.
 
-    All that the command itself prints goes to standard error.
+    Everything that the command itself prints goes to standard error.
     """
     if not wanted:
         yield

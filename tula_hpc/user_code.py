@@ -1,27 +1,27 @@
 """Bring your own model, data, loss and metric: ``"package.module:function"`` in a sweep file.
 
-`sweeps/README.md` has the table of what each is called with and returns. Beyond that:
+`sweeps/README.md` has a table of what each function is called with and returns. Beyond that:
 
 - ``model`` is called on the CPU after torch's random numbers were seeded with ``workload.seed``.
   Without ``loss``, it maps a float batch (N, C, H, W) to scores (N, classes).
-- Both sets of ``dataset`` are map-style (``__len__`` and ``__getitem__``). ``workload.samples`` is
-  applied afterwards, by the caller.
+- ``dataset`` returns two map-style sets (``__len__`` and ``__getitem__``). The caller applies
+  ``workload.samples`` afterwards.
 - Draw augmentation from the default random numbers of torch, NumPy or Python: they are seeded for
-  each item from (seed, epoch, index), so a resumed training or one with another number of workers
-  sees the same images. Generators of your own are left as they are.
+  each item from (seed, epoch, index), so a training that is resumed, or that has another number of
+  workers, sees the same images. Generators of your own are left as they are.
 - With ``loss`` an item is ``(inputs, targets)``, each a tensor, a number, or a tuple, list or dict
-  of such, of the same shapes for every item (sequences padded or cut to one length). The model is
-  called as ``model(inputs)`` with a batch of ``torch.utils.data.default_collate``; its output goes
-  to the loss as it is, and training minimizes the mean. ``classes`` is any number that the model
-  should get from the data (a vocabulary), and ``image_size``, where the sweep does not give it, the
+  of these, with the same shapes for every item (sequences padded or cut to one length). The model
+  is called as ``model(inputs)`` with a batch of ``torch.utils.data.default_collate``; its output
+  goes to the loss as it is, and training minimizes the mean. ``classes`` is any number that the
+  model should get from the data (a vocabulary), and ``image_size``, unless the sweep gives it, the
   last dimension of the first input.
-- ``metric`` is reported as accuracy. Without it, accuracy is known where outputs are scores
-  (N, classes) and targets labels (N,); elsewhere the loss on the test set is reported.
+- ``metric`` is reported as accuracy. Without it, accuracy is known if outputs are scores
+  (N, classes) and targets labels (N,); otherwise the loss on the test set is reported.
 
 Any exception of these functions becomes an `InputError` of one line, unless memory ran out or a
-file system failed. A command tries all of it on its own machine before it submits a job, with
-several items of both sets; labels that can be seen without reading items (an attribute `targets` or
-`labels`, as torchvision's data sets have it, or a `TensorDataset`) are checked one and all.
+file system failed. A command tries all of them on its own machine before it submits a job, with
+several items of both sets. Labels that can be seen without reading items (an attribute `targets` or
+`labels`, as torchvision's data sets have, or a `TensorDataset`) are all checked.
 """
 
 from __future__ import annotations
@@ -51,16 +51,18 @@ from tula_hpc.errors import InputError, PreemptedError
 from tula_hpc.own_sources import is_own
 from tula_hpc.process_memory import out_of_memory
 
-# items of each set that a job tries, and that a command tries before
+# items of each set that a job tries
 TRIED_BY_JOBS = 2
+# items of each set that a command tries before it submits a job
 TRIED_BEFORE = 8
-# of random numbers while a data set function is called
+# seed of the random numbers while a data set function is called
 SEED_OF_DATA = 0
-# torch's words where there is none, or its build is for CPUs
+# parts of torch's messages without a GPU, or from a build for CPUs only
 _NO_GPU = re.compile(r"NVIDIA driver|not compiled with CUDA|No CUDA GPUs|no GPUs found")
+# characters kept of each further line of an error message
 MOST_OF_LINE = 200
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
-# torch.load's, far below a long advice
+# torch.load's message, with the name far below a long piece of advice
 _NOT_WEIGHTS = re.compile(r"^Weights only load failed(?s:.*)Unsupported global: GLOBAL (\S+)")
 _MOVED = (
     "leave out .cuda() and .to(...): model and batches are moved to the `device` of the cluster "
@@ -85,7 +87,7 @@ def blamed(key: str, words: str, hint: str | Callable[[BaseException], str] = ""
     Args:
         key: Key of the sweep file.
         words: Text before the exception's message.
-        hint: Text after it, or what makes it of the exception.
+        hint: Text after that message, or a function that returns the text for an exception.
 
     Raises:
         InputError: For any exception that may be a mistake, see `is_mistake`.
@@ -104,8 +106,8 @@ def blamed(key: str, words: str, hint: str | Callable[[BaseException], str] = ""
 def is_mistake(error: Exception | SystemExit) -> bool:
     """Tell whether an exception in the user's code may be a mistake there.
 
-    Lack of memory has remedies of its own, and a file system that fails may work the next time. A
-    signal that stops the job raises wherever it comes.
+    Lack of memory has remedies of its own, and a file system that fails may work the next time. The
+    exception of a stop signal is raised wherever the code is at that moment.
     """
     from submitit.core.utils import UncompletedJobError
 
@@ -122,7 +124,7 @@ def told(error: Exception | SystemExit) -> str:
     text = _ESCAPES.sub("", str(error)).strip()
     message, _, rest = text.partition("\n")
     if message.endswith(":"):
-        # the first two of those that it announces, as missing and unexpected keys
+        # the first two of the lines that the message announces, such as missing and unexpected keys
         announced = [line.strip()[:MOST_OF_LINE] for line in rest.strip().splitlines()[:2]]
         message = " ".join([message, *announced])
     elif (refused := _NOT_WEIGHTS.search(text)) is not None:
@@ -133,13 +135,13 @@ def told(error: Exception | SystemExit) -> str:
     innermost_first = reversed(traceback.extract_tb(error.__traceback__))
     frames = [(Path(frame.filename), frame.lineno) for frame in innermost_first]
     others = (f for f in frames if f[0] not in _CALLERS and not _is_foreign(f[0]))
-    # a shipped model has no own files
+    # a model of this package has no file of the user's own
     place = next((f for f in frames if is_own(f[0])), next(others, None))
     return description if place is None else f"{description} ({place[0].name}:{place[1]})"
 
 
 def _is_foreign(path: Path) -> bool:
-    # "<frozen runpy>" is in no file
+    # a name such as "<frozen runpy>" is no file
     return "site-packages" in path.parts or path.name.startswith("<")
 
 
@@ -149,7 +151,7 @@ def told_with_remedy(error: Exception | SystemExit) -> str:
 
 
 def lacks_gpu(error: Exception | SystemExit) -> bool:
-    """Tell whether torch was asked for a GPU, and there is none."""
+    """Tell whether an error of torch says that there is no GPU."""
     return bool(_NO_GPU.search(str(error)))
 
 
@@ -157,7 +159,7 @@ def collate(items: list[Any], what: str = "has samples") -> Batch:
     """Put samples into one batch.
 
     Raises:
-        InputError: They differ in shape or kind.
+        InputError: The samples differ in shape or kind.
     """
     words = f"{what} that cannot be put into one batch"
     with blamed("workload.dataset", words, "; expected the same shapes, padded or cut"):
@@ -203,7 +205,7 @@ def own_function(key: str, name: str, parameters: Sequence[str]) -> Callable[...
     """Load a user's function and check its parameters, without calling it.
 
     Raises:
-        InputError: The function is missing, or cannot be called with so many arguments.
+        InputError: The function is missing, or cannot be called with that many arguments.
     """
     function = _load(key, name)
     try:
@@ -215,9 +217,7 @@ def own_function(key: str, name: str, parameters: Sequence[str]) -> Callable[...
 
 
 def own_data(spec: WorkloadSpec, tried: int = TRIED_BY_JOBS) -> OwnData:
-    """Call the user's data set function and check items of each set, and labels.
-
-    Of each set `tried` items are read.
+    """Call the user's data set function; check `tried` items of each set, and labels.
 
     Raises:
         InputError: The function is missing, takes other arguments, fails, or departs from the
@@ -263,14 +263,14 @@ def random_numbers_kept() -> Iterator[None]:
 def seed_random_numbers(seed: int) -> None:
     """Seed Python's, NumPy's and torch's CPU random numbers."""
     random.seed(seed)
-    # it takes 32 bits
+    # NumPy takes 32 bits
     np.random.seed(seed % 2**32)
-    # not torch.manual_seed: that would ask every backend there is, and reseed the GPU as well
+    # not torch.manual_seed, which would call every backend, and reseed the GPU as well
     torch.default_generator.manual_seed(seed)
 
 
 def spread(samples: int, count: int) -> list[int]:
-    """Return at most so many positions all over a set, the first two among them."""
+    """Return at most `count` positions spread over a set, the first two among them."""
     steps = max(1, count - 2)
     later = {round(step * (samples - 1) / steps) for step in range(1, count - 1)}
     return sorted(position for position in {0, 1} | later if 0 <= position < samples)
@@ -332,7 +332,7 @@ def _check_labels(
     spec: WorkloadSpec, which: str, data: Any, items: dict[int, Any], classes: int
 ) -> None:
     labels = visible_labels(data)
-    # what the attribute holds may not be what the items have
+    # the attribute may hold other labels than the items have
     if labels is None or any(int(labels[i]) != int(item[1]) for i, item in items.items()):
         return
     wrong = torch.nonzero((labels < 0) | (labels >= classes)).flatten()
@@ -344,7 +344,7 @@ def _check_labels(
 
 
 def visible_labels(data: Any) -> Tensor | None:
-    """Return the label of each sample, (n,), where they can be had without reading items."""
+    """Return the labels of all samples, (n,); None if that would take reading the items."""
     if isinstance(data, Subset):
         inner = visible_labels(data.dataset)
         return None if inner is None else inner[torch.as_tensor(data.indices)]
@@ -368,7 +368,7 @@ def _is_pair(item: Any) -> bool:
     try:
         batch = default_collate([item])
     except TypeError:
-        # it holds something else than tensors and numbers
+        # the item holds something other than tensors and numbers
         return False
     leaves = [list(leaves_of(part)) for part in batch]
     return all(part and all(isinstance(leaf, Tensor) for leaf in part) for part in leaves)
@@ -449,8 +449,8 @@ def _load(key: str, name: str) -> Callable[..., Any]:
 
 
 def _make_importable(package: str) -> None:
-    # After all else, and only where the package is nowhere else; modules that it imports may
-    # lie there as well. Loader processes get this path, too.
+    # Last on the path, and only if the package is nowhere else. Modules that the package imports
+    # may lie in this folder as well. Loader processes get the same path.
     folder = str(Path.cwd())
     if folder not in sys.path and not _is_installed(package):
         sys.path.append(folder)
@@ -459,8 +459,8 @@ def _make_importable(package: str) -> None:
 def _is_installed(package: str) -> bool:
     try:
         spec = find_spec(package)
-    # the package was loaded in another way
+    # find_spec raises if the package was loaded in another way
     except ValueError:
         return True
-    # a folder without __init__.py, which has no origin, gives way to a package
+    # a folder without __init__.py has no origin, and gives way to a package found later
     return spec is not None and spec.origin is not None
