@@ -23,13 +23,13 @@ class CifarFacts(NamedTuple):
     """Classes, files and normalization of one of the two data sets."""
 
     classes: int
-    # inside the binary archive
+    # folder inside the binary archive
     folder: str
     train: tuple[str, ...]
     test: tuple[str, ...]
-    # before each image; the last one is the class
+    # bytes before each image; the last one is the class
     label_bytes: int
-    # files of the version for Python
+    # files of the pickled version for Python
     pickled: tuple[str, ...]
     # mean and deviation of the training images by channel
     scaling: Scaling
@@ -66,7 +66,7 @@ def find_binary(facts: CifarFacts, data_dir: Path) -> Path | None:
 
 
 def refuse_pickled(facts: CifarFacts, data_dir: Path) -> None:
-    """Name the version to get where the folder holds only the pickled one.
+    """Refuse a folder with the pickled version alone, and name the version to get.
 
     Raises:
         InputError: `data_dir` holds the version for Python.

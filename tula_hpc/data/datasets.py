@@ -51,11 +51,11 @@ _SPLIT_SEED = 20_150_000
 # cosines per channel and class, of at most two periods along an edge
 _WAVES = 4
 _GREY = 127.5
-# of 255: amplitude of the pattern
+# amplitude of the pattern, on the scale of 0 to 255
 _CONTRAST = 40.0
-# of 255: deviation of each pixel's noise; the classes overlap but can be distinguished
+# standard deviation of each pixel's noise, likewise; the classes overlap but can be distinguished
 _NOISE = 50.0
-# each image takes its noise from somewhere in a long row: fresh noise costs 100 times as much
+# length of the row of which each image's noise is a part: fresh noise costs 100 times as much
 _NOISE_VALUES = 2**20
 _SYNTHETIC_SAMPLES = 2048
 _SYNTHETIC_TEST_SAMPLES = 512
@@ -74,7 +74,7 @@ class Split(NamedTuple):
 
 
 def stratified_split(labels: Indices) -> Split:
-    """Set a fifth of each class aside for testing, at least one of two or more samples."""
+    """Set a fifth of each class aside for testing, at least one sample if the class has two."""
     random = np.random.default_rng(_SPLIT_SEED)
     is_test = np.zeros(len(labels), bool)
     for label in np.unique(labels):
@@ -90,7 +90,7 @@ def random_order(samples: int, seed: int) -> Indices:
 
 
 class PatternSource:
-    """Images that follow from (seed, position) alone; position p is of class p mod `classes`."""
+    """Images that depend on (seed, position) alone; position p has class p mod `classes`."""
 
     def __init__(self, seed: int, classes: int, edge: int) -> None:
         self.seed, self.classes = seed, classes
@@ -149,7 +149,7 @@ def build_data(spec: WorkloadSpec, tried: int = TRIED_BY_JOBS) -> Data:
     if spec.samples is not None and spec.dataset != "synthetic":
         data = data._replace(train=_subset(data.train, "training", spec.samples, spec.seed))
     if spec.test_samples is not None and spec.dataset != "synthetic" and not spec.holdout:
-        # the same ones for every seed: results are results on the same samples
+        # the same samples for every seed, so that results can be compared
         data = data._replace(test=_subset(data.test, "test", spec.test_samples, 0))
     if spec.holdout:
         return _hold_out(spec, data)
@@ -159,17 +159,17 @@ def build_data(spec: WorkloadSpec, tried: int = TRIED_BY_JOBS) -> Data:
 def training_samples(spec: WorkloadSpec, most: int = 10_000) -> Dataset[Any]:
     """Return at most `most` training samples, not augmented.
 
-    Of a larger training set they are a random choice, independent of the training's seed.
+    From a larger training set they are a random choice, independent of the training's seed.
     """
     train = build_data(spec.model_copy(update={"augment": False})).train
     return _take(train, random_order(_length(train), 0)[:most])
 
 
 def _hold_out(spec: WorkloadSpec, data: Data) -> Data:
-    """Put some training samples, not augmented, in place of the test set.
+    """Replace the test set by some training samples, not augmented.
 
-    They are the same ones for every seed of a training. With `samples` the seed decides which
-    samples there are; of these the same positions are held out.
+    They are the same samples for every seed of a training. With `workload.samples` the seed decides
+    which samples there are, and the same positions among them are held out.
     """
     order = random_order(_length(data.train), 0)
     held = max(1, round(spec.holdout * len(order)))
@@ -219,13 +219,13 @@ def _own(spec: WorkloadSpec, tried: int) -> Data:
         _refuse_unsendable(spec, "train", train)
         _refuse_unsendable(spec, "test", test)
     inputs, _ = default_collate([test[0]])
-    # of one sample: (1, …)
+    # a tensor of one sample: (1, …)
     first = next(tensors_of(inputs))
     return Data(train, test, classes, spec.image_size or first.shape[-1])
 
 
 class _Sending(pickle.Pickler):
-    """Pickles an object into nothing; its numbers, which may be many, can always be sent."""
+    """Pickler that discards the bytes; it skips tensors and arrays, which can always be sent."""
 
     def __init__(self) -> None:
         super().__init__(_Nowhere())
@@ -241,11 +241,11 @@ class _Nowhere:
 
 
 def _refuse_unsendable(spec: WorkloadSpec, which: str, dataset: Dataset[Any]) -> None:
-    """Refuse a set that loader processes cannot be given, which start without a fork."""
+    """Refuse a set that cannot be pickled for loader processes, which start without a fork."""
     error = _why_unsendable(dataset)
     if error is None:
         return
-    # a list, say, has none
+    # a list, say, has no __dict__
     attributes = getattr(dataset, "__dict__", {})
     found = (name for name, value in attributes.items() if _why_unsendable(value) is not None)
     where = "".join(f"its attribute {name}, " for name in itertools.islice(found, 1))
@@ -260,7 +260,7 @@ def _refuse_unsendable(spec: WorkloadSpec, which: str, dataset: Dataset[Any]) ->
 def _why_unsendable(thing: Any) -> Exception | None:
     try:
         _Sending().dump(thing)
-    # of any kind: what a class raises as it is pickled is its own matter
+    # pickling calls the classes' own code, which may raise anything
     except Exception as error:  # noqa: BLE001
         return error
     return None
@@ -280,12 +280,12 @@ def _digits(spec: WorkloadSpec, image_size: int) -> Data:
     return Data(train, every.take(split.test), 10, image_size)
 
 
-# the file is text, and a profile asks for it at each configuration
+# cached, since the file is text, and a profile reads it for each configuration
 @functools.cache
 def _read_digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """Return images, (n, 8, 8), 0 to 16, and labels.
 
-    They are in a file of scikit-learn, which would itself take a second to import.
+    Both are in a file of scikit-learn, whose import would take a second.
     """
     package = importlib.metadata.distribution("scikit-learn")
     file = str(package.locate_file("sklearn/datasets/data/digits.csv.gz"))
@@ -321,7 +321,7 @@ def _cifar(spec: WorkloadSpec, image_size: int) -> Data:
 def _split_tree(
     spec: WorkloadSpec, image_size: int, *, test_names: tuple[str, ...], **options: Any
 ) -> Data:
-    """Return the data of a tree with a folder for training and one for testing."""
+    """Return the data of a tree with one folder for training and another for testing."""
     data_dir = _data_dir(spec)
     train = read_tree(find_subfolder(data_dir, "train"))
     test = read_tree(find_subfolder(data_dir, *test_names))

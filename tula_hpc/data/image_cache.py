@@ -1,8 +1,8 @@
 """Small images of a folder tree, decoded once into a file that all workers and later jobs share.
 
-Decoding 50,000 PNG files takes a core several seconds, and would in every epoch. The file is a
-plain .npy array of bytes (n, 3, edge, edge) in one of `cache_folders`. Its name is a hash of the
-tree's path and of name, size and modification time of each image, so a changed tree is decoded
+Decoding 50,000 PNG files takes one core several seconds, and would do so in every epoch. The file
+is a plain .npy array of bytes (n, 3, edge, edge) in one of `cache_folders`. Its name is a hash of
+the tree's path and of name, size and modification time of each image, so a changed tree is decoded
 again. Nothing is ever unpickled. Old files may be deleted at any time.
 """
 
@@ -30,7 +30,7 @@ from tula_hpc.data.images import Bytes, Indices, open_rgb, to_square
 from tula_hpc.errors import InputError
 from tula_hpc.files import in_words, whole_file
 
-# larger trees are decoded at each read: the file would crowd out the node's page cache
+# larger trees are decoded at each read: their file would fill the node's page cache
 MAX_BYTES = 2 * 1024**3
 _log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class RecordFiles:
         self._descriptors: dict[Path, int] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # another process opens its own
+        # another process opens descriptors of its own
         return {**self.__dict__, "_descriptors": {}}
 
     def read(self, positions: Indices) -> Bytes:

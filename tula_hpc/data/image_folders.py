@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 # mean and deviation of ImageNet's training images by channel (torchvision's documentation)
 IMAGENET_SCALING = Scaling((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+# pixels; larger images are decoded at each read
 LARGEST_CACHED_EDGE = 64
 # the short edge is resized to this share of the crop (Krizhevsky et al. 2012)
 _EVALUATION_RESIZE = 256 / 224
@@ -34,7 +35,7 @@ _EVALUATION_RESIZE = 256 / 224
 class DecodedOnRead(ImageDataset):
     """Images of a tree, decoded and transformed at each read.
 
-    `transform` makes bytes, (3, edge, edge), of a PIL image; its random parts draw from torch's
+    `transform` turns a PIL image into bytes, (3, edge, edge); its random parts draw from torch's
     random numbers.
     """
 
@@ -69,10 +70,10 @@ def folder_images(
 ) -> Dataset[Any]:
     """Return a data set of a tree's images.
 
-    Up to 64 pixels, and up to 2 GiB decoded: short edge resized, centre kept, decoded once;
-    augmentation is a crop after padding by an eighth, and a flip (4 pixels at 32, as in the CIFAR
-    literature). Otherwise: a random crop of 8 to 100 % of the area and a flip for training, the
-    centre of a slightly larger image for evaluation (as for ImageNet).
+    Images of up to 64 pixels that take up to 2 GiB in all are decoded once: short edge resized,
+    centre kept. Augmentation is a crop after padding by an eighth (4 pixels at 32, as in the CIFAR
+    literature), and a flip. Others are decoded at each read: a random crop of 8 to 100 % of the area
+    and a flip for training, the centre of a slightly larger image for evaluation (as for ImageNet).
 
     Images whose files have edges of `stored_edge` are resized to `image_size` after augmentation.
     """

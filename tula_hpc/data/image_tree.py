@@ -1,11 +1,11 @@
-"""Folder trees of images, one folder a class with images anywhere below, and their listings.
+"""Folder trees of images, with one folder per class and images anywhere below, and their listings.
 
 A million names take a busy file system minutes to list, and every worker would list them for each
 configuration, so a listing is kept in one of `cache_folders`, where workers and later jobs share
-it. It is used while every folder that it names has the modification time that it had: that changes
-when a file or folder in it is made, renamed or deleted. The file's name is a hash of the tree's
-path, of the classes left out and of the root's modification time, so that nodes with copies of
-their own keep listings of their own. It holds a SHA-256 and plain arrays. Nothing is ever
+it. A listing is valid while every folder that it names keeps its modification time, which changes
+when a file or folder in it is made, renamed or deleted. The listing's file name is a hash of the
+tree's path, of the classes left out and of the root's modification time, so that nodes with copies
+of their own keep listings of their own. The file holds a SHA-256 and plain arrays. Nothing is ever
 unpickled. Old files may be deleted at any time.
 """
 
@@ -32,15 +32,18 @@ from tula_hpc.errors import InputError
 from tula_hpc.files import in_words, make_private, mistrust, read_bounded, whole_file
 from tula_hpc.formatting import in_short
 
-# Changed later than this before it was listed, a folder may change again without another time:
-# clocks of file servers are coarse and differ from ours, and nodes see times up to a minute late.
+# A listing is kept if all folders have been unchanged for this long. One that changed since may
+# change again with the same modification time: clocks of file servers are coarse and differ from
+# ours, and nodes see times up to a minute late.
 SETTLED_S = 60.0
+# largest listing that is read
 MOST_BYTES = 2**32
-# begins the names of files that are not whole yet
+# prefix of the names of files that are not complete yet
 WRITING = ".writing-"
+# age at which such a file counts as left behind
 LEFT_S = 24 * 3600.0
 DATA_DIR_KEY = "workload.data_dir"
-# those of torchvision's `ImageFolder`; torchvision takes a while to import
+# copied from torchvision's `ImageFolder`: torchvision takes a while to import
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 _VERSION = 1
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -57,7 +60,7 @@ def make_own(folder: Path) -> None:
     """Make a private folder: others must not be able to replace its files.
 
     Raises:
-        OSError: It cannot be made, is somebody else's, or others may write to it.
+        OSError: The folder cannot be made, is somebody else's, or others may write to it.
     """
     make_private(folder)
     if reason := mistrust(folder):
@@ -66,7 +69,7 @@ def make_own(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Let one process in at a time, or all where the file system cannot lock."""
+    """Let one process at a time into the block, or all of them if the file system cannot lock."""
     with path.open("w") as file:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -103,9 +106,9 @@ class Listing(NamedTuple):
 def listed_once(
     root: Path, leave_out: Iterable[str], make: Callable[[], tuple[Listing, bool]]
 ) -> Listing:
-    """Return the kept listing of a tree where it still holds, else a new one.
+    """Return the kept listing of a tree if it is still valid, else a new one.
 
-    Class folders in `leave_out` do not count. `make` lists the tree, and tells whether all of it
+    Class folders in `leave_out` do not count. `make` lists the tree, and returns whether all of it
     could be read.
     """
     try:
@@ -173,7 +176,7 @@ def _holds(root: Path, listing: Listing) -> bool:
     folders = zip(listing.folders.tolist(), listing.modified_ns.tolist(), strict=True)
     try:
         for name, modified_ns in folders:
-            # a Path for each of many thousand folders would cost more than the question itself
+            # making a Path for each of many thousand folders would cost more than os.stat itself
             if os.stat(top + name).st_mtime_ns != modified_ns:  # noqa: PTH116
                 return False
     except OSError:
@@ -186,7 +189,7 @@ class ImageTree:
     """Images of a tree, in order of class and path.
 
     Attributes:
-        root: The folder of class folders.
+        root: The folder that holds the class folders.
         names: Paths below the root as bytes, (n,). A million strings would take ten times the
             memory, in each process.
         labels: Class of each image, (n,).
@@ -206,7 +209,7 @@ class ImageTree:
         return self.root / os.fsdecode(bytes(self.names[index]))
 
     def take(self, indices: Indices) -> ImageTree:
-        """Return the tree with these images only, of the same classes."""
+        """Return the tree with these images only; its classes stay the same."""
         return replace(self, names=self.names[indices], labels=self.labels[indices])
 
 
@@ -216,10 +219,10 @@ def data_error(folder: Path, message: str) -> InputError:
 
 
 def read_tree(root: Path, leave_out: Iterable[str] = ()) -> ImageTree:
-    """List a folder of class folders, but not hidden ones and those to be left out.
+    """List the images of all class folders, except hidden ones and those in `leave_out`.
 
     Raises:
-        InputError: No class folders, or one without images.
+        InputError: There are no class folders, or one has no images.
     """
     leave_out = list(leave_out)
     listing = listed_once(root, leave_out, lambda: _list(root, leave_out))
@@ -260,7 +263,7 @@ def find_subfolder(data_dir: Path, *names: str) -> Path:
     """Return the first of these subfolders that exists.
 
     Raises:
-        InputError: None does.
+        InputError: None of them exists.
     """
     for name in names:
         if (data_dir / name).is_dir():

@@ -1,13 +1,13 @@
 """Data sets of images as bytes, their augmentation, and the model's inputs made from them.
 
-Bytes are a quarter of the floats: in the loader's queue, in pinned memory, and on the bus. The
-`loader` decides who makes floats of them: on a GPU the device, which is fed with bytes; on a CPU
-the process that loads.
+Bytes take a quarter of the room of floats: in the loader's queue, in pinned memory, and on the bus.
+`loader` decides what turns them into floats: a GPU, which receives bytes, does so itself; for a CPU
+the process that loads does.
 
-Small images lie decoded: a whole batch is read and augmented with plain array operations. A
+Small images are stored decoded: a whole batch is read and augmented with plain array operations. A
 transform per image costs some 100 µs, as much as a small network's step; here it is a few µs.
-Random bits are a function of (seed, epoch, index), so that no order of calls and no process can
-change them.
+Random bits are a function of (seed, epoch, index): they depend neither on the order of calls nor on
+the process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def scramble(values: Keys) -> Keys:
     Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with their
     64-bit constants.
     """
-    # arrays wrap around silently, as wanted
+    # NumPy's arrays overflow without a warning, and the function needs the overflow
     z = values + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -96,13 +96,13 @@ class Jitter(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """Bytes to a model's floats: (byte / white − mean) / deviation, by channel."""
+    """Scaling of bytes to a model's floats: (byte / white − mean) / deviation, by channel."""
 
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
     deviation: tuple[float, float, float] = (1.0, 1.0, 1.0)
     white: float = 255.0
-    # Rounded after each of three operations, as torchvision's transforms do; else divisions are
-    # done beforehand.
+    # Whether floats are rounded after each of the three operations, as by torchvision's transforms;
+    # otherwise the divisions are done beforehand.
     stepwise: bool = False
 
     def apply(self, images: Tensor) -> Tensor:
@@ -115,16 +115,16 @@ class Scaling(NamedTuple):
 
 
 def _room_for(images: Tensor) -> Tensor:
-    """Return memory for as many floats, in a loader process shared with its owner."""
+    """Return memory for the images as floats; a loader process shares it with its owner."""
     if get_worker_info() is None:
         return torch.empty(images.shape, device=images.device)
-    # As torch's own collate function does; else the floats would be copied to shared memory.
+    # torch's own collate function does the same; else the floats would be copied to shared memory
     size_bytes = 4 * images.numel()
     shared: Any = torch.UntypedStorage._new_shared(size_bytes)  # type: ignore[no-untyped-call]
     return torch.empty(0).set_(shared).view(images.shape)
 
 
-# kept: a GPU waits for each copy from the host
+# cached, since a GPU waits for each copy from the host
 @functools.cache
 def _by_channel(scaling: Scaling, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the subtrahend and the divisor (stepwise) or factor, (3, 1, 1)."""
@@ -136,7 +136,7 @@ def _by_channel(scaling: Scaling, device: torch.device) -> tuple[Tensor, Tensor]
 
 
 class Preprocessing(NamedTuple):
-    """Step from bytes of images to a model's inputs."""
+    """Conversion of images as bytes to a model's inputs."""
 
     scaling: Scaling
     # edge that the model wants, pixels; other images are resized (bilinear)
@@ -165,12 +165,12 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
 
 
 def prepared(dataset: Dataset[Any], inputs: Batch) -> Batch:
-    """Return a model's inputs for collated inputs of a data set; keep those of a user's own."""
+    """Return a model's inputs for collated inputs; those of a user's own data set stay as is."""
     return dataset.preprocessing.apply(inputs) if isinstance(dataset, ImageDataset) else inputs
 
 
 class PixelDataset(ImageDataset):
-    """Small labelled images that lie decoded: position in the source and class of each, (n,)."""
+    """Small labelled images, stored decoded: position in the source and class of each, (n,)."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Loaders: order of samples, loader processes, and batches on their way to a GPU.
 
-The order of an epoch follows from (seed, epoch), a global batch from the order and its size, an
-augmentation from (seed, epoch, index). None of them depends on the number of workers or of loader
-processes, or on where a training was interrupted.
+The order of an epoch depends only on (seed, epoch), a global batch on the order and its size, an
+augmentation on (seed, epoch, index). The number of workers or of loader processes, and where a
+training was interrupted, change none of them.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from tula_hpc.errors import InputError
 from tula_hpc.user_code import collate, random_numbers_kept, seed_random_numbers
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
-# batches that each loader process works ahead
+# batches that each loader process prepares ahead
 _PREFETCH = 2
-# of an evaluation, samples
+# smallest batch of an evaluation, samples
 SMALLEST_TEST_BATCH = 64
-# (epoch, index)
+# (epoch, index of the sample)
 Key = tuple[int, int]
 
 
 # Neither nccl nor CUDA survives a fork, nor do locks that other threads hold: loader processes come
 # from a server that was started clean and that imports torch once for all of them.
 #
-# TERM and USR2 ask a training to save at the next whole step, for which it needs its loader. Where
-# Slurm tracks processes by cgroup it signals only the tasks, elsewhere their children too, as a
+# TERM and USR2 ask a training to save after the next whole step, for which it needs its loader.
+# Slurm signals only the tasks if it tracks processes by cgroup, otherwise their children too, as a
 # `kill` of the process group does. A process inherits the blocked signals of the one that starts
-# it, so loader processes and their server never receive these two. The owner ends them with KILL,
-# and they watch the owner: the server ends only when they have, and torch's own watch sees the
-# server.
+# it, so loader processes and their server never receive these two. Their owner ends loader
+# processes with KILL, and they watch for its end themselves: torch has them watch only their
+# parent, the server, which ends after them.
 def _process_options(count: int) -> dict[str, Any]:
     """Start the servers of loader processes, and return options of a `DataLoader`."""
     context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    # starting the tracker unblocks TERM, so the server is started apart
+    # starting the tracker unblocks TERM, so the server is started in a block of its own
     with stop_signals_blocked():
         resource_tracker.ensure_running()
     with stop_signals_blocked():
@@ -72,7 +72,7 @@ def _process_options(count: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def stop_signals_blocked() -> Iterator[None]:
-    """Start processes in this block that the signals of a stop do not reach."""
+    """Block the signals of a stop, also for the processes that are started in this block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -80,8 +80,8 @@ def stop_signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-# Once for each process. Where a loader has failed, multiprocessing sends its processes TERM at exit
-# and waits for them for ever.
+# Registered once in each process. If a loader has failed, multiprocessing sends its processes TERM
+# at exit, which they block, and waits for them forever.
 @functools.cache
 def _kill_children_at_exit() -> None:
     atexit.register(_kill_children)
@@ -98,7 +98,7 @@ def _end_with_owner(owner: int, _: int) -> None:
     except ProcessLookupError:
         os._exit(1)
     except OSError:
-        # a kernel before 5.3
+        # kernels before 5.3 have no pidfd_open
         return
 
     def watch() -> None:
@@ -117,7 +117,7 @@ class KeyedItems(Protocol):
 
 
 class EpochDataset(NamedItems):
-    """Data set with items that follow from (epoch, index) and the augmentation's seed alone."""
+    """Data set whose items depend on (epoch, index) and the augmentation's seed alone."""
 
     def __init__(self, dataset: Dataset[Any], seed: int, classes: int | None) -> None:
         super().__init__(dataset, "training", classes)
@@ -129,7 +129,7 @@ class EpochDataset(NamedItems):
         bits = mix(self.seed, epochs, positions)
         if isinstance(self.dataset, KeyedItems):
             return self.dataset.keyed_items(positions, bits)
-        # once for all items: NumPy's take longer to be restored than an item may to be loaded
+        # once for all items: restoring NumPy's random numbers may take longer than loading an item
         with random_numbers_kept():
             return [
                 self._seeded_item(index, seed)
@@ -149,8 +149,8 @@ class ResumableSampler(DistributedSampler[Key]):
     """One worker's share of each full global batch; the order follows from (seed, epoch) alone.
 
     Global batch k of an epoch is ``order[offset + k·B : offset + (k + 1)·B]`` with ``B =
-    local_batch × world_size``; rank r has its r-th slice of `local_batch`. A rest smaller than B is
-    left out. The data set needs nothing but a length.
+    local_batch × world_size``; rank r has its r-th slice of `local_batch` samples. A remainder
+    smaller than B is left out. The data set needs nothing but a length.
     """
 
     def __init__(
@@ -163,14 +163,14 @@ class ResumableSampler(DistributedSampler[Key]):
 
     @property
     def global_batch(self) -> int:
-        """Samples a step over all workers, B."""
+        """Samples per step over all workers, B."""
         return self.local_batch * self.num_replicas
 
     def set_offset(self, samples: int) -> None:
         """Skip the first global samples of the epoch's order, seen before an interruption.
 
-        Any number up to the length of the data set will do: the batch may have been another one
-        then.
+        Any number up to the length of the data set is valid: before the interruption the batch may
+        have been another one.
         """
         if not 0 <= samples <= self._size():
             raise ValueError(f"offset {samples} is not within an epoch of {self._size()} samples")
@@ -184,7 +184,7 @@ class ResumableSampler(DistributedSampler[Key]):
         return ((self.epoch, index) for index in own.tolist())
 
     def own(self, epoch: int, offset: int) -> Tensor:
-        """Return the positions of this worker's samples of an epoch, after `offset` global ones."""
+        """Return the positions of this worker's samples in an epoch, after `offset` global ones."""
         own = self.order(epoch)[offset:][: self._batches(offset) * self.global_batch]
         return own.reshape(-1, self.num_replicas, self.local_batch)[:, self.rank].reshape(-1)
 
@@ -201,7 +201,7 @@ class ResumableSampler(DistributedSampler[Key]):
 
 
 class EndlessOrder(Sampler[Key]):
-    """Epochs of a `ResumableSampler` without end: loader processes work ahead into the next one."""
+    """Endless epochs of a `ResumableSampler`: loader processes work ahead into the next epoch."""
 
     def __init__(self, order: ResumableSampler) -> None:
         self.order = order
@@ -232,8 +232,8 @@ class TrainLoader(TellingLoader):
         Only one stream of a loader may be in use: the sampler and the loader processes are shared.
 
         Yields:
-            Inputs and targets, of images (local_batch, 3, edge, edge) and labels (local_batch,).
-            Images are bytes if the loader pins memory, else as the model takes them.
+            Inputs and targets; for images (local_batch, 3, edge, edge) and labels (local_batch,).
+            Images are bytes if the loader pins memory, else floats as the model takes them.
         """
         self.order.set_epoch(epoch)
         self.order.set_offset(offset)
@@ -242,7 +242,7 @@ class TrainLoader(TellingLoader):
     def not_finite(self, epoch: int, offset: int, batches: int) -> int | None:
         """Return the position of a sample of this worker that holds inf or nan; None without one.
 
-        So many batches are looked at, to the epoch's end at most, from `offset` global samples on.
+        The search covers `batches` batches after `offset` global samples, up to the epoch's end.
         """
         for index in self.order.own(epoch, offset)[: batches * self.order.local_batch].tolist():
             if not is_finite(collate([self.dataset[(epoch, index)]])):
@@ -263,9 +263,9 @@ def make_train_loader(
 ) -> TrainLoader:
     """Return one worker's loader of a data-parallel training; see `ResumableSampler`.
 
-    The seed is that of order and augmentation. `loader_workers` processes load; 0: this one. With
-    `pin_memory` batches are for a GPU: in pinned memory, images as bytes. Labels are checked
-    against so many classes; None: they are no labels.
+    `seed` decides order and augmentation. `loader_workers` processes load, with 0 this process.
+    `pin_memory` is for a GPU: batches are in pinned memory, images as bytes. Targets are checked
+    as labels of `classes` classes; with None they are no labels.
 
     Raises:
         InputError: The data set is smaller than one global batch.
@@ -314,13 +314,13 @@ def _length(dataset: Dataset[Any]) -> int:
 def _options(dataset: Dataset[Any], loader_workers: int, pin_memory: bool) -> dict[str, Any]:
     options: dict[str, Any] = {
         "pin_memory": pin_memory,
-        # A loader draws a seed whenever it starts, by default from the numbers that dropout uses.
+        # a loader draws a seed whenever it starts, by default from the generator of dropout
         "generator": torch.Generator(),
         "collate_fn": partial(collated, collate),
     }
     if isinstance(dataset, ImageDataset) and not pin_memory:
-        # On a CPU the process that loads makes floats of bytes, while another trains; a GPU does so
-        # by itself.
+        # For a CPU the process that loads turns bytes into floats, while another one trains; a GPU
+        # does so itself.
         make = partial(_collate_prepared, dataset.preprocessing)
         options["collate_fn"] = partial(collated, make)
     return options | (_process_options(loader_workers) if loader_workers else {})
@@ -341,7 +341,7 @@ def one_ahead(batches: Iterator[Batch], copies: StreamCopies) -> Iterator[Batch]
     under_way: deque[Copying] = deque()
     for batch in batches:
         under_way.append(copies.begin(batch))
-        # or host memory of one more batch would be held during a step
+        # otherwise the host memory of one more batch would be held during a step
         del batch
         if len(under_way) > 1:
             yield copies.arrive(under_way.popleft())
@@ -350,7 +350,7 @@ def one_ahead(batches: Iterator[Batch], copies: StreamCopies) -> Iterator[Batch]
 
 
 class Copying(NamedTuple):
-    """A batch that a stream copies."""
+    """A batch while a stream copies it."""
 
     batch: Batch
     done: torch.cuda.Event
@@ -359,10 +359,10 @@ class Copying(NamedTuple):
 class StreamCopies:
     """Copies to a GPU on a stream of their own.
 
-    The batch must lie in pinned memory, or the host waits for the copy. It may be freed at once:
-    the allocator of pinned memory does not hand it out again before the copy is done. On the GPU,
-    memory of a copy belongs to this stream, and `record_stream` keeps it from the next copy until
-    the stream that uses the tensor has done the work it was given before the tensor was freed.
+    The batch must be in pinned memory, or the host waits for the copy. The batch may be freed at
+    once: the allocator of pinned memory does not reuse its memory before the copy is done. On the
+    GPU, the memory of a copy belongs to this stream. `record_stream` keeps the next copy from using
+    it until the stream that uses the tensor has done all work queued before the tensor was freed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -370,7 +370,7 @@ class StreamCopies:
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def begin(self, batch: Batch) -> Copying:
-        """Begin to copy."""
+        """Begin to copy a batch to the GPU."""
         with torch.cuda.stream(self.stream):
             copied = map_tensors(lambda one: one.to(self.device, non_blocking=True), batch)
         return Copying(copied, self.stream.record_event())  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""Items by name: a mistake in a data set is told with the item that shows it.
+"""Name the item that shows a mistake in a data set.
 
-A mistake travels from a loader process as an error in the batch's place, and is raised where the
-batch is asked for: a traceback of this package says nothing about it.
+A loader process sends an error in place of the batch, which is raised where the batch is requested:
+a traceback of this package would say nothing about the mistake.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from tula_hpc.errors import DataError, InputError
 from tula_hpc.files import NO_SPACE
 from tula_hpc.user_code import collate, is_mistake, told
 
-# torch's words
+# part of torch's message about a loader process that was killed
 KILLED_WORKER = re.compile(r"DataLoader worker \(pid")
 
 
 class NamedItems(Dataset[Any]):
-    """Items of a data set; one that cannot be loaded is named.
+    """Data set whose errors name the item that cannot be loaded.
 
-    Labels are checked against so many classes; None: they are no labels.
+    Targets are checked as labels of `classes` classes; with None they are no labels.
     """
 
     def __init__(self, dataset: Dataset[Any], what: str, classes: int | None) -> None:
         self.dataset = dataset
         self.what = what
-        # ours are right
+        # labels of this package's data sets need no check
         self.classes = None if isinstance(dataset, ImageDataset) else classes
 
     def __len__(self) -> int:
@@ -41,7 +41,7 @@ class NamedItems(Dataset[Any]):
         return self.items([index])[0]
 
     def __getitems__(self, indices: list[Any]) -> list[Any]:
-        """Return the items of a batch, or the mistake alone."""
+        """Return the items of a batch, or a list of the error alone."""
         try:
             return _Items(self.items(indices), self, indices)
         except (InputError, DataError) as error:
@@ -51,8 +51,8 @@ class NamedItems(Dataset[Any]):
         """Return items.
 
         Raises:
-            InputError: One of them cannot be loaded, or has no label of a class.
-            DataError: One of them cannot be read, as a file system fails.
+            InputError: An item cannot be loaded, or its label is none of the classes.
+            DataError: An item cannot be read because a file system fails.
         """
         several = getattr(self.dataset, "__getitems__", None)
         if several is None or isinstance(self.dataset, Subset):
@@ -99,7 +99,7 @@ class NamedItems(Dataset[Any]):
         return f"has items {self._own(first)} and {self._own(second)} in the {self.what} set"
 
     def _own(self, index: int) -> int:
-        """Return the index in the user's own data set, of which this may be a part."""
+        """Return the index in the user's own data set, of which `dataset` may be a subset."""
         dataset: Any = self.dataset
         while isinstance(dataset, Subset):
             index = int(dataset.indices[index])
@@ -108,7 +108,7 @@ class NamedItems(Dataset[Any]):
 
 
 class _Items(list[Any]):
-    """Items of a batch that know which they are, until they are put together."""
+    """Items of a batch with their indices, until they are collated."""
 
     def __init__(self, items: list[Any], source: NamedItems, indices: list[Any]) -> None:
         super().__init__(items)
@@ -116,7 +116,7 @@ class _Items(list[Any]):
         self.indices = indices
 
     def named(self, mistake: InputError) -> InputError:
-        """Return the mistake of putting them together with the first two that do not fit."""
+        """Return the error of collating the items, with the first two that do not fit."""
         for index, item in zip(self.indices[1:], self[1:], strict=True):
             try:
                 collate([self[0], item], self.source.pair(self.indices[0], index))
@@ -126,15 +126,15 @@ class _Items(list[Any]):
 
 
 class TellingLoader(DataLoader[Any]):
-    """A loader that raises the mistakes that came in the place of batches."""
+    """A loader that raises the errors that came in place of batches."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override] # nothing else is asked of it
-        # no generator function, which would hold a batch while it is used
+        # not a generator function, which would keep a batch alive while it is used
         return map(_raise_mistake, _Watched(super().__iter__()))
 
 
 class _Watched(Iterator[Any]):
-    """Batches of loader processes; one that was killed is told."""
+    """Batches of loader processes; a process that was killed becomes a DataError."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self.batches = batches
@@ -143,7 +143,7 @@ class _Watched(Iterator[Any]):
         try:
             return next(self.batches)
         except (ConnectionError, RuntimeError) as error:
-            # its batches come through sockets of its own, which may fail first
+            # batches come through sockets of the process, which may fail before torch sees its end
             if isinstance(error, RuntimeError) and not KILLED_WORKER.search(str(error)):
                 raise
             raise DataError(
@@ -160,7 +160,7 @@ def _raise_mistake(batch: Any) -> Any:
 def collated(
     make: Callable[[list[Any]], Batch], items: list[Any]
 ) -> Batch | InputError | DataError:
-    """Put items together into a batch; return the mistake if that cannot be done."""
+    """Collate items into a batch; return the error if that cannot be done."""
     if isinstance(items[0], InputError | DataError):
         return items[0]
     try:

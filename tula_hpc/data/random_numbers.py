@@ -1,8 +1,8 @@
-"""Random numbers on the host, noted before each batch at little cost.
+"""States of the random numbers on the host, recorded before each batch at little cost.
 
-Python's, NumPy's and torch's generators are those that a data set draws from in a process that
-loads by itself. NumPy's takes 0.1 ms to read, as each of its 624 words becomes a number of Python
-first; but most data sets never draw from it.
+A data set draws from Python's, NumPy's and torch's generators in a process that loads by itself.
+Reading NumPy's state takes 0.1 ms, as each of its 624 words becomes a number of Python first; but
+most data sets never draw from it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-# NumPy's own generator has 624 words of state, and its place in them
+# state of NumPy's default generator: 624 words of 4 bytes, and the position in them
 MT19937_BYTES = 4 * 625
 
 
@@ -27,10 +27,10 @@ class Numbers(NamedTuple):
 
 
 class NumpyState:
-    """State of NumPy's random numbers, which is read anew only once it may be another.
+    """State of NumPy's random numbers, which is read again only if it may have changed.
 
-    A normal number is kept beside the generator, as they are drawn in pairs, and may be used
-    without a change of the generator: while there is one the state is always read.
+    Normal numbers are drawn in pairs. The second one is stored outside the generator's memory, and
+    using it does not change that memory: while there is one, the state is always read.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class NumpyState:
         self._memory = b""
 
     def now(self) -> tuple[Any, ...]:
-        """Return it as `numpy.random.get_state` does."""
+        """Return the state as `numpy.random.get_state` does."""
         memory = _memory()
         is_same = self._state is not None and memory == self._memory != b""
         if not is_same or self._state[3]:
@@ -49,7 +49,7 @@ class NumpyState:
 
 
 def _memory() -> bytes:
-    """Return the memory of NumPy's generator; b"" where a script has put another in its place."""
+    """Return the memory of NumPy's generator; b"" if a script has replaced the generator."""
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined] # is public
     if type(generator) is not np.random.MT19937:
         return b""
@@ -60,5 +60,5 @@ _numpy = NumpyState()
 
 
 def random_numbers() -> Numbers:
-    """Return them as they are now."""
+    """Return the states as they are now."""
     return Numbers(random.getstate(), _numpy.now(), torch.get_rng_state())
