@@ -1,1 +1,1 @@
-"""Show the work of a run so far, its present jobs, and the reasons for their waiting."""
+"""Show what a run has done, its present jobs, and why they wait."""

@@ -1,21 +1,21 @@
 """`tula status RUN`: the jobs that ran, run, wait (and why) or failed, and the cost so far.
 
-It only reads: from any machine that sees the run directory, whoever's it is, at any stage and age.
-Slurm is asked where its commands are; where they are not, or do not answer in seconds, the files
-alone tell.
+It only reads. It runs on any machine that sees the run directory, for any owner, stage and age of
+the run. It asks Slurm if Slurm's commands are installed; if they are not, or do not answer within
+seconds, it reports what the files say.
 
-`--json` prints one object. Its keys (None where not known; times are Unix seconds, durations
-seconds):
+`--json` prints one object with the following keys. Values are None if unknown; times are Unix
+seconds, durations are seconds:
 
     schema_version, name, run_directory, asked_at
     state           finished, running, waiting, stuck (a job waits until somebody acts), over (jobs are
-                    over, and nobody has acted on it yet), stopped, failed, unknown (the scheduler
+                    over, and nobody has handled their ends yet), stopped, failed, unknown (the scheduler
                     could not be asked)
-    words           its meaning, and the next step
+    words           what the state means, and the next step
     exit_code       see --help
-    command         process, host, alive (None: cannot be seen from this machine)
-    detached        None, or since, until, job_id and phase of the last controller job (of its guard where that acts)
-    scheduler       executor, answered, words (why not)
+    command         process, host, alive (None: this machine cannot see that)
+    detached        None, or since, until, job_id and phase of the last controller job (of the guard if that acts)
+    scheduler       executor, answered, words (why it did not answer)
     profile         stand, measured, out_of_memory, failed, wanted, jobs, left_s; None for a study
     plan            nodes, workers_per_node, local_batch, global_batch, accumulation, partition, epoch_time_s,
                     train_time_s, wall_time_s, cost, interval_90 (by key), currency, reason
@@ -24,19 +24,19 @@ seconds):
                     fallbacks, starts_over, drift, passed_over
     study           cells, finished, diverged, running, waiting, failed, left, rates, rates_finished, rates_failed,
                     failures (why, by label), under_way (as `training`)
-    report          whether it is written
-    report_stale    whether it is older than a measurement, a result or the plan
-    jobs            each with job_id, stage, phase (waiting, running, finished, failed, over, unknown), label (of a
-                    training; `guard` of a control job that acts where another is killed), what,
-                    partition, nodes, submitted_at, folder, state and reason (Slurm's words),
+    report          whether the report is written
+    report_stale    whether the report is older than a measurement, a result or the plan
+    jobs            each with job_id, stage, phase (waiting, running, finished, failed, over, unknown), label (a
+                    training's, or `guard` for the controller job that acts if another is killed), what,
+                    partition, nodes, submitted_at, folder, state and reason (Slurm's names),
                     waits_for, stuck, failure, detail (last line of the log), log_file
-    failures        those of the jobs that nothing has made up for, with their logs
+    failures        failed jobs whose work no later job has done, with their logs
     cost            currency, price, node_hours, cost; profile, train, control: node_hours, cost, source (sacct, notes,
                     events, steps), queue_s
-    promise         of a training that ended: expected_s, interval_s (90 %), actual_s, verdict (within, more, less,
-                    unknown), expected_cost, paid, promised_currency, told_by (accounting, notes)
+    promise         an ended training against its plan: expected_s, interval_s (90 %), actual_s, verdict (within,
+                    more, less, unknown), expected_cost, paid, promised_currency, told_by (accounting, notes)
     doubts          places that could not be read
-    avoided         hosts that later jobs are kept off because a device failed there: host, said, until
+    avoided         hosts that later jobs avoid because a device failed there: host, said, until
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 QUEUE_TIMEOUT_S = 8.0
 ACCOUNTING_TIMEOUT_S = 8.0
-# of the latest failures that are looked for
+# number of latest failures whose logs are searched
 LOGS = 20
 
 EXIT_CODES = """\
@@ -75,7 +75,7 @@ input; 3 nothing goes on, and nobody acts: run the same command again; 4 not kno
 
 @printable_output()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Run the command and return its exit code."""
     return exit_code_of(_run, _parser().parse_args(arguments))
 
 
@@ -116,7 +116,7 @@ def status_of(root: Path) -> RunStatus:
     """Return the state of the run in that directory at this moment.
 
     Raises:
-        RunDirectoryError: It is none, or may not be read.
+        RunDirectoryError: The directory holds no run, or cannot be read.
     """
     from tula_hpc.records import RunDirectory
     from tula_hpc.status.run_files import read_facts
@@ -133,7 +133,7 @@ def status_of(root: Path) -> RunStatus:
 
 
 def ask(facts: Facts) -> tuple[Answer, dict[str, list[JobAccount]]]:
-    """Ask the scheduler for the jobs that the files leave open, and accounting for all."""
+    """Ask the scheduler for jobs that may not be over, and accounting for all jobs."""
     from tula_hpc.status.jobs import Answer
 
     if facts.executor == "slurm":
@@ -167,7 +167,7 @@ def _ask_slurm(facts: Facts) -> tuple[Answer, dict[str, list[JobAccount]]]:
     accounted = _ask_accounting(facts)
     try:
         active = slurm.queue(jobs, QUEUE_TIMEOUT_S, jobs)
-        # their ids are not known: see only whether Slurm answers
+        # ids of cut-off submissions are unknown: only find out whether Slurm answers
         if facts.cut_off and not jobs:
             slurm.own_jobs(QUEUE_TIMEOUT_S)
     except LaunchError as error:
@@ -214,7 +214,7 @@ def _rate_labels(facts: Facts) -> list[str]:
 def _with_log(facts: Facts, job: JobStatus) -> JobStatus:
     from tula_hpc.status.run_files import find_log
 
-    # whatever the events say, the run's own logs
+    # only logs inside the run directory, whatever the events name
     folder = facts.run.slurm / Path(job.folder).name
     if not job.folder or not job.folder.isprintable():
         return job

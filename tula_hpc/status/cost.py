@@ -1,6 +1,6 @@
-"""Cost of a run so far: node-hours of its jobs by stage, their source, and their price.
+"""Cost of a run so far: node-hours of its jobs by stage, where these come from, and their price.
 
-The price of a node and hour on every basis of `[pricing]`, for resources already used.
+`node_hour_price` covers every basis of `[pricing]`, for resources that were already used.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ WATTS_PER_KILOWATT = 1000.0
 def node_hour_price(
     part: ClusterSpec, peak_bytes: float | None, watts: float | None
 ) -> float | None:
-    """Return the price of a node and hour in `PricingSpec.currency`, None if not known.
+    """Return the price of a node-hour in `PricingSpec.currency`, None if unknown.
 
     Args:
-        part: The nodes, and their prices; a cluster without partitions (see `ClusterSpec.parts`).
+        part: The nodes and their prices; one of `ClusterSpec.parts`, without partitions of its own.
         peak_bytes: Memory that each worker uses, for the basis "memory".
-        watts: Measured power of a node, for the basis "energy"; the cluster file's figure goes
-            before it.
+        watts: Measured power of a node, for the basis "energy" if the cluster file does not
+            give it.
     """
     pricing = part.pricing
     if pricing.basis == "tres":
@@ -74,13 +74,13 @@ def describe_price(part: ClusterSpec, watts: float | None) -> str:
 
 
 def measured_watts(measurements: Iterable[Measurement]) -> float | None:
-    """Return the median power of a node during the profiled steps, None if not measured."""
+    """Return the median power of a node during the profiled steps; None if not measured."""
     watts = [row.watts_per_node for row in measurements if row.watts_per_node > 0.0]
     return median(watts) if watts else None
 
 
 def profiled_bytes(measurements: Sequence[Measurement]) -> float | None:
-    """Return a worker's memory during profiling, mean over the measurements."""
+    """Return a worker's bytes of memory while profiling, mean over the measurements."""
     used = [
         row.memory.reserved_bytes
         for row in measurements
@@ -93,14 +93,14 @@ Source = Literal["sacct", "notes", "events", "steps", ""]
 
 
 class StageCost(Record):
-    """Use of one stage's jobs, and its cost."""
+    """Node-hours of one stage's jobs, and their cost."""
 
     node_hours: float
-    # in `CostStatus.currency`; None where the price is not known
+    # in `CostStatus.currency`; None if the price is unknown
     cost: float | None = None
-    # sacct: accounting, every run; notes: the jobs' own; the others are estimates
+    # sacct: accounting, all runs; notes: the jobs' own notes; the others are estimates
     source: Source = ""
-    # in which a job waited and none ran; profiling alone
+    # seconds in which a job waited and none ran; only for profiling
     queue_s: float | None = None
 
 
@@ -108,36 +108,36 @@ class CostStatus(Record):
     """Cost of the run so far."""
 
     currency: str = "USD"
-    # its basis, in words
+    # basis of the price, in words
     price: str = ""
     profile: StageCost | None = None
     train: StageCost | None = None
-    # the controllers of a detached sweep; None where accounting does not tell
+    # controllers of a detached sweep; None if accounting has none
     control: StageCost | None = None
     node_hours: float = 0.0
     cost: float | None = None
 
 
 class PromiseStatus(Record):
-    """Training that ended, against its plan."""
+    """Training that has ended, compared with its plan."""
 
-    # seconds
+    # predicted seconds
     expected_s: float
-    # at 90 %; None in plans without one
+    # its 90 % interval; None: the plan has none
     interval_s: tuple[float, float] | None
     actual_s: float
     # within, more, less or unknown
     verdict: PromiseVerdict
-    # in the plan's currency
+    # both in `promised_currency`, the plan's
     expected_cost: float
     paid: float | None
     promised_currency: str
-    # accounting or notes
+    # source of the actual numbers: accounting or notes
     told_by: str
 
 
 def promise_kept(facts: Facts) -> PromiseStatus | None:
-    """Return the comparison; None before the plan's training has ended, and where nothing tells."""
+    """Return the comparison; None until the plan's training has ended, or if nothing is known."""
     files = facts.trainings.get(MAIN_LABEL)
     if facts.plan is None or files is None or files.result is None:
         return None
@@ -171,7 +171,7 @@ Accounted = Mapping[str, Sequence[JobAccount]]
 
 
 def cost_so_far(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) -> CostStatus:
-    """Return the cost of all stages."""
+    """Return the cost of all stages so far."""
     uses = {
         "profile": _profiling(facts, jobs, accounted),
         "train": _training(facts, jobs, accounted),
@@ -209,7 +209,7 @@ def _priced(facts: Facts, stage: str, use: _Use) -> StageCost:
 
 
 def _price(facts: Facts, stage: str, partition: str) -> float | None:
-    """Return the price of a node and hour there; an unknown partition counts as the first."""
+    """Return the price of a node-hour on a partition; an unknown one counts as the first."""
     if facts.cluster is None:
         return None
     parts = facts.cluster.by_name() if facts.cluster else {}
@@ -221,7 +221,7 @@ def _price(facts: Facts, stage: str, partition: str) -> float | None:
 
 
 def _profiling(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) -> _Use | None:
-    """Use accounting where it has every job, or else the jobs' notes."""
+    """Return the use by accounting if that has every job, else by the jobs' notes."""
     runs = job_runs(facts.notes, facts.measurements, facts.cluster)
     by_accounting = _by_accounting(facts, jobs, "profile", accounted)
     if not runs:
@@ -242,7 +242,7 @@ def _profiling(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) ->
 
 
 def _training(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) -> _Use | None:
-    """Use accounting where it has every job, or else what the training notes."""
+    """Return the use by accounting if that has every job, else by what the training recorded."""
     by_accounting = _by_accounting(facts, jobs, "train", accounted)
     if by_accounting and _knows_all(jobs, "train", accounted):
         return by_accounting
@@ -271,7 +271,7 @@ def _by_accounting(
 def _by_partition(
     facts: Facts, jobs: Iterable[JobStatus], used: Iterable[tuple[str, float]]
 ) -> dict[str, float]:
-    """Sum node-seconds by partition: as submitted, or else as measured, or as planned."""
+    """Sum node-seconds by partition: as submitted, else as measured, else as planned."""
     where = {row.job_id: row.partition for row in facts.measurements}
     planned = facts.plan.chosen.partition if facts.plan else ""
     for job in jobs:
@@ -287,8 +287,8 @@ def _by_partition(
 def _estimated_training(facts: Facts, jobs: Sequence[JobStatus]) -> _Use | None:
     if facts.executor != "local":
         return _from_steps(facts, jobs)
-    # the last on file, not the latest by its stamp: the command that submitted a job notes its end
-    # by the same clock, while a job that began after the machine's clock was set has another
+    # The last event in the file, not the one with the latest time. The command that submitted a job
+    # records its end by the same clock; a job begun after the system's clock was set has another.
     last_signs = {
         (job.job_id, job.submitted_at): job.last_sign_at for job in facts.history.submissions()
     }
@@ -307,9 +307,9 @@ def _estimated_training(facts: Facts, jobs: Sequence[JobStatus]) -> _Use | None:
 
 
 def _local_seconds(facts: Facts, job: JobStatus, last_sign: float, is_newest: bool) -> float:
-    """Return the seconds from submission to the last sign of life, or until now: there is no queue.
+    """Return the seconds from submission to the last sign of life, or to now: there is no queue.
 
-    The time of a file is a sign only where no record tells of the end: copying a run changes it.
+    File times count only if no record has the job's end, since copying a run changes them.
     """
     files = facts.trainings.get(job.label) if is_newest else None
     limit_s = _limit_s(facts, "train")
@@ -324,7 +324,7 @@ def _local_seconds(facts: Facts, job: JobStatus, last_sign: float, is_newest: bo
 
 
 def _limit_s(facts: Facts, stage: Literal["profile", "train"]) -> float:
-    """Return the time limit of the stage: no job ran for longer, whatever clocks say."""
+    """Return the time limit of a stage's jobs: no job ran for longer, whatever clocks say."""
     parts = facts.cluster.parts() if facts.cluster else ()
     minutes = (part.profile_minutes if stage == "profile" else part.train_minutes for part in parts)
     return 60.0 * max(minutes, default=math.inf)
@@ -335,7 +335,7 @@ def _bounded(seconds: float, limit_s: float) -> float:
 
 
 def _from_steps(facts: Facts, jobs: Sequence[JobStatus]) -> _Use | None:
-    """Estimate the use from events of a training that ended, from its steps until then."""
+    """Estimate the use from the events of an ended training, or from the steps of another."""
     nodes = {job.label: job.nodes for job in jobs if job.stage == "train" and job.nodes}
     planned = facts.plan.chosen.nodes if facts.plan else 1
     used: dict[str, float] = {}

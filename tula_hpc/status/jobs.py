@@ -1,4 +1,4 @@
-"""State of each job of a run: from its events and records, or else from the scheduler."""
+"""State of each job of a run, from its events and records, or else from the scheduler."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class JobPhase(StrEnum):
 
     WAITING = "waiting"
     RUNNING = "running"
-    # it did its work, which may be to find out that memory does not suffice
+    # it did its work, which may be to find out that a batch does not fit into memory
     FINISHED = "finished"
-    # and the sweep has taken note of it
+    # it failed, and the sweep has recorded that
     FAILED = "failed"
-    # the scheduler no longer has it, and the sweep has not taken note of that
+    # the scheduler no longer has it, but the sweep has not recorded its end yet
     OVER = "over"
-    # not over as far as the files tell, and the scheduler could not be asked
+    # not over according to the files, and the scheduler could not be asked
     UNKNOWN = "unknown"
 
 
@@ -35,42 +35,42 @@ class JobStatus(Record):
     job_id: str
     stage: str
     phase: JobPhase
-    # of the training; of a control job its role
+    # name of a training; role of a controller job
     label: str = ""
-    # it was to measure
+    # what a profile job was to measure
     what: str = ""
     partition: str = ""
     nodes: int | None = None
     submitted_at: float
-    # in the run directory: scripts and logs
+    # folder of scripts and logs, in the run directory
     folder: str = ""
-    # Slurm's word
+    # Slurm's name for the state
     state: str = ""
-    # Slurm's word for what it waits for
+    # Slurm's name for what the job waits for
     reason: str = ""
     # the same in plain words
     waits_for: str = ""
-    # that will not go away by itself
+    # somebody has to act before it can start
     stuck: bool = False
     failure: Failure | None = None
-    # last line of its log
+    # last line of its log, or another description of its failure
     detail: str = ""
     log_file: str = ""
 
     @property
     def kind(self) -> str:
-        """Return the stage, or `guard` for the stand-in of a controller, to be shown."""
+        """Return the stage, or "guard" for a controller's guard, to show."""
         return self.label if self.stage == "control" and self.label else self.stage
 
 
 class Answer(NamedTuple):
-    """Answer of the scheduler; for `local` jobs, of this machine's processes."""
+    """Answer of the scheduler; for local jobs: which processes of this machine run."""
 
-    # jobs that it still has; None: it could not be asked
+    # jobs that the scheduler still has, by id; None: it could not be asked
     active: Mapping[str, JobState] | None
-    # why not
+    # why it could not be asked
     words: str = ""
-    # of jobs that are over, as far as accounting knows them
+    # last state of jobs that are over, by id, as far as accounting has them
     last_states: Mapping[str, str] = {}
 
 
@@ -94,7 +94,7 @@ class _Records:
         self.has_trained = any(job.stage == "train" for job in self.jobs)
 
     def end_of(self, job: Submission) -> _End | None:
-        """Return the end of a job; None where the files leave open whether it is over."""
+        """Return the end of a job; None if the files do not show whether it is over."""
         end = _by_events(job)
         if job.stage == "profile":
             return self._profiled(job, end)
@@ -104,7 +104,7 @@ class _Records:
         if job.stage == "control":
             return _End(JobPhase.FINISHED) if followed else None
         training = self.facts.trainings.get(job.label)
-        # the sweep submits a training again only when its job is over
+        # the sweep submits a training again only after its job is over
         if followed:
             return _End(JobPhase.FAILED, None, "ended without a result; was submitted again")
         return _End(JobPhase.FINISHED) if training and training.result else None
@@ -121,7 +121,7 @@ class _Records:
         did_all = note is not None and note.note == "ended"
         if did_all or any(row.status == "oom" for row in rows):
             return _End(JobPhase.FINISHED)
-        # by the time of a later stage all profile jobs were over
+        # a later stage begins only after all profile jobs are over
         if not self.has_trained and self.facts.plan_at <= job.submitted_at:
             return None
         if rows:
@@ -139,13 +139,13 @@ def _by_events(job: Submission) -> _End | None:
 
 
 def undecided(facts: Facts) -> list[Submission]:
-    """Return the jobs that may not be over by the files: the scheduler has to be asked."""
+    """Return the jobs that may not be over according to the files, to ask the scheduler for."""
     records = _Records(facts)
     return [job for job in records.jobs if records.end_of(job) is None]
 
 
 def job_statuses(facts: Facts, answer: Answer) -> list[JobStatus]:
-    """Return every job, in the order of submission."""
+    """Return the status of every job, in order of submission."""
     records = _Records(facts)
     return [_status(job, records.end_of(job), answer) for job in records.jobs]
 
@@ -168,7 +168,7 @@ def _status(job: Submission, end: _End | None, answer: Answer) -> JobStatus:
 
 
 def label_of(job: Submission) -> str:
-    """Return the label of a training or the role of a control job, "" for other jobs."""
+    """Return the label of a training or the role of a controller job, "" for other jobs."""
     return job.label or job.role
 
 

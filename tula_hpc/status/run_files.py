@@ -1,6 +1,7 @@
 """Contents of a run directory at this moment, for `status`.
 
-Only reads, and needs no right to write. Missing or damaged files are left out and noted.
+This module only reads and needs no right to write. Missing or damaged files are left out; damage is
+listed in `Facts.doubts`.
 """
 
 from __future__ import annotations
@@ -47,27 +48,27 @@ from tula_hpc.records.training import WITHOUT_SCORES
 from tula_hpc.stages.context import jobs_of_original
 from tula_hpc.stages.plan import MADE_AGAIN, is_plan_lost, obstacle
 
-# of which the last with a score counts
+# last epochs of metrics.jsonl that are searched for a score
 RECENT_EPOCHS = 2
 BLOCK_BYTES = 1 << 16
-# of metrics.jsonl, from its end
+# most bytes to read of metrics.jsonl, from its end
 MOST_BYTES = 1 << 24
 
 
 class Tail(NamedTuple):
-    """End of metrics.jsonl, in the order of the file: after a rollback the later lines count."""
+    """Last lines of metrics.jsonl in the order of the file: after a rollback later lines count."""
 
     steps: list[StepMetrics]
     epoch: EpochMetrics | None
 
 
 class TrainingFacts(NamedTuple):
-    """Files of one training."""
+    """Contents of one training's files."""
 
     label: str
     result: TrainResult | None
     tail: Tail
-    # Unix time of the newest, and what it has seen
+    # of the newest checkpoint: Unix time, and samples seen by then
     checkpoint_at: float | None
     saved_samples: int | None
     # Unix time of the last line of metrics.jsonl
@@ -75,7 +76,7 @@ class TrainingFacts(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """All that the files contain."""
+    """Everything that the files contain."""
 
     run: RunDirectory
     now: float
@@ -84,39 +85,39 @@ class Facts(NamedTuple):
     history: RunHistory
     notes: list[JobNote]
     measurements: list[Measurement]
-    # the first damaged line of them, in words, where it became so when no command was at work
+    # the first damaged line of measurements, in words, if a file was changed after the last event
     damaged_after: str
     plan: Plan | None
-    # Unix time; 0 without a plan
+    # Unix time at which the plan was written; 0: no plan
     plan_at: float
     # by label
     trainings: dict[str, TrainingFacts]
     holder: Holder
     has_report: bool
-    # it is older than a measurement, a result or the plan
+    # the report is older than a measurement, a result or the plan
     is_report_stale: bool
-    # folders of submissions that were begun and are in no event
+    # folders of submissions that were begun but are in no event
     cut_off: list[str]
     # what could not be read
     doubts: list[str]
-    # which of the files no command goes on with, and what to do
+    # a file that stops every command, and what to do; "" if there is none
     obstacle: str = ""
-    # the disk
+    # the disk is full
     is_full: bool = False
-    # the command that holds the lock, as by Ctrl-Z
+    # the command that holds the lock is stopped, as by Ctrl-Z
     is_stopped: bool = False
 
     @property
     def executor(self) -> str:
-        """Return `local` or `slurm`, "" where the cluster file cannot be read."""
+        """Return `local` or `slurm`; "" if the cluster file cannot be read."""
         return self.cluster.executor if self.cluster else ""
 
 
 def read_facts(run: RunDirectory) -> Facts:
-    """Read all files that are there.
+    """Read all files that exist.
 
     Raises:
-        RunDirectoryError: There is no such directory, it holds no run, or it may not be read.
+        RunDirectoryError: The directory does not exist, holds no run, or cannot be read.
     """
     try:
         _refuse_other(run)
@@ -134,7 +135,7 @@ def _refuse_other(run: RunDirectory) -> None:
 
 def _read(run: RunDirectory) -> Facts:
     doubts: list[str] = []
-    # its data are where it ran
+    # frozen inputs: the data need not exist on this machine
     spec = _try(lambda: load_frozen_sweep(run.sweep_file), doubts)
     measured = run.measurements()
     told = run.read_events()
@@ -143,7 +144,7 @@ def _read(run: RunDirectory) -> Facts:
         f"this is a copy of {home}, where its job {job_id} writes, and not here"
         for job_id, home in jobs_of_original(run).items()
     )
-    # which measures nothing and has no plan
+    # a study measures nothing and has no plan
     is_study = spec is not None and spec.study is not None
     is_without = not is_study and not measured.records
     if is_without and run.has_trained():
@@ -193,7 +194,7 @@ def _read(run: RunDirectory) -> Facts:
 
 
 def _renamed(run: RunDirectory, history: RunHistory) -> list[str]:
-    """Say that the plain command would begin another run, where this one has got another name."""
+    """Warn, if the run directory was renamed, that the same command would begin another run."""
     jobs = history.submissions()
     named = Path(jobs[-1].run).name if jobs and jobs[-1].run else run.root.name
     if named == run.root.name:
@@ -209,12 +210,12 @@ def _is_stopped(holder: Holder) -> bool:
         stat = Path(f"/proc/{holder.process}/stat").read_text()
     except OSError:
         return False
-    # man 5 proc: the state follows the command's name, which may hold brackets
+    # man 5 proc: the state follows the command's name in brackets, which may hold brackets, too
     return stat.rpartition(")")[2].split()[0] == "T"
 
 
 def _changed_at(run: RunDirectory) -> float:
-    """Return when something was written last that a report tells of, Unix time."""
+    """Return the Unix time of the latest change to files that a report shows."""
     results = (run.root / "train").rglob("result.json")
     return _newest([*run.profile.glob("*.jsonl"), run.plan_file, *results]) or 0.0
 
@@ -278,23 +279,23 @@ def _training(files: TrainDirectory, label: str, doubts: list[str]) -> TrainingF
 def _newest(paths: Iterable[Path]) -> float | None:
     times = []
     for path in paths:
-        # an older checkpoint is deleted as a newer one comes
+        # an older checkpoint may be deleted meanwhile, when a newer one is written
         with contextlib.suppress(FileNotFoundError):
             times.append(path.stat().st_mtime)
     return max(times, default=None)
 
 
 def read_tail(path: Path) -> Tail:
-    """Read the last logged steps and the last epoch, not the whole metrics.jsonl.
+    """Read the last logged steps and the last epoch without reading all of metrics.jsonl.
 
-    Of a script the score of an epoch may come after its end: then it is the epoch before.
+    A script may report an epoch's score after its end; until then the epoch before it is returned.
     """
     steps: list[StepMetrics] = []
     epochs: list[EpochMetrics] = []
     for line in _lines_from_end(path):
-        # torn; pydantic's ValidationError is one
+        # a torn line; pydantic's ValidationError is a ValueError
         with contextlib.suppress(ValueError):
-            # the kind is the first field
+            # a line's kind is its first field
             head = line[:40].replace(b" ", b"")
             if b'"kind":"step"' in head and len(steps) < RECENT_STEPS:
                 steps.append(parse_record(StepMetrics, line))
@@ -309,7 +310,7 @@ def read_tail(path: Path) -> Tail:
 
 
 def _lines_from_end(path: Path) -> Iterator[bytes]:
-    """Yield lines from the last to the first, or until `MOST_BYTES` were read."""
+    """Yield lines from the last to the first, at most the last `MOST_BYTES` of the file."""
     if not path.is_file():
         return
     with open_regular(path) as file:
@@ -326,6 +327,6 @@ def _lines_from_end(path: Path) -> Iterator[bytes]:
 
 
 def find_log(folder: Path, job_id: str) -> tuple[str, str]:
-    """Return the log that explains a job's end best, and its most telling line; "" without one."""
+    """Return the log that best explains a job's end, and its most telling line, or "" twice."""
     best, logs = read_logs(Submitted(job_id, folder).log_files())
     return (str(best), telling_line("\n".join(logs))) if best else ("", "")

@@ -1,4 +1,4 @@
-"""Records of a run's state, as `tula status` shows and `--json` prints them."""
+"""Records of a run's state, which `tula status` shows and `--json` prints."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class CommandStatus(Record):
     process: int = 0
     # "": unknown
     host: str = ""
-    # None: cannot be seen from this machine
+    # None: this machine cannot see that
     alive: bool | None = False
-    # as by Ctrl-Z
+    # suspended, as by Ctrl-Z
     stopped: bool = False
 
 
@@ -34,9 +34,9 @@ class DetachedStatus(Record):
 
     # Unix time
     since: float
-    # last stage
+    # the last stage that they run
     until: str
-    # of the last controller job, or of its guard where that has to act
+    # id of the last controller job, or of the guard if that has to act
     job_id: str = ""
     phase: JobPhase | None = None
 
@@ -44,39 +44,39 @@ class DetachedStatus(Record):
 class SchedulerStatus(Record):
     """Answer of the scheduler."""
 
-    # slurm, local, "" where the cluster file cannot be read
+    # slurm or local; "" if the cluster file cannot be read
     executor: str
-    # True also where there was nothing to ask
+    # True also if there was nothing to ask
     answered: bool
     # why it did not answer
     words: str = ""
 
 
 class ProfileStatus(Record):
-    """State of the first stage."""
+    """State of the profile stage."""
 
     stand: Stand
-    # configurations
+    # numbers of configurations
     measured: int
     out_of_memory: int
-    # that nothing but failures are known of
+    # configurations that only failed
     failed: int
-    # as many as the search may measure; None: it decides by itself
+    # the most configurations that the search measures; None: it has no such bound
     wanted: int | None = None
-    # submitted
+    # number of jobs submitted
     jobs: int
-    # an estimate: what those jobs still have to measure, at the pace so far; None where none runs
+    # estimated seconds until the jobs have measured all, at the pace so far; None: none runs
     left_s: float | None = None
 
 
 class PlanStatus(Record):
-    """Chosen configuration."""
+    """The chosen configuration, with its predictions."""
 
     nodes: int
     workers_per_node: int
     local_batch: int
     global_batch: int
-    # forward passes in which a script takes the local batch
+    # forward passes that a script needs for the local batch
     accumulation: int = 1
     partition: str
     epoch_time_s: float
@@ -84,19 +84,19 @@ class PlanStatus(Record):
     cost: float
     currency: str
     reason: str
-    # what the cost is for
+    # what the cost is paid for
     wall_time_s: float
     # ends of 90 % intervals, by field
     interval_90: dict[str, tuple[float, float]] = Field(default={})
 
     def with_interval(self, field: str) -> tuple[float, float, float]:
-        """Return a field and the ends of its interval; itself where there is none."""
+        """Return a field and the ends of its interval; its value as both ends if there is none."""
         value = getattr(self, field)
         return (value, *self.interval_90.get(field, (value, value)))
 
     @classmethod
     def of(cls, plan: Plan) -> PlanStatus:
-        """Summarise a plan."""
+        """Return a plan's summary."""
         names = set(cls.model_fields) - {"reason"}
         return cls(reason=plan.reason, **plan.chosen.model_dump(include=names))
 
@@ -110,16 +110,16 @@ class StudyStatus(Record):
     running: int
     waiting: int
     failed: int
-    # none of these, or to be tried again
+    # in none of these states, or failed and to be tried again
     left: int
-    # trainings that choose the learning rates, not among the cells
+    # trainings that choose the learning rates; not counted as cells
     rates: int
     rates_finished: int
-    # counted in `failed`, too
+    # these are counted in `failed`, too
     rates_failed: int
-    # why, by label
+    # why trainings failed, by label
     failures: dict[str, str]
-    # those that run
+    # trainings that run
     under_way: list[TrainingStatus]
 
 
@@ -131,7 +131,7 @@ class RunStatus(Record):
     run_directory: str
     asked_at: float
     state: State
-    # what that means here, and what to do
+    # what the state means here, and what to do
     words: str
     exit_code: int
     command: CommandStatus
@@ -140,19 +140,19 @@ class RunStatus(Record):
     # None: the run is a study
     profile: ProfileStatus | None
     plan: PlanStatus | None
-    # of the plan
+    # the training by the plan
     training: TrainingStatus | None
     study: StudyStatus | None
     report: bool
-    # it is older than a measurement, a result or the plan
+    # the report is older than a measurement, a result or the plan
     report_stale: bool
     jobs: list[JobStatus]
-    # those of them that nothing has made up for
+    # failed jobs whose work no later job has done
     failures: list[JobStatus]
     cost: CostStatus
     # what could not be read
     doubts: list[str]
-    # hosts that its jobs are kept off
+    # hosts that later jobs avoid
     avoided: list[BrokenHost] = Field(default=[])
-    # of the training, once it has ended
+    # the training against its plan, once it has ended
     promise: PromiseStatus | None = None

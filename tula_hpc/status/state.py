@@ -1,4 +1,4 @@
-"""State of a run as a whole, from its files and the scheduler's answer, without any reading."""
+"""State of a run as a whole, from the contents of its files and the scheduler's answer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tula_hpc.status.verdict import (
     verdict,
 )
 
-# else 0
+# other states: 0
 EXIT_CODES: Mapping[State, int] = {"failed": 1, "stuck": 1, "stopped": 3, "over": 3, "unknown": 4}
 NO_ACCOUNT: Accounted = {}
 
@@ -50,7 +50,7 @@ NO_ACCOUNT: Accounted = {}
 def describe(
     facts: Facts, answer: Answer, rate_labels: Sequence[str] = (), accounted: Accounted = NO_ACCOUNT
 ) -> RunStatus:
-    """Return the whole state."""
+    """Return the state of the whole run."""
     jobs = job_statuses(facts, answer)
     parts = _parts(facts, answer, jobs, rate_labels)
     state, words = verdict(parts)
@@ -111,7 +111,7 @@ def _without_idle_guards(jobs: Sequence[JobStatus]) -> list[JobStatus]:
 
 
 def _failures(facts: Facts, jobs: Sequence[JobStatus]) -> list[JobStatus]:
-    """Return the failed jobs whose work was not done by a later one."""
+    """Return the failed jobs whose work no later job has done."""
     rows = [row for row in facts.measurements if row.stage == "profile"]
     known = {
         (row.partition, row.configuration)
@@ -133,7 +133,7 @@ def _failures(facts: Facts, jobs: Sequence[JobStatus]) -> list[JobStatus]:
 
 
 def _detached(facts: Facts, jobs: Sequence[JobStatus]) -> DetachedStatus | None:
-    """Return the controllers, None also when a command that stays has taken over since."""
+    """Return the controllers; None if there were none, or if a command has taken over since."""
     detached = facts.history.detached()
     if detached is None or facts.history.is_taken_over():
         return None
@@ -177,7 +177,7 @@ def _profiling_left_s(facts: Facts, jobs: Sequence[JobStatus]) -> float | None:
     known = {(row.partition, row.configuration) for row in recent}
     wanted = {(job.partition or "", each) for job in going_on for each in job.configurations}
     left = len(wanted - known)
-    # a job of the adaptive search asks for more
+    # jobs of the adaptive search also measure what the search proposes later
     if facts.spec is not None and facts.spec.search.mode == "adaptive":
         every = {(row.partition, row.configuration) for row in rows}
         left = max(left, (_wanted(facts.spec, facts.cluster) or 0) - len(every))
@@ -248,7 +248,7 @@ def _study(
 def _failed_for_good(
     facts: Facts, known: Mapping[str, TrainingStatus], jobs: Sequence[JobStatus]
 ) -> dict[str, JobStatus]:
-    """Return the last job of each training that is not submitted again, by label."""
+    """Return the last job of each training that will not be submitted again, by label."""
     last = {
         job.label: job for job in jobs if job.label in known and known[job.label].stand == "failed"
     }

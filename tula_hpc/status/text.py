@@ -1,4 +1,4 @@
-"""State of a run as a screenful of plain text."""
+"""State of a run as plain text for one screen."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from tula_hpc.status.trainings import TrainingStatus
 from tula_hpc.status.verdict import failure_words
 
 LABEL_WIDTH = 11
-# of jobs that are told in one line each
+# groups of equal jobs that are shown, one line each
 MOST_GROUPS = 8
 MOST_FAILURES = 5
-# of a study, that run
+# running trainings of a study that are shown
 MOST_TRAININGS = 3
 SOURCES = {
     "sacct": "from sacct, every run of each job",
@@ -52,7 +52,7 @@ Line = tuple[str, str]
 
 
 def status_text(status: RunStatus, width: int = 110) -> str:
-    """Format the state."""
+    """Format the state as text, wrapped to a number of columns."""
     lines = [
         *_head(status),
         *_stages(status),
@@ -73,14 +73,14 @@ def status_text(status: RunStatus, width: int = 110) -> str:
 
 
 def _notes(status: RunStatus) -> Iterator[Line]:
-    """Return the doubts, except one about the place that the state names already."""
+    """Yield the doubts, except one about a file that the state already names."""
     said, _, _ = status.words.partition(": ")
     return (("note", doubt) for doubt in status.doubts if doubt.partition(": ")[0] != said)
 
 
 def _wrapped(label: str, text: str, width: int) -> str:
     head = f"{label:<{LABEL_WIDTH}}"
-    # a path is to be copied
+    # not wrapped, so that the path can be copied
     if text.startswith("log: "):
         return head + in_short_lines(printable(text.replace("\n", " ")))
     return "\n".join(wrapped(head, text, max(width, 60), LABEL_WIDTH + 2))
@@ -88,7 +88,7 @@ def _wrapped(label: str, text: str, width: int) -> str:
 
 def _head(status: RunStatus) -> Iterator[Line]:
     yield "state", f"{status.state}: {status.words}"
-    # of a run that is finished nothing is expected any more
+    # once a run is finished, it does not matter that a command's state cannot be seen
     if status.command.alive is not None or status.state != "finished":
         yield "command", _command(status.command)
     if status.detached is not None:
@@ -155,7 +155,7 @@ def _profile(profile: ProfileStatus) -> str:
     most = profile.wanted
     if profile.stand == "done" and not (profile.measured + profile.out_of_memory + profile.failed):
         return f"over, but no measurements are left; {plural(profile.jobs, 'job')}"
-    # more than wanted, where a sweep was narrowed
+    # more may be measured than wanted, if the sweep was narrowed afterwards
     if profile.stand == "done" or most is None or profile.measured > most:
         most = None
         counts = [f"{plural(profile.measured, 'configuration')} measured"]
@@ -273,7 +273,7 @@ def _study_lines(study: StudyStatus) -> Iterator[Line]:
 
 
 def _job_lines(status: RunStatus) -> Iterator[Line]:
-    """Format the jobs that are not settled; equal ones share a line."""
+    """Format the jobs that have neither finished nor failed; equal jobs share a line."""
     open_jobs = [
         job for job in status.jobs if job.phase not in (JobPhase.FINISHED, JobPhase.FAILED)
     ]
@@ -313,7 +313,7 @@ def _stand(job: JobStatus, status: RunStatus) -> str:
         return job.state.lower().replace("_", " ") or "running"
     if job.kind == "guard" and not job.stuck:
         return "waiting in case the controller job is killed"
-    # Slurm's word for no reason
+    # Slurm calls it "None" if there is no reason
     why = "" if job.reason == "None" else job.reason
     if job.waits_for:
         why = f"{why}: {job.waits_for}".removeprefix(": ")
@@ -334,7 +334,7 @@ def _who_acts(status: RunStatus) -> str:
 
 
 def short_ids(job_ids: Iterable[str]) -> str:
-    """Shorten ids of jobs: `12_[0-2,5] 17` for tasks of one array; of many only the first."""
+    """Shorten job ids, with array tasks joined: `12_[0-2,5] 17`; of many, only the first."""
     arrays: dict[str, list[int]] = {}
     for job_id in job_ids:
         parent, _, task = job_id.partition("_")
@@ -367,7 +367,7 @@ def _failure_lines(failures: Sequence[JobStatus], state: str) -> Iterator[Line]:
     for job in failures[-MOST_FAILURES:]:
         named = " ".join(filter(None, [job.job_id, job.stage, job.label or job.what]))
         why = failure_words(job, "ended without a result")
-        # a long sentence, with what to do
+        # the state already says it, in a long sentence with the remedy
         is_said = job.failure is not None and job.failure.is_the_users and why in state
         yield label, f"{named}: as said above" if is_said else f"{named}: {why}"
         label = ""

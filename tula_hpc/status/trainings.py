@@ -18,42 +18,42 @@ Stand = Literal["finished", "diverged", "running", "waiting", "over", "failed", 
 
 
 class TrainingStatus(Record):
-    """One training."""
+    """Progress of one training."""
 
     label: str
-    # none: never submitted; over, failed, unknown: as its last job, see `JobPhase`
+    # none: never submitted; over, failed, unknown: the phase of its last job, see `JobPhase`
     stand: Stand = "none"
-    # the last one
+    # id of its last job
     job_id: str = ""
-    # submitted so far
+    # number of jobs submitted so far
     jobs: int = 0
     # epochs trained
     epoch: float = 0.0
-    # to be trained
+    # epochs to train in all
     epochs: int | None = None
-    # of 1
+    # share of the epochs that is trained, 0 to 1
     share: float | None = None
     step: int = 0
     samples_seen: int = 0
     global_batch: int | None = None
-    # median of the last logged ones
+    # median of the last logged steps
     step_time_s: float | None = None
-    # an estimate: the steps that are left at that pace, nothing else
+    # estimated seconds of the remaining steps at this pace, without anything else
     left_s: float | None = None
-    # of 1
+    # from 0 to 1
     test_accuracy: float | None = None
     test_loss: float | None = None
-    # after which it was measured
+    # number of the epoch after which these were measured
     test_epoch: int | None = None
     restarts: int = 0
     checkpoint_age_s: float | None = None
-    # to a smaller batch, after running out of memory
+    # number of fallbacks to a smaller batch, after running out of memory
     fallbacks: int = 0
-    # a job that ends now leaves nothing that the next one could go on from
+    # nothing is saved yet that a next job could resume from
     starts_over: bool = True
-    # in words, while steps are slower than predicted
+    # description of the drift while steps are slower than predicted, else ""
     drift: str = ""
-    # newer checkpoints than the one that it went on from, and why they could not be used
+    # checkpoints newer than the one it resumed from, and why they could not be used
     passed_over: str = ""
 
 
@@ -89,7 +89,7 @@ def _status(facts: Facts, label: str, jobs: Sequence[JobStatus]) -> TrainingStat
     if files is not None:
         if files.checkpoint_at is not None:
             known["checkpoint_age_s"] = max(0.0, facts.now - files.checkpoint_at)
-        # a script may have saved something that it goes on from
+        # a script may have saved files of its own that it resumes from
         resumes_itself = facts.spec is not None and facts.spec.workload.goes_on
         known["starts_over"] = files.checkpoint_at is None and not resumes_itself
         if files.result:
@@ -97,7 +97,7 @@ def _status(facts: Facts, label: str, jobs: Sequence[JobStatus]) -> TrainingStat
         else:
             steps = _kept_steps(files, restart, _stand(files, jobs))
             known |= _under_way(files, steps, epochs)
-        # one that has diverged does not go on; of one that starts over all is left
+        # a diverged training does not go on, and one that starts over has all its steps left
         has_diverged = bool(jobs) and jobs[-1].failure is Failure.DIVERGED
         starts_over = known["starts_over"] and known["stand"] in ("waiting", "failed", "over")
         if has_diverged or starts_over:
@@ -142,13 +142,13 @@ def _ended(files: TrainingFacts, epochs: int | None) -> dict[str, object]:
 def _kept_steps(
     files: TrainingFacts, restart: Restart | None, stand: Stand
 ) -> Sequence[StepMetrics]:
-    """Return the last logged steps; where later ones were lost at a kill, at its end what is kept."""
+    """Return the last logged steps; if steps were lost at a kill, end with the saved progress."""
     steps = files.tail.steps
     kept = None
     if stand in ("waiting", "failed", "over"):
         kept = files.saved_samples
     elif restart and (restart.began_at or 0.0) > (files.logged_at or math.inf):
-        # a job that has logged nothing yet
+        # the present job has logged nothing yet
         kept = restart.samples_seen
     if not steps or kept is None or kept >= steps[-1].samples_seen:
         return steps
@@ -161,7 +161,7 @@ def _kept_steps(
 def _under_way(
     files: TrainingFacts, steps: Sequence[StepMetrics], epochs: int | None
 ) -> dict[str, object]:
-    """Read the progress from the last lines of the metrics; an epoch's line follows its steps."""
+    """Return the progress by the last lines of the metrics; an epoch's line follows its steps."""
     known: dict[str, object] = {}
     if files.tail.epoch is not None:
         last_epoch = files.tail.epoch
@@ -180,7 +180,7 @@ def _under_way(
     }
     if batch:
         known["global_batch"] = round(batch)
-    # a mean with the epoch's last batch, which may be shorter; a fallback takes half or less
+    # `batch` may be a mean with an epoch's shorter last batch; after a fallback it is half or less
     if files.tail.epoch is not None and 0.5 < batch / files.tail.epoch.global_batch < 1.0:
         known["global_batch"] = files.tail.epoch.global_batch
     if epochs:

@@ -21,7 +21,7 @@ StateAndText = tuple[State, str]
 
 
 class Parts(NamedTuple):
-    """Everything from which the state is derived."""
+    """Everything that the state is derived from."""
 
     facts: Facts
     answer: Answer
@@ -37,7 +37,7 @@ class Parts(NamedTuple):
 
     @property
     def is_unknown(self) -> bool:
-        """Tell whether jobs may be on their way while the scheduler could not be asked."""
+        """Tell whether jobs may wait or run, but the scheduler could not be asked."""
         return self.has(JobPhase.UNKNOWN) or (
             bool(self.facts.cut_off) and self.answer.active is None
         )
@@ -49,7 +49,7 @@ class Parts(NamedTuple):
 
 
 def verdict(parts: Parts) -> tuple[State, str]:
-    """Return the state, and its explanation."""
+    """Return the state and its explanation."""
     by_files = (_obstructed, _finished, _stuck, _going_on, _full)
     for judge in (*by_files, _stage_failed, _failed, _left_alone):
         found = judge(parts)
@@ -64,9 +64,9 @@ def is_at_work(facts: Facts, jobs: Sequence[JobStatus]) -> bool:
 
 
 def at_work_since(facts: Facts, jobs: Sequence[JobStatus]) -> float:
-    """Return when the command began that is at work, or the controllers in its place; Unix time."""
+    """Return the Unix time since which the present command, or the controllers, have worked."""
     detached = facts.history.detached()
-    # each controller takes the lock anew
+    # each controller takes the lock anew, so the lock's time is no use
     if detached is not None and _is_controlled(jobs):
         return detached.since
     return facts.holder.since
@@ -77,22 +77,22 @@ def _is_controlled(jobs: Sequence[JobStatus]) -> bool:
 
 
 def failed_stage(facts: Facts) -> StageFailure | None:
-    """Return why the last command could not plan or submit, if that is why it ended."""
+    """Return the failure to plan or submit that ended the last command, if there was one."""
     failure = facts.history.stage_failure()
-    # a later plan: planned after all, by `tula plan --write`
+    # a later plan was made by `tula plan --write`, so that the failure no longer counts
     if failure is not None and facts.plan_at <= failure.time:
         return failure
     return None
 
 
 def failure_words(job: JobStatus, unknown: str = "ended") -> str:
-    """Return the failure of a job and its detail, or `unknown` where the failure has no name."""
+    """Return a job's failure and its detail; `unknown` stands for a failure without a name."""
     kind = unknown
     if job.failure:
         kind = job.failure.value.replace("_", " ")
     if not job.detail:
         return kind
-    # a sentence that says what is wrong, or an exception
+    # the detail alone is a sentence that says what is wrong, or an exception
     if job.failure and (job.failure.is_the_users or job.failure is Failure.BUG):
         return job.detail
     return f"{kind}: {job.detail}"
@@ -104,7 +104,7 @@ def readable(path: str | os.PathLike[str]) -> str:
 
 
 def _obstructed(parts: Parts) -> StateAndText | None:
-    """Report a file that the next command will refuse; one at work has read it before."""
+    """Report a file that the next command will refuse; a command at work has already read it."""
     if not parts.facts.obstacle or parts.at_work:
         return None
     if _is_trained(parts):
@@ -125,7 +125,7 @@ def _finished(parts: Parts) -> StateAndText | None:
         return _finished_early(parts)
     if parts.at_work:
         return "running", "everything is trained; the report is being written"
-    # the same command writes none if it was told to end with the training
+    # not the sweep's command, which may have been asked to end before the report
     report = command_line("report", readable(parts.facts.run.root))
     if not parts.facts.has_report:
         return "finished", f"everything is trained; there is no report yet: {report} writes it"
@@ -138,7 +138,7 @@ def _finished(parts: Parts) -> StateAndText | None:
 
 
 def _finished_early(parts: Parts) -> StateAndText | None:
-    """Recognise a sweep that was asked to end before training, if that is on record."""
+    """Recognize a sweep that was asked to end before training, if that was recorded."""
     if parts.at_work or parts.training is not None:
         return None
     stage = parts.facts.history.ended_stage()
@@ -210,7 +210,7 @@ def _command_words(parts: Parts) -> str:
 
 
 def _full(parts: Parts) -> StateAndText | None:
-    """Report a full disk, on which the next command would end, too."""
+    """Report a full disk, which would end the next command, too."""
     if not parts.facts.is_full or parts.is_unknown:
         return None
     root = readable(parts.facts.run.root)
@@ -218,7 +218,7 @@ def _full(parts: Parts) -> StateAndText | None:
 
 
 def _stage_failed(parts: Parts) -> StateAndText | None:
-    """Report the failure of a stage as a whole; none of its jobs runs or waits by then."""
+    """Report the failure of a stage as a whole, whose jobs neither run nor wait by then."""
     event = failed_stage(parts.facts)
     if event is None or not event.detail.strip() or parts.is_unknown:
         return None

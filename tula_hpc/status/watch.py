@@ -1,7 +1,7 @@
 """`tula status RUN --watch`: the state of a run, shown again and again until it has ended.
 
-On a terminal the screenful is drawn in place. Elsewhere, as in a log, a line is printed whenever
-something changed, and now and then as a sign of life.
+On a terminal the state is redrawn in place. Elsewhere, as in a log, a line is printed whenever
+something has changed, and every few minutes as a sign of life.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tula_hpc.status.jobs import JobPhase, JobStatus
 from tula_hpc.status.run_status import RunStatus, State
 from tula_hpc.status.text import status_text
 
-# between two looks; Slurm's controller serves others, too
+# seconds between two looks; more for Slurm, whose controller serves others, too
 PAUSE_S = 2.0
 SLURM_PAUSE_S = 10.0
-# in a log an unchanged state is repeated this often
+# seconds after which an unchanged state is repeated in a log
 LOG_EVERY_S = 300.0
-# nothing goes on by itself in these
+# states in which nothing goes on by itself
 ENDED: frozenset[State] = frozenset({"finished", "failed", "stopped", "over"})
-# looks in a row: between two jobs of a sweep there may be a moment in which nothing is at work
+# looks in a row that must find such a state: between two jobs nothing may run for a moment
 ENDED_LOOKS = 2
 
 
@@ -34,7 +34,7 @@ def watch(look: Callable[[], RunStatus], pause: Callable[[float], None] = time.s
     """Show the state until the run has ended, or Ctrl-C; return the last state's exit code.
 
     Raises:
-        RunDirectoryError: It is none, or may not be read.
+        RunDirectoryError: The directory holds no run, or cannot be read.
     """
     last = 0
     try:
@@ -58,7 +58,7 @@ def _display() -> AbstractContextManager[ScreenDisplay | LogDisplay]:
 
 
 class ScreenDisplay:
-    """Screenful that is drawn in place, by rich."""
+    """Display that rich redraws in place on a terminal."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -79,7 +79,7 @@ class ScreenDisplay:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave the last state on the screen, whole."""
+        """Leave the last state on the screen, in full length."""
         self.live.stop()
         if self.last is not None:
             write_out(status_text(self.last, shutil.get_terminal_size((110, 40)).columns))
@@ -94,27 +94,27 @@ class ScreenDisplay:
 
 
 class LogDisplay:
-    """Line on standard output whenever something changed."""
+    """Display that prints a line on standard output whenever something has changed."""
 
     def __init__(self) -> None:
         self.last = ""
         self.printed_at = 0.0
 
     def show(self, status: RunStatus) -> None:
-        """Print a state that differs, or any after a long silence; the time left changes always."""
+        """Print a state if it has changed apart from the time left, or after `LOG_EVERY_S`."""
         line = state_line(status)
         if line == self.last and time.monotonic() - self.printed_at < LOG_EVERY_S:
             return
         self.last = line
         self.printed_at = time.monotonic()
         clock = time.strftime("%H:%M:%S", time.localtime(status.asked_at))
-        # where nobody reads any more, as behind `head`, this raises, and the command ends
+        # not `write_out`: if the reader is gone, as with `| head`, this raises and ends the command
         sys.stdout.write(f"{clock} {', '.join([line, *left_of(status)])}\n")
         sys.stdout.flush()
 
 
 def left_of(status: RunStatus) -> list[str]:
-    """Say how long the stage at work still takes; empty where that is unknown."""
+    """Say how long the present stage still takes; empty if unknown."""
     training = status.training
     profile = status.profile
     if training is not None and training.stand == "running":
@@ -125,7 +125,7 @@ def left_of(status: RunStatus) -> list[str]:
 
 
 def state_line(status: RunStatus) -> str:
-    """Describe a state in one line: its meaning, the progress, and the reason for waiting."""
+    """Describe a state in one line: what it means, the progress, and why jobs wait."""
     parts = [f"{status.state}: {status.words}"]
     if status.study is not None:
         ended = status.study.finished + status.study.diverged
@@ -138,7 +138,7 @@ def state_line(status: RunStatus) -> str:
     waiting = [
         job
         for job in status.jobs
-        # controller jobs wait for the others by design
+        # controller jobs are meant to wait for the others
         if job.phase is JobPhase.WAITING and job.stage != "control"
     ]
     if waiting:
