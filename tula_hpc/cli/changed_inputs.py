@@ -1,4 +1,4 @@
-"""Differences between a command's inputs and a run directory's, and which of them may change."""
+"""Differences between the inputs of a command and of a run directory, and which are allowed."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec, SweepSpec
 
 
-# Of a cluster file, or of one of its partitions, what only says how jobs are submitted: a project's
-# hours are used up, or a time limit was too short. Neither a measurement nor a training depends on
-# it.
+# Keys of a cluster file, or of its partitions, that only say how jobs are submitted. They may
+# change at any time, as no measurement or training depends on them: a project's hours may be used
+# up, or a time limit too short.
 OF_SUBMISSION = frozenset({
     "account", "qos", "profile_minutes", "train_minutes", "array_parallelism",
     "controller_minutes", "controller_partition", "controller_memory_gb", "on_event",
     "signal_delay_s",
 })  # fmt: skip
-# of what differs
+# number of differences that are listed
 SHOWN_LINES = 40
-# of each, which may name two paths
+# characters of each, which may hold two paths
 SHOWN_CHARACTERS = 500
-# a key's value, in words
+# stands for the value of a missing key
 NOT_SET = "not set"
-# as in TOML; of a partition: "partitions", its name, and the key there
+# parts of a TOML key; for a partition: "partitions", its name, and the key there
 Key = tuple[str, ...]
-# its value in the run directory, and now
+# by key: value in the run directory, and present value
 Changes = dict[Key, tuple[Any, Any]]
 
 
@@ -43,17 +43,17 @@ def freeze(spec: SweepSpec | ClusterSpec) -> str:
 
 
 def changes_of(path: Path, inputs: SweepSpec | ClusterSpec) -> Changes:
-    """Return the keys that differ from a run's file, if that is there.
+    """Return the keys that differ from a run's file; empty if the file does not exist.
 
     Raises:
-        RunDirectoryError: It cannot be read.
+        RunDirectoryError: The file cannot be read.
     """
     from tula_hpc.config.loading import GONE
 
     if not path.exists():
         return {}
     old, new = _keys(_read(path)), _keys(freeze(inputs))
-    # an earlier version wrote a file that lacks today's new keys, and did what their defaults say
+    # a file by an earlier version lacks newer keys; that version behaved like their defaults
     defaults = _keys(freeze(_filled(path, inputs))) if old else {}
     every = sorted((old.keys() | new.keys()) - GONE.keys())
     differing = (key for key in every if old.get(key, defaults.get(key)) != new.get(key))
@@ -61,7 +61,7 @@ def changes_of(path: Path, inputs: SweepSpec | ClusterSpec) -> Changes:
 
 
 def _filled(path: Path, inputs: SweepSpec | ClusterSpec) -> SweepSpec | ClusterSpec:
-    """Return a run's file as this version reads it, or a bare one if it cannot."""
+    """Return a run's file with this version's defaults; only defaults if it cannot be read."""
     from tula_hpc.config import SweepSpec, load_frozen_cluster, load_frozen_sweep
 
     load = load_frozen_sweep if isinstance(inputs, SweepSpec) else load_frozen_cluster
@@ -82,10 +82,10 @@ def _told(key: Key, was: Any, now: Any) -> tuple[Any, Any]:
 
 
 def _as_in_toml(value: Any) -> str:
-    """Return a value as the file has it, but texts without quotes."""
+    """Return a value as it is written in TOML, but strings without quotes."""
     if isinstance(value, str):
         return value
-    # numbers, booleans and lists are written alike
+    # JSON writes numbers, booleans and lists as TOML does
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
@@ -103,7 +103,7 @@ def _is_always_free(key: Key) -> bool:
 
 
 def _was_moved(key: Key, was: str, now: str) -> bool:
-    """Tell whether a script has left its place, or was copied from there with the run."""
+    """Tell whether it is the same script in another place: moved, or copied with the run."""
     from tula_hpc.config import MAX_FILE_BYTES
 
     old = Path(was)
@@ -113,12 +113,12 @@ def _was_moved(key: Key, was: str, now: str) -> bool:
     try:
         return read_bounded(old, MAX_FILE_BYTES) == read_bounded(new, MAX_FILE_BYTES)
     except OSError:
-        # what is there is compared with what was measured
+        # if the old file is gone, the new one is later compared with what was measured
         return not old.exists()
 
 
 def sets_time(changes: Iterable[Key]) -> bool:
-    """Tell whether the time that a job may train changes, with which a plan reckons."""
+    """Tell whether a change affects how long a job may train, which plans take into account."""
     return any(_place(key) in (("", "train_minutes"), ("", "signal_delay_s")) for key in changes)
 
 
@@ -129,7 +129,7 @@ def is_of_submission(key: Key) -> bool:
 
 
 def is_unmeasured(key: Key) -> bool:
-    """Tell whether no measurement depends on a key: it is free until a training begins."""
+    """Tell whether no measurement depends on a key: it may change until a training begins."""
     from tula_hpc.config.changes import FREE_OF_WORKLOAD, MEASURED_OF_TRAINING
 
     table, name = _place(key)
@@ -138,18 +138,18 @@ def is_unmeasured(key: Key) -> bool:
 
 
 def is_between_nodes(key: Key) -> bool:
-    """Tell whether only what several nodes measured depends on a key."""
+    """Tell whether only measurements on several nodes depend on a key."""
     table, name = _place(key)
     return table == "environment" and name.endswith("_SOCKET_IFNAME")
 
 
 def only_prices(changes: Iterable[Key]) -> bool:
-    """Tell whether only objective and prices differ, under which a plan can be made again."""
+    """Tell whether only objective and prices differ, so that planning again is enough."""
     return all(_place(key)[0] in ("objective", "pricing") for key in changes)
 
 
 def in_lines(changes: Changes) -> list[str]:
-    """Describe the differences, a line for each key."""
+    """Describe the differences, one line for each key."""
     lines = [
         shown_line(f"  {name_of(key)}: {was} before, {now} now")
         for key, (was, now) in changes.items()
@@ -163,12 +163,12 @@ def name_of(key: Key) -> str:
 
 
 def shown_line(line: str) -> str:
-    """Shorten a text to a line that can be printed."""
+    """Shorten a text to one printable line."""
     return (line if line.isprintable() else ascii(line))[:SHOWN_CHARACTERS]
 
 
 def _place(key: Key) -> tuple[str, str]:
-    """Split a key into table and name; a partition's key counts as the whole cluster's."""
+    """Split a key into table and name; a partition's key is treated as the cluster's."""
     own = key[2:] if key[0] == "partitions" and len(key) > 2 else key
     return (own[0], own[1]) if len(own) > 1 else ("", own[0])
 
@@ -183,7 +183,7 @@ def _read(path: Path) -> str:
 
 
 def _keys(toml: str) -> dict[Key, Any]:
-    """Return every value by its key, nothing for a text that is not TOML."""
+    """Return every value by its key; empty if the text is not TOML."""
     try:
         return dict(_flat(tomllib.loads(toml), ()))
     except (tomllib.TOMLDecodeError, RecursionError):
@@ -197,7 +197,7 @@ def _flat(table: dict[str, Any], place: Key) -> Iterator[tuple[Key, Any]]:
         if isinstance(value, dict):
             yield from _flat(value, (*place, key))
         elif key == "partitions" and (named := tables_by_name(value)):
-            # their order counts: a study runs on the first that is large enough
+            # the order of partitions matters: a study runs on the first that is large enough
             yield (*place, key), list(named)
             yield from _flat(named, (*place, key))
         else:

@@ -1,7 +1,7 @@
-"""Commands of the package: their names, modules and help, and the way from a script to a report.
+"""Commands of the package, with modules and help, and the steps from a script to a report.
 
-`tula --help` shows both, `tula completion` reads the commands' options. Nothing is imported here:
-`tula_hpc/__main__.py` imports a command when it is called.
+`tula --help` shows both; `tula completion` reads the commands' options. No command is imported
+here: `tula_hpc/__main__.py` imports a command when it is called.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tula_hpc.python_path import PROGRAM
 
 
 class Command(NamedTuple):
-    """Module with a `main` that takes the arguments after the command's name, and its help."""
+    """A command: its help, and a module whose `main` takes the arguments after its name."""
 
     module: str
     help: str
@@ -47,7 +47,7 @@ COMMANDS = {
         "tula_hpc.cli.completion", "print the completion of commands for bash or zsh"
     ),
 }
-# what is typed, in order, and what comes of it
+# from a script to a report: what to type, in order, and what it does
 WAY = (
     ("init --script train.py", "write cluster.toml and train.toml, with some values unknown"),
     ("attach --into train.toml train.py --epochs 100", "run it here for some steps, fill these in"),
@@ -61,7 +61,7 @@ WAY = (
 
 
 def overview() -> str:
-    """Return the text of `tula --help`: the way from a script to a report, and all commands."""
+    """Return the text of `tula --help`: steps from a script to a report, and all commands."""
     question = "How many nodes, which batch size, how long, and at what cost?"
     way = "\n".join(f"  {PROGRAM} {line}\n      {purpose}" for line, purpose in WAY)
     lines = "\n".join(f"  {name:<12}{command.help}" for name, command in COMMANDS.items())

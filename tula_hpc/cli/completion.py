@@ -3,9 +3,9 @@
     tula completion bash >~/.local/share/bash-completion/completions/tula
     tula completion zsh >FOLDER/_tula       # a folder of $fpath
 
-or, made anew by each shell, `eval "$(tula completion bash)"` in ~/.bashrc, or with zsh in ~/.zshrc
-behind compinit. shtab makes the script from the parsers of the commands. It is complete in itself:
-a press of the tab key starts no Python.
+or, made anew by each shell, `eval "$(tula completion bash)"` in ~/.bashrc, for zsh in ~/.zshrc
+after compinit. shtab makes the script from the parsers of the commands. The script needs nothing
+else: pressing the tab key starts no Python.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tula_hpc.command_errors import CommandParser
 from tula_hpc.files import write_out
 from tula_hpc.python_path import PROGRAM
 
-# names of the values that are run directories, or a report's folder
+# metavars of arguments that are run directories or a report's folder
 FOLDERS = ("RUN", "FOLDER")
-# has options and files of its own
+# metavar of the user's script, which may be followed by its own options and files
 SCRIPT = "SCRIPT"
-# shtab itself completes any file or folder, and none by their endings
+# bash functions that complete files by their endings, which shtab cannot do
 BY_ENDING = """\
 _tula_ending() {
     compopt -o filenames 2>/dev/null
@@ -64,7 +64,7 @@ def script_for(shell: str) -> str:
     parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers()
     for name, command in COMMANDS.items():
-        # each module of a command has a parser by this name
+        # each command's module has a `_parser`
         own = importlib.import_module(command.module)._parser()
         added = commands.add_parser(name, help=command.help, parents=[own], add_help=False)
         for action in added._actions:
@@ -75,7 +75,7 @@ def script_for(shell: str) -> str:
 
 
 def _files(action: argparse.Action) -> dict[str, Any] | None:
-    """Return how shtab completes a value that is a file or a folder; None for any other."""
+    """Return how shtab completes an argument that is a file or a folder; None for others."""
     name = str(action.metavar or action.dest)
     ending = ".py" if name == SCRIPT else Path(name).suffix
     if ending in (".toml", ".py"):

@@ -1,11 +1,11 @@
 """A sweep that carries on by itself: nothing has to stay alive on the login node.
 
-The command does all that can be done at once and submits the first jobs. Then a small controller
-job, which Slurm starts when they are over (`afterany`: also when they failed), does the same: it
-handles their results, submits the next jobs, and leaves another controller behind. Each of them may
-be killed: whatever it did is on disk. Where its process dies, its batch script has it requeued.
-Where the whole job dies, a guard takes its place: another controller job, which waits for the end
-of the one that is next, and is moved on behind the next one as long as all goes well.
+The command does all that can be done at once and submits the first jobs and a small controller job.
+Slurm starts the controller when these jobs are over (`afterany`: also when they failed). It handles
+their results, and submits the next jobs and the next controller. A controller may be killed at any
+moment: whatever it did is on disk. If its process is killed, its batch script requeues it. If the
+whole job is killed, a guard takes over: another controller job that waits for the end of the next
+controller, and is moved behind each new one as long as all goes well.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
-# for which a controller waits for another command to leave the run directory
+# seconds that a controller waits for another command to release the run directory
 TURN_S = 300.0
 
 
 def carry_on_detached(sweep: Sweep, until: str) -> int:
-    """Begin a detached sweep, on the login node; returns the exit code.
+    """Begin a detached sweep on the login node; return the exit code.
 
     Raises:
         StageError: Work that could be done at once failed.
     """
-    # a controller that was submitted by a command that was killed
+    # there may be a controller from a command that was killed before recording it
     sweep.launcher.find_lost()
     waiting = controllers(sweep)
     before = sweep.run.history().detached()
@@ -77,7 +77,7 @@ def carry_on_detached(sweep: Sweep, until: str) -> int:
 
 
 def _step(sweep: Sweep, until: str) -> int:
-    """Do all that can be done now; where jobs are on their way, leave a controller behind them."""
+    """Do all that can be done now; if jobs are not over yet, submit a controller behind them."""
     try:
         code = carry_out(sweep, until)
     except StillRunningError as left:
@@ -91,10 +91,10 @@ def _step(sweep: Sweep, until: str) -> int:
 
 
 def _refuse_if_cancelled() -> None:
-    """Have a cancelled controller submit nothing in the half minute that Slurm leaves it.
+    """Keep a cancelled controller from submitting jobs in the half minute that Slurm leaves it.
 
     Raises:
-        CancelledJobError: It is one.
+        CancelledJobError: This job is such a controller.
     """
     own = slurm_job_id()
     if own and slurm.leaving(own) is slurm.Leaving.CANCELLED:
@@ -103,7 +103,7 @@ def _refuse_if_cancelled() -> None:
 
 def _hand_over(sweep: Sweep, jobs: Sequence[Submitted], until: str) -> None:
     _refuse_if_cancelled()
-    # where a controller was requeued by Slurm after it had left another
+    # there is one if Slurm requeued this controller after it had submitted the next one
     there, _ = _on_duty(sweep)
     controller = there[0] if there else _submit_controller(sweep, jobs, until)
     what = f"{len(jobs)} jobs are" if len(jobs) > 1 else f"job {jobs[0].job_id} is"
@@ -130,11 +130,11 @@ def _submit_controller(
 
 
 def _post_guard(sweep: Sweep, controller: Submitted, until: str) -> str:
-    """Have a guard wait for the end of this controller; returns its id.
+    """Let a guard wait for the end of this controller; return the guard's job id.
 
     Raises:
-        LaunchError: The scheduler does not want it. One that was left behind an earlier controller
-            starts when that is over, and puts things right.
+        LaunchError: The scheduler refuses. A guard that waits for an earlier controller then starts
+            when that is over, and puts things right.
     """
     _, idle = _on_duty(sweep)
     if not idle:
@@ -144,13 +144,13 @@ def _post_guard(sweep: Sweep, controller: Submitted, until: str) -> str:
 
 
 def controllers(sweep: Sweep) -> list[Submitted]:
-    """Return the controller jobs that are not over, without the present one; guards last."""
+    """Return the controller jobs that are not over, except the present job; guards last."""
     there, idle = _on_duty(sweep)
     return [*there, *idle]
 
 
 def _on_duty(sweep: Sweep) -> tuple[list[Submitted], list[Submitted]]:
-    """Return the controllers that are not over, without the present one, and the guards."""
+    """Return the controllers and the guards that are not over, except the present job."""
     ids = [job.job_id for job in sweep.run.history().guards()]
     left = [job for job in jobs_left(sweep, CONTROL) if job.job_id != slurm_job_id()]
     return [job for job in left if job.job_id not in ids], [
@@ -159,10 +159,10 @@ def _on_duty(sweep: Sweep) -> tuple[list[Submitted], list[Submitted]]:
 
 
 def run_controller(job: ControlJob) -> None:
-    """Run a controller job; an error ends it, and the events tell so.
+    """Run a controller job; an error ends it and is recorded in the events.
 
     Raises:
-        SystemExit: A stage failed for good.
+        SystemExit: The controller could not go on.
     """
     run = RunDirectory(job.root)
     try:
@@ -174,10 +174,10 @@ def run_controller(job: ControlJob) -> None:
         )
         with _in_turn(run):
             words = _try_step(sweep, job.until)
-            # before another controller looks whether one is left
+            # still locked, before another controller looks for controllers that are left
             _log_end(run, words)
     except (TulaError, OSError) as error:
-        # another command has it, the disk is full, a folder was deleted
+        # another command holds the run, the disk is full, or a folder was deleted
         words = str(error)
         with contextlib.suppress(StorageError):
             _log_end(run, words)
@@ -187,10 +187,10 @@ def run_controller(job: ControlJob) -> None:
 
 @contextlib.contextmanager
 def _in_turn(run: RunDirectory) -> Iterator[None]:
-    """Lock the run directory; a requeued controller may meet the one that it left behind.
+    """Lock the run directory; wait, since a requeued controller may meet the next one.
 
     Raises:
-        RunDirectoryError: Somebody has had it for minutes.
+        RunDirectoryError: Another command still holds it after `TURN_S`.
     """
     deadline = time.monotonic() + TURN_S
     role = f"controller job {slurm_job_id()} of this sweep, which goes on unattended"
@@ -225,7 +225,7 @@ def _log_end(run: RunDirectory, words: str) -> None:
 def look_on(sweep: Sweep) -> None:
     """Show a detached sweep's progress as long as controllers carry it on; change nothing.
 
-    Returns at once where the sweep is not detached, or the user wants this command to carry on.
+    Return at once if the sweep is not detached, or if the user wants this command to carry on.
 
     Raises:
         StageError: The controllers failed, or are gone.
@@ -285,10 +285,10 @@ def _show(sweep: Sweep, progress: StageProgress, now: JobsNow, follows: str) -> 
 
 
 def take_over(sweep: Sweep) -> None:
-    """Act in place of a controller; a waiting one is cancelled."""
+    """Let this command act in place of the controllers; cancel those that are left."""
     if sweep.cluster.executor != "slurm":
         return
-    # a controller that was submitted by a command that was killed
+    # there may be a controller from a command that was killed before recording it
     sweep.launcher.find_lost()
     if cancelled := _relieve_controllers(sweep, taken_over=True):
         print(f"controller job {cancelled[0].job_id} is cancelled: this command carries on instead")
@@ -299,7 +299,7 @@ def take_over(sweep: Sweep) -> None:
 
 
 def _relieve_controllers(sweep: Sweep, *, taken_over: bool = False) -> list[Submitted]:
-    """Cancel the controllers that are left, and note their ends; returns those that waited."""
+    """Cancel the controllers that are not over, and record their ends; return the cancelled."""
     left = sweep.run.history().unsettled(CONTROL)
     waiting = controllers(sweep) if left else []
     if waiting:

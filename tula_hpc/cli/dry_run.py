@@ -38,7 +38,7 @@ from tula_hpc.stages.train import next_candidate
 
 
 class Wave(NamedTuple):
-    """Configurations that are measured in allocations of one size, in one job or one each."""
+    """Configurations measured in allocations of one size, in one job or in one job each."""
 
     nodes: int
     configurations: tuple[Configuration, ...]
@@ -46,10 +46,10 @@ class Wave(NamedTuple):
 
 
 class Beginning(NamedTuple):
-    """First profiling jobs on a partition of the cluster."""
+    """First profile jobs on a partition of the cluster."""
 
     part: Sweep
-    # of memory, where the profile stage would make one
+    # estimate of memory; None: the profile stage would make none
     estimate: Estimate | None
     waves: list[Wave]
 
@@ -58,11 +58,11 @@ def describe_submission(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Pr
     """Describe the next jobs of a sweep; creates nothing.
 
     Raises:
-        InputError: It would be refused, since the workload is not as it should be.
-        StageError: It would end in that, since no batch of its plan is left.
+        InputError: The sweep would be refused for a mistake in its workload.
+        StageError: The sweep would fail, since no batch of its plan is left.
     """
     head = f"sweep {spec.name!r} on {cluster.name!r} ({cluster.executor}), run directory {root}"
-    # what failed before is tried again
+    # started now: configurations that failed before this are tried again
     sweep = Sweep(spec, cluster, RunDirectory(root), started_at=unix_time())
     if sweep.run.train().result_file.exists():
         return Preview(
@@ -112,7 +112,7 @@ def _on_their_way(sweep: Sweep) -> Iterator[str]:
 
 
 def _chosen(sweep: Sweep) -> Candidate | None:
-    """Return the training of the present plan, None if a new plan is made first."""
+    """Return the next training by the present plan; None if a new plan is made first."""
     run = sweep.run
     changed = {
         **changes_of(run.sweep_file, sweep.spec),
@@ -124,7 +124,7 @@ def _chosen(sweep: Sweep) -> Candidate | None:
 
 
 def _beginning(part: Sweep, tried: Trial | None) -> Beginning:
-    """Return the first proposals, by size of allocation, as if all could be submitted together."""
+    """Return the first proposals by size of allocation, as if all could be submitted at once."""
     everything = part.cluster.model_copy(update={"executor": "slurm", "array_parallelism": 2})
     packed = part.spec.search.packed
     made = _estimate(part, tried)
@@ -137,7 +137,7 @@ def _beginning(part: Sweep, tried: Trial | None) -> Beginning:
 
 
 def try_dry(sweep: Sweep) -> Trial | None:
-    """Try the workload as the sweep would, where its data and code are here; keep nothing.
+    """Try the workload as the sweep would, if its data and code are here; keep nothing.
 
     Raises:
         InputError: The sweep would be refused.
@@ -169,7 +169,7 @@ def _input_files(sweep: Sweep) -> Iterator[tuple[Path, Path]]:
 
 
 def _estimate(part: Sweep, tried: Trial | None) -> Estimate | None:
-    """Return the estimate of memory that the profile stage has or would make; keeps nothing."""
+    """Return the estimate of memory that the profile stage has or would make; keep nothing."""
     name = part.partition
     if tried is not None and (name in tried.footprints or name in tried.reasons):
         return Estimate(tried.footprints.get(name), tried.reasons.get(name, ""))

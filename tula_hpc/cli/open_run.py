@@ -1,4 +1,4 @@
-"""Opening of a run directory for a command, its work in it, and how that ends."""
+"""Open a run directory for a command, work in it, and end on an error or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from tula_hpc.stages.context import Sweep
 
 
-# so long who interrupts a command, or mends its inputs, waits for Slurm's word on its jobs
+# seconds to wait for Slurm's answer about jobs, while a user waits after Ctrl-C or a correction
 LAST_ANSWER_S = 5.0
-# of folders that are there
+# errors that mean an existing folder is read-only
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -48,7 +48,7 @@ def open_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Sweep:
     """Make the run directory, or continue one that was made from the same inputs.
 
     Raises:
-        RunDirectoryError: It is something else, or was made from other inputs.
+        RunDirectoryError: The folder is no run directory, or was made from other inputs.
     """
     from tula_hpc.records import RunDirectory, write_atomically
     from tula_hpc.stages.context import Sweep
@@ -66,7 +66,7 @@ def open_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Sweep:
         message += "; make it writable, or" if is_locked else ";"
         message += " use another --run-dir"
         raise RunDirectoryError(message, source=error.filename or run.root) from None
-    # a mistake in the inputs was mended
+    # for instance, a mistake in the inputs was corrected
     if _begins_anew(run, spec, cluster):
         _begin_anew(run, spec, cluster)
     _refuse_other_inputs(run, spec, cluster)
@@ -82,10 +82,10 @@ def open_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Sweep:
 
 
 def check_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> None:
-    """Check that a run directory may be made there, or continued with these inputs.
+    """Check that a run directory may be made at `root`, or continued with these inputs.
 
     Raises:
-        RunDirectoryError: It is something else, or was made from other inputs.
+        RunDirectoryError: The folder is no run directory, or was made from other inputs.
     """
     from tula_hpc.records import RunDirectory
 
@@ -97,7 +97,7 @@ def check_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> None:
         _refuse_other_inputs(run, spec, cluster)
 
 
-# folders of a run to which its jobs write
+# folders of a run that its jobs write to
 ROOMS = {"profile", "slurm", "train"}
 
 
@@ -118,7 +118,7 @@ def _refuse_other_folder(run: RunDirectory) -> None:
 
 
 def _refuse_copy(run: RunDirectory) -> None:
-    """Refuse a copy while jobs of the original are at work, which would be waited for in vain."""
+    """Refuse a copy while jobs of the original are not over: waiting for them would be in vain."""
     from tula_hpc.stages.context import jobs_of_original
 
     copied = jobs_of_original(run)
@@ -133,7 +133,7 @@ def _refuse_copy(run: RunDirectory) -> None:
 
 
 def _begins_anew(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> bool:
-    """Tell whether a run of other inputs may be replaced: it has no results, and no job is left."""
+    """Tell whether other inputs may replace the run's: it has no results, and no job is left."""
     from tula_hpc.launch.launcher import lost
 
     changed = (
@@ -164,7 +164,7 @@ def _begin_anew(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> Non
     from tula_hpc.records import write_atomically
 
     with _locked_for_others(run):
-        # the command that was at work has submitted or measured meanwhile
+        # before the lock was taken, another command has submitted or measured something
         if not _begins_anew(run, spec, cluster):
             return
         aside = run.set_aside()
@@ -182,7 +182,7 @@ def _locked_for_others(run: RunDirectory) -> Iterator[None]:
     """Lock a run whose inputs are about to change.
 
     Raises:
-        RunDirectoryError: Another command has it; the message names the way beside it.
+        RunDirectoryError: Another command holds it; the message says what to do instead.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -223,7 +223,7 @@ def _refuse_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpe
 
 def _is_unmeasured(key: Key, run: RunDirectory, spec: SweepSpec) -> bool:
     if spec.workload.is_script and key == ("workload", "metric"):
-        # only a training's output is searched for it
+        # only the output of trainings is searched for it
         return True
     if is_between_nodes(key):
         return all(row.nodes == 1 for row in run.measurements().records)
@@ -231,16 +231,16 @@ def _is_unmeasured(key: Key, run: RunDirectory, spec: SweepSpec) -> bool:
 
 
 def _may_train(run: RunDirectory) -> bool:
-    """Tell whether a training began, or may at any moment since the sweep goes on unattended."""
+    """Tell whether a training has begun, or may begin at any moment by an unattended sweep."""
     history = run.history()
     if any((run.root / "train").glob("*/*")) or history.unsettled("control"):
         return True
-    # its files were moved away; its job may not be over
+    # the training's files may have been moved away before its job was over
     return bool(history.unsettled("train") and _jobs_left(run))
 
 
 def _take_over(run: RunDirectory, path: Path, inputs: SweepSpec | ClusterSpec) -> None:
-    """Replace the inputs for later jobs; measurements stay, a plan is made again."""
+    """Replace the inputs for later jobs; keep measurements, delete an affected plan."""
     from tula_hpc.records import write_atomically
 
     changes = changes_of(path, inputs)
@@ -248,7 +248,7 @@ def _take_over(run: RunDirectory, path: Path, inputs: SweepSpec | ClusterSpec) -
         return
     with _locked_for_others(run):
         if that_matter(changes) or (sets_time(changes) and not _may_train(run)):
-            # first: a command that is killed in between finds no plan that fits the former inputs
+            # first, so that a command killed in between leaves no plan that fits the old inputs
             run.plan_file.unlink(missing_ok=True)
         write_atomically(path, freeze(inputs))
     for key, (was, now) in changes.items():
@@ -258,7 +258,7 @@ def _take_over(run: RunDirectory, path: Path, inputs: SweepSpec | ClusterSpec) -
 
 
 def _is_fresh(root: Path) -> bool:
-    """Tell whether a folder is empty, or holds only remains of an interrupted command."""
+    """Tell whether a folder is empty, or holds only what an interrupted command left."""
     return all(
         path.name.startswith(".sweep.toml.") or (path.name in ROOMS and not any(path.iterdir()))
         for path in root.iterdir()
@@ -268,9 +268,9 @@ def _is_fresh(root: Path) -> bool:
 def _other_inputs(
     refused: Changes, run: RunDirectory, kind: str, *, is_sweep: bool, frees_up: bool
 ) -> str:
-    """Name the keys that differ from the run directory and may not, and the remedy.
+    """Explain which keys differ from the run directory but may not, and what to do.
 
-    It `frees_up` if no measurement depends on the keys.
+    `frees_up`: no measurement depends on these keys, so that they may change later.
     """
     was, now = refused.get(("executor",), ("", ""))
     if now == "local":
@@ -332,7 +332,7 @@ def _to_cancel(run: RunDirectory, left: Sequence[Submitted]) -> str:
     from tula_hpc.config import load_frozen_cluster
     from tula_hpc.launch.launcher import Launcher
 
-    # its own file may be damaged
+    # the run's cluster file may be damaged
     with contextlib.suppress(InputError):
         return Launcher(load_frozen_cluster(run.cluster_file), run, "").executor.cancel_command(
             left
@@ -341,12 +341,12 @@ def _to_cancel(run: RunDirectory, left: Sequence[Submitted]) -> str:
 
 
 def work(sweep: Sweep, until: str, *, detach: bool = False, here: bool = False) -> int:
-    """Work on an open run up to a stage; returns 0 when done or detached, 130 interrupted.
+    """Work on an open run up to a stage; return 0 when done or detached, 130 if interrupted.
 
-    With `detach` controller jobs carry on; with `here` this command does, also where they do now.
+    With `detach`, controller jobs carry on; with `here`, this command replaces any controllers.
 
     Raises:
-        TulaError: It cannot be done; see `exit_code_of`.
+        TulaError: The work failed; see `exit_code_of`.
     """
     from tula_hpc.cli.detached import carry_on_detached, look_on, take_over
     from tula_hpc.cli.pipeline import carry_out
@@ -368,7 +368,7 @@ def work(sweep: Sweep, until: str, *, detach: bool = False, here: bool = False) 
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ignore a second Ctrl-C: the message on the jobs that are left takes only seconds."""
+    """Ignore a second Ctrl-C: the message about remaining jobs takes only seconds."""
     before = {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -387,7 +387,7 @@ def _refuse_changed_meanwhile(sweep: Sweep) -> None:
 
 
 def say_interrupted(sweep: Sweep, until: str) -> None:
-    """Say which work goes on without this command, how to continue, and how to cancel the jobs."""
+    """Say what goes on without this command, how to continue, and how to cancel the jobs."""
     from tula_hpc.launch.launcher import describe_states
     from tula_hpc.stages.context import jobs_on_record
 
@@ -402,7 +402,7 @@ def say_interrupted(sweep: Sweep, until: str) -> None:
     ids = {job.job_id for job in jobs}
     control = [job for job in sweep.run.history().unsettled("control") if job.job_id in ids]
     if control:
-        # a guard waits until another is over
+        # not a guard, which only waits until another controller is over
         acts = [job for job in control if not job.role] or control
         goes_on = f"the sweep goes on unattended, by controller job {acts[-1].job_id}{unless}"
         here = sweep.command(*again, "--take-over")

@@ -1,4 +1,4 @@
-"""Read the options and inputs that the commands share."""
+"""Options and input files that the commands share."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tula_hpc.errors import InputError, NotConfiguredError, RunDirectoryError, T
 if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec, SweepSpec
 
-# of a sweep, in order
+# stages of a sweep, in order
 STAGES = ("profile", "plan", "train", "report")
-# as pip knows this package
+# name of this package for pip
 DISTRIBUTION = "tula_hpc"
-# where Slurm's commands look without the variable SLURM_CONF
+# where Slurm's commands look if the variable SLURM_CONF is not set
 SLURM_CONF = "/etc/slurm/slurm.conf"
 
 
 def add_input_options(parser: argparse.ArgumentParser) -> None:
-    """Add the sweep file, the cluster file, the run directory, and single keys."""
+    """Add options for sweep, cluster, run directory, single keys, output and detaching."""
     parser.add_argument(
         "sweep", type=Path, metavar="SWEEP.toml", help="what to train; see sweeps/example.toml"
     )
@@ -74,10 +74,10 @@ def _assignment(text: str) -> str:
 
 @ending_at_once()
 def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
-    """Read and check the sweep and the cluster, one by itself and both together.
+    """Read the sweep and the cluster; check each by itself and both together.
 
     Raises:
-        InputError: One line per mistake.
+        InputError: There are mistakes; the message has one line for each.
     """
     if getattr(options, "json", False) and getattr(options, "dry_run", False):
         raise InputError(
@@ -111,7 +111,7 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
 
 
 def _tell_idle(options: argparse.Namespace, spec: SweepSpec, cluster: ClusterSpec) -> None:
-    """Name the keys that were given and change nothing."""
+    """Warn of given keys that have no effect."""
     from tula_hpc.config import idle_cluster_keys, idle_keys, idle_reference
 
     for key, why in idle_keys(spec):
@@ -130,7 +130,7 @@ def _slurm_is_here() -> bool:
 
 
 def _refuse_detached_here(options: argparse.Namespace, cluster: ClusterSpec) -> None:
-    """Refuse the options of a detached sweep where jobs do not go through Slurm."""
+    """Refuse the options of a detached sweep if jobs do not go through Slurm."""
     if getattr(options, "detach", False) and cluster.executor != "slurm":
         raise InputError(
             'needs a cluster with executor = "slurm"; here use nohup or tmux', source="--detach"
@@ -143,7 +143,7 @@ def _refuse_detached_here(options: argparse.Namespace, cluster: ClusterSpec) -> 
 
 
 def _refuse_missing_trackers(options: argparse.Namespace, spec: SweepSpec) -> None:
-    """Refuse a tracker whose package is not here, unless only the nodes are to have it."""
+    """Refuse a tracker whose package is not installed here, unless only the nodes need it."""
     from tula_hpc.tracking.trackers import missing
 
     if spec.search.estimate and (names := missing(spec.training.log_to)):
@@ -157,10 +157,10 @@ def _refuse_missing_trackers(options: argparse.Namespace, spec: SweepSpec) -> No
 def _load_without_paths(
     options: argparse.Namespace, mistake: InputError
 ) -> tuple[SweepSpec, ClusterSpec]:
-    """Return inputs that name folders or modules that this machine lacks, where that is allowed.
+    """Return inputs that name folders or modules which this machine lacks, if that is allowed.
 
     Raises:
-        InputError: It is not, or there are other mistakes.
+        InputError: That is not allowed, or there are other mistakes.
     """
     from tula_hpc.config import load_together
     from tula_hpc.own_sources import find_source, module_files
@@ -183,7 +183,7 @@ def _load_without_paths(
             source=options.sweep,
             key="workload.script",
         ) from None
-    # jobs on this machine find no more than this command
+    # jobs on this machine would lack the same files as this command
     if not spec.workload.names_data or cluster.executor == "local":
         raise mistake from None
     if not spec.search.estimate:
@@ -191,7 +191,7 @@ def _load_without_paths(
     own = [name for name in spec.workload.entry_points if not Path(name).exists()]
     modules = [name.partition(":")[0] for name in own]
     lacking = [module for module in modules if not find_source(module)]
-    # the mistake says where these lie, or how they are written
+    # `mistake` already says where these files are, or how to write their names
     beside = (module_files(options.sweep.parent, module) for module in lacking)
     files = (module.removesuffix(".py") for module in lacking if module.endswith(".py"))
     if any(beside) or any(map(find_source, files)):
@@ -202,7 +202,7 @@ def _load_without_paths(
 
 
 def _lacks_only_data(options: argparse.Namespace) -> bool:
-    """Tell whether nothing is wrong but the data folder, which a dry run need not have."""
+    """Tell whether only the data folder is missing, which a dry run does not need."""
     from tula_hpc.config import load_together
 
     with contextlib.suppress(InputError):
@@ -214,11 +214,11 @@ def _lacks_only_data(options: argparse.Namespace) -> bool:
 def refuse_impossible(
     options: argparse.Namespace, spec: SweepSpec, cluster: ClusterSpec, root: Path
 ) -> None:
-    """Refuse a partition that Slurm does not have, or more nodes than it has; before a training.
+    """Refuse a partition or number of nodes that Slurm does not have, until a training begins.
 
     Raises:
-        InputError: Slurm says so.
-        NotConfiguredError: Slurm's commands find no configuration, which a dry run can do without.
+        InputError: Slurm does not have them.
+        NotConfiguredError: Slurm's commands find no configuration; a dry run goes on without.
     """
     from tula_hpc.records import RunDirectory
     from tula_hpc.stages.context import Sweep
@@ -227,7 +227,7 @@ def refuse_impossible(
     sweep = Sweep(spec, cluster, RunDirectory(root))
     if cluster.executor != "slurm" or sweep.run.has_trained():
         return
-    # Slurm's commands would look for it for a minute each
+    # each of Slurm's commands would wait for this file for a minute
     if (file := slurm_conf()) and not os.access(file, os.R_OK):
         raise InputError(f"no readable file {file}; correct it, or unset it", source="SLURM_CONF")
     try:
@@ -247,7 +247,7 @@ def refuse_impossible(
 def naming_the_sweep(
     run: Callable[[argparse.Namespace], int],
 ) -> Callable[[argparse.Namespace], int]:
-    """Put the sweep file in front of mistakes that a trial of its workload finds."""
+    """Name the sweep file in errors that a trial of its workload raises."""
 
     def named(options: argparse.Namespace) -> int:
         try:
@@ -262,8 +262,8 @@ def run_root(options: argparse.Namespace, spec: SweepSpec) -> Path:
     """Return the run directory's path.
 
     Raises:
-        RunDirectoryError: It holds characters that job scripts would take for something else, or it
-            or a parent is no folder.
+        RunDirectoryError: The path holds characters with a meaning in job scripts, or it or a
+            parent exists and is no folder.
     """
     from tula_hpc.records import RunDirectory
 

@@ -49,15 +49,15 @@ if TYPE_CHECKING:
     from tula_hpc.analysis.run_contents import Training
 
 
-# columns where the output is no terminal
+# columns of the summary if the output is no terminal
 SUMMARY_WIDTH = 140
-# larger ones are refused where the plan is read
+# a larger plan.json is refused by whatever reads it
 MOST_PLAN_BYTES = 64 * 1024**2
 # failed trainings that are named one by one
 SAID = 5
-# left out first: the largest
+# columns that may be left out; the one with the largest number goes first
 SPARE = {"memory per worker": 4, "than predicted": 3, "measured": 2, "steps": 1}
-# where lines may end in cells
+# least widths of columns whose cells may be wrapped
 NARROW = {"configuration": len("N = 16, B = 16,384"), "measured": len("in training")}
 
 
@@ -70,7 +70,7 @@ def print_summary(
     *,
     bill: TrainingBill | None = None,
 ) -> None:
-    """Print the table with rich, and the cost of profiling; see `report.tables.summary_rows`."""
+    """Print the summary table and the cost of profiling; see `report.tables.summary_rows`."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -86,7 +86,7 @@ def print_summary(
         title=title, title_justify="left", box=None, pad_edge=False, padding=(0, GAP, 0, 0)
     )
     add_columns(table, _columns(content), console.width, [""] * len(content.rows))
-    # printed by rich, an output that was closed would end the process without a word
+    # if rich itself printed to a closed output, it would end the process silently
     with console.capture() as capture:
         console.print(table)
         if profiling_cost:
@@ -105,18 +105,18 @@ def report_stage(sweep: Sweep) -> list[Path]:
     """Write figures and report."""
     from tula_hpc.analysis.report.page import write_report
 
-    # analysis has no scheduler to ask
+    # reports do not ask the scheduler, so its accounting is written down first
     sweep.launcher.note_accounts()
     return write_report(sweep.run)
 
 
 def carry_out(sweep: Sweep, until: str) -> int:
-    """Do all stages up to this one that are not done yet; returns the exit code.
+    """Do all stages up to `until` that are not done yet; return the exit code.
 
     Raises:
         InputError: The workload has a mistake, or is not the measured one.
         StageError: A stage failed.
-        StillRunningError: Jobs are on their way, and the sweep is detached.
+        StillRunningError: Jobs are not over yet, and the sweep is detached.
     """
     sweep.launcher.find_lost()
     for words in sweep.run.damage():
@@ -136,7 +136,7 @@ def _run_stages(sweep: Sweep, last: int) -> int:
     if has_profiled:
         is_tried = _profile(sweep)
     if last == STAGES.index("profile"):
-        # as it was asked to, for `status`
+        # for `status`: the sweep ended here as requested
         sweep.run.log_event("ended", "profile")
         return 0
     before = _contents(sweep.run.plan_file)
@@ -179,7 +179,7 @@ def _run_stages(sweep: Sweep, last: int) -> int:
 
 
 def _profile(sweep: Sweep) -> bool:
-    """Profile until the search has seen enough; return whether the workload was tried here."""
+    """Profile until the search is done; return whether the workload was tried here."""
     is_tried = try_before_jobs(sweep)
     if sweep.run.plan_file.exists() and not sweep.run.measurements().records:
         sys.stderr.write(
@@ -213,18 +213,18 @@ def _say_end(sweep: Sweep, plan: Plan, result: TrainResult, *, is_cost_said: boo
 
 
 def _model_lines(sweep: Sweep) -> list[str]:
-    """Say where the trained model and the files of a script are, or that the model is gone."""
+    """Say where the trained model and a script's files are, or that the model is gone."""
     if words := why_no_model(sweep.run, sweep.spec):
         return [f"warning: {words}"]
     files = sweep.run.train()
     lines = []
     if newest := files.newest_checkpoint:
-        # its own weights are among what it keeps
+        # a script's weights are only a part of what it keeps
         what = "checkpoint" if sweep.spec.workload.is_script else "model"
         lines.append(f"{what}: {newest}")
     own = files.root / "script" / "work"
     places = (Path(folder, name) for folder, _, names in os.walk(own) for name in names)
-    # links lead to the user's
+    # links lead to the user's own files, which the script has not written
     if not all(path.is_symlink() for path in places):
         lines.append(f"files of the script: {own}")
     return lines
@@ -234,7 +234,7 @@ def _decision(plan: Plan, result: TrainResult, bill: TrainingBill | None) -> str
     chosen = plan.chosen
     took_s = result.wall_time_s
     if bill is not None and bill.whole.actual is not None:
-        # with its start, as the sentence of the bill has it
+        # includes the start, as in the bill's sentence
         took_s = bill.whole.actual
     where = f" on {chosen.partition}" if chosen.partition else ""
     text = f"{plural(chosen.nodes, 'node')}{where} and a batch of {chosen.global_batch:,} samples"
@@ -246,7 +246,7 @@ def _decision(plan: Plan, result: TrainResult, bill: TrainingBill | None) -> str
         planned = plan.epochs * (plan.dataset_samples // result.global_batch)
         why = "after which the script ended"
         if result.steps == planned:
-            # an epoch's last batch may be a shorter one
+            # an epoch takes more steps than planned if it ends with a shorter batch
             why = f"in all of its {planned:,} planned steps"
         elif result.restarts:
             why = "unless the script went on by itself from what it had saved"
@@ -255,7 +255,7 @@ def _decision(plan: Plan, result: TrainResult, bill: TrainingBill | None) -> str
 
 
 def _cost(sweep: Sweep, plan: Plan, bill: TrainingBill | None) -> str:
-    """Describe the cost of training and profiling, at the plan's price of a node and second."""
+    """Describe the cost of training and profiling, by the plan's price of a node-second."""
     from tula_hpc.analysis.report.text import used_by_profiling
     from tula_hpc.analysis.run_contents import read_run
 
@@ -277,7 +277,7 @@ def _cost(sweep: Sweep, plan: Plan, bill: TrainingBill | None) -> str:
 
 
 def _price_s(plan: Plan, partition: str) -> float:
-    """Return the plan's price of a node and second there; of the chosen partition if unknown."""
+    """Return the plan's price of a node-second on a partition; if unknown, on the chosen one."""
     there = [plan.chosen, *(item for item in plan.candidates if item.finite_cost)]
     priced = next((item for item in there if item.partition == partition), plan.chosen)
     node_seconds = priced.nodes * priced.wall_time_s
@@ -289,7 +289,7 @@ def _say_summary(
 ) -> TrainingBill | None:
     from tula_hpc.analysis.run_contents import trained_partition
 
-    # which the table is about
+    # the table is about the chosen partition only
     here = trained_partition(sweep.run.events()) in (None, plan.chosen.partition)
     bill = _bill(sweep, plan, trained)
     print_summary(
@@ -336,7 +336,7 @@ def _say_bill(bill: TrainingBill | None) -> None:
 
 
 def _warn_of_scores(sweep: Sweep, trained: Training) -> None:
-    """Warn of a training without scores, or that blew up but stayed finite: it has a result."""
+    """Warn of a training that has a result, but no scores, or that learned nothing."""
     from tula_hpc.analysis.run_contents import SMALLER_STEPS, learned_nothing
 
     metrics = trained.metrics
@@ -360,12 +360,12 @@ def _contents(path: Path) -> bytes:
     try:
         return read_bounded(path, MOST_PLAN_BYTES)
     except OSError:
-        # whoever reads the plan says what is wrong with it
+        # whatever reads the plan will report the error
         return b""
 
 
 def _say_plan(sweep: Sweep, plan: Plan, *, is_new: bool = True) -> None:
-    """Print the plan; in full only where an earlier command has not done so."""
+    """Print the plan, in full only if it is new."""
     from tula_hpc.analysis.planning.partitions import name_of
     from tula_hpc.analysis.report.plan_text import not_told_apart
 
@@ -453,7 +453,7 @@ def _run_study(sweep: Sweep, *, report: bool) -> int:
 
 
 def report_study(run: RunDirectory) -> int:
-    """Write a study's report and print its table; returns the exit code."""
+    """Write a study's report and print its table; return the exit code."""
     from tula_hpc.analysis.report.study_page import study_text, write_study_report
 
     paths = write_study_report(run)
