@@ -10,8 +10,9 @@ the next one, as in no training.
 - ratio: quartiles of the ratios of a pair's blocks; the limit of 1 % is about their median.
 - cost_s: median of what a watched step takes more.
 - batches: the smaller the batch, the more a step feels the hooks.
-- ags: two workers, each with a thread, scale gradients by AGS: by the hooks in a plain loop, over a loop that has
-  `TulaOptimizer` and its communication hook itself, as the built-in one has.
+- ags: two workers with one thread each scale gradients by AGS. The ratio is that of a plain loop with the hooks over a
+  loop that does what the built-in one does: `TulaOptimizer` with its communication hook, a line of metrics.jsonl every
+  ten steps, and an agreement of the workers on stops.
 """
 
 from __future__ import annotations
@@ -38,18 +39,23 @@ from torch.utils.data import DataLoader, TensorDataset, dataloader
 from tests.forked import start_workers
 from tula_hpc.attach.reporting import ChildSpec
 from tula_hpc.attach.script import Script
+from tula_hpc.attach.train.peers import ScriptPeers
 from tula_hpc.attach.train.script_training import ScriptTraining, TrainSettings
+from tula_hpc.checkpoint.safe_points import Progress
 from tula_hpc.config import SweepSpec
+from tula_hpc.ddp.agreement import Agreement
 from tula_hpc.ddp.methods import ReferenceBatch, scaling_options
+from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.gradients.small_batch_norms import LocalNorms
 from tula_hpc.optim import TulaOptimizer
 from tula_hpc.records import Configuration, RunDirectory
+from tula_hpc.training.metrics_writer import MetricsWriter, StepWindow
 from tula_hpc.workloads.small_cnns import compact_cnn
 
 RESULT = Path(__file__).parent / "results" / "hooks_cost.json"
 # local batch, and pairs of blocks
 CASES = {8: 600, 64: 30}
-BLOCK = 10
+BLOCK = LOG_STEPS = 10
 WARM_UP = 5
 SAMPLES, EDGE, CLASSES = 4096, 32, 10
 LIMIT = 0.01
@@ -70,7 +76,7 @@ class Watch:
         run.make_train()
         told = TrainSettings(
             root=run.root, label="main", job_id="1", samples=10**9, global_batch=batch * workers,
-            log_interval_steps=10, between_s=3600.0, configuration=(1, workers, batch), **settings,
+            log_interval_steps=LOG_STEPS, between_s=3600.0, configuration=(1, workers, batch), **settings,
         )  # fmt: skip
         said = run.root / "said.json"
         spec = ChildSpec(
@@ -103,9 +109,13 @@ def endless(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def step(
-    batches: Iterator[Any], model: nn.Module, optimizer: Optimizer, before: Callable[[], None] | None = None
+    batches: Iterator[Any],
+    model: nn.Module,
+    optimizer: Optimizer,
+    before: Callable[[], None] | None = None,
+    after: Callable[[Tensor], None] | None = None,
 ) -> float:
-    """Seconds of a step of a plain loop; `before` is called before the optimizer steps."""
+    """Seconds of a step of a plain loop, with `before` and, given the loss, `after` around the optimizer's step."""
     started = time.perf_counter()
     inputs, targets = next(batches)
     optimizer.zero_grad()
@@ -114,6 +124,8 @@ def step(
     if before is not None:
         before()
     optimizer.step()
+    if after is not None:
+        after(loss.detach())
     return time.perf_counter() - started
 
 
@@ -151,9 +163,9 @@ def compared(times: np.ndarray) -> dict[str, Any]:
 
 
 class Scaled:
-    """A model that two workers train by AGS in a loop, as `ddp.worker.Worker` does."""
+    """A model that two workers train by AGS in a loop, as `ddp.worker.Worker` and `training.loop` do."""
 
-    def __init__(self, sweep: SweepSpec, model: nn.Module) -> None:
+    def __init__(self, sweep: SweepSpec, model: nn.Module, metrics: Path | None) -> None:
         configuration = Configuration(1, WORKERS, AGS_BATCH)
         self.model = DistributedDataParallel(model)
         owned = list(model.parameters())
@@ -161,11 +173,24 @@ class Scaled:
         self.optimizer.expect_small_norms()
         self.reference = ReferenceBatch(sweep, configuration, SAMPLES)
         self.norms = LocalNorms(owned, AGS_BATCH).attach(self.model)
+        self.metrics = MetricsWriter(metrics, SAMPLES, AGS_BATCH * WORKERS, WORKERS)
+        self.progress = Progress()
+        self.window = StepWindow()
+        self.agreement = Agreement(ScriptPeers(WORKERS), StopRequest())
 
     def observe(self) -> None:
         self.optimizer.set_reference(self.reference.after(0.0))
         self.optimizer.observe_small(*self.norms.squares())
         self.optimizer.observe_norms(self.norms.averaged())
+
+    def end_step(self, loss: Tensor) -> None:
+        self.window.add(loss=loss)
+        self.progress.step += 1
+        if self.progress.step % LOG_STEPS == 0:
+            mean_loss = self.window.mean_loss()
+            self.metrics.write_steps(self.progress, self.window, self.optimizer, lr=0.01, loss=mean_loss)
+            self.window = StepWindow()
+        self.agreement.decide()
 
 
 def scale(rank: int, folder: Path) -> None:
@@ -176,7 +201,7 @@ def scale(rank: int, folder: Path) -> None:
     sweep = SweepSpec.model_validate(AGS, context={"check_paths": False})
     data = TensorDataset(torch.randn(SAMPLES, 3, EDGE, EDGE), torch.randint(CLASSES, (SAMPLES,)))
     batches = endless(DataLoader(data, AGS_BATCH, shuffle=True, drop_last=True))
-    scaled = Scaled(sweep, compact_cnn(CLASSES, EDGE))
+    scaled = Scaled(sweep, compact_cnn(CLASSES, EDGE), None if rank else folder / "metrics.jsonl")
     watch = Watch(folder, AGS_BATCH, rank, WORKERS, sweep=AGS)
     model = DistributedDataParallel(compact_cnn(CLASSES, EDGE))
     optimizer = SGD(model.parameters(), 0.01)
@@ -185,7 +210,8 @@ def scale(rank: int, folder: Path) -> None:
         watch.put(on=hooked)
         if hooked:
             return fmean(step(batches, model, optimizer) for _ in range(BLOCK))
-        return fmean(step(batches, scaled.model, scaled.optimizer, scaled.observe) for _ in range(BLOCK))
+        loop = batches, scaled.model, scaled.optimizer, scaled.observe, scaled.end_step
+        return fmean(step(*loop) for _ in range(BLOCK))
 
     watch.has_found(model)
     # the first pair is to warm up
@@ -194,9 +220,9 @@ def scale(rank: int, folder: Path) -> None:
         for hooked in (False, True) if pair % 2 else (True, False):
             times[int(hooked), pair] = block(hooked=hooked)
     assert watch.training.scaling is not None
-    for readings in (scaled.optimizer, watch.training.scaling.readings):
-        # both have factors of their own
-        assert readings.step_metrics(1)["scale_max"] > 1.0
+    for scaling in (scaled.optimizer, watch.training.scaling.scaling):
+        assert scaling is not None
+        assert any(float(factor.max()) > 1.0 for factor in scaling.gradscale if factor is not None)
     np.save(folder / f"{rank}.npy", times[:, 1:])
     dist.barrier()
     dist.destroy_process_group()
