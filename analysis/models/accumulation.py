@@ -1,18 +1,18 @@
-"""Batches that a script takes in several forward passes, as memory forbids them at once.
+"""Gradient accumulation in scripts: steps whose batch does not fit into one forward pass.
 
-For local batch b of a step, and the largest batch of one pass that fits into memory, most:
+For a local batch b, with `most` the largest batch of one pass that fits into memory:
 
     k(b)      = the least power of two with b / k <= most, and at least `least`
     t_step(b) = t_step(b / k) + (k − 1) × (t_compute(b / k) − t_optimizer)
     M(b)      = M(b / k)
 
 A step of k passes has k forward and backward passes, one all-reduce and one step of the optimizer.
-t_compute is a step without synchronization, which holds the optimizer's part once. Measured steps
-of k passes are taken for steps of one pass by the same equation, see `times_of_one_pass`.
+t_compute is the time of a step without synchronization, which includes the optimizer once. The same
+equation turns measured steps of k passes into steps of one pass, see `times_of_one_pass`.
 
-Limits: a script that reduces its gradients after every pass, which `no_sync` would spare it, takes
-longer than that; where it was measured, measured times count. Waiting for storage that all nodes
-share is that of one pass.
+Limits: a script that reduces its gradients after every pass, instead of using `no_sync`, takes
+longer than predicted; measured steps count as measured. Waiting for storage that all nodes share is
+counted for one pass only.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Array = NDArray[np.float64]
 class Passes(NamedTuple):
     """Number of forward passes in which a step takes a worker's batch."""
 
-    # samples of one pass at most
+    # largest number of samples in one pass
     most: float = math.inf
-    # passes, whatever the batch
+    # lowest number of passes, whatever the batch
     least: int = 1
 
     def of(self, local_batch: ArrayLike) -> Array:
@@ -50,7 +50,7 @@ class Passes(NamedTuple):
 def times_of_one_pass(times: StepTimes, passes: int) -> StepTimes:
     """Return the times that a step of one pass would have taken, by the module's equation.
 
-    Computation and wait for data are those of all its passes together.
+    The given times of computation and of waiting for data are those of all passes together.
     """
     if passes == 1:
         return times
@@ -59,7 +59,7 @@ def times_of_one_pass(times: StepTimes, passes: int) -> StepTimes:
     others_s = (passes - 1) * each_s
 
     def alone(step_s: float) -> float:
-        # rounds of whole steps and of computation are not the same ones
+        # steps and computation are timed in different rounds: the difference may be too small
         return max(step_s - others_s, each_s)
 
     return times.model_copy(

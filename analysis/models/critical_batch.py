@@ -3,12 +3,12 @@
 The critical batch is taken to be the simple noise scale B_noise = tr(Σ)/|G|² (S. McCandlish et al.,
 "An Empirical Model of Large-Batch Training", 2018, equation 2.9): G is the true gradient, Σ the
 covariance of one sample's gradient. Training with batch B to the same loss needs about (1 +
-B_noise/B) times the fewest possible steps and (1 + B/B_noise) times the fewest possible samples: at
-B = B_noise twice as many of both. Far above it a larger batch saves hardly any steps.
+B_noise/B) times the fewest possible steps and (1 + B/B_noise) times the fewest possible samples:
+twice as many of both at B = B_noise. Far above B_noise a larger batch saves hardly any steps.
 
 B_noise grows during training, often tenfold and more, so a profile at the first weights gives a
-lower bound. Momentum, batch normalization and the learning rate are not in the approximation. Its
-interval counts the scatter of what was measured alone.
+lower bound. The approximation ignores momentum, batch normalization and the learning rate. The
+interval counts the scatter of the measurements only.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Array = NDArray[np.float64]
 Source = Literal["training", "profile"]
 Batch = TypeVar("Batch", float, Array)
 
-# with fewer the scatter is unknown
+# fewer estimates than this do not show their scatter
 MIN_TERMS = 3
-# end of an interval from its middle, in logarithms: ends farther off say no more
+# largest half-width of an interval, in logarithms: a wider one says no more
 FARTHEST = 30.0
 
 
@@ -48,7 +48,7 @@ class Terms(NamedTuple):
 
     @property
     def ratio(self) -> float | None:
-        """tr(Σ)/|G|² of the weighted means; None for too few, or noise alone."""
+        """tr(Σ)/|G|² of the weighted means; None for too few estimates, or for noise alone."""
         if len(self.weights) < MIN_TERMS:
             return None
         square, trace = self.weights @ self.values
@@ -57,10 +57,10 @@ class Terms(NamedTuple):
     def interval_90(self, ratio: float) -> tuple[float, float]:
         """Return the 90 % interval of the ratio r of weighted means of |G|² = g and tr(Σ) = t.
 
-        By its linearization `d log r = Σ w (t − r g) / Σ w t`, with Student's t on n − 1 degrees of
-        freedom.
+        The ratio is linearized, `d log r = Σ w (t − r g) / Σ w t`, and Student's t has n − 1
+        degrees of freedom.
         """
-        # late: `tula status` does without SciPy
+        # imported here, since `tula status` does without SciPy
         from scipy.special import stdtrit
 
         count = len(self.weights)
@@ -76,11 +76,11 @@ def critical_batch(
 ) -> CriticalBatch | None:
     """Estimate a training's critical batch from its metrics if they suffice, else from profiles.
 
-    From metrics the later half of the training counts (by samples seen): the noise scale rises
-    steeply at first, and most steps are taken after that. Both |G|² and tr(Σ) are averaged before
-    they are divided: their single estimates are unbiased, that of their ratio is not.
+    Of the metrics only the later half of the training is used (by samples seen): the noise scale
+    rises steeply at first, and most steps are taken after that. |G|² and tr(Σ) are averaged before
+    they are divided: single estimates of either are unbiased, those of their ratio are not.
 
-    None where nothing, too little, or only noise was measured.
+    Returns None if nothing, too little, or only noise was measured.
     """
     known: dict[Source, Terms] = {}
     if metrics is not None:
@@ -93,12 +93,12 @@ def critical_batch(
 
 
 def profiled_batch(measurements: Iterable[Measurement]) -> float | None:
-    """Return the critical batch by profiles alone; None where unknown."""
+    """Return the critical batch from profiles only; None if unknown."""
     return _profiled(measurements).ratio
 
 
 def samples_to_same_progress(critical: float, batch: Batch, base: int) -> Batch:
-    """Return (1 + B/B_noise) / (1 + base/B_noise): samples that batches B need, over the base's."""
+    """Return (1 + B/B_noise) / (1 + base/B_noise): samples that B needs, over those of `base`."""
     return (critical + batch) / (critical + base)
 
 
@@ -120,7 +120,7 @@ def _profiled(measurements: Iterable[Measurement]) -> Terms:
             # passes over more samples scatter less
             weight = row.noise_samples / len(row.noise_terms)
             passes += [(*terms, weight) for terms in row.noise_terms]
-    # in one order, whatever that of the measurements is: sums of floats depend on it
+    # sorted, since sums of floats depend on the order of the measurements
     table = np.array(sorted(passes)).reshape(-1, 3)
     return _finite(table[:, :2], table[:, 2])
 

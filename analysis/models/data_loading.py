@@ -1,9 +1,9 @@
 """Steps that wait for the data loader, and the number of loader processes that would avoid it.
 
-With L processes that cannot keep up, a step lasts as long as the loader takes for a batch, step_s.
-They would keep up if they took step_s − wait_s, which takes L · step_s / (step_s − wait_s) of them,
-as far as there are cores: a step without waiting keeps (loader_s + worker_s) / (step_s − wait_s)
-cores busy. Processes that wait for a file system need none.
+If L processes cannot keep up, a step lasts as long as they take to load a batch, step_s. To avoid
+waiting they would have to load it in step_s − wait_s, which needs L · step_s / (step_s − wait_s)
+processes and enough cores for them: a step without waiting keeps (loader_s + worker_s) / (step_s −
+wait_s) cores busy. Processes that wait for a file system need no cores.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from tula_hpc.analysis.models.profiles import Profile
 from tula_hpc.formatting import format_number, plural
 from tula_hpc.records import StepTimes
 
-# of a step; below it a faster loader changes little
+# share of a step spent waiting for data, below which a faster loader changes little
 DECIDES_FROM = 0.1
-# items are uneven: more processes are needed than on average
+# factor on the number of processes, since some items take longer to load than others
 HEADROOM = 1.2
 # the upper bound of workload.loader_workers
 MOST_PROCESSES = 256
@@ -25,7 +25,7 @@ MOST_PROCESSES = 256
 
 def wait_share(times: StepTimes) -> float:
     """Return the share of a step that waits for data."""
-    # timed apart, the wait may come out longer than a step
+    # the wait is timed separately, so it may come out longer than the step
     return min(1.0, times.data_time_s / times.step_time_s)
 
 
@@ -45,10 +45,10 @@ def wait_per_sample_s(profiles: Sequence[Profile]) -> float:
 
 
 def held_up_by_storage(profiles: Sequence[Profile]) -> list[Profile]:
-    """Return those that wait notably longer for data, for each sample, than the fewest workers do.
+    """Return the profiles that wait notably longer for data, per sample, than the fewest workers.
 
-    Then all wait for storage that they share. Storage makes more workers with larger batches wait
-    for longer: one that waits longer than they do was disturbed.
+    These wait for storage that all workers share. Shared storage makes more workers with larger
+    batches wait even longer: a profile that waits longer than those was disturbed, and is left out.
     """
     if not profiles:
         return []
@@ -74,18 +74,18 @@ def _is_contradicted(profile: Profile, profiles: Sequence[Profile]) -> bool:
 
 
 def processes_needed(times: StepTimes, loader_workers: int) -> int:
-    """Return how many loader processes would keep up, given cores for them.
+    """Return how many loader processes would keep up, if they had enough cores.
 
-    `loader_workers` as profiled; 0: the worker loads by itself, which is its wait.
+    `loader_workers` is the profiled number; 0: the worker itself loads the data, that is its wait.
     """
     loading_s = loader_workers * times.step_time_s if loader_workers else times.data_time_s
-    # rounded: 96 must not become 97 by a last digit
+    # rounded, so that a floating-point error does not turn 96 into 97
     needed = round(HEADROOM * loading_s / _without_waiting_s(times), 6)
     return max(loader_workers + 1, math.ceil(needed))
 
 
 def cores_needed(profile: Profile) -> float:
-    """Return the cores that a step without waiting keeps busy; 0 where that was not measured."""
+    """Return the cores that a step without waiting keeps busy; 0 if that was not measured."""
     used = profile.processor
     return (used.loader_s + used.worker_s) / _without_waiting_s(profile.times) if used else 0.0
 
@@ -95,7 +95,7 @@ def _without_waiting_s(times: StepTimes) -> float:
 
 
 def describe_slow_storage(profiles: Sequence[Profile]) -> str:
-    """Return a sentence on the file system and its remedy, where steps wait for it."""
+    """Return a sentence on a file system that steps wait for, and the remedy."""
     worst = max(profiles, key=lambda profile: wait_share(profile.times))
     samples = worst.configuration.global_batch / worst.times.step_time_s
     return (
@@ -107,9 +107,9 @@ def describe_slow_storage(profiles: Sequence[Profile]) -> str:
 
 
 def describe_slow_loader(profile: Profile, loader_workers: int | None) -> str:
-    """Return a sentence on the wait and its remedy, where the loader decides.
+    """Return a sentence on a loader that steps wait for, and the remedy.
 
-    `loader_workers` as profiled; None: a script's own, which it alone knows.
+    `loader_workers` is the profiled number; None: only the user's script knows it.
     """
     share = f"{100 * wait_share(profile.times):.0f} %"
     where = f"takes {share} of a step at {profile.configuration}"

@@ -16,10 +16,10 @@ from tula_hpc.errors import NotEnoughDataError
 
 Array = NDArray[np.float64]
 
-# one cannot tell fixed costs from costs per sample
+# a single local batch cannot tell fixed costs from costs per sample
 MIN_LOCAL_BATCHES = 2
 REMEDY = "run the sweep again to profile what is missing"
-# where the model itself, or interpreter and libraries, do not fit
+# remedy where the model itself, or interpreter and libraries, do not fit
 LARGER_MACHINE = "raise the limit if nodes have more, or use a machine with more memory"
 MORE_MEMORY = "lower search.min_batch, allow more nodes, or use a machine with more memory"
 
@@ -28,12 +28,12 @@ class Models(NamedTuple):
     """Fitted models of step time, memory and updates."""
 
     step_time: StepTimeModel
-    # bytes that count against the limit, per worker
+    # predicts the bytes of one worker that count against the memory limit
     memory: MemoryModel
     update_time_s: UpdateTime
 
     def describe(self) -> dict[str, Any]:
-        """Return forms, coefficients and residuals as plan.json has them."""
+        """Return forms, coefficients and residuals in the form that plan.json stores."""
         step = self.step_time
         return {
             "step_time": {
@@ -62,9 +62,9 @@ def fit_models(
 ) -> Models:
     """Fit step time, memory and updates to all configurations that ran.
 
-    A configuration that ran out of memory needed more than the limit; None: it is unknown.
-    `possible` are the local batches that can be asked for and did not run out of memory, None any:
-    where all of them are measured, one is enough.
+    A configuration that ran out of memory needed more than `memory_limit_bytes`; None: the limit is
+    unknown. `possible` are the local batches that a plan may choose and that did not run out of
+    memory; None: any. If all of these were measured, a single one is enough.
 
     Raises:
         NotEnoughDataError: Nothing ran, or fewer than two local batches did although more can.
@@ -94,7 +94,7 @@ def _check_enough(summary: Summary, possible: Collection[int] | None) -> None:
 
 
 def _failures(summary: Summary) -> str:
-    """Return the first failures in brackets; empty without any."""
+    """Return the first failures in brackets, or an empty string."""
     failures = [f"{key} failed ({reason})" for key, reason in summary.failed.items()]
     failures += [f"{key} ran out of memory" for key in summary.out_of_memory]
     if not failures:

@@ -2,23 +2,23 @@
 
     allocated(b, W) = max(static(W) + gradients + lift,
                           static(W) + overhead + bucket × [W > 1] + per_sample × b)
-    static(W)       = baseline + parameters + optimizer states (sharded ones over W), all counted
+    static(W)       = baseline + parameters + optimizer states (sharded ones / W), all counted
     reserved(b, W)  = allocated on CPU;
                       on CUDA ⌈ratio × allocated + slack⌉ to whole segments of 2 MiB, the caching
                       allocator's
 
 All in bytes. The line is the paper's `M_param + M_grad + M_opt + M_act` (S. Tyagi, F. Wang,
-"Tula"): activations are linear in b, the rest does not depend on it. The first term is the
-optimizer's step, when all gradients live and no activation does; it is above the line for small
-batches of models with many weights. `bucket` is the extra memory of data-parallel training: with W
-> 1 the gradients live in buckets for the whole step, and the collectives have buffers. ZeRO stage 1
-(S. Rajbhandari et al. 2020) divides the optimizer's states over the workers.
+"Tula"): activations are linear in b, the rest does not depend on it. The first term is the peak in
+the optimizer's step, when memory holds all gradients but no activations; it exceeds the line for
+small batches of models with many weights. `bucket` is the extra memory of data-parallel training:
+with W > 1 the gradients stay in buckets for the whole step, and the collectives have buffers. ZeRO
+stage 1 (S. Rajbhandari et al. 2020) divides the optimizer's states over the workers.
 
-Learned: `overhead` (workspace, and the allocator's holes on CPU), `per_sample`, `bucket`, with
-enough batches `lift`, on CUDA `ratio` and `slack`. None is negative. Where memory ran out, M(b) is
-above the limit, and for every larger batch. Limits: one line for all batches, so a library that
-picks another algorithm at a certain batch shows as an error; the memory of a CUDA context lies
-outside of the allocator and is not included.
+Fitted are `overhead` (workspace, and the allocator's holes on CPU), `per_sample`, `bucket`, with
+enough batches `lift`, and on CUDA `ratio` and `slack`; none is negative. A batch that ran out of
+memory, and every larger one, needs more than the limit. Limits: one line for all batches, so a
+library that picks another algorithm at a certain batch shows as an error; the memory of a CUDA
+context lies outside of the allocator and is not included.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ from tula_hpc.analysis.models.regression import (
     relative_spread,
 )
 
-# CUDA's caching allocator asks the device for multiples of it
+# CUDA's caching allocator asks the device for multiples of this size
 SEGMENT_BYTES = 2 * 1024**2
 NAMES = ("fixed_bytes", "bytes_per_sample", "bucket_bytes", "lift_bytes")
 OVERHEAD, PER_SAMPLE, BUCKET, LIFT = range(4)
 # answer of `max_batch` where memory does not grow with the batch
 UNBOUNDED_BATCH = 2**31 - 1
-# of an out-of-memory record that the line contradicts, against 1 of a measurement
+# weight of an out-of-memory record that the line contradicts; a measurement has weight 1
 CENSORED_WEIGHT = 10.0
-# a bound that bends the line by more than this at the measurements has another cause
+# largest relative error of a credible fit to out-of-memory bounds, else they have another cause
 CREDIBLE_ERROR = 0.1
-# different sizes that tell the ratio from the slack
+# number of different sizes that tell the ratio from the slack
 RESERVE_SIZES = 3
-# local batches that tell a kink from noise
+# number of local batches that tell a kink from noise
 HINGE_BATCHES = 4
 # a kink must at least halve the largest error
 HINGE_GAIN = 0.5
-# of a plain line whose largest error is below, only rounding is left to be halved
+# largest error of a plain line below which a kink would only fit rounding
 HINGE_ERROR = 1e-5
 
 
@@ -70,7 +70,7 @@ class Rows(NamedTuple):
     local_batch: Array
     # allocated on CUDA, resident on CPU
     peak_bytes: Array
-    # sharded ones included
+    # sharded optimizer states included
     static_bytes: Array
     gradient_bytes: Array
     # 1 where there is more than one worker, else 0
@@ -78,18 +78,18 @@ class Rows(NamedTuple):
 
 
 class MemoryModel:
-    """Peak bytes over the local batch; coefficients at least 0, fit on relative error, robustly.
+    """Peak bytes over the local batch: a robust fit on relative errors, no coefficient below 0.
 
     Attributes:
         parameters_: `fixed_bytes` (bytes, of a single worker, counted bytes included) and
-            `bytes_per_sample`; where they were given or learned also `static_bytes`,
+            `bytes_per_sample`; if they were given or fitted also `static_bytes`,
             `bucket_bytes`, `floor_bytes`, `reserved_ratio`, `reserved_slack_bytes`.
         pinned_: Coefficients that the data cannot identify. With one local batch only, fixed_bytes
             is the counted part, 0 without counts: the prediction for larger batches is then too
             high rather than too low.
         oom_local_batch_: Smallest local batch known to run out of memory, or None.
-        oom_contradicts_: The measurements and the out-of-memory bounds cannot lie on one line.
-            The bounds hold from their batches on all the same.
+        oom_contradicts_: True if measurements and out-of-memory bounds cannot lie on one line.
+            Predictions from a bound's batch on exceed its limit all the same.
         residual_median_: Median of |predicted / measured − 1|.
     """
 
@@ -99,9 +99,9 @@ class MemoryModel:
     oom_contradicts_: bool
     residual_median_: float
     _fit: Fit
-    # of a single worker, where its step takes the batch in micro-batches
+    # model of a single worker whose step takes the batch in micro-batches
     _alone: MemoryModel | None = None
-    # in which a script takes the batches that are asked for
+    # forward passes in which a script takes a predicted batch
     passes: Passes = Passes()
 
     def fit(
@@ -121,14 +121,14 @@ class MemoryModel:
 
         Args:
             local_batch: Samples per worker.
-            peak_bytes: Counted against a limit: reserved on CUDA, resident on CPU.
+            peak_bytes: Bytes that count against a limit: reserved on CUDA, resident on CPU.
             oom_local_batch: Local batches that ran out of memory.
-            oom_limit_bytes: Memory available then; None: they only bound `max_batch`.
+            oom_limit_bytes: Memory available to these; None: they only bound `max_batch`.
             static_bytes: Baseline, parameters and optimizer states that are not divided.
             sharded_bytes: This worker's share of optimizer states divided over all.
-            gradient_bytes: Of one worker.
-            workers: W.
-            allocated_bytes: Held by tensors, where the allocator reserves more.
+            gradient_bytes: Gradients of one worker.
+            workers: Number of workers, W.
+            allocated_bytes: Bytes that tensors held; None: as much as `peak_bytes`.
 
         Raises:
             ValueError: No rows, lengths that do not fit, or values that are not positive and
@@ -142,7 +142,7 @@ class MemoryModel:
             workers=columns[5],
             allocated_bytes=columns[6],
         )
-        # sums of floats depend on the order; the model must not
+        # sums of floats depend on the order of the rows, the model must not
         order = np.lexsort(columns[::-1])
         self._set_bounds(oom_local_batch, oom_limit_bytes)
         self._fit_columns(
@@ -199,7 +199,7 @@ class MemoryModel:
             self._use(raised, free, rows)
 
     def _censored(self, broken: list[tuple[float, float]], world: float) -> Rows:
-        """Return rows with the bytes at least allocated where memory ran out."""
+        """Return out-of-memory records as rows, with lower bounds of the bytes then allocated."""
         batch, limit = np.array(broken, dtype=np.float64).T
         ones = np.ones_like(batch)
         return Rows(
@@ -214,7 +214,7 @@ class MemoryModel:
         self._fit = fit
         self._line = fit.coefficients.copy()
         self.pinned_ = [name for name, known in zip(NAMES[:2], free[:2], strict=True) if not known]
-        # without a data-parallel measurement: the gradients' buckets at least
+        # without a data-parallel measurement, assume buckets of the gradients' size
         if not rows.distributed.any():
             self._line[BUCKET] = self._gradients
         if not free[BUCKET] and self._gradients > 0.0:
@@ -225,7 +225,7 @@ class MemoryModel:
         return np.asarray(self._static + self._sharded_total / world)
 
     def _default_workers(self, workers: ArrayLike | None) -> ArrayLike:
-        """Return two workers where any number of them was measured, since several need more."""
+        """Return `workers`; for None 2 if several were measured (they need more memory), else 1."""
         if workers is not None:
             return workers
         return 2 if self._some_distributed else 1
@@ -233,7 +233,7 @@ class MemoryModel:
     def predict(self, local_batch: ArrayLike, workers: ArrayLike | None = None) -> Array:
         """Predict bytes for each local batch and number of workers, in their common shape.
 
-        Without `workers`: any number of them, of the kind that was measured (one, or several).
+        Without `workers` it predicts for several if several were measured, else for one.
         """
         batch = self.passes.batch_of_one(local_batch)
         return self._predicted(batch, self._default_workers(workers))
@@ -269,7 +269,7 @@ class MemoryModel:
 
         if fits(self._largest_batch):
             return self._largest_batch
-        # low fits or is 0, high does not: memory never falls with the batch
+        # low fits or is 0, high does not fit: memory never falls with the batch
         low, high = 0, self._largest_batch
         while high - low > 1:
             middle = (low + high) // 2
@@ -325,7 +325,7 @@ class Reserve(NamedTuple):
     ratio: float
     # bytes
     slack: float
-    # bytes; whole multiples are taken
+    # bytes; the allocator takes whole multiples
     step: float
 
     def of(self, allocated: Array) -> Array:
@@ -336,10 +336,10 @@ class Reserve(NamedTuple):
 def fit_reserve(allocated: Array, reserved: Array) -> Reserve:
     """Fit ratio (at least 1) and slack (at least 0) of reserved over allocated bytes, both (n,).
 
-    On relative error. Two unknowns need three different sizes, since the segments' rounding is
-    noise; with fewer there is only the ratio.
+    The fit minimizes relative errors. Two unknowns need three different sizes, since the rounding
+    to segments is noise; with fewer only the ratio is fitted.
     """
-    # rounding up adds half a segment
+    # rounding up adds half a segment on average
     above = np.maximum(reserved - 0.5 * SEGMENT_BYTES - allocated, 0.0) / reserved
     columns = np.stack([allocated, np.ones_like(allocated)], axis=1) / reserved[:, None]
     if len(np.unique(allocated)) < RESERVE_SIZES:
@@ -411,7 +411,7 @@ def _kinked_start(rows: Rows, free: NDArray[np.bool_], first: float) -> Array:
 
 
 def _fit_above(rows: Rows, censored: Rows, fit: Fit, free: NDArray[np.bool_]) -> Fit:
-    """Fit with out-of-memory bounds as rows; residuals and leverage are of measurements alone."""
+    """Fit with the bounds as further rows; return residuals and leverage of measurements only."""
     joined = Rows._make(map(np.concatenate, zip(rows, censored, strict=True)))
     count = len(rows.peak_bytes)
     weights = np.concatenate([np.ones(count), np.full(len(censored.peak_bytes), CENSORED_WEIGHT)])
@@ -420,15 +420,15 @@ def _fit_above(rows: Rows, censored: Rows, fit: Fit, free: NDArray[np.bool_]) ->
 
 
 def fit_memory(summary: Summary, limit_bytes: float | None = None) -> MemoryModel:
-    """Fit to the memory that at least one profile used, and to the configurations that ran out.
+    """Fit to the memory of at least one profile, and to the configurations that ran out of it.
 
-    On CUDA the allocator took `reserved_bytes`, of which tensors held `peak_bytes`; on CPU it is the
-    process with interpreter and libraries, of which the smallest baseline counts as known.
+    On CUDA `reserved_bytes` is what the allocator took, of which tensors held `peak_bytes`; on CPU
+    it is the whole process, of which the smallest baseline (interpreter and libraries) is known.
 
-    A single worker that takes its batch in micro-batches holds the activations of one of them.
-    Several workers do not, so for them its profiles count as those of a micro-batch; for itself it
-    has a model of its own. `limit_bytes` is the memory that there was for one worker; None where it
-    is unknown.
+    A single worker that takes its batch in micro-batches holds the activations of only one. Several
+    workers never split their batch: their model counts its profiles as those of a micro-batch, and
+    the single worker has a model of its own. `limit_bytes` was available to one worker; None:
+    unknown.
     """
     out, parts = summary.out_of_memory, summary.parts
     bounds = equivalent_batches(out, parts, alone=False)
@@ -460,7 +460,7 @@ def _fit_profiles(
         columns.append(sizes)
     batch, workers, reserved, held, static, sharded, gradients = np.array(columns, dtype=float).T
     floor = static + sharded + gradients
-    # less than the counts is impossible: they are then of something else
+    # a process cannot hold less than was counted: then the counts do not belong to it
     if np.any(reserved < floor):
         return MemoryModel().fit(batch, reserved, out, oom_limit_bytes=limit_bytes)
     reserves = np.any(reserved > held) and np.all(held >= floor)

@@ -1,4 +1,4 @@
-"""Medians, memory bounds, failures and contradictions of a run's measurements."""
+"""Summarize a run's measurements: medians, memory bounds, failures and contradictions."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ from tula_hpc.records import (
     is_usable,
 )
 
-# of a 95 % interval, what lies within 90 %
+# width of a normal distribution's 90 % interval over that of its 95 % interval
 SHARE_90 = 1.645 / 1.96
-# a step that may be longer or shorter by this factor, as after two rounds, says nothing
+# intervals of a step end at this factor above and below it: wider ones, as after two rounds, say
+# no more
 MOST_NOISE = 2.0
 
 
 class Profile(NamedTuple):
-    """Medians over the repeated measurements of one configuration; 0 or None where none has it."""
+    """Medians over the repeated measurements of one configuration; 0 or None if none has any."""
 
     configuration: Configuration
     times: StepTimes
     memory: MemoryUse
     repeats: int
-    # at least one repeat was
+    # the interval of at least one repeat became narrower than search.ci_width
     converged: bool
     # every repeat had its nodes to itself
     exclusive: bool
@@ -48,18 +49,18 @@ class Profile(NamedTuple):
     watts_per_node: float = 0.0
     # micro-batches in which a step takes the local batch
     parts: int = 1
-    # smaller batches, and seconds of forward and backward of each
+    # smaller local batches, each with the seconds of its forward and backward pass
     smaller_computes: tuple[tuple[int, float], ...] = ()
     processor: ProcessorUse | None = None
-    # a script goes on exactly where it was
+    # the script keeps its state, so that it resumes exactly where it was
     kept: bool = False
-    # but for its batches in mid-epoch: one iterator gives those of all epochs
+    # but not in mid-epoch: a single iterator yields the batches of all epochs, and begins anew
     one_iterator: bool = False
-    # forward passes in which a script that is told their number took the local batch
+    # forward passes in which a script took the local batch, if their number is passed to it
     accumulation: int = 1
-    # of an epoch of a script, and not of its steps
+    # seconds of a script's epoch that are not in its steps
     between_epochs_s: float | None = None
-    # that a script's loaders give out in an epoch
+    # samples that a script's loaders yield in an epoch
     epoch_samples: int = 0
 
     @property
@@ -69,7 +70,7 @@ class Profile(NamedTuple):
 
     @property
     def of_one_pass(self) -> Profile:
-        """The same profile, as if it had taken the batch of one of its forward passes alone."""
+        """This profile as if its local batch had been that of a single forward pass."""
         if self.accumulation == 1:
             return self
         return self._replace(
@@ -89,11 +90,11 @@ class StepPartTimes(NamedTuple):
 
 
 def parts_of(times: StepTimes) -> StepPartTimes:
-    """Take a step apart; its parts add up to it.
+    """Split a step into parts that add up to it.
 
-    Exposed synchronization = step − data − compute − optimizer, at least 0: the share of it that
-    does not overlap with the backward pass. Computation and optimizer are timed apart: where the
-    step leaves less time than they took, both are shortened alike.
+    Exposed synchronization = step − data − compute − optimizer, at least 0: the synchronization
+    that does not overlap with the backward pass. Computation and optimizer are timed separately: if
+    the step leaves less time than they took, both are shortened by the same factor.
     """
     data_s = min(times.data_time_s, times.step_time_s)
     left_s = times.step_time_s - data_s
@@ -112,25 +113,25 @@ class Summary(NamedTuple):
 
     # by configuration, ascending
     profiles: tuple[Profile, ...]
-    # of a script that takes its batch in several passes, with the batch of one
+    # their local batch is that of one pass if a script takes it in several
     out_of_memory: tuple[Configuration, ...]
     # configurations that only failed, with the last reason
     failed: dict[Configuration, str]
-    # D, and those of the model; the most frequent one, 0 if unknown
+    # training samples, D, and parameters of the model; the most frequent number, 0 if unknown
     dataset_samples: int
     parameters: int
     warnings: tuple[str, ...]
-    # of an evaluation; likewise
+    # samples of an evaluation, likewise
     test_samples: int = 0
+    # this field and the next one are explained in `Measurement`
     short_batch: bool = False
-    # see `Measurement`
     batch_share: float = 1.0
-    # from the start of a job to its first step, of each job that measured it, and their median
+    # seconds from the start of a job to its first step, for each job that timed it; their median
     starts_s: tuple[float, ...] = ()
     start_s: float | None = None
-    # samples, at the weights that were profiled; None: it was not measured
+    # samples of a global batch, at the profiled weights; None: not measured
     critical_batch: float | None = None
-    # in which a script takes its batches, see `planning.partitions.with_passes`
+    # forward passes in which a script takes its batches, see `planning.partitions.with_passes`
     passes: Passes = Passes()
 
     @property
@@ -150,9 +151,9 @@ class Summary(NamedTuple):
     def noise(self, configurations: Iterable[tuple[int, int, int]]) -> NDArray[np.float64]:
         """Return how far noise leaves the steps of configurations (n,) unknown, in logarithms.
 
-        Half of a 90 % interval: of a measured configuration its own, of others the median. The
-        step-time model sees one time of each, and no scatter where it follows them all. Next to
-        nothing where steps were timed until `search.ci_width` was reached.
+        It is half of a 90 % interval: a measured configuration has its own, others the median. The
+        step-time model cannot know it, as it sees one time per configuration, and no scatter if it
+        follows all of them. Steps timed until `search.ci_width` was reached have next to none.
         """
         own = {}
         for row in self.as_planned:
@@ -172,7 +173,7 @@ class Summary(NamedTuple):
         return [row.memory for row in self.profiles]
 
     def oom_bound(self, *, alone: bool) -> float:
-        """Return the least local batch that lacks memory, of a single worker or several; or inf."""
+        """Return the least local batch that lacks memory, on one worker or on several, or inf."""
         bounds = (*self.out_of_memory, *self.short_of_memory)
         return min(equivalent_batches(bounds, self.parts, alone=alone), default=math.inf)
 
@@ -183,7 +184,7 @@ class Summary(NamedTuple):
 
     @property
     def oom_reason(self) -> str:
-        """The case with the fewest samples at once that lacked memory, if any did."""
+        """What lacked memory with the fewest samples at once; at least one configuration did."""
         bounds = (*self.out_of_memory, *self.short_of_memory)
         held = equivalent_batches(bounds, self.parts, alone=False)
         at_once, first = min(zip(held, bounds, strict=True))
@@ -198,9 +199,10 @@ class Summary(NamedTuple):
 def equivalent_batches(
     configurations: Iterable[Configuration], parts: int, *, alone: bool
 ) -> list[float]:
-    """Return the local batches that hold as many samples at once as each configuration.
+    """Return for each configuration the local batch that holds as many samples at once.
 
-    Of a single worker that takes its batch in so many parts, or of several, which hold all of it.
+    The result is for one worker (`alone`), which takes its batch in `parts` micro-batches, or for
+    several, which hold the whole batch at once.
     """
     factor = parts if alone else 1.0 / parts
     return [
@@ -218,7 +220,7 @@ def is_out_of_memory(measurement: Measurement) -> bool:
     return measurement.status == "oom" or (failure is not None and failure.is_oom)
 
 
-# a configuration may have been measured in several numbers of passes
+# measurements by configuration and number of passes, which may differ between them
 Groups = dict[tuple[Configuration, int], list[Measurement]]
 
 
@@ -252,7 +254,7 @@ def summarize(measurements: Iterable[Measurement]) -> Summary:
 
 
 def _grouped(measurements: Iterable[Measurement]) -> tuple[Groups, Groups, Groups]:
-    """Group by configuration: usable measurements, those out of memory, all others."""
+    """Group usable measurements, those out of memory and all others by configuration and passes."""
     # plain tuples hash faster than configurations, and there may be very many rows
     groups: tuple[defaultdict[tuple[int, int, int, int], list[Measurement]], ...]
     groups = defaultdict(list), defaultdict(list), defaultdict(list)
@@ -278,7 +280,7 @@ def _profile(configuration: Configuration, passes: int, rows: Sequence[Measureme
     memories = [row.memory for row in rows if row.memory]
     memory = _medians(memories, MemoryUse, round)
     if len(memories) > 1:
-        # memory that was short once does not suffice
+        # the largest counts: memory that was short once does not suffice
         short = {
             name: max(getattr(m, name) for m in memories) for name in ("alloc_retries", "ooms")
         }
@@ -318,7 +320,7 @@ Fields = TypeVar("Fields", bound=Record)
 def _medians(
     rows: Sequence[Fields], kind: type[Fields], convert: Callable[[float], float]
 ) -> Fields:
-    """Return the median of each field over the rows that know it; None where none does."""
+    """Return the median of each field over the rows that have it; None if none has."""
     if len(rows) == 1:
         return rows[0]
     values: dict[str, Any] = {}
@@ -327,7 +329,7 @@ def _medians(
         if not known:
             values[name] = None
         elif known.count(known[0]) == len(known):
-            # much faster, and so it is mostly
+            # values are mostly equal, and this is much faster than a median
             values[name] = convert(known[0])
         else:
             values[name] = convert(median(known))
@@ -366,7 +368,7 @@ def _mixed(samples: Counter[int], parameters: Counter[int]) -> list[str]:
 
 
 def _contradictions(summary: Summary) -> list[str]:
-    """Warn of configurations that ran although as many samples at once lacked memory elsewhere."""
+    """Warn of configurations that ran with as many samples at once as lacked memory elsewhere."""
     bound_alone = summary.oom_bound(alone=True)
     bound_of_several = summary.oom_bound(alone=False)
     beyond = []

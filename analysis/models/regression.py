@@ -1,9 +1,9 @@
 """Robust fits on relative error with bounded coefficients, and intervals around them.
 
-The residual of a row is `weight × (predicted / observed − 1)`: errors of 10 ms and of 10 s count by
-their share. The loss is soft L1, so that a single disturbed measurement does not drag the model
-along. A prior belief in a coefficient counts like a row of its own, `belief × (coefficient −
-believed)`, squared.
+The residual of a row is `weight × log(predicted / observed)`: relative errors count the same for
+10 ms and for 10 s. The loss is soft L1, so that a single disturbed measurement does not drag the
+model along. A prior belief in a coefficient counts like a row with the residual `belief ×
+(coefficient − believed)`, squared.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ Array = NDArray[np.float64]
 
 # residuals above this count linearly, not squared
 ROBUST_FROM = 0.05
-# Rows so far from the model are outliers, unless there are so many of them that they tell how
-# things are; then all count squared
+# Rows farther than this from the model, in logarithms, are outliers. If their share is above
+# MOST_OUTLIERS, the model has to follow them, and all rows count squared.
 OUTLIER = 0.4
 MOST_OUTLIERS = 0.2
-# relative, of cost, coefficients and gradient: where a search ends
+# relative tolerance of cost, coefficients and gradient at which a descent ends
 TOLERANCE = 1e-8
-# in standard deviations: larger residuals count as this large in the spread, not in full
+# in standard deviations: larger residuals count as this large in the spread
 OUTLIER_FROM = 2.0
 # median of |x| for a standard normal x
 MEDIAN_OF_NORMAL = 0.6745
-# a coefficient that explains a whole row is uncertain by at most 1 / this times the spread
+# limits a coefficient's uncertainty to 1 / this times the spread, in units of the size that alone
+# explains a row
 PLAUSIBLE = 0.05
-# predictions below this share of what was observed are as far off
+# predictions below this share of the observed value count as this share
 TINY = 1e-6
-# share of a column that the other columns must leave unexplained
+# a column is identified if the other columns leave more than this share of it unexplained
 IDENTIFIED_FROM = 1e-3
 
 
@@ -44,13 +45,13 @@ class Scatter(NamedTuple):
 
     # standard deviation
     error: float
-    # measurements that weigh as much
+    # number of measurements that weigh as much as the belief
     rows: float
 
 
-# A standard deviation of 10 %, that is a median error of 7 %, where such models with few
-# measurements end up (the paper's partial search: 7.5–14 %). With no degrees of freedom left the
-# interval is this belief; with many it is forgotten.
+# A standard deviation of 10 % is a median error of 7 %, as such models have with few measurements
+# (the paper's partial search: 7.5–14 %). With no degrees of freedom left the interval is this
+# belief; with many the belief no longer matters.
 PRIOR = Scatter(error=0.1, rows=2.0)
 
 
@@ -61,11 +62,11 @@ class Fit(NamedTuple):
     coefficients: Array
     # (n,), predicted / observed − 1, without weights
     residuals: Array
-    # (n,), of each row on its own prediction, 0 to 1
+    # (n,), influence of each row on its own prediction, 0 to 1
     leverage: Array
     # (p, p), per unit of relative variance; zero for pinned coefficients
     covariance: Array
-    # half the minimized sum
+    # half of the minimized sum of losses
     cost: float = 0.0
 
 
@@ -76,7 +77,7 @@ class Problem(NamedTuple):
     """
 
     evaluate: Callable[[Array], tuple[Array, Array]]
-    # positive
+    # all positive
     observed: Array
     weights: Array
     upper: Array
@@ -84,7 +85,7 @@ class Problem(NamedTuple):
     believed: Array
     # strength of the prior: typical residual / standard deviation; 0: none
     belief: Array
-    # of each coefficient that alone would explain a typical row; None: by the gradients
+    # size of each coefficient that alone would explain a typical row; None: from the gradients
     scale: Array | None = None
     robust_from: float = ROBUST_FROM
 
@@ -104,7 +105,7 @@ def check_positive(**columns: Array) -> None:
 
 
 def identified(gradients: Array, order: Iterable[int]) -> NDArray[np.bool_]:
-    """Mark columns of an (n, p) matrix that the others do not explain, earlier in `order` first."""
+    """Mark columns of an (n, p) matrix that those marked before, in `order`, do not explain."""
     free = np.zeros(gradients.shape[1], dtype=bool)
     for column in order:
         free[column] = _unexplained(gradients[:, column], gradients[:, free]) > IDENTIFIED_FROM
@@ -132,7 +133,7 @@ def fit_relative(problem: Problem, starts: Iterable[Array], free: NDArray[np.boo
         problem = problem._replace(robust_from=1.0)
         coefficients, jacobian, cost = _descend(problem, coefficients, free)
         predicted, _ = problem.evaluate(coefficients)
-    # bounds the coefficients that no row determines
+    # limits the uncertainty of coefficients that no row determines
     plausible = np.diag(PLAUSIBLE / _scales(problem, coefficients)[free])
     jacobian = np.concatenate([jacobian, plausible])
     # J⁺; leverage is the diagonal of J J⁺, covariance J⁺ J⁺ᵀ
@@ -190,13 +191,13 @@ def _descend(problem: Problem, start: Array, free: NDArray[np.bool_]) -> tuple[A
         gtol=TOLERANCE,
         max_nfev=200,
     )
-    # the method stops just inside the bounds
+    # the method stops just inside a bound of 0
     shares = np.where((end.x < 1e-9) & (lower == 0.0), 0.0, end.x)
     return expand(shares), np.asarray(end.jac) / scale, float(end.cost)
 
 
 class _Cached:
-    """Model with its last result: residuals and gradients are asked for at the same point."""
+    """Model that keeps its last result, as residuals and gradients are needed at the same point."""
 
     def __init__(self, evaluate: Callable[[Array], tuple[Array, Array]]) -> None:
         self.evaluate = evaluate
@@ -227,7 +228,7 @@ def _scales(problem: Problem, start: Array) -> Array:
 
 
 def explaining_a_row(relative: Array) -> Array:
-    """Return the size (p,) of each coefficient that alone explains a row; 1 where no row shows it.
+    """Return the size (p,) of each coefficient that alone explains a row; 1 if no row shows it.
 
     `relative` are the gradients (n, p) of the predictions over the observed values.
     """
@@ -249,8 +250,8 @@ def relative_spread(
     `t × σ × sqrt(1 + g C gᵀ + unseen)`: Student's t on the degrees of freedom that the rows leave,
     σ from their residuals and the prior belief (inverse gamma), g the gradient of the prediction's
     logarithm, `relative_gradients` (m, p), C the covariance of the fit, `unseen` (m,) the variance
-    that no row could show, in units of σ². Only residuals of `rows` (n,) count, those of the
-    predicted kind.
+    that no row could show, in units of σ². Only the residuals of `rows` count, a mask (n,) of the
+    rows of the predicted kind.
 
     Raises:
         ValueError: `level` is not between 0 and 1.

@@ -45,32 +45,32 @@ from tula_hpc.analysis.models.step_time_law import (
 
 __all__ = ["Backend", "FormName", "StepTimeModel", "fit_step_time"]
 
-# predictions of drawn models in one piece, which fit into a processor's cache
+# predictions of drawn models that are computed at once, so that they fit into a processor's cache
 AT_ONCE = 2**15
 
 
 class StepTimeModel:
     """Seconds per training step over nodes, local batch and workers per node.
 
-    Fit on relative error, robustly, within bounds.
+    The fit is robust, on relative errors, within bounds.
 
     Args:
-        form: The collective, see `step_time_law`. "auto" takes the one with the least information
-            criterion; the backend's own unless another is clearly better. "paper" is the paper's
-            plain sum.
+        form: The collective, see `step_time_law`. "auto" fits the shape of the backend's own
+            collective. "paper" is the paper's plain sum.
         backend: Sets the prior belief: which collective, and how much of it the computation hides.
 
     Attributes:
-        parameters_: Coefficients by name, see `step_time_law`: seconds, seconds per sample, or 1.
-        departures_: From the law, in logarithms: {"local_batch": {"32": u, …}, "nodes": {"4": v,
-            …}}; with several workers on each node "4x2".
-        form_: The collective that was chosen.
+        parameters_: Coefficients by name, see `step_time_law`, in seconds, seconds per sample, or
+            without a unit.
+        departures_: Departures from the law, in logarithms: {"local_batch": {"32": u, …}, "nodes":
+            {"4": v, …}}; the key for two workers on each of four nodes is "4x2".
+        form_: The form that was fitted, `form`.
         pinned_: Coefficients that the data cannot identify: 0, or the prior belief.
         spread_: Relative standard deviation of a single measurement around the law, from residuals
             and prior.
         residual_median_: Median of |predicted / measured − 1| over the fitted steps.
-        passes: In which a script takes the batches that are asked for, see `accumulation`.
-        optimizer_s: Of a step, which several passes share.
+        passes: Forward passes in which a script takes a predicted batch, see `accumulation`.
+        optimizer_s: Seconds of the optimizer in a step, spent once for all its passes.
     """
 
     parameters_: dict[str, float]
@@ -102,19 +102,19 @@ class StepTimeModel:
         *,
         storage_decides: bool = False,
     ) -> Self:
-        """Fit to measured steps, and to computation and all-reduce measured apart; (n,) or scalars.
+        """Fit to steps, and to computation and all-reduce timed separately; (n,) or scalars.
 
         Args:
-            nodes: K.
-            local_batch: b, samples per worker.
+            nodes: Number of nodes, K.
+            local_batch: Samples per worker, b.
             step_time_s: A whole training step; NaN where it was not measured.
-            workers_per_node: r; the mean, where nodes differ.
+            workers_per_node: r; the mean if nodes differ.
             compute_time_s: The step without synchronization, of the whole batch; NaN or 0 where
                 unknown.
             allreduce_time_s: The bare all-reduce of the gradient's bytes; NaN or 0 where unknown.
-            gradient_bytes: Of one worker; tells of networks that were not measured.
-            storage_decides: Some steps are known to wait for storage that all nodes share; else
-                that term is fitted where it is clearly better.
+            gradient_bytes: Gradients of one worker, to predict a network that was not measured.
+            storage_decides: Some steps are known to wait for storage that all nodes share; if
+                False, that term is fitted only if it makes the fit clearly better.
 
         Raises:
             ValueError: No rows, lengths that do not fit, or values that are not positive and
@@ -162,9 +162,9 @@ class StepTimeModel:
     ) -> tuple[Array, Array]:
         """Return the seconds between which a new measurement lies with probability `level`.
 
-        Student's t, from the residuals, each point's distance from the data (leverage), and, where
-        the batch or the cluster size was not measured, from their usual departure from the law.
-        Between nodes, while a single node was measured, from the range of networks.
+        The interval is Student's t. Its width comes from the residuals, each point's distance from
+        the data (leverage), and the usual departure from the law of batches and cluster sizes that
+        were not measured. If only a single node was measured, the range of usual networks is added.
         """
         rows, more, shape = self._points(nodes, local_batch, workers_per_node)
         found = self._evaluate(rows, more)
@@ -189,10 +189,11 @@ class StepTimeModel:
     ) -> Array:
         """Return the covariance of predictions, in units of a single measurement's variance.
 
-        (m, m) for m points after broadcasting and raveling; relative, without the noise of a
-        measurement: a point known exactly has 0, one measured once at most 1. Points of one batch
-        or cluster size that was not measured share its unknown departure from the law, and all of
-        several nodes the network while a single node was measured.
+        The result is (m, m) for m points after broadcasting and raveling. It is relative and leaves
+        out the noise of a measurement: a point that is known exactly has variance 0, a point
+        measured once at most 1. Points of the same unmeasured batch or cluster size share its
+        unknown departure from the law. If only a single node was measured, all points on several
+        nodes share the unknown network.
         """
         rows, more, _ = self._points(nodes, local_batch, workers_per_node)
         fitted = self._fitted
@@ -212,7 +213,7 @@ class StepTimeModel:
         return np.asarray(together)
 
     def _unseen(self, rows: Rows, found: Linearization) -> tuple[Array, Array]:
-        """Return variances (m,) from the departures of unmeasured batches, and of sizes."""
+        """Return the variances (m,) by the unknown departures of batches, and of cluster sizes."""
         if self._fitted.law.additive:
             return np.zeros(len(rows.batch)), np.zeros(len(rows.batch))
         at_batches, at_sizes = self._fitted.law.knots.weights(rows)
@@ -221,14 +222,14 @@ class StepTimeModel:
         by_size = np.hypot(found.by_size_effect, found.by_storage_effect)
         sizes = self._fitted.law.knots.sizes[:, 0]
         if len(np.unique(sizes[sizes > 1.0])) < 2:
-            # the only size that was measured departs from the law as much, and nothing shows it
+            # the only measured size of several nodes departs as much, and the law was fitted to it
             by_size = np.sqrt(2.0) * by_size
         return of_batch, by_size**2 * (1.0 - np.sum(at_sizes**2, axis=1)) / scale
 
     def _points(
         self, nodes: ArrayLike, local_batch: ArrayLike, workers_per_node: ArrayLike
     ) -> tuple[Rows, Array, tuple[int, ...]]:
-        """Return steps of one pass (n,), how many passes more each has, and the arguments' shape."""
+        """Return steps of one pass (n,), the number of further passes of each, and the shape."""
         passes = self.passes.of(local_batch)
         batch = np.asarray(local_batch, dtype=np.float64) / passes
         shape = np.broadcast_shapes(*map(np.shape, (nodes, batch, workers_per_node)))
@@ -260,7 +261,7 @@ class StepTimeModel:
         )
 
     def _by_network(self, rows: Rows, more: Array, deviations: float) -> tuple[Array, Array]:
-        """Predict (n,) for a network slower, and one faster by so many standard deviations."""
+        """Predict (n,) for a network slower by `deviations`, then for one as much faster."""
         found = []
         for sign in (1.0, -1.0):
             coefficients = self._fitted.fit.coefficients.copy()
@@ -278,10 +279,10 @@ class StepTimeModel:
     ) -> Array:
         """Draw models from the fit's uncertainty and predict seconds per step, without noise.
 
-        (count, *shape), shape as the arguments broadcast; the same seed draws the same models for
-        all points. A cluster size that was not measured departs from the law as a whole, in each
-        model by a draw of its own. Departures of single batches are left out, so that curves over
-        the batch stay smooth.
+        The result is (count, *shape), with the shape that the arguments broadcast to. The same seed
+        draws the same models for all points. In each model all points of an unmeasured cluster size
+        share one drawn departure from the law. Departures of single batches are left out, so that
+        curves over the batch stay smooth.
         """
         rows, more, shape = self._points(nodes, local_batch, workers_per_node)
         fitted = self._fitted
@@ -306,7 +307,7 @@ def fit_step_time(
     form: FormName = "auto",
     passes: Passes = Passes(),  # noqa: B008 - immutable
 ) -> StepTimeModel:
-    """Fit the model to at least one profile; `passes` are those of batches that are asked for."""
+    """Fit the model to at least one profile; `passes` are those of the batches to be predicted."""
     profiles = [profile.of_one_pass for profile in profiles]
     alone_s = wait_per_sample_s(profiles)
     rows = [row for profile in profiles for row in _observations(profile, alone_s)]
@@ -336,15 +337,15 @@ def _observations(profile: Profile, alone_s: float) -> Iterator[tuple[float, ...
     """
     nodes, per_node, batch = profile.configuration
     times = profile.times
-    # any further wait is for storage that all share, which is a term of its own
+    # any longer wait is for storage that all nodes share, which is a term of its own
     wait_s = min(times.data_time_s, alone_s * batch)
-    # of a whole batch that is taken in micro-batches it is unknown
+    # unknown for a whole batch that is taken in micro-batches
     whole_s = math.nan
     if profile.parts == 1:
         whole_s = wait_s + times.optimizer_time_s + times.compute_time_s
     yield nodes, per_node, batch, times.step_time_s, whole_s, times.allreduce_time_s
     for smaller, seconds in profile.smaller_computes:
-        # a loader that is too slow is so for each sample
+        # the wait for a slow loader grows with the samples
         compute_s = wait_s * smaller / batch + times.optimizer_time_s + seconds
         yield nodes, per_node, smaller, math.nan, compute_s, math.nan
 
@@ -365,5 +366,5 @@ def _rows(columns: Sequence[Array]) -> Rows:
     rows = Rows(kind, np.tile(count, 3), np.tile(per_node, 3), np.tile(batch, 3), seconds)
     measured = np.isfinite(rows.seconds) & (rows.seconds > 0.0)
     rows = rows.only(measured & ((kind != ALLREDUCE) | (rows.workers > 1.0)))
-    # sums of floats depend on the order; the model must not
+    # sums of floats depend on the order of the rows, the model must not
     return rows.only(np.lexsort(rows[::-1]))

@@ -1,10 +1,11 @@
 """Choice of the step-time law's form and coefficients from measured rows.
 
 Coefficients are bounded by their signs. Some have a prior belief, see `BELIEFS` and the spreads
-below it, which counts as far as the data leave them open. They were chosen on public step times of
-four clusters (T4, K80, RTX 2080 Ti, Quadro), see `tests.benchmarks.transfer`. That in departures
-makes this a mixed-effects model: a measurement of one batch on one cluster size informs about that
-batch on the others, and sizes that were not measured are as uncertain as the measured ones vary.
+below it, which counts as far as the data leave them open. These beliefs were chosen on public step
+times of four clusters (T4, K80, RTX 2080 Ti, Quadro), see `tests.benchmarks.transfer`. The belief
+in small departures from the law makes this a mixed-effects model: a measurement of one batch on one
+cluster size informs about that batch on the others, and sizes that were not measured are as
+uncertain as the measured ones vary.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ class Belief(NamedTuple):
     """Prior belief in the behaviour of a collective library; spreads are standard deviations."""
 
     library: Backend
-    # of the collective's shape, where no form is given
+    # exponent of the collective's shape, if no form is given
     ring_share: float
     ring_spread: float
-    # of the computation; little on CPUs, where the collective needs the same cores
+    # share of the computation that can hide the collective; little on CPUs, as both need the cores
     overlap_share: float
     overlap_spread: float
-    # around 0, of each doubling of the workers
+    # slow-down of the computation by each doubling of the workers, believed to be 0
     straggling_spread: float
 
     @property
@@ -78,39 +79,40 @@ BELIEFS: dict[Backend, Belief] = {
         "gloo", 1.0, 0.35, overlap_share=0.1, overlap_spread=0.1, straggling_spread=0.05
     ),
 }
-# around 0, of each further worker of a node
+# spread around 0 of the slow-down by each further worker of a node
 CONTENTION_SPREAD = 0.05
-# around 0, of the exponent
+# spread around 0 of the exponent
 CONGESTION_SPREAD = 0.1
-# around 0, of each round, as a share of a typical step
+# spread around 0 of the latency of one message, as a share of a typical step
 LATENCY_SPREAD = 0.03
 # networks between nodes, before one was measured: 20 Gbit/s, most of them from 2 to 200 Gbit/s
 NETWORK_BYTES_PER_S = 2.5e9
 NETWORK_SPREAD = 1.4
-# or as slow as the links inside a node, most of them between an eighth and 8 times that
+# or, for unknown bytes, as slow as links inside a node, most between an eighth and 8 times that
 NETWORK_OVER_NODE = 1.0
 NETWORK_OVER_NODE_SPREAD = 1.3
-# or, for want of anything else
+# or, if neither is known, this share of a step
 NETWORK_OVER_STEP = 0.3
-# typical relative residual of a step; the beliefs count in its units
+# typical relative residual of a step, against which beliefs are weighed
 NOISE = 0.03
 LEAST_NOISE = 0.003
-# around 0, of departures u of batches and v of cluster sizes
+# spread around 0 of the departures u of batches and v of cluster sizes
 EFFECT_SPREAD = 0.15
-# of a measured step
+# belief in the scatter of a measured step
 SCATTER = Scatter(error=0.0385, rows=8.0)
 # with more batches, or cluster sizes, their departures are not fitted
 MAX_KNOTS = 64
-# batches that tell a floor from a line
+# number of batches that tell a floor from a line
 FLOOR_BATCHES = 4
 # another term must lower the information criterion (AIC) by this
 BETTER_BY = 4.0
-# steps that scatter less than this share of the usual are worth a second fit
+# steps that scatter less than this share of NOISE are worth a second fit
 SHARPER = 0.7
-# a coefficient is called pinned while the data leave more than this share of its prior's spread
+# a coefficient counts as pinned if the data leave more than this share of its prior's spread
 PINNED_SPREAD = 0.9
-# Of whole steps, computation and all-reduce: steps have to be predicted, the others guide the fit.
-# The step's own all-reduce competes with the computation, in pieces, so the bare one counts less.
+# Weights of whole steps, computation and bare all-reduce: steps are what is predicted, the others
+# guide the fit. In a step the all-reduce runs in pieces and competes with the computation, so the
+# bare one counts least.
 WEIGHTS = np.array([1.0, 0.5, 0.1])
 
 
@@ -128,10 +130,10 @@ class FittedLaw(NamedTuple):
     network_spread: float = 0.0
 
     def with_believed_network(self, rows: Rows, gradient_bytes: float | None) -> FittedLaw:
-        """Return the fit with a network as clusters have them, where none was measured.
+        """Return the fit with a typical network between nodes, if none was measured.
 
-        Its time for two nodes is that of the gradient's bytes; where these are unknown, a multiple
-        of the collective inside a node; else a share of a step.
+        Two nodes take the time to move the gradient's bytes; if these are unknown, a multiple of
+        the collective's time inside a node; if that is unknown, too, a share of a step.
         """
         if self.law.additive or np.any(rows.nodes[rows.kind != COMPUTE] > 1.0):
             return self
@@ -160,7 +162,7 @@ class FittedLaw(NamedTuple):
         return self.misfit + 2.0 * float(np.sum(self.free[: len(NAMES)]))
 
     def unidentified(self) -> list[str]:
-        """Return the coefficients that are not free, or little narrower than their prior."""
+        """Return the coefficients that are not free, or hardly more certain than their prior."""
         spreads = np.sqrt(np.maximum(np.diag(self.fit.covariance), 0.0)) * self.noise
         pinned = ~self.free[: len(NAMES)]
         for index, prior_spread in self.belief.spreads.items():
@@ -206,10 +208,10 @@ class FittedLaw(NamedTuple):
 def choose_form(
     rows: Rows, wanted: FormName, belief: Belief, storage_decides: bool = False
 ) -> FittedLaw:
-    """Fit the wanted form; for "auto" its shape is fitted, too.
+    """Fit the wanted form; "auto" also fits the collective's shape.
 
-    A floor, and storage that all nodes share, are fitted only if they are clearly better, storage
-    also where it is known to decide.
+    A floor, and storage that all nodes share, are fitted only if they make the fit clearly better;
+    storage also if it is known to decide.
     """
     fit = partial(_fit_form, rows, wanted, belief)
     found = _sharpened(fit(), rows, fit)
@@ -235,7 +237,7 @@ def choose_form(
 
 
 def _storage_of_slowest(rows: Rows, residuals: Array) -> float:
-    """Return storage_s by the step that took longest over its prediction."""
+    """Return storage_s as if the step that most exceeds its prediction only waited for storage."""
     steps = np.flatnonzero(rows.kind == STEP)
     if not len(steps):
         return 0.0
@@ -244,7 +246,7 @@ def _storage_of_slowest(rows: Rows, residuals: Array) -> float:
 
 
 def _sharpened(found: FittedLaw, rows: Rows, fit: Callable[..., FittedLaw]) -> FittedLaw:
-    """Fit again where steps scatter less than usual: beliefs, in units of the noise, count less."""
+    """Fit again if steps scatter less than usual: with less noise, beliefs have to count less."""
     noise = max(spread(found.fit, rows.kind == STEP, Scatter(NOISE, SCATTER.rows / 2)), LEAST_NOISE)
     if noise > SHARPER * NOISE:
         return found
@@ -265,7 +267,7 @@ def _fit_form(
     noise: float = NOISE,
     near: Array | None = None,
 ) -> FittedLaw:
-    """Fit one form, from an earlier fit's coefficients or from least squares of the plain sum."""
+    """Fit one form; start from `near`, or from least-squares fits of the plain sum."""
     if form == "paper":
         law = Law(PAPER, Knots(np.zeros(0), np.zeros((0, 2))), additive=True)
     elif form == "auto":
@@ -313,7 +315,7 @@ def _free(law: Law, rows: Rows, linear: Array) -> NDArray[np.bool_]:
     if _times_alone(rows) and not law.additive:
         order.append(terms.ALONE)
     free = identified(linear, order)
-    # where only several nodes were measured, overlap tells a constant from the computation
+    # without a single node, only the overlap tells constant synchronization from computation
     free[terms.SYNC] |= free[terms.LATENCY]
     together = bool(free[terms.SYNC] or free[terms.NODE_SYNC])
     free[terms.OVERLAP] = together and not law.additive
@@ -359,7 +361,7 @@ def _beliefs(law: Law, belief: Belief, noise: float) -> tuple[Array, Array]:
 
 
 def _starts(linear: Array, weights: Array, free: NDArray[np.bool_], believed: Array) -> list[Array]:
-    """Return least-squares fits of the plain sum, with two overlaps: there are several minima."""
+    """Return least-squares fits of the plain sum for two overlaps, as there are several minima."""
     columns = free & np.any(linear != 0.0, axis=0)
     length = np.linalg.norm(linear[:, columns], axis=0)
     start = believed.copy()

@@ -1,4 +1,4 @@
-"""Equations of a training step's time, and their gradients; collectives' laws are `FORMS`.
+"""Equations of a training step's time, and their gradients; `FORMS` has the collectives' laws.
 
 For N workers, local batch b, K nodes and r = N / K workers on each of them:
 
@@ -15,29 +15,29 @@ t_sync, the collective inside a node, is left. Where no collective is given its 
 
     f(N) = ½ (2 (1 − 1/N))^ring_share × (K / 2)^congestion
 
-which is constant from two workers on (double tree), a ring, or grows on with the nodes; inside a
-node, whose workers share no network, without the congestion.
+which is constant from two workers on for ring_share = 0 (double tree), a ring for 1, and grows
+further with congestion. Inside a node, whose workers share no network, there is no congestion.
 
 - Sum and shapes f, g: S. Tyagi, F. Wang, "Tula" (parameter server, ring, tree); bandwidth and
   latency terms: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication
   Operations in MPICH" (2005); double binary trees, as NCCL uses between nodes, with a bandwidth
   term that does not grow and logarithmic latency: P. Sanders, J. Speck, J. Träff, "Two-Tree
-  Algorithms for Full Bandwidth Broadcast, Reduction and Scan" (2009). NCCL takes now one, now the
-  other, and networks slow down with the nodes that share them, hence the fitted shape.
+  Algorithms for Full Bandwidth Broadcast, Reduction and Scan" (2009). NCCL switches between rings
+  and trees, and networks slow down with the nodes that share them, hence the fitted shape.
 - Overlap: gradients are reduced while the backward pass still runs. The norm is a smooth maximum
   (A. Qiao et al., "Pollux", OSDI 2021, for the whole of t_compute); `overlap_share` is the part of
-  the computation that can hide it.
-- The floor: a device does not become faster below some batch.
-- `overhead_s`: cost beside the bare collective of each message that has to wait for another worker
-  (the next one may still compute, its scheduler may let it sleep); g(N) such messages follow one
-  another, log₂ N where the form has no g.
-- `alone_s`: cost beside the computation of a single worker. Where AGS takes its batch in two
-  micro-batches, for the gradient of a small batch that several workers have anyway, the fixed cost
-  of a pass is paid twice.
-- `storage_s`: for each sample, from storage that all nodes share: its time grows with N × b, and
-  where it is the longer one the step waits for it.
-- `straggling`: all wait for the slowest of N workers, which is the slower the more there are (the
-  mean of the largest of N exponentially distributed delays grows as log N); likewise where nodes
+  the computation that can hide synchronization.
+- The floor: below some batch a device is no faster.
+- `overhead_s`: cost, in addition to the bare collective, of each message that has to wait for
+  another worker (which may still compute, or be put to sleep by its scheduler); g(N) such messages
+  follow one another, log₂ N if the form has no g.
+- `alone_s`: cost of a single worker's step in addition to its computation. AGS may take its batch
+  in two micro-batches, to get the gradient of a small batch that several workers have anyway; then
+  the fixed cost of a pass is paid twice.
+- `storage_s`: time per sample of storage that all nodes share. The total grows with N × b, and the
+  step waits if that takes longer than everything else.
+- `straggling`: all wait for the slowest of N workers, which is slower the more there are (the mean
+  of the largest of N exponentially distributed delays grows as log N). It also covers nodes that
   share more than their network.
 - u and v: departures of a measured batch or cluster size from the law, some percent in practice
   (the kernels that suit a batch, the switch that joins these nodes). They are shrunk towards 0, see
@@ -57,9 +57,9 @@ from numpy.typing import NDArray
 
 from tula_hpc.analysis.models.regression import Array
 
-# γ = 2² = 4: measured steps of GPU clusters want 3 to 10, and differ little between them
+# exponent 2² = 4 (Pollux's γ): steps of GPU clusters fit best, and about as well, with 3 to 10
 OVERLAP_NORM = 2
-# 2³ = 8
+# exponent 2³ = 8
 FLOOR_NORM = 3
 STORAGE_NORM = 3
 # keeps the norms' gradients finite where both parts are 0
@@ -71,9 +71,9 @@ class Collective(NamedTuple):
 
     # f(N): time to move the bytes, in units of sync_s
     bandwidth: Callable[[Array], Array]
-    # g(N): messages after one another, in units of latency_s; None: the form has no such term
+    # g(N): number of successive messages, each of latency_s; None: the form has no such term
     latency: Callable[[Array], Array] | None
-    # f is raised to ring_share, and grows with congestion
+    # the shape is fitted: f is raised to ring_share, and grows with congestion
     fitted: bool = False
 
 
@@ -91,7 +91,7 @@ FORMS: dict[str, Collective] = {
     "parameter_server": Collective(lambda workers: _several(workers) * workers, None),
     "reduce_scatter_all_gather": Collective(lambda workers: 2.0 * (1.0 - 1.0 / workers), np.log2),
 }
-# where no form is given: NCCL sends small messages through trees, gloo around a ring
+# collectives if no form is given: NCCL sends small messages through trees, gloo around a ring
 FITTED: dict[str, Collective] = {
     "nccl": Collective(lambda workers: 1.0 - 1.0 / workers, np.log2, fitted=True),
     "gloo": Collective(
@@ -168,13 +168,13 @@ class Linearization(NamedTuple):
     """Predictions of the law at some rows (n,), with derivatives."""
 
     seconds: Array
-    # (n, p), over the coefficients, then u, then v, at the knots
+    # (n, p), by the coefficients, then u, then v, at the knots
     gradients: Array
-    # by u there
+    # derivative by the row's own u
     by_batch_effect: Array
-    # by v there
+    # derivative by the row's own v
     by_size_effect: Array
-    # by the logarithm of storage_s
+    # derivative by the logarithm of storage_s
     by_storage_effect: Array
 
 
@@ -183,7 +183,7 @@ class Law(NamedTuple):
 
     form: Collective
     knots: Knots
-    # leave the norm out: the paper's sum
+    # add computation and synchronization, as the paper does, instead of taking their norm
     additive: bool = False
 
     @property
@@ -192,7 +192,7 @@ class Law(NamedTuple):
         return len(NAMES) + len(self.knots.batches) + len(self.knots.sizes)
 
     def seconds(self, coefficients: Array, rows: Rows) -> Array:
-        """Predict (..., n) by coefficients (..., p) without gradients: fast, for very many."""
+        """Predict (..., n) from coefficients (..., p), without gradients: fast for many models."""
         # each (..., 1)
         of = np.moveaxis(coefficients, -1, 0)[..., None]
         u, v = self._effects(coefficients, rows)
@@ -244,7 +244,7 @@ class Law(NamedTuple):
         return Linearization(seconds, np.concatenate(blocks, axis=1), by_u, by_v, of_storage)
 
     def design(self, rows: Rows) -> Array:
-        """Return the gradients (n, p) of the plain sum; 0 of the terms that it lacks."""
+        """Return the gradients (n, p) of the plain sum; 0 for terms that the sum lacks."""
         is_allreduce = np.where(rows.kind == ALLREDUCE, 1.0, 0.0)
         has_compute = 1.0 - is_allreduce
         has_sync = np.maximum(_is_together(rows), is_allreduce)
@@ -293,7 +293,7 @@ class Law(NamedTuple):
     ) -> tuple[Array, Array, Array]:
         """Return t_sync and its gradients.
 
-        (n, 4) over sync, latency, sharing and node sync, (n, 2) over ring share and congestion.
+        These are (n, 4) by sync, latency, sharing, node sync, and (n, 2) by ring share, congestion.
         """
         columns, logarithms = self._sync_columns(coefficients, rows, v)
         linear = coefficients[SYNC : NODE_SYNC + 1]
@@ -307,9 +307,9 @@ class Law(NamedTuple):
     def _sync_columns(
         self, coefficients: Array, rows: Rows, v: Array | float
     ) -> tuple[Array, tuple[Array, Array] | None]:
-        """Return t_sync (..., n, 4) for one unit of its coefficients each.
+        """Return t_sync (..., n, 4) for one unit of each of its coefficients.
 
-        And `_shape_logarithms`, None where the shape is not fitted.
+        The second result is `_shape_logarithms`, or None if the shape is not fitted.
         """
         factor = np.broadcast_to(np.exp(v), (*coefficients.shape[:-1], len(rows.batch)))
         columns: Array = _sync_columns(self.form, rows) * factor[..., None]
@@ -378,7 +378,7 @@ def _read_samples(rows: Rows) -> Array:
 
 
 def _shape_logarithms(rows: Rows) -> tuple[Array, Array]:
-    """Return log f for one unit of ring share and congestion (n, 2), in nodes of ring share (n,)."""
+    """Return log f per unit of ring share and congestion (n, 2), in nodes per ring share (n,)."""
     of_congestion = np.log(np.maximum(rows.nodes, 2.0) / 2.0)
     between = np.stack([_ring_logarithm(rows.workers), of_congestion], axis=1)
     return between, _ring_logarithm(rows.per_node)
