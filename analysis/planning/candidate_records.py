@@ -1,4 +1,4 @@
-"""Records of candidates: their 90 % intervals, and why one is not feasible, in words."""
+"""Turn candidates into records, with 90 % intervals and the reason if one is not feasible."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def as_records(
 ) -> list[Candidate]:
     """Return candidates as records, with their 90 % intervals; `front` marks the Pareto front.
 
-    Intervals of steps are the model's around what is planned with, wider by `Summary.noise`, and
-    hold its own prediction where both agree; `spread` has those of the whole time and the cost.
+    Intervals of steps are those of the model, wider by `Summary.noise` and moved to the planned
+    step time, which may be a measured one; they contain the model's prediction if the two agree.
+    `costs.spread` has the intervals of the whole time and the cost.
     """
     lows = np.empty(table.rows)
     highs = np.empty(table.rows)
@@ -109,7 +110,8 @@ def _record(
 def _progress_factors(batch: float, part: Partition, whole: Ends) -> Ends:
     """Return the 90 % factors of the time to the same progress.
 
-    In quadrature those of the whole time, and those that the noise leaves to the samples it needs.
+    They join, in quadrature, the factors of the whole time and those of the samples that the same
+    progress needs, by the interval of the noise scale.
     """
     if part.critical_batch is None or part.critical_interval is None:
         return whole

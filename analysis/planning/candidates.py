@@ -1,6 +1,6 @@
 """Candidates as NumPy columns: the grid of a search, predicted and priced.
 
-A search asks for the choice under hundreds of predictions; only a plan's own candidates become
+A search needs the choice under hundreds of predictions; only a plan's own candidates become
 records, see `candidate_records`.
 """
 
@@ -73,7 +73,7 @@ def candidate_grid(search: SearchSpec, cluster: ClusterSpec) -> Grid:
 
 
 class Why(IntEnum):
-    """Reason why a candidate is not feasible; 0 where it is."""
+    """Reason why a candidate is not feasible; 0 if it is."""
 
     FEASIBLE = 0
     SAMPLES = 1
@@ -88,17 +88,17 @@ class Why(IntEnum):
 
 
 FEASIBLE = Why.FEASIBLE
-# variance of a measurement's noise as a share of that of a departure from the law
+# variance of a measurement's noise, as a share of the variance of a departure from the law
 NUGGET = 0.1
-# with more measurements the model's own departures say how neighbours differ from the law
+# with more measurements than this, the model's own departures show how neighbours differ
 MOST_NEIGHBOURS = 64
-# Larger batches than so many times the largest measured one may use other kernels, whose workspace
-# no smaller batch shows. Candidates lie a factor of two apart: the next one is still believed.
+# Batches more than this factor above the largest measured one may use other kernels, whose
+# workspace no smaller batch shows. Candidates lie a factor of two apart: the next one is believed.
 BELIEVED_FACTOR = 2.0
 
 
 class Partition(NamedTuple):
-    """Partition with its measurements and fitted models; the whole cluster where it has none."""
+    """Partition with its measurements and models; the whole cluster if it has no partitions."""
 
     name: str
     cluster: ClusterSpec
@@ -107,26 +107,26 @@ class Partition(NamedTuple):
     power: NodePower | None
     evaluation: EvaluationTime
     spread: Spread
-    # of each job, see `evaluation`
+    # seconds of each job's end, see `costs.evaluation`
     end_s: float = 0.0
-    # of a checkpoint, measured by a training
+    # seconds of a checkpoint, as measured; None: not measured
     save_s: float | None = None
     # samples; None: the gradient's noise was not measured
     critical_batch: float | None = None
-    # at 90 %; None: not asked for
+    # 90 % interval of critical_batch; None: not needed
     critical_interval: tuple[float, float] | None = None
-    # `training.base_batch`, for the progress of which candidates are compared
+    # `training.base_batch`, whose progress all candidates have to make
     base_batch: int = 1
     resume: Resume = Resume.CHECKPOINT
 
     @property
     def memory_limit_bytes(self) -> int | None:
-        """Limit of one worker, by the cluster file and by profiles; None where it is unknown."""
+        """Limit of one worker, from the cluster file and from profiles; None if unknown."""
         return memory_limit_bytes(self.cluster, self.summary.memory_uses)
 
     @property
     def is_cut_short(self) -> bool:
-        """Tell whether it is for a job's time limit that a training, or an epoch of it, never ends."""
+        """Tell whether a training, or an epoch, that never ends is cut short by a time limit."""
         return self.resume is not Resume.CHECKPOINT and self.cluster.pricing.basis != "spot"
 
 
@@ -148,12 +148,12 @@ class CandidateTable(NamedTuple):
     requeues: Array
     cost: Array
     energy_kwh: Array
-    # of steps between two checkpoints
+    # seconds of steps between two checkpoints
     checkpoint_s: Array
-    # all evaluations, and all checkpoints, of the wall time
+    # seconds of the wall time for all evaluations, and for all checkpoints
     evaluation_s: Array
     saving_s: Array
-    # wall time to the progress of as many epochs with `training.base_batch`; NaN: unknown
+    # wall time to the progress that as many epochs make with `training.base_batch`; NaN: unknown
     progress_time_s: Array
     peak_bytes: Array
     why: Integers
@@ -187,12 +187,12 @@ def predict(index: int, part: Partition, grid: Grid, sweep: SweepSpec) -> Candid
 
 
 def as_measured(step_s: Array, grid: Grid, summary: Summary, model: StepTimeModel) -> Array:
-    """Return step times (..., n) with those of measured configurations as they were measured.
+    """Return step times (..., n), for measured configurations as they were measured.
 
-    The model is robust and smooth: one configuration that is several times slower than all others
-    say hardly moves it, and would be chosen for a speed that it does not have; then its neighbours
-    would. Where a measurement lies outside the model's own 90 % interval, the measured ratios reach
-    to the neighbours, the less the more octaves of nodes and batch they are away.
+    The model is robust and smooth: a configuration that is several times slower than predicted from
+    all others hardly moves it. It would be chosen for a speed that it does not have, and its
+    neighbours after it. So if any measurement lies outside the model's 90 % interval, the ratios of
+    measured to predicted times also apply to neighbours, less with each octave of nodes and batch.
     """
     profiles = summary.as_planned
     if not profiles:
@@ -224,7 +224,7 @@ def priced(
 ) -> CandidateTable:
     """Price configurations on the partition of this index, whose steps take `step` seconds, (n,).
 
-    An epoch is its steps and the updates of the gradient scale.
+    An epoch consists of its steps and the updates of the gradient scale.
     """
     nodes, per_node, batch = grid.as_floats()
     workers = nodes * per_node
@@ -242,7 +242,7 @@ def priced(
         part=np.full(grid.nodes.shape, index, dtype=np.int64),
         **grid._asdict(),
         global_batch=grid.global_batch,
-        # a script that is not told their number always takes as many
+        # a script without {accumulation} always takes `workload.accumulation` passes
         accumulation=np.maximum(
             part.summary.passes.of(grid.local_batch), sweep.workload.accumulation
         ).astype(np.int64),
@@ -264,7 +264,7 @@ def priced(
 
 
 def _batches(summary: Summary, grid: Grid) -> Array:
-    """Return the batches of an epoch, the last one perhaps shorter, (n,)."""
+    """Return the number of batches in an epoch (n,), a shorter last one as a fraction."""
     return np.asarray(summary.dataset_samples / (grid.global_batch * summary.batch_share))
 
 
@@ -273,10 +273,10 @@ def _bill(usage: Usage, part: Partition, sweep: SweepSpec) -> Bill:
 
 
 def _progress_time_s(part: Partition, usage: Usage, grid: Grid, sweep: SweepSpec) -> Array:
-    """Return the wall time of as many samples as the same progress needs, see `critical_batch`.
+    """Return the wall time for the samples that the same progress needs, see `critical_batch`.
 
-    What full batches leave out of an epoch is made up for by more of them. A job starts and
-    ends as often as its longer work asks.
+    More batches make up for the samples that full batches leave out of an epoch. The longer work
+    includes the starts and ends of all jobs that it takes.
     """
     if part.critical_batch is None:
         return np.full(grid.global_batch.shape, np.nan)
@@ -295,7 +295,7 @@ def _progress_time_s(part: Partition, usage: Usage, grid: Grid, sweep: SweepSpec
 def _why_not(
     part: Partition, grid: Grid, peak: Array, on_top: Array, wall_time_s: Array
 ) -> Integers:
-    """Return the first reason against each; the user's constraints come later."""
+    """Return the first reason against each candidate; the user's constraints come later."""
     allowed = allowed_bytes(part.memory_limit_bytes, part.cluster.memory_margin)
     bound = np.where(
         grid.nodes * grid.workers_per_node == 1,

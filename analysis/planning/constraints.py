@@ -1,4 +1,4 @@
-"""Reasons to rule a candidate out: the user's own constraints, as far as each is exceeded."""
+"""The user's constraints: which candidates they rule out, and by how much these exceed them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ CONSTRAINED = (Why.DEADLINE, Why.BUDGET, Why.BATCH)
 class Constraint(NamedTuple):
     """One of the user's constraints."""
 
-    # in the sweep file, e.g. "objective.budget"
+    # key in the sweep file, e.g. "objective.budget"
     key: str
     limit: float
-    # of the table, and of a candidate
+    # name of the limited column of the table, and field of a candidate
     column: str
     why: Why
 
     def excess(self, table: CandidateTable) -> NDArray[np.float64]:
-        """Return the share of the limit by which each candidate is over it; 0 or less inside."""
+        """Return the share by which each candidate exceeds the limit; 0 or less within it."""
         return np.asarray(getattr(table, self.column) / self.limit - 1.0, dtype=np.float64)
 
     def amount(self, candidate: Candidate) -> float:
@@ -35,7 +35,7 @@ class Constraint(NamedTuple):
         return float(getattr(candidate, self.column))
 
     def describe(self, amount: float, candidate: Candidate) -> str:
-        """Return such an amount in words, in the candidate's currency."""
+        """Return an amount of the limited quantity in words, in the candidate's currency."""
         if self.why is Why.DEADLINE:
             return format_duration(amount)
         if self.why is Why.BUDGET:
@@ -66,7 +66,7 @@ def unconstrained(table: CandidateTable) -> CandidateTable:
 
 
 def constrain(table: CandidateTable, objective: ObjectiveSpec) -> CandidateTable:
-    """Rule out candidates outside the user's constraints, each by the first that it breaks."""
+    """Rule out candidates that break the user's constraints, each for the first that it breaks."""
     why = table.why.copy()
     for constraint in constraints_of(objective):
         why[(why == FEASIBLE) & (constraint.excess(table) > 0.0)] = constraint.why
@@ -74,7 +74,7 @@ def constrain(table: CandidateTable, objective: ObjectiveSpec) -> CandidateTable
 
 
 def excess(table: CandidateTable, objective: ObjectiveSpec) -> NDArray[np.float64]:
-    """Return the largest share by which each candidate is over any limit; 0 or less inside."""
+    """Return the largest share by which each candidate exceeds any limit; 0 or less within all."""
     over = [constraint.excess(table) for constraint in constraints_of(objective)]
     if not over:
         return np.zeros(table.rows)
@@ -88,7 +88,7 @@ def breaks(constraint: Constraint, candidate: Candidate) -> str:
     over = format_percent(amount / constraint.limit - 1.0)
     if constraint.why is not Why.BATCH:
         beyond = constraint.describe(amount - constraint.limit, candidate)
-        # a share of a tiny limit tells nothing
+        # a share of a tiny limit says nothing
         over = f"{beyond} ({over})" if amount < 3 * constraint.limit else beyond
     return f"{constraint.describe(amount, candidate)}, {over} over {constraint.key}, {limit}"
 
@@ -96,7 +96,7 @@ def breaks(constraint: Constraint, candidate: Candidate) -> str:
 def nearest_outside(table: CandidateTable, objective: ObjectiveSpec) -> int | None:
     """Return the row that breaks the constraints least, by the largest share over any limit.
 
-    None where no row would be feasible without them.
+    Returns None if no row would be feasible without them.
     """
     possible = np.flatnonzero(np.isin(table.why, CONSTRAINED))
     if not len(possible):
@@ -105,7 +105,7 @@ def nearest_outside(table: CandidateTable, objective: ObjectiveSpec) -> int | No
 
 
 def conceivable(objective: ObjectiveSpec, global_batch: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Tell which batches the constraints allow without measurements; all where they allow none."""
+    """Mark the batches that constraints may allow before measuring; all if they allow none."""
     most = np.inf if objective.max_global_batch is None else objective.max_global_batch
     allowed = global_batch <= most
     return np.asarray(allowed | ~allowed.any())

@@ -1,4 +1,4 @@
-"""Effect of the constraints: which decide, how narrowly they are kept, how far they fail."""
+"""Effect of the constraints: which decide, which are kept only narrowly, by how much they fail."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ def _least_time(fitted: FittedPartitions, max_requeues: int) -> int:
 
 
 def _more_time(fitted: FittedPartitions, row: int, max_requeues: int) -> str:
-    """Say how long a job of its partition has to be for a candidate."""
+    """Say how long a job must be for a candidate on its partition."""
     table = fitted.table
     part = fitted.parts[table.part[row]]
     cluster = part.cluster
     if cluster.pricing.basis == "spot":
-        # rather the preemptions are to blame than the time limit
+        # preemptions are a likelier cause than the time limit
         return f"{FEWER_PREEMPTIONS}, or raise train_minutes"
     minutes = train_minutes_for(table.take([row]), fitted, max_requeues)
     advice = f"raise train_minutes in the cluster file from {cluster.train_minutes} to {minutes}"
@@ -108,12 +108,12 @@ def _more_time(fitted: FittedPartitions, row: int, max_requeues: int) -> str:
 
 
 def train_minutes_for(rows: CandidateTable, fitted: FittedPartitions, max_requeues: int) -> int:
-    """Return the train_minutes that suffice for one of these candidates, without preemptions."""
+    """Return the train_minutes that suffice for one of these candidates if nothing is preempted."""
     part = fitted.parts[rows.part[0]]
     requeues = max_requeues if part.resume is Resume.CHECKPOINT else 0
     work_s = rows.train_time_s + rows.evaluation_s + rows.saving_s
     if part.resume is Resume.EPOCH:
-        # of the epochs, which are whole ones in each job
+        # the work of one job, which does a whole number of epochs
         epochs = np.round(rows.train_time_s / rows.epoch_time_s)
         work_s *= np.ceil(epochs / (1.0 + max_requeues)) / epochs
     return int(enough_minutes(work_s, rows.checkpoint_s, part.cluster, requeues).min())
@@ -124,7 +124,7 @@ def binding(
 ) -> list[str]:
     """Name constraints that rule out a better choice, with that choice.
 
-    Each is dropped alone; all together only where none of them decides alone.
+    Each constraint is dropped by itself; all are dropped together only if none decides by itself.
     """
     if not np.isin(fitted.table.why, CONSTRAINED).any():
         return []
@@ -173,7 +173,7 @@ def narrowly_kept(chosen: Candidate, objective: ObjectiveSpec) -> list[str]:
 def lost_fallbacks(
     chosen: int, fallbacks: Sequence[Candidate], fitted: FittedPartitions, objective: ObjectiveSpec
 ) -> list[str]:
-    """Warn where constraints leave training no smaller batch for when memory runs out."""
+    """Warn if constraints leave no smaller batch for when training runs out of memory."""
     table = fitted.table
     smaller = (table.part == table.part[chosen]) & (table.local_batch < table.local_batch[chosen])
     against = []

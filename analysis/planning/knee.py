@@ -1,14 +1,14 @@
-"""Knee of the least training time over the global batch, and its interval by the fit.
+"""Knee of the least training time over the global batch, and its interval from the fit.
 
 Larger batches shorten training ever less, while they cost memory and generalization. The knee is
 the largest batch whose last doubling still saves `SAVED` = 20 % of the training time. For steps
-with a fixed cost, T = α/B + β, it is 3 α/β: fixed costs take a quarter of the time there.
+with a fixed cost, T = α/B + β, it is 3 α/β: there, fixed costs take a quarter of the time.
 
-It is a property of the training and the nodes, not of the search: the curve goes on beyond
-`search.max_batch`, to where memory or samples end. Kneedle, which the paper uses, finds the point
+The knee is a property of the training and the nodes, not of the search: the curve continues beyond
+`search.max_batch`, until memory or samples run out. Kneedle, which the paper uses, finds the point
 of the curve farthest below the line between its ends (V. Satopää et al., "Finding a Kneedle in a
-Haystack", 2011): for the same curve √(B_min · B_max), whatever α and β are. `kind = "kneedle"`
-takes that, over the search's own range.
+Haystack", 2011): for the same curve that is √(B_min · B_max), whatever α and β are. `kind =
+"kneedle"` uses Kneedle, over the search's own range.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from tula_hpc.files import loaded_elsewhere
 from tula_hpc.records import Knee
 
 Array = NDArray[np.float64]
-# Seconds of training over index of the partition, nodes, workers per node and local batch (not only
-# whole ones): arrays of one length n give (n,), or (draws, n) where the model is drawn from the
-# fit's uncertainty.
+# Function from index of the partition, nodes, workers per node and local batch (not always whole)
+# to seconds of training: arrays of one length n give (n,), or (draws, n) if models are drawn from
+# the fit's uncertainty.
 TrainTime = Callable[[int, Array, Array, Array], Array]
 
 # share of the time that a doubling of the batch has to save
 SAVED = 0.2
-# of the curve to an octave; and of those drawn from the fit's uncertainty
+# points per octave of the fitted curve, and of the curves drawn from the fit's uncertainty
 POINTS = 64
 DRAWN_POINTS = 16
 # Kneedle: a curve through fewer global batches has no bend
@@ -51,9 +51,9 @@ MIN_BATCHES = 3
 MIN_FALL = 0.05
 # Kneedle: distance from the straight line between the curve's ends, in units of normalized axes
 MIN_BEND = 0.05
-# models drawn from the fit's uncertainty
+# number of models drawn from the fit's uncertainty
 DRAWS = 200
-# the same measurements give the same plan
+# fixed, so that the same measurements give the same plan
 SEED = 0
 
 
@@ -64,7 +64,7 @@ class Envelope(NamedTuple):
     global_batch: Array
     # (n,) or (draws, n), never rising: the least time with this batch or a smaller one
     train_time_s: Array
-    # of `global_batch` to an octave
+    # points of `global_batch` per octave
     points: int
 
 
@@ -79,11 +79,11 @@ class Lines(NamedTuple):
 
 
 class TimeCurves(NamedTuple):
-    """The training time of every cluster size over its batches, by the fit and around it."""
+    """Training time of every cluster size over its batches, as fitted and as drawn around that."""
 
     lines: Lines
     nominal: TrainTime
-    # None: no interval is wanted
+    # None: no interval is needed
     drawn: TrainTime | None = None
 
 
@@ -92,7 +92,7 @@ def knee_curves(
 ) -> TimeCurves | None:
     """Return the curves to search for the objective's knee; None for objectives without one.
 
-    Each partition has a batch that is possible. `with_draws` also draws models from the uncertainty
+    Each partition must have a possible batch. `with_draws` also draws models from the uncertainty
     of each fit, for the interval.
     """
     if not sweep.objective.has_knee:
@@ -106,14 +106,14 @@ def knee_curves(
         search = sweep.search.model_copy(update={"max_batch": largest})
         wide = sweep.model_copy(update={"search": search})
         table = predict(index, part, plannable(wide, part)[0], wide)
-        # a profile can show that memory suffices
+        # unseen memory is no reason to leave a batch out: a profile can show that it suffices
         tables.append(table.take(np.isin(table.why, [FEASIBLE, Why.UNSEEN])))
     drawn = _train_time(parts, epochs, drawn=True) if with_draws else None
     return TimeCurves(lines_of(stacked(tables)), _train_time(parts, epochs, drawn=False), drawn)
 
 
 def _batches_between(low: float, high: float, points: int) -> Array:
-    """Return batches from the lowest on, so many to an octave: a higher end adds to them alone."""
+    """Return batches from `low` on, `points` per octave: a higher end only appends batches."""
     count = math.floor(math.log2(high / low) * points + 1e-6) + 1
     return np.asarray(low * 2.0 ** (np.arange(count) / points))
 
@@ -151,7 +151,7 @@ def _evaluate(lines: Lines, line: NDArray[np.intp], batch: Array, train_time_s: 
 def doubling_knees(curve: Envelope) -> Array:
     """Return the largest batch of each curve whose last doubling saves `SAVED`, (draws,).
 
-    Where none does it is the smallest batch.
+    If no doubling does, the knee is the smallest batch.
     """
     batches, times, octave = curve
     saves = times[..., octave:] <= (1.0 - SAVED) * times[..., :-octave]
@@ -184,8 +184,8 @@ def knees(kind: str, curve: Envelope) -> Array:
 def find_kneedle(curve: Envelope) -> float | None:
     """Return the knee of one curve by the package kneed; None if it hardly bends.
 
-    Of several it is the one farthest below the chord, which `kneedle_knees` finds in hundreds of
-    curves at once.
+    Of several knees it is the one farthest below the chord, which is the one that `kneedle_knees`
+    finds in hundreds of curves at once.
     """
     batches, times, _ = curve
     if np.isnan(kneedle_knees(curve)):
@@ -202,14 +202,14 @@ def find_kneedle(curve: Envelope) -> float | None:
 
 @cache
 def _knee_locator() -> Any:
-    # kneed loads matplotlib and scipy.signal, half a second that only a knee is worth
+    # imported only when needed: kneed loads matplotlib and scipy.signal, which takes half a second
     with loaded_elsewhere():
         from kneed import KneeLocator
     return KneeLocator
 
 
 def batches_up_to(kind: str, knee: float | Array) -> Array:
-    """Return the largest batch that is taken with a knee: itself; for Kneedle the nearest octave."""
+    """Return the largest batch that counts as up to a knee; for Kneedle half an octave above it."""
     return np.asarray(knee * (1.0 if kind == "knee" else math.sqrt(2.0)) * (1.0 + 1e-9))
 
 
@@ -244,8 +244,9 @@ def knee_of(kind: str, curves: TimeCurves) -> Knee:
 def _interval(grid: Array, found: Array, knee: float | None) -> tuple[float, float]:
     """Return the interval of the drawn knees, wide enough to hold the fitted curve's knee.
 
-    It is a step of their grid wider, as that is coarser than the fitted curve's. Drawn coefficients
-    stay within their bounds: where one is fitted at a bound, all draws lie on the same side of it.
+    Each end is a step of their grid wider, which is coarser than the fitted curve's. The fitted
+    knee may lie outside, as drawn coefficients stay within their bounds: if one is fitted at its
+    bound, all draws lie on the same side of it.
     """
     step = 2.0 ** (1.0 / DRAWN_POINTS)
     low, high = np.nanquantile(found, [0.05, 0.95])

@@ -1,9 +1,9 @@
-"""Memory limit of a worker, and what a training needs beside what was profiled.
+"""Memory limit of a worker, and what a training needs in addition to what was profiled.
 
 The limit follows from the cluster file and the devices that profiles saw:
 
     limit = min(device_memory_gb, least memory of any worker's device)
-            − most that lay outside of torch's allocator
+            − most memory outside of torch's allocator
 
 Memory models predict the memory that torch's allocator reserves. Outside of it lie the CUDA
 context and the buffers of NCCL, cuBLAS and cuDNN. On CPUs and in older records none of this is
@@ -31,12 +31,12 @@ class SeenMemory(NamedTuple):
 
     # of the smallest device
     total_bytes: int
-    # most outside of torch's allocator
+    # most memory outside of torch's allocator
     other_bytes: int
 
 
 def memory_limit_bytes(cluster: ClusterSpec, uses: Iterable[MemoryUse]) -> int | None:
-    """Return the limit of a worker by the module's equation; None where it is unknown."""
+    """Return the limit of a worker by the module's equation; None if unknown."""
     stated = cluster.memory_limit_bytes
     seen = _seen(cluster, uses)
     if seen is None:
@@ -46,7 +46,7 @@ def memory_limit_bytes(cluster: ClusterSpec, uses: Iterable[MemoryUse]) -> int |
 
 
 def describe_limit(cluster: ClusterSpec, uses: Iterable[MemoryUse]) -> list[str]:
-    """Return a sentence on how the limit comes about; none where no memory was measured."""
+    """Return a sentence on how the limit comes about; none if no device's memory was measured."""
     uses = list(uses)
     stated = cluster.memory_limit_bytes
     seen = _seen(cluster, uses)
@@ -69,17 +69,17 @@ def on_top_bytes(
     training: TrainingSpec,
     workers: Array,
 ) -> Array:
-    """Return the bytes per worker that a training needs beside those that were profiled.
+    """Return the bytes per worker that a training needs in addition to those that were profiled.
 
-    AGS holds copies of gradients while it updates its scale, which profiles time apart; on CPUs the
-    copy that a checkpoint is written from counts as well.
+    AGS holds copies of gradients while it updates its scale, which is not part of a profiled step;
+    on CPUs the copy that a checkpoint is written from counts as well.
     """
-    # with `free_reference` passes are taken by single workers alone, and only where they were timed
+    # with `free_reference` only a single worker takes an extra pass, and only if it was timed
     passes = (workers == 1) & (updates.predict(workers) > 0)
     copies = np.where(training.free_reference, passes, training.gradient_copies).astype(np.float64)
     scaling = copies * max(row.memory.gradient_bytes for row in summary.profiles)
     copied = checkpoint_copy(summary) if cluster.device == "cpu" else 0
-    # one worker of a node holds it, whose workers share the memory
+    # one worker of a node holds the copy, but all its workers share the memory
     return scaling + -(-copied // cluster.workers_per_node)
 
 
@@ -95,9 +95,9 @@ def checkpoint_copy_bytes(uses: Sequence[MemoryUse], workers: Sequence[int]) -> 
         parameters + optimizer states of its own + 2 × states that are divided over the workers
         (ZeRO)
 
-    since the latter are gathered there first, and copied then. Only the first node holds it. On
-    CPUs it comes on top of a step's peak; on GPUs the step's peak is the device's, and this the
-    host's.
+    since divided states are first gathered on the first node and then copied. Only that node holds
+    the copy. On CPUs it comes on top of a step's peak; on GPUs that peak is memory of the device,
+    and the copy is memory of the host.
     """
     largest = 0
     for use, world in zip(uses, workers, strict=True):

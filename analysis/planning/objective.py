@@ -1,11 +1,11 @@
-"""Choice among the feasible candidates: the knee, least time, progress or cost, or both weighed.
+"""Choice among the feasible candidates: by knee, time, progress, cost, or time and cost weighted.
 
-"weighted" makes `a · log T + b · log C` least, that is the product `T^a × C^b`, T the expected wall
-time, C the cost. Units and sizes of both do not matter: a candidate that takes twice as long must
-cost less than `2^(−a/b)` times as much to be preferred. a = b = 1 makes time × cost least, b = 0 is
-"time", a = 0 is "cost".
+"weighted" minimizes `a · log T + b · log C`, that is the product `T^a × C^b`, with T the expected
+wall time and C the cost. Units and sizes of both do not matter: a candidate that takes twice as
+long must cost less than `2^(−a/b)` times as much to be preferred. a = b = 1 minimizes time × cost,
+b = 0 is "time", a = 0 is "cost".
 
-"progress" makes the time to the same progress least: a batch B needs (1 + B/B_noise) / (1 +
+"progress" minimizes the time to the same progress: a batch B needs (1 + B/B_noise) / (1 +
 base/B_noise) times the samples of `training.base_batch` (see `models.critical_batch`).
 """
 
@@ -25,11 +25,12 @@ from tula_hpc.records import Knee, Plan
 
 Array = NDArray[np.float64]
 
-# up to the knee: a difference that no measurement could show is not worth money
+# candidates up to the knee within this factor of the fastest count as equally fast, since a
+# difference that no measurement could show is not worth money
 AS_FAST = 1.03
 # without a knee: the smallest batch within 10 % of the least time
 NEAR_LEAST_TIME = 1.1
-# as a logarithm, a cost of 0 would outweigh any time
+# least cost whose logarithm is taken: that of 0 would outweigh any time
 TINY_COST = 1e-12
 
 
@@ -50,14 +51,15 @@ def choose(
     """Rank the feasible candidates, of which there is at least one.
 
     "time", "progress", "cost" and "weighted" take the least. Of equal times the cheapest is taken,
-    of equal costs, as where all is free, the fastest; ties in both go to fewer nodes, then to the
+    of equal costs (if all is free, say) the fastest; ties in both go to fewer nodes, then to the
     smaller batch.
 
     "knee" takes the cheapest candidate within 3 % of the fastest with a global batch up to the knee
-    of the fitted curves. Where constraints leave none there, it is the smallest batch beyond.
-    "kneedle" has its own knee, of the search's range, and counts batches up to half an octave
-    beyond it. Without one the smallest global batch within 10 % of the least expected time is
-    taken, on as few nodes as possible, of those the fastest, then the cheapest. Both need `curves`.
+    of the fitted curves. If constraints leave none there, it takes the smallest batch beyond.
+    "kneedle" has a knee of its own, in the search's range, and includes batches up to half an
+    octave beyond it. If there is no knee, it takes the smallest global batch within 10 % of the
+    least expected time, on as few nodes as possible, of those the fastest, then the cheapest. Both
+    need `curves`.
     """
     feasible = table.why == FEASIBLE
     if objective.has_knee:
@@ -76,7 +78,7 @@ def choose(
 
 
 def objective_of(plan: Plan, own: ObjectiveSpec) -> ObjectiveSpec:
-    """Return the objective by which a plan was made, as `tula plan --set` changed the sweep's."""
+    """Return the objective of a plan: the sweep's `own`, with the changes of `tula plan --set`."""
     changes: dict[str, object] = {"kind": plan.objective}
     for assignment in plan.other_objective:
         key, _, value = assignment.removeprefix("objective.").partition(" = ")
@@ -92,7 +94,7 @@ def objective_time_s(objective: ObjectiveSpec, table: CandidateTable) -> Array:
 
 
 def least_keys(objective: ObjectiveSpec, time_s: Array, cost: Array) -> tuple[Array, ...]:
-    """Return the quantities to be least, the first first; later ones decide between equals."""
+    """Return the quantities to minimize; each decides between equals of those before it."""
     if objective.kind == "cost":
         return cost, time_s
     if objective.kind == "weighted":
@@ -114,7 +116,7 @@ def _power(name: str, exponent: float) -> str:
 def ranked(
     table: CandidateTable, mask: NDArray[np.bool_], keys: tuple[Array, ...]
 ) -> NDArray[np.intp]:
-    """Return rows of the mask by the keys, then by nodes and batch."""
+    """Return the rows of the mask, sorted by the keys, then by nodes and batch."""
     rows = np.flatnonzero(mask)
     last = (table.nodes, table.global_batch, table.local_batch, table.part)
     return rows[np.lexsort([key[rows] for key in (*keys, *last)][::-1])]
@@ -129,8 +131,8 @@ def _by_knee(
     batch = table.global_batch.astype(np.float64)
     within = feasible & (batch <= batches_up_to(kind, knee.global_batch))
     time_s = table.wall_time_s
-    # first those as fast as the fastest, by cost; then others up to the knee, by time, at most 1;
-    # then those beyond it, by batch
+    # Sort candidates as fast as the fastest by cost, then others up to the knee by time, as a share
+    # of at most 1, then those beyond it by batch.
     least_s = time_s[within].min(initial=np.inf)
     slowest_s = time_s[within].max(initial=1e-300)
     as_fast = within & (time_s <= AS_FAST * least_s)
@@ -153,7 +155,7 @@ def _by_knee(
         most = f"B={batch.max():,.0f} and {plural(int(table.nodes.max()), 'node')}"
         searched = f"it is {what} that was searched. The search ended at {most}"
         reason = f"{searched}: larger batches would still pay, up to {knee_is}{law}"
-        # larger batches were measured and are not faster, though they are by the fitted curve
+        # larger batches are not faster as measured, though they are by the fitted curve
         if 2.0 * batch[ranking[0]] <= batch.max():
             reason = (
                 f"{searched}. Larger batches are not faster here, though by the fitted curve they "
@@ -175,10 +177,10 @@ def _near_least_time(table: CandidateTable, feasible: NDArray[np.bool_], knee: K
 
 
 def pareto_front(first: Array, second: Array) -> NDArray[np.intp]:
-    """Return the rows that no other row beats: none is smaller in one and at most as large in both.
+    """Return the rows that no other row beats: smaller in one value and not larger in the other.
 
-    Of finite numbers, (n,) each. The rows ascend in `first`, so that `second` falls; of equal
-    points it is the one that comes first.
+    Both columns (n,) are finite. The rows ascend in `first`, so that `second` falls; of equal
+    points only the one that comes first is returned.
     """
     order = np.lexsort((second, first))
     least_before = np.concatenate([[np.inf], np.minimum.accumulate(second[order])[:-1]])

@@ -1,4 +1,4 @@
-"""Partitions with their measurements and models: the candidates of a plan are theirs."""
+"""Fit models to the measurements of each partition, and predict its candidates for a plan."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FittedPartitions(NamedTuple):
     parts: tuple[Partition, ...]
     table: CandidateTable
     warnings: tuple[str, ...]
-    # by the training's metrics, or by all profiles; None: too little was measured
+    # from the training's metrics, else from all profiles; None: too little was measured
     critical: CriticalBatch | None = None
 
     def record(self, row: int) -> Candidate:
@@ -73,11 +73,11 @@ def fit_parts(
 ) -> FittedPartitions:
     """Fit models for every partition that has enough measurements, and predict its candidates.
 
-    Measurements of a training count for all of them: the cost of a checkpoint as it is, evaluation
-    as a ratio to the prediction for the partition where it ran.
+    What a training measured counts for all partitions: the cost of a checkpoint as it is, the cost
+    of evaluation as a ratio to the prediction for the partition where it ran.
 
     Raises:
-        NotEnoughDataError: No partition has; the message gives the reason for each.
+        NotEnoughDataError: No partition has enough; the message gives the reason for each.
         InputError: A price needs a quantity that is not known.
     """
     trained = trained or Trained()
@@ -132,7 +132,7 @@ def _predict(index: int, part: Partition, grid: Grid, sweep: SweepSpec) -> Candi
 def _corrected(parts: list[Partition], trained: Trained) -> list[Partition]:
     names = {job.partition or "" for job in RunHistory(trained.events).submissions("train")}
     where = [part for part in parts if not part.name or names == {part.name}]
-    # trainings on several partitions: no evaluation can be assigned to one of them
+    # after trainings on several partitions, no evaluation can be assigned to one of them
     if trained.metrics is None or not where:
         return parts
     found = where[0].evaluation.corrected(trained.metrics.epochs)
@@ -159,7 +159,7 @@ def _too_large(sweep: SweepSpec, cluster: ClusterSpec) -> list[str]:
 
 
 def of_partition(measurements: Sequence[Measurement], name: str) -> Sequence[Measurement]:
-    """Return the measurements of one partition; all of them where the cluster has none."""
+    """Return the measurements of one partition; all of them if the cluster has no partitions."""
     return [row for row in measurements if row.partition == name] if name else measurements
 
 
@@ -216,7 +216,7 @@ def _bounds(search: SearchSpec) -> str:
 def part_of(
     name: str, sweep: SweepSpec, cluster: ClusterSpec, summary: Summary, models: Models
 ) -> Partition:
-    """Return a partition before any training: models, and costs by profiles and files."""
+    """Return a partition as known before training: models, and costs from profiles and files."""
     evaluation = evaluation_of(
         summary.profiles, sweep.workload, summary.dataset_samples, summary.test_samples
     )
@@ -229,7 +229,7 @@ def part_of(
     measured_s = None
     most_s = priced.pricing.save_s
     if resume is Resume.EPOCH and evaluation.between_s is not None:
-        # what the script saves between its epochs is in the time between them
+        # the time between the script's epochs includes its saving
         most_s = 0.0
         measured_s = most_s
     spread = Spread(
@@ -256,8 +256,8 @@ def part_of(
 def with_passes(sweep: SweepSpec, cluster: ClusterSpec, summary: Summary) -> Summary:
     """Return the summary with the number of passes in which a script takes its batches.
 
-    Each takes the smallest number whose batch of one pass fits: it is below every one that ran out
-    of memory, and the memory model believes in it, where two were measured.
+    A batch takes the fewest passes for which the batch of one pass fits: it is below every one that
+    ran out of memory and, if two were measured, the memory model predicts that it fits.
     """
     if not sweep.workload.accumulates:
         return summary
@@ -281,7 +281,7 @@ def _largest_pass(sweep: SweepSpec, cluster: ClusterSpec, summary: Summary) -> f
         fits &= believed & (memory.predict(sizes, workers) <= allowed)
     if fits.all():
         return np.inf
-    # up to which all fit; a single sample is tried in any case
+    # the largest batch up to which all fit; a single sample is tried in any case
     return float(sizes[max(0, int(np.argmin(fits)) - 1)])
 
 
@@ -295,7 +295,7 @@ def plannable(sweep: SweepSpec, part: Partition) -> tuple[Grid, list[str]]:
     """Return the candidates on measured cluster sizes, and a warning about the others.
 
     Raises:
-        NotEnoughDataError: None of them is on the only size that was measured.
+        NotEnoughDataError: No candidate is on the only cluster size that was measured.
     """
     wanted = candidate_grid(sweep.search, part.cluster)
     sizes = {profile.configuration.nodes for profile in part.summary.profiles}

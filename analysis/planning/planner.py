@@ -1,4 +1,4 @@
-"""From measurements to a plan: models, predictions, prices, constraints, choice."""
+"""Make a plan from fitted partitions: constraints, choice, warnings and notes."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _all_notes(parts: Sequence[Partition]) -> list[str]:
 
 
 def _provisional(parts: Sequence[Partition]) -> dict[str, list[str]]:
-    """Return the notes on what a training will measure, in both forms that `_all_notes` gives them."""
+    """Return the notes that a training's measurements replace, both with and without partition."""
     found: dict[str, list[str]] = {"save": [], "evaluation": [], "start": []}
     for part in parts:
         start_s = part.summary.start_s
@@ -173,7 +173,7 @@ def _notes(part: Partition) -> list[str]:
 
 
 def _describe_copy(part: Partition) -> list[str]:
-    # a script's own way to save is not known
+    # how a script saves by itself is not known
     if part.resume is not Resume.CHECKPOINT:
         return []
     copy = format_bytes(checkpoint_copy(part.summary))
@@ -218,7 +218,7 @@ def _without_warnings(sweep: SweepSpec, fitted: FittedPartitions, choice: Choice
 
 
 def _on_other_nodes(table: CandidateTable, choice: Choice) -> list[int]:
-    """Return the best rows with fewer nodes than the chosen one, and with more, as far as ranked."""
+    """Return the best row on fewer nodes than the chosen one, and the best on more, if ranked."""
     nodes = table.nodes[choice.ranking]
     of_each = (np.flatnonzero(nodes < nodes[0]), np.flatnonzero(nodes > nodes[0]))
     return [int(choice.ranking[places[0]]) for places in of_each if places.size]
@@ -231,9 +231,10 @@ def front_rows(table: CandidateTable) -> NDArray[np.intp]:
 
 
 def fallback_rows(table: CandidateTable, choice: Choice) -> list[int]:
-    """Return smaller local batches for when memory runs out: next smaller on as many nodes first.
+    """Return rows of smaller local batches to fall back to when training runs out of memory.
 
-    All are on the chosen kind of nodes, where training has its checkpoints and environment.
+    Those on as many nodes come first, the next smaller batch first. All are on the chosen
+    partition, where training has its checkpoints and environment.
     """
     ranked = choice.ranking
     chosen = ranked[0]

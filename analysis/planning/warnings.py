@@ -1,10 +1,10 @@
 """Warnings of a plan: doubts about measurements, models and the choice.
 
-`_doubts` in `planner.py` groups them by what they ask of the reader. Others come from elsewhere:
+`_doubts` in `planner.py` groups them by what the user can do. Some warnings come from elsewhere:
 
 - contradictions among measurements: `models/profiles.py`
 - partitions and cluster sizes that are left out: `partitions.py`
-- constraints that are hardly kept: `feasibility.py`
+- constraints that are kept only narrowly: `feasibility.py`
 - a choice that was not measured: `search/confirmation.py`
 - a curve without a knee: `objective.py`
 - steps that had not settled: `search/steadiness.py`
@@ -43,18 +43,18 @@ from tula_hpc.formatting import (
 )
 from tula_hpc.records import Candidate, Configuration, Doubt, Plan, Remedy
 
-# times the batch that the learning rate is for; smaller ones seldom cost accuracy
+# a batch from this multiple of training.base_batch on is large; smaller ones seldom cost accuracy
 LARGE_BATCH = 2
-# share of the samples that full batches leave out: said from the first on, a warning from the second
+# shares of the samples that full batches leave out: the first is worth a note, the second a warning
 DROPPED_SHARE = 0.01
 MANY_DROPPED = 0.1
-# relative: scripts may leave out so many samples, or draw some twice
+# relative difference in samples that is normal: scripts may leave some out, or draw some twice
 NEAR = 0.1
-# share of the expected time that rare checkpoints cost
+# share of the expected time lost to rare checkpoints that is worth a warning
 BOUND_SHARE = 0.05
 # measured over fitted step time, or the reverse; single runs of real clusters reach 1.4
 CONTRADICTS_FROM = 1.5
-# share of a model's parameters: those of few layers without gradients are nothing to tell
+# trained share of a model's parameters below which layers without gradients are worth a note
 MOST_TRAINED = 0.99
 SHORT_OF_MEMORY = (
     "ran only because torch's allocator freed its cache and tried again, which is slow and may "
@@ -92,12 +92,13 @@ def about_measurements(summary: Summary, workers_per_node: int) -> list[str]:
 def about_loading(
     profiles: Sequence[Profile], work: WorkloadSpec, chosen: Configuration | None = None
 ) -> list[str]:
-    """Say where the data, and not the computation, decides how long a step takes.
+    """Say if loading data, and not the computation, decides how long a step takes.
 
-    At the chosen configuration, if it was measured and is among them, else where it does most.
+    The sentence is about the chosen configuration if it waits for data, else about the one that
+    waits most.
     """
-    # data of a function of the user's own are in memory, as far as anybody knows; and nodes that are
-    # one machine share its cores, too
+    # storage is not to blame if data come from the user's own function, which may hold them in
+    # memory, or if all nodes are one machine, as they share its cores, too
     reads_apart = work.reads_files and not any(profile.emulated for profile in profiles)
     if reads_apart and (stored := held_up_by_storage(profiles)):
         return [describe_slow_storage(stored)]
@@ -109,11 +110,11 @@ def about_loading(
 
 
 def about_samples(summary: Summary) -> list[str]:
-    """Say where a script's loaders give out another number of samples than the sweep file says."""
+    """Say if a script's loaders yield another number of samples than the sweep file says."""
     said = summary.dataset_samples
     for profile in summary.profiles:
         found = profile.epoch_samples
-        # the last batch is taken as full
+        # allow for a last batch that is not full but counted as such
         most = NEAR * said + profile.configuration.global_batch
         if found and abs(found - said) > most:
             return [
@@ -125,7 +126,7 @@ def about_samples(summary: Summary) -> list[str]:
 
 
 def about_resume(summary: Summary) -> list[str]:
-    """Say where a script that keeps its state goes on in mid-epoch with other samples."""
+    """Say if a script that keeps its state resumes in mid-epoch with other samples."""
     return [ONE_ITERATOR] if any(profile.one_iterator for profile in summary.profiles) else []
 
 
@@ -149,7 +150,7 @@ def about_missing(
 
 
 def about_model(profiles: Sequence[Profile], model: StepTimeModel) -> list[str]:
-    """Name measurements that the model of all of them contradicts."""
+    """Name measurements that are far from the model that is fitted to all of them."""
     columns = np.array([row.configuration for row in profiles], dtype=np.float64).T
     nodes, per_node, batch = columns
     predicted_s = model.predict(nodes, batch, per_node).tolist()
@@ -191,7 +192,7 @@ def about_partition(
 
 
 def about_extrapolation(chosen: int, fitted: FittedPartitions, search: SearchSpec) -> list[str]:
-    """Count the candidates beyond the profiled range, the chosen row perhaps among them."""
+    """Count the candidates beyond the profiled range, and say if the chosen row is among them."""
     found = []
     for index, part in enumerate(fitted.parts):
         texts = _extrapolated(chosen, index, fitted.table, part.summary.profiles, search)
@@ -200,7 +201,7 @@ def about_extrapolation(chosen: int, fitted: FittedPartitions, search: SearchSpe
 
 
 def about_left_out_samples(chosen: int, fitted: FittedPartitions, *, many: bool) -> list[str]:
-    """Say where full batches of the chosen row leave out samples: many, or some."""
+    """Say if full batches of the chosen row leave out samples: many, or for False only some."""
     global_batch = int(fitted.table.global_batch[chosen])
     summary = fitted.parts[fitted.table.part[chosen]].summary
     samples = summary.dataset_samples
@@ -212,7 +213,7 @@ def about_left_out_samples(chosen: int, fitted: FittedPartitions, *, many: bool)
 
 
 def about_script(fitted: FittedPartitions, workload: WorkloadSpec) -> list[str]:
-    """Say that the plan of a script is of its first training, as that began."""
+    """Say that the plan of a script is for its first training, with the steps at its beginning."""
     if not workload.is_script:
         return []
     uses = [use for part in fitted.parts for use in part.summary.memory_uses]
@@ -230,15 +231,15 @@ def about_script(fitted: FittedPartitions, workload: WorkloadSpec) -> list[str]:
 
 
 def about_range(plan: Plan, sweep: SweepSpec) -> list[str]:
-    """Say that the search ends below the knee, so that its largest batch had to do."""
+    """Say if the search ends below the knee, so that the plan takes its largest batch."""
     knee = plan.knee.global_batch if plan.knee else None
     largest = max(candidate.global_batch for candidate in plan.candidates)
     if plan.objective != "knee" or knee is None or knee < 2 * largest:
         return []
-    # larger ones that were searched are slower
+    # larger batches were searched, and are slower
     if 2 * plan.chosen.global_batch <= largest:
         return []
-    # by which larger ones are neither measured nor planned
+    # the user's constraint keeps larger batches from being measured or planned
     if (sweep.objective.max_global_batch or math.inf) < 2 * largest:
         return []
     above = f"set search.max_batch above {sweep.search.max_batch:,}"
@@ -246,7 +247,7 @@ def about_range(plan: Plan, sweep: SweepSpec) -> list[str]:
 
 
 def about_unseen_memory(fitted: FittedPartitions) -> list[str]:
-    """Say which batches are left out as their memory was not measured and may not suffice."""
+    """Say which batches are left out since their memory was not measured and may not suffice."""
     found = []
     for index, part in enumerate(fitted.parts):
         unseen = (fitted.table.part == index) & (fitted.table.why == Why.UNSEEN)
@@ -261,7 +262,7 @@ def about_unseen_memory(fitted: FittedPartitions) -> list[str]:
 
 
 def about_method(chosen: Candidate, sweep: SweepSpec) -> list[str]:
-    """Say where nothing is done for a large batch, or other than the plan or AdamW expects."""
+    """Say if the method does nothing for a large batch, or does not suit the plan or AdamW."""
     training = sweep.training
     times = chosen.global_batch / training.base_batch
     has_script_alone = sweep.workload.is_script and chosen.configuration.world_size == 1
@@ -299,7 +300,7 @@ def about_method(chosen: Candidate, sweep: SweepSpec) -> list[str]:
 
 
 def about_interruptions(chosen: int, fitted: FittedPartitions, sweep: SweepSpec) -> list[str]:
-    """Warn where time limits and preemptions restart the training more often than is allowed."""
+    """Warn if time limits and preemptions restart the training more often than is allowed."""
     row = fitted.table.take([chosen])
     cluster = fitted.parts[row.part[0]].cluster
     allowed = sweep.training.max_requeues
@@ -325,12 +326,12 @@ def about_interruptions(chosen: int, fitted: FittedPartitions, sweep: SweepSpec)
 
 
 def about_beginning_anew(chosen: int, fitted: FittedPartitions) -> list[str]:
-    """Warn where an interruption makes a script start over, with the cost of that."""
+    """Warn if an interruption makes a script start over, and say what that costs."""
     row = fitted.table.take([chosen])
     part = fitted.parts[row.part[0]]
     if part.resume is not Resume.NOTHING:
         return []
-    # as likely at one moment as at another
+    # half of the work is lost on average: an interruption is equally likely at any time
     lost_s, lost = row.wall_time_s[0] / 2, row.cost[0] / 2
     price = f"{format_duration(lost_s)} and {format_money(lost, part.cluster.pricing.currency)}"
     return [
@@ -341,7 +342,7 @@ def about_beginning_anew(chosen: int, fitted: FittedPartitions) -> list[str]:
 
 
 def about_checkpoints(chosen: int, fitted: FittedPartitions, sweep: SweepSpec) -> list[str]:
-    """Warn where the bound on the cost of saves loses more on spot nodes than it spares."""
+    """Warn if, on spot nodes, the bound on the cost of saving loses more time than it spares."""
     row = fitted.table.take([chosen])
     part = fitted.parts[row.part[0]]
     pricing = part.cluster.pricing
@@ -353,7 +354,7 @@ def about_checkpoints(chosen: int, fitted: FittedPartitions, sweep: SweepSpec) -
     per_node = row.workers_per_node.astype(np.float64)
     save_s = pricing.save_s if part.save_s is None else part.save_s
     best_s = best_interval_s(save_s, between_preemptions_s(pricing, nodes))[0]
-    # as the user would set it
+    # rounded to two digits, as a user would set it
     minutes = float(f"{best_s / 60.0:.2g}")
     often = training.model_copy(update={"checkpoint_minutes": minutes})
     epochs = sweep.workload.epochs
