@@ -7,7 +7,7 @@ narrow the predictions that matter, over its cost in node-seconds. With Σ the c
 predictions, in units of a measurement's variance,
 
     gain(j) = Σ_i w_i Σ_ij² / (1 + Σ_jj) / sqrt(cost_j)
-    cost_j  = N_j × (steps × t_j + start, on other nodes)
+    cost_j  = N_j × (steps × t_j + start), with start = 0 on the nodes of the last measurement
 
 w_i is the share of predictions drawn from that uncertainty in which candidate i belongs to the
 decision, plus a little for all. The decision is the plan's own: candidates that memory, the largest
@@ -15,13 +15,13 @@ batch, deadline and budget rule out in every draw weigh nothing and are not meas
 
 The search ends when the draws agree on the decision, the step times of the choice and of most
 candidates are known well enough, and the configuration that the plan would choose was measured
-itself. Where that measurement contradicts its prediction the search goes on: the refitted model
-decides again, for which the last of `max_profiles` configurations are kept. Then the choice's rival
-in time or cost is measured, the best candidate on another number of nodes: how a step grows with
-the nodes is what a law knows least. Not measured is only what would cost too much of the training
-(see `confirmation`), cannot be profiled, or appears after the last profile.
+itself. If that measurement contradicts its prediction, the search goes on and the refitted model
+decides again; the last of the `max_profiles` configurations are reserved for this. Then the
+choice's rival in time or cost is measured, the best candidate on another number of nodes, since a
+law knows least how a step grows with the nodes. A choice stays unmeasured only if its profile would
+cost too much of the training (see `confirmation`) or cannot run, or if the last profile moved it.
 
-`propose.py` tells the whole course from candidates to a job.
+`propose.py` describes the whole course from candidates to a job.
 """
 
 from __future__ import annotations
@@ -48,32 +48,32 @@ from tula_hpc.analysis.search.confirmation import (
 from tula_hpc.analysis.search.decision import Chosen, DecisionModel, Evaluated
 from tula_hpc.records import Configuration, Measurement, is_usable
 
-# the last profiles, which confirm the choice first: a first one that contradicts its prediction
-# leaves two for the choices that follow
+# number of last profiles that first have to confirm the choice: if the first of them contradicts
+# its prediction, two are left for the choices that follow
 RESERVED = 3
-# mean loss over the draws below which the decision stands: of time or cost, in spreads of a
-# measurement
+# mean loss of time or cost over the draws, in spreads of a measurement, up to which the draws agree
+# on the decision
 REGRET = 0.36
-# and relative: a difference that no measurement could show is not worth one
+# the same as a relative loss: a difference that no measurement could show is not worth one
 LEAST_REGRET = 0.01
-# of the knee's batch
+# the same for a knee: mean distance from each draw's batch, in octaves
 OCTAVES = 0.5
-# largest relative standard deviation of the decision's own step time
+# largest relative standard deviation of the decision's own step time at the end of the search
 KNOWN = 0.07
-# and of the median candidate's: the plan shows them all, and is asked other questions later
+# likewise of the median candidate's step time, as the plan shows all candidates
 MEDIAN_KNOWN = 0.08
-# variance of the departure of a single configuration from the law, where it was not measured, in
-# units of a measurement's
+# variance of the departure from the law of a single configuration that was not measured, in units
+# of a measurement's variance
 INTERACTION = 0.5
 # weight of a candidate that no draw decides for
 BASELINE = 0.1
-# a choice's rival is predicted to take less than so many times its time or cost; for the last
-# profile, after which no choice could be measured, it must be closer
+# A rival is predicted to take less than this many times the time or cost of the choice. It must be
+# closer for the last profile, after which no other choice could be measured.
 RIVAL = 2.0
 CLOSE_RIVAL = 1.3
 # candidates within this share of a draw's best belong to the decision
 NEAR = 0.03
-# with more candidates an even choice of them is evaluated
+# of more candidates than this, an evenly spaced selection is evaluated
 MOST_POINTS = 400
 
 
@@ -102,9 +102,9 @@ class AdaptiveSearch:
         given_up: frozenset[Configuration] = frozenset(),
         model: StepTimeModel | None = None,
     ) -> list[Configuration]:
-        """Return the configurations to profile next, the first one first; none at the end.
+        """Return the configurations to profile next, in this order; none at the end of the search.
 
-        `model` is that of these measurements, where it is fitted already.
+        `model` is the one fitted to these measurements, if the caller has it already.
         """
         usable = [row for row in measurements if is_usable(row)]
         measured = {row.configuration for row in usable}
@@ -145,11 +145,11 @@ class AdaptiveSearch:
         if unconfirmed is not None and (predictions.decided or left <= RESERVED):
             return [unconfirmed]
         last = measured_in_order(usable)[-1]
-        # what a last profile taught that contradicts its prediction could move the choice to where
-        # nothing was measured
+        # a last profile elsewhere could contradict its prediction, and move the choice to a
+        # configuration that was not measured
         if left == 1 or (predictions.decided and not contradicts(last, usable, self.form)):
             if self.decision.has_knee:
-                # a rival made no prediction around it better
+                # measuring a rival does not make the predictions around the choice better
                 return []
             near = CLOSE_RIVAL if left == 1 else RIVAL
             rivals = [each for each in predictions.rivals(near) if each.configuration in open_]
@@ -175,7 +175,7 @@ class AdaptiveSearch:
 def _unconfirmed(
     choices: Sequence[Chosen], usable: Sequence[Measurement], open_: Sequence[Configuration]
 ) -> Configuration | None:
-    """Return the choice that has yet to be measured, and can be."""
+    """Return the first choice that was not measured but can be, if any."""
     for chosen in choices:
         if chosen.configuration in open_ and not is_too_dear(usable, chosen):
             return chosen.configuration
@@ -210,7 +210,7 @@ class _Predictions:
         self.nodes, self.per_node, self.batch = np.array(points, dtype=np.float64).T
         self.step_s = model.predict(self.nodes, self.batch, self.per_node)
         self.covariance = model.covariance(self.nodes, self.batch, self.per_node)
-        # the knee is that of a smooth curve
+        # a knee belongs to a smooth curve, without departures of single configurations
         if not decision.has_knee:
             measured = {profile.configuration for profile in summary.profiles}
             unseen = np.array([point not in measured for point in points])
@@ -271,9 +271,9 @@ class _Decision(NamedTuple):
 
     # index of the candidate
     chosen: int
-    # mean over the draws; of the knee in octaves
+    # mean loss over the draws; for a knee a distance in octaves
     regret: float
-    # regret below which the decision stands
+    # regret up to which the draws agree on the decision
     enough: float
     # (m,), share of draws in which a candidate belongs to the decision
     belongs: Array
@@ -292,8 +292,9 @@ def _knee_decision(
 ) -> _Decision:
     """Compare the planned choice with the largest allowed batch up to the knee of each draw.
 
-    Without a plan the choice is the fastest there by the nominal curve. `most` are the largest
-    batches up to the nominal knee and those of the draws, (1 + draws,); NaN for none.
+    Without a plan the choice is the fastest candidate with that batch by the nominal curve. `most`
+    are the largest batches up to the nominal knee and up to those of the draws, (1 + draws,); NaN
+    for no knee.
     """
     batches, column = np.unique(global_batch, return_inverse=True)
     columns = [column == index for index in range(len(batches))]

@@ -7,7 +7,7 @@ picks a slow kernel) may hide exactly there. One profile shows it:
 
     cost of a profile / cost of the training = (steps × t_step + start) / T
 
-on the same nodes, steps those of a usual profile, T the expected wall time of the training.
+on the same nodes, with the steps of a usual profile, and T the training's expected wall time.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from tula_hpc.analysis.search.decision import Chosen
 from tula_hpc.config import SweepSpec
 from tula_hpc.records import Configuration, Doubt, Measurement, Plan, Remedy, is_usable
 
-# seconds to start Python and torch and to meet, unless the nodes are the last job's
+# seconds to start Python and torch and to connect the workers, unless they were measured
 START_S = 20.0
-# steps that one profile takes about, where no measurement has it
+# steps of one profile, if no measurement shows them
 STEPS = 80.0
 # Share of the training that the profile of the choice may cost: the models miss a step time that
 # was not measured by about as much, so that a dearer profile costs more than it is likely to save.
 PROFILE_SHARE = 0.05
-# measured configurations before which nothing is predicted
+# number of measured configurations below which nothing is predicted
 AT_LEAST = 3
 
 
@@ -69,7 +69,7 @@ def with_confirmation(
     usable = [row for row in rows if is_usable(row)]
     too_dear: float | None = None
     doubts: list[Doubt] = []
-    # a warning names what the search has yet to measure
+    # if the search has configurations left to measure, another warning names them
     if not plan.chosen.measured and not pending:
         share = profile_share(usable, plan.chosen.step_time_s, plan.chosen.wall_time_s)
         if share > PROFILE_SHARE:
@@ -105,7 +105,7 @@ def contradicts(
 ) -> bool:
     """Tell whether a measurement is outside the 90 % interval predicted from those before it."""
     own = [row for row in _by_time(usable) if row.configuration == configuration]
-    # of several numbers of passes the plan takes the least
+    # of measurements in several numbers of passes, the plan takes those with the fewest
     least = min(row.accumulation or 1 for row in own)
     own = [row for row in own if (row.accumulation or 1) == least]
     earlier = [row for row in usable if row.finished_at < own[0].finished_at]

@@ -78,7 +78,7 @@ class Evaluated(NamedTuple):
     def loss(self, chosen: int) -> Array:
         """Return the nominal choice's relative loss under each other prediction, (k − 1,).
 
-        Loss of value, and of the limits that it breaks.
+        It adds up the loss in value and the excess over the limits that the choice breaks.
         """
         best = self.eligible_value[1:].min(axis=1)
         worse = np.maximum(self.value[1:, chosen] / best - 1.0, 0.0)
@@ -91,7 +91,7 @@ class Chosen(NamedTuple):
 
     configuration: Configuration
     step_time_s: float
-    # expected, of the whole training; None: unknown
+    # expected seconds of the whole training; None: unknown
     training_s: float | None = None
     # the plan itself chooses it only after a profile has shown that its memory suffices
     needs_profile: bool = False
@@ -101,9 +101,9 @@ class DecisionModel(NamedTuple):
     """Objective and constraints of the plan."""
 
     kind: str = "knee"
-    # with the constraints; None: there are none, and cost is node-seconds
+    # holds the constraints; None: there are none, and cost is in node-seconds
     sweep: SweepSpec | None = None
-    # with prices and limits; None: likewise
+    # holds prices and limits; None: likewise
     cluster: ClusterSpec | None = None
 
     @property
@@ -130,7 +130,7 @@ class DecisionModel(NamedTuple):
     ) -> Evaluated:
         """Evaluate the points (m,) under predicted step times (k, m), as the plan would."""
         grid = Grid(*np.array(points, dtype=np.int64).T)
-        # the knee is that of the model's smooth curve
+        # a knee belongs to the model's smooth curve, without departures of measurements
         if not self.has_knee:
             step_s = as_measured(step_s, grid, summary, model)
         per_sample_s = step_s / grid.global_batch
@@ -154,7 +154,7 @@ class DecisionModel(NamedTuple):
             curves = knee_curves((part,), self.sweep)
         except NotEnoughDataError:
             curves = None
-        # where no training ends within the time limit, no candidate has a curve
+        # if no training ends within the time limit, no candidate has a curve
         if curves is None or not curves.lines.nodes.size:
             curves = _curves_through(points, model)
         return sampled_knees(self.kind, curves)
@@ -162,8 +162,9 @@ class DecisionModel(NamedTuple):
     def choices(self, summary: Summary, model: StepTimeModel) -> list[Chosen] | None:
         """Return the plan's choices from these measurements, by the plan's own code.
 
-        The last one it takes as things are. Another before it is taken once a profile shows that
-        its memory suffices. None of them where nothing can be chosen; None where there is no plan.
+        The last one is the plan's choice as things are. One before it would become the choice if a
+        profile showed that its memory suffices. The list is empty if nothing can be chosen; None if
+        there is nothing to plan with.
         """
         if self.sweep is None or self.cluster is None or summary.dataset_samples < 1:
             return None
@@ -182,7 +183,7 @@ class DecisionModel(NamedTuple):
 
 
 def _curves_through(points: Sequence[Configuration], model: StepTimeModel) -> TimeCurves:
-    """Return the time of a sample over the batches of these configurations alone."""
+    """Return the time of a sample over the batches of these configurations only."""
     ends: dict[tuple[int, int], list[int]] = {}
     for point in points:
         ends.setdefault(point[:2], []).append(point.global_batch)
@@ -229,7 +230,7 @@ def _chosen(
 def _as_planned(sweep: SweepSpec, part: Partition, grid: Grid, step_s: Array) -> Evaluated:
     repeated = Grid(*(np.tile(column, len(step_s)) for column in grid))
     table = constrain(priced(0, part, repeated, sweep, step_s.ravel()), sweep.objective)
-    # a profile can show that memory suffices
+    # unseen memory is no reason to leave a batch out: a profile can show that it suffices
     possible = np.isin(table.why, [FEASIBLE, Why.UNSEEN, *CONSTRAINED])
     over = np.maximum(excess(table, sweep.objective), 0.0) + np.where(possible, 0.0, IMPOSSIBLE)
     value = _value(sweep.objective, table)
@@ -241,7 +242,7 @@ def _value(objective: ObjectiveSpec, table: CandidateTable) -> Array:
         weights = objective.time_weight + objective.cost_weight
         score = weighted_score(objective, table.wall_time_s, table.cost)
         return np.asarray(np.exp(score / weights))
-    # where nothing costs anything the plan takes the fastest
+    # if nothing costs anything, the plan takes the fastest
     if objective.kind == "cost" and table.cost.any():
         return table.cost
     return objective_time_s(objective, table)

@@ -1,11 +1,12 @@
 """Candidates of a search, and those to profile next.
 
-From the sweep file to a job: of the `candidates` those that are `believed_to_fit` and neither
-measured nor given up (by `retry_policy.py`) are proposed, all of them (mode "full"), the corners
-("partial"), or those that narrow the predictions that matter (`adaptive.py`). `stages/profile.py`
-asks once a round (`propose_on`), and submits those that do not disturb each other (`first_wave`). A
-job goes on by itself: `WorkQueue` in `profiling/work_queue.py` measures its list, then asks here again
-for its own number of nodes, or fewer, until its time is up.
+The way from the sweep file to a job: of the `candidates`, those that are `believed_to_fit` and
+neither measured nor given up (see `retry_policy.py`) can be proposed. Mode "full" proposes all of
+them, "partial" the corners, and "adaptive" those that narrow the predictions that matter
+(`adaptive.py`). `stages/profile.py` asks once a round (`propose_on`) and submits those that do not
+disturb each other (`first_wave`). A job then goes on by itself: `WorkQueue` in
+`profiling/work_queue.py` measures its list, then asks here for more on its own number of nodes, or
+fewer, until its time is up.
 
 Everything is a pure function of the measurements so far: replayed over recorded ones, a search
 proposes the same again.
@@ -28,7 +29,7 @@ from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, local_batches
 from tula_hpc.records import Configuration, Measurement, corners, is_usable
 from tula_hpc.retry_policy import is_configuration_given_up
 
-# measured local batches that show the memory of larger ones
+# number of measured local batches from which on the memory of larger ones is predicted
 MEMORY_BATCHES = 2
 
 
@@ -52,13 +53,13 @@ def propose(
     """Return the configurations to profile next; none at the end of the search.
 
     Mode "full" wants every candidate, "partial" the smallest and the largest local batch on the
-    fewest and on the most nodes, "adaptive" see `adaptive`. Memory does not depend on the number of
-    nodes, so a local batch that ran out of memory rules out itself and all larger ones everywhere,
-    and corners move to the next smaller one. So do batches that surely need more memory than there
-    is, judging by smaller ones, as each would cost a job. A configuration that failed for another
-    reason is proposed once more, then given up. Before anything was measured, batches up to
-    `trusted_batch` fit by an estimate; None: any. `model` is that of step times, where a plan has
-    fitted it to these measurements already.
+    fewest and on the most nodes; for "adaptive" see `adaptive`. Memory does not depend on the
+    number of nodes, so a local batch that ran out of memory rules out itself and all larger ones
+    everywhere, and corners move to the next smaller one. So does a batch that surely needs more
+    memory than there is, judging by smaller ones, as trying it would cost a job. A configuration
+    that failed for another reason is proposed once more, then given up. Before any measurement,
+    only batches up to `trusted_batch` are proposed, which fit by an estimate; None: any. `model` is
+    the step-time model of these measurements, if a plan has fitted it already.
     """
     search = sweep.search
     fitting = believed_to_fit(sweep, cluster, measurements)
@@ -78,8 +79,8 @@ def believed_to_fit(
 ) -> list[Configuration]:
     """Return the candidates below every batch that ran out of memory or surely would, ascending.
 
-    All of them, where a script takes a batch in as many passes as it needs, unless a single sample
-    did.
+    If a script takes a batch in as many passes as memory needs, these are all candidates, or none
+    if a single sample ran out of memory.
     """
     every = candidates(sweep.search, cluster.workers_per_node)
     if sweep.workload.accumulates:
@@ -109,7 +110,7 @@ def _settled(measurements: Sequence[Measurement]) -> set[Configuration]:
     settled: set[Configuration] = set()
     for row in measurements:
         if row.accumulation is not None and is_out_of_memory(row):
-            # it comes again in more passes
+            # it will be proposed again, with more passes
             continue
         attempts[row.configuration] += 1
         given_up = is_configuration_given_up(row.failure, attempts[row.configuration])
@@ -121,7 +122,7 @@ def _settled(measurements: Sequence[Measurement]) -> set[Configuration]:
 def _within_memory(
     wanted: list[Configuration], cluster: ClusterSpec, summary: Summary
 ) -> list[Configuration]:
-    """Leave out candidates with all of the 90 % interval above the limit, if it is known."""
+    """Leave out candidates whose whole 90 % interval is above the limit, if that is known."""
     measured = {row.configuration.local_batch for row in summary.profiles}
     limit = memory_limit_bytes(cluster, summary.memory_uses)
     if limit is None or len(measured) < MEMORY_BATCHES:

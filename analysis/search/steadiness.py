@@ -1,9 +1,9 @@
 """Steps that had not settled when their measurement ended, or changed while it lasted.
 
-Both are reported only where they matter, with a remedy: where the choice is another one somewhere
-within the measured range of a configuration, or where the chosen one itself drifted, as a training
-takes as long as its steps do in the end. The choice is that of the plan's own code, with the models
-fitted again.
+Both are reported, with a remedy, only if they matter: if one end of a configuration's measured
+range would change the choice, or if the chosen configuration itself drifted, since the steps of a
+training take as long as the last measured ones. The plan's own code makes the choice, with refitted
+models.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from tula_hpc.config.search import LEAST_SECONDS, MOST_SECONDS
 from tula_hpc.formatting import format_duration, in_comparison
 from tula_hpc.records import Configuration, Measurement, Plan, Remedy
 
-# of the chosen configuration: its training takes by about half of it longer or shorter
+# drift of the chosen configuration that is reported: its training takes longer or shorter by about
+# half of that
 NOTABLE_DRIFT = 0.05
-# so many times as many steps give an interval half as wide
+# factor on the number of steps that makes an interval half as wide
 LONGER = 4
-# of the least time limit: what ended before that did so by itself
+# share of the least time limit: a measurement that took less was ended by the script itself
 ENDED = 0.5
-# configurations whose ends are tried, those with the widest range first: each end is a fit
+# number of configurations whose ends are tried, widest range first: each end takes a fit
 MOST_TRIED = 8
-# measured configurations in all these fits together
+# number of measured configurations in all these fits together
 MOST_ROWS = 512
 
 
@@ -38,7 +39,7 @@ class Unsteady(NamedTuple):
     """Measured configuration whose step time is uncertain."""
 
     profile: Profile
-    # 95 % interval, and both halves where they differ
+    # ends of the 95 % interval, or of both halves if these differ by more
     low_s: float
     high_s: float
 
@@ -66,7 +67,7 @@ class Unsteady(NamedTuple):
 def unsteady(profiles: Iterable[Profile]) -> list[Unsteady]:
     """Return the configurations that had not settled, or drifted, the widest range first.
 
-    Where the loader decides, steps are as uneven as its items, which has a warning of its own.
+    If steps wait for the loader, they are as uneven as its items, which has a warning of its own.
     """
     found = []
     for profile in profiles:
@@ -98,7 +99,7 @@ def with_steadiness(
     summary = part.summary
     chosen = plan.chosen.configuration
     found: list[tuple[Unsteady, str]] = []
-    # other partitions may have a better one still
+    # other partitions may have an even better choice
     alone = len(cluster.parts()) == 1
     choice = "the plan would choose" if alone else "the best there would be"
     usual: Configuration | None = None
@@ -173,7 +174,7 @@ def _what_to_do(one: Unsteady, search: SearchSpec, rows: Iterable[Measurement]) 
     # without max_seconds the training's length set the limit
     timed_s = max(map(_timed_s, own), default=0.0)
     key = f"search.max_seconds={LONGER * math.ceil(search.max_seconds or timed_s or MOST_SECONDS)}"
-    # the next round would have been one too many
+    # the next round would have exceeded max_steps
     if any(row.steps + row.round_steps.get("step", 1) > search.max_steps for row in own):
         key = f"search.max_steps={LONGER * search.max_steps}"
     elif 0 < timed_s < ENDED * (search.max_seconds or LEAST_SECONDS):
