@@ -158,7 +158,7 @@ class TrainingSpec(Spec):
     the optimizer divides by the gradient's size, else the gradient.
     """
     spike_guard: Annotated[bool | None, OF_AGS] = None
-    """Scale a gradient that is longer than its moving average by its own length."""
+    """Compute the factor of a gradient longer than its moving average from its own length."""
     lr_scaling: Annotated[LrScaling | None, OF_RATES] = None
     """How the learning rate is scaled in addition, from `base_batch` to the global batch."""
     reference: Annotated[Literal["pass", "free"] | None, OF_AGS] = None
