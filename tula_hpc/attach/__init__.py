@@ -1,6 +1,6 @@
-"""Training scripts of the user's own: watched, measured, scaled and resumed from outside.
+"""Watch, measure, scale and resume a user's own training script from outside.
 
-Three lines in a script give it an exact resume. Without tula_hpc around it they do nothing:
+Three lines in a script let it resume exactly. They do nothing where tula_hpc does not run it:
 
     import tula_hpc.attach as tula
     tula.keep(model=model, optimizer=optimizer, scheduler=scheduler)
@@ -9,9 +9,9 @@ Three lines in a script give it an exact resume. Without tula_hpc around it they
             ...
         tula.report(test_accuracy=accuracy)
 
-With a framework it is one: `tula.trainer_callback()` among the callbacks of Hugging Face's Trainer,
-`tula.lightning_callback()` among Lightning's, and for accelerate `tula.keep(accelerator=…)` in a
-plain loop.
+With a framework one call is enough: `tula.trainer_callback()` among the callbacks of Hugging Face's
+Trainer, or `tula.lightning_callback()` among Lightning's. With accelerate, a plain loop as above
+keeps its `Accelerator`: `tula.keep(accelerator=…)`.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# set before the script runs; None: it was started in another way
+# keeper of the script's training, set before the script runs; None: this is no training job
 _around: Keeper | None = None
-# what the script keeps; None: nothing
+# things that the script keeps, by name; None: it has not asked to keep anything
 _kept: dict[str, Any] | None = None
-# a framework keeps its whole training
+# whether the script has a framework's callback, which keeps the whole training
 _is_framework = False
-# called as each of the epochs begins, in a profile
+# in a profile: called at the beginning of each epoch of `epochs`
 _at_epoch: Callable[[], None] | None = None
 
 
 def be_around(around: Keeper) -> None:
-    """Have the script's calls go to its runner."""
+    """Pass the script's calls on to the keeper of its training."""
     global _around  # noqa: PLW0603 - a script's process has one
     _around = around
 
 
 def tell_epochs(then: Callable[[], None]) -> None:
-    """Call a function at the beginning of each of the script's epochs, where nothing is kept."""
+    """Call `then` at the beginning of each of the script's epochs, where there is no keeper."""
     global _at_epoch  # noqa: PLW0603 - see above
     _at_epoch = then
 
@@ -52,7 +52,7 @@ def was_kept() -> bool:
 
 
 def kept_things() -> dict[str, Any]:
-    """Return what the script has named to be kept; empty where a framework keeps all."""
+    """Return the things that the script keeps, by name; none where a framework keeps everything."""
     return {} if _kept is None or _is_framework else _kept
 
 
@@ -65,8 +65,8 @@ def _note_kept(things: dict[str, Any], *, is_framework: bool = False) -> None:
 def keep(**things: Any) -> None:
     """Keep things with `state_dict` and `load_state_dict`: model, optimizer, scheduler, averages.
 
-    With accelerate, its `Accelerator` stands for all that it has prepared. Their states in a
-    checkpoint are loaded here.
+    With accelerate, pass its `Accelerator` in place of all that it has prepared. This call also
+    loads their states from a checkpoint, if there is one.
     """
     _note_kept(things)
     if _around is not None:
@@ -74,7 +74,7 @@ def keep(**things: Any) -> None:
 
 
 def epochs(count: int) -> Iterable[int]:
-    """Return the epochs from 0 to `count`, from where the script stopped on."""
+    """Return the epochs 0 to `count` − 1; a resumed script begins with the interrupted one."""
     around = _around
     if around is not None:
         return _Loop(lambda: around.epochs(count), range(count))
@@ -91,9 +91,9 @@ def _told(count: int, then: Callable[[], None]) -> Iterator[int]:
 
 
 def batches(loader: Iterable[T]) -> Iterable[T]:
-    """Return the batches of a loader, in an epoch that was interrupted only those that are left.
+    """Return the batches of a loader; in an interrupted epoch, only those that are left.
 
-    Only one such loop is open at a time, and it belongs into one over `epochs`.
+    Loop over them within a loop over `epochs`, and with only one such inner loop at a time.
     """
     around = _around
     if around is None:
@@ -102,9 +102,9 @@ def batches(loader: Iterable[T]) -> Iterable[T]:
 
 
 def numbered(loader: Iterable[T], start: int = 0) -> Iterable[tuple[int, T]]:
-    """Return `batches` with their numbers in the epoch, as `enumerate` gives those of a whole one.
+    """Return `batches` with their numbers in the epoch, as `enumerate` over a whole epoch does.
 
-    `enumerate(tula.batches(loader))` would begin at 0 again where an interrupted epoch goes on.
+    In an interrupted epoch, `enumerate(tula.batches(loader))` would begin at 0 again.
     """
     around = _around
     if around is None:
@@ -118,13 +118,13 @@ def numbered(loader: Iterable[T], start: int = 0) -> Iterable[tuple[int, T]]:
 
 
 def report(**scores: float) -> None:
-    """Report test_accuracy, test_top5_accuracy, test_loss or train_loss of the present epoch."""
+    """Report test_accuracy, test_top5_accuracy, test_loss or train_loss of the current epoch."""
     if _around is not None:
         _around.report(scores)
 
 
 def trainer_callback() -> Any:
-    """Return a callback for Hugging Face's Trainer, which keeps its training and reports scores."""
+    """Return a callback for Hugging Face's Trainer that keeps its training and reports scores."""
     _note_kept({}, is_framework=True)
     from tula_hpc.attach.frameworks.huggingface import callback_for
 
@@ -132,7 +132,7 @@ def trainer_callback() -> Any:
 
 
 def lightning_callback() -> Any:
-    """Return a callback for Lightning's Trainer, which keeps its training and reports scores."""
+    """Return a callback for Lightning's Trainer that keeps its training and reports scores."""
     _note_kept({}, is_framework=True)
     from tula_hpc.attach.frameworks.lightning_fit import callback_for
 
@@ -140,7 +140,7 @@ def lightning_callback() -> Any:
 
 
 class _Loop(Generic[T]):
-    """Iterable with the length of another one, as progress bars ask for it."""
+    """Iterable that also has the length of another one, since progress bars ask for it."""
 
     def __init__(self, begin: Callable[[], Iterator[T]], whole: Any) -> None:
         self._begin, self._whole = begin, whole

@@ -7,24 +7,25 @@
 One worker runs it, in a folder of its own with links to the files of the working directory. The
 output is a sweep file that would profile it on a cluster; its comments hold the observations.
 Values that were not observed are in lines that end with `unknown`, as in the file of `tula init
---script`. With `--into` that file gets the values it lacks, and only the observations are printed.
+--script`. With `--into` the values that the named file lacks are written into it, and only the
+observations are printed.
 
-`--json`, before the script, prints one object. Its keys (None where not known):
+`--json`, before the script, prints one JSON object with these keys:
 
     schema_version
     model, optimizer     names of their classes
     wrapped              whether the model is in DistributedDataParallel
-    others               classes of models whose steps are not counted
-    forward_batch        samples of a forward pass
-    accumulation         forward passes of a step
-    samples              of an epoch
+    others               optimizers whose steps are not counted, with the classes of their models
+    forward_batch        samples in a forward pass; 0: unknown
+    accumulation         forward passes in an optimizer step
+    samples              samples in an epoch; 0: unknown
     loader_workers       loader processes
-    options              of its parser (argparse, click, typer, OmegaConf): longest name by any, and
-                         whole numbers by that
+    options              of the script's parser (argparse, click, typer, OmegaConf): `names` has the
+                         longest name by any name, `values` whole numbers by longest name
     device               "cpu" or "cuda"
     measurement          as a line of a run's measurements: times, memory, identity, noise_scale
-    workload             the table, as far as it is known
-    unknown              keys of it that have to be filled in or corrected
+    workload             the table [workload] of a sweep file, as far as it is known
+    unknown              keys of that table that have to be filled in or corrected
 """
 
 from __future__ import annotations
@@ -78,17 +79,17 @@ if TYPE_CHECKING:
     from tula_hpc.attach.processes import ProcessEnd
     from tula_hpc.attach.reporting import ChildSpec
 
-# width of the interval of a step's time, over that time, that is worth a word
+# width of the step time's interval, relative to that time, above which steps are called uneven
 UNEVEN = 0.3
-# command that starts a script
+# commands that start a script, which users may put before it
 LAUNCHER = re.compile(r"python[\d.]*|torchrun|accelerate|srun")
-# until the first step, and between two
+# longest time until the first step, and between two steps
 PATIENCE_S = 600.0
 
 
 @printable_output()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0 seen, 1 not to be measured, 2 no such script."""
+    """Run the command; return its exit code: 0 measured, 1 not measurable, 2 wrong input."""
     return exit_code_of(_run, _parser().parse_args(arguments))
 
 
@@ -111,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     rest = parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="of the script"
     )
-    # argparse would ask for them where SCRIPT is missing, too
+    # else, where SCRIPT is missing, argparse would also ask for ARGUMENTS
     rest.required = False
     return parser
 
@@ -143,7 +144,7 @@ def _run(options: argparse.Namespace) -> int:
         used = [names.get(argument, argument) for argument in options.arguments]
         asked = asked_batch(options.into.read_text(), used)
         got = result["forward_batch"]
-        # 0: no tensor tells
+        # 0: no tensor shows the batch
         if asked is not None and got not in (0, asked):
             sys.stderr.write(
                 f"asked for {asked} samples a forward pass, the model got {got}: look at how "
@@ -152,7 +153,7 @@ def _run(options: argparse.Namespace) -> int:
             return 1
         known = {key: value for key, value in table.items() if key not in unknown}
         known["base_batch"] = _step_batch(result)
-        # in the file one of them may carry the batch, though none does here
+        # an argument in the file may carry the batch, though none of this run does
         completed = _complete(options.into, known, table["arguments"], names)
     if options.json:
         told = {"schema_version": 1, **result, "workload": table, "unknown": list(unknown)}
@@ -190,9 +191,9 @@ def _check_script(script: Path) -> None:
 
 
 def _check_into(path: Path, run: Path | str) -> str | None:
-    """Refuse a file that is not the sweep of the script, or of the module, that is run.
+    """Refuse a file that is not the sweep file of the script, or of the module, that is run.
 
-    It may lack what it needs yet. Return its `workload.counted_model`; None: it has none.
+    The file may still lack required keys. Return its `workload.counted_model`, None without one.
     """
     if not path.is_file():
         message = "no such file; tula init --script writes it; without --into one is printed here"
@@ -202,7 +203,7 @@ def _check_into(path: Path, run: Path | str) -> str | None:
     named = workload.get(key) if isinstance(workload, dict) else None
     is_same = named == run
     if isinstance(run, Path) and isinstance(named, str):
-        # it may be a path that cannot be
+        # the text may be no possible path, or name no file
         with contextlib.suppress(OSError, ValueError):
             is_same = find_script(Path(named), path.parent).samefile(run)
     if not is_same:
@@ -246,7 +247,7 @@ def _look(
 
 
 def _run_script(spec: ChildSpec, search: SearchSpec, folder: Path) -> ProcessEnd:
-    """Run a script in a folder of its own, until it is measured or ends; return how."""
+    """Run a script in a folder of its own until it is measured or ends; return how it ended."""
     from tula_hpc.attach.own_folder import own_folder
     from tula_hpc.attach.processes import (
         WorkerPeers,
@@ -311,7 +312,7 @@ def _told(result: dict[str, Any]) -> Iterator[str]:
         share = format_percent(seconds / times.step_time_s)
         yield f"            {format_duration(seconds)} {name}, {share}"
     yield f"loader      {plural(result['loader_workers'], 'process')}"
-    # all of it is what plans tell and limits hold
+    # reserved memory comes first: plans and memory limits refer to it
     held = format_bytes(memory.reserved_bytes)
     own = format_bytes(memory.peak_bytes)
     yield f"memory      {held} at the peak of a step, {own} of it by the model and its steps"
@@ -322,7 +323,7 @@ def _told(result: dict[str, Any]) -> Iterator[str]:
         noise = f"larger than can be told from {measured.noise_samples:,} samples"
     yield f"noise scale {noise}"
     if measured.one_iterator:
-        # late: it computes with NumPy, which --help and completions do without
+        # imported late, as it needs NumPy, which --help and completions do without
         from tula_hpc.analysis.planning.warnings import ONE_ITERATOR
 
         yield f"resume      {ONE_ITERATOR}"
@@ -361,7 +362,7 @@ def _table(
         table["samples"] = result["samples"]
     else:
         asked["samples"] = (50_000, "of an epoch, over all workers; the loader does not say")
-    # those of this run were for a look
+    # the epochs of this run are not used, as it was only a trial
     words = "of the whole training"
     if not any(name in " ".join(arguments) for name in ("{epochs}", "{steps}")):
         words += "; put {epochs} into the argument that sets them, or {steps} where steps are set"
@@ -375,7 +376,7 @@ def _table(
 
 
 def _named_by(arguments: list[str], batch: int) -> list[str]:
-    """Return the arguments with the batch in braces in the name of a file; [] where none has it."""
+    """Return the arguments with {local_batch} for the batch in a file's name; [] if none has it."""
     pattern = rf"(?<!\d){batch}(?!\d)(?=[^/]*\.[a-z]\w*$)"
     changed = [re.sub(pattern, "{local_batch}", argument) for argument in arguments]
     return changed if changed != arguments else []
@@ -384,7 +385,7 @@ def _named_by(arguments: list[str], batch: int) -> list[str]:
 def _with_batch(
     arguments: list[str], known: ParsedOptions, options: argparse.Namespace
 ) -> list[str]:
-    """Return arguments that carry a batch: by an option of the run, or else of the script."""
+    """Return the arguments with {local_batch} in an option of the run, or else of the script."""
     for place, argument in enumerate(arguments):
         name, equals, _ = argument.partition("=")
         if "batch" in name and (equals or name.startswith("-")):
@@ -411,7 +412,7 @@ def _sweep_file(
     else:
         yield name_line(Path(table["script"]).stem)
     yield from ("", "[workload]")
-    # numbers, texts and lists of texts are the same in TOML
+    # numbers, strings and lists of strings are written in TOML as in JSON
     yield from (
         f"{name} = {json.dumps(value, ensure_ascii=False)}"
         for name, value in table.items()
@@ -426,17 +427,17 @@ def _sweep_file(
 
 
 def _step_batch(result: Mapping[str, Any]) -> int:
-    """Return the samples of a step of the worker that was looked at; 0: no tensor tells."""
+    """Return the samples in a step of the one worker that ran; 0: no tensor shows them."""
     return int(result["accumulation"] * result["forward_batch"])
 
 
 def _complete(
     path: Path, table: dict[str, Any], arguments: Sequence[str], names: Mapping[str, str]
 ) -> str:
-    """Write values that a sweep file lacks; return a sentence on what it has got and still lacks.
+    """Write values that a sweep file lacks; return a sentence on what was added and is missing.
 
-    `table` has what is known of the script, and `base_batch` of one worker, 0 where it is not.
-    `arguments` have placeholders; `names` has the longest of each option by any of its names.
+    `table` has the known keys of the workload, and one worker's `base_batch`, 0 where it is
+    unknown. `arguments` have placeholders; `names` has each option's longest name by any name.
     """
     text = path.read_text()
     table = {**table, "base_batch": table["base_batch"] * workers_in(text)}

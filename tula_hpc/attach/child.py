@@ -1,9 +1,9 @@
-"""Process of a user's training script: watched from the first line on, then run as the main program.
+"""Run a user's training script as this process's main program, watched from its first line on.
 
     python -m tula_hpc.attach.child SPEC.json
 
-A worker of a job starts it afresh for each profile or training, see `processes.start`. The mode
-(`reporting.Mode`) acts at each step, and judges the script's end.
+A job's worker starts such a process anew for each profile or training, see `processes.start`. The
+mode (`reporting.Mode`) acts at each step, and judges the script's end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tula_hpc.env import be_child_of, loading_libraries
 from tula_hpc.launch.job_specs import resolve
 from tula_hpc.records import parse_record
 
-# subclasses of Mode
+# subclass of `Mode` for each mode of a `ChildSpec`
 MODES = {
     "profile": "tula_hpc.attach.script_profile:ScriptProfile",
     "look": "tula_hpc.attach.script_profile:ScriptProfile",
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     be_child_of(spec.parent)
     if spec.answers is not None:
         answer_where(spec.answers)
-    # the worker's, which decides what it means
+    # this signal is for the worker, which decides what it means
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     with loading_libraries():
         mode = resolve(MODES[spec.mode])(spec)
@@ -62,7 +62,7 @@ def _run(mode: Mode) -> int:
 def _code_of(error: SystemExit) -> int:
     if error.code is None or isinstance(error.code, int):
         return error.code or 0
-    # as Python prints it
+    # Python prints any other code, and exits with 1
     sys.stderr.write(f"{error.code}\n")
     return 1
 

@@ -1,11 +1,12 @@
-"""Notice that a script's workers hang, and tell where in its code each of them is.
+"""Notice that a script's workers hang, and find where in its code each of them is.
 
-A training hangs where no worker's script gives any sign of life for very long (`HangWatch`). A sign
-is a step, a batch of a loader, a pass of an evaluation, or a line of output. One worker that is
-quiet for long may wait for another that evaluates or saves, so that all of them have to be.
+A training hangs when no worker's script gives any sign of life for very long (`HangWatch`). A sign
+of life is a step, a batch of a loader, a pass of an evaluation, or a line of output. A single quiet
+worker may be waiting for another that evaluates or saves, so all of them have to be quiet.
 
-A process that hangs is asked where it is by a signal, which Python's fault handler answers even
-within a collective (`answer_where`); of one that fails the error tells it (`place_of`).
+A process that hangs is asked for its place in the code by a signal, which Python's fault handler
+answers even within a collective (`answer_where`). If a process fails, its error shows the place
+(`place_of`).
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from tula_hpc.records.base import Record
 if TYPE_CHECKING:
     from tula_hpc.attach.processes import WorkerPeers
 
-# the longest pause so far is not unusual up to so many times
+# silence is unusual only above this multiple of the longest pause so far
 TIMES = 10.0
-# a worker that has not looked for so long was suspended, and its script with it
+# a worker that has not looked for longer than this was suspended, and its script with it
 SUSPENDED_S = 10.0
-# a signal that scripts have no use for, as they have for USR1
+# signal that asks a process where it is; unlike USR1, scripts have no use for it
 ASK = signal.SIGRTMIN + 5
 ANSWER_S = 1.0
 MOST_BYTES = 65536
-# of a line of code in a message
+# most characters of a line of code in a message
 SHOWN = 60
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in ', re.MULTILINE)
 # folders of torch whose functions wait for other workers
@@ -49,7 +50,7 @@ class Place(Record):
 
     file: Path
     line: int
-    # it is in a collective, or in a backward pass, which has some
+    # whether the process is in a collective, or in a backward pass, which runs collectives
     is_collective: bool
 
     def __str__(self) -> str:
@@ -60,18 +61,18 @@ class Place(Record):
 
 
 def answer_where(answers: int) -> None:
-    """Answer the signal from now on, by the frames of the main thread, through this pipe."""
+    """From now on, answer `ASK` with the frames of the main thread, through the pipe `answers`."""
     faulthandler.register(ASK, file=answers, all_threads=False)
 
 
 def ask_where(process: int, answers: int) -> Place | None:
-    """Ask a process that lives where it is, by its id and the other end of its pipe.
+    """Ask a living process, by its id and the read end of its pipe, where in the user's code it is.
 
-    Return None where it does not tell, or is in no own code.
+    Return None if it does not answer, or none of its frames is the user's own code.
     """
     os.kill(process, ASK)
     text = b""
-    # all that it says comes in small pieces, one soon after the other
+    # the answer comes in small pieces, which soon follow each other
     patience_s = ANSWER_S
     while len(text) < MOST_BYTES and select.select([answers], [], [], patience_s)[0]:
         piece = os.read(answers, MOST_BYTES)
@@ -90,18 +91,18 @@ def place_of(error: BaseException) -> Place | None:
 
 
 def _innermost(frames: Sequence[tuple[str, int]]) -> Place | None:
-    """Return the first frame that is the user's, of those that begin with the innermost."""
+    """Return the innermost frame of the user's own code; `frames` begin with the innermost."""
     own = next(((Path(name), line) for name, line in frames if is_own(name)), None)
     if own is None:
         return None
-    # the last that was called: layers within a wrapped model wait for nobody
+    # only the innermost frame counts: layers within a wrapped model wait for nobody
     last = Path(frames[0][0]).parts
     is_collective = "torch" in last and any(part in _COLLECTIVE for part in last)
     return Place(file=own[0], line=own[1], is_collective=is_collective)
 
 
 def told(places: dict[int, Place], workers: int) -> str:
-    """Return where those of so many workers are that tell it; `places` by rank."""
+    """Return words for where the workers are; `places` has the known places by rank."""
     ranks: dict[Place, list[int]] = {}
     for rank, place in sorted(places.items()):
         ranks.setdefault(place, []).append(rank)
@@ -118,21 +119,21 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def are_in_different_collectives(places: Iterable[Place]) -> bool:
-    """Tell whether workers wait for each other without end."""
+    """Tell whether workers wait for each other without end, in different collectives."""
     found = set(places)
     return len(found) > 1 and all(place.is_collective for place in found)
 
 
 class HangWatch:
-    """One worker's part of the watch."""
+    """Watch for hangs, as one worker takes part in it."""
 
     def __init__(self, peers: WorkerPeers, rank: int, world_size: int, least_s: float) -> None:
         self.peers = peers
         self.rank = rank
         self.world_size = world_size
-        # silence that is never too long; 0: nothing is watched
+        # seconds of silence that are never too long; 0: nothing is watched
         self.least_s = least_s
-        # between two signs of life
+        # longest time so far between two signs of life
         self.longest_s = 0.0
         self._last_s = 0.0
         self._looked_at = self._since = time.monotonic()
@@ -141,7 +142,8 @@ class HangWatch:
     def look(self, silent_s: float | None) -> str | None:
         """Return a sentence once all workers' scripts hang; else None.
 
-        `silent_s` is since the last sign of life of this one's; None: before its first step.
+        `silent_s` is the time since the last sign of life of this worker's script; None: the
+        script has not taken its first step.
         """
         if not self.least_s or silent_s is None:
             return None

@@ -1,8 +1,8 @@
-"""Steps of a script as a profile sees them: their times, and the pauses that are none of them.
+"""Steps of a script as a profile sees them, and the pauses between them that are not training.
 
-The script trains as it always does; only its learning rates are 0 while it is measured, and come
-back after each step, so that no schedule notices. Times between steps that are none of training, an
-evaluation or the start of another epoch, are left out, unless they come with most steps.
+The script trains as it always does, except that its learning rates are 0 during each update; they
+are restored after each step, so that no schedule notices. Pauses between steps, such as an
+evaluation or the start of another epoch, are left out of the times, unless most steps have them.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ from tula_hpc.profiling.meters import ProcessorSeconds, processor_seconds
 from tula_hpc.profiling.timing import LoaderWaits
 from tula_hpc.records import Configuration
 
-# steps that each worker may take by itself before the training
+# most steps that a worker may take by itself before the model is in DistributedDataParallel
 MOST_APART = 200
-# in a row with as many passes, fewer than were asked for: a longer warm-up is not waited for
+# steps in a row with the same number of passes, fewer than were asked for, after which a profile
+# no longer waits for more passes
 MOST_ALIKE = 64
 
 
@@ -62,49 +63,50 @@ class MeasuredSteps(Mode):
         self.device = torch.device("cpu")
         self.parameters: Sequence[Tensor] = ()
         self.waits = LoaderWaits(self.device)
-        # of training passes so far: samples of each, and passes of each step
+        # training passes so far: how many had each number of samples, and how many each step had
         self.forward_samples = Counter[int]()
         self.step_passes = StepPasses()
-        # and how many took so many batches of a loader; those of this step so far, by loader
+        # how many steps took each number of batches from a loader; batches of this step, by loader
         self.step_batches = Counter[int]()
         self._batches = Counter[int]()
-        # steps that were waited for until they had as many passes as were asked for
+        # steps taken while waiting for one with as many passes as were asked for
         self.awaited = 0
         # iterator that gave out the last batch of training
         self.loader: Any = None
-        # it went on from before an epoch of `tula.epochs`, where a resumed script begins it anew
+        # an iterator went on from one epoch of `tula.epochs` to the next, where a resumed script
+        # would begin it anew
         self.has_one_iterator = False
-        # of torch's loaders, since such an epoch began; None: there was none yet
+        # iterators begun since the last epoch of `tula.epochs` began; None: there was no such epoch
         self._begun: weakref.WeakSet[object] | None = None
         self._went_on: weakref.WeakSet[object] = weakref.WeakSet()
-        # gradients are not reduced in the steps to come
+        # whether the steps to come leave out the all-reduce of gradients
         self.unsynchronized = False
-        # the optimizer's part of each step to come is timed
+        # seconds of the optimizer in each step; None: they are not timed
         self.optimizer_s: list[float] | None = None
-        # steps before a model is in DistributedDataParallel, and the class that they trained
+        # steps before any model is in DistributedDataParallel, and the class of model they trained
         self._steps_apart = 0
         self.trained_apart = ""
-        # of times that belong to no step, so far
+        # time so far that belongs to no step: seconds, and the processors' seconds in it
         self.left_out_s = 0.0
         self._left_out = ProcessorSeconds(0.0, 0.0)
         self._peers: ScriptPeers
         self._forwards = 0
         # backward passes before this step
         self._backward_before = 0
-        # while they are 0
+        # the script's own learning rates while those in force are 0; None at other times
         self._rates: list[Any] | None = None
         self._updating_since = 0.0
         self._ended_at = 0.0
-        # since the last step a batch was waited for
+        # a loader has given a batch since the last step
         self._loaded = False
         self._apart = Apart()
-        # processor seconds of all steps, once an epoch or an evaluation has begun since the last
+        # processor seconds of all steps when an epoch or an evaluation began after the last step
         self._used_before: ProcessorSeconds | None = None
-        # before which step each was, and its seconds
+        # for each pause, the number of steps before it, and its seconds
         self.pauses: list[tuple[int, float]] = []
         self._mark = self.waits.mark()
 
-    # what the hooks tell
+    # events that the hooks report
 
     def epoch_begins(self) -> None:
         """Note that an epoch of `tula.epochs` begins."""
@@ -126,7 +128,7 @@ class MeasuredSteps(Mode):
         self._apart.note_pass()
 
     def batch_wanted(self) -> None:
-        """Note that the device's queue is not filled from now on."""
+        """Note that the device gets no further work from now on, until the batch arrives."""
         self.waits.launched()
 
     def batch_loaded(self, loader: object, waited_s: float) -> None:
@@ -157,12 +159,12 @@ class MeasuredSteps(Mode):
         self.forward_samples -= Counter((samples,))
 
     def gradients_ready(self) -> None:
-        """Keep the weights as they are."""
+        """Set the learning rates to 0, so that the weights stay as they are."""
         if self.optimizer_s is not None:
             self.synchronize_device()
             self._updating_since = time.perf_counter()
         groups = self._groups()
-        # of a step that failed before it was over
+        # they are still 0 after a step that failed before its end
         if self._rates is not None:
             return
         self._rates = [group.get("lr") for group in groups]
@@ -183,7 +185,7 @@ class MeasuredSteps(Mode):
         self._rates = None
         if self.unsynchronized and isinstance(self.hooks.model, DistributedDataParallel):
             _synchronize_again(self.hooks.model)
-        # before the first step a model without a wrapper is not known
+        # a model without a wrapper is only known from the end of the first step on
         if self.steps:
             self.step_passes.append(self._passes())
             self.step_batches[max(self._batches.values(), default=0)] += 1
@@ -193,28 +195,28 @@ class MeasuredSteps(Mode):
         self._loaded = False
         self._apart.step_ends()
         self._used_before = None
-        # for a script that loads in its own way
+        # a script that loads in its own way never reports that it wants a batch
         self.waits.launched()
         self.count_step()
         try:
             self.after_step()
         except BaseException as error:  # noqa: BLE001 # the script must not catch it
-            # of what is refused the sentence is enough
+            # a refusal is shown without a traceback
             self.fail(error.with_traceback(None) if isinstance(error, InputError) else error)
-        # not earlier, as a round that is over has taken its waits
+        # not before `after_step`, where a round that ends takes its waits
         self._mark = self.waits.mark()
         self._ended_at = time.perf_counter()
 
     def _passes(self) -> int:
-        """Return the parts of this step; a loss of several forward passes is one."""
+        """Return the passes of this step; several forward passes for one loss count as one."""
         backward = self.hooks.backward.count - self._backward_before
-        # or by functions of autograd's own
+        # a script that calls autograd's functions itself has backward passes that are not counted
         return min(self._forwards, backward) if backward else self._forwards
 
     def await_passes(self, parts: int) -> Iterator[None]:
-        """Wait for a step of so many passes: a script may begin with fewer, as YOLO does. Collective.
+        """Wait for a step of `parts` passes; scripts may begin with fewer, as YOLO. Collective.
 
-        It ends where the number of passes stays the same for long.
+        Give up when the number of passes stays the same for `MOST_ALIKE` steps.
         """
         before = alike = 0
         while alike < MOST_ALIKE:
@@ -229,7 +231,7 @@ class MeasuredSteps(Mode):
             yield
 
     def trains_apart(self, optimizer: Optimizer) -> bool:
-        """See `Listener`. Some may be a search for the rate; so many are refused as the training."""
+        """See `Listener`. A few such steps may search for a rate; `MOST_APART` are the training."""
         if self.env.world_size == 1 or self._steps_apart == MOST_APART:
             return False
         self._steps_apart += 1
@@ -241,7 +243,7 @@ class MeasuredSteps(Mode):
         return True
 
     def unwrapped(self, model: str) -> InputError:
-        """Return the refusal of workers that do not train together."""
+        """Return the error for workers that do not train together."""
         return InputError(
             f"{self.spec.program.name} does not wrap {model}, the first model that an optimizer "
             f"trains, in DistributedDataParallel, without which {self.env.world_size} workers train "
@@ -278,12 +280,12 @@ class MeasuredSteps(Mode):
                 self._left_out = processor_seconds().since(self._used_before)
             return
         if self._apart.are_of_steps(self.steps):
-            # those of the first steps were none
+            # what comes with most steps is a part of them, and was no pause in the first ones
             self.pauses = [each for each in self.pauses if each[0] > FEW_STEPS]
         if not self._loaded:
             self.waits.arrived(time.perf_counter() - self._ended_at)
 
-    # for the course of a profile
+    # used by the course of a profile
 
     def processor_seconds(self) -> ProcessorSeconds:
         """Return the processor seconds of all steps so far."""
@@ -311,7 +313,7 @@ class MeasuredSteps(Mode):
         """Make a group of this package's own with the other processes. Collective.
 
         Raises:
-            InputError: They do not train together.
+            InputError: The processes do not train together, or not as a profile can measure.
         """
         name, world = self.spec.program.name, self.env.world_size
         model, _ = self.found
@@ -367,7 +369,7 @@ class MeasuredSteps(Mode):
 
     @property
     def loader_workers(self) -> int:
-        """Processes of the training's loader; 0 without any, or where it is no loader of torch."""
+        """Processes of the training's loader; 0 if it has none, or is not torch's."""
         return int(getattr(self.loader, "_num_workers", 0))
 
     @property
@@ -377,9 +379,9 @@ class MeasuredSteps(Mode):
 
     @property
     def loaded_samples(self) -> int:
-        """Samples of the training's data set; 0 where it does not say.
+        """Samples in the training's data set; 0: unknown.
 
-        One that is made as long as all steps that were asked for says nothing of an epoch.
+        A data set with just the samples of all steps that were asked for says nothing of an epoch.
         """
         samples = length_of(getattr(self.loader, "_dataset", None)) or 0
         steps = steps_asked(self.spec.program.arguments, self.options)
@@ -388,19 +390,19 @@ class MeasuredSteps(Mode):
 
     @property
     def loader_batches(self) -> int:
-        """Batches of an epoch that the loader of this worker gives out; 0 where it does not say."""
+        """Batches that the loader of this worker gives out in an epoch; 0: unknown."""
         return length_of(self.loader) or 0
 
     @property
     def loader_samples(self) -> int:
-        """Samples of those batches, the last one taken as full; 0 where it does not say."""
+        """Samples in `loader_batches`, counting the last batch as full; 0: unknown."""
         if self._gives_batches:
             return 0
         return self.loader_batches * LoaderPass(self.loader).size
 
     @property
     def loader_mean(self) -> float:
-        """Samples of a batch on average, of a sampler that cuts any; 0 where it does not say."""
+        """Mean samples in a batch, for a sampler whose batches have no fixed size; else 0."""
         batches = self.loader_batches * self.env.world_size
         if not batches or LoaderPass(self.loader).size:
             return 0.0
@@ -408,12 +410,12 @@ class MeasuredSteps(Mode):
 
     @property
     def _gives_batches(self) -> bool:
-        """Tell whether each item of the loader is a batch, which the data set has made."""
+        """Tell whether each item of the loader is a whole batch, made by the data set."""
         usual = self.forward_samples.most_common(1)
         return LoaderPass(self.loader).size == 1 and bool(usual) and usual[0][0] > 1
 
     def use_up_batches(self) -> None:
-        """Take the batches that the loader has ready, as many on each worker. Collective."""
+        """Take the batches that the loader has ready, equally many on each worker. Collective."""
         left = 0
         with contextlib.suppress(TypeError, AttributeError):
             left = len(self.loader) - self.loader._num_yielded - 1
@@ -424,12 +426,12 @@ class MeasuredSteps(Mode):
 
 
 def _synchronize_again(model: DistributedDataParallel) -> None:
-    """Have a model reduce its gradients, from the end of a pass that it is in."""
+    """Have a model reduce its gradients again, once the forward pass that it is in has ended."""
 
     def restore() -> None:
         model.require_backward_grad_sync = True
         if model.find_unused_parameters:
-            # or parameters of these passes would count as used in the next one
+            # else parameters that these passes used would count as used in the next one
             model.reducer._reset_state()
 
     def restore_after_pass(*_: object) -> None:
@@ -437,16 +439,16 @@ def _synchronize_again(model: DistributedDataParallel) -> None:
         restore()
 
     if DistributedDataParallel._active_ddp_module is model:
-        # Lightning's optimization by hand takes its steps within a pass, which ends as it began
+        # Lightning's manual optimization steps within a pass, which has to end as it began
         handle = model.register_forward_hook(restore_after_pass)
     else:
         restore()
 
 
 def between_epochs_s(pauses: Sequence[tuple[int, float]], epoch_steps: int) -> float | None:
-    """Return the seconds of an epoch that are none of its steps'; None where nothing was seen.
+    """Return the seconds of an epoch that belong to no step; None if there was no pause.
 
-    A script may evaluate several times an epoch. Of each pause the next step is given, and seconds.
+    A script may evaluate several times an epoch. `pauses` has the steps before each, and seconds.
     """
     if not pauses:
         return None
@@ -462,8 +464,8 @@ def between_epochs_s(pauses: Sequence[tuple[int, float]], epoch_steps: int) -> f
 def captured(parameters: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
     """Yield a list that holds copies of the gradients that backward passes leave.
 
-    They are this worker's own before anything is done to them: clipping, or the end of a loss
-    scale. Unlike a hook of DDP's communication it takes nothing away from the script.
+    They are this worker's own, before clipping, unscaling or anything else changes them. Unlike a
+    communication hook of DDP's, this takes nothing away from the script.
     """
     found: list[Tensor | None] = [None] * len(parameters)
     handles = []

@@ -1,10 +1,10 @@
 """Folder in which a script runs: it finds the user's files there, and what it writes stays there.
 
-Small folders are made anew, with links to their files; one with many entries, which holds data, is
-a link itself. Before the script writes to one of the user's files, a copy takes the place of its
-link: a profile of some steps must not replace what a training of days has saved. Run directories
-are not shown: a script that looks for its newest checkpoint would find a profile's there. What the
-script names in the folder above, as `../data`, is shown beside its own.
+Small folders are made anew, with links to their files; a folder with many entries holds data, and
+becomes a single link. Before the script writes to one of the user's files, a copy takes the place
+of its link: a profile of some steps must not replace what a training of days has saved. Run
+directories are not shown: a script that looks for its newest checkpoint would find a profile's
+there. What the script names in the folder above, as `../data`, is shown beside its own folder.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from tula_hpc.records import RunDirectory, append_record, parse_record
 from tula_hpc.records.base import Record
 from tula_hpc.records.storage import lines_of
 
-# in all folders that are made anew; the others hold data
+# most entries in all folders that are made anew together; the other folders hold data
 MOST_ENTRIES = 1000
-# a larger file is changed itself: nobody waits for its copy
+# bytes; a larger file is not copied before the script changes it, as that would take too long
 MOST_BYTES = 2**30
-# endings of files that scripts save their state in
+# endings of files in which scripts save their state
 OF_WEIGHTS = (".pt", ".pth", ".ckpt", ".tar", ".bin", ".safetensors", ".pkl", ".distcp")
-# beside a script's folder: has a line for each time that the script saves, wherever it does
+# file beside a script's folder with a line for each time that the script saves, wherever it does
 SAVED = "saved.jsonl"
-# functions of other libraries that open a file without Python, which is their second argument
+# functions that open a file without Python's `open`; the file is their second argument
 WRITERS = (("torch", "save"), ("safetensors.torch", "save_file"))
 
 
 class Saved(Record):
-    """Place of a training at which its script has saved."""
+    """Point of a training at which its script has saved."""
 
     # Unix time
     at: float
@@ -53,9 +53,9 @@ class Saved(Record):
 def own_folder(path: Path, home: Path, above: Iterable[str] = ()) -> Path:
     """Make a folder that shows the entries of the working directory, and return it.
 
-    Beside it appear those entries of the folder above that `above` names. Of an entry that holds
-    the folder itself, as `runs` does, a folder with links to the rest is made: who walks through a
-    link to it would never come to an end.
+    Those entries of the folder above that `above` names appear beside it. An entry that contains
+    the folder itself, as `runs` does, becomes a folder with links to the rest: to walk through a
+    link to it would never end.
     """
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=True)
@@ -68,7 +68,7 @@ def own_folder(path: Path, home: Path, above: Iterable[str] = ()) -> Path:
 
 
 def newest_in(folder: Path, pattern: str) -> str:
-    """Return the newest file or folder that matches a pattern; the pattern where there is none."""
+    """Return the newest file or folder that matches a pattern; without one, the pattern."""
     found = glob.glob(pattern, root_dir=folder)  # noqa: PTH207 # Path.glob takes no absolute pattern
     return max(found, key=lambda name: ((folder / name).stat().st_mtime, name), default=pattern)
 
@@ -78,14 +78,14 @@ def last_saved_in(folder: Path) -> float | None:
     files = (path for path in folder.rglob("*") if path.suffix in OF_WEIGHTS)
     # a link leads to a file that was there before
     own = [path for path in files if path.is_file() and not path.is_symlink()]
-    # elsewhere it may have saved, too
+    # the script may have saved outside this folder, too
     noted = folder.with_name(SAVED)
     own += [noted] if noted.exists() else []
     return max((path.stat().st_mtime for path in own), default=None)
 
 
 def places_saved_in(folder: Path) -> list[Saved]:
-    """Return where a training in this folder has saved, as far as that was seen."""
+    """Return the points at which a training in this folder has saved, as far as they were noted."""
     found = []
     for line in lines_of(folder.with_name(SAVED)):
         with contextlib.suppress(ValueError):
@@ -98,7 +98,7 @@ def _show(path: Path, entries: Iterable[Path], own: Path, room: int) -> None:
         if entry == own:
             continue
         shown = path / entry.name
-        # another worker was faster, or the script has made one of this name
+        # another worker has been faster, or the script has made an entry of this name
         with contextlib.suppress(FileExistsError):
             if own.is_relative_to(entry):
                 shown.mkdir(mode=0o700, exist_ok=True)
@@ -121,14 +121,14 @@ def _is_run(run: RunDirectory) -> bool:
 
 
 def _entries_of(entry: Path, own: Path, most: int) -> int:
-    """Count what a folder holds in all, up to one more than `most`; a file is always more."""
+    """Count all entries below a folder, up to `most` + 1; return that for a file as well."""
     is_visible = not entry.name.startswith(".") and entry.is_dir()
     if not is_visible or own.is_relative_to(entry.resolve()):
         return most + 1
     try:
         return sum(1 for _ in itertools.islice(_walk(entry), most + 1))
     except OSError:
-        # it may not be read
+        # the folder may not be readable
         return most + 1
 
 
@@ -151,9 +151,9 @@ def _make_anew(path: Path, folder: Path) -> None:
 
 
 def spare_files(folder: Path, place: Callable[[], Saved | None]) -> None:
-    """Keep this process, until it ends, from writing to the user's files by links in its folder.
+    """Keep this process, until it ends, from writing through links to the user's files.
 
-    Where the script saves, `place` tells the place of its training; None: it has none.
+    When the script saves, `place` is called for the point of its training; None: it has none.
     """
     sparing = _Sparing(folder, place)
     sys.addaudithook(sparing)
@@ -164,7 +164,7 @@ def spare_files(folder: Path, place: Callable[[], Saved | None]) -> None:
 
 
 class _Sparing:
-    """An audit hook (PEP 578), and a wrapper of what opens files in other ways."""
+    """Audit hook (PEP 578), and wrapper of functions that open files in other ways."""
 
     def __init__(self, folder: Path, place: Callable[[], Saved | None]) -> None:
         self._folder = folder.resolve().parent
@@ -201,13 +201,13 @@ class _Sparing:
             self._noted = place.step
 
     def spare(self, file: Any, *, is_read: bool) -> None:
-        """Put a file of the script's own in the place of a link to one of the user's.
+        """Put a file of the script's own in the place of a link to one of the user's files.
 
-        Its content is copied if it is read. Of what is no path, as a descriptor, nothing is known.
+        The content is copied if `is_read`. A `file` that is no path, as a descriptor, is ignored.
         """
         if not isinstance(file, str | bytes | os.PathLike):
             return
-        # what cannot be spared the script shall meet itself
+        # an error here is left for the script to meet itself
         with contextlib.suppress(OSError, ValueError):
             link = Path(os.fsdecode(file)).absolute()
             if not link.is_symlink() or not self._is_inside(link.parent):

@@ -1,8 +1,8 @@
 """Processes of a user's training script, as the workers that start them see them.
 
-Each worker starts one, in a process group of its own, and watches it: whether it ends, whether it
-steps, and whether another worker's has failed, for which it would wait in a collective. Whatever
-happens, nothing of it is left when `watch` returns.
+Each worker starts one process, in a process group of its own, and watches it: whether it ends,
+whether it steps, and whether another worker's process has failed, for which it would wait in a
+collective. Whatever happens, nothing that the script has started is left when `watch` returns.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from tula_hpc.records import Configuration, parse_record, write_atomically
 from tula_hpc.records.base import Record
 
 POLL_S = 0.5
-# until another worker has noticed a failure, and asked its own script where it is
+# time for another worker to notice a failure, and to ask its own script where it is
 LEAVE_S = 2.0 * POLL_S + ANSWER_S
-# after its last word a process has nothing left to do
+# time for a process to end after its last message: it has nothing left to do
 GRACE_S = 10.0
-# but what a training has made may still be uploaded
+# the same for a training, which may still be uploading its results
 TRAINED_GRACE_S = 60.0
-# a signal that ended a script's process reaches its worker as well, which knows what to do
+# time for a signal that ended a script's process to reach its worker, which knows what to do
 SIGNAL_GRACE_S = 3.0
-# of a script's output, shown where it failed: lines, and characters of them
+# last lines of a failed script's output that are shown, and most characters of them
 SHOWN_LINES = 12
 MOST_SHOWN = 20_000
 
@@ -65,7 +65,7 @@ class Meeting(NamedTuple):
 
     host: str
     port: int
-    # another one for each start
+    # differs for each start
     run_id: str
     # Unix time
     began_at: float
@@ -87,7 +87,7 @@ class ProcessEnd(Record):
 
     rank: int
     said: Said
-    # its output
+    # file with its output
     log: str
 
     @property
@@ -110,9 +110,9 @@ class Child:
         self.spec, self.process, self.log = spec, process, log
         # descendants of this process that were there before
         self._others = others
-        # pipe on which it tells where it is
+        # pipe on which the script's process reports where it is
         self._answers = answers
-        # readable once it has ended
+        # descriptor that becomes readable once the process has ended
         self._end = os.pidfd_open(process.pid)
         self._told_at = self._printed_at = time.monotonic()
         self._stamp = self._size = 0
@@ -147,7 +147,7 @@ class Child:
         return min(self.quiet_s(), time.monotonic() - self._printed_at)
 
     def wait(self, seconds: float) -> int | None:
-        """Return its exit code, or None if it lives on after so many seconds."""
+        """Return its exit code, or None if it still lives after these seconds."""
         # `Popen.wait` would look twenty times a second, on the core of the training
         select.select([self._end], [], [], seconds)
         return self.process.poll()
@@ -168,7 +168,7 @@ class Child:
                 _kill(process)
 
     def stopped(self, failure: Failure, detail: str, *, follows: bool = False) -> ProcessEnd:
-        """Return its outcome where it lives and is to be ended, with the place where it is."""
+        """Return the outcome of a living process that is about to be ended, and where it is."""
         at = ask_where(self.process.pid, self._answers)
         said = Said(state="failed", failure=failure, detail=detail, follows=follows, at=at)
         return ProcessEnd(rank=self.spec.rank, said=said, log=str(self.log))
@@ -202,7 +202,7 @@ def _of_living() -> set[int]:
 def _kill(process: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(process, signal.SIGKILL)
-    # a descendant further down is no child of this process: its parent, which is killed too, is told
+    # a descendant further down is no child of this process until its parent, killed too, is gone
     with contextlib.suppress(ChildProcessError):
         os.waitpid(process, 0)
 
@@ -212,7 +212,7 @@ def start(
 ) -> Child:
     """Start a script's process in a folder, with variables on top of those of this process.
 
-    Its output is found in `log`. It goes to `output`, a file or subprocess.PIPE.
+    Its output goes to `output`, a file or subprocess.PIPE, and is found in `log`.
     """
     adopt_orphans()
     others = set(descendants("self"))
@@ -236,7 +236,7 @@ def start(
 
 
 class WorkerPeers:
-    """Messages between a start's workers about their processes; store None: there is one worker."""
+    """Messages between a start's workers about their processes; a single worker has no store."""
 
     def __init__(self, store: Store | None, run_id: str) -> None:
         self.store = HashStore() if store is None else store
@@ -252,7 +252,7 @@ class WorkerPeers:
     def leave(self, world_size: int) -> None:
         """Tell the others that this worker ends its process, and wait until all do, or have ended.
 
-        A process that loses another leaves its place in the script, which is then no longer told.
+        A process that loses a peer leaves its place in the script, and can no longer report it.
         """
         left = self._leave()
         ends = time.monotonic() + LEAVE_S
@@ -261,7 +261,7 @@ class WorkerPeers:
             left = self.store.add(f"left/{self.run_id}", 0)
 
     def _leave(self) -> int:
-        """Tell the others of a failure; return how many have told of one."""
+        """Report a failure to the others; return how many workers have reported one."""
         self.store.set(f"failed/{self.run_id}", "")
         is_first = not self._has_left
         self._has_left = True
@@ -276,7 +276,7 @@ class WorkerPeers:
         return self.store.check([f"stop/{self.run_id}"])
 
     def have_failed(self) -> bool:
-        """Tell whether another's has failed: this one would wait for it."""
+        """Tell whether another worker's process has failed, for which this one would wait."""
         return self.store.check([f"failed/{self.run_id}"])
 
     def tell_quiet(self, rank: int, *, is_quiet: bool) -> None:
@@ -291,7 +291,7 @@ class WorkerPeers:
         return all(self.store.get(key).decode() == str(True) for key in keys)
 
     def outcomes(self, world_size: int) -> list[ProcessEnd]:
-        """Return those of all workers of the start, once all have announced theirs."""
+        """Return the outcomes of all workers of the start, once all have announced theirs."""
         keys = [f"outcome/{self.run_id}/{rank}" for rank in range(world_size)]
         return [parse_record(ProcessEnd, self.store.get(key)) for key in keys]
 
@@ -302,11 +302,11 @@ def watch(
     step_s: float,
     look: Callable[[Child], str | None] | None = None,
 ) -> ProcessEnd:
-    """Wait until a process ends, by itself or because it has to; return how.
+    """Wait until a process ends, or end it where it has to; return its outcome.
 
-    It may take `step_s` until its first step and between two. Only a training has a `look`: between
-    its steps an evaluation or a save may take any time, and `look`, called a few times a second,
-    returns a reason to end the process, if there is one.
+    A profile's process may take `step_s` until its first step, and between two; a training's, until
+    its first: later an evaluation or a save may take any time. Instead a training has a `look`,
+    called a few times a second, which returns a reason to end the process, if there is one.
     """
     try:
         while (code := child.wait(POLL_S)) is None:
@@ -317,7 +317,7 @@ def watch(
                 code = child.wait(GRACE_S if look is None else TRAINED_GRACE_S)
                 break
         if code is not None and code < 0:
-            # perhaps the whole job was sent the signal: then this process ends while it sleeps
+            # if the signal was sent to the whole job, this process ends while it sleeps
             time.sleep(SIGNAL_GRACE_S)
         return child.outcome(code or 0)
     finally:
@@ -344,7 +344,7 @@ def _without_step(child: Child, step_s: float) -> str:
     said = child.said()
     since = "until its first optimizer step"
     if child.spec.world_size > 1:
-        # each worker may have taken some by itself
+        # each worker may have taken steps by itself
         since += " of a model in DistributedDataParallel"
     if said is not None:
         since = "between two optimizer steps"
@@ -353,7 +353,7 @@ def _without_step(child: Child, step_s: float) -> str:
 
 
 def worst(outcomes: list[ProcessEnd]) -> ProcessEnd:
-    """Return the outcome that explains the others: a failure of its own before one that follows.
+    """Return the outcome that explains the others: a failure with its own cause, if there is one.
 
     Where workers hang, or wait in vain for one another, it says where each of them is.
     """
@@ -368,7 +368,7 @@ def worst(outcomes: list[ProcessEnd]) -> ProcessEnd:
     if found.said.is_early:
         detail = f"{detail}; that was rank {found.rank}, while {where}"
     elif found.said.follows and ended:
-        # nobody was lost
+        # no worker was lost: one has ended, and the others wait for it
         failure = Failure.BAD_INPUT
         detail = (
             f"rank {ended[0].rank} ended after {plural(ended[0].said.steps, 'step')}, while {where}; "
@@ -378,7 +378,7 @@ def worst(outcomes: list[ProcessEnd]) -> ProcessEnd:
         detail = f"{detail}: {where}"
         if len(places) == len(outcomes) and are_in_different_collectives(places.values()):
             if found.said.follows:
-                # nobody was lost, as all of them tell where they are
+                # no worker was lost, as all of them have reported where they are
                 detail = f"the workers wait for each other: {where}"
                 failure = Failure.BAD_INPUT
             detail = f"{detail}; {EVERY_WORKER}"
@@ -389,7 +389,7 @@ def worst(outcomes: list[ProcessEnd]) -> ProcessEnd:
 @contextlib.contextmanager
 def own_output(folder: Path, rank: int, home: Path) -> Iterator[tuple[Path, IO[bytes]]]:
     """Make the folder in which a start's scripts run, and open this one's log beside it."""
-    # rank 0 has made it for all, but in tests
+    # rank 0 has made it for all workers, except in tests
     if not (folder / "work").is_dir():
         own_folder(folder / "work", home)
     log = folder / f"rank-{rank}.log"
@@ -407,7 +407,8 @@ def variables_of(
         # Slurm binds each task to GPUs of its own, and a script takes its device by its local rank
         found["LOCAL_RANK"] = str(int(found["LOCAL_RANK"]) % gpus)
     if device == "cpu":
-        # as `accelerate launch --cpu`, without which it and Trainer take workers without GPUs for one
+        # as `accelerate launch --cpu` sets it: else accelerate and Trainer take several workers
+        # without GPUs for a single one
         found["ACCELERATE_USE_CPU"] = "true"
     return found
 
@@ -415,7 +416,7 @@ def variables_of(
 def error_of(outcome: ProcessEnd, key: str) -> TulaError:
     """Return the error that the end of a process means, with its log; not for lack of memory.
 
-    `key` is that of the sweep which names the script.
+    `key` is the key of the sweep that names the script.
     """
     said = outcome.said
     words = f"{said.detail}; its output: {outcome.log}"
@@ -431,14 +432,14 @@ def end_as(
     rank: int | None,
     record_oom: Callable[[Failure], object],
 ) -> NoReturn:
-    """End a job's worker as the script's process that failed has ended.
+    """End a job's worker in the way in which the script's failed process has ended.
 
-    `rank` is that of the process which this worker started; None: it started none. Where memory ran
-    out, the worker of that process calls `record_oom`.
+    `rank` is the rank of the process that this worker started; None: it started none. Where memory
+    ran out, the worker of the failed process calls `record_oom`.
 
     Raises:
         TulaError: With the reason, and where the script's output is.
-        SystemExit: Memory ran out, which is recorded; or another worker tells the reason.
+        SystemExit: Memory ran out, which is recorded; or another worker raises the reason.
     """
     failure = found.said.failure
     is_mine = found.rank == rank
@@ -451,7 +452,7 @@ def end_as(
     sys.stderr.flush()
     error = error_of(found, "workload.script")
     if failure is Failure.KILLED and is_mine and found.said.detail.endswith("SIGKILL"):
-        # as the kernel kills for lack of memory: the scheduler, and peers, are to see the same
+        # perhaps the kernel killed it for lack of memory: scheduler and peers shall see the same
         sys.stderr.write(f"{error}\n")
         sys.stderr.flush()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -461,7 +462,7 @@ def end_as(
 
 
 def end_of(log: Path) -> str:
-    """Return the last lines of a script's output; a traceback that they cut through is whole."""
+    """Return the last lines of a script's output, and all of a traceback that they would cut."""
     lines = last_bytes(log)[-MOST_SHOWN:].splitlines()
     first = max(0, len(lines) - SHOWN_LINES)
     above = first

@@ -45,10 +45,11 @@ from tula_hpc.records.base import Record
 from tula_hpc.user_code import lacks_gpu, told
 
 EVERY_WORKER = "call each collective on every worker, none of them within `if rank == 0`"
-# gloo's, by which it aborts the process
+# gloo's message when it aborts the process
 _MISMATCH = re.compile(r"(\d+) vs (\d+)\. Received data size doesn't match expected size")
-# between two signs of life
+# time between two signs of life
 BEAT_S = 1.0
+# most characters of a failure's detail
 MOST_WORDS = 500
 
 
@@ -57,21 +58,21 @@ class ChildSpec(Record):
 
     mode: Literal["profile", "train", "look"]
     program: Script
-    # the working directory of the command, where a module is found
+    # working directory of the command, in which a module is found
     home: Path
-    # where it writes what it has to say
+    # file that it writes its messages to
     said: Path
-    # process that started it
+    # id of the process that started it
     parent: int
     # descriptor on which it answers where it is, see `hangs`
     answers: int | None = None
     rank: int = 0
     world_size: int = 1
-    # of the cluster
+    # device of the cluster file
     device: Literal["cpu", "cuda"] = "cpu"
     # see `config.WorkloadSpec`
     counted_model: str | None = None
-    # of the mode
+    # the mode's own settings
     settings: dict[str, Any] = Field(default={})
 
 
@@ -80,21 +81,21 @@ class Said(Record):
 
     state: Literal["stepping", "done", "failed"]
     failure: Failure | None = None
-    # one sentence
+    # the reason of a failure, in one sentence
     detail: str = ""
     # it failed because another worker's process had
     follows: bool = False
     # optimizer steps so far
     steps: int = 0
-    # the script ended by itself too early, which may be told by what it printed last
+    # the script ended by itself too early; what it printed last may say why
     is_early: bool = False
-    # it ended as one that is done, after some steps: a larger batch leaves fewer
+    # it ended too early after some steps, but with exit code 0: a larger batch leaves fewer steps
     is_short: bool = False
-    # what helps, after all else
+    # advice, for the end of the message
     remedy: str = ""
     # where it was when it waited for other workers
     at: Place | None = None
-    # of the mode
+    # the mode's own result
     result: dict[str, Any] = Field(default={})
 
 
@@ -127,7 +128,7 @@ def failed_by(error: BaseException) -> Said:
         return _failed(Failure.BUG, f"ended by {type(error).__name__}")
     detail = told(error)
     full = full_disk(Path.cwd())
-    # torch.save's words for a write that failed
+    # this word is in torch.save's message about a failed write
     if not full and "inline_container" in str(error):
         full = "torch.save could not write all of it; make space on the disk that it saves to"
     if full:
@@ -138,7 +139,7 @@ def failed_by(error: BaseException) -> Said:
 def unexplained(script: Script, said: Said | None, code: int, printed: str = "") -> Said:
     """Return the failure of a process that ended without a report, by its exit code.
 
-    A signal's is less than 0. `said` is the last that it said, `printed` the end of its output.
+    A signal's code is less than 0. `said` is its last message, `printed` the end of its output.
     """
     steps = said.steps if said is not None else 0
     if code == -signal.SIGABRT and (found := _MISMATCH.search(printed)):
@@ -148,7 +149,7 @@ def unexplained(script: Script, said: Said | None, code: int, printed: str = "")
         )
         return Said(state="failed", failure=Failure.BAD_INPUT, detail=detail, steps=steps)
     if code < 0:
-        # some have no name
+        # some signals have no name
         known = {each.value: each.name for each in signal.Signals}
         name = known.get(-code, f"signal {-code}")
         detail = f"{script.name} was ended by {name}"
@@ -185,7 +186,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process: nothing of the script can catch that, and no thread of it is waited for."""
+    """End this process at once: the script cannot catch that, and its threads are not awaited."""
     try:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -195,20 +196,20 @@ def leave(code: int) -> NoReturn:
 
 
 def kill_daemons() -> None:
-    """End processes as Python does at its own end, where those of loaders may not heed its TERM."""
+    """Kill daemon processes, which Python would end by TERM: a loader's may not heed that."""
     for process in active_children():
         if process.daemon:
             process.kill()
 
 
 class Mode(Listener):
-    """Work of a script's process beside running the script: base of all modes."""
+    """Work of a script's process in addition to running the script; base of all modes."""
 
     def __init__(self, spec: ChildSpec) -> None:
         self.spec = spec
         self.hooks = Hooks(self, spec.counted_model)
         self.steps = 0
-        # when the next sign of life is due, by `time.perf_counter`; none before the first step
+        # `time.perf_counter` at which the next sign of life is due; none before the first step
         self.sign_due = math.inf
         self._meeting = meeting_variables()
 
@@ -220,7 +221,7 @@ class Mode(Listener):
         self.hooks.install()
 
     def place(self) -> Saved | None:
-        """Return the place of a training, which can go on there once the script has saved."""
+        """Return the point from which a training can go on if the script saves now, or None."""
         return None
 
     def ended(self, code: int) -> Said:
@@ -228,7 +229,7 @@ class Mode(Listener):
         raise NotImplementedError
 
     def say(self, said: Said) -> None:
-        """Tell the worker that started this process."""
+        """Write a message for the worker that started this process."""
         write_atomically(self.spec.said, said.model_dump_json())
 
     def count_step(self) -> None:
@@ -245,7 +246,7 @@ class Mode(Listener):
         now = time.perf_counter()
         if now > self.sign_due:
             self.sign_due = now + BEAT_S
-            # while the script's first step is told of anew there may be none
+            # there may be no file while the script's first step is reported anew
             with contextlib.suppress(FileNotFoundError):
                 os.utime(self.spec.said)
 
@@ -263,14 +264,14 @@ class Mode(Listener):
         self.fail(InputError(f"{self.spec.program.name} {why}"))
 
     def meets(self) -> None:
-        """Let the workers meet where they can, whatever place the script has set."""
+        """Set back the variables of where the workers meet, if the script has changed them."""
         for name, own in set_back(self._meeting).items():
             has = f"{own} as {self.spec.program.name} has it"
             sys.stderr.write(f"tula: {name} is {self._meeting[name]}, not {has}\n")
 
     def fail(self, error: BaseException, so_far: dict[str, Any] | None = None) -> NoReturn:
         """Say why this process fails and how far it came, and end it."""
-        # what was never raised is told by its sentence alone
+        # an error that was never raised has no traceback to show
         if error.__traceback__ is not None:
             traceback.print_exception(error)
         said = failed_by(error)
@@ -296,7 +297,7 @@ class Mode(Listener):
 
 
 def own_hook(method: str) -> InputError:
-    """Return the refusal of a method, as a script exchanges gradients by a hook of its own."""
+    """Return the error for a method that needs DDP's hook, where the script has its own hook."""
     message = (
         f'"{method}" needs the communication hook of DistributedDataParallel, and the script has '
         'registered its own; expected "lbt", or "lrs" or "sqrt" with {lr_scale}'

@@ -26,14 +26,14 @@ from tula_hpc.config.workload import PLACEHOLDER
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.records import Configuration
 
-# relative: so near the batch that was asked for lies the mean of batches that are drawn anew
+# how far, relative to the batch asked for, the mean of batches that are drawn at random may lie
 NEAR = 0.1
 
 
 class Script(NamedTuple):
     """Script to be run as the main program, with its arguments filled in."""
 
-    # of a file; else a module's name, as for `python -m`
+    # the script's file, or else the module's name, as for `python -m`
     path: Path | None
     module: str | None
     arguments: tuple[str, ...]
@@ -47,7 +47,7 @@ class Script(NamedTuple):
         """Run it as `python FILE ARGUMENTS` or, from `home`, `python -m MODULE ARGUMENTS` would.
 
         Raises:
-            SystemExit: It ends so, or raises whatever it raises.
+            SystemExit: The script has ended by it; any other exception is the script's as well.
         """
         sys.argv = [str(self.path or self.module), *self.arguments]
         if self.path is not None:
@@ -93,11 +93,12 @@ def counts_steps(sweep: SweepSpec) -> bool:
 
 
 def typical_batch(sizes: Counter[int], asked: int | None, *, has_loader: bool = True) -> int:
-    """Return the samples of a forward pass, 0 if there was none, or if no tensor tells.
+    """Return the samples of a forward pass; 0 if there was no pass, or no tensor shows them.
 
-    Batches that are drawn anew, as by Poisson sampling, or cut by their tokens, differ: of them it
-    is the mean, or the batch that was asked for if the mean is near it, within its own error. Sizes
-    that differ where a script has no loader of torch's may be of anything, as nodes of a graph.
+    Batches that are drawn at random, as by Poisson sampling, or cut by their tokens, differ in
+    size: the result is their mean, or the batch that was asked for if the mean is near it, within
+    its own error. Without a loader of torch's, sizes that differ may count anything, such as nodes
+    of a graph: the result is 0 instead of the mean.
     """
     if not varies(sizes):
         return max(sizes, key=sizes.__getitem__, default=0)
@@ -110,15 +111,16 @@ def typical_batch(sizes: Counter[int], asked: int | None, *, has_loader: bool = 
 
 
 def varies(sizes: Counter[int]) -> bool:
-    """Tell whether no number of samples is that of most passes."""
+    """Tell whether no single number of samples occurs in half of the passes."""
     return 2 * max(sizes.values(), default=0) < sizes.total()
 
 
 def batch_share(sizes: Counter[int], asked: int | None, mean: float) -> float:
-    """Return the samples of a batch that varies, on average, over those that were asked for.
+    """Return the mean samples of batches that vary, over those that were asked for; else 1.
 
-    `mean` is that of an epoch by the loader, as a profile sees but some of it; 0: unknown. One that
-    is far from them is of a sampler that draws other numbers than the data set has.
+    `mean` is the loader's for a whole epoch, of which a profile sees only a part; 0: unknown. If it
+    is far from the batch asked for, the sampler draws another number of samples than the data set
+    has, and the passes seen count instead.
     """
     is_asked = typical_batch(sizes, asked, has_loader=False) == asked
     if asked is None or not is_asked or not varies(sizes):
@@ -128,7 +130,7 @@ def batch_share(sizes: Counter[int], asked: int | None, mean: float) -> float:
 
 
 def remedy_of_batch(script: str, asked: int, got: int, configuration: Configuration) -> str:
-    """Return advice where a worker's forward pass got other samples than were asked for."""
+    """Return advice for a script whose forward pass got another batch than was asked for."""
     nodes = configuration.nodes
     of_node = "{local_batch}"
     if configuration.workers_per_node > 1:
@@ -185,9 +187,9 @@ def why_no_passes(
 
     Args:
         model: Class of the model that counts.
-        methods: Its own ones, of which the script may call one.
-        has_repeated: There were passes, of a batch that had had one.
-        has_others: Another model has an optimizer.
+        methods: Methods that this class itself defines, of which the script may call one.
+        has_repeated: There were passes, but only over a batch that had had one before.
+        has_others: An optimizer trains another model.
     """
     if has_repeated:
         return "its steps all pass over one batch; expected a new one from the loader in each step"
@@ -233,12 +235,12 @@ def torchrun_variables(
     """Return the variables by which a worker finds its place, as torchrun and as srun set them.
 
     Ranks go node by node. `master` has the host and a free port of rank 0; `run_id` is the same for
-    all workers, another one for each start.
+    all workers, and differs for each start.
     """
     node, local_rank = divmod(env.rank, local_world_size)
     nodes = -(-env.world_size // local_world_size)
     hosts = ",".join(env.hosts[:nodes])
-    # of an array's task, without its index
+    # the job id of an array's task ends with the task's index
     job_id = env.job_id.partition("_")[0] or "0"
     return {
         "RANK": str(env.rank),
@@ -275,10 +277,9 @@ def torchrun_variables(
 class ParsedOptions(NamedTuple):
     """Options of the parsers by which a script reads its arguments."""
 
-    # of each option by any of its names: the longest; with a "=" behind it where the value is in the
-    # same word
+    # longest name of each option by any name; ends with "=" where the value is in the same word
     names: dict[str, str]
-    # whole numbers above 0, by the longest name
+    # values that are whole numbers above 0, by the option's longest name
     values: dict[str, int]
 
     def add(self, names: Sequence[str], value: object) -> None:
@@ -297,7 +298,7 @@ NO_OPTIONS = ParsedOptions({}, {})
 
 
 def watch_parsers() -> ParsedOptions:
-    """Note the options of every argparse parser from now on, in what is returned."""
+    """Note the options of every argparse parser from now on, in the object that is returned."""
     found = ParsedOptions({}, {})
     original = argparse.ArgumentParser.parse_known_args
 
@@ -317,24 +318,24 @@ def note_parsed(found: ParsedOptions) -> None:
     """Add the options of click and typer, and the keys of OmegaConf and Hydra, that are in force."""
     configs: list[Any] = []
     for thing in gc.get_objects():
-        # without asking it for anything: some are lazy
+        # by its type alone: to ask a lazy object for an attribute would load it
         kind = (str(type(thing).__module__).rpartition("_")[2], type(thing).__name__)
         if kind == ("click.core", "Context"):
             for option in thing.command.params:
-                # an argument has no dash
+                # positional arguments have no dash
                 if names := [name for name in option.opts if name.startswith("-")]:
                     found.add(names, thing.params.get(option.name))
         elif kind == ("omegaconf.dictconfig", "DictConfig") and thing._get_parent() is None:
             to_container = sys.modules["omegaconf"].OmegaConf.to_container
             configs.append(_keys_in(to_container(thing, resolve=False)))
-    # Hydra has one of its own, and scripts merge those of files and of the command line
+    # leave out Hydra's own configuration; the one merged of files and command line has most keys
     of_script = [keys for keys in configs if not any(key.startswith("hydra") for key in keys)]
     for key, value in max(of_script, key=len, default={}).items():
         found.add([f"{key}="], value)
 
 
 def _keys_in(config: object, within: str = "") -> dict[str, object]:
-    """Return values by their keys with dots."""
+    """Return the values of a nested configuration by their dotted keys."""
     if not isinstance(config, dict):
         return {within.removesuffix("."): config}
     found: dict[str, object] = {}
@@ -348,13 +349,14 @@ def worded(name: str, value: str) -> list[str]:
     return [f"{name}{value}"] if name.endswith("=") else [name, value]
 
 
-# in the names of options
+# words in the names of options for a batch, and for an evaluation
 OF_BATCH = ("batch", "bs")
 OF_EVALUATION = ("eval", "val", "test")
+# whole names of options for the number of epochs
 OF_EPOCHS = re.compile(r"(--|([\w.]+\.)?)((n|num|max|total|train)[_-]?)*epochs=?")
-# of the cluster where it is 1 by default, else perhaps of a graph
+# nodes of the cluster if the default is 1, else perhaps nodes of a graph
 OF_NODES = re.compile(r"(--|([\w.]+\.)?)(((n|num)[_-]?)?nodes|nnodes)=?")
-# those that set the steps of the whole training
+# parts of the names of options that set the steps of the whole training
 OF_STEPS = tuple(
     f"{most}{mark}{unit}"
     for most in ("max", "total", "num", "train")
@@ -363,17 +365,17 @@ OF_STEPS = tuple(
 )
 
 
-# that of a step over all workers, which may be counted in tokens
+# option for the batch of a step over all workers, which may be counted in tokens
 OF_TOTAL = re.compile(r"(total|global|effective)\w*batch|batch\w*(total|global|effective|tokens)")
 
 
 def with_placeholders(
     arguments: Sequence[str], batch: int, passes: int, options: ParsedOptions = NO_OPTIONS
 ) -> list[str]:
-    """Return arguments with the batch and the epochs, or all steps, in braces.
+    """Return arguments with placeholders for the batch and the epochs, or all steps.
 
-    Those that the script's parser had by default are added. They are of one worker, whose steps had
-    so many forward passes of `batch` samples.
+    Options that were left at the parser's defaults are added. The arguments are those of a run of
+    one worker, whose steps had `passes` forward passes of `batch` samples each.
     """
     found = list(arguments)
     flags = [
@@ -388,7 +390,7 @@ def with_placeholders(
 
     epochs = next(valued(("epoch",)), None)
     steps = next(valued(OF_STEPS), None) if epochs is None else None
-    # batches that are drawn anew lie about it
+    # batches that are drawn at random vary about this number
     near = next((n for n in valued(OF_BATCH) if abs(n - batch) <= NEAR * n), None)
     for names, value, placeholder in (
         (OF_BATCH, batch, "{local_batch}"),
@@ -398,15 +400,15 @@ def with_placeholders(
         (OF_BATCH, near, "{local_batch}"),
         (("",), batch, "{local_batch}"),
     ):
-        # 0: no tensor tells
+        # a batch of 0 is unknown
         fits = [i for i, n in numbers.items() if 0 < n == value and _is_of(flags[i], names)]
         kind = placeholder.rpartition("_")[2]
-        # a number by itself must be the only one
+        # whatever name is before it, a number must be the only one of its value
         is_told = names != ("",) or len(fits) == 1
         if fits and is_told and not any(kind in argument for argument in found):
             found[fits[0]] = re.sub(r"\d+$", placeholder, found[fits[0]])
     for index, number in numbers.items():
-        # beside the batch of a pass
+        # options for the batch of a whole step, in addition to that of a pass
         if passes > 1 and number == batch * passes and _is_whole_batch(flags[index]):
             found[index] = re.sub(r"\d+$", "{global_batch}", found[index])
         if tokens := _of_a_sample(flags[index], number, batch * passes):
@@ -415,7 +417,7 @@ def with_placeholders(
 
 
 def steps_asked(arguments: Sequence[str], options: ParsedOptions) -> set[int]:
-    """Return the steps of a whole training that arguments ask for, or the parser by default."""
+    """Return the steps of a whole training that arguments, or the parser's defaults, ask for."""
     flags = [_flag_before(arguments, index) for index in range(len(arguments))]
     last = [argument.rpartition("=")[2] for argument in arguments]
     typed = [
@@ -425,9 +427,9 @@ def steps_asked(arguments: Sequence[str], options: ParsedOptions) -> set[int]:
 
 
 def _of_a_sample(flag: str, total: int, samples: int) -> int:
-    """Return the tokens of a sample by an option that tells those of a step; 0: it does not."""
+    """Return the tokens of a sample, by an option for the tokens of a step; 0: it is another."""
     is_named = OF_TOTAL.search(flag.replace("-", "_")) is not None
-    # of a batch that nobody knows no total is a multiple
+    # with 0 samples the batch is unknown
     is_told = is_named and 0 < samples < total and total % samples == 0
     return total // samples if is_told else 0
 
@@ -435,7 +437,7 @@ def _of_a_sample(flag: str, total: int, samples: int) -> int:
 def _defaults(
     arguments: Sequence[str], batch: int, passes: int, options: ParsedOptions
 ) -> list[str]:
-    """Return the options that carry batch, epochs and nodes and were left at their defaults."""
+    """Return options that were left at their defaults, with batch, epochs and nodes filled in."""
     given = " ".join(arguments)
     wanted = {}
     for name, value in options.values.items():

@@ -17,12 +17,12 @@ from tula_hpc.profiling.timing import Steps, StoppingRule
 if TYPE_CHECKING:
     from tula_hpc.attach.script_profile import ScriptProfile
 
-# in which the optimizer's part is timed
+# most steps in which the optimizer's part is timed
 OPTIMIZER_STEPS = 10
-# of long steps as few as in so many seconds, but some
+# time for these steps, which allows fewer long ones, but never fewer than the least
 OPTIMIZER_SECONDS = 5.0
 LEAST_OPTIMIZER_STEPS = 3
-# and gradients looked at
+# the same for the passes whose gradients are looked at
 NOISE_SECONDS = 10.0
 LEAST_PASSES = 2
 
@@ -30,8 +30,8 @@ LEAST_PASSES = 2
 class ScriptCourse(Course):
     """Times of a script's steps and their parts.
 
-    Nothing of a step can be done by itself: a part is timed in the script's own steps, which leave
-    something out.
+    No part of a step can be run by itself: a part is timed in the script's own steps, some of which
+    leave something out.
     """
 
     worker: ScriptProfile
@@ -62,12 +62,12 @@ class ScriptCourse(Course):
         return self.worker.processor_seconds()
 
     def was_suspended(self) -> bool:
-        """See `Course`. A script cannot be begun again to measure all of it."""
+        """See `Course`. A script cannot be started again to measure everything anew."""
         (suspended,) = self.worker.agree(float(self.worker.suspensions.take()))
         return bool(suspended)
 
     def parts(self) -> Steps[None]:
-        """Time parts of steps; then look at gradients. Collective."""
+        """Time parts of steps, then look at gradients. Collective."""
         (step_s,) = self.worker.agree(self.mean_s("step"))
         yield from self._time_optimizer(step_s)
         yield from self._time_computation()
@@ -85,7 +85,7 @@ class ScriptCourse(Course):
         self.round_steps["optimizer"] = 1
 
     def _time_computation(self) -> Steps[None]:
-        """Time steps without synchronization; of a single worker all are."""
+        """Time steps without synchronization; a single worker's steps never have any."""
         steps = self.round_steps["step"]
         optimizer_s = self.mean_s("optimizer")
         self.round_steps["compute"] = steps
@@ -94,7 +94,7 @@ class ScriptCourse(Course):
             self.samples["compute"] = [without(whole, wait + optimizer_s) for whole, wait in both]
             return
         self.worker.unsynchronized = True
-        # the first has something to set up
+        # the first such step has something to set up
         yield
         self.samples["compute"], _ = yield from self.rounds(steps, apart_s=optimizer_s)
         self.worker.unsynchronized = False
@@ -103,12 +103,13 @@ class ScriptCourse(Course):
     def _probe_noise(self, step_s: float) -> Steps[None]:
         """Estimate the noise scale from gradients at weights that stay as they are.
 
-        Parts are the workers' local batches; of a single worker, the batches of two steps.
+        The parts compared are the workers' local batches or, for a single worker, the batches of
+        two steps.
         """
         worker = self.worker
         batch = worker.configuration.local_batch
         world = worker.env.world_size
-        # BatchNorm's statistics of one sample are none
+        # BatchNorm has no statistics of a single sample
         if batch < 2:
             return
         steps = 1 if world > 1 else 2

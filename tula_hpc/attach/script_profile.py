@@ -7,8 +7,8 @@ How a user's script is profiled, from the job on:
 2. `child.py` is that process: it puts the hooks in place and runs the script as the main program.
 3. `hooks/step_hooks.py` notices torch's optimizer steps, backward passes and batches, whatever framework
    takes them, and finds the model that counts.
-4. `measured_steps.py` makes the script's steps fit to be timed: learning rates of 0, and times that
-   are of no step left out.
+4. `measured_steps.py` prepares the script's steps for timing: learning rates are 0, and times that
+   belong to no step are left out.
 5. This module chooses the next measurement between two steps, and makes the record.
 6. `script_course.py` times the steps and their parts, by the rounds and statistics of
    `profiling/measured_rounds.py`, the same for the built-in training; `reporting.py` carries the
@@ -64,7 +64,7 @@ from tula_hpc.profiling.timing import least_timed, warm_up, within
 from tula_hpc.records import Configuration, Identity, Measurement, MemoryUse
 from tula_hpc.records.base import Record
 
-# until a loader has settled, and where a part begins and ends
+# steps until a loader has settled, and where the timing of a part begins and ends
 FEW_STEPS = 5
 
 
@@ -75,23 +75,23 @@ class Settings(Record):
     cluster: ClusterSpec
     configuration: Configuration
     place: WorkerEnvironment
-    # of one forward pass of one worker, and passes of a step; None: as they are found
+    # samples of one worker's forward pass, and passes of a step; None: whatever the script takes
     forward_batch: int | None = None
     accumulation: int | None = None
-    # of an epoch
+    # samples of an epoch
     samples: int = 0
-    # it is told epochs, whose steps are reckoned from these; or the steps themselves
+    # whether the script's arguments set epochs, whose steps follow from `samples`; or the steps
     counts_epochs: bool = False
     counts_steps: bool = False
     # optimizer steps of the training that is planned; 0: unknown
     training_steps: float = 0.0
     # the method that needs DistributedDataParallel's communication hook; "": none
     hooked_by: str = ""
-    # digests of its own files
+    # digests of the script's own files
     sources: dict[str, str] = Field(default={})
-    # of as many workers, as it was measured before
+    # seconds of the bare all-reduce among this number of workers; None: not measured yet
     allreduce_s: float | None = None
-    # Unix time, for the first configuration of a job
+    # Unix time; None: this is not the job's first configuration
     job_began_at: float | None = None
 
 
@@ -107,7 +107,7 @@ class ScriptProfile(MeasuredSteps):
         self.power: PowerMeter
         self._going = self._steps()
         self.options = NO_OPTIONS
-        # of steps that went on to take more passes
+        # result so far, where steps went on to take more passes
         self._so_far: Said | None = None
 
     def begin(self) -> None:
@@ -143,7 +143,7 @@ class ScriptProfile(MeasuredSteps):
             leave(0)
 
     def ended(self, code: int) -> Said:
-        """Return that the script ended too early, unless it was looked at before."""
+        """Return that the script ended too early, unless there is a result already."""
         if self._so_far is not None:
             return self._so_far
         name, steps = self.spec.program.name, self.steps
@@ -151,7 +151,7 @@ class ScriptProfile(MeasuredSteps):
             why = str(self.unwrapped(self.trained_apart))
             return Said(state="failed", failure=Failure.BAD_INPUT, detail=why)
         how = "ended" if code == 0 else f"exited with code {code}"
-        # with which it is measured in time, if it is run again
+        # limits with which the script would be measured in time, if it is run again
         shorter: dict[str, Any] = {}
         left = steps - self._apart_steps
         if code == 0 and (search := within(self.settings.search, left, self.course.turn)):
@@ -186,7 +186,7 @@ class ScriptProfile(MeasuredSteps):
 
     @property
     def _apart_steps(self) -> int:
-        """Steps of a profile, at most, beside its warm-up and those that are timed in rounds."""
+        """Most steps of a profile in addition to its warm-up and the steps timed in rounds."""
         return self.awaited + self.course.turn + OPTIMIZER_STEPS + 2 * PASSES + FEW_STEPS
 
     def _remedy(self) -> str:
@@ -280,20 +280,20 @@ class ScriptProfile(MeasuredSteps):
             self.configuration = self.configuration._replace(local_batch=max(1, batch) * passes)
 
     def _batch(self) -> int:
-        """Return the samples of a forward pass; 0: no tensor tells, and no option of the script."""
+        """Return the samples of a forward pass; 0: no tensor or option of the script shows them."""
         asked = self.settings.forward_batch
         batch = typical_batch(self.forward_samples, asked, has_loader=self.loader is not None)
         by_options = set(self.options.batches())
         return by_options.pop() if batch == 0 and len(by_options) == 1 else batch
 
     def _check_batch(self, *, is_last: bool) -> None:
-        """Refuse another batch than was asked for; of batches that differ, once all were seen."""
+        """Refuse another batch than was asked for; where batches differ, only at the end."""
         sizes = self.forward_samples
         asked = self.settings.forward_batch
         batch = self._batch()
-        # whole ones and the last of an epoch are two, unless a script loads in its own way
+        # with a loader two sizes are usual: whole batches, and an epoch's last one
         differs = len(sizes) > (2 if self.loader is not None else 1)
-        # 0: no tensor tells
+        # a batch of 0 is unknown
         if asked is None or batch in (0, asked) or (differs and not is_last):
             return
         remedy = remedy_of_batch(self.spec.program.name, asked, batch, self.configuration)
@@ -308,7 +308,7 @@ class ScriptProfile(MeasuredSteps):
         )
 
     def _refusal(self, why: str, key: str) -> Exception:
-        """Return that of other passes than were asked for, which may be for lack of memory."""
+        """Return the error for other passes than were asked for; memory may have run out before."""
         if self.memory.has_run_out:
             return torch.OutOfMemoryError(f"the script goes on in another way: {why}")
         return InputError(why, key=key)
@@ -320,7 +320,7 @@ class ScriptProfile(MeasuredSteps):
         if world == 1 or not self.settings.counts_epochs:
             return
         share = self.loader_batches * (self.settings.forward_batch or 0)
-        # a data set of another size is not the one that is meant
+        # a data set of another size is not the one that the sweep file means
         is_whole = abs(self.loaded_samples - samples) <= NEAR * samples
         if is_whole and share > samples * (1 + 1 / world) / 2:
             raise InputError(
@@ -330,7 +330,7 @@ class ScriptProfile(MeasuredSteps):
                 key="workload.script",
             )
 
-    # what was found
+    # results
 
     def _measurement(self) -> Measurement:
         """Return the measurement. Collective; whole on rank 0."""
@@ -343,7 +343,7 @@ class ScriptProfile(MeasuredSteps):
             memory=largest_over_workers(self, self._memory_use()),
             watts_per_node=self.power.mean(),
             dataset_samples=settings.samples,
-            # a script that takes a step in several passes may leave out the last ones
+            # a script that takes several passes in a step may leave out the last ones of an epoch
             short_batch=settings.accumulation == 1
             and (share != 1.0 or LoaderPass(self.loader).given_out is not None),
             batch_share=share,
@@ -359,9 +359,9 @@ class ScriptProfile(MeasuredSteps):
         )
 
     def _epoch_samples(self) -> int:
-        """Return the samples of an epoch by the loaders; 0 where they do not tell or have no end."""
+        """Return the samples of an epoch by all workers' loaders; 0: unknown, or without an end."""
         if self.settings.counts_steps:
-            # a sampler without an end may say on each worker how many there are
+            # not their sum: an endless sampler may give the number of all samples on each worker
             return self.loaded_samples
         (found,) = self.total(self.loader_samples)
         return int(found) if found < ENDLESS * self.settings.samples else 0
@@ -370,7 +370,7 @@ class ScriptProfile(MeasuredSteps):
         """Return the longest time of any worker between two epochs. Collective."""
         steps = self.settings.samples // self.configuration.global_batch
         mine = between_epochs_s(self.pauses, steps)
-        # below the time of any worker that has seen one
+        # −1 for a worker that has seen no pause is less than any other worker's time
         (longest,) = self.agree(-1.0 if mine is None else mine)
         return None if longest < 0.0 else longest
 
@@ -381,7 +381,7 @@ class ScriptProfile(MeasuredSteps):
     def _identity(self) -> Identity:
         """Return the identity of the model and its code, by the parameters that are trained.
 
-        Names and layers do not count: scripts exchange layers by the number of workers
+        Names and layers do not count: scripts choose layers by the number of workers
         (SyncBatchNorm), and parameters have other names where a framework wraps the model.
         """
         kinds = (f"{p.dtype} {tuple(p.shape)}" for p in self.parameters)
@@ -405,7 +405,7 @@ class ScriptProfile(MeasuredSteps):
             "forward_batch": self._batch(),
             "accumulation": self.step_passes.usual,
             "loader_workers": self.loader_workers,
-            # a sampler may draw other numbers than there are
+            # a sampler may draw another number of samples than the data set has
             "samples": self.loaded_samples
             and (LoaderPass(self.loader).drawn or self.loaded_samples),
             "options": self.options._asdict(),

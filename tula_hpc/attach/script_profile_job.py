@@ -66,24 +66,24 @@ class Session:
         self.allocation = allocation
         self.queue = queue
         self.env = allocation.env
-        # that is measured now
+        # configuration that is measured now
         self.configuration: Configuration
-        # of this worker among those that measure it; None: it is none of them
+        # this worker's place among those that measure it; None: it is none of them
         self.place: WorkerEnvironment | None = None
-        # with the number of forward passes of the configuration that is measured
+        # the job's sweep, with this configuration's number of forward passes
         self.sweep = job.sweep
-        # of this measurement
+        # limits of this measurement
         self.search = job.sweep.search
         # seconds of runs of the script that ended early
         self.again_s = 0.0
         self.folder = HeldFolder(job.output.parent)
-        # of the bare all-reduce, by workers
+        # seconds of the bare all-reduce, by number of workers
         self.allreduce_s: dict[int, float] = {}
         self.sources = digests_of(job.sweep.workload.entry_points)
         self.measured = 0
 
     def run(self) -> int:
-        """Measure until nothing is left to be measured; return how often this worker did."""
+        """Measure until nothing is left to be measured; return how many this worker measured."""
         while (configuration := self._next()) is not None:
             self.configuration = configuration
             self._measure()
@@ -102,7 +102,7 @@ class Session:
     def _measure(self) -> None:
         """Measure a configuration on the first nodes; all workers learn how that went. Collective.
 
-        A script that ends early is run once more, for a measurement that has room in its steps.
+        A script that ends early is run once more, with a measurement short enough for its steps.
         """
         from tula_hpc.attach.processes import worst
 
@@ -134,7 +134,7 @@ class Session:
         self.place = place_among(self.env, nodes, per_node)
         if self.place is not None:
             peers.announce(self._watch(self.place, meeting, peers))
-        # all have announced theirs by now
+        # when this broadcast ends, all workers have announced their outcomes
         self.allocation.broadcast(str)
         outcomes = peers.outcomes(self.configuration.world_size)
         if loss := self.folder.loss("measured"):
@@ -183,10 +183,10 @@ class Session:
         return self.job.output.with_suffix("") / name
 
     def _long_enough(self) -> Any:
-        """Return the sweep with epochs enough for all that is measured, of a small data set."""
+        """Return the sweep with enough epochs for all measured steps, even of a small data set."""
         sweep = self.sweep
         search, work = sweep.search, sweep.workload
-        # whole steps, computation, and what is timed briefly
+        # steps for the warm-up, whole steps, computation, and for parts that are timed briefly
         steps = search.warmup_steps + 3 * search.max_steps + 200
         epochs = math.ceil(steps * self.configuration.global_batch / (work.samples or 1)) + 1
         longer = work.model_copy(update={"epochs": max(work.epochs, epochs)})
@@ -196,7 +196,7 @@ class Session:
         from tula_hpc.attach.script_profile import Settings
 
         job = self.job
-        # values that may be passwords stay here
+        # leave out values that may be passwords
         cluster = job.cluster.model_copy(update={"environment": {}, "setup": ()})
         work = job.sweep.workload
         settings = Settings(
@@ -220,7 +220,7 @@ class Session:
     def _record(self, result: dict[str, Any], meeting: Meeting) -> None:
         measurement = Measurement.model_validate(result["measurement"])
         world = self.configuration.world_size
-        # 0: memory did not suffice for it
+        # 0: memory did not suffice for the all-reduce
         if measurement.times is not None and measurement.times.allreduce_time_s > 0:
             self.allreduce_s[world] = measurement.times.allreduce_time_s
         if self.env.rank != 0:
@@ -233,12 +233,13 @@ class Session:
             "node_seconds": self.job.nodes * elapsed_s,
         }
         if counts_steps(self.sweep):
-            # samples that fill no batch add up to further ones, and it takes as many as it is told
+            # the script takes as many steps as it is told to, and leftover samples of an epoch add
+            # up to further batches
             told |= {"short_batch": True, "batch_share": 1.0}
         append_record(self.job.output, measurement.model_copy(update=told))
         if result["others"]:
             sys.stderr.write(f"{_which_counts(result)}\n")
-        # its links are not followed; what the script has said stays
+        # links in it are not followed; the script's messages and output stay
         shutil.rmtree(self._folder(meeting) / "work", ignore_errors=True)
 
     @property
@@ -247,7 +248,7 @@ class Session:
         return work.accumulation if work.accumulates else None
 
     def _is_left_out(self, found: ProcessEnd) -> bool:
-        """Record that so large a batch leaves too few steps, if a smaller was measured. Collective."""
+        """Record that a batch leaves too few steps, if a smaller one was measured. Collective."""
 
         def record() -> str:
             from tula_hpc.profiling.record import describe
@@ -274,7 +275,7 @@ class Session:
         return bool(self.allocation.broadcast(record))
 
     def _fail(self, found: ProcessEnd) -> None:
-        """End the job as a worker's process has ended, see `end_as`."""
+        """End the job in the way in which a worker's process has ended, see `end_as`."""
         from tula_hpc.attach.processes import end_as
         from tula_hpc.profiling.record import record_oom
 
