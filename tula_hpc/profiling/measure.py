@@ -42,7 +42,7 @@ from tula_hpc.profiling.timing import (
 )
 from tula_hpc.records import Configuration, Identity, Measurement, compute_of
 
-# from GradScaler's first loss scale, 2^16, to 2^-8
+# overflows that bring GradScaler's loss scale from its first, 2^16, down to 2^-8
 MOST_OVERFLOWS = 24
 
 
@@ -52,11 +52,11 @@ class SharedTimes:
 
     # bare all-reduce by world size: it does not depend on the batch
     allreduce_s: dict[int, float] = field(default_factory=dict)
-    # world sizes and samples with a timed computation
+    # world sizes and local batches whose computation has been timed
     computed: set[tuple[int, int]] = field(default_factory=set)
 
     def update(self, other: SharedTimes) -> None:
-        """Add the times of another."""
+        """Add the times of another one."""
         self.allreduce_s.update(other.allreduce_s)
         self.computed.update(other.computed)
 
@@ -73,11 +73,12 @@ def measure(
 ) -> Measurement:
     """Measure one configuration: times of a step's parts, and memory.
 
-    Collective; the result is whole on rank 0. `env` is the rank among those that measure.
+    Collective; the result is complete on rank 0. `env` is this worker's place among those that
+    measure.
 
-    `shared` has times from earlier configurations of the job; this one's are added. The first one
-    is given `job_began_at`, Unix time: the start's time is measured too. `on_built` takes the
-    workload's identity, before memory may run out.
+    `shared` has times from earlier configurations of the job; this one's are added. With the first
+    one, `job_began_at` (Unix time) is given, so that the job's start is measured too. `on_built` is
+    called with the workload's identity, before memory may run out.
     """
     shared = shared or SharedTimes()
     suspensions = Suspensions().install()
@@ -172,26 +173,26 @@ class StepProfile(Course):
     def __init__(self, worker: Worker, rule: StoppingRule, shared: SharedTimes) -> None:
         self.shared = shared
         super().__init__(worker, rule, LoaderWaits(worker.device), self.shared.allreduce_s)
-        # smaller batches with a timed computation
+        # smaller batches whose computation has been timed
         self.computed: list[int] = []
-        # of the last whole step
+        # loss of the last whole step
         self.loss = torch.zeros(())
         for group in worker.optimizer.param_groups:
             group["lr"] = 0.0
         self.batches = worker.batches()
 
     def run(self, memory: MemoryMeter, power: PowerMeter) -> None:
-        """Warm up, then time whole steps (memory and power are metered here), and each part apart.
+        """Warm up, then time whole steps, metering memory and power, and then each part apart.
 
         Raises:
             InputError: Training samples hold inf or nan.
-            DivergedError: The untrained model's loss is not finite otherwise.
+            DivergedError: The untrained model's loss is not finite, though the samples are.
         """
         self._whole_step()
         self.note_first_step()
         driven(warm_up(self.worker, self.worker.sweep.search.warmup_steps - 1), self._whole_step)
         if self._takes_passes:
-            # nearly all steps of a training scale their gradients, and few take a pass for that
+            # nearly all steps of a training scale their gradients, but few need an extra pass
             self._step_for_factors()
             self.worker.observer.expect_small_norms()
         (diverged,) = self.worker.agree(0.0 if math.isfinite(float(self.loss)) else 1.0)
@@ -213,11 +214,11 @@ class StepProfile(Course):
 
     @property
     def _takes_passes(self) -> bool:
-        """True if factors come from passes over a reference batch, not from norms for free."""
+        """True if AGS's factors come from passes over a reference batch, not from free norms."""
         return self.worker.sweep.training.adapts and not self.worker.norms.are_given
 
     def _step_for_factors(self) -> None:
-        """Take steps until one gives factors; one whose gradients overflow lowers the loss scale."""
+        """Take steps until one gives factors; a step that overflows only lowers the loss scale."""
         for _ in range(MOST_OVERFLOWS):
             is_due = self.worker.observer.update_due
             before = self.worker.scaler.get_scale()
@@ -245,7 +246,7 @@ class StepProfile(Course):
     def use_up_batches(self) -> None:
         """See `Course`."""
         loader = self.worker.loader
-        # it holds so many when it is ahead
+        # a loader that is ahead holds this many batches
         for _ in range(loader.num_workers * (loader.prefetch_factor or 0)):
             next(self.batches)
 
@@ -261,10 +262,10 @@ class StepProfile(Course):
         self.worker.forward_backward(inputs, targets, synchronize=False, whole=whole)
 
     def _time_smaller_computes(self, inputs: Batch, targets: Batch) -> None:
-        """Time a step's micro-batch and other candidates' batches.
+        """Time the computation of a step's micro-batch, and of other candidates' smaller batches.
 
-        They take turns: a disturbance of some seconds then falls on one round of each, which does
-        not decide.
+        They take turns: a disturbance of some seconds then falls on one round of each batch, which
+        does not decide the mean.
         """
         worker, batch = self.worker, samples_in(targets)
         part = math.ceil(batch / worker.parts)
@@ -298,7 +299,7 @@ class StepProfile(Course):
         return tuple(zip(self.computed, self.worker.agree(*means), strict=True))
 
     def _time_optimizer(self) -> None:
-        # or each step would scale the gradients that the one before has scaled in place
+        # else each step would scale gradients that the step before has already scaled in place
         for parameter in self.worker.parameters:
             if parameter.grad is not None:
                 parameter.grad.zero_()

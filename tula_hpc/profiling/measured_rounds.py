@@ -1,8 +1,9 @@
-"""Rounds of whole steps that a profile measures, and their record, whoever takes the steps.
+"""Measure whole steps in rounds, for the built-in training and for scripts alike.
 
-A `Course` is a generator that yields where it waits for a step's end. The built-in training takes
-the steps in between itself, see `timing.driven`; a script takes them as it likes, and its hooks tell
-when one has ended. So both are measured in the same way, and make the same record.
+Methods of a `Course` are generators that yield where they wait for a step's end. The built-in
+training's steps are taken in between, see `timing.driven`; a script takes its steps as it likes,
+and its hooks report when one has ended. So both are measured in the same way, and make the same
+record.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Profiled(Metered, Trained, Protocol):
 class Course:
     """Times of whole steps, and of parts by themselves.
 
-    `allreduce_s` has the bare all-reduces by world size that are known; this one's is added.
+    `allreduce_s` has the known seconds of the bare all-reduce by world size; this one's is added.
     """
 
     def __init__(
@@ -65,9 +66,9 @@ class Course:
         self.worker, self.rule, self.waits = worker, rule, waits
         self.allreduce_s = allreduce_s
         self.samples: dict[str, list[float]] = {}
-        # steps or passes in each sample, which is a mean over them
+        # number of steps or passes over which each sample is a mean
         self.round_steps: dict[str, int] = {}
-        # seconds of processors for a step: of the loader's processes, and of this one
+        # processor seconds of a step: in the loader's processes, and in this one
         self.processor_s = (0.0, 0.0)
         self.noise = NoiseEstimate()
         # Unix time at the end of the first step
@@ -81,11 +82,11 @@ class Course:
         raise NotImplementedError
 
     def use_up_batches(self) -> None:
-        """Take the batches that the loader has ready, as many on each worker."""
+        """Take the batches that the loader has ready, equally many on each worker."""
         raise NotImplementedError
 
     def left_out_s(self) -> float:
-        """Return the seconds so far, while the device was idle, that are none of steps."""
+        """Return the seconds so far that belong to no step; the device was idle in them."""
         return 0.0
 
     def processor_seconds(self) -> ProcessorSeconds:
@@ -105,12 +106,12 @@ class Course:
             self.stepped_at = unix_time()
 
     def whole_steps(self, memory: MemoryMeter, power: PowerMeter) -> Steps[None]:
-        """Time whole steps, of which memory and power are metered. Collective."""
+        """Time whole steps, and meter their memory and power. Collective."""
         about_s = yield from self.settled()
         power.start()
         with self._on_device():
             memory.start()
-        # it takes back the memory that metering gave to the kernel
+        # an untimed step takes back the memory that `memory.start` gave to the kernel
         yield
         yield from self.timed(about_s)
         with self._on_device():
@@ -141,15 +142,15 @@ class Course:
             if not self.was_suspended():
                 break
         count = steps * len(seconds)
-        # a process may end while it is read
+        # below 0 where a loader's process has ended while its time was read
         self.processor_s = (max(0.0, used.loader_s) / count, used.worker_s / count)
         self.samples |= {"step": seconds, "data": waits}
         self.round_steps |= {"step": steps, "data": steps}
 
     def rounds(self, steps: int, apart_s: float | None = None) -> Steps[tuple[list[float], ...]]:
-        """Return mean seconds of a step, and of its wait, in rounds of so many. Collective.
+        """Return the mean seconds of a step, and of its wait, in rounds of `steps`. Collective.
 
-        `apart_s` is left out of each step, and of its wait.
+        If `apart_s` is given, it is left out of each step, and so is the wait.
         """
         waits: list[float] = []
 
@@ -166,7 +167,7 @@ class Course:
     # parts
 
     def time_apart(self, name: str, step: Callable[[], object], *, briefly: bool = False) -> None:
-        """Time a part of a step by itself, in rounds as whole steps; see `rounds_apart`."""
+        """Time a part of a step by itself, in rounds like whole steps; see `rounds_apart`."""
         self.samples[name], self.round_steps[name] = rounds_apart(
             self.worker, self.rule, step, briefly=briefly
         )
@@ -185,7 +186,7 @@ class Course:
         rounds = self.samples.get(part)
         return mean_interval(rounds).mean_s if rounds else 0.0
 
-    # what was found
+    # results
 
     def measured(self) -> dict[str, Any]:
         """Return the fields of a measurement that the timed steps give. Collective."""
@@ -236,8 +237,8 @@ class Course:
         )
 
     def _processor(self) -> ProcessorUse:
-        """Return the processor time of loading and computing, the largest. Collective."""
-        # the sign is changed where the least counts
+        """Return the largest processor times of loading and computing. Collective."""
+        # cores are negated, as the fewest of them count
         mine = (*self.processor_s, -cores_of(self.worker))
         loader_s, worker_s, cores = self.worker.agree(*mine)
         return ProcessorUse(loader_s=loader_s, worker_s=worker_s, cores=-cores)

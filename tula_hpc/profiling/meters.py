@@ -1,10 +1,10 @@
 """Meters of a profile: power of the nodes, memory, and processor time.
 
-Power is read as far as possible: of processors by RAPL, of GPUs by NVML. RAPL counts the energy of
-processor packages in `/sys/class/powercap/intel-rapl:*` (AMD's too); the counters are often
-readable by root alone (since CVE-2020-8694), and then that part is unknown. NVML counts the energy
-of each GPU since the driver was loaded, from Volta on. Power supplies, fans, memory and network are
-in neither: a node draws more, by some tens of per cent.
+Power is read as far as possible: for processors by RAPL, for GPUs by NVML. RAPL counts the energy
+of processor packages in `/sys/class/powercap/intel-rapl:*` (AMD's too); often only root can read
+the counters (since CVE-2020-8694), and then that part is unknown. NVML counts the energy of each
+GPU since the driver was loaded, from Volta on. Neither includes power supplies, fans, memory and
+network: a node draws more, by some tens of per cent.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class EnergyReading(NamedTuple):
 
 
 def read_energy(gpus: int = 0) -> EnergyReading:
-    """Read the counters as they are now; those of GPUs where there are at least so many."""
+    """Read the counters as they are now; those of GPUs only if at least `gpus` can be read."""
     joules = _nvml_joules(gpus)
     return EnergyReading(time.monotonic(), read_rapl(), joules)
 
@@ -86,7 +86,7 @@ def read_rapl() -> dict[str, RaplCounter]:
         if zone.name.count(":") != 1:
             continue
         try:
-            # of the whole machine, packages included
+            # psys is the whole machine, packages included
             if (zone / "name").read_text().strip() == "psys":
                 continue
             energy, limit = (
@@ -126,7 +126,7 @@ def _gpu_watts(began: float | None, ended: float | None, elapsed_s: float) -> fl
 def _nvml_joules(least: int) -> float | None:
     """Return the energy of all GPUs since their driver was loaded.
 
-    None if NVML is too old, or shows fewer than `least`, as to a task that is confined to its own.
+    None if NVML is too old, or shows fewer than `least`, as to a task that may use only some GPUs.
     """
     try:
         # of the package nvidia-ml-py, which may be absent
@@ -163,8 +163,8 @@ class Metered(Agreeing, Protocol):
 class PowerMeter:
     """Mean power of the nodes over the timed steps, read by one worker of each; 0: unknown.
 
-    It is the whole node's, and unknown where the job shares its nodes. Emulated nodes are one
-    machine.
+    It is the power of the whole node: unknown where the job shares its nodes, or where nodes are
+    emulated on one machine.
     """
 
     def __init__(self, cluster: ClusterSpec, worker: Metered) -> None:
@@ -212,7 +212,7 @@ class MemoryMeter:
 
     @property
     def has_run_out(self) -> bool:
-        """Tell whether the device's memory has, at any time; a script may have caught that."""
+        """Tell whether the device's memory has ever run out; a script may have caught that."""
         return self.cuda and _times_short()["num_ooms"] > 0
 
     def start(self) -> None:

@@ -27,11 +27,11 @@ from tula_hpc.process_memory import out_of_memory
 from tula_hpc.profiling.meters import Metered
 from tula_hpc.profiling.timing import round_s
 
-# each costs about as much as a training step
+# passes for the noise scale; each costs about as much as a training step
 PASSES = 4
-# of a single worker's batch, at most
+# most pieces of a single worker's batch
 PIECES = 4
-# samples; below, BatchNorm's statistics are mostly noise of their own
+# samples; in smaller pieces BatchNorm's statistics are mostly noise of their own
 SMALLEST_PIECE = 8
 
 Batches = Iterator[tuple[Batch, Batch]]
@@ -50,7 +50,7 @@ class NoiseEstimate(NamedTuple):
 def probe_noise(worker: Worker, batches: Batches) -> NoiseEstimate:
     """Return the noise scale at the worker's weights, the same on every worker. Collective.
 
-    Model and `.grad` stay. Where memory does not suffice for a second gradient, it is unknown.
+    Model and `.grad` stay as they are. Without memory for a second gradient the scale is unknown.
     """
     world, batch = worker.env.world_size, worker.configuration.local_batch
     pieces = 1 if world > 1 else min(PIECES, max(2, batch // SMALLEST_PIECE))
@@ -82,9 +82,9 @@ def estimate_from(norms: Sequence[tuple[float, float]], part: int, whole: int) -
 def shared_norms(
     worker: Metered, gradient: Tensor, squares: float, parts: int
 ) -> tuple[float, float]:
-    """Return all workers' parts' mean |g|² and |mean g|². Collective.
+    """Return mean |g|² and |mean g|² over the parts of all workers. Collective.
 
-    `gradient` is the sum of this worker's parts' gradients, and becomes that of all workers;
+    `gradient` is the sum of the gradients of this worker's parts, and becomes that of all workers;
     `squares` is the sum of their squared norms.
     """
     if worker.env.world_size > 1:
@@ -105,7 +105,7 @@ def _norms(
 def _sums(
     worker: Worker, inputs: Batch, targets: Batch, pieces: int, piece: int
 ) -> tuple[Tensor, float]:
-    """Return the sum of this worker's gradients, as one vector, and of their squared norms."""
+    """Return the sum of this worker's gradients, as one vector, and that of their squared norms."""
     parts = (
         take((inputs, targets), start, start + piece) for start in range(0, pieces * piece, piece)
     )
@@ -124,18 +124,18 @@ def squared_length(vector: Tensor) -> float:
     return float(parts.square().sum(dtype=torch.float64))
 
 
-# each takes about a quarter of a training step; the median ignores a first one with set-up
+# each takes about a quarter of a training step; the median ignores a first pass with set-up
 FORWARD_PASSES = 3
 
 
 def time_forward(worker: Worker, inputs: Batch, targets: Batch) -> list[float]:
-    """Return the seconds of some passes; none where memory does not suffice. Not collective.
+    """Return the seconds of some passes; none if memory does not suffice. Not collective.
 
     A pass is an evaluation's work on a loaded batch, `Worker.score`. It takes a training batch:
     nothing else has to be loaded, and where a training step fits, a pass without gradients does. A
-    batch below `SMALLEST_TEST_BATCH` is taken as many times over as reach it, and counts for its
-    share: small batches pay a cost for each call that an evaluation does not. Weights, buffers,
-    modes and random numbers stay.
+    batch below `SMALLEST_TEST_BATCH` is repeated until it reaches that, and its share of the time
+    counts: small batches pay a cost for each call that an evaluation does not. Weights, buffers,
+    modes and random numbers stay as they are.
     """
     gpus = [worker.device.index or 0] if worker.device.type == "cuda" else []
     try:

@@ -8,11 +8,11 @@ Where memory runs out:
 2. Where the kernel or Slurm killed the job before it could, `stages/profile.py` writes that record
    in its place (`_record_end`), for the configuration that `died_of` finds to blame.
 3. The next round proposes no such batch and no larger one on any number of nodes (`believed_to_fit`
-   in `analysis/search/propose.py`); a script that can takes it in more forward passes. The
-   configurations that the job had not measured yet are submitted again, unless that bound rules
-   them out.
+   in `analysis/search/propose.py`); a script that accumulates gradients takes such a batch in more
+   forward passes. The configurations that the job had not measured yet are submitted again, unless
+   that bound rules them out.
 
-Any other error ends the job as well; `retry_policy.py` tells whether another one follows.
+Any other error ends the job as well; `retry_policy.py` decides whether another job follows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def run_profile(job: ProfileJob, env: WorkerEnvironment, queue: WorkQueue) -> in
     """Measure a job's configurations; see `ProfileJob`."""
     allocation = Allocation(job.cluster, env, timedelta(minutes=job.cluster.profile_minutes))
     shared = SharedTimes()
-    # it takes memory for a moment, which is not the training's
+    # done before anything is metered: it takes memory for a moment, which is not the training's
     own_code(tuple(job.sweep.workload.entry_points))
     folder = HeldFolder(job.output.parent)
     measured = 0

@@ -25,11 +25,11 @@ def record_oom(
     """Record that a configuration does not fit into memory; see `profile_loop` for the consequences.
 
     Args:
-        output: Of the job; the record goes into this worker's own file beside it.
-        cluster: Where it was measured.
-        configuration: Of the profile or training.
+        output: File of the job; the record goes into this worker's own file beside it.
+        cluster: Cluster on which memory ran out.
+        configuration: Configuration of the profile or training.
         env: This worker.
-        failure: The kind of memory.
+        failure: Kind of memory that ran out.
         of_job: Further fields of the `Measurement`: its partition, passes, identity.
     """
     facts = describe(configuration, cluster, env)

@@ -2,9 +2,9 @@
 
 `python -m tula_hpc.profiling.rehearsal_process SWEEP.toml CLUSTER.toml [--memory PARTITION ...]`
 prints a `Trial` as JSON, in a process of its own, as it imports torch: `stages/rehearsal.py` starts
-it, and keeps its output. Mistakes that would end a job in its first minute are found here: data
-that are not as they should be, images that cannot be decoded, labels of no class, a function that
-fails or returns something else, an import that is missing.
+it, and keeps its output. Mistakes that would end a job in its first minute are found here: wrong
+data, images that cannot be decoded, labels of no class, a function that fails or returns something
+unexpected, an import that is missing.
 
 - Several items of training and test set are read; own code takes a training step on the CPU.
 - A model of more than `LARGEST_BYTES` is laid out without memory, and takes no step.
@@ -53,13 +53,13 @@ from tula_hpc.workloads.workload import (
     workload_of,
 )
 
-# relative, of a sample's loss in batches of several sizes; bfloat16 rounds by 0.4 %
+# relative difference up to which losses of a sample count as equal; bfloat16 rounds by 0.4 %
 ALIKE = 0.02
-# of parameters: a login node is not for more
+# bytes of parameters; a login node is not for larger models
 LARGEST_BYTES = 2 * 1024**3
 # a data set that takes longer to make is not made twice
 AGAIN_S = 5.0
-# more are read by nobody
+# most warnings that are shown, and most characters of each: nobody reads more
 MOST_WARNINGS = 5
 MOST_CHARACTERS = 300
 _SPEAKS_OF_DEVICE = re.compile(
@@ -72,12 +72,12 @@ class MixedSamplesWarning(UserWarning):
 
 
 def try_workload(spec: WorkloadSpec, data: Data, *, for_gpus: bool, several: bool) -> Identity:
-    """Take a job's first actions as a trial.
+    """Try what a job does first, and return the workload's identity.
 
-    Where several workers train, every parameter needs a gradient.
+    If several workers train, every parameter needs a gradient.
 
     Raises:
-        InputError: Something of it is wrong.
+        InputError: The workload or its data have a mistake.
     """
     classes = data.classes if spec.loss is None else None
     for which, samples in (("training", data.train), ("test", data.test)):
@@ -136,7 +136,7 @@ def _take_step(spec: WorkloadSpec, workload: Workload, positions: Sequence[int])
 
 
 def _warn_of_mixed_samples(name: str, workload: Workload, outputs: Any, targets: Any) -> None:
-    """Warn where a sample's loss is another one without the others, as where shapes broadcast."""
+    """Warn if a sample has another loss alone than in a batch, as where shapes broadcast."""
     try:
         among = workload.criterion.losses(outputs, targets)[:1]
         alone = workload.criterion.losses(*take((outputs, targets), 0, 1))
@@ -160,7 +160,7 @@ def _refuse_infinite(spec: WorkloadSpec, inputs: Any, positions: Sequence[int]) 
 
 
 def _refuse_other_data(spec: WorkloadSpec, data: Data) -> None:
-    """Refuse data sets whose samples change from call to call: each worker calls anew."""
+    """Refuse data sets whose samples change from call to call: each worker makes its own."""
     again = build_data(spec, TRIED_BEFORE)
     found = [
         f"{len(each.train)} and {len(each.test)}"  # type: ignore[arg-type] # checked before
@@ -189,7 +189,7 @@ def _refuse_other_data(spec: WorkloadSpec, data: Data) -> None:
 def _is_another(first: Dataset[Any], second: Dataset[Any], position: int) -> bool:
     """Tell whether an item differs between two data sets, but not between readings of the first.
 
-    What is drawn anew at each reading, as augmented images are, tells nothing.
+    Items that are drawn anew at each reading, such as augmented images, prove nothing.
     """
     reads = [_leaves(each, position, seed) for seed, each in enumerate((first, first, second))]
     return any(
@@ -212,10 +212,10 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 def _trial_of(sweep: SweepSpec, cluster: ClusterSpec, partitions: Sequence[str]) -> Trial:
     if cluster.executor == "local":
-        # where the jobs will run
+        # the jobs will run on this machine
         for part in cluster.parts():
             pick_device(part, 0)
-    # before the data are loaded
+    # measured before the data are loaded
     host_bytes = {name: host_baseline(sweep, cluster.part(name)) for name in partitions}
     began = time.perf_counter()
     data = build_data(sweep.workload, TRIED_BEFORE)
@@ -249,13 +249,13 @@ def _may_be_only_here(error: InputError, cluster: ClusterSpec | None) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code.
 
-    0: done; 1: it cannot be tried here; 2: wrong input; 3: the same, unless only this machine lacks
-    something.
+    0: done; 1: the workload cannot be tried here; 2: wrong input; 3: wrong input, unless only this
+    machine lacks something.
     """
     options = _parser().parse_args(arguments)
     begin_process()
     code, said = _try(options)
-    # last: the objects of code that failed are gone, and have printed what they print then
+    # printed last: objects of code that failed are gone by now, and may have printed at that
     write_out(f"{said}\n", sys.stderr if code else sys.stdout)
     return code
 
@@ -277,7 +277,7 @@ def _try(options: argparse.Namespace) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def _exits_traced() -> Iterator[None]:
-    """Have os._exit raise SystemExit in this process, whose place is told; children keep theirs."""
+    """Have os._exit raise SystemExit in this process, which shows its place; not in children."""
     leave = os._exit
     here = os.getpid()
 
@@ -294,7 +294,7 @@ def _exits_traced() -> Iterator[None]:
 
 
 def _own_warnings(caught: Sequence[warnings.WarningMessage]) -> Iterator[str]:
-    """Yield what Python warned of in the user's own files, "mine.py:19: text", and this module."""
+    """Yield the warnings of the user's own files, as "mine.py:19: text", and of this module."""
     found = [one for one in caught if one.category is MixedSamplesWarning or is_own(one.filename)]
     for one in found[:MOST_WARNINGS]:
         place = ""

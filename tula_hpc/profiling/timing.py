@@ -21,26 +21,26 @@ from tula_hpc.ddp.agreement import Agreeing
 
 # waiting for the device at a round's ends costs about a millisecond, below half a per cent of it
 ROUND_S = 0.25
-# for parts that only guide the model, or are small
+# a round of parts that only guide the model, or are small
 BRIEF_ROUND_S = 0.05
-# a quantity is not timed for longer than this share of the training's steps takes: eight profiles
-# of two quantities then take a quarter of a short training; but for LEAST_SECONDS at least
+# most time for a quantity, as a share of the time of the training's steps: eight profiles of two
+# quantities then take a quarter of a short training; LEAST_SECONDS are allowed in any case
 SHARE_OF_TRAINING = 0.015
-# a warm-up has no more steps than take so many seconds, but some
+# most time of a warm-up, in which LEAST_WARM_UP steps are taken in any case
 WARM_UP_S = 5.0
 LEAST_WARM_UP = 2
 # an interval from fewer rounds ends no measurement
 LEAST_ROUNDS = 5
-# of fewer, a half with its extremes pulled in says nothing of scatter
+# with fewer rounds, halves whose extremes are pulled in say nothing about scatter
 LEAST_HALVED = 6
-# max_steps should hold as many: the interval of ten is about half as wide as that of five
+# rounds that max_steps should hold: the interval of ten is about half as wide as that of five
 USUAL_ROUNDS = 10
 # 97.5 % quantiles of Student's t for 1, 2, … degrees of freedom
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 NORMAL = 1.959964
 
 T = TypeVar("T")
-# yields where it waits for the end of a step
+# a generator that yields where it waits for the end of a step
 Steps = Generator[None, None, T]
 
 
@@ -99,7 +99,7 @@ class Halves(NamedTuple):
 
     first_s: float
     second_s: float
-    # by more they differ in less than one of 20 measurements whose rounds only scatter
+    # difference that is exceeded in less than one of 20 measurements whose rounds only scatter
     scatter_s: float
 
 
@@ -137,21 +137,22 @@ class StoppingRule(NamedTuple):
     max_steps: int
     max_seconds: float
     ci_width: float
-    # of the training that bounds them; infinite where none does
+    # steps of the training whose share bounds `max_seconds`; infinite: there is no such bound
     training_steps: float = math.inf
 
     @classmethod
     def of(cls, search: SearchSpec, training_steps: float) -> StoppingRule:
-        """Return a sweep's rule, for a training of so many steps; infinite: unknown."""
+        """Return a sweep's rule, for a training of `training_steps`; infinite: unknown."""
         if search.max_seconds is not None:
             return cls(search.min_steps, search.max_steps, search.max_seconds, search.ci_width)
         limits = (search.min_steps, search.max_steps, MOST_SECONDS, search.ci_width)
         return cls(*limits, training_steps)
 
     def in_proportion(self, about_s: float) -> StoppingRule:
-        """Return the rule for steps of about so many seconds; the same on all workers.
+        """Return the rule for steps of about `about_s` seconds; the same on all workers.
 
-        Steps so long that `min_steps` take longer than that are timed in the fewest rounds.
+        The time is bounded by a share of the training. If `min_steps` take longer than that, fewer
+        steps are timed, but no fewer than `LEAST_ROUNDS`.
         """
         if math.isinf(self.training_steps):
             return self
@@ -165,11 +166,11 @@ class StoppingRule(NamedTuple):
     ) -> int:
         """Return the steps in a round of about `round_s` seconds.
 
-        Five rounds hold at least min_steps, and max_steps holds at least ten; a multiple comes
-        before both.
+        Five rounds hold at least min_steps, and max_steps holds at least ten rounds; but a round is
+        a multiple of `multiple_of` in any case.
 
         Args:
-            about_s: Seconds of a step, about; the same on all workers.
+            about_s: Approximate seconds of a step; the same on all workers.
             round_s: Seconds of a round.
             multiple_of: Steps in which each loader process delivers once: only whole turns take as
                 long as in training.
@@ -198,28 +199,28 @@ def least_timed(turn: int) -> int:
 
 
 def within(search: SearchSpec, steps: int, turn: int) -> SearchSpec | None:
-    """Return limits with which a warm-up and two timings of steps take no more than these.
+    """Return limits with which a warm-up and two timings take no more than `steps`.
 
     Args:
-        search: With the limits that there are.
-        steps: Of a script, those that are taken otherwise left out.
+        search: The limits in force.
+        steps: Steps that the script takes, without those for other parts of its profile.
         turn: Steps in which each loader process delivers once: rounds are multiples of it.
 
     Returns:
-        None where these are too few, or enough for the limits that there are.
+        None if the steps are too few, or enough for the limits in force.
     """
     most = (steps - search.warmup_steps) // 2
     if not least_timed(turn) <= most < search.max_steps:
         return None
     least = min(search.min_steps, most)
     if turn > 1:
-        # whole turns, of which none goes beyond `most`
+        # whole turns that fit into `most`
         least = min(least, most // turn * turn, LEAST_ROUNDS * turn)
     return search.model_copy(update={"max_steps": most, "min_steps": least})
 
 
 def driven(steps: Steps[T], step: Callable[[], object]) -> T:
-    """Take the steps that a generator waits for, and return its result."""
+    """Call `step` for each step that a generator waits for, and return the generator's result."""
     while True:
         try:
             next(steps)
@@ -232,7 +233,7 @@ def driven(steps: Steps[T], step: Callable[[], object]) -> T:
 def round_of(worker: Agreeing, steps: int, left_out_s: Callable[[], float] = float) -> Steps[float]:
     """Wait for a number of steps in a row; return the mean seconds of one, the device's included.
 
-    `left_out_s` returns the seconds so far that are none of steps; by default 0.
+    `left_out_s` returns the seconds so far that belong to no step; by default 0.
     """
     worker.synchronize_device()
     before_s = left_out_s()
@@ -253,9 +254,9 @@ def rounds_of(
 ) -> Steps[list[float]]:
     """Return the mean seconds of a step in rounds until all workers' rules are satisfied.
 
-    Collective, and every worker takes as many steps: they may be collective too.
+    Collective, and all workers take the same number of steps, as these may be collective too.
 
-    `counted` returns the part of a round's mean that counts, after the round.
+    `counted` is called after a round with its mean, and returns the part that counts.
     """
     rounds: list[float] = []
     unfinished = 1.0
@@ -276,7 +277,7 @@ def slowest_round(
 
 
 def warm_up(worker: Agreeing, most: int, left_out_s: Callable[[], float] = float) -> Steps[None]:
-    """Wait for so many steps, of long ones for fewer. Collective."""
+    """Wait for `most` steps, or for fewer if they are long. Collective."""
     if most == 0:
         return
     about_s = yield from slowest_round(worker, 1, left_out_s)
@@ -354,7 +355,7 @@ class LoaderWaits:
         return self._lost_s, len(self._waits)
 
     def back_to(self, mark: tuple[float, int]) -> None:
-        """Forget the waits since a mark, which were none of training; the device must be idle."""
+        """Forget the waits since a mark, which were not training's; the device must be idle."""
         self._lost_s, count = mark
         del self._waits[count:]
         self._launched = None

@@ -41,7 +41,7 @@ def ask_search(job: ProfileJob) -> list[Configuration]:
 
 
 def ask_passes(job: ProfileJob, local_batch: int) -> int | None:
-    """Return the forward passes in which a script takes a batch; None where it is not told.
+    """Return the forward passes in which a script is to take a batch; None if they are not set.
 
     Raises:
         StageError: The search failed.
@@ -115,15 +115,15 @@ class WorkQueue:
         self._began_at = job_started_at()
         self._here_since = unix_time()
         self._todo = deque(job.configurations)
-        # of a script, for the last configuration: see `ask_passes`
+        # forward passes of a script for the last configuration, see `ask_passes`
         self.passes: int | None = None
-        # known when all workers have met
+        # seconds until all workers have met; None: they have not yet
         self._startup_s: float | None = None
         if env.rank == 0:
             self._note("began", detail=failed_setup())
 
     def next(self) -> Configuration | None:
-        """Return the next configuration, noted; None when the job is to end."""
+        """Note and return the next configuration; None when the job is to end."""
         if self._startup_s is None:
             self._startup_s = unix_time() - self._began_at
             self._note("ready")
@@ -150,16 +150,16 @@ class WorkQueue:
             self._note("ended", detail=failure)
             return None
         configuration = self._todo.popleft()
-        # a job that cannot ask fails, or the same would be proposed to another one for ever
+        # an error here ends the job: else other jobs would get the same configuration for ever
         self.passes = ask_passes(self.job, configuration.local_batch)
         self._note("measuring", configuration)
         return configuration
 
     def _belongs_here(self, configuration: Configuration, longest_s: float) -> bool:
-        """Tell whether these nodes measure it, and at a lower cost than a job of its own.
+        """Tell whether to measure a configuration on these nodes: if a job of its own costs more.
 
-        A smaller size keeps nodes waiting here, N·e node-seconds in all; a job of its own would
-        first have to start, n·(s + e).
+        A configuration with fewer nodes keeps the others waiting here, N·e node-seconds in all; a
+        job of its own would first have to start, n·(s + e).
         """
         here, own = self.job.nodes, configuration.nodes
         if own >= here or not self.job.smaller:
