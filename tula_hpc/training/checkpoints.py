@@ -26,7 +26,7 @@ class Checkpoints(SafePoints):
 
     Raises:
         DataError: Workers see different checkpoints.
-        StageError: The state of one cannot be used.
+        StageError: The state of a checkpoint cannot be used.
     """
 
     worker: Worker
@@ -67,7 +67,7 @@ class Checkpoints(SafePoints):
     def count_time(self, seconds: float, *, suspended: bool) -> None:
         """See `SafePoints`."""
         if suspended:
-            # a line that has just been written has them
+            # if a line has just been written, it contains these seconds
             if self.log.window.steps:
                 self.log.exclude(seconds)
         else:
@@ -121,7 +121,7 @@ class Checkpoints(SafePoints):
         training, worker = self.training, self.worker
         initial = map_tensors(Tensor.clone, worker.model_state())
         self._throw_away_one_pass()
-        # on the host: on a GPU, Adam's step counts would be waited for at every step
+        # loaded on the host: on a GPU, every step would wait for Adam's step counts
         loaded = self.store.load_latest()
         self.check_same(loaded)
         if loaded is None:

@@ -1,9 +1,9 @@
-"""Drift watch: a training's step times against the plan's, on every worker, with events.
+"""Drift watch: compare a training's step times with the plan's, on every worker, and log events.
 
 Rank 0 reads plan and open episode for all workers: a network file system may show them different
-files at the same moment. Where step times drift, a probe times the parts of a step in mid-training,
-without a trace, to find the part that has changed. Whether they have drifted is decided by
-`Detector` and `Watch` of `analysis/drift.py`.
+files at the same moment. When step times drift, a probe times the parts of a step in mid-training,
+and changes nothing there, to find the part that has changed. `Detector` and `Watch` of
+`analysis/drift.py` decide whether step times have drifted.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ from tula_hpc.records import (
 
 
 class DriftStart(NamedTuple):
-    """Start of a watch."""
+    """What a watch starts with."""
 
-    # None: there is nothing to compare step times with
+    # the plan's step time, seconds; None: there is nothing to compare step times with
     prediction: Interval | None = None
-    # of an episode that goes on, see `Detector`
+    # side of an episode that is still open, see `Detector`; 0: there is none
     side: int = 0
-    # of AGS's gradient scale
+    # seconds of an update of AGS's gradient scale
     update_time_s: float = 0.0
 
 
 def begin_drift_watch(job: TrainJob, env: WorkerEnvironment) -> DriftStart:
-    """Return the start of a watch as rank 0 finds it in plan, profiles and episode. Collective.
+    """Return the start of a watch, as rank 0 reads plan, profiles and open episode. Collective.
 
-    Local steps of post-local SGD exchange nothing, which no prediction covers.
+    Post-local SGD is not watched: its local steps exchange nothing, which no prediction covers.
     """
     if not job.sweep.training.drift or job.sweep.training.method == "polo":
         return DriftStart()
@@ -93,7 +93,7 @@ def _from_numbers(numbers: list[float]) -> DriftStart:
 
 
 def _read(job: TrainJob) -> DriftStart:
-    # late, as only rank 0 needs it
+    # imported late, as only rank 0 needs these
     import numpy as np
 
     from tula_hpc.analysis.models.profiles import summarize, update_time
@@ -102,7 +102,7 @@ def _read(job: TrainJob) -> DriftStart:
     try:
         plan = run.read_plan()
     except RunDirectoryError:
-        # a training that was started by hand
+        # a training that was started by hand has no plan
         return DriftStart()
     measurements = measurements_of(run.measurements().records, job.partition)
     workers = np.array(job.configuration.world_size, dtype=np.float64)
@@ -116,7 +116,7 @@ def _read(job: TrainJob) -> DriftStart:
 
 
 def side_of(drift: Drift | None, configuration: Configuration) -> int:
-    """Return the side of an open episode, see `Detector`; 0 where it is of another configuration."""
+    """Return the side of this configuration's open episode, see `Detector`; 0 if there is none."""
     if drift is None or drift.configuration != configuration:
         return 0
     return 1 if drift.measured_s > drift.predicted_s else -1
@@ -124,7 +124,7 @@ def side_of(drift: Drift | None, configuration: Configuration) -> int:
 
 def read_drift(path: Path) -> Drift | None:
     """Return the open episode of a training, or None."""
-    # a damaged one is as good as none: the watch finds it again
+    # a damaged file counts as none: the watch finds the episode again
     with contextlib.suppress(FileNotFoundError, RunDirectoryError):
         return read_document(Drift, path)
     return None
@@ -134,12 +134,12 @@ def read_drift(path: Path) -> Drift | None:
 BLOCKS = 5
 # a shared processor runs each process for some milliseconds in turn, which a block averages
 BLOCK_S = 0.2
-# for each part, about; a preempted job may have only some seconds, and waits for the probe
+# about as long for each part: a preempted job may have only a few seconds, and waits for the probe
 SECONDS = 5.0
 
 
 def extent_of(pass_s: float) -> tuple[int, int]:
-    """Return blocks and passes of one: many where a pass is short, fewer blocks where it is long."""
+    """Return the number of blocks, fewer if a pass is long, and the passes in each."""
     passes = max(1, math.ceil(BLOCK_S / max(pass_s, 1e-3)))
     return max(1, min(BLOCKS, int(SECONDS / max(pass_s, BLOCK_S)))), passes
 
@@ -147,18 +147,18 @@ def extent_of(pass_s: float) -> tuple[int, int]:
 class Probe(NamedTuple):
     """Result of a probe."""
 
-    # without the wait for the loader
+    # seconds of the parts, without the wait for the loader
     parts: StepParts
-    # of the worker that is slowest in computing; None for one worker or where it is not known
+    # node of the worker that is slowest in computing; None: unknown, or there is only one worker
     slowest_node: int | None
 
 
 def probe_parts(worker: Worker, inputs: Batch, targets: Batch) -> Probe:
     """Time some forward and backward passes without synchronization, and bare all-reduces.
 
-    Collective. Weights, gradients, buffers and random numbers stay: gradients are taken beside
-    `.grad`, see `Worker.local_gradient`, and the all-reduced tensor is one of its own. A part for
-    which memory does not suffice stays unknown.
+    Collective. Weights, gradients, buffers and random numbers stay as they are: `.grad` is not
+    used, see `Worker.local_gradient`, and a separate tensor is all-reduced. A part for which memory
+    does not suffice stays unknown.
     """
     by_rank = _by_rank(worker, _compute_s(worker, inputs, targets))
     compute_s = None
@@ -166,7 +166,7 @@ def probe_parts(worker: Worker, inputs: Batch, targets: Batch) -> Probe:
     if min(by_rank) >= 0:
         compute_s = max(by_rank)
         if len(by_rank) > 1:
-            # Slurm may number tasks round the nodes
+            # Slurm may deal out task numbers round the nodes
             nodes = _by_rank(worker, worker.env.node_rank)
             slowest = int(nodes[by_rank.index(compute_s)])
     reduced_s = all_reduce_s(worker, worker.env.world_size)
@@ -177,8 +177,8 @@ def probe_parts(worker: Worker, inputs: Batch, targets: Batch) -> Probe:
 def _compute_s(worker: Worker, inputs: Batch, targets: Batch) -> float:
     """Return the seconds of a pass in a step's micro-batches; −1 if memory ran out on any worker.
 
-    All workers take as many passes: a model may exchange something in its forward pass, as
-    SyncBatchNorm does.
+    All workers take the same number of passes: a model may exchange something in its forward pass,
+    as SyncBatchNorm does.
     """
     micro_batches = split((inputs, targets), worker.parts)
 
@@ -208,7 +208,7 @@ def all_reduce_s(worker: Trained, workers: int) -> float | None:
 def _pass_s(worker: Agreeing, step: Callable[[], object]) -> float:
     """Return the seconds of one pass: the median over blocks of their means. Collective.
 
-    It was taken once before, as the first may have something to set up.
+    `step` has to be called once before, as the first call may have something to set up.
     """
     blocks, passes = extent_of(agreed_s(worker, step))
     return median(round_s(worker, step, passes) for _ in range(blocks))
@@ -289,7 +289,7 @@ class DriftGuard:
         """
         if self.watch is None:
             return ()
-        # or the steps in its queue would be missing
+        # else steps in the device's queue would be missing
         self.worker.synchronize_device()
         look, updates = self.clock.read(), self.updates
         self.updates = 0
@@ -298,7 +298,7 @@ class DriftGuard:
         )
 
     def look(self, shared: tuple[float, ...], batch: tuple[Tensor, Tensor]) -> None:
-        """Observe agreed readings; log the begin or end of an episode, with the part behind it."""
+        """Observe agreed readings; log an episode's beginning or end, with the part behind it."""
         if self.watch is None or not shared:
             return
         change = self.watch.observe(Look(*shared))
@@ -317,7 +317,7 @@ class DriftGuard:
         return drift, host
 
     def _expected(self) -> StepParts:
-        # only rank 0 logs, and one reader is enough for a shared file system
+        # only rank 0 logs, and a shared file system need not serve more than one reader
         if self.worker.env.rank != 0:
             return StepParts()
         everything = RunDirectory(self.job.root).measurements().records
@@ -357,7 +357,7 @@ def episode_of(
 def put_on_record(  # noqa: PLR0917 - of one event
     run: RunDirectory, label: str, job_id: str, change: DriftChange, drift: Drift, host: str = ""
 ) -> None:
-    """Log the begin or end of an episode of a training, and keep it while it lasts."""
+    """Log the beginning or end of a training's episode, and keep its file while it lasts."""
     path = run.train(label).drift_file
     if change == "drifted":
         write_atomically(path, drift.model_dump_json(indent=1))

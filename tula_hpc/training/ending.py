@@ -9,18 +9,19 @@ Course of a training on USR2 (before its time limit) and TERM (preemption, cance
 3. `training/loop.py` has them agree after each step. `checkpoint/safe_points.py` then saves, and
    waits until the checkpoint is on disk (`SafePoints.step_ended`).
 4. `leave`, here, logs "preempted", and asks for a requeue of this job, up to
-   `training.max_requeues` times, then it fails; not where it is cancelled, or Slurm requeues it by
-   itself. The process ends; on one machine its exit code asks submitit for the requeue.
-5. The requeued job goes on from the checkpoint. Where there is none, the command that waits submits
+   `training.max_requeues` times; then the training fails. It does not ask where the job is
+   cancelled, or Slurm requeues it by itself. The process ends; on one machine its exit code asks
+   submitit for the requeue.
+5. The requeued job goes on from the checkpoint. Without a requeue, the command that waits submits
    another job, as `retry_policy.py` says (`stages/train.py`).
 
 A script's training: the worker notes the signal (`attach/train/script_job.py`) and passes it on to
-the script's process. Without a handler of the script's own that process notes it in the same way
-(`attach/train/script_training.py`) and agrees with the others after a step, or, with `tula.keep`,
-between two batches, and saves (`attach/train/keeping.py`). Once it has ended, its worker goes on
-with 4.
+the script's process. If the script has no handler of its own, that process notes the signal in the
+same way (`attach/train/script_training.py`) and agrees with the others after a step, or, with
+`tula.keep`, between two batches, and saves (`attach/train/keeping.py`). Once the process has ended,
+its worker goes on with 4.
 
-A profile handles none: submitit requeues it, see `launch/job_start.py`.
+A profile handles neither signal: submitit requeues it, see `launch/job_start.py`.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def record_oom(job: TrainJob, env: WorkerEnvironment, failure: Failure) -> None:
 
 
 class LeavingTraining(Protocol):
-    """A training that leaves, as one of its workers sees it."""
+    """A training that leaves its job, as one of its workers sees it."""
 
     job: TrainJob
     env: WorkerEnvironment
@@ -86,7 +87,7 @@ class LeavingTraining(Protocol):
         """True on rank 0."""
 
     def any(self, mine: bool) -> bool:
-        """Tell whether it is true on any worker; only rank 0's may be. Collective."""
+        """Tell whether `mine` is true on any worker; only rank 0's may be true. Collective."""
 
     def log_event(self, event: EventName, detail: str, data: dict[str, Any] | None = None) -> None:
         """Add an event of this training to the run's events."""
@@ -95,7 +96,7 @@ class LeavingTraining(Protocol):
 def leave(training: LeavingTraining, stop: StopRequest, saved: str = "saved at step") -> str:
     """Ask for a requeue of a training that was stopped and saved, and end. Collective.
 
-    `saved` are the words before the number of its last step, in the event.
+    `saved` are the words before the number of the last step, in the event.
 
     Returns:
         `stopped` if the requeue was refused; `cancelled` or `preempted` if the job is on its way
@@ -161,13 +162,13 @@ def write_result(
 ) -> None:
     """Write the training's result on rank 0.
 
-    `test` is the evaluation of the final weights, `on_training_samples` the same, where it is
-    wanted. `diverged` is the error of a training that ends with a loss that is not finite.
+    `test` is the evaluation of the final weights, `on_training_samples` the one on training
+    samples, if it is wanted. `diverged` is the error of a training whose loss is not finite; or "".
     """
     if not training.is_main:
         return
     job, progress = training.job, training.progress
-    # of several starts from one checkpoint its progress knows one
+    # the progress counts several starts from the same checkpoint as one
     restarts = RunDirectory(job.root).history().restarts(job.label)
     result = TrainResult(
         label=job.label,
@@ -184,7 +185,7 @@ def write_result(
         test_accuracy=test.accuracy,
         test_top5_accuracy=test.top5_accuracy,
         train_time_s=progress.train_time_s,
-        # an earlier run began by another look at the clock, which may have been set since
+        # the clock may have been set since an earlier run noted the beginning
         wall_time_s=max(progress.train_time_s, unix_time() - progress.started_at),
         restarts=max(progress.restarts, restarts),
         diverged=bool(diverged),

@@ -21,7 +21,7 @@ class Evaluation(NamedTuple):
     """Loss and accuracies over a set of samples."""
 
     loss: float
-    # None: targets of this kind have none
+    # None: there is no accuracy for targets of this kind
     accuracy: float | None
     top5_accuracy: float | None
     # seconds that it took
@@ -52,7 +52,7 @@ class Evaluator:
         Raises:
             EvaluationStopped: All workers agreed to stop.
         """
-        # what is queued by now belongs to the steps
+        # work that the device has in its queue by now belongs to the steps
         self.training.worker.synchronize_device()
         started = time.perf_counter()
         evaluation = self._evaluate(self.test_loader)

@@ -1,4 +1,4 @@
-"""Decisions in which the trainings of a plan and those of a study differ."""
+"""Decisions that differ between the training of a plan and the trainings of a study."""
 
 from __future__ import annotations
 

@@ -59,12 +59,12 @@ class Trainer:
         self.log = TrainingLog(self.training, self.hooks)
         self.guard = DriftGuard(self.worker, job, start)
         self.suspensions = Suspensions().install()
-        # of the last step
+        # batch of the last step
         self.batch: tuple[Batch, Batch] | None = None
         self.checkpoints = Checkpoints(self.training, self.log, self.suspensions)
         self.saving = self.checkpoints.saving
         self.agreement = Agreement(self.worker, stop, self.saving.request, self.guard.look_every_s)
-        # after a stop at an epoch's last step the next save comes before any step
+        # set already here: after a stop at an epoch's last step, the next save precedes any step
         self.worker.set_position(self.training.epochs_seen, self.training.epochs_seen)
         self.evaluator = Evaluator(self.training, stop)
         self.has_started = False
@@ -84,14 +84,14 @@ class Trainer:
     def _train_or_leave(self) -> str:
         with contextlib.suppress(EvaluationStopped):
             return self._train()
-        # an evaluation changes nothing of the training: the resumed one begins with it
+        # an evaluation changes nothing in the training, and the resumed training begins with it
         self.training.progress.stopped = True
         self.checkpoints.save(wait=True)
         return leave(self.training, self.stop)
 
     def _train(self) -> str:
         progress = self.training.progress
-        # of the present weights
+        # evaluation of the current weights; None: there is none yet
         evaluation: Evaluation | None = None
         batches: Iterator[tuple[Batch, Batch]] | None = None
         while progress.epoch < self.training.epochs:
@@ -125,7 +125,7 @@ class Trainer:
         started = time.perf_counter()
         if self.batch is not None:
             self.guard.look(decision.shared, self.batch)
-        # probing a drift is no step's time
+        # the time for probing a drift belongs to no step
         self.log.exclude(time.perf_counter() - started)
 
     def _train_step(self, batches: Iterator[tuple[Batch, Batch]]) -> None:
@@ -151,7 +151,7 @@ class Trainer:
         self.worker.set_position(start, self.training.epochs_after_step)
 
     def _next_batch(self, batches: Iterator[tuple[Batch, Batch]]) -> tuple[Batch, Batch]:
-        # or two batches would be held while the step needs the most memory
+        # else two batches would be held while the step needs the most memory
         self.batch = None
         started = time.perf_counter()
         self.batch = batch = next(batches)
@@ -163,8 +163,8 @@ class Trainer:
     def _begin(self) -> Iterator[tuple[Batch, Batch]]:
         """Return the batches from here on, once the first is there.
 
-        Loader processes start with it, which is of the job's start and none of a step, as in a
-        profile.
+        Loader processes start with the first batch: as in a profile, that time belongs to the job's
+        start and to no step.
         """
         progress = self.training.progress
         batches = self.worker.batches(progress.epoch, progress.offset)
@@ -175,14 +175,14 @@ class Trainer:
         self._count_start()
 
         def following() -> Iterator[tuple[Batch, Batch]]:
-            # not kept while it is used
+            # popped, so that it is not held here while it is used
             yield first.popleft()
             yield from batches
 
         return following()
 
     def _count_start(self) -> None:
-        """Count the time of this job up to its first work, unless it is counted."""
+        """Count the time of this job up to its first work, unless it was counted before."""
         progress = self.training.progress
         if self.has_started:
             return

@@ -1,13 +1,13 @@
-"""The one writer of a training's metrics.jsonl, whoever takes the steps.
+"""Write a training's metrics.jsonl, for the built-in training and for scripts alike.
 
     `MetricsWriter`   lines of steps and of epochs, on rank 0. For the built-in training
-                      `training_log.py` decides when one is due, for a script
+                      `training_log.py` decides when a line is due, for a script
                       `attach/train/script_training.py`.
     `write_scores`    scores that `attach/train/scores.py` has read in a script's output
 
-`put_aside` of `records/metrics.py` keeps the file of a script's training that begins anew, and
-`read_metrics` there reads it whole. It is read as it grows by `tracking/follow.py`, and from its
-end by `status/run_files.py`.
+`put_aside` of `records/metrics.py` keeps the old file when a script's training begins anew, and
+`read_metrics` there reads a whole file. `tracking/follow.py` reads it as it grows, and
+`status/run_files.py` from its end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tula_hpc.optim.observer import GradientObserver
 from tula_hpc.records import EpochMetrics, StepMetrics, append_record
 from tula_hpc.records.metrics import parse_metrics
 
-# lines of earlier epochs that scores may have been added to after the last epoch's
+# lines at the end to look through: scores of earlier epochs may have been added after the last one
 MOST_ADDED = 16
 
 
@@ -42,7 +42,7 @@ class StepWindow:
         self.total: Tensor | None = None
 
     def add(self, *, seconds: float = 0.0, loss: Tensor | None = None) -> None:
-        """Count one step, with its time and its loss where they are known by now."""
+        """Count one step, with its time and its loss if they are known by now."""
         self.steps += 1
         self.seconds += seconds
         if loss is not None:
@@ -133,7 +133,7 @@ class MetricsWriter:
         append_record(self.file, self._last)
 
     def amend(self, known: Mapping[str, Any]) -> None:
-        """Add values that are known by now to the last line of an epoch."""
+        """Write the last epoch's line again, with values that are known by now."""
         if self._last is None and self.file is not None and self.file.exists():
             # written before this process began
             content = self.file.read_bytes()
@@ -144,15 +144,16 @@ class MetricsWriter:
 
 
 def write_scores(file: Path, found: Iterable[tuple[int, Mapping[str, float]]]) -> None:
-    """Write scores beside the epoch that was the last one to be over when each was found.
+    """Add scores to the epoch that was the last one over when they were found.
 
     Args:
-        file: The training's metrics.jsonl, in which each epoch's later lines take its place.
-        found: Scores, with the size that the file had then. Later ones of an epoch replace earlier.
+        file: The training's metrics.jsonl, in which a later line of an epoch replaces earlier ones.
+        found: Scores, with the file's size when they were found. Later scores of an epoch replace
+            earlier ones.
     """
     rows: dict[int, EpochMetrics] = {}
     content = b""
-    # before the first step there is none
+    # there is no file before the first step
     with contextlib.suppress(FileNotFoundError):
         content = file.read_bytes()
     for size, scores in found:
@@ -165,7 +166,7 @@ def write_scores(file: Path, found: Iterable[tuple[int, Mapping[str, float]]]) -
 
 
 def _last_epoch(content: bytes, end: int) -> EpochMetrics | None:
-    """Return the row of the last epoch up to there; scores of earlier ones may follow it."""
+    """Return the row of the last epoch before `end`; scores of earlier epochs may follow it."""
     newest: EpochMetrics | None = None
     start = end
     for _ in range(MOST_ADDED):
@@ -173,7 +174,7 @@ def _last_epoch(content: bytes, end: int) -> EpochMetrics | None:
         if start < 0:
             break
         line_end = content.find(b"\n", start)
-        # half a line of a writer that was killed is none
+        # half a line, of a writer that was killed, does not count
         with contextlib.suppress(ValueError):
             row = parse_metrics(content[start:line_end] if line_end >= 0 else content[start:])
             # the later line of an epoch has all that is known of it
@@ -183,5 +184,5 @@ def _last_epoch(content: bytes, end: int) -> EpochMetrics | None:
 
 
 def finite_or_none(value: float | None) -> float | None:
-    """Return None for a value that JSON cannot hold, as the first step's Δ(G)."""
+    """Return None for a value that JSON cannot hold, such as the first step's Δ(G)."""
     return value if value is not None and math.isfinite(value) else None

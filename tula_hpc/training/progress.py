@@ -51,7 +51,7 @@ class Training:
         return self.progress.epoch_ends(self.samples_per_epoch, self.global_batch)
 
     def any(self, mine: bool) -> bool:
-        """Tell whether it is true on any worker. Collective."""
+        """Tell whether `mine` is true on any worker. Collective."""
         (largest,) = self.worker.agree(float(mine))
         return bool(largest)
 

@@ -1,6 +1,6 @@
-"""Log of the built-in training: decides when lines are due, which `metrics_writer.py` writes.
+"""Log of the built-in training: decide when a line is due, which `metrics_writer.py` then writes.
 
-One for some steps, and one for each evaluated epoch.
+There is a line for every few steps, and one for each evaluated epoch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TrainingLog:
             training.env.world_size,
         )
         self.restart_window()
-        # sum over the steps of the epoch
+        # sum of the losses of the epoch's steps
         self.epoch_loss = torch.zeros((), dtype=torch.float64, device=training.worker.device)
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -49,7 +49,7 @@ class TrainingLog:
         self.started = time.perf_counter()
 
     def exclude(self, seconds: float) -> None:
-        """Leave out time that was not the steps'."""
+        """Leave out time that belongs to no step."""
         self.started += seconds
 
     def add_step(self, loss: Tensor) -> None:
@@ -69,8 +69,8 @@ class TrainingLog:
         """Write a line for the steps since the last one. Nothing else waits for the device.
 
         Raises:
-            DivergedError: Their loss ends the training.
-            InputError: It does, and samples are not finite.
+            DivergedError: The loss of these steps ends the training.
+            InputError: The same, where samples are not finite.
         """
         training = self.training
         window = self.window
@@ -88,11 +88,11 @@ class TrainingLog:
         self.metrics.write_steps(training.progress, window, observer, lr=lr, loss=mean_loss)
 
     def _refuse_samples(self, began: tuple[int, int], steps: int) -> None:
-        """Raise InputError if samples of so many steps are not finite: no rate helps then."""
+        """Raise InputError if samples of the steps are not finite: no learning rate helps then."""
         index = self.training.worker.loader.not_finite(*began, batches=steps)
         is_found = index is not None
         if self.hooks.divergence_is_result:
-            # all workers are here, and the one that writes the result may have others
+            # all workers come here, and rank 0, which writes the result, may have finite samples
             is_found = self.training.any(is_found)
         if is_found:
             which = "an item" if index is None else f"item {index}"
