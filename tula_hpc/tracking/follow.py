@@ -1,12 +1,13 @@
-"""Follower of metrics.jsonl: passes on each line to the trackers of `training.log_to`, once.
+"""Follow metrics.jsonl, and pass on each line once to the trackers of `training.log_to`.
 
     python -m tula_hpc.tracking RUN LABEL TRACKER...
 
-Rank 0 of a training's job starts it as a process of its own (`following`), so that no tracker takes
-time or memory from a step, or can end a training. The trainers know nothing of it, nor do scripts:
-all write the same metrics.jsonl. It ends when it is told to, or when who started it is gone, after
-the last line was passed on. How far each tracker has come is in trackers.json: a requeued training
-goes on in the same run of the tracker, and the steps that it repeats are left out.
+Rank 0 of a training's job starts the follower as a process of its own (`following`), so that no
+tracker takes time or memory from a step, or can end a training. Neither the built-in training nor
+scripts know of it: all write the same metrics.jsonl. It ends when it is asked to, or when the
+process that started it is gone, after it has passed on the last line. How far each tracker has come
+is in trackers.json: a requeued training goes on in the same run of the tracker, and the steps that
+it repeats are left out.
 """
 
 from __future__ import annotations
@@ -41,22 +42,22 @@ from tula_hpc.records.metrics import parse_metrics
 from tula_hpc.tracking.trackers import TRACKERS, Position, Tracker
 
 POLL_S = 2.0
-# for the follower of an earlier job, which may not have noticed its end
+# longest wait for the follower of an earlier job, which may not have noticed that job's end
 LOCK_S = 60.0
-# for the last lines, at the end of a training, and where its job has to leave
+# longest wait for the last lines: at the end of a training, and where its job has to leave
 END_S = 60.0
 LEAVE_S = 5.0
 MODULE = "tula_hpc.tracking"
 
 
 class Positions(Record):
-    """trackers.json."""
+    """Content of trackers.json."""
 
     of: dict[str, Position] = Field(default={})
 
 
 class Lines:
-    """Whole lines of a growing metrics.jsonl, each once; it may come late, and be replaced."""
+    """Whole lines of a growing metrics.jsonl, each once; the file may come late or be replaced."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -65,7 +66,7 @@ class Lines:
         self._offset = 0
 
     def new(self) -> list[AnyMetrics]:
-        """Return the lines since the last call; of a file in place of the former, all."""
+        """Return the lines since the last call; all lines of a file that replaces the former."""
         try:
             with self.path.open("rb") as file:
                 return self._read(file)
@@ -77,7 +78,7 @@ class Lines:
         if inode != self._inode:
             first_line = file.readline()
             if not first_line.endswith(b"\n"):
-                # it is being written
+                # the line is still being written
                 return []
             self._inode = inode
             self._offset = 0
@@ -85,7 +86,7 @@ class Lines:
         file.seek(self._offset)
         rows = []
         for line in file:
-            # the rest is being written
+            # the last line is still being written
             if not line.endswith(b"\n"):
                 break
             self._offset += len(line)
@@ -95,7 +96,7 @@ class Lines:
 
 
 class Follower:
-    """Passes on the lines of one training."""
+    """Follower of one training, which passes on its lines."""
 
     def __init__(self, files: TrainDirectory, trackers: Mapping[str, Tracker]) -> None:
         self.lines = Lines(files.metrics_file)
@@ -150,7 +151,7 @@ class Follower:
 
 def main(arguments: Sequence[str]) -> int:
     """Follow until the end; see the module. Returns the exit code."""
-    # they are the training's: it saves, and then says when it is over
+    # these signals are for the training, which saves, and then says when it is over
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     begin_process()
@@ -162,7 +163,7 @@ def main(arguments: Sequence[str]) -> int:
         is_over = False
         while not is_over:
             told, _, _ = select.select([sys.stdin], [], [], POLL_S)
-            # once more after the end
+            # lines are passed on once more after the end
             is_over = bool(told) or os.getppid() != parent
             follower.pass_on()
         follower.close()
@@ -171,7 +172,7 @@ def main(arguments: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Wait for the follower of an earlier job; where nothing can be locked, go on all the same."""
+    """Wait for the follower of an earlier job; go on without a lock if none can be had."""
     deadline = time.monotonic() + LOCK_S
     with path.open("a") as file:
         while time.monotonic() < deadline:
@@ -197,7 +198,7 @@ def following(root: Path, label: str, names: Sequence[str]) -> Iterator[None]:
         sys.stderr.write(f"training.log_to: cannot be followed: {error}\n")
         yield
         return
-    # the job may have to leave, or has failed
+    # if the block raises, the job has to leave, or has failed
     patience_s = LEAVE_S
     try:
         yield
@@ -208,7 +209,7 @@ def following(root: Path, label: str, names: Sequence[str]) -> Iterator[None]:
 
 def _end(process: subprocess.Popen[bytes], patience_s: float, log_file: Path) -> None:
     try:
-        # a closed pipe tells nothing while loader processes have it open, too
+        # to close the pipe is not enough while loader processes have it open, too
         process.communicate(b"end\n", timeout=patience_s)
     except subprocess.TimeoutExpired:
         process.kill()

@@ -24,11 +24,11 @@ from pydantic import Field
 from tula_hpc.env import with_variables
 from tula_hpc.records import AnyMetrics, Record, StepMetrics, TrainDirectory
 
-# lines that MLflow takes at once: it allows 1000 metrics
+# lines that are sent to MLflow at once: it allows 1000 metrics in a batch
 MLFLOW_LINES = 40
-# scores of so many epochs may still come
+# number of last epochs whose scores may still come
 LATE_EPOCHS = 8
-# of a metric of MLflow that each line of a kind has
+# metrics that every line of steps, or of an epoch, has in MLflow
 OF_STEPS, OF_EPOCHS = "train/lr", "epoch/epoch"
 
 
@@ -40,7 +40,7 @@ def values_of(row: AnyMetrics) -> dict[str, float]:
 
 
 def missing(names: Sequence[str]) -> list[str]:
-    """Return those whose package is not installed here."""
+    """Return the names whose package is not installed here."""
     return [name for name in names if not _is_installed(name)]
 
 
@@ -51,9 +51,9 @@ def _is_installed(package: str) -> bool:
 
 
 class Point(NamedTuple):
-    """Metrics of a line by name, as far as they were not passed on."""
+    """Metrics of a line by name, as far as they have not been passed on before."""
 
-    # the optimizer's
+    # number of the optimizer's step
     step: int
     values: dict[str, float]
 
@@ -61,26 +61,27 @@ class Point(NamedTuple):
 class Position(Record):
     """How far a tracker has come with a training."""
 
-    # id of its run there
+    # id of the training's run in the tracker
     run: str = ""
     # digest of the first line: a training that begins anew is another run
     first_line: str = ""
-    # last ones that were passed on
+    # last step and last epoch that were passed on
     step: int = 0
     epoch: int = 0
-    # names of metrics of the last epochs: a script's scores come later, in a line of their own
+    # names of the metrics that were passed on for the last epochs: a script's scores come later, in
+    # a line of their own
     told: dict[int, tuple[str, ...]] = Field(default={})
-    # passed on so far
+    # number of lines passed on so far
     lines: int = 0
 
     def after(self, row: AnyMetrics) -> tuple[Position, Point | None]:
-        """Return the position behind a line, and what is new in it: nothing in one that is repeated."""
+        """Return the position after a line, and what is new in the line; None if it is repeated."""
         values = values_of(row)
         if isinstance(row, StepMetrics):
             if row.step <= self.step:
                 return self, None
             return self._moved(step=row.step), Point(row.step, values)
-        # of an epoch that is not known any more, all
+        # of an epoch that is too long ago to be known, all metrics count as passed on
         told = self.told.get(row.epoch, tuple(values) if row.epoch <= self.epoch else ())
         values = {name: value for name, value in values.items() if name not in told}
         if not values:
@@ -95,13 +96,13 @@ class Position(Record):
 
 
 class Tracker(Protocol):
-    """Where metrics go."""
+    """Receiver of a training's metrics."""
 
     def begin(self, position: Position) -> Position:
-        """Begin a run, or go on with it, and return the position from which on it lacks lines."""
+        """Begin a run, or go on with it, and return the position after which it lacks lines."""
 
     def write(self, points: Sequence[Point], position: Position) -> None:
-        """Write points that follow the position, so that they are there when the process dies."""
+        """Write points that follow the position, so that they are kept if the process dies."""
 
     def close(self) -> None:
         """End the run, or leave it as it is for a later job."""
@@ -122,7 +123,7 @@ class TensorBoard(_Run):
     writer: Any = None
 
     def begin(self, position: Position) -> Position:
-        """Open a new event file, at which readers drop lines after the position."""
+        """Open a new event file, which makes readers drop earlier lines after the position."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -161,12 +162,12 @@ class TensorBoard(_Run):
 
 
 class WeightsAndBiases(_Run):
-    """Offline runs of Weights & Biases: each job's has the same id, so that they are one run there."""
+    """Offline runs of Weights & Biases: those of all jobs have one id, so that they are one run."""
 
     run: Any = None
 
     def begin(self, position: Position) -> Position:
-        """Open an offline run, with the id of the former."""
+        """Open an offline run, with the id of the former one, if there is any."""
         import wandb
 
         self.close()
@@ -179,13 +180,13 @@ class WeightsAndBiases(_Run):
             mode="offline",
             settings=quiet,
         )
-        # the steps of wandb have to grow, and here they count lines
+        # wandb's own steps have to grow, so they count lines here
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
         return position.model_copy(update={"run": str(self.run.id)})
 
     def write(self, points: Sequence[Point], position: Position) -> None:
-        """Log each of them."""
+        """Log each point."""
         for number, (step, values) in enumerate(points, start=position.lines):
             self.run.log({**values, "step": step}, step=number)
 
@@ -205,11 +206,11 @@ class MLflow(_Run):
     run = ""
 
     def begin(self, position: Position) -> Position:
-        """Create a run, or ask one how far it came."""
+        """Create a run, or ask the existing one how far it came."""
         from mlflow import environment_variables
         from mlflow.tracking import MlflowClient
 
-        # newer versions ask for it: a database would need more than their small package
+        # newer versions require this for files: a database would need more than mlflow-skinny
         if allowed := getattr(environment_variables, "MLFLOW_ALLOW_FILE_STORE", None):
             allowed.set(True)
         given = with_variables({}).get("MLFLOW_TRACKING_URI")
