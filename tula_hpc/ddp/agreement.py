@@ -1,4 +1,4 @@
-"""Agreement of all workers, at the same step, to stop or to save; and on whether memory suffices."""
+"""Let all workers agree, at the same step, to stop or to save, and on whether memory suffices."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tula_hpc.process_memory import out_of_memory
 
 
 class Agreeing(Protocol):
-    """Part of a worker by which it agrees with the others, and is timed."""
+    """Interface of a worker for agreeing with the other workers and for timing."""
 
     @property
     def device(self) -> torch.device:
-        """Device of the training."""
+        """Return the device that the training uses."""
 
     def agree(self, *values: float) -> list[float]:
         """Return the largest of each value over all workers. Collective."""
@@ -27,24 +27,25 @@ class Agreeing(Protocol):
         """Wait for the device."""
 
 
-# a preempted job has at least some seconds of grace; one small collective a second costs nothing
+# Seconds between agreements: a preempted job has at least some seconds of grace, and one small
+# collective a second costs nothing.
 CHECK_EVERY_S = 1.0
-# look at every step until the step time is known
+# the first steps all end with an agreement, until the step time is known
 FIRST_CHECKS = 10
-# of the steps between two agreements, at most
+# largest factor by which the number of steps between two agreements may grow
 GROWTH = 2
 T = TypeVar("T")
 
 
 def if_memory_suffices(worker: Agreeing, make: Callable[[], T]) -> T | None:
-    """Return what is made, or None on every worker if memory ran out on any. Collective."""
+    """Return the result of `make`, or None on all workers if memory ran out on any. Collective."""
     made: T | None = None
     try:
         made = make()
     except (RuntimeError, MemoryError) as error:
         if out_of_memory(error) is None:
             raise
-    # a worker that went on alone would wait for ever
+    # a worker that continued alone would wait forever in its next collective
     (missing,) = worker.agree(float(made is None))
     return None if missing else made
 
@@ -62,7 +63,7 @@ class Stop(IntEnum):
     """Stop request of one worker at an agreement; the largest over all workers counts."""
 
     NONE = 0
-    # after this step something is saved, so look again after the next one
+    # not after this step, where a script may be about to save: agree again after the next step
     NEXT = 1
     NOW = 2
 
@@ -72,7 +73,7 @@ class Decision(NamedTuple):
 
     stop: bool
     save: bool
-    # largest of each further value over the workers; empty where none were exchanged
+    # largest of each further value over the workers; empty if none was exchanged
     shared: tuple[float, ...] = ()
     # a checkpoint could not be saved
     failed: bool = False
@@ -82,7 +83,7 @@ GOES_ON = Decision(stop=False, save=False)
 
 
 class Agreement:
-    """Agreement, every `every_s` and at the same step on every worker, to stop or to save."""
+    """Agreement of all workers, about every `every_s` seconds, to stop or save at the same step."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class Agreement:
         self.every_s = every_s
         self.interval_steps = 1
         self.steps = 0
-        # the last agreement, by its step and time; the first ones together are one measurement
+        # step and time from which steps are timed: the last agreement; at first the start
         self.agreed_steps = 0
         self.started = time.monotonic()
 
@@ -107,9 +108,10 @@ class Agreement:
         """Decide after a step. Collective.
 
         Args:
-            values: Called at an agreement for further numbers, as many on every worker.
-            asks: A stop request counts after this step. Without, where something is saved next, it
-                is looked at again after the next step.
+            values: Returns further numbers to exchange, the same count on every worker; called only
+                at an agreement.
+            asks: Whether a stop request takes effect after this step. If not, the workers agree
+                again after the next step.
         """
         self.steps += 1
         since = self.steps - self.agreed_steps
@@ -123,7 +125,7 @@ class Agreement:
         mine = (float(asked), float(self.to_save()), step_s, *values())
         stopping, saving, slowest_s, *shared = self.worker.agree(*mine)
         if self.steps >= FIRST_CHECKS:
-            # steps may soon take longer, above all where only few were timed
+            # later steps may take longer, above all if only a few were timed
             most = GROWTH * since
             self.interval_steps = max(1, min(most, int(self.every_s / max(slowest_s, 1e-6))))
             self.agreed_steps = self.steps
@@ -136,13 +138,14 @@ class Agreement:
 
 
 class EvaluationStopped(Exception):  # noqa: N818 # no error: the training has been asked to stop
-    """Stop of all workers in an evaluation; its sums are lost, nothing else."""
+    """Stop of all workers within an evaluation; only the sums of the evaluation are lost."""
 
 
 def until_stopped(batches: Iterable[T], most: int, agreement: Agreement) -> Iterator[T]:
     """Yield this worker's batches of an evaluation until all workers agree to stop.
 
-    They agree before each batch, as often as the worker that has `most` of them.
+    Every worker agrees before each of its batches, and `most` times in all: as often as the worker
+    with the most batches.
 
     Raises:
         EvaluationStopped: On every worker.

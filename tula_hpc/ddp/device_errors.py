@@ -1,4 +1,4 @@
-"""Exceptions that mean a broken device of this node, and the event that names its host."""
+"""Recognize exceptions that mean a broken device of this node, and log the node's host name."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from tula_hpc.launch import slurm
 from tula_hpc.launch.diagnosis import DEVICE_WORDS, MOST_WORDS
 from tula_hpc.records import RunDirectory
 
-# cudaErrorDevicesUnavailable, NoDevice, ECCUncorrectable, NvlinkUncorrectable, LaunchFailure,
-# SystemNotReady, SystemDriverMismatch and Unknown
+# CUDA error codes of a broken device: cudaErrorDevicesUnavailable, NoDevice, ECCUncorrectable,
+# NvlinkUncorrectable, LaunchFailure, SystemNotReady, SystemDriverMismatch and Unknown
 DEVICE_CODES = frozenset({46, 100, 214, 220, 719, 802, 803, 999})
-# limit of waiting for Slurm's answer while a worker is about to leave
+# longest wait for Slurm's answer before a failed worker exits
 ANSWER_S = 10.0
 
 
 def is_of_accelerator(error: BaseException) -> bool:
-    """Tell whether it is an error of CUDA by its type, which torch has since 2.8."""
+    """Tell whether an error has torch's type for CUDA errors, which exists since torch 2.8."""
     return isinstance(error, getattr(torch, "AcceleratorError", ()))
 
 
 def broken_device(error: BaseException) -> str:
     """Return the line of an error that names a broken device of this node, or "".
 
-    An error of nccl is not enough: its network may have failed at any of the peers.
+    An nccl error alone is not enough: the network may have failed at any of the peers.
     """
     if isinstance(error, TulaError) and not isinstance(error, DeviceError):
         return ""
@@ -45,7 +45,7 @@ def broken_device(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def telling_broken_devices(root: Path, stage: str) -> Iterator[None]:
-    """Log the name of this host where the block fails with an error of a broken device.
+    """Log the name of this host if the block fails with an error of a broken device.
 
     Raises:
         DeviceError: In place of that error.
@@ -71,7 +71,7 @@ def telling_broken_devices(root: Path, stage: str) -> Iterator[None]:
 
 
 def _warn_siblings(host: str) -> None:
-    """Keep the array's other tasks off this host, which is free once this task has failed."""
+    """Keep the array's other tasks off this host, which becomes free when this task ends."""
     array_id, task_id = array_job_id(), slurm_job_id()
     if array_id is not None and task_id is not None:
         with contextlib.suppress(LaunchError):

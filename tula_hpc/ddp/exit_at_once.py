@@ -1,9 +1,9 @@
-"""Exit of a worker that has failed: at once, without waiting for destructors and threads.
+"""End a failed worker at once, without waiting for destructors and threads.
 
 At the interpreter's end NCCL's destructors wait for peers that may not come, for up to the time
-limit of a collective, and Python waits for every thread that is not a daemon. All the while the
-process lives, so that neither `srun -K1` nor its peers notice the failure. The record and the
-traceback, which must be kept, are on disk by then.
+limit of a collective, and Python waits for every thread that is not a daemon. Meanwhile the process
+is alive, so neither `srun -K1` nor its peers notice the failure. The record and the traceback, which
+must be kept, are on disk by then.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tula_hpc.env import has_peers
 def leaving_at_once() -> Iterator[None]:
     """End the process of a worker with peers right after the block's exception is printed.
 
-    The exception is raised on; Python prints it before the interpreter's end begins.
+    The exception propagates, and Python prints it before the interpreter shuts down.
     """
     try:
         yield
@@ -44,8 +44,8 @@ def _exit_code(error: BaseException) -> int:
 def _leave_with_the_interpreter(exit_code: int) -> None:
     """Exit before Python waits for threads and before it calls any other exit function.
 
-    Python has a hook for exit functions only, and it waits for threads before them, once the main
-    thread has ended.
+    Python calls exit functions only after it has waited for threads. So a daemon thread exits, too,
+    as soon as the main thread has ended.
     """
     atexit.register(_leave, exit_code)
 
@@ -53,7 +53,7 @@ def _leave_with_the_interpreter(exit_code: int) -> None:
         threading.main_thread().join()
         _leave(exit_code)
 
-    # where the limit on processes is reached there is no thread, and the first error must stay
+    # at the limit on processes no thread can start; that must not hide the first error
     with contextlib.suppress(RuntimeError):
         threading.Thread(target=leave_after_the_main_thread, daemon=True, name="leaving").start()
 

@@ -1,12 +1,12 @@
-"""Optimizer and learning rate of `training.method`.
+"""Build the optimizer and compute the learning rate of `training.method`.
 
-| method | base | around it |
+| method | base optimizer | wrapper |
 | --- | --- | --- |
-| lbt, lrs, sqrt | the workload's | nothing: they differ in the rate |
-| lars, lamb | SGD or AdamW with a rate for each layer | nothing |
-| polo | the workload's | post-local SGD; with one worker nothing |
+| lbt, lrs, sqrt | the workload's | none: they differ in the learning rate |
+| lars, lamb | SGD or AdamW with a rate for each layer | none |
+| polo | the workload's | post-local SGD; none with one worker |
 | static, ags | the workload's; LARS or LAMB if `layer_wise` | `TulaOptimizer` with its options |
-| adascale | the workload's | `TulaOptimizer` in the form that is AdaScale's gain |
+| adascale | the workload's | `TulaOptimizer` with options that make its scale AdaScale's gain |
 
 The learning rate follows the data seen, so that it stays right when the batch changes.
 """
@@ -31,12 +31,12 @@ from tula_hpc.workloads.optimizers import base_optimizer, norms_and_biases, shar
 if TYPE_CHECKING:
     from tula_hpc.optim.post_local_sgd import EpochAverager
 
-# of post-local SGD, as in the paper
+# epochs with synchronous steps at the start of post-local SGD, as in the paper
 SYNCHRONOUS_EPOCHS = 5
 
 
 class NoAverager:
-    """Null object of methods in which all steps use the gradients of all workers."""
+    """Null object for methods in which every step uses the gradients of all workers."""
 
     local = False
     begins = False
@@ -62,7 +62,7 @@ def build_stepper(
 ) -> Stepper:
     """Build the method's optimizer with its observer.
 
-    Some intervals are stated in epochs, of so many training samples.
+    `samples` is the size of the training set, by which intervals in epochs become steps.
     """
     training = sweep.training
     batch = configuration.global_batch
@@ -82,7 +82,7 @@ def build_stepper(
         return Stepper(scaling, observer, NoAverager())
     observer = StepObserver(base, batch) if training.observe_gradients else GradientObserver()
     if training.method == "polo" and configuration.world_size > 1:
-        # here, since few need it, and torch takes a while to import its own
+        # imported late: few trainings need it, and torch's part of it takes a while to import
         from tula_hpc.optim.post_local_sgd import EpochAverager, PostLocalSGD
 
         averager = EpochAverager(model, synchronous_epochs(sweep.workload.epochs))
@@ -91,12 +91,12 @@ def build_stepper(
 
 
 def synchronous_epochs(epochs: int) -> int:
-    """Return the first epochs of post-local SGD: 5, or a fifth of a short training, at least 1."""
+    """Return the synchronous epochs of post-local SGD: 5, or a fifth of a short training, or 1."""
     return min(SYNCHRONOUS_EPOCHS, max(1, epochs // 5))
 
 
 def reference_share(training: TrainingSpec, configuration: Configuration) -> int:
-    """Return each worker's samples of the reference batch; BatchNorm needs at least 2."""
+    """Return the samples of the reference batch on each worker; BatchNorm needs at least 2."""
     wanted = max(
         2, training.reference_batch(configuration.global_batch) // configuration.world_size
     )
@@ -133,7 +133,7 @@ def _scale_warmup_epochs(sweep: SweepSpec) -> float:
     epochs = sweep.training.ags.scale_warmup_epochs
     if sweep.training.scale_warmup_epochs is not None:
         return epochs
-    # a preset's: at most a fifth of a short training
+    # not set by the user: the preset's value, but at most a fifth of the training
     return min(epochs, sweep.workload.epochs / 5)
 
 
@@ -142,9 +142,9 @@ def _adascale(training: TrainingSpec, configuration: Configuration, samples: int
 
         r = (σ² + μ²) / (σ²/S + μ²) = ‖g_b‖² / ‖g_B‖²,  S = B/b,  so that 1 <= r <= S
 
-    Moving averages have the decay max(0, 1 − S/1000), as there. Its scale-invariant iterations are
-    left out: methods are compared over equal epochs, so the rate follows the data seen. b is the
-    batch that workload.lr was chosen for.
+    Moving averages have the decay max(0, 1 − S/1000), as in that paper. AdaScale's scale-invariant
+    iterations are left out: methods are compared over equal epochs, so the learning rate follows
+    the data seen. b is the batch that workload.lr was chosen for.
     """
     batches = scaled_batches(training, configuration)
     ratio = batches["large_batch"] / batches["small_batch"]
@@ -164,7 +164,7 @@ def scaled_batches(training: TrainingSpec, configuration: Configuration) -> dict
     """Return b_small and b_large, as options of `TulaOptimizer`."""
     large = configuration.global_batch
     if training.free_reference and configuration.world_size > 1:
-        # computed from norms, it need not be a whole number of samples a worker
+        # computed from norms, so it need not be a whole number of samples per worker
         small = training.reference_batch(large)
     else:
         small = _taken(training, configuration)
@@ -172,7 +172,7 @@ def scaled_batches(training: TrainingSpec, configuration: Configuration) -> dict
 
 
 class ReferenceBatch:
-    """b_small over a training: the configured one, divided by its shrink evenly in the logarithm.
+    """Schedule of b_small over a training: from the configured value it shrinks exponentially.
 
         b_small(e) = b_small / shrink^(e / E),  at least 1
 
@@ -196,7 +196,7 @@ def _shrink(sweep: SweepSpec, configuration: Configuration, samples: int) -> flo
         return 1.0
     if options.small_batch_shrink is not None:
         return options.small_batch_shrink
-    # with such optimizers no other value was tried
+    # no other value was tried with optimizers whose update is scaled
     if sweep.scale_applies_to == "update":
         return 1.0
     epochs = sweep.workload.epochs
@@ -209,10 +209,10 @@ def _taken(training: TrainingSpec, configuration: Configuration) -> int:
 
 
 def pass_interval(training: TrainingSpec, configuration: Configuration, samples: int) -> int:
-    """Return the steps between two reference passes.
+    """Return the number of steps from one reference pass to the next.
 
-    An interval of 0 epochs stands for passes over `PASS_SHARE` of the samples: a form that expects
-    norms at every step needs many passes on a single worker with BatchNorm.
+    An interval of 0 epochs is that of forms that expect norms at every step without a pass. A single
+    worker with BatchNorm has no such norms, so its passes take `PASS_SHARE` of the samples.
     """
     epochs = training.ags.update_interval_epochs
     if epochs == 0:
@@ -226,11 +226,11 @@ def _steps_per_epoch(configuration: Configuration, samples: int) -> int:
     return max(1, samples // configuration.global_batch)
 
 
-# of the baselines in the paper
+# epochs of warm-up of the paper's baselines
 WARMUP_EPOCHS = 5.0
-# of all epochs: a short run must not be all warm-up
+# largest share of all epochs for warm-up: a short run must not be all warm-up
 LARGEST_WARMUP = 0.2
-# at any batch
+# methods that need warm-up at any batch
 WARMED_UP = ("lars", "lamb", "polo")
 SCALING: Mapping[str, LrScaling] = {
     "lrs": "linear",
@@ -241,13 +241,13 @@ SCALING: Mapping[str, LrScaling] = {
 
 
 def learning_rate(sweep: SweepSpec, global_batch: int, epoch: float) -> float:
-    """Return the rate at an epoch: linear warm-up to the method's, then constant, steps or cosine.
+    """Return the learning rate at an epoch: linear warm-up, then constant, in steps or cosine.
 
-    The epoch is samples seen over samples per epoch, fractional. torch's schedulers count steps;
-    after an out-of-memory restart with a smaller batch a step is less data, and the schedule would
-    run ahead. This one counts data, and the method's rate follows the batch in force.
+    The epoch is fractional: samples seen over samples per epoch. torch's schedulers count steps, and
+    would run ahead after an out-of-memory restart with a smaller batch, when a step is less data.
+    This schedule counts data, and the method's rate follows the current batch.
 
-    Warm-up begins at a tenth of the method's rate, or at workload.lr where that is lower: a rate
+    Warm-up begins at a tenth of the method's rate, or at workload.lr if that is lower: a rate
     that was scaled up more than tenfold starts from the base rate (P. Goyal et al. 2017, "Accurate,
     large minibatch SGD", section 2.2), and no warm-up starts above it. See also `lr_scale` and
     `warmup_epochs`.
@@ -261,10 +261,10 @@ def learning_rate(sweep: SweepSpec, global_batch: int, epoch: float) -> float:
 
 
 def lr_scale(training: TrainingSpec, global_batch: int) -> float:
-    """Return the method's rate over workload.lr, which is right for `base_batch`.
+    """Return the method's rate divided by workload.lr, which is right for `base_batch`.
 
     LARS scales linearly, as in the paper (and Y. You et al. 2017, "Large batch training of
-    convolutional networks"), LAMB by the root (Y. You et al. 2020, "Large batch optimization for
+    convolutional networks"), LAMB by the square root (Y. You et al. 2020, "Large batch optimization for
     deep learning"); `training.lr_scaling` overrides that for these two and for AGS.
     """
     ratio = global_batch / training.base_batch
@@ -280,13 +280,11 @@ def _lr_scaling(training: TrainingSpec) -> LrScaling:
 
 
 def warmup_epochs(sweep: SweepSpec, global_batch: int) -> float:
-    """Return the epochs of warm-up: training.warmup_epochs, or else the larger of two.
+    """Return the epochs of warm-up: training.warmup_epochs, or else a default of the method.
 
-    One is workload.warmup_epochs, the other the method's need.
-
-    The paper's baselines, and AGS with a scaled rate, need `WARMUP_EPOCHS` or a fifth of the
-    training, whichever is less; plain training and a scaled rate need them beyond `base_batch`, up
-    to which the workload's rate was tuned.
+    The default is workload.warmup_epochs, but at least `WARMUP_EPOCHS` or a fifth of the training,
+    whichever is less, for LARS, LAMB and post-local SGD at any batch, and for plain training and
+    methods with a scaled rate above `base_batch`, up to which the workload's rate was tuned.
     """
     training, workload = sweep.training, sweep.workload
     if training.warmup_epochs is not None:

@@ -1,7 +1,8 @@
-"""Squared norms of small gradients at every step, reported to the observer without another pass.
+"""Report squared norms of small batches' gradients at every step, without another pass.
 
-They are taken by `gradients/small_batch_norms.py`. Several workers have gradients of small batches
-anyway, their own; a single worker has them where it takes its batch in micro-batches.
+`gradients/small_batch_norms.py` computes them. With several workers, each has the gradient of a
+small batch anyway: its own. A single worker has such gradients if it splits its batch into
+micro-batches.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from tula_hpc.optim.observer import GradientObserver
 
 
 class SmallNorms:
-    """Null object: a step has no norms of small gradients."""
+    """Null object for steps without norms of small batches' gradients."""
 
     are_given = False
-    # micro-batches in which a step takes its local batch
+    # number of micro-batches into which a step splits its local batch
     count = 1
 
     def parts(self, inputs: Batch, targets: Batch) -> Iterator[tuple[Batch, Batch, float]]:
-        """Yield micro-batches of a batch with their share of its samples."""
+        """Yield the micro-batches of a batch, each with its share of the samples."""
         yield inputs, targets, 1.0
 
     def report(
@@ -33,12 +34,13 @@ class SmallNorms:
     ) -> None:
         """Give the observer the norms of the last backward pass.
 
-        They are multiplied as clipping has multiplied the large gradient, so that it leaves their
-        ratio alone; the observer, which knows of it, takes the noise of the gradient before.
+        The norms are multiplied by the factor by which clipping has multiplied the large gradient,
+        so that clipping does not change their ratio. The observer knows the factor, and computes
+        the noise of the gradient before clipping.
         """
 
     def release(self) -> None:
-        """Let go of the model after its last backward pass."""
+        """Release the model after its last backward pass."""
 
 
 class WorkerNorms(LocalNorms, SmallNorms):
@@ -49,7 +51,7 @@ class WorkerNorms(LocalNorms, SmallNorms):
     def report(
         self, observer: GradientObserver, loss_scale: Tensor | float, clipping: Tensor | float
     ) -> None:
-        """Give the observer both; see `SmallNorms`."""
+        """Give the observer both kinds of norms; see `SmallNorms`."""
         squares, batch = self.squares(loss_scale)
         observer.observe_small(squares * clipping**2, batch)
         observer.observe_norms(self.averaged(loss_scale) * clipping**2)
@@ -71,14 +73,14 @@ class MicroBatchNorms(PartNorms, SmallNorms):
 def small_norms(
     training: TrainingSpec, model: nn.Module, parameters: Sequence[Tensor], local_batch: int
 ) -> SmallNorms:
-    """Return the norms that a worker's steps give for free.
+    """Return the norms that a worker's steps yield at no extra cost.
 
-    A single worker takes its batch in two micro-batches where that changes nothing but the order of
-    additions. BatchNorm would train on statistics of half the batch: such a model keeps the
+    A single worker splits its batch into two micro-batches if that changes nothing but the order of
+    additions. BatchNorm would train on statistics of half the batch, so a model with it keeps the
     reference pass, at its interval. A single worker whose gradients are only observed has no norms:
-    its training must not change by that.
+    observing must not change its training.
 
-    The model is the one that a step calls: wrapped where there are several workers.
+    `model` is the one that a step calls: wrapped in DDP if there are several workers.
     """
     is_observed = training.observe_gradients and not training.adapts
     if not (is_observed or training.free_reference):

@@ -1,8 +1,8 @@
-"""Exceptions of the user's own code in a job: one sentence says whose code, where, and which key.
+"""Turn exceptions of the user's own code in a job into one sentence: whose code, where, which key.
 
-It is the last line of the job's log, and an `InputError`: the command ends there, since another job
-would end in the same way. Errors that may not be the user's mistake are left as they are: lack of
-memory, peers that are gone, a device or a file system that fails.
+The sentence is the last line of the job's log, and an `InputError`: the command ends, since another
+job would fail in the same way. Errors that may not be the user's mistake are left as they are: lack
+of memory, lost peers, a device or a file system that fails.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tula_hpc.user_code import is_entry_point, is_mistake, told_with_remedy
 from tula_hpc.workloads.criterion import CALLS, labels_without_score
 
 _MODEL_KEY = "workload.model"
-# code of torch that runs a module, also one without code of the user's own below it
+# torch's code that calls a module, even a module that runs no code of the user's own
 _MODULE_CALLS = frozenset({nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__})
 
 
@@ -45,7 +45,7 @@ def telling_own_mistakes(spec: WorkloadSpec) -> Iterator[None]:
 
 
 def own_mistake(error: Exception, spec: WorkloadSpec) -> InputError | None:
-    """Return the error for the user if an exception comes out of the user's own code."""
+    """Return the error for the user if an exception comes from the user's own code, else None."""
     if isinstance(error, TulaError) or is_of_accelerator(error) or not is_mistake(error):
         return None
     if lost_a_peer(error) or device_word(str(error)):
@@ -60,7 +60,7 @@ def own_mistake(error: Exception, spec: WorkloadSpec) -> InputError | None:
 
 
 def _key_of(error: Exception) -> str:
-    """Return the key of the function whose code raised; "" if that is not the user's."""
+    """Return the key that names the function that raised; "" if that is not the user's."""
     codes = [frame.f_code for frame in _frames(error)]
     for code in codes:
         if code in CALLS:
@@ -73,7 +73,7 @@ def _key_of(error: Exception) -> str:
 
 
 def _calls(error: Exception) -> Iterator[tuple[Any, Any]]:
-    """Yield outputs and targets with which the user's loss or metric was called."""
+    """Yield the outputs and targets with which the user's loss or metric was called."""
     for frame in _frames(error):
         if frame.f_code in CALLS:
             yield frame.f_locals["outputs"], frame.f_locals["targets"]

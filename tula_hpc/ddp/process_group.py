@@ -1,8 +1,8 @@
-"""Process groups of a job's workers, and the device of each.
+"""Make process groups of a job's workers, and pick the device of each worker.
 
-In an `Allocation` of nodes that is measured on repeatedly, some workers form a process group, which
-is the default one: nothing else has to know that there are others. The others wait for rank 0's
-next decision in a system call, which uses no CPU.
+A profile measures on different numbers of its job's nodes, see `Allocation`. The workers of the
+nodes in use form torch's default process group, so no other code has to know that there are more
+workers. These wait for rank 0's next decision in a system call, which uses no CPU.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tula_hpc.env import WorkerEnvironment, granted_gpus, socket_interface
 from tula_hpc.errors import DeviceError, InputError
 from tula_hpc.formatting import first_line
 
-# gloo and srun -K1 notice a peer that died at once; these limits hold where neither helps
+# for failures other than a peer's death, which gloo and srun -K1 notice at once
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-# a profile job has minutes, and all of its nodes would wait
+# shorter, since a profile job has only minutes, and all of its nodes would wait
 PROFILE_COLLECTIVE_TIMEOUT = timedelta(minutes=3)
 # compute capability of the first GPUs with bf16 units, A100's 8.0
 BF16_FROM_MAJOR = 8
@@ -42,16 +42,16 @@ def process_group(
 ) -> Iterator[None]:
     """Run the block in a process group: nccl on GPUs, gloo on CPUs; none for a single worker.
 
-    The workers of the group share `store`; None: they make one of their own.
+    The workers of the group share `store`; if it is None, they make one.
 
     Raises:
         InputError: This worker has no GPU of its own, torch has no kernels for it, or its node
-            lacks the network interface.
+            lacks a network interface that gloo is set to use.
     """
     torch.set_num_threads(cluster.cpus_per_worker)
     device = pick_device(cluster, env.local_rank)
     if device.type == "cuda":
-        # before any collective, which would fail in nccl's words
+        # before any collective, which would fail with a message of nccl's
         check_kernels(device)
         torch.cuda.set_device(device)
     if env.world_size == 1:
@@ -70,10 +70,10 @@ def process_group(
 
 
 def check_interfaces() -> None:
-    """Check that this node has the network interfaces that gloo is told to use.
+    """Check that this node has the network interfaces that gloo is set to use.
 
     Raises:
-        InputError: It lacks one.
+        InputError: The node lacks one of them.
     """
     there = [name for _, name in socket.if_nameindex()]
     for wanted in filter(None, socket_interface("gloo").split(",")):
@@ -85,10 +85,10 @@ def check_interfaces() -> None:
 
 
 def leave_group() -> None:
-    """End the process group, once no model of it is in use.
+    """End the process group, whose models must not be in use any more.
 
-    Models go first: one that is freed after its group waits for the group's threads while it holds
-    Python's lock, for which such a thread may be waiting itself.
+    Models are freed first: a model that is freed after its group waits for the group's threads while
+    it holds Python's global lock, for which such a thread may be waiting itself.
     """
     gc.collect()
     dist.destroy_process_group()
@@ -100,16 +100,16 @@ def backend_of(cluster: ClusterSpec) -> str:
 
 
 def pick_device(cluster: ClusterSpec, local_rank: int) -> torch.device:
-    """Return the CPU, or the worker's own GPU, whether it sees all of the node's or only one.
+    """Return the CPU, or the worker's own GPU, whether it sees all GPUs of the node or just one.
 
     Raises:
         DeviceError: The scheduler gave this job GPUs that are not there.
-        InputError: There is no GPU, or it would be another worker's too, which nccl refuses.
+        InputError: There is no GPU, or another worker uses the same one, which nccl refuses.
     """
     if cluster.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        # without kernels for CUDA, or for the nodes' driver, no other node would do
+        # torch without CUDA, or too new for the driver, would see no GPU on other nodes either
         if granted_gpus() and torch.version.cuda is not None and "is too old" not in _why_no_gpu():
             raise DeviceError(
                 f"Slurm granted {granted_gpus()} GPUs, but torch sees none: {_why_no_gpu()}"
@@ -122,7 +122,7 @@ def pick_device(cluster: ClusterSpec, local_rank: int) -> torch.device:
     count = torch.cuda.device_count()
     if count < granted_gpus():
         raise DeviceError(f"Slurm granted {granted_gpus()} GPUs, but torch sees only {count}")
-    # where Slurm binds each task to one GPU, all of them see one
+    # if Slurm binds each task to one GPU, every task sees just that GPU
     if local_rank >= count and (cluster.executor == "local" or count > 1):
         message = f"each worker needs a GPU of its own, and {os.uname().nodename} shows {count} to more of them"
         raise InputError(
@@ -140,10 +140,10 @@ def _why_no_gpu() -> str:
 
 
 def check_kernels(device: torch.device) -> None:
-    """Refuse a GPU that this build of torch does not know, as newer builds leave out older GPUs.
+    """Refuse a GPU for which this build of torch has no kernels: newer ones leave out older GPUs.
 
     Raises:
-        InputError: It has no kernels for the GPU.
+        InputError: torch has no kernels for the GPU.
     """
     major, minor = torch.cuda.get_device_capability(device)
     known = torch.cuda.get_arch_list()
@@ -161,7 +161,7 @@ def check_precision(device: torch.device, precision: str) -> None:
     than fp32; `torch.cuda.is_bf16_supported` counts the emulation as support.
 
     Raises:
-        InputError: Names the GPU and the precision to use instead.
+        InputError: The GPU has no bf16 units; the message says which precision to use.
     """
     if precision != "bf16" or torch.version.cuda is None:
         return
@@ -205,28 +205,28 @@ def describe_versions() -> dict[str, str]:
 
 
 class Allocation:
-    """Workers of a job that form process groups of some of its nodes, one after another.
+    """Workers of a job, of which those on its first nodes form one process group after another.
 
-    Rank 0 decides, and the others follow; they wait for its next decision as long as `patience`. A
-    rank 0 that died is noticed at once: it keeps the store.
+    Rank 0 decides, and the others follow; they wait up to `patience` for its next decision. They
+    notice at once if rank 0 dies, since it holds the store.
 
     Raises:
-        InputError: This worker's node lacks the network interface.
+        InputError: This worker's node lacks a network interface that gloo is set to use.
     """
 
     def __init__(self, cluster: ClusterSpec, env: WorkerEnvironment, patience: timedelta) -> None:
         self.cluster, self.env, self.patience = cluster, env, patience
         if env.world_size > 1 and cluster.device == "cpu":
-            # a script's group is its own: there the library would blame the script
+            # here, since a script makes its own group, and gloo's error there would be blamed on it
             check_interfaces()
         self.store = meet(env, COLLECTIVE_TIMEOUT) if env.world_size > 1 else None
         self._decisions = 0
-        # of the group that was joined last
+        # number of nodes of the group that was joined last
         self._nodes = 0
         self._group = contextlib.ExitStack()
 
     def broadcast(self, decide: Callable[[], str]) -> str:
-        """Return rank 0's decision, once all workers have come here. Collective."""
+        """Return rank 0's decision, once all workers have called this. Collective."""
         self._decisions += 1
         if self.store is None:
             return decide()
@@ -240,8 +240,8 @@ class Allocation:
     def join(self, nodes: int) -> WorkerEnvironment | None:
         """Join the group of the first `nodes` nodes; None on other nodes. Collective.
 
-        The group stays as long as the number of nodes does. It is left with `leave`, not after an
-        error: see `process_group`.
+        The group stays until the number of nodes changes, or until `leave`. After an error it is
+        not left, see `process_group`.
         """
         place = place_among(self.env, nodes, self.cluster.workers_per_node)
         if nodes != self._nodes:
@@ -261,7 +261,7 @@ class Allocation:
         self._nodes = 0
 
     def close(self) -> None:
-        """Leave the job; rank 0, which keeps the store, goes last. Collective."""
+        """Leave the job; rank 0, which holds the store, returns last. Collective."""
         self.leave()
         if self.store is not None:
             self._decisions += 1
@@ -277,10 +277,10 @@ class Allocation:
 def place_among(
     env: WorkerEnvironment, nodes: int, workers_per_node: int
 ) -> WorkerEnvironment | None:
-    """Return this worker's rank among those of the job's first nodes; None on another node.
+    """Return the environment with the rank among workers of the first nodes; None on other nodes.
 
-    Slurm may number tasks round the nodes, so that ranks are counted again, node by node; rank 0
-    remains rank 0. The local executor emulates nodes: it has one, with all workers.
+    Slurm may number tasks round-robin over the nodes, so ranks are counted anew, node by node; rank 0
+    stays rank 0. The local executor emulates nodes on one machine, which has all workers.
     """
     node, local_rank = divmod(env.rank, workers_per_node)
     if env.on_slurm:

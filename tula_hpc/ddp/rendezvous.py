@@ -1,15 +1,15 @@
-"""Rendezvous of one job's workers, each of which proves that it belongs to the job.
+"""Let the workers of one job meet; each of them proves that it belongs to the job.
 
 torch's TCPStore does not authenticate anybody. On a shared node or network a stranger could take
 the place of a rank, or sit on a rank's port and collect the others. So rank 0 first opens a *door*,
 a socket of our own: both sides show by HMAC-SHA256 over fresh random numbers that they know the
-job's secret, a file in the submission's private folder. Neither side sends it. Only when all ranks
-are in does rank 0 start the store. It listens on the one address at which the ranks came (127.0.0.1
-for a job on this machine), takes connections from the ranks' addresses alone, and its keys begin
-with a random prefix that goes through the door. What processes on those hosts, and the open sockets
-of gloo and NCCL, leave possible is in README.md.
+job's secret, a file in the submission's private folder. Neither side sends the secret. Once all
+ranks are in, rank 0 starts the store. The store listens on the one address at which the ranks came
+(127.0.0.1 for a job on this machine), accepts connections from the ranks' addresses alone, and its
+keys begin with a random prefix that is sent through the door. README.md says what attacks remain
+possible: by processes on those hosts, and through the open sockets of gloo and NCCL.
 
-torch's env:// also knows one port only. Here a job has several, in an order of its own: rank 0
+Also, torch's env:// knows only one port. Here a job has several, in an order of its own: rank 0
 listens on the first that is free, and the others try them in turn until a listener knows the
 secret.
 """
@@ -47,21 +47,22 @@ from tula_hpc.errors import InputError, MeetingError
 from tula_hpc.files import read_bounded
 from tula_hpc.formatting import first_line
 
-# from 32768 on, Linux gives ports to outgoing connections
+# Linux gives ports from 32768 on to outgoing connections
 PORTS = range(10_000, 32_768)
 CANDIDATES = 8
-# on one machine all workers start at once, and no srun -K1 ends those that wait for a dead one
+# Shorter limit on one machine: all workers start at once, and no srun -K1 ends those that wait for
+# a dead worker.
 LOCAL_PATIENCE = timedelta(minutes=2)
-# a worker answers at once; a stranger may never answer
+# time limit of an answer: a worker answers at once, a stranger perhaps never
 HANDSHAKE_S = 5.0
-# torch looks up the name of each address; where DNS is broken, that takes long
+# time limit of opening the store: torch looks up host names, which is slow if DNS is broken
 LOOK_UP = timedelta(minutes=1)
-# between two rounds over the ports; rank 0 may be late
+# pauses between two rounds over the ports, while rank 0 may not have started
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 LOOPBACK = "127.0.0.1"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
-# connections that are served at the same time, beside those of the expected workers
+# connections that are served at the same time, in addition to those of the expected workers
 MOST_STRANGERS = 256
 # <linux/filter.h>, <asm-generic/socket.h>
 SO_ATTACH_FILTER = 26
@@ -72,12 +73,12 @@ def meet(env: WorkerEnvironment, patience: timedelta) -> Store:
 
     Args:
         env: This worker's rank in the job.
-        patience: Limit of waiting for the others, at most `LOCAL_PATIENCE` on one machine; also the
+        patience: Longest wait for the others, at most `LOCAL_PATIENCE` on one machine; also the
             time limit of requests to the store.
 
     Raises:
         MeetingError: Workers did not come, rank 0 can listen on no port, or the job has no secret.
-        InputError: MASTER_PORT is no port.
+        InputError: MASTER_PORT is not a port.
     """
     limit = patience
     if not env.on_slurm:
@@ -93,10 +94,10 @@ def candidate_ports(env: WorkerEnvironment) -> Sequence[int]:
     """Return the ports to try for rank 0's door, in order: the same for all workers of a run.
 
     Raises:
-        InputError: MASTER_PORT is no port.
+        InputError: MASTER_PORT is not a port.
     """
     if not env.master_port:
-        # no secret: all workers are to draw the same
+        # not secret: all workers must draw the same ports
         return random.Random(_job_name(env)).sample(PORTS, CANDIDATES)  # noqa: S311
     if not env.master_port.isdecimal() or not 0 < int(env.master_port) < 2**16:
         raise InputError(
@@ -106,7 +107,7 @@ def candidate_ports(env: WorkerEnvironment) -> Sequence[int]:
 
 
 def _job_name(env: WorkerEnvironment) -> str:
-    """Return a name that no other run has, a left-over of an earlier run of this job included."""
+    """Return a name that no other run has, not even an earlier run of the same job."""
     return f"{env.job_id}.{env.restart_count} {env.submission}"
 
 
@@ -120,7 +121,7 @@ def _read_secret(env: WorkerEnvironment) -> bytes:
 
 
 class _Proof(NamedTuple):
-    """Proofs of one handshake that both sides know the secret."""
+    """Proofs, valid in one handshake, that both sides know the secret."""
 
     secret: bytes
     job: str
@@ -130,12 +131,12 @@ class _Proof(NamedTuple):
     def of(self, speaker: str, message: bytes = b"") -> bytes:
         """Return the proof of `speaker`, for this handshake and this message only."""
         parts = [speaker.encode(), self.job.encode(), self.client_nonce, self.server_nonce, message]
-        # lengths, or two different handshakes could be the same bytes
+        # with lengths: without them two different handshakes could be the same bytes
         content = b"".join(struct.pack("!I", len(part)) + part for part in parts)
         return hmac.digest(self.secret, content, "sha256")
 
     def holds(self, proof: bytes, speaker: str, message: bytes = b"") -> bool:
-        """Tell whether that proof is right."""
+        """Tell whether `proof` is the right one."""
         return hmac.compare_digest(proof, self.of(speaker, message))
 
 
@@ -144,21 +145,21 @@ class _Guest(NamedTuple):
 
     connection: socket.socket
     proof: _Proof
-    # numeric addresses: the worker's, and ours at which it came
+    # numeric addresses of both ends of the connection
     peer: str
     ours: str
 
     def invite(self, place: dict[str, str | int]) -> None:
-        """Send the store's address."""
+        """Send the store's address to the worker."""
         content = json.dumps(place).encode()
         sealed = self.proof.of("invitation", content) + content
-        # a worker that is gone by now is missed in the first collective
+        # if the worker is gone by now, the first collective fails
         with contextlib.suppress(OSError):
             self.connection.sendall(struct.pack("!I", len(sealed)) + sealed)
 
 
 class _Door:
-    """Rank 0's part: admits the workers of the job, refuses and reports all others."""
+    """Rank 0's side: admits the workers of the job, refuses and reports all others."""
 
     def __init__(self, env: WorkerEnvironment, secret: bytes) -> None:
         self.env, self.secret = env, secret
@@ -210,16 +211,16 @@ class _Door:
             threading.Thread(target=self._admit, args=(connection, address[0]), daemon=True).start()
 
     def _make_room(self, connection: socket.socket) -> None:
-        """Give a newcomer a place; where there is none, close a connection drawn by lot.
+        """Give a new connection a place; if none is free, close a connection drawn by lot.
 
-        Strangers that hold all places and return at once would keep the workers out if newcomers
-        had to wait; and, by coming faster than a worker can prove itself, if the oldest were
-        closed.
+        Strangers can hold all places and return at once. They would keep the workers out if new
+        connections had to wait. If the oldest connection were closed, they could connect so fast
+        that no worker has the time to prove itself.
         """
         with self.changed:
             if len(self.unproven) >= MOST_STRANGERS + self.env.world_size:
                 drawn = self.unproven.pop(secrets.randbelow(len(self.unproven)))
-                # ends its thread, which closes it
+                # this ends the connection's thread, which closes the connection
                 with contextlib.suppress(OSError):
                     drawn.shutdown(socket.SHUT_RDWR)
             self.unproven.append(connection)
@@ -252,7 +253,7 @@ class _Door:
 
     def _seat(self, rank: int, guest: _Guest) -> None:
         with self.changed:
-            # it may just have been drawn
+            # the connection may just have been closed to make room
             sent_away = guest.connection not in self.unproven
             if sent_away or rank in self.guests or not 0 < rank < self.env.world_size:
                 raise _StrangerError
@@ -271,7 +272,7 @@ class _Door:
         outside = {
             guest.ours for guest in guests if not ipaddress.ip_address(guest.ours).is_loopback
         }
-        # workers of this node may have come by the loopback, where others cannot
+        # workers of this node may have come over loopback, which other nodes cannot reach
         reachable = outside or {guest.ours for guest in guests}
         address = min(reachable)
         only_one = len(reachable) == 1
@@ -279,7 +280,7 @@ class _Door:
         listener.bind((address if only_one else "", 0))
         port = listener.getsockname()[1]
         _admit_only(listener, reachable | {guest.peer for guest in guests})
-        # only now: a connection that came before would be served, whoever it is from
+        # after the filter is set: an earlier connection would be served, whoever made it
         listener.listen(self.env.world_size + 16)
         # TCPStore owns the descriptor from here on
         store = TCPStore(
@@ -302,12 +303,12 @@ class _StrangerError(Exception):
 
 
 def _find(env: WorkerEnvironment, secret: bytes, ends: float, patience: timedelta) -> Store:
-    """Return rank 0's store to another worker; nodes start at their own pace, so keep trying."""
+    """Find rank 0 and return its store; keep trying, since nodes start at their own pace."""
     ports = candidate_ports(env)
     pause_s = FIRST_PAUSE_S
     while time.monotonic() < ends:
         for port in ports:
-            # no listener, a stranger, or a worker that died
+            # no listener, a stranger, or a worker that has died
             with contextlib.suppress(OSError, ValueError, _StrangerError):
                 return _visit(env, secret, port, ends)
         time.sleep(pause_s)
@@ -353,11 +354,11 @@ def _visit(env: WorkerEnvironment, secret: bytes, port: int, ends: float) -> Sto
 def free_port() -> int:
     """Return a port of `PORTS` at which a process of this host can listen now.
 
-    Not one of those for outgoing connections: a process that waits for a listener there may be given
-    that very port for its own end, and so connect to itself.
+    Ports for outgoing connections are left out: a process that tries to connect to one of them may
+    be given that very port for its own end, and so connect to itself.
 
     Raises:
-        MeetingError: Nothing can listen at any of those that were tried.
+        MeetingError: None of the ports that were tried is free.
     """
     for port in random.SystemRandom().sample(PORTS, CANDIDATES):
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -371,8 +372,8 @@ def free_port() -> int:
 def _listen(env: WorkerEnvironment) -> socket.socket:
     """Open rank 0's door on the first port that is free.
 
-    On Slurm on all interfaces: this node's name may resolve to another address on the others, and
-    every peer has to prove itself.
+    On Slurm rank 0 listens on all interfaces: its node's name may resolve to another address on
+    other nodes, and every peer has to prove itself.
     """
     ports = candidate_ports(env)
     why = ""
@@ -392,12 +393,12 @@ def _admit_only(listener: socket.socket, addresses: Collection[str]) -> None:
     """Have the kernel drop connections from other addresses: TCPStore lists its keys to every peer.
 
     A classic BPF program on the socket that will listen (man 7 socket, SO_ATTACH_FILTER) compares the
-    sender's IPv4 address; sockets that it accepts inherit it.
+    sender's IPv4 address; accepted sockets inherit the program.
     """
     # BPF_LD+BPF_W+BPF_ABS from SKF_NET_OFF + 12, the source address in the IP header
     program = [(0x20, 0, 0, 0xFFF0_0000 + 12)]
     for address in sorted(addresses):
-        # BPF_JMP+BPF_JEQ+BPF_K: over the next one unless it is equal; BPF_RET+BPF_K: accept
+        # BPF_JMP+BPF_JEQ+BPF_K: skip the next instruction unless equal; BPF_RET+BPF_K: accept
         program += [
             (0x15, 0, 1, int(ipaddress.IPv4Address(address))),
             (0x06, 0, 0, 0xFFFF_FFFF),
@@ -414,10 +415,10 @@ def _admit_only(listener: socket.socket, addresses: Collection[str]) -> None:
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:
-    """Receive exactly that many bytes.
+    """Receive exactly `count` bytes.
 
     Raises:
-        OSError: They do not come within the connection's time limit.
+        OSError: The bytes do not come within the connection's time limit.
     """
     ends = time.monotonic() + (connection.gettimeout() or HANDSHAKE_S)
     received = b""

@@ -1,6 +1,6 @@
-"""Signals that stop a job or suspend it, noted for the next step boundary.
+"""Note signals that stop a job or suspend it, for the next step boundary.
 
-`training/ending.py` tells what a training does then, and what a profile.
+`training/ending.py` says what a training then does, and what a profile does.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from tula_hpc.launch.diagnosis import lost_a_peer
 
 
 class Suspensions:
-    """Record of this process being stopped and continued: times that span it are worthless.
+    """Record of suspensions of this process: a time that is measured across one is worthless.
 
     Slurm stops the processes of a job that it suspends, and sends CONT when the job goes on. CONT
     also precedes the TERM of a cancellation, when nothing is timed any more.
     """
 
     def __init__(self) -> None:
-        # there was one since the last `take`
+        # whether there was a suspension since the last `take`
         self.seen = False
 
     def install(self) -> Suspensions:
@@ -41,7 +41,7 @@ class Suspensions:
 
     @contextlib.contextmanager
     def blamed(self) -> Iterator[None]:
-        """Name the suspension as the cause where a collective times out after it.
+        """Blame a suspension if a collective times out after it.
 
         Raises:
             PreemptedError: In place of the collective's error.
@@ -49,7 +49,7 @@ class Suspensions:
         try:
             yield
         except RuntimeError as error:
-            # a peer that was killed closes its connection, and Slurm then sends CONT before TERM
+            # CONT alone proves nothing: Slurm also sends it before TERM after a peer was killed
             timed_out = lost_a_peer(error) and "timed out" in str(error).lower()
             if timed_out and self.take():
                 raise PreemptedError(

@@ -1,4 +1,4 @@
-"""One process of a DDP job with its model, data, optimizer and step, for profiles and trainings."""
+"""Run one process of a DDP job: its model, data, optimizer and step, in profiles and trainings."""
 
 from __future__ import annotations
 
@@ -59,15 +59,14 @@ class Worker:
         self.workload = workload = build_workload(sweep.workload, self.device)
         self.model = self._move_to_device(workload.model)
         self.parallel = self._wrap(self.model)
-        # a single worker may have unused parameters
+        # whether unused parameters were looked for, which a single worker may have
         self.unused_sought = self.parallel is self.model
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.samples = len(workload.train)  # type: ignore[arg-type] # checked when the data was built
         self.optimizer, self.observer, self.averager = build_stepper(
             sweep, self.model, self.parameters, configuration, self.samples
         )
-        # in the optimizer's order, in which it is given gradients: groups of layer-wise rates have
-        # another
+        # in the optimizer's order, in which it expects gradients: layer-wise rates change the order
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.norms = small_norms(
             sweep.training, self.parallel, self.parameters, configuration.local_batch
@@ -89,7 +88,7 @@ class Worker:
 
     @property
     def labelled_classes(self) -> int | None:
-        """Return the number of classes, None where a loss of the user's own knows no labels."""
+        """Return the number of classes, None if the user's own loss may know no labels."""
         return self.workload.classes if self.sweep.workload.loss is None else None
 
     def _move_to_device(self, model: nn.Module) -> nn.Module:
@@ -102,15 +101,15 @@ class Worker:
         if self.env.world_size == 1:
             return model
         devices = [self.device.index] if self.device.type == "cuda" else None
-        # where workers step by themselves, rank 0's BatchNorm statistics must not replace their own
-        # meanwhile
+        # while workers step by themselves, as in post-local SGD, rank 0's BatchNorm statistics must
+        # not replace theirs
         broadcast = self.sweep.training.method != "polo"
         return DistributedDataParallel(
             model, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=broadcast
         )
 
     def batches(self, epoch: int = 0, offset: int = 0) -> Iterator[tuple[Batch, Batch]]:
-        """Yield batches on the device without end, from `offset` global samples into `epoch` on."""
+        """Yield batches on the device endlessly, from `offset` global samples into `epoch` on."""
         stream: Iterator[Batch] = self.loader.stream(epoch, offset)
         if self.device.type == "cuda":
             stream = one_ahead(stream, StreamCopies(self.device))
@@ -133,9 +132,9 @@ class Worker:
         return tensor
 
     def as_loaded(self, inputs: Batch, targets: Batch) -> tuple[Batch, Batch]:
-        """Return a batch on the host as loaders give it, of the size and kind of one on the device.
+        """Return a batch on the host as loaders yield it, like the given batch on the device.
 
-        Images that travel as bytes are one of the test set's, repeated.
+        Images, which are copied to a GPU as bytes, become one image of the test set, repeated.
         """
         inputs, targets = map_tensors(lambda tensor: tensor.cpu().contiguous(), (inputs, targets))
         if self.device.type == "cuda" and isinstance(self.workload.test, ImageDataset):
@@ -145,7 +144,7 @@ class Worker:
 
     @property
     def parts(self) -> int:
-        """Return the number of micro-batches in which a step takes its local batch."""
+        """Return the number of micro-batches into which a step splits its local batch."""
         return self.norms.count
 
     def forward_backward(
@@ -155,9 +154,9 @@ class Worker:
 
         Args:
             inputs: The batch.
-            targets: As many.
+            targets: The targets of the same samples.
             synchronize: All-reduce the gradients.
-            whole: Take the batch at once, where a step takes it in micro-batches.
+            whole: Take the batch at once even if a step splits it into micro-batches.
         """
         quiet = isinstance(self.parallel, DistributedDataParallel) and not synchronize
         with self.parallel.no_sync() if quiet else contextlib.nullcontext():  # type: ignore[operator]
@@ -192,8 +191,8 @@ class Worker:
     def score(self, inputs: Batch, targets: Batch) -> Tensor:
         """Return sums over a batch of test samples, (4,): loss, samples, and `Criterion.hits`.
 
-        As in training both are taken within autocast; outputs that are a tensor are in full
-        precision.
+        As in training, loss and hits are computed within autocast. Outputs that are one tensor are
+        converted to full precision first.
         """
         criterion, count = self.workload.criterion, samples_in(targets)
         with autocast_on(self.sweep.workload, self.device):
@@ -212,7 +211,7 @@ class Worker:
         return self._gradient(reference_gradient, inputs, targets)
 
     def local_gradient(self, inputs: Batch, targets: Batch) -> list[Tensor | None]:
-        """Return this worker's own unscaled gradient; `.grad`, buffers and random numbers stay."""
+        """Return this worker's own unscaled gradient; keep `.grad`, buffers and random numbers."""
         return self._gradient(local_gradient, inputs, targets)
 
     def _gradient(
@@ -220,7 +219,7 @@ class Worker:
     ) -> list[Tensor | None]:
         loss_scale = self.scaler.get_scale()
         if self.scaler.is_enabled():
-            # a mean over fewer samples has larger gradients of each, which float16 may not hold
+            # in a mean over fewer samples each gradient weighs more, which float16 may not hold
             loss_scale *= samples_in(targets) / self.configuration.local_batch
         return gradient(
             self.model,
@@ -260,12 +259,12 @@ class Worker:
         return loss
 
     def _clip(self) -> Tensor | float:
-        """Shorten the gradient to training.clip_norm; return its factor, on the device."""
+        """Clip the gradient to training.clip_norm; return the factor, on the device."""
         limit = self.sweep.training.clip_norm
         if limit is None:
             return 1.0
         norm = nn.utils.clip_grad_norm_(self.parameters, limit)
-        # as torch has it
+        # the factor by which torch multiplies
         factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
         self.observer.observe_clipping(factor)
         return factor
@@ -277,7 +276,7 @@ class Worker:
         return self.scaler.scale(torch.ones((), device=self.device))
 
     def release(self) -> None:
-        """Let the model be freed after the last step of a process that goes on."""
+        """Let go of the model after its last step, so that it is freed if the process goes on."""
         self.norms.release()
 
     def seed(self, seed: int) -> None:
@@ -302,11 +301,11 @@ class Worker:
             self.observer.set_reference(self.reference.after(start))
         self.averager.set_position(start, end)
         if self.averager.begins:
-            # all workers go their own ways from one point
+            # workers that step by themselves start with the same buffers
             self.share_buffers()
 
     def model_state(self) -> dict[str, Any]:
-        """Return the model's state, and the buffers that it leaves out: training may change them."""
+        """Return the model's state dict, and the buffers not in it, which training may change."""
         model = self.model.state_dict()
         others = {n: b.detach() for n, b in self.model.named_buffers() if n not in model}
         return {"model": model, "buffers": others} if others else {"model": model}
@@ -317,7 +316,7 @@ class Worker:
         self.model.load_state_dict(state["model"])
         saved = state.get("buffers", {})
         for name, buffer in self.model.named_buffers():
-            # one of another shape is a cache, which grows with what the model is given
+            # a buffer of another shape is a cache, which grows with the model's inputs
             if name in saved and saved[name].shape == buffer.shape:
                 buffer.copy_(saved[name])
 
@@ -344,7 +343,7 @@ class Worker:
         """Give every worker rank 0's BatchNorm statistics, as DDP does before each step."""
         if self.env.world_size > 1:
             for buffer in self.model.buffers():
-                # gloo would send the memory between the elements of a strided view
+                # of a strided view gloo would also send the memory between its elements
                 whole = buffer.contiguous()
                 dist.broadcast(whole, src=0)
                 if whole is not buffer:
@@ -371,23 +370,23 @@ class Worker:
         return list(map(float, tensor.tolist()))
 
 
-# DDP's default bucket
+# DDP's default size of a bucket
 BUCKET_BYTES = 25 * 1024**2
 
 
 class Trained(Agreeing, Protocol):
-    """Part of a worker that an all-reduce of the gradient's size needs."""
+    """Interface of a worker for an all-reduce of the gradient's size."""
 
     @property
     def parameters(self) -> Sequence[Tensor]:
-        """Those with a gradient."""
+        """Return the parameters with a gradient."""
 
 
 def bare_all_reduce(worker: Trained) -> Callable[[], None]:
     """Return a function that all-reduces as many bytes as the gradient has, in DDP's buckets.
 
-    The loader is idle meanwhile. Where its processes and the collective's threads share cores, an
-    all-reduce takes longer in training; the times of whole steps include that.
+    The loader is idle meanwhile. In training, an all-reduce takes longer if loader processes and the
+    collective's threads share cores; the times of whole steps include that.
     """
     counts: Counter[torch.dtype] = Counter()
     for parameter in worker.parameters:
@@ -395,7 +394,7 @@ def bare_all_reduce(worker: Trained) -> Callable[[], None]:
     flats = [
         torch.ones(count, dtype=dtype, device=worker.device) for dtype, count in counts.items()
     ]
-    # as in DDP, none holds two types
+    # as in DDP, no bucket holds two types
     buckets = [
         bucket
         for flat in flats
@@ -407,7 +406,7 @@ def bare_all_reduce(worker: Trained) -> Callable[[], None]:
         for handle in handles:
             if handle is not None:
                 handle.wait()
-        # or the sums overflow after some hundred steps
+        # otherwise the sums overflow after some hundred steps
         for flat in flats:
             flat.fill_(1.0)
 
