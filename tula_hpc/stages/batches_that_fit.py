@@ -1,8 +1,8 @@
-"""Memory of a batch: the estimate before the first profile, and words where no batch fits.
+"""Estimate before the first profile which batches fit into memory, and say why if none does.
 
 The estimate is made in a process of its own, since it needs torch. `profiling/profile_loop.py`
-handles a profile that runs out of memory; a training's smaller batch is `next_candidate` of
-`stages/train.py`.
+handles a profile that runs out of memory; `next_candidate` of `stages/train.py` finds the smaller
+batch for a training that does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tula_hpc.python_path import start_of_python
 from tula_hpc.records import Footprint, RunDirectory, is_usable
 from tula_hpc.stages.context import Sweep
 
-# importing torch on a busy login node takes the most of it
+# time limit of the estimate; on a busy login node most of the time goes into importing torch
 TIMEOUT_S = 300.0
 
 
@@ -46,12 +46,12 @@ class Estimate(NamedTuple):
 def run_apart(
     command: list[str], timeout_s: float, variables: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str] | str:
-    """Run a process that has the user's code in it; return its end, or why there is none.
+    """Run the user's code in a process; return the ended process, or the reason why there is none.
 
-    `variables` are its environment; None: that of this process.
+    `variables` is its environment; None means that of this process.
     """
     try:
-        # a debugger in the code would wait for an answer to a question that is not shown
+        # no input: a debugger in the code would ask a question that is not shown, and wait
         return subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
@@ -74,9 +74,9 @@ def estimate(
 
     Args:
         sweep_file: The sweep.
-        cluster_file: Device and memory limit.
-        timeout_s: Give up after so many seconds.
-        partition: Which of the cluster's [[partitions]].
+        cluster_file: The cluster, with its device and memory limit.
+        timeout_s: Give up after this many seconds.
+        partition: Name of one of the cluster's [[partitions]].
     """
     inputs = [str(sweep_file), "--cluster", str(cluster_file), "--partition", partition, "--json"]
     command = [*start_of_python(), "-m", "tula_hpc.workloads.footprint", *inputs]
@@ -94,7 +94,7 @@ def estimate(
 
 
 def none_fits(part: Sweep, footprint: Footprint | None) -> str:
-    """Say why no batch fits on a partition, by an estimate that is wanted; "" if one may."""
+    """Say why no batch fits on a partition by the estimate; "" if one may, or if it is not used."""
     wanted = part.spec.search.estimate and not measured_anything(part)
     if footprint is None or footprint.largest_local_batch != 0 or not wanted:
         return ""
@@ -128,7 +128,7 @@ def _why_none_fits(part: Sweep, footprint: Footprint) -> str:
 
 
 def only_out_of_memory(sweep: Sweep) -> str:
-    """Say in a sentence that nothing but lack of memory was met, "" if there was something else."""
+    """Say in a sentence that all profiles ran out of memory; "" if one ended in another way."""
     from tula_hpc.analysis.models.fitted import MORE_MEMORY
     from tula_hpc.analysis.models.profiles import is_out_of_memory
 
@@ -151,7 +151,7 @@ def only_out_of_memory(sweep: Sweep) -> str:
 
 
 def out_of_memory(run: RunDirectory) -> list[str]:
-    """Name the profiled configurations that ran out of memory."""
+    """Name the profiled configurations that ran out of memory and were never measured."""
     from tula_hpc.analysis.models.profiles import is_out_of_memory
 
     rows = [row for row in run.measurements().records if row.stage == "profile"]

@@ -1,6 +1,6 @@
-"""`Sweep`, on which every stage works, and what else the stages share.
+"""Define `Sweep`, on which every stage works, and what else the stages share.
 
-That is the progress of a stage, on a terminal or in a log, and words on why jobs ended or wait.
+They share the progress of a stage, on a terminal or in a log, and words for why jobs ended or wait.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from tula_hpc.launch.job_files import Submitted
 from tula_hpc.launch.launcher import Ended, Launcher
 from tula_hpc.records import Configuration, Measurement, RunDirectory, Submission
 
-# by Slurm's word for the end of a job's earlier run
+# why a job was interrupted, by the state in which Slurm says that its earlier run ended
 INTERRUPTED_BY = {
     "NODE_FAIL": "as a node failed (NODE_FAIL)",
     "PREEMPTED": "as another job took its nodes (PREEMPTED)",
 }
-# accounting hears of the end of a run some seconds after the queue
+# how often accounting is asked why a run ended: it knows some seconds later than the queue
 TIMES_ASKED = 5
-# in a log an unchanged state is repeated this often, as a sign of life
+# seconds after which a log repeats an unchanged state, as a sign of life
 LOG_EVERY_S = 60.0
 
 
@@ -76,18 +76,18 @@ class StageProgress:
         """Show how much of the stage is done.
 
         Args:
-            done: For a bar.
-            total: For a bar.
-            text: The same for people, counts first, and the present work.
-            left_s: Estimated seconds until it is done.
+            done: How much is done, for a bar.
+            total: How much there is to do, for a bar.
+            text: The same in words, counts first, and the current work.
+            left_s: Estimated seconds until the stage is done.
             notes: Sentences on events.
-            is_most: True if `left_s` is as long as it can take.
-            state: States of the jobs, if a log shows only changes of these at once, and of counts
-                at most once a whole count and minute.
+            is_most: True if `left_s` is the longest that it can take.
+            state: States of the jobs. With it, a log shows changes of states and notes at once, other
+                changes at most once a minute, when `done` has reached another whole number.
         """
         left = [] if left_s is None else [format_left(left_s, is_most=is_most)]
         shown = "; ".join([", ".join([text, *left]), *notes])
-        # the time left changes always
+        # without the time left, which always changes
         said = (text if state is None else state, *notes)
         self._show(shown, said, done, total, is_by_count=state is not None)
 
@@ -133,8 +133,7 @@ class BarProgress(StageProgress):
     def __enter__(self) -> BarProgress:
         """Start drawing."""
         self.bar.start()
-        # rich has put itself in the place of both streams, and takes escapes in what is printed
-        # meanwhile for its own
+        # rich has replaced both streams, and would interpret escape sequences in other output
         self.cleaning.enter_context(printable_output())
         return self
 
@@ -157,7 +156,7 @@ def stage_progress(stage: str) -> StageProgress:
 def most_profiled(sweep: SweepSpec, workers_per_node: int) -> int | None:
     """Return the largest number of profiles on a partition; None where the search has no bound.
 
-    Batches beyond the memory are not measured.
+    It is an upper bound: batches that do not fit into memory are not measured.
     """
     search = sweep.search
     if search.mode == "partial":
@@ -168,11 +167,11 @@ def most_profiled(sweep: SweepSpec, workers_per_node: int) -> int | None:
 
 
 def profiling_left_s(measured: Sequence[Measurement], left: int, now: float) -> float | None:
-    """Estimate the seconds until so many more are measured; None before the first one.
+    """Estimate the seconds until `left` more profiles are measured; None before the first one.
 
-    The pace is that of `measured`, of the jobs that are at work; `now` is Unix time. One that takes
-    longer than those before it slows the pace while it still runs, so that the estimate does not
-    fall until it ends and then jump.
+    The pace is that of `measured`, the profiles of this command; `now` is Unix time. A profile that
+    takes longer than those before it slows the pace while it still runs, so that the estimate does
+    not fall until the profile ends and then jump.
     """
     if not measured:
         return None
@@ -189,28 +188,28 @@ class Sweep(NamedTuple):
     spec: SweepSpec
     cluster: ClusterSpec
     run: RunDirectory
-    # of the command, Unix time: the causes of failures before it may have been removed
+    # Unix time of the command's start: the user may have removed the causes of earlier failures
     started_at: float = 0.0
-    # controller jobs wait, not this process
+    # whether controller jobs, not this process, wait for the jobs
     detached: bool = False
-    # of `cluster`, where that is one partition of a larger one; see `Measurement.partition`
+    # name of `cluster` if it is one partition of a larger cluster; see `Measurement.partition`
     partition: str = ""
 
     @property
     def launcher(self) -> Launcher:
-        """Return the launcher of this sweep; job names tell sweeps of one user apart."""
+        """Return the launcher of this sweep; its job names are unique among the user's sweeps."""
         work, name = self.spec.workload, self.spec.job_name
         return Launcher(self.cluster, self.run, name, detached=self.detached, work=work)
 
     def command(self, *options: str) -> str:
-        """Return the shell line that goes on with this run, by its own copies of the inputs.
+        """Return the shell line that continues this run, with the run's own copies of the inputs.
 
-        It is for any folder: the user's modules are looked for in the present one.
+        The line works in any folder: it first changes to the current one, for the user's modules.
         """
         run = self.run
         inputs = (str(run.sweep_file), "--cluster", str(run.cluster_file))
         line = command_line("sweep", *inputs, "--run-dir", str(run.root), *options)
-        # the folder may be deleted
+        # the current folder may have been deleted
         with contextlib.suppress(OSError):
             line = f"cd {shlex.quote(str(Path.cwd()))} && {line}"
         return line
@@ -239,12 +238,12 @@ def failed_measurement(
 
 
 def why_ended(end: Ended) -> str:
-    """Return why a job ended without a result; its log says nothing of a cancellation."""
+    """Return why a job ended without a result; a log does not mention a cancellation."""
     return BY_HAND if end.failure is Failure.CANCELLED else telling_line(end.log_tail)
 
 
 def why_interrupted(sweep: Sweep) -> dict[str, list[str]]:
-    """Return why earlier runs of jobs ended, by job and in order, as far as accounting told it."""
+    """Return why earlier runs of each job were interrupted, oldest first, if accounting knows."""
     found: dict[str, list[str]] = {}
     for each in sweep.run.accounts():
         if each.state in INTERRUPTED_BY:
@@ -253,7 +252,7 @@ def why_interrupted(sweep: Sweep) -> dict[str, list[str]]:
 
 
 class InterruptionNews:
-    """Says why jobs that ran wait again, while a command waits for them."""
+    """Reports why jobs that have run before wait again, while a command waits for them."""
 
     def __init__(self, sweep: Sweep, stage: str) -> None:
         self.sweep = sweep
@@ -263,7 +262,7 @@ class InterruptionNews:
         self.told = why_interrupted(sweep)
 
     def tell(self, waiting: int) -> None:
-        """Take notice of how many jobs wait now."""
+        """Report why jobs wait again if more jobs wait now than at the last call."""
         if self.waiting is not None and waiting > self.waiting:
             self.to_ask = TIMES_ASKED
         self.waiting = waiting
@@ -287,31 +286,31 @@ class InterruptionNews:
 
 
 def submitted_job(run: RunDirectory, job: Submission) -> Submitted:
-    """Return a job on record as the launcher knows it."""
+    """Return a job on record in the launcher's form."""
     return Submitted(job.job_id, run.root / job.folder)
 
 
 def jobs_on_record(run: RunDirectory, *stages: str) -> list[Submitted]:
-    """Return every job of these stages that no command has seen the end of."""
+    """Return the jobs of these stages whose end no command has seen."""
     return [submitted_job(run, job) for job in run.history().unsettled(*stages)]
 
 
 def note_unseen_ends(run: RunDirectory, done: Collection[str]) -> None:
-    """Put on record the ends of jobs that nobody waited for: their trainings have their results."""
+    """Record the ends of jobs for which no command waited: trainings in `done` have results."""
     for job in run.history().unsettled("train"):
         if job.label in done:
             run.log_event("ended", "train", job_id=job.job_id, data={"label": job.label})
 
 
 def jobs_of_original(run: RunDirectory) -> dict[str, Path]:
-    """Return jobs that were at work when a run directory was copied, and the copied directory."""
+    """Return unfinished jobs of the run directory from which this one was copied, with its path."""
     found = {}
     for job in run.history().unsettled("profile", "train", "control"):
         home = RunDirectory(Path(job.run))
-        # false, too, where another user's folder may not be looked into
+        # also false if the folder is another user's and cannot be read
         is_there = bool(job.run) and os.path.exists(home.events_file)  # noqa: PTH110
         is_here = not is_there or run.root.samefile(home.root)
-        # a moved directory leaves none behind that knows its jobs
+        # if this directory was moved, not copied, no other directory knows its jobs
         if not is_here and any(job.job_id == its.job_id for its in home.history().submissions()):
             found[job.job_id] = home.root
     return found
@@ -331,7 +330,7 @@ def describe_failures(failures: Sequence[Ended]) -> str:
     first = failures[0]
     log = f"\nlog: {first.log_file}" if first.log_file else ""
     line = telling_line(first.log_tail)
-    # these lines are sentences, with what to do
+    # in these cases the line is a sentence that says what to do
     if first.failure.is_the_users or first.failure is Failure.NO_SPACE:
         return f"{line}{log}"
     if is_own_sentence(first.log_tail):

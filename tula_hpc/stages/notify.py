@@ -1,15 +1,15 @@
-"""Notification: runs the user's `on_event` when something happens that a person wants to know.
+"""Run the user's command `on_event` when something happens that a person wants to know.
 
-The command is the cluster file's own text, which a shell evaluates; the event is in its
-environment alone: TULA_EVENT, TULA_RUN (the run directory) and TULA_MESSAGE (a sentence). Events:
+The command is a text in the cluster file, which a shell evaluates; it gets the event in its
+environment only: TULA_EVENT, TULA_RUN (the run directory) and TULA_MESSAGE (a sentence). Events:
 
     stage_ended            the message names the stage
     training_started, training_preempted, training_failed, training_finished
     sweep_ended, sweep_failed
 
-Whoever waits for the jobs runs it: the command, or a detached sweep's controller job, which looks
-when jobs are over. Each event is told once. A command that fails, or does not end in time, changes
-nothing for the sweep; that is said once.
+The process that waits for the jobs runs it: `tula`, or a detached sweep's controller job, which
+starts when jobs are over. It runs once for each event. If it fails, or does not end in time, the
+sweep goes on, and one warning says so.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from tula_hpc.records import MAIN_LABEL, Record, read_document, write_atomically
 from tula_hpc.stages.context import Sweep
 
 TIME_LIMIT_S = 10.0
-# characters of a message
+# longest message, in characters
 MOST_WORDS = 500
-# the arguments are visible to everybody on the machine, the environment is not
+# on_event is in a variable: everybody on the machine can see arguments, but not the environment
 SHELL = ("/bin/sh", "-c", 'eval "$TULA_ON_EVENT"')
 
 
 class Told(Record):
     """told.json: the notifications so far."""
 
-    # of events.jsonl, from its beginning
+    # number of events of events.jsonl, from its beginning, that have been handled
     events: int
-    # names of what is told once
+    # keys of the notifications that are sent only once; see `tell`
     said: list[str] = Field(default=[])
-    # that the command does not do has been said
+    # whether the user was warned that on_event fails
     complained: bool = False
 
 
 def tell(sweep: Sweep, event: str, message: str, name: str = "") -> None:
-    """Run the command for an event, unless that was done for the same name and the same jobs.
+    """Run on_event for an event, unless that was done for the same name and the same jobs.
 
-    `name` distinguishes events of a kind.
+    `name` distinguishes events of the same kind.
     """
     if sweep.cluster.on_event is None:
         return
@@ -58,9 +58,9 @@ def tell(sweep: Sweep, event: str, message: str, name: str = "") -> None:
 
 
 def tell_news(sweep: Sweep, running: int = 0) -> None:
-    """Run the command for all that trainings have written down since the last time.
+    """Run on_event for all events that trainings have logged since the last call.
 
-    `running` counts the jobs of the plan's training that run.
+    `running` is the number of running jobs of the plan's training.
     """
     if sweep.cluster.on_event is None:
         return
@@ -73,7 +73,7 @@ def tell_news(sweep: Sweep, running: int = 0) -> None:
         return
     for each in news:
         is_main = each.label == MAIN_LABEL
-        # a study has many trainings: of theirs only what failed is news
+        # a study has many trainings, so only their failures are news
         if is_main or each.kind == "training_failed":
             _run(sweep, each.kind, each.text if is_main else f"{each.label}: {each.text}")
 
@@ -82,13 +82,13 @@ def _read(sweep: Sweep) -> Told:
     try:
         return read_document(Told, sweep.run.told_file)
     except (FileNotFoundError, RunDirectoryError):
-        # what was before this command is no news
+        # events from before this command are no news
         before = [e for e in sweep.run.history().events if e.time < sweep.started_at]
         return Told(events=len(before))
 
 
 def _keep(sweep: Sweep, told: Told) -> bool:
-    """Write down a notification before it is sent: a process killed in between sends none twice."""
+    """Record a notification before it is sent, so that none is sent twice after a kill."""
     try:
         write_atomically(sweep.run.told_file, told.model_dump_json())
     except StorageError as error:

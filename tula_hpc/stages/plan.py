@@ -1,4 +1,4 @@
-"""Plan stage: fit the models and choose."""
+"""Run the plan stage: fit the models and choose a configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def plan_stage(sweep: Sweep) -> Plan:
     """Fit the models, choose and write plan.json; keep a plan that `plan_is_good`.
 
     Raises:
-        RunDirectoryError: The measurements are of several models, or gone after a training.
+        RunDirectoryError: The measurements are of several models, or were lost after a training.
         StageError: No plan can be made.
     """
     if plan_is_good(sweep.run):
@@ -60,14 +60,14 @@ def _as_begun(plan: Plan, run: RunDirectory) -> Plan:
 
 
 def is_plan_lost(run: RunDirectory) -> bool:
-    """Tell whether a training has begun by a plan that is gone."""
+    """Tell whether a training has begun with a plan that is now missing."""
     return run.has_trained() and not run.plan_file.exists()
 
 
 def why_no_model(run: RunDirectory, spec: SweepSpec | None) -> str:
-    """Say that the model of a finished training is gone, with the remedy; "" where it is there.
+    """Say that the model of a finished training is gone, and what to do; "" if it is there.
 
-    A script's own model may be anywhere.
+    Also "" for a script, which may save its model anywhere.
     """
     files = run.train()
     if spec is None or spec.workload.is_script or files.newest_checkpoint is not None:
@@ -79,7 +79,7 @@ def why_no_model(run: RunDirectory, spec: SweepSpec | None) -> str:
 
 
 def obstacle(run: RunDirectory, measured: Sequence[Measurement]) -> str:
-    """Name a file of the run that stops every command, and the remedy; "" if there is none."""
+    """Name a file of the run that stops every command, and say what to do; "" if none does."""
     if words := lost_inputs(run):
         return words
     try:
@@ -93,7 +93,7 @@ def obstacle(run: RunDirectory, measured: Sequence[Measurement]) -> str:
 
 
 def plan_is_good(run: RunDirectory) -> bool:
-    """Tell whether training began with the plan, or nothing was measured after it."""
+    """Tell whether a training began with the plan, or nothing was measured since it was made."""
     if not run.plan_file.exists():
         return False
     written = run.plan_file.stat().st_mtime

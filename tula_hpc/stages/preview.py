@@ -1,9 +1,9 @@
-"""Questions to Slurm before anything is submitted: a dry run's `Preview`, and what is `impossible`.
+"""Ask Slurm before anything is submitted: for a dry run's `Preview`, and for what is `impossible`.
 
-A preview shows one script of each kind (profile, train) whole, the others as a table of their
-differences, and Slurm's answer to each (`sbatch --test-only`): an account, a partition or a limit
-that is wrong shows before anything waits in a queue. Every command refuses what is `impossible`: a
-partition that is not there, or too small for the jobs.
+A preview shows one whole script of each kind (profile, train), the others as a table of their
+differences, and Slurm's answer to each (`sbatch --test-only`): a wrong account, partition or limit
+shows before anything waits in a queue. Every command refuses what is `impossible`: a partition that
+does not exist, or that is too small for the jobs.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tula_hpc.stages.context import Sweep
 
 # options of a script that say nothing about its job
 UNIQUE = frozenset({"job-name", "output", "error", "comment"})
-# so long Slurm's word on its partitions is waited for
+# longest wait for Slurm's answer about its partitions
 ASK_S = 20.0
-# of sbatch: these partitions are not here
+# sbatch's options that send a job to another cluster, whose partitions are not known here
 ELSEWHERE = {"clusters", "M", "cluster-constraint"}
 MIB_OF_GIB = 1024
-# what of a node a job asks for
+# options that say which nodes a job asks for
 SHAPE = ("partition", "nodes", "ntasks-per-node", "cpus-per-task", "mem", "gres", "constraint")
 
 
@@ -42,16 +42,16 @@ class Script(NamedTuple):
 
 
 class Preview(NamedTuple):
-    """Description of a submission, and its scripts; none where jobs do not go through Slurm."""
+    """Description of a submission, and its scripts: none if jobs do not go through Slurm."""
 
     words: Sequence[str]
     scripts: Sequence[Script]
 
     def show(self) -> None:
-        """Print it, with Slurm's answers.
+        """Print the preview, with Slurm's answers.
 
         Raises:
-            RefusedError: Slurm would not take all of it.
+            RefusedError: Slurm would refuse a submission.
         """
         shown = [part for kind in _by_kind(self.scripts) for part in _show(kind)]
         sys.stdout.write("\n".join([*self.words, *shown]) + "\n")
@@ -77,7 +77,7 @@ def _show(scripts: Sequence[Script]) -> Iterator[str]:
     options = [_options(script.text) for script in scripts]
     names = dict.fromkeys(name for found in options for name in found)
     differing = [n for n in names if len({found.get(n) for found in options}) > 1]
-    # each submission has one of its own
+    # without options that differ between any two submissions
     columns = [name for name in differing if name not in UNIQUE]
     rows = [["", *columns]]
     for script, found in zip(scripts, options, strict=True):
@@ -120,11 +120,10 @@ def _ask_slurm(scripts: Sequence[Script]) -> None:
 
 
 def _absent(script: Script, error: RefusedError) -> str:
-    """Say that a job would wait for nodes that are down or drained: sbatch would accept it.
+    """Say that a job would wait for nodes that are down or drained; "" if that is not the reason.
 
-    `sbatch --test-only` answers as if the nodes did not exist.
-
-    Returns: "" where nodes that are up are enough, or all of the partition are not.
+    `sbatch --test-only` answers as if such nodes did not exist, though sbatch would accept the job.
+    They are the reason if the partition has enough nodes, but not enough of them are up.
     """
     options = _options(script.text)
     wanted = count_in(options.get("nodes", "")) or 1
@@ -134,7 +133,7 @@ def _absent(script: Script, error: RefusedError) -> str:
         shown = slurm.run_command(["sinfo", "-a", "-h", "-o", "%P %F"], ASK_S)
     except LaunchError:
         return ""
-    # name, with a star if it is the default, and nodes: allocated, idle, other and all
+    # the name, with a star if it is the default, and the nodes: allocated, idle, other, all
     for name, star, *found in re.findall(
         r"^(\S+?)(\*?) (\d+)/(\d+)/(\d+)/(\d+)$", shown, re.MULTILINE
     ):
@@ -149,7 +148,7 @@ def _absent(script: Script, error: RefusedError) -> str:
 
 
 def _asked(script: Script, error: RefusedError) -> str:
-    """Name the resources that too few nodes have, and the keys that ask for them."""
+    """Name the options that ask for nodes of which there are too few; "" for other refusals."""
     if NO_SUCH_NODE not in str(error):
         return ""
     options = _options(script.text)
@@ -160,7 +159,7 @@ def _asked(script: Script, error: RefusedError) -> str:
 def _waits(error: RefusedError) -> bool:
     """Tell whether a submission would wait until the user has fewer jobs.
 
-    Slurm names the same limit for a job that is too large.
+    Slurm also names the same limit for a job that is too large, so other jobs are counted.
     """
     return isinstance(error, SubmitLimitError) and slurm.retry_until_answered(slurm.own_jobs) > 0
 
@@ -168,7 +167,7 @@ def _waits(error: RefusedError) -> bool:
 def script_of(
     launcher: Launcher, title: str, *, stage: str, nodes: int, minutes: int, tasks: int
 ) -> Iterator[Script]:
-    """Yield the script of one submission; none where jobs do not go through Slurm."""
+    """Yield the script of one submission; none if jobs do not go through Slurm."""
     text = launcher.script(stage=stage, nodes=nodes, minutes=minutes, tasks=tasks)
     if text:
         where = f"{launcher.cluster.partition}: " if launcher.cluster.partition else ""
@@ -176,10 +175,10 @@ def script_of(
 
 
 def impossible(sweep: Sweep) -> tuple[str, str] | None:
-    """Return key and words of a partition that is not there, or has too little for the jobs.
+    """Return key and message if a partition does not exist, or has too little for the jobs.
 
-    None also where Slurm cannot be asked. A site's plugin may send jobs to other partitions than
-    they ask for: only jobs that sbatch, too, would refuse count.
+    Return None if all is well or Slurm cannot be asked. A site's plugin may send jobs to other
+    partitions than they ask for, so only a job that sbatch would refuse, too, is impossible.
 
     Raises:
         NotConfiguredError: Slurm's commands find no configuration on this machine.
@@ -199,7 +198,7 @@ def impossible(sweep: Sweep) -> tuple[str, str] | None:
 
 
 def _partitions() -> dict[str, dict[str, str]]:
-    """Return the fields of Slurm's partitions by name, those that it hides included."""
+    """Return the fields of Slurm's partitions by name, including hidden partitions."""
     try:
         shown = slurm.run_command(["scontrol", "show", "partition", "--all", "--oneliner"], ASK_S)
     except NotConfiguredError:
@@ -212,7 +211,7 @@ def _partitions() -> dict[str, dict[str, str]]:
 
 
 def _largest_jobs(sweep: Sweep) -> Iterator[tuple[str, ClusterSpec, int]]:
-    """Yield name, cluster and most nodes of each part that jobs go to."""
+    """Yield each partition that jobs go to: name, cluster, and nodes of the largest job."""
     spec, cluster = sweep.spec, sweep.cluster
     if spec.study is not None:
         if part := study_part(spec.study, cluster):
@@ -230,7 +229,7 @@ def _mistake(
     kinds: Sequence[tuple[str, str, str]],
 ) -> tuple[str, str] | None:
     wanted = part.partition or str(part.sbatch.get("partition", ""))
-    # sbatch takes several, of which the first that is free is used
+    # sbatch accepts several partitions, and uses the first that is free
     names = wanted.split(",") if wanted else []
     if missing := [name for name in names if name not in partitions]:
         there = ", ".join(partitions)
@@ -246,7 +245,7 @@ def _mistake(
 def _too_large(
     part: ClusterSpec, names: Sequence[str], kinds: Sequence[tuple[str, str, str]]
 ) -> tuple[str, str] | None:
-    """Return key and words where a job needs more of a node than any of these partitions has."""
+    """Return key and message if a job needs more than any node of these partitions has."""
     cpus = max((int(kind[1]) for kind in kinds), default=0)
     memory_mb = max((int(kind[2]) for kind in kinds), default=0)
     where = f"nodes of partition {', '.join(names)} have"
@@ -263,7 +262,7 @@ def _too_large(
 
 
 def _kinds_of_nodes() -> list[tuple[str, str, str]]:
-    """Return partition, CPUs and MiB of each kind of node, those that Slurm hides included."""
+    """Return partition, CPUs and MiB of each kind of node, including hidden partitions."""
     try:
         shown = slurm.run_command(["sinfo", "-a", "-h", "-e", "-o", "%R %c %m"], ASK_S)
     except LaunchError:

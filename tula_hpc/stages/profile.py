@@ -1,4 +1,4 @@
-"""Profile stage: rounds of jobs for the proposals of the search, until it proposes nothing more."""
+"""Run the profile stage: jobs for the search's proposals, until it proposes nothing more."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ OTHER_ARGUMENTS = (
     "If workload.arguments have to change for that, give the sweep another name, or another "
     "--run-dir: what is measured by now ran with these."
 )
-# after which no job ends better until the user has acted
+# failures after which every job fails until the user has acted
 FOR_THE_USER = (Failure.BAD_INPUT, Failure.NO_SPACE)
 
 
@@ -74,7 +74,7 @@ def profile_stage(sweep: Sweep) -> None:
     try:
         _profile_parts(sweep)
     except StageError as error:
-        # for `status`; a disk that is full may not take it
+        # `status` shows this event, which a full disk may not take
         with contextlib.suppress(StorageError):
             sweep.run.log_event("failed", "profile", detail=str(error)[:2000])
         raise
@@ -137,7 +137,7 @@ def _on_arguments(sweep: Sweep, wrong: Sequence[Ended]) -> str:
 
 
 def _wrong(failures: Sequence[Ended]) -> list[Ended]:
-    """Return the ends that only the user can prevent: no other job will end better."""
+    """Return the ends whose cause only the user can remove: other jobs would fail, too."""
     return [end for end in failures if end.failure in FOR_THE_USER]
 
 
@@ -157,7 +157,7 @@ def _parts_without_room(sweep: Sweep, parts: Sequence[Sweep]) -> dict[str, str]:
     said = {part.partition: none_fits(part, stored.get(part.partition)) for part in parts}
     if said and all(said.values()):
         words = "\n".join(said.values())
-        # for `status`
+        # `status` shows this event
         sweep.run.log_event("failed", "profile", detail=words[:2000])
         raise InputError(f"{words}\n{NOTHING}")
     return {name: words for name, words in said.items() if words}
@@ -167,7 +167,7 @@ def _profile_part(part: Sweep, progress: StageProgress, trusted_batch: int | Non
     failures: list[Ended] = []
     while True:
         failures += _settle(part, progress)
-        # before more is measured that no plan can use
+        # refuse before more is measured that no plan can use
         refuse_several(part.run, part.run.measurements().records)
         kinds = [end.failure for end in failures]
         in_vain = is_partition_hopeless(kinds, _broken_rounds(part))
@@ -177,7 +177,8 @@ def _profile_part(part: Sweep, progress: StageProgress, trusted_batch: int | Non
         proposed = propose_on(part, trusted_batch)
         if not proposed:
             return failures
-        # an array keeps to array_parallelism by itself; one job each, so many may be side by side
+        # a group is an array, which keeps to array_parallelism by itself, or one packed job: of
+        # these, array_parallelism may run at a time
         beside = part.cluster.array_parallelism if part.spec.search.packed else 1
         arrays = [""] * beside
         for group in first_wave(part.spec, part.cluster, proposed):
@@ -185,7 +186,7 @@ def _profile_part(part: Sweep, progress: StageProgress, trusted_batch: int | Non
 
 
 def propose_on(part: Sweep, trusted_batch: int | None) -> list[Configuration]:
-    """Return the proposals of the search here; `trusted_batch` fits into memory by an estimate."""
+    """Return the search's proposals here; by an estimate `trusted_batch` fits into memory."""
     from tula_hpc.analysis.search.propose import propose
 
     known = measurements_for_search(
@@ -198,7 +199,7 @@ def propose_on(part: Sweep, trusted_batch: int | None) -> list[Configuration]:
 
 
 def _broken_rounds(part: Sweep) -> int:
-    """Count this command's submissions with a job that failed as `is_broken_round` means it."""
+    """Count this command's submissions with a job whose failure `is_broken_round` counts."""
     folders = set()
     for job in part.run.history().submissions("profile"):
         end = job.end if _is_of(part, job) else None
@@ -236,9 +237,9 @@ def _trusted_batch(part: Sweep, progress: StageProgress) -> int | None:
 
 
 def wants_estimate(part: Sweep) -> bool:
-    """Tell whether the first profile waits for an estimate of memory, which needs a limit.
+    """Tell whether an estimate of memory is made before the first profile; it needs a limit.
 
-    A script's model is not known before it runs.
+    None is made for a script, whose model is not known before it runs.
     """
     if part.spec.workload.is_script or part.cluster.container is not None:
         return False
@@ -249,18 +250,18 @@ def wants_estimate(part: Sweep) -> bool:
 
 
 def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
-    """Wait for submitted jobs, and record the configurations that ended one.
+    """Wait for submitted jobs, and record the configurations that ended a job.
 
     Returns:
-        Those that died without a record of their own; none of an earlier command that the user may
-        have acted on.
+        Ends of jobs that died without a record of their own, except jobs of an earlier command that
+        failed for a cause that the user may have removed.
     """
     unsettled = part.run.history().unsettled("profile")
     submitted = {job.job_id: job for job in unsettled if _is_of(part, job)}
     wanted = {(part.partition, each) for job in submitted.values() for each in job.configurations}
     tried = _tried(part)
     expected = len(tried.keys() | wanted)
-    # a job of the adaptive search asks for more
+    # jobs of the adaptive search ask for more configurations
     asks = part.spec.search.mode == "adaptive"
     if asks:
         elsewhere = sum(name != part.partition for name, _ in tried)
@@ -297,7 +298,7 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
 
     jobs = [submitted_job(part.run, job) for job in submitted.values()]
     ended = part.launcher.wait(jobs, tick) if jobs else []
-    # of a job that took less time than there is between two looks
+    # once more, for jobs that ended between two looks
     warn_of_setup()
     for end in ended:
         if end.failure is Failure.CANCELLED:
@@ -332,18 +333,18 @@ def _tried(sweep: Sweep) -> dict[tuple[str, Configuration], str]:
 
 
 def _record_end(part: Sweep, job: Submission, end: Ended) -> bool:
-    """Put on record how a job ended; tell whether a configuration ended it, not a preemption."""
+    """Record how a job ended; return whether a configuration, and not a preemption, ended it."""
     output = part.run.root / job.output
     blamed = died_of(job.configurations, output) if output.is_file() else None
     preempted = end.failure is Failure.PREEMPTED
     if blamed is not None and _is_an_attempt(part, blamed, end):
         record = failed_measurement(part.cluster, blamed, end, part.partition)
         record = record.model_copy(update={"accumulation": _last_passes(output)})
-        # what made an earlier command's job fail may have been mended
+        # dated back: the user may have removed the cause since that earlier command
         if job.submitted_at < part.started_at:
             record = record.model_copy(update={"finished_at": job.submitted_at})
         append_record(output, record)
-        # cancelled: that is said already
+        # a cancellation was reported before
         if not (end.failure.is_oom or end.failure in (*FOR_THE_USER, Failure.CANCELLED)):
             sys.stderr.write(f"profiling: {_how_it_failed(blamed, end)}\n")
     if blamed is not None and end.failure is Failure.DEVICE_FAILED:
@@ -363,7 +364,7 @@ def _record_end(part: Sweep, job: Submission, end: Ended) -> bool:
 
 
 def _how_it_failed(blamed: Configuration, end: Ended) -> str:
-    # of our own sentences, and of others' exceptions, "bug" says nothing more
+    # "bug" adds nothing to our own sentences and others' exceptions
     kind = "" if end.failure is Failure.BUG else end.failure.value.replace("_", " ")
     why = ": ".join(filter(None, [kind, telling_line(end.log_tail).rstrip(".")]))
     log = f"; log: {end.log_file}" if end.log_file else ""
@@ -372,7 +373,7 @@ def _how_it_failed(blamed: Configuration, end: Ended) -> str:
 
 def _is_an_attempt(part: Sweep, blamed: Configuration, end: Ended) -> bool:
     broken_devices = 0
-    # only then are the events read, which may be many
+    # events, which may be many, are read only if needed
     if end.failure is Failure.DEVICE_FAILED:
         events = part.run.events()
         broken_devices = profiled_in_vain(events, blamed, part.partition, part.started_at)
@@ -384,10 +385,10 @@ def first_wave(
 ) -> list[tuple[Configuration, ...]]:
     """Return the configurations that are submitted together, by size of allocation.
 
-    Where jobs would disturb each other only the first batch or job is submitted; the search then
+    If jobs would disturb each other, only the first batch or job is submitted; the search then
     proposes anew, knowing more (a batch that ran out of memory is not tried on more nodes).
     """
-    # small batches first: what runs out of memory ends the job
+    # small batches first: a batch that runs out of memory ends the job
     if spec.search.nest:
         return [tuple(sorted(proposed, key=lambda c: (c.local_batch, c.nodes)))]
     by_nodes = [tuple(group) for _, group in groupby(sorted(proposed), key=lambda c: c.nodes)]
@@ -399,12 +400,12 @@ def first_wave(
 
 
 def one_at_a_time(spec: SweepSpec, cluster: ClusterSpec) -> bool:
-    """Tell whether no two jobs of a partition run beside each other."""
+    """Tell whether no two jobs of a partition run at the same time."""
     return spec.search.nest or cluster.executor == "local" or cluster.array_parallelism == 1
 
 
 def allocated_nodes(spec: SweepSpec, configurations: Sequence[Configuration]) -> int:
-    """Return the nodes of the allocation in which these are measured."""
+    """Return the number of nodes of the allocation in which the configurations are measured."""
     if spec.search.nest:
         return max(spec.search.cluster_sizes)
     return configurations[0].nodes
@@ -413,7 +414,7 @@ def allocated_nodes(spec: SweepSpec, configurations: Sequence[Configuration]) ->
 def _submit(
     part: Sweep, configurations: tuple[Configuration, ...], trusted_batch: int | None, before: str
 ) -> str:
-    """Submit a job for each batch, or for all, after that array; return the last array's id."""
+    """Submit a job for each batch, or for all, after array `before`; return the last array's id."""
     alone: list[tuple[Configuration, ...]] = [(configuration,) for configuration in configurations]
     groups = [configurations] if part.spec.search.packed else alone
     nodes = allocated_nodes(part.spec, configurations)
@@ -432,7 +433,7 @@ def _submit(
     ]
     minutes = part.cluster.profile_minutes
     after = [before] if before else []
-    # the next round repeats those beyond the site's limits
+    # jobs beyond the site's limits are left to the next round
     submitted = part.launcher.submit(
         jobs, stage="profile", nodes=nodes, minutes=minutes, data=data, after=after
     )
@@ -467,7 +468,7 @@ def _new_output(part: Sweep, nodes: int, group: Sequence[Configuration]) -> Path
     partition = [part.partition.replace("/", "_")] if part.partition else []
     stem = "-".join([*partition, f"n{nodes}", f"b{ends[0]}", *map(str, ends[1:])])
     paths = (part.run.profile / f"{stem}-{attempt}.jsonl" for attempt in count())
-    # some may have been moved out
+    # not the number of files, of which some may have been moved away
     path = next(path for path in paths if not path.exists())
     path.touch(mode=0o600)
     return path
@@ -479,19 +480,19 @@ def _last_passes(output: Path) -> int | None:
 
 
 def died_of(group: Sequence[Configuration], output: Path) -> Configuration | None:
-    """Return the configuration that ended a job without a record of its own, if any did.
+    """Return the configuration that ended a job, and of which the job has no record, if any.
 
-    A job that died before it began to measure is held against the first of its list, so that it is
-    not tried for ever.
+    If a job died before it began to measure, the first configuration of its list is blamed, so that
+    it is not tried forever.
     """
     recorded = read_records(Measurement, with_rank_files(output)).records
     notes = read_records(JobNote, [notes_file(output)]).records
     failed = any(m.status != "ok" and not m.is_left_out for m in recorded)
     if failed or (notes and notes[-1].note == "ended"):
-        # by itself, or by a command that was killed right after it had written that down
+        # recorded by the job itself, or by a command that was killed right afterwards
         return None
     done = {m.configuration for m in recorded}
-    # between two configurations: neither is to blame
+    # died between two configurations: neither is to blame
     if notes and notes[-1].configuration in done:
         return None
     begun = [notes[-1].configuration] if notes else []

@@ -1,13 +1,13 @@
-"""Rehearsal: the workload is tried on this machine before anything is submitted.
+"""Rehearse: try the workload on this machine before anything is submitted.
 
-It needs torch, so it takes place in a process of its own: `profiling/rehearsal_process.py`.
-Mistakes are refused here, as is another model or other data than the run has measured. The result
-is kept in the run directory: the next command tries again only where code, keys of the workload or
+This needs torch, so it runs in a process of its own: `profiling/rehearsal_process.py`. Mistakes are
+refused here, and so are a model or data that differ from what the run has measured. The result is
+kept in the run directory: the next command tries again only if code, keys of the workload or
 libraries have changed since.
 
-`search.estimate = false` leaves it out, for data or libraries that only the compute nodes have; a
-job then finds out. Controller jobs leave it out, too. A training script of the user's own is not
-run here: its syntax was checked when the sweep was read, and the first job finds out the rest.
+`search.estimate = false` skips the rehearsal, for data or libraries that only the compute nodes
+have; a job then finds the mistakes. Controller jobs skip it, too. A training script of the user's
+own is not run here: its syntax was checked when the sweep was read, and the first job finds the rest.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ELSEWHERE = (
     "If only this machine lacks something, set search.estimate = false: then nothing is tried here."
 )
 LIBRARIES = ("torch", "torchvision", "timm")
-# in the lines of faulthandler
+# a stack frame, as faulthandler prints it
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in ', re.MULTILINE)
 
 
@@ -62,11 +62,11 @@ def rehearse(
     Raises:
         TrialError: The workload has a mistake, which the message names.
     """
-    # a dry run leaves nothing behind, compiled files of the user's own included
+    # -B, since a dry run must leave nothing behind, not even compiled files of the user's modules
     command = [
         *start_of_python(),
         "-B",
-        # it tells the place of a crash
+        # prints where a crash happened
         "-X",
         "faulthandler",
         "-m",
@@ -74,7 +74,7 @@ def rehearse(
         *map(str, files),
     ]
     command += [word for name in memory for word in ("--memory", name)]
-    # of the code as it is now
+    # taken before the trial, so that later changes of the code are noticed
     key = key_of(spec)
     done = run_apart(command, TIMEOUT_S, with_variables(cluster.parts()[0].environment))
     if isinstance(done, str):
@@ -118,7 +118,7 @@ def with_remedy(said: str, cluster: ClusterSpec) -> str:
 
 
 def _refuse_large_batches(spec: SweepSpec, cluster: ClusterSpec, found: Identity) -> None:
-    """Refuse global batches above the training set, which a job would refuse."""
+    """Refuse global batches that are larger than the training set, as a job would."""
     key = "search.max_batch" if spec.study is None else "study.batches"
     largest = max(_batches(spec, cluster), default=0)
     if largest > found.train_samples:
@@ -161,7 +161,7 @@ def try_before_jobs(sweep: Sweep) -> bool:
         False if it could not be tried here.
 
     Raises:
-        InputError: It is wrong, or another one than was measured.
+        InputError: The workload has a mistake, or differs from the one that was measured.
     """
     if slurm_job_id() is not None:
         return True
@@ -181,7 +181,7 @@ def try_before_jobs(sweep: Sweep) -> bool:
             return False
         refuse_another_model(sweep, tried)
     except InputError as error:
-        # for `status`
+        # `status` shows this event
         sweep.run.log_event("failed", "profile", detail=str(error)[:2000])
         raise
     kept = tried.model_copy(update={"footprints": {}})
@@ -190,13 +190,13 @@ def try_before_jobs(sweep: Sweep) -> bool:
 
 
 def refuse_another_model(sweep: Sweep, tried: Trial) -> None:
-    """Refuse another model, or other data, than the run has measured; name code that changed.
+    """Refuse a model or data other than the run has measured; warn of code that has changed.
 
     Raises:
-        InputError: It is another one.
+        InputError: The model or the data differ.
     """
     measured, before = measured_identity(sweep.run.measurements().records), sweep.run.trial()
-    # a model may be another one on a machine without GPUs: then it is compared with itself
+    # without GPUs the model may be another one here: it is compared with that of the last trial
     if before is None or not tried.identity.is_same(before.identity):
         refuse_another(sweep.run, measured, tried.identity)
     if measured is not None:
@@ -205,7 +205,7 @@ def refuse_another_model(sweep: Sweep, tried: Trial) -> None:
 
 def _try_with_progress(sweep: Sweep) -> Trial | None:
     parts = parts_of(sweep) if sweep.spec.study is None else []
-    # also where there is an estimate: it may be of another model
+    # even if there is an estimate, which may be of another model
     memory = [part.partition for part in parts if wants_estimate(part)]
     with stage_progress("trying") as progress:
         progress.update(0, 1, TRYING)
@@ -241,7 +241,7 @@ def _say_changed(names: Sequence[str], consequence: str) -> None:
 
 
 def _warn_of_lone_workers(spec: SweepSpec, cluster: ClusterSpec) -> None:
-    """Warn of a script that several workers would each train alone, which only their steps prove."""
+    """Warn if a script's workers seem to train each for itself; only its steps can prove that."""
     of_node = max(part.workers_per_node for part in cluster.parts())
     workers = max(spec.search.cluster_sizes) * of_node
     work = spec.workload
@@ -262,7 +262,7 @@ def is_tried(spec: SweepSpec, cluster: ClusterSpec) -> bool:
 
 
 def is_here(spec: SweepSpec) -> bool:
-    """Tell whether data folder and modules are on this machine, as a dry run need not find them."""
+    """Tell whether data folder and modules are on this machine; a dry run does not need them."""
     try:
         SweepSpec.model_validate_json(spec.model_dump_json(), context={"check_paths": True})
     except ValidationError:

@@ -1,4 +1,4 @@
-"""Study stage: one training for each method, batch and seed, after the learning rate was chosen."""
+"""Run the study stage: choose the learning rate, then train each method, batch and seed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tula_hpc.stages.context import Sweep, stage_progress
 from tula_hpc.stages.preview import Preview, script_of
 from tula_hpc.stages.train_many import Trainings, most_at_once
 
-# methods whose step is of another size: a rate for the base optimizer is none for them
+# methods whose steps have another size, so that the base optimizer's learning rate does not fit
 OWN_RATES = ("lars", "lamb")
 
 
@@ -48,7 +48,7 @@ def study_stage(sweep: Sweep) -> dict[str, str]:
 def _study_and_part(spec: SweepSpec, cluster: ClusterSpec) -> tuple[StudySpec, str, ClusterSpec]:
     part = study_part(spec.study, cluster) if spec.study else None
     if spec.study is None or part is None:
-        # the inputs were checked: by hand only
+        # only for callers from Python: a command has checked its inputs
         raise StageError("study: no [study] table, or too few nodes for it")
     return spec.study, *part
 
@@ -62,12 +62,12 @@ def _job(sweep: Sweep, partition: str, batch: int, spec: SweepSpec, label: str) 
 def cell_spec(sweep: SweepSpec, cell: StudyCell, rates: Mapping[str, float]) -> SweepSpec:
     """Return the sweep of one cell: the column's keys, the cell's seed, and the chosen rate.
 
-    Rates are by family, see `TunedRates`, for columns that have none; they were chosen at the
-    small batch, where lr scaling then starts.
+    `rates` are by family, see `TunedRates`, and for columns without a rate of their own. They were
+    chosen at the small batch, so that lr scaling starts there.
     """
     column = study_column(sweep, cell.column, check_paths=False)
     workload: dict[str, object] = {"seed": cell.seed}
-    # there is no plan whose prediction could be kept
+    # without a plan there is no prediction with which step times could be compared
     training: dict[str, object] = {"drift": False}
     given = sweep.study.overrides(cell.column) if sweep.study else {}
     rate = None if "workload.lr" in given else rates.get(family(column))
@@ -123,7 +123,7 @@ def trial_specs(sweep: SweepSpec) -> dict[str, SweepSpec]:
         if "workload.lr" not in study.overrides(n)
     ]
     columns = [study_column(sweep, name, check_paths=False) for name in names]
-    # the first column of a family counts
+    # reversed, so that the first column of each family remains
     families = {family(column): column for column in reversed(columns)}
     fixed = {"seed": study.seeds[0], "holdout": study.tuning_holdout}
     return {
@@ -151,7 +151,7 @@ def _trial(run: RunDirectory, label: str, spec: SweepSpec) -> RateTrial:
 
 
 def choose(trials: Iterator[RateTrial]) -> TunedRates:
-    """Return the best rate of each family; of equals the smaller.
+    """Return the best rate of each family, the smallest if several are equally good.
 
     Raises:
         StageError: Every rate of a family diverged.
@@ -174,7 +174,7 @@ def choose(trials: Iterator[RateTrial]) -> TunedRates:
 
 
 def describe_study(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Preview:
-    """Describe the jobs that a study would submit; creates nothing."""
+    """Describe the jobs that a study would submit; create nothing."""
     study, _, part = _study_and_part(spec, cluster)
     cells = study.cells()
     trials = trial_specs(spec) if study.base_lrs else {}

@@ -1,7 +1,7 @@
-"""Life of a training: its jobs, how each of them ended, and whether another one follows.
+"""Run a training: submit its jobs, see how each of them ended, and decide if another one follows.
 
-`train_stage` trains the plan's choice; a study's many trainings (`train_many`) live by the same
-rules with another table; how often each failure is tried again is in `tula_hpc/retry_policy.py`.
+`train_stage` trains the plan's choice. A study's many trainings (`train_many`) follow the same rules
+with another table. `tula_hpc/retry_policy.py` says how often each failure is tried again.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ from tula_hpc.stages.context import (
 )
 from tula_hpc.stages.notify import tell_news
 
-# NFS clients remember for up to a minute that a file was not there
+# longest wait for a result: NFS clients remember for up to a minute that a file was not there
 RESULT_WAIT_S = 90.0
-# over those that were planned; the rest of an epoch that fills no batch may be drawn twice
+# most epochs per planned epoch: samples that fill no batch may be drawn twice
 MANY_EPOCHS = 1.1
-# times the batch; batches that are drawn anew vary by less
+# most samples of a step per planned sample: batches of random size vary by less
 MUCH_MORE = 1.5
-# accounting hears of the end of a job a moment after the queue
+# longest wait for accounting, which knows of the end of a job a moment later than the queue
 ACCOUNTING_WAIT_S = 10.0
 
 
@@ -100,9 +100,9 @@ def train_stage(sweep: Sweep, plan: Plan) -> TrainResult:
 
 
 def keep_accounting(sweep: Sweep) -> None:
-    """Wait until accounting knows the end of the training's jobs, and write it down.
+    """Wait a little until accounting knows the ends of the training's jobs, and write them down.
 
-    Reports are read elsewhere, later. Not long, and not where there is no accounting.
+    Reports may be made where accounting cannot be asked. Without accounting nothing is waited for.
     """
     deadline = time.monotonic() + ACCOUNTING_WAIT_S
     while not sweep.run.history().accounted(MAIN_LABEL, sweep.run.accounts()):
@@ -145,7 +145,7 @@ def _going_on(sweep: Sweep, outcome: Settled) -> str:
 def _lost(sweep: Sweep) -> list[str]:
     if not _starts_over(sweep):
         return []
-    # one that took no step loses nothing
+    # a training that took no step loses nothing
     if not any(sweep.run.train().root.glob("metrics*.jsonl")):
         return []
     if sweep.run.history().has_left_files(MAIN_LABEL):
@@ -161,25 +161,25 @@ def _gone(sweep: Sweep) -> str:
 
 
 def _starts_over(sweep: Sweep) -> bool:
-    """Tell whether the plan's training, stopped now, would have nothing to go on from."""
+    """Tell whether the plan's training, if stopped now, would begin from the start again."""
     work = sweep.spec.workload
     return work.is_script and not work.goes_on and not sweep.run.train().newest_checkpoint
 
 
 class Settled(NamedTuple):
-    """End of a training's job after it was seen to."""
+    """End of a training's job, and what follows from it."""
 
     next_step: NextStep
-    # with the training's own failure in place of the scheduler's
+    # with the failure that the training itself reported, in place of the scheduler's
     end: Ended
     failure: JobFailure
 
 
 def settle(sweep: Sweep, job: Submission, end: Ended, policy: RetryPolicy) -> Settled:
-    """Put on record how a training's job ended, and decide the next step.
+    """Record how a training's job ended, and decide the next step.
 
-    The sweep is on the partition where the job ran. The job has its configuration where the policy
-    knows smaller batches.
+    `sweep` is on the partition where the job ran. `job` has its configuration if the policy allows
+    smaller batches.
     """
     run, files, job_id = sweep.run, sweep.run.train(job.label), end.job.job_id
     events = run.history().job(job_id)
@@ -189,7 +189,7 @@ def settle(sweep: Sweep, job: Submission, end: Ended, policy: RetryPolicy) -> Se
         run.log_event("ended", "train", job_id=job_id, data={"label": job.label})
         return Settled(NextStep.DONE, end, JobFailure(None))
     if not files.root.exists() or (events.has_finished and not _is_there(files)):
-        # the log does not tell the reason
+        # the log does not show this reason
         end = end._replace(failure=Failure.KILLED, log_tail=report_deletion(run, files))
     failure = _failure_of(events, end)
     end = end._replace(failure=failure.kind or end.failure)
@@ -199,7 +199,7 @@ def settle(sweep: Sweep, job: Submission, end: Ended, policy: RetryPolicy) -> Se
     if failure.stop:
         data["stop"] = failure.stop
     common = {"failure": failure.kind, "job_id": job_id, "data": data}
-    # before the end counts as seen to: a command that is killed in between writes it down once more
+    # before "ended": if a command is killed in between, the next one records the failure once more
     if failure.kind not in policy.smaller_batch:
         run.log_event("failed", "train", detail=failure.detail, **common)
     elif not events.has_reported_oom:
@@ -214,18 +214,18 @@ def settle(sweep: Sweep, job: Submission, end: Ended, policy: RetryPolicy) -> Se
 def _await_result(files: TrainDirectory) -> None:
     """Wait for the result of a finished job: a network file system may show it late."""
     deadline = time.monotonic() + RESULT_WAIT_S
-    # looking makes the client look again
+    # listing the folder makes the file system's client look again
     while _is_there(files) and not files.result_file.exists() and time.monotonic() < deadline:
         time.sleep(1.0)
 
 
 def _is_there(files: TrainDirectory) -> bool:
-    """Tell whether a training's folder holds anything: after a deletion a command makes another."""
+    """Tell whether a training's folder holds anything: a command makes a deleted folder anew."""
     return files.root.is_dir() and any(files.root.iterdir())
 
 
 def report_deletion(run: RunDirectory, files: TrainDirectory) -> str:
-    """Tell the user that somebody has deleted a training's folder; returns the message.
+    """Warn the user that a training's folder was deleted; return the message.
 
     Raises:
         StorageError: The whole run is gone.
@@ -255,7 +255,7 @@ def _failure_of(events: JobEvents, end: Ended) -> JobFailure:
 
 
 def _record_oom(sweep: Sweep, job: Submission, end: Ended) -> None:
-    """Write the record of a job that was killed before it could do so itself."""
+    """Record that a job ran out of memory, if it was killed before it could do so itself."""
     if job.configuration is None:
         return
     at = job.configuration
@@ -292,7 +292,7 @@ def _why_given_up(sweep: Sweep, outcome: Settled) -> str:
 
 
 def time_limit_advice(sweep: Sweep, label: str, failure: JobFailure) -> str:
-    """Say which key to raise where a time limit ended a training; "" where something else did."""
+    """Say which key to raise if a time limit ended a training; "" if something else did."""
     is_used_up = failure.stop is StopReason.REQUEUES_EXHAUSTED
     is_in_vain = failure.stop is StopReason.LIMIT_IN_VAIN
     if not (is_used_up or is_in_vain or failure.kind is Failure.TIMED_OUT):
@@ -304,7 +304,7 @@ def time_limit_advice(sweep: Sweep, label: str, failure: JobFailure) -> str:
     metrics = read_metrics(sweep.run.train(label).metrics_file)
     last = metrics.epochs[-1] if metrics.epochs else None
     left_s = training_left_s(metrics.steps, last, epochs)
-    # nothing is left of a training that ended while its model was saved
+    # no steps are left of a training that ended while its model was saved
     if left_s and (seen := metrics.steps[-1].epoch) < epochs:
         whole_s = left_s * epochs / (epochs - seen)
         limit += f"; {plural(epochs, 'epoch')} take {format_duration(whole_s)} at this pace"
@@ -315,7 +315,7 @@ def time_limit_advice(sweep: Sweep, label: str, failure: JobFailure) -> str:
 def next_candidate(plan: Plan, run: RunDirectory, max_fallbacks: int) -> Candidate:
     """Return the chosen configuration, or after OOM the first fallback below every failed batch.
 
-    A script that is told the number of its forward passes takes the same batch in more of them.
+    A script whose number of forward passes can be set takes the same batch in more passes.
     Batches that ran out of memory on another partition do not count.
 
     Raises:
@@ -340,10 +340,10 @@ def next_candidate(plan: Plan, run: RunDirectory, max_fallbacks: int) -> Candida
 
 
 def _below_failed(candidate: Candidate, failed: Sequence[Measurement]) -> Candidate | None:
-    """Return a candidate below those that ran out of memory, in more passes if needed; None: none."""
+    """Return the candidate below the batches that failed, in more passes if needed, or None."""
     least = min((m.local_batch // (m.accumulation or 1) for m in failed), default=sys.maxsize)
     if any(m.accumulation is None for m in failed):
-        # it always takes as many passes
+        # the number of passes is fixed
         return candidate if candidate.local_batch < least else None
     passes = candidate.accumulation
     while passes < candidate.local_batch and candidate.local_batch // passes >= least:
@@ -391,17 +391,17 @@ def _submit_training(sweep: Sweep, candidate: Candidate, tick: Callable[[JobsNow
 
 
 def _was_moved(run: RunDirectory, files: TrainDirectory) -> bool:
-    """Tell whether a training has left files that are not there any more."""
+    """Tell whether all files that a training has left are gone."""
     has_left = run.history().has_left_files(MAIN_LABEL)
     return has_left and not any(path.is_file() for path in files.root.rglob("*"))
 
 
 def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], None]:
-    """Return a function that shows the progress of the plan's training beside the jobs' states."""
+    """Return a function that shows the progress of the plan's training with the jobs' states."""
     files = sweep.run.train()
     epochs = sweep.spec.workload.epochs
     told = [""]
-    # the last step of a training that begins anew, until it has
+    # the last step before a job waited: as long as it is the last, the next job has taken none
     old: list[StepMetrics] = []
     restarts = [sweep.run.history().restarts(MAIN_LABEL)]
     interruptions = InterruptionNews(sweep, "training")
@@ -431,14 +431,14 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
             done = 0.0
         shown = [f"{round(done, 1):g} of {plural(epochs, 'epoch')} done", now.text]
         last = metrics.epochs[-1] if metrics.epochs else None
-        # a script tells the score of an epoch after its end
+        # a script reports the score of an epoch only after the epoch has ended
         for row in reversed(metrics.epochs):
             if row.is_scored:
                 shown.append(format_score(row.test_accuracy, row.test_loss))
                 break
         left_s = training_left_s(metrics.steps, last, epochs) if now.running else None
         notes += _off_plan(metrics, done, epochs)
-        # the score of an epoch may come after its end
+        # not after one epoch, whose score may come after its end
         if len(metrics.epochs) > 1 and (words := unmatched_metric(sweep, metrics, running=True)):
             notes.append(words)
         progress.update(done, epochs, ", ".join(shown), left_s, notes, state=now.text)
@@ -461,18 +461,18 @@ def _off_plan(metrics: Metrics, done: float, epochs: int) -> Iterator[str]:
 
 
 def _restarted(sweep: Sweep, last: Restart | None) -> str:
-    """Say why a job of the training runs again, by accounting, or that one begins anew; else ""."""
+    """Say why a job of the training runs again, by accounting, or that it begins anew; else ""."""
     if last is None:
         return ""
     sweep.launcher.note_accounts()
     if why := why_interrupted(sweep).get(last.job_id):
         return f"job {last.job_id} runs again, {why[-1]}: {last.from_where}"
-    # from where others go on is in the notes on progress
+    # the notes on progress say from where other restarts go on
     return f"job {last.job_id} {last.from_where}" if last.samples_seen == 0 else ""
 
 
 def unmatched_metric(sweep: Sweep, metrics: Metrics, *, running: bool = False) -> str:
-    """Say that a script's workload.metric has found no score; "" if it has, or there is none."""
+    """Say that a script's workload.metric has found no score; "" if it has, or is not set."""
     work = sweep.spec.workload
     if not work.is_script or work.metric is None or any(row.is_scored for row in metrics.epochs):
         return ""

@@ -1,7 +1,7 @@
-"""Many trainings through the scheduler, each once, whatever dies on the way.
+"""Run many trainings through the scheduler, each to one result, whatever fails on the way.
 
-On Slurm they go in as one array, of which `array_parallelism` run at a time. On one machine as many
-run side by side as it has cores for.
+On Slurm they are submitted as one array, of which `array_parallelism` tasks run at a time. On one
+machine as many run at a time as it has cores for.
 """
 
 from __future__ import annotations
@@ -33,28 +33,27 @@ from tula_hpc.stages.context import (
 from tula_hpc.stages.notify import tell_news
 from tula_hpc.stages.train import Settled, report_deletion, settle, time_limit_advice
 
-# at once: many sites allow fewer jobs a user than Slurm allows tasks an array
+# submitted at once: many sites allow a user fewer jobs than Slurm allows an array tasks
 MOST_TRAININGS = 500
 
 
 class Trainings:
-    """Trainings on their way, by label.
+    """Trainings in progress, by label.
 
-    A training that has a result is not run again. One whose job died goes on from its checkpoint in
-    a new job, so often as its failure allows; one that failed for good does not hold up the others.
-
-    All jobs take as many nodes.
+    A training that has a result is not run again. If its job died, a training goes on from its
+    checkpoint in a new job, as often as the policy allows; if it failed for good, it does not hold
+    up the others. All jobs have the same number of nodes.
     """
 
     def __init__(self, sweep: Sweep, jobs: Sequence[TrainJob]) -> None:
         self.sweep, self.run_directory, self.launcher = sweep, sweep.run, sweep.launcher
         self.jobs = {job.label: job for job in jobs}
         self.policy = study_policy(sweep.spec.training.max_requeues)
-        # by job id
+        # unfinished jobs, by id
         self.running: dict[str, Submission] = {}
         self.waiting: deque[str] = deque()
         self.failures: dict[str, str] = {}
-        # at the beginning of `run`: trainings with a result, and Unix time
+        # number of trainings with a result, and Unix time, when `run` began
         self._done_before = 0
         self._began_at = 0.0
         self.most = most_at_once(sweep.cluster, jobs[0].configuration.world_size) if jobs else 0
@@ -66,7 +65,7 @@ class Trainings:
             Labels of those that failed, with the reasons.
 
         Raises:
-            StageError: Not one training came as far as its first logged step: something is wrong with all.
+            StageError: No training reached its first logged step: something is wrong with all.
         """
         self._adopt()
         self._done_before = sum(map(self._is_done, self.jobs))
@@ -82,7 +81,7 @@ class Trainings:
         return self.failures
 
     def _goes_on(self) -> bool:
-        """Tell whether anything is left; trainings with a deleted folder start again."""
+        """Tell whether any training is left; one whose folder was deleted starts again."""
         running = (job.label for job in self.running.values())
         known = {*self.waiting, *self.failures, *running}
         for label in self.jobs:
@@ -94,7 +93,7 @@ class Trainings:
     def _show(self, progress: StageProgress, now: JobsNow) -> None:
         done, whole = sum(map(self._is_done, self.jobs)), len(self.jobs)
         text = f"{done} of {plural(whole, 'training')} done"
-        # those that others did tell nothing of the pace
+        # trainings that were done before say nothing about the pace
         here = done - self._done_before
         left_s = None
         if here > 0 and now.running:
@@ -105,7 +104,7 @@ class Trainings:
         return self.run_directory.train(label).result_file.exists()
 
     def _adopt(self) -> None:
-        """Wait for the jobs of an interrupted run of the same command; submit no others for them.
+        """Take over the jobs of an interrupted command; submit no others for their trainings.
 
         A training that failed for good since the command began, perhaps in another process, is not
         tried again.
@@ -131,7 +130,7 @@ class Trainings:
                 self.failures[label] = self._describe(label, failed[label])
 
     def _submit(self) -> None:
-        """Submit free slots; on Slurm only one array at a time, which bounds the jobs at once."""
+        """Fill free slots; on Slurm submit one array at a time, which limits how many jobs run."""
         free = self.most - len(self.running)
         if self.sweep.cluster.executor != "local" and self.running:
             free = 0
@@ -169,7 +168,7 @@ class Trainings:
     def _describe(self, label: str, failure: JobFailure) -> str:
         kind = failure.kind or Failure.BUG
         said = f"{kind.value.replace('_', ' ')}: {failure.detail}"
-        # a column's own spec, whose epochs are its own
+        # with the spec of the training's column, which may have other epochs
         there = self.sweep._replace(spec=self.jobs[label].sweep)
         advice = time_limit_advice(there, label, failure)
         if not advice:
@@ -177,7 +176,7 @@ class Trainings:
         return f"{said}; {advice}"
 
     def _refuse_hopeless(self, outcome: Settled) -> None:
-        """Stop where no training has logged a step and the failure would end all of them."""
+        """Stop if no training has logged a step and the failure would end all of them."""
         if any(self.run_directory.train(label).metrics_file.exists() for label in self.jobs):
             return
         kind, job_id = outcome.failure.kind, outcome.end.job.job_id
@@ -192,9 +191,9 @@ class Trainings:
 
 
 def most_at_once(cluster: ClusterSpec, workers: int) -> int:
-    """Return how many trainings run together: tasks of an array, or as many as the cores can carry.
+    """Return how many trainings are started together: an array's tasks, or as many as cores allow.
 
-    Locally `array_parallelism` bounds them only where the cluster file sets it: its default is
+    On one machine `array_parallelism` limits them only if the cluster file sets it: its default is
     meant for measuring. On GPUs it always does: each training's first worker takes the first GPU,
     however many cores there are.
     """
