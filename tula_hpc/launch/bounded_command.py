@@ -1,4 +1,4 @@
-"""Call of a Slurm command, bounded in time and size: the output may be anything and never end.
+"""Run a Slurm command, bounded in time and size: its output may be anything and never end.
 
 On many clusters `squeue` and its like are a site's own scripts, which put banners around answers,
 or are broken.
@@ -22,15 +22,15 @@ from tula_hpc.env import slurm_conf, without_filters
 from tula_hpc.errors import LaunchError, NotConfiguredError, NotStartedError
 
 COMMAND_TIMEOUT_S = 60.0
-# then the user is told of a command that waits for its controller
+# seconds until the user is told that a command still waits for its controller
 TOLD_AFTER_S = 8.0
-# of an answer: a million jobs, with 60 characters for each
+# largest answer: a million jobs, with 60 characters for each
 MOST_BYTES = 64 * 2**20
-# characters of what a command says of its failure, the last ones
+# how many of the last characters of a command's error message are kept
 MOST_WORDS = 4_000
-# characters of an answer that is none
+# how many characters of an unexpected answer are shown
 MOST_SHOWN = 200
-# where clients have their configuration from a controller that they do not find
+# Slurm's message if clients get their configuration from a controller and do not find it
 NOT_CONFIGURED = "Could not establish a configuration source"
 CHUNK_BYTES = 2**16
 
@@ -53,8 +53,8 @@ def run_command(arguments: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S) 
     """Return the output of a Slurm command, run without the user's filters for squeue.
 
     Raises:
-        NotConfiguredError: It finds no configuration of Slurm on this machine.
-        LaunchError: It failed or did not answer; the message holds its own words.
+        NotConfiguredError: The command finds no configuration of Slurm on this machine.
+        LaunchError: The command failed, with its own words in the message, or did not answer.
     """
     done = run(arguments, timeout_s, environment=without_filters())
     if done.code and NOT_CONFIGURED in done.complaint:
@@ -74,11 +74,11 @@ def run(
     stdin: str = "",
     environment: Mapping[str, str] | None = None,
 ) -> Done:
-    """Run a command to its end, whatever its exit code; bytes that are no UTF-8 become escapes.
+    """Run a command to its end, whatever its exit code; bytes that are not UTF-8 become escapes.
 
     Raises:
-        NotStartedError: It cannot be started.
-        LaunchError: It does not end in time, or prints without end, and was killed.
+        NotStartedError: The command cannot be started.
+        LaunchError: The command was killed, as it did not end in time or printed too much.
     """
     name = arguments[0]
     try:
@@ -98,7 +98,7 @@ def _start(
     with contextlib.ExitStack() as stack:
         given: IO[bytes] | int = subprocess.DEVNULL
         if stdin:
-            # a pipe would have to be written to while the others are read
+            # a file, since a pipe would have to be written to while the others are read
             given = stack.enter_context(tempfile.TemporaryFile())
             given.write(stdin.encode(errors="surrogateescape"))
             given.seek(0)
@@ -121,7 +121,7 @@ def _not_started(name: str, error: OSError | ValueError) -> str:
 
 @contextlib.contextmanager
 def _killed_if_given_up(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Kill a process that is given up, and its children, which may hold its pipes."""
+    """Kill the process, and its children, which may hold its pipes, if the block fails."""
     try:
         yield
     except BaseException:
@@ -131,7 +131,7 @@ def _killed_if_given_up(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _read(process: subprocess.Popen[bytes], name: str, timeout_s: float) -> tuple[bytes, bytes]:
-    """Return standard output and error when both are at their end, and the process too."""
+    """Return standard output and error once both are at their end and the process has ended."""
     deadline = time.monotonic() + timeout_s
     told_at = time.monotonic() + TOLD_AFTER_S
     pipes = [pipe for pipe in (process.stdout, process.stderr) if pipe is not None]
@@ -193,5 +193,5 @@ def unreached(error: LaunchError) -> str:
 
 
 def count_in(text: str) -> int | None:
-    """Read a count as Slurm prints it; None where it is none, or absurdly large."""
+    """Read a count as Slurm prints it; None if the text is no count, or an absurdly large one."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 15 else None

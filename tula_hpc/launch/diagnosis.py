@@ -1,9 +1,9 @@
-"""Tell why a job failed, by Slurm's states and its log, and why one waits.
+"""Explain why a job failed, by Slurm's states and the job's log, and why a job waits.
 
-Slurm's words for a wait are those of "JOB REASON CODES" in squeue(1) and of the controller's own
-descriptions. Logs are read as far as they belong to the job's last run.
+Slurm's reasons for a wait are those of "JOB REASON CODES" in squeue(1) and the controller's own
+descriptions. Only the part of a log that belongs to the job's last run is read.
 
-The kinds of failures are in `failure_kinds.py`, with what a new one asks for.
+`failure_kinds.py` has the kinds of failures, and says what a new kind needs.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from tula_hpc.failure_kinds import Failure
 from tula_hpc.files import PASSING, open_regular
 from tula_hpc.launch.slurm import JobState, StepState
 
-# what Slurm calls cancelled
+# who has ended a job that Slurm calls cancelled
 BY_HAND = "by scancel or an operator"
-# begins of lines that tell of an end, not of its reason
+# beginnings of lines that report an end, but not its reason
 _WITHOUT_REASON = ("submitit INFO", "submitit WARNING", "srun: ")
-# characters of a log's line that is shown
+# how many characters of a line of a log are shown
 MOST_WORDS = 500
 
 
 class _Sign(NamedTuple):
     failure: Failure
-    # of the job's steps
+    # states of the job's steps that mean this failure
     states: frozenset[str]
-    # in its log: a pattern
+    # pattern of words in the job's log that mean this failure
     words: str
 
 
@@ -47,8 +47,8 @@ class _Sign(NamedTuple):
 #   NVIDIA/open-gpu-kernel-modules#387)
 # - NVIDIA's "Xid Errors": the numbers that mean hardware or firmware, not those that an application
 #   causes (13, 31, 43)
-# An illegal memory access is the program's. 719 and 999 may be, too: they are tried elsewhere, and
-# reported if they return.
+# An illegal memory access is the program's fault. 719 and 999 may be, too: such a job is tried on
+# other nodes, and the error is reported if it returns.
 DEVICE_WORDS = (
     r"uncorrectable ECC error|uncorrectable NVLink error|CUDA_ERROR_ECC_UNCORRECTABLE"
     r"|CUDA-capable device(s|\(s\))? (are|is/are) busy or unavailable"
@@ -63,21 +63,21 @@ DEVICE_WORDS = (
 
 
 def _raised(failure: Failure) -> str:
-    """Return the words by which a log's traceback ends with the error that means this failure."""
+    """Return a pattern of a traceback's last line with the error that means this failure."""
     return rf"^(\[rank\d+\]: )?tula_hpc\.errors\.{error_for(failure).__name__}: "
 
 
-# of a file that a file system did not take this time
+# our errors about a file that a file system refused for a passing reason
 _NOT_TAKEN = (
     r"^(\[rank\d+\]: )?tula_hpc\.errors\.(Checkpoint|Storage)Error: .* cannot be (saved|written): "
     rf"({'|'.join(map(os.strerror, PASSING))})"
 )
-# Python's last words where a traceback cannot be written any more
+# Python's last words when it cannot write a traceback any more
 CUT_OFF = r"^(object repr|object type name|object type|object address) *: ?$|^lost sys\.stderr$"
-# srun's words, with the path
+# srun's words, with the path, when the job's Python is not on the node
 PYTHON_GONE = r"^\S+ error: execve\(\): (\S+): No such file or directory"
-# In order: what is more specific first. A step that was killed for its memory leaves the *job*
-# FAILED with exit 1:0.
+# Signs that are more specific come first. If a step was killed for its memory, the *job* is FAILED
+# with exit code 1:0.
 _SIGNS = (
     _Sign(
         Failure.HOST_OOM,
@@ -89,9 +89,9 @@ _SIGNS = (
         frozenset(),
         r"OutOfMemoryError|CUDA (error: )?out of memory|Cuda failure.{0,300}out of memory",
     ),
-    # whose sentence may quote why there is no device
+    # before DEVICE_FAILED: its sentence may quote why there is no device
     _Sign(Failure.BAD_INPUT, frozenset(), rf"{_raised(Failure.BAD_INPUT)}|{PYTHON_GONE}"),
-    # before what follows from it: peers wait for such a worker until their time is up
+    # before its consequences: peers wait for a worker with a broken device until their time is up
     _Sign(
         Failure.DEVICE_FAILED,
         frozenset(),
@@ -136,45 +136,45 @@ def classify(rows: Sequence[StepState], log: str) -> Failure:
     return Failure.KILLED if _vanished(exit_codes, log) else Failure.BUG
 
 
-# a worker's words after its peer is gone, or when it outlived its own job: another process's end is
-# the reason
+# words of a worker whose peer is gone, or that has outlived its own job: the reason is the end of
+# another process
 _PEER_LOST = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Connection was likely closed|"
     r"failed to recv, got 0 bytes|is a left-over|did not come to rank 0|did not find rank 0|"
     r"Timed out waiting \d+ms for \w+ operation"
 )
-# torch aborts a process whose nccl has lost a peer, from a thread of its own, and says why
+# torch aborts a process whose nccl has lost a peer, in a thread of torch's own, and says why
 _NCCL_ENDS = re.compile(r"(?:watchdog thread terminated with exception: |debug info, due to )(.*)")
 _NCCL_PEER_LOST = re.compile(
     r"remote process exited|Watchdog caught collective operation timeout"
     r"|watchdog hang|collective timeout or exception"
 )
-# nccl's words for ncclSystemError and ncclRemoteError (init.cc, ncclGetErrorString); a peer's end
-# leads to the latter
+# nccl's words for ncclSystemError and ncclRemoteError (init.cc, ncclGetErrorString); the
+# end of a peer leads to the latter
 _NCCL_SYSTEM = re.compile(r"unhandled system error|ncclSystemError")
 _NCCL_REMOTE = re.compile(r"remote process exited or there was a network error|ncclRemoteError")
 _ABORT_CODE = "0:6"
 _KILLED = re.compile(r"task[s \d,-]*: Killed|^Killed$", re.MULTILINE)
-# likewise where a node is lost and Slurm does not say so; one that exits has its peers terminated
+# srun terminates tasks when a node is lost, of which Slurm may say nothing, or a peer has exited
 _TERMINATED = re.compile(r"task[s \d,-]*: Terminated")
 _EXITED = re.compile(r"task[s \d,-]*: Exited with exit code")
 _CRASHED = re.compile(
     r"Segmentation fault|Aborted|Bus error|Illegal instruction|Floating point exception"
 )
-# signals that a process brings upon itself
+# exit codes of processes that crashed: signals that a process brings upon itself
 _CRASH_CODES = {"0:4", "0:6", "0:7", "0:8", "0:11"}
 
 
 def lost_a_peer(error: BaseException) -> bool:
-    """Tell whether a collective failed of the other side, gone or silent, or of the way there."""
+    """Tell whether a collective failed because a peer is gone or silent, or the network failed."""
     lost = (_PEER_LOST, _NCCL_PEER_LOST, _NCCL_REMOTE, _NCCL_SYSTEM)
     return any(words.search(str(error)) for words in lost)
 
 
 def _network_failed(exit_codes: Sequence[str], log: str) -> bool:
-    """Tell whether nccl lost its peers, or a system call failed under it.
+    """Tell whether nccl lost its peers, or one of its system calls failed.
 
-    Not if a process was killed or raised another error.
+    False if a process crashed or raised another error, or if peers were lost as one was killed.
     """
     by_nccl = [*_exceptions(log), *_NCCL_ENDS.findall(log)]
     words = re.compile(f"{_NCCL_SYSTEM.pattern}|{_NCCL_REMOTE.pattern}|{_PEER_LOST.pattern}")
@@ -190,7 +190,7 @@ def _network_failed(exit_codes: Sequence[str], log: str) -> bool:
 
 
 def device_word(log: str) -> str:
-    """Return the line of one task's log about a broken device; "" if there is none."""
+    """Return the line of one task's log that reports a broken device; "" if there is none."""
     for words in (DEVICE_WORDS, _NCCL_SYSTEM.pattern):
         found = next((line.strip() for line in log.splitlines() if re.search(words, line)), "")
         if found:
@@ -199,9 +199,9 @@ def device_word(log: str) -> str:
 
 
 def _vanished(exit_codes: Sequence[str], log: str) -> bool:
-    """Tell whether a process was killed, or lost its peers to that, without another error.
+    """Tell whether a process was killed, or its peers have lost it, and none had another error.
 
-    When one raises, srun -K1 kills the others, who may have lost it as a peer before.
+    If a process raises, srun -K1 kills the others, which may have lost it as a peer before.
     """
     raised = _exceptions(log)
     lost = [line for line in raised if _PEER_LOST.search(line)]
@@ -216,12 +216,12 @@ def _vanished(exit_codes: Sequence[str], log: str) -> bool:
     return bool(lost or by_nccl or _KILLED.search(log) or {"0:9", "137:0"} & set(exit_codes))
 
 
-# submitit's words
+# submitit's words for a job that was not requeued at its time limit
 _NOT_REQUEUED = re.compile(r"^[\w.]*UncompletedJobError: Job not requeued because: timed-out")
 
 
 def telling_line(log: str) -> str:
-    """Return the line that tells most about a job's end: an exception, a sign, the last."""
+    """Return the line that says most about a job's end: an exception, another sign, or the last."""
     best = next(itertools.chain(*_lines_by_weight(log)), _no_word(log))
     best = _NOT_REQUEUED.sub("reached its time limit", best)
     best = re.sub(
@@ -236,14 +236,14 @@ def telling_line(log: str) -> str:
         "quota, was full; make space there or have the quota raised",
         best,
     )
-    # these are sentences
+    # errors of this package are sentences, which need no class name
     best = re.sub(r"^tula_hpc\.errors\.\w+: ", "", best)[:MOST_WORDS]
     before = setup_failure(log)
     return f"{best}; before that, {before}" if before and before != best else best
 
 
 def is_own_sentence(log: str) -> bool:
-    """Tell whether the line that tells most is an error of this package, which says it all."""
+    """Tell whether the line that says most is an error of this package, a whole sentence."""
     best = next(itertools.chain(*_lines_by_weight(log)), "")
     return best.startswith("tula_hpc.errors.")
 
@@ -254,7 +254,7 @@ def setup_failure(log: str) -> str:
 
 
 def weight(log: str) -> int:
-    """Return how much a log tells about its job's end, for comparison with others; 0: nothing."""
+    """Return how much a log says about its job's end, for comparison with others; 0: nothing."""
     lines = _lines_by_weight(log)
     return next((len(lines) - index for index, found in enumerate(lines) if found), 0)
 
@@ -262,8 +262,8 @@ def weight(log: str) -> int:
 def _lines_by_weight(log: str) -> list[list[str]]:
     """Return a log's lines by weight, the most telling first.
 
-    Its own exceptions, signs of other ends, exceptions for want of a peer, the last line but for
-    submitit's, submitit's.
+    In order: exceptions that are not about a lost peer, signs of other ends, all exceptions, the
+    last line that is neither submitit's nor srun's, the last line.
     """
     raised = _exceptions(log)
     own = [line for line in raised if not _PEER_LOST.search(line)]
@@ -283,7 +283,7 @@ def _no_word(log: str) -> str:
 _CHATTER = re.compile(
     r"submitit (INFO|ERROR) \(.*\) - "
     r"(Starting with JobEnvironment|Loading pickle|Submitted job triggered an exception)"
-    # torch's own warnings and notes, as of a name that a host cannot be given
+    # torch's own warnings and notes, such as on a host whose name cannot be looked up
     r"|(\[rank\d+\]: ?)?\[[WI]\d+ \d\d:\d\d:\d\d\.\d+ [\w.]+:\d+\] |\[Gloo\] Rank \d+ is connected"
 )
 
@@ -299,8 +299,8 @@ _SLURMS_LINE = re.compile(r"(srun|slurmstepd): ")
 
 
 def _exceptions(log: str) -> list[str]:
-    """Return the last lines of tracebacks: the first that is not indented after one that is."""
-    # torch puts the rank before them
+    """Return the last lines of tracebacks: the first unindented line after an indented one."""
+    # torch puts the rank before each line of a traceback
     lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in _WARNING.sub("", log).splitlines()]
     pairs = itertools.pairwise(line for line in lines if not _SLURMS_LINE.match(line))
     return [
@@ -309,22 +309,22 @@ def _exceptions(log: str) -> list[str]:
 
 
 class Wait(NamedTuple):
-    """Reason for which a job waits."""
+    """Reason why a job waits."""
 
-    # JOB stands for the job's id; "" for a reason that is not known here
+    # explanation, in which JOB stands for the job's id; "" if the reason is not known here
     words: str
-    # whether it will not go away by itself
+    # whether the reason will not go away by itself
     stuck: bool
 
 
 class _Kind(NamedTuple):
-    # of the whole word
+    # matches the whole reason that Slurm gives
     pattern: str
     words: str
     stuck: bool = False
 
 
-# In order: what is more specific first.
+# patterns that are more specific come first
 _KINDS = (
     _Kind("None|", "not looked at by the scheduler yet"),
     _Kind("Priority", "other jobs go first"),
@@ -447,7 +447,7 @@ MAX_LOG_BYTES = 200_000
 
 
 def last_bytes(path: Path) -> str:
-    """Return the end of a file as text; "" of one that cannot be read, as a colleague's."""
+    """Return the end of a file as text; "" if it cannot be read, such as a colleague's."""
     try:
         with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
@@ -458,7 +458,7 @@ def last_bytes(path: Path) -> str:
 
 
 def read_logs(paths: Iterable[Path]) -> tuple[Path | None, list[str]]:
-    """Return the log that tells most about its job's end, and the text of all, of the last run."""
+    """Return the log that says most about the last run's end, and that run's text in all logs."""
     logs = {path: _last_run(last_bytes(path)) for path in paths}
     return max(logs, key=lambda path: weight(logs[path]), default=None), list(logs.values())
 
@@ -472,8 +472,8 @@ def ends(logs: Sequence[str], lines: int) -> str:
 def complaining_nodes(paths: Iterable[Path]) -> list[int]:
     """Return the numbers, within their job, of the nodes whose logs report a broken device.
 
-    submitit writes at the top of a task's log where it runs: `Starting with JobEnvironment(…,
-    node=1(2), …)`. If only nccl complains, and on several nodes, the node is unknown.
+    submitit writes at the top of a task's log on which node it runs: `Starting with
+    JobEnvironment(…, node=1(2), …)`. If only nccl complains, on several nodes, none is returned.
     """
     words: dict[str, list[str]] = {}
     nodes: dict[str, int] = {}
@@ -491,7 +491,7 @@ def complaining_nodes(paths: Iterable[Path]) -> list[int]:
             found.add(nodes[task])
             if any(re.search(DEVICE_WORDS, line) for line in lines):
                 sure.add(nodes[task])
-    # a single node of which only nccl complains
+    # a complaint of nccl counts only if it comes from a single node
     return sorted(sure or (found if len(found) == 1 else ()))
 
 

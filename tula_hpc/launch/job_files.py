@@ -1,20 +1,20 @@
-"""Form of what executors submit, and the files that a job starts from: pickle and setup lines.
+"""Define what executors submit, and write the files from which a job starts: pickle and setup.
 
-The batch script itself is made by `_script` of `launch/slurm_executor.py`.
+`_script` of `launch/slurm_executor.py` makes the batch script itself.
 
-A job loads only bytes of the SHA-256 that its submitter wrote down: who may write to a folder above
-the run directory can put another folder in its place while a job waits, so the folder's owner
-proves nothing. The hash travels in the batch script, which Slurm keeps from the submission on, or
-in the environment of a local job. Whoever can change the script or the job's Python can still run
-any code.
+A job loads its pickle only if its bytes have the SHA-256 that the submitter noted. The folder's
+owner proves nothing: somebody who may write to a folder above the run directory can put another
+folder in its place while a job waits. The hash is in the batch script, which Slurm keeps from the
+submission on, or in the environment of a local job. Whoever can change the script or the job's
+Python can still run any code.
 
-submitit pickles a job again when it requeues it, on the node, where no script knows that hash. Here
-only the number of time-outs that are left is written, as text, and a job never has more of them
-than its pickle says: a forged number ends its requeues early at worst.
+When submitit requeues a job, it pickles the job again on the node, and no script knows the new hash.
+Here it writes only the number of time-outs left, as text, and a job never gets more of them than
+its pickle says: at worst a forged number ends its requeues early.
 
-Setup lines may hold passwords, and command lines and scripts are seen by others. So the lines
-travel in a file for the owner alone, whose SHA-256 the job's shell knows; the file begins with a
-random number, so that short passwords cannot be found by trying hashes.
+Setup lines may hold passwords, and others can see command lines and scripts. So the lines are in a
+file that only the owner can read, whose SHA-256 the job's shell knows. The file begins with a random
+number, so that short passwords cannot be found by trying hashes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tula_hpc.retry_policy import TIME_OUTS
 
 
 class Submitted(NamedTuple):
-    """A job on its way: its id and the folder of its logs."""
+    """A submitted job: its id and the folder of its logs."""
 
     job_id: str
     folder: Path
@@ -57,7 +57,7 @@ class Submitted(NamedTuple):
 
     @property
     def array_id(self) -> str:
-        """Id of the array that the job is a task of; its own id for a plain job."""
+        """Return the id of the array to which the job belongs; its own id for a plain job."""
         return self.job_id.partition("_")[0]
 
 
@@ -68,37 +68,37 @@ class Request(NamedTuple):
     nodes: int
     # time limit of each job
     minutes: int
-    # ids of jobs that must be over before
+    # ids of jobs that must be over before these start
     after: tuple[str, ...] = ()
-    # of the job or array, unique to the submission
+    # name of the job or array, unique to the submission
     name: str = ""
-    # hosts to keep the jobs off
+    # hosts on which the jobs must not run
     avoided: tuple[str, ...] = ()
 
 
 class Notice(Record):
     """Content of submission.json, written before the submission is made.
 
-    Its name finds jobs that a killed command could not record.
+    Jobs that a killed command could not record are found by its name.
     """
 
-    # of the job or array; unique
+    # unique name of the job or array
     name: str
     stage: str
-    # see `Event.data` of "submitted"
+    # fields of each task's event "submitted", see `Event.data`
     tasks: list[dict[str, Any]]
 
 
-# seconds, between the looks that decide whether a job is over
+# seconds between the looks that decide whether a job is over
 MISSED_PAUSE_S = 1.0
 
 
 class Limits(NamedTuple):
-    """Pace at which an executor is asked, and whether its jobs can leave this machine."""
+    """Pace at which an executor is asked for states, and whether its jobs run on several hosts."""
 
-    # a job is over when so many looks in a row have missed it
+    # number of looks in a row without a job after which the job is over
     gone_polls: int
-    # seconds from one look to the next, at first and after half an hour
+    # seconds between looks, at the start of a wait and after half an hour
     poll_s: float
     longest_poll_s: float
     several_hosts: bool
@@ -108,7 +108,7 @@ class Limits(NamedTuple):
 
         Args:
             waited_s: Seconds of waiting so far.
-            missed: The last look missed a job, and a few more decide whether it is over.
+            missed: Whether a job was missing at the last look: a few more decide if it is over.
         """
         if missed:
             return min(self.poll_s, MISSED_PAUSE_S)
@@ -120,8 +120,8 @@ WHAT_TO_DO = (
     "and submit the job again"
 )
 SETUP_FILE = "setup.sh"
-# Of each command only its first word is shown: others may be secrets. What fails within a file that
-# setup sources is that file's affair.
+# Only the first word of a failing command is shown: others may be secrets. A failure within a file
+# that setup sources is not shown.
 _WATCH_SETUP = rf"""trap 'tula_code=$? tula_said="${{{SETUP_FAILED}-}}"
 if [ ${{#tula_said}} -lt 300 ] && [ "${{#BASH_SOURCE[@]}}" -le 1 ]; then
   if [ $tula_code = 127 ]; then tula_code="127: no such command in the shell of a job"; fi
@@ -136,7 +136,7 @@ def write_setup(folder: Path, cluster: ClusterSpec) -> str:
     """Write the setup file; return its SHA-256.
 
     Raises:
-        StorageError: It cannot be written.
+        StorageError: The file cannot be written.
     """
     text = setup_text(cluster)
     write_atomically(folder / SETUP_FILE, text)
@@ -144,10 +144,10 @@ def write_setup(folder: Path, cluster: ClusterSpec) -> str:
 
 
 def setup_text(cluster: ClusterSpec) -> str:
-    """Return the setup lines, after which `$tula_setup` is `done`.
+    """Return the setup lines, of which the last sets `$tula_setup` to `done`.
 
-    On this machine a line that fails ends the job; on Slurm the lines themselves decide, and what
-    failed is kept in `$TULA_SETUP_FAILED`.
+    On this machine a line that fails ends the job. On Slurm the job goes on unless the lines say
+    otherwise, and `$TULA_SETUP_FAILED` says what failed.
     """
     exports = [
         f"export {name}={shlex.quote(value)}" for name, value in variables_of(cluster).items()
@@ -158,25 +158,25 @@ def setup_text(cluster: ClusterSpec) -> str:
         setup = [_WATCH_SETUP, *setup, "trap - ERR"]
     lines = [*setup, *exports, "tula_setup=done"]
     between = " && " if local else "\n"
-    # sbatch exports that of the job which submits this one
+    # sbatch exports this variable from the job that submits this one
     own = f"unset {SETUP_FAILED}"
     return f"# {secrets.token_hex(32)}\n{own}\n{between.join(lines)}"
 
 
 def variables_of(cluster: ClusterSpec) -> dict[str, str]:
     """Return the variables that the setup file sets."""
-    # a job starts where the command did, and would import submitit and torch from there
+    # a job starts in the command's folder, and would import modules named submitit or torch there
     path = {"PYTHONSAFEPATH": "1"} if is_found_elsewhere() else {}
     own = {
         "OMP_NUM_THREADS": str(cluster.cpus_per_worker),
-        # labels that own code numbers by a set's order would differ from worker to worker
+        # labels that the user's code numbers in a set's order would differ from worker to worker
         "PYTHONHASHSEED": "0",
     }
     return {**own, **path, **cluster.environment}
 
 
 def run_setup(folder: Path, sha256: str) -> list[str]:
-    """Return shell lines that run the setup file; a changed or unfinished one ends the job."""
+    """Return shell lines that run the setup file, and end the job if it is changed or fails."""
     path = folder / SETUP_FILE
     return [
         f"tula_setup=$(cat {shlex.quote(str(path))})",
@@ -202,17 +202,17 @@ def describe_setup(cluster: ClusterSpec) -> str:
     return f"# {SETUP_FILE}, for you alone: {count}; variables {', '.join(variables_of(cluster))}"
 
 
-# far more than any job's
+# far more than any job's pickle has
 MOST_BYTES = 2**28
 
 
 def write_pickles(
     folder: Path, tasks: Sequence[Callable[[], Any]], minutes: int, time_outs: int
 ) -> list[str]:
-    """Write `task-<index>.pkl` of every task, for its owner alone; return the intended SHA-256.
+    """Write `task-<index>.pkl` of every task, for its owner alone; return each SHA-256.
 
     Raises:
-        OSError: One cannot be written, or is there already.
+        OSError: A file cannot be written, or exists already.
     """
     hashes = []
     for index, task in enumerate(tasks):
@@ -235,10 +235,10 @@ def job_command(python: str, folder: Path, index: int | str, sha256: str) -> str
 
 
 def load_pickle(path: Path, sha256: str) -> DelayedSubmission:
-    """Load a job from the very bytes that have this hash.
+    """Load a job from a pickle, once its very bytes have proved to have this hash.
 
     Raises:
-        LaunchError: It is another one, or cannot be read.
+        LaunchError: The file has another hash, or cannot be read.
     """
     try:
         with open_regular(path, follow=False) as file:
@@ -251,25 +251,25 @@ def load_pickle(path: Path, sha256: str) -> DelayedSubmission:
             f"expected the pickle that was submitted, with SHA-256 {sha256}, found one with {found}"
         )
         raise LaunchError(f"{path}: {words}; {WHAT_TO_DO}")
-    # these bytes are the submitter's own
+    # safe, since these bytes are the submitter's own
     job: DelayedSubmission = pickle.loads(content)  # noqa: S301
     return job
 
 
 class TimeOutsLeft(DelayedSubmission):
-    """A job's remaining time-outs, all that submitit writes when it requeues it; see the module."""
+    """A job's remaining time-outs: all that submitit writes at a requeue, see the module."""
 
     def dump(self, filepath: str | Path) -> None:
-        """Write the number."""
+        """Write the number of time-outs left."""
         write_atomically(Path(filepath), f"{self._timeout_countdown}\n")
 
 
 class RequeuePaths(JobPaths):
-    """Paths of a job, with a text file in the place of the pickle of a requeue."""
+    """Paths of a job, with a text file in place of the pickle that submitit writes at a requeue."""
 
     @property
     def submitted_pickle(self) -> Path:
-        """Return the file of the remaining time-outs."""
+        """Return the file with the remaining time-outs."""
         return self.folder / f"{self.job_id}_time_outs_left.txt"
 
 
@@ -288,7 +288,7 @@ def times_out(job: Submitted) -> int:
 
 
 def _noted(path: Path) -> int | None:
-    """Return the number of time-outs in a file; None without one, or where it is none."""
+    """Return the number of time-outs in a file; None if there is no file, or no number in it."""
     try:
         noted = read_bounded(path, 100)
     except OSError:

@@ -1,4 +1,4 @@
-"""Jobs that run on nodes: data only. Importing this imports no torch: login nodes pickle them."""
+"""Define jobs as data alone: login nodes pickle them, so importing this imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tula_hpc.launch.job_files import TimeOutsLeft
 from tula_hpc.records import MAIN_LABEL, Configuration, Identity
 from tula_hpc.tracking.follow import following
 
-# more than Slurm requeues a job
+# more runs than Slurm gives one job by requeues
 RUNS_OF_A_JOB = 1000
 
 
@@ -27,7 +27,7 @@ def resolve(name: str) -> Callable[[Any], Any]:
 
 
 def in_passes(sweep: SweepSpec, passes: int) -> SweepSpec:
-    """Return the sweep of a script that takes the batch of a worker in so many forward passes."""
+    """Return the sweep of a script that takes a worker's batch in `passes` forward passes."""
     if not sweep.workload.accumulates:
         return sweep
     workload = sweep.workload.model_copy(update={"accumulation": passes})
@@ -49,7 +49,7 @@ class Requeueable:
 
     @property
     def entry(self) -> str:
-        """`module:function` that does this very job."""
+        """Return the `module:function` that does this very job."""
         return self.run
 
     def checkpoint(self) -> Any:
@@ -62,16 +62,16 @@ class ProfileJob(Requeueable):
     """Measures configurations in one allocation, one after another.
 
     Attributes:
-        configurations: The first to be measured; those already in the output are left out after a
-            requeue.
+        configurations: What to measure first; after a requeue those already in the output are left
+            out.
         output: JSON Lines file that this job alone appends to.
-        nodes: Of the allocation. A smaller configuration runs on the first of them.
-        asks: Whether to go on, after the list, with proposals of the search for these nodes.
+        nodes: Size of the allocation. Configurations with fewer nodes run on its first nodes.
+        asks: Whether to measure, after the list, what the search proposes for these nodes.
         smaller: Whether proposals may take fewer nodes: not while other jobs run, which may
             measure the same.
         since: Failures before this time do not count for the search, see
             `measurements_for_search`.
-        trusted_batch: For the search, see `propose`.
+        trusted_batch: Local batch that fits by an estimate, for the search: see `propose`.
     """
 
     run: ClassVar[str] = "tula_hpc.profiling.job:run"
@@ -100,8 +100,8 @@ class ProfileJob(Requeueable):
 class TrainJob(Requeueable):
     """Trains one configuration to the end, from the newest checkpoint if there is one.
 
-    Another model, or other data, than the plan was made for (`measured`) are refused; None where
-    there is no plan, or its records have none.
+    A model or data other than those that the plan was made for (`measured`) are refused. `measured`
+    is None if there is no plan, or if its records do not identify them.
     """
 
     run: ClassVar[str] = "tula_hpc.training.job:run"
@@ -113,22 +113,22 @@ class TrainJob(Requeueable):
     label: str = MAIN_LABEL
     partition: str = ""
     measured: Identity | None = None
-    # submitted for this training
+    # number of jobs that were submitted for this training before this one
     jobs_before: int = 0
 
     def run_number(self, restart_count: int) -> int:
-        """Return a number that is higher for each later run of this training, of whichever job."""
+        """Return a number that grows from run to run of this training, whichever job runs."""
         return self.jobs_before * RUNS_OF_A_JOB + restart_count
 
     @property
     def entry(self) -> str:
-        """As `Requeueable.entry`; a script trains in processes of its own."""
+        """Return the `Requeueable.entry`; a script trains in processes of its own."""
         if self.sweep.workload.is_script:
             return "tula_hpc.attach.train.script_job:run"
         return self.run
 
     def __call__(self) -> Any:
-        """Do the job; rank 0 has a follower pass its metrics on, if that is wanted."""
+        """Do the job; with `training.log_to`, rank 0 has a follower pass its metrics on."""
         names = self.sweep.training.log_to
         if not names or JobEnvironment().global_rank > 0:
             return super().__call__()
@@ -140,7 +140,7 @@ class TrainJob(Requeueable):
 class ControlJob(Requeueable):
     """The next step of a detached sweep; see `tula_hpc.cli.detached`.
 
-    It began with the command that was detached, at `started_at` (Unix time).
+    `started_at` is the Unix time at which the command began that was detached.
     """
 
     run: ClassVar[str] = "tula_hpc.cli.detached:run_controller"

@@ -1,9 +1,9 @@
-"""Start of each worker of a job: it loads the pickle that was submitted, and no other.
+"""Start a worker of a job: load the pickle that was submitted, and no other.
 
     python -m tula_hpc.launch.job_start FOLDER INDEX SHA256
 
-It replaces `python -m submitit.core._submit FOLDER`, which unpickles whatever it finds. submitit
-handles signals as there; the job's result is not pickled, since nothing would load it.
+It replaces `python -m submitit.core._submit FOLDER`, which unpickles whatever it finds. As there,
+submitit handles signals; but the job's result is not pickled, since nothing would load it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> None:
     Raises:
         SystemExit: The pickle is not the one that was submitted.
     """
-    # torch's import alone takes seconds
+    # first of all: torch's import takes seconds, in which the controller may be killed
     end_with_controller()
     folder, index, sha256 = arguments
     enter_submission(folder)
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> None:
     job = with_time_outs_left(job, paths)
     if env.cluster == "slurm":
         ask = functools.partial(requeue, env.job_id, job._timeout_countdown)
-        # submitit calls it
+        # submitit calls this method
         env._requeue = ask  # type: ignore[method-assign]
     env._handle_signals(paths, job)
     try:
@@ -64,16 +64,16 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def requeue(job_id: str, time_outs_left: int, countdown: int) -> None:
-    """Requeue a job that has to leave, in place of submitit's, which takes a refusal for a bug.
+    """Requeue a job that has to stop; submitit's own function takes a refusal for a bug.
 
     Args:
-        job_id: Of the job.
-        time_outs_left: Before the signal.
-        countdown: Time-outs left now; fewer than before if submitit counts this as one.
+        job_id: The job's id.
+        time_outs_left: Time-outs that were left before the signal.
+        countdown: Time-outs left now; fewer if submitit counts this stop as one.
 
     Raises:
         UncompletedJobError: The job reached its time limit, and Slurm refused.
-        PreemptedError: Slurm refused.
+        PreemptedError: The job stops for another reason, and Slurm refused.
     """
     words = slurm.requeue(job_id)
     if words is None:
@@ -86,7 +86,7 @@ def requeue(job_id: str, time_outs_left: int, countdown: int) -> None:
 
 
 def _await(path: Path) -> None:
-    """Wait for a file of another node, which the file system may show late on this one."""
+    """Wait for a file that another node wrote, which the file system may show late on this one."""
     deadline = time.monotonic() + WAIT_S
     while not os.path.lexists(path) and time.monotonic() < deadline:
         time.sleep(1.0)

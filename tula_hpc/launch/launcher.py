@@ -1,9 +1,9 @@
-"""Launcher: submits jobs, waits for them, and tells how each ended.
+"""Submit jobs, wait for them, and report how each of them ended.
 
 Every job goes through `Launcher.submit`: it cuts them into arrays as large as Slurm takes
 (`_submit_in_pieces`), and an executor starts each array: `launch/slurm_executor.py` by sbatch,
-`launch/local_executor.py` on this machine. `describe_states` words the states of its jobs, such as
-"1 running".
+`launch/local_executor.py` on this machine. `describe_states` puts the states of its jobs into words,
+such as "1 running".
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from tula_hpc.records.broken_hosts import BrokenHost, broken_hosts, list_hosts
 from tula_hpc.records.events import CONTROL
 
 LOG_TAIL_LINES = 15
-# of each log, for the reason of an end: before the last lines there may be a long traceback
+# last lines of each log in which the reason of an end is looked for: tracebacks may be long
 LOG_READ_LINES = 100
-# between attempts while a limit on submitted jobs holds
+# seconds between attempts to submit while a limit on submitted jobs is reached
 ROOM_PAUSE_S = 30.0
-# for accounting's answer, which nothing waits for
+# longest wait for accounting, whose answer nothing depends on
 ACCOUNTING_S = 8.0
 NOTICE = "submission.json"
 REFUSED = "never_submitted.json"
@@ -62,19 +62,19 @@ EXECUTORS: Mapping[str, Callable[[ClusterSpec, Folders], Executor]] = {
     "slurm": SlurmJobs,
 }
 
-# a callable, and further fields of its "submitted" event
+# a job's callable, and further fields of its "submitted" event
 Task = tuple[Callable[[], Any], Mapping[str, Any]]
 
 
 class Ended(NamedTuple):
-    """A job's end as the scheduler reports it; its own records tell whether its work is done."""
+    """A job's end as the scheduler reports it; its own records say whether its work is done."""
 
     job: Submitted
-    # meaningful only where the records are missing
+    # meaningful only if the records are missing
     failure: Failure
     log_tail: str
     log_file: Path | None
-    # in which a device failed, as far as known
+    # hosts on which a device failed, as far as known
     hosts: tuple[str, ...] = ()
 
 
@@ -101,7 +101,7 @@ def lost(run: RunDirectory) -> list[tuple[Path, Notice, set[str]]]:
             read_document(Notice, path),
             known.get(str(path.parent.relative_to(run.root)), []),
         )
-        # fewer, but not none: killed between two events of an array
+        # some ids are known if the command was killed between two events of an array
         if len(ids) < len(notice.tasks):
             found.append((path, notice, set(ids)))
     return found
@@ -119,11 +119,11 @@ class Launcher:
     """Submits callables as jobs of one cluster and waits for them.
 
     Args:
-        cluster: Where and how.
+        cluster: Where and how jobs run.
         run: The run directory; logs and pickles go to its slurm/ folder.
         name: Base of the job names, unique to the sweep.
         detached: Whether to raise `StillRunningError` instead of waiting.
-        work: Whose folders are mounted where jobs run in a container.
+        work: Workload whose folders are mounted if jobs run in a container.
     """
 
     def __init__(
@@ -153,18 +153,18 @@ class Launcher:
         after: Sequence[str] = (),
         patient: bool = True,
     ) -> list[Submitted]:
-        """Submit as one array, or as few as the site's MaxArraySize allows, one after another.
+        """Submit one array, or as few as the site's MaxArraySize allows, one after another.
 
-        Every array has a folder and a name of its own: a scheduler that counts its job ids from 1
-        again thus cannot make an old result look new.
+        Every array has a folder and a name of its own, so that no old result looks new if the
+        scheduler counts its job ids from 1 again.
 
         Args:
             jobs: Callables to run.
             stage: Names the folder and the jobs.
-            nodes: Of each job.
+            nodes: Number of nodes of each job.
             minutes: Time limit of each job.
             data: Further fields of each job's "submitted" event.
-            after: Ids of jobs that must be over before.
+            after: Ids of jobs that must be over before these start.
             patient: Whether to wait for room below a site's limit, and to record a refusal.
 
         Returns:
@@ -184,7 +184,7 @@ class Launcher:
             raise error from None
 
     def _with_avoided(self, error: RefusedError, stage: str) -> RefusedError:
-        """Add the hosts that were left out to a refusal: they may be the reason."""
+        """Add to a refusal the hosts that were left out, which may be the reason."""
         avoided = self.avoided(stage)
         if not avoided or isinstance(error, SubmitLimitError):
             return error
@@ -193,7 +193,7 @@ class Launcher:
         return RefusedError(f"{error}; {excluded}; the first is tried again from {again} on")
 
     def avoided(self, stage: str) -> list[BrokenHost]:
-        """Return the hosts that jobs of this stage are kept off because a device failed there."""
+        """Return the hosts that jobs of this stage must avoid because a device failed there."""
         # controllers need no device, and one machine has no other hosts
         if not self.executor.limits.several_hosts or stage == CONTROL:
             return []
@@ -216,18 +216,18 @@ class Launcher:
                 continue
             submitted += accepted
             todo = todo[most:]
-            # side by side they would be more at once than array_parallelism
+            # arrays side by side would run more jobs at once than array_parallelism allows
             request = request._replace(after=(accepted[0].array_id,))
         return submitted
 
     def _fewer(self, most: int, error: SubmitLimitError, wanted: int) -> int:
-        """Return how many of those wanted to try after a site's limit refused so many.
+        """Return how many of the `wanted` jobs to try after a site's limit refused `most` of them.
 
-        A guard gives way first: there may be no room for it. A single job waits for other jobs
-        of this user, after which there may be room for all.
+        To make room for a single job, guards are cancelled. If there are none, it waits for other
+        jobs of this user, after which there may be room for all.
 
         Raises:
-            SubmitLimitError: There are no others.
+            SubmitLimitError: The user has no other jobs.
         """
         if most > 1:
             return (most + 1) // 2
@@ -241,10 +241,10 @@ class Launcher:
         return self.executor.most_together(wanted)
 
     def dismiss_guards(self) -> bool:
-        """Cancel this run's guards, but not the asking job; return whether there were any."""
+        """Cancel this run's guards, except the job that asks; return whether there were any."""
         idle = [job for job in self.run.history().guards() if job.job_id != slurm_job_id()]
         for job in idle:
-            # it is over, or will find nothing to do
+            # a guard that cannot be cancelled is over, or will find nothing to do
             with contextlib.suppress(LaunchError):
                 self.executor.cancel([Submitted(job.job_id, self.run.root / job.folder)])
             self.run.log_event("ended", CONTROL, job_id=job.job_id)
@@ -277,7 +277,7 @@ class Launcher:
     def _log_submitted(
         self, folder: Path, notice: Notice, ids: Sequence[str], known: Collection[str] = ()
     ) -> list[Submitted]:
-        """Record those of a submission's jobs that are not on record yet; return them."""
+        """Record the jobs of a submission that are not on record yet; return them."""
         new = []
         for job_id, data in zip(ids, notice.tasks, strict=True):
             if job_id not in known:
@@ -291,7 +291,7 @@ class Launcher:
         """Record jobs that a command submitted and was killed before it recorded them; return them.
 
         Raises:
-            LaunchError: The controller has not answered for minutes.
+            LaunchError: The controller has not answered for an hour.
         """
         found = []
         for path, notice, known in lost(self.run):
@@ -299,7 +299,7 @@ class Launcher:
             if any(ids):
                 found += self._log_submitted(path.parent, notice, ids, {*known, ""})
                 continue
-            # an sbatch that is still at work must not start them later
+            # without pickles, an sbatch that is still at work cannot start the jobs later
             for pickled in path.parent.glob("task-*.pkl"):
                 pickled.unlink(missing_ok=True)
             path.rename(path.with_name(REFUSED))
@@ -320,7 +320,7 @@ class Launcher:
         """Wait until any of these jobs is over; return those that are.
 
         Raises:
-            StillRunningError: None is over, and the launcher is detached.
+            StillRunningError: No job is over, and the launcher is detached.
         """
         limits = self.executor.limits
         missing = dict.fromkeys((job.job_id for job in jobs), 0)
@@ -341,7 +341,7 @@ class Launcher:
             time.sleep(limits.pause_s(waited_s, missed=any(missing.values())))
 
     def jobs_now(self, jobs: Sequence[Submitted]) -> JobsNow:
-        """Return where these jobs stand, in words."""
+        """Return the states of these jobs, in words."""
         active = self.executor.states(jobs)
         return self._described(active) if active else JobsNow(0, "no job")
 
@@ -357,9 +357,9 @@ class Launcher:
         return JobsNow(running, describe_states(active, waited_s), len(waiting))
 
     def note_accounts(self) -> bool:
-        """Write down the accounting records of all jobs so far, for those who cannot ask for them.
+        """Write down the accounting records of all jobs so far, which reports cannot ask for.
 
-        Return False where it knows of none, does not answer in seconds, or is not there.
+        Return False if accounting knows no job, does not answer in seconds, or does not exist.
         """
         jobs = self.run.history().submissions()
         if self.cluster.executor != "slurm" or not jobs:
@@ -392,7 +392,7 @@ class Launcher:
             before = setup_failure("\n".join(logs))
             if before and before not in tail:
                 tail = f"{before}\n{tail}"
-            # or it could not even write down that there is no space
+            # perhaps the job could not even log that there was no space
             if failure is Failure.BUG:
                 full = full_disk(self.run.root) if full is None else full
                 if full:
@@ -403,9 +403,9 @@ class Launcher:
         return ended
 
     def _has_left_its_array(self, job: Submitted) -> bool:
-        """Tell whether Slurm knows the array of a task that it does not know.
+        """Tell whether Slurm knows the array of a task, though not the task itself.
 
-        A waiting task has no record of its own, so that none is left if it is cancelled.
+        A waiting task has no record of its own, and so leaves none if it is cancelled.
         """
         if job.array_id == job.job_id:
             return False
@@ -443,7 +443,7 @@ def describe_states(
     parts = []
     for (stand, why), job_ids in groups.items():
         longest_s = max(waited_s.get(job_id, 0.0) for job_id in job_ids)
-        # whole minutes: a log is to have a line for each, not for each second
+        # in whole minutes, so that a log gets one line a minute, not one a second
         minutes = max(0, int(longest_s / MINUTE_S))
         how_long = f" for {format_duration(float(MINUTE_S * minutes))}" if minutes else ""
         reason = why.replace("JOB", job_ids[0]) if len(job_ids) == 1 else why
@@ -452,7 +452,7 @@ def describe_states(
 
 
 def _in_words(state: JobState) -> tuple[str, str]:
-    """Return where a job stands and why it waits, with a warning if waiting will not help."""
+    """Return a job's state and why it waits, with a warning if waiting will not help."""
     if not waits(state):
         return state.state.lower().replace("_", " "), ""
     wait = explain(state)

@@ -1,10 +1,10 @@
-"""submitit's controller of a local job, which also ends the job when one of its workers has failed.
+"""Run submitit's controller of a local job; also end the job when one of its workers has failed.
 
     python -m tula_hpc.launch.local_controller FOLDER
 
-So does `srun -K1` on Slurm. gloo notices that a peer is gone; over nccl the others would wait for
-it until the time limit of a collective. Workers end with a controller that is killed, see
-`env.join_job`.
+`srun -K1` does that on Slurm. With gloo, workers notice that a peer is gone; with nccl they would
+wait for it until the time limit of a collective. If the controller is killed, its workers end, too:
+see `env.end_with_controller`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE, Controller
 
 from tula_hpc.env import be_controller
 
-# srun's words for a worker's end by a signal
+# srun's words for a worker that a signal has ended
 ENDED_BY = {-SIGKILL: "Killed", -SIGTERM: "Terminated"}
-# for the others to come to their own end, and to record that they ran out of memory too
+# seconds for other workers to end by themselves, and to record that they ran out of memory, too
 GRACE_S = 10.0
 POLL_S = 0.1
 
@@ -32,14 +32,14 @@ class EndingController(Controller):
     """Controller that ends a job's other workers after one has failed."""
 
     def run(self, max_retry: int = sys.maxsize) -> None:
-        """Run the job as often as it asks for, which it bounds itself; submitit stops at six."""
+        """Run the job as often as it asks for; it has its own limit, instead of submitit's six."""
         super().run(max_retry)
 
     def start_tasks(self) -> None:
         """Start the workers, and a thread that watches them."""
         be_controller()
         super().start_tasks()
-        # by this controller
+        # ranks of the workers that this controller has ended
         self.ended: list[int] = []
         Thread(target=self._end_after_a_failure, args=(list(self.tasks),), daemon=True).start()
 

@@ -1,11 +1,11 @@
-"""Executor of jobs on this machine, of which none is lost if the command is killed meanwhile.
+"""Run jobs on this machine so that none is lost if the command is killed.
 
-A job takes its pickle itself, by a rename that tells which job of the submission it is, and of which
-process. If the pickle was taken away before, the job never runs.
+A job takes its pickle itself, by a rename: the new name says which job of the submission it is, and
+which process runs it. If somebody has removed the pickle before, the job never runs.
 
-A job that lives holds a lock on a file of its own, which the kernel releases when it ends. Its
-process number alone tells nothing: the shell may be killed while its children go on, and the number
-may have passed to another process.
+A live job holds a lock on a file of its own, which the kernel releases when the job ends. The
+process number alone proves nothing: the shell may be killed while its children go on, and the
+number may have passed to another process.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from tula_hpc.launch.job_files import (
 from tula_hpc.launch.slurm import JobState, StepState
 from tula_hpc.retry_policy import TIME_OUTS
 
-# of a process without a command line
+# how often a process without a command line is looked at
 EXEC_POLLS = 25
-# of the signal before a job's time limit
+# seconds from the signal to the job's time limit
 SIGNAL_DELAY_S = 30
-# of a killed job, in Slurm's words
+# state of a killed job, as Slurm would report it
 KILLED = StepState("", "", "0:9")
 
 
 def hold_lock(folder: Path) -> list[str]:
     """Return shell lines that lock the file named by the shell's number until the job is over.
 
-    Where nothing can be locked the job runs all the same, and its process number has to do.
+    If no file can be locked, the job runs all the same, known only by its process number.
     """
     return [f"exec 9>>{shlex.quote(str(folder))}/$$.lock", "{ flock -w 5 9 2>/dev/null || :; }"]
 
 
 def is_alive(folder: Path, job_id: str) -> bool:
     """Tell whether a job is not over; reap it if it is an ended child of this process."""
-    # a damaged event
+    # the event with the id is damaged
     if not job_id.isdecimal():
         return False
     return _is_locked(folder / f"{job_id}.lock") or folder.name.encode() in _command_of(job_id)
@@ -87,7 +87,7 @@ def _is_locked(path: Path) -> bool:
 
 def _command_of(process: str) -> bytes:
     for _ in range(EXEC_POLLS):
-        # started by an earlier run of the same command
+        # not a child of this process if an earlier command has started it
         with contextlib.suppress(ChildProcessError, OverflowError):
             os.waitpid(int(process), os.WNOHANG)
         try:
@@ -96,7 +96,7 @@ def _command_of(process: str) -> bytes:
             return b""
         if command:
             return command if b"local_controller" in command else b""
-        # a process that has just begun has no command yet, and one that ended none any more
+        # a process has no command line just after its start, and none after its end
         time.sleep(0.02)
     return b""
 
@@ -105,21 +105,22 @@ def take_pickle(folder: Path, index: int) -> list[str]:
     """Return shell lines that rename `task-<index>.pkl` to the name that the job looks for."""
     place = shlex.quote(str(folder))
     return [
-        # the command's own would stay open until the job ends
+        # the command's own streams would stay open until the job ends
         f"exec </dev/null >>{place}/$$_shell.out 2>&1",
         f"mv {place}/task-{index}.pkl {place}/{index}-$$.pkl",
     ]
 
 
 def run_controller(folder: Path) -> str:
-    """Return a shell line that runs the job under `local_controller`; submitit's own never starts.
+    """Return a shell line that runs the job under `local_controller`, not submitit's controller.
 
-    Unless the controller was killed, the job's lock goes, as `was_killed` wants it. TERM to the
-    shell alone, whose number is the job's, reaches the controller, and so its workers.
+    Unless the controller was killed, the line removes the job's lock file, which `was_killed` looks
+    for. The shell, whose process number is the job's id, passes TERM on to the controller, and so to
+    the workers.
     """
     command = shlex.join([sys.executable, "-m", "tula_hpc.launch.local_controller", str(folder)])
     lock = f"{shlex.quote(str(folder))}/$$.lock"
-    # a trapped signal ends a wait
+    # wait again, as a trapped signal ends a wait
     waits = "while wait $!; code=$?; kill -0 $! 2>/dev/null; do :; done"
     ends = f"[ $code -eq {128 + SIGKILL} ] || rm -f {lock}; exit $code"
     return f"{{ {command} & trap 'kill -TERM $!' TERM; {waits}; {ends}; }}"
@@ -138,8 +139,8 @@ def start_controller(
 ) -> int:
     """Start a job's shell, as submitit would, and return its process number, the job's id.
 
-    It leads a process group, and a session, of its own: `kill` ends all of it by that number, and a
-    Ctrl-C at the terminal, or its end, does not reach it.
+    The shell leads a process group and a session of its own: `kill` ends all of the job by that
+    number, and neither Ctrl-C at the terminal nor the terminal's end reaches the job.
     """
     variables = {
         "SUBMITIT_EXECUTOR": "local",
@@ -173,7 +174,7 @@ class LocalJobs:
         """Do nothing: a machine runs its own jobs."""
 
     def most_together(self, count: int) -> int:
-        """Return all of them."""
+        """Return `count`: this machine has no limit."""
         return count
 
     def other_jobs(self) -> int:
@@ -183,7 +184,7 @@ class LocalJobs:
     def submit(
         self, tasks: Sequence[Callable[[], Any]], request: Request, folder: Path
     ) -> list[str]:
-        """Start a controller for each job, when the pickles of all are there."""
+        """Start a controller for each job, once the pickles of all jobs are written."""
         parameters = self.parameters(request)
         setup = [*parameters.pop("setup"), *run_setup(folder, write_setup(folder, self.cluster))]
         hashes = write_pickles(folder, tasks, request.minutes, TIME_OUTS)
@@ -209,7 +210,7 @@ class LocalJobs:
         return {job.job_id: [KILLED] for job in jobs if was_killed(job.folder, job.job_id)}
 
     def hosts(self, job: Submitted) -> list[str]:
-        """Return []: there is but one machine."""
+        """Return []: there is no other machine."""
         return []
 
     def cancel_command(self, jobs: Sequence[Submitted]) -> str:
@@ -217,9 +218,9 @@ class LocalJobs:
         return "kill -KILL " + " ".join(f"-{job.job_id}" for job in jobs)
 
     def cancel(self, jobs: Sequence[Submitted]) -> None:
-        """Kill them, with all that they have started."""
+        """Kill the jobs, with all processes that they have started."""
         for job in jobs:
-            # the number of one that is over may be another process's
+            # the number of a job that is over may have passed to another process
             if is_alive(job.folder, job.job_id):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(int(job.job_id), SIGKILL)
@@ -232,14 +233,14 @@ class LocalJobs:
             "workers": workers,
             "gpus": gpus,
             "minutes": request.minutes,
-            # EXIT: keeps bash, where it is /bin/sh, from becoming its last command: submitit counts
-            # on a parent shell. INT: submitit sends it a second before KILL, and a traceback of it
-            # would look like the reason
+            # The trap on EXIT keeps bash, if it is /bin/sh, from turning into its last command:
+            # submitit counts on a parent shell. submitit sends INT a second before KILL, and its
+            # traceback would look like the reason of the end.
             "setup": ["trap : EXIT", "trap '' INT", *([gpus_as_here()] if gpus else [])],
         }
 
     def script(self, request: Request, folder: Path, tasks: int) -> str:
-        """Return "": no script is handed to anybody."""
+        """Return "": a local job has no batch script."""
         return ""
 
     def find_lost(self, path: Path, notice: Notice, known: Collection[str]) -> list[str]:

@@ -1,6 +1,6 @@
-"""Slurm's own commands: states of jobs, their requeue, and the accounting of their runs.
+"""Call Slurm's commands: for the states of jobs, their requeue, and the accounting of their runs.
 
-Accounting lists every run of a job, requeued ones included, with the number of its nodes.
+Accounting lists every run of a job, including those that a requeue followed, with its node count.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from tula_hpc.launch.bounded_command import (
 )
 from tula_hpc.records.events import JobAccount, Stage
 
-# pauses in which a controller may come back, as from an upgrade while nobody looks on
+# pauses between attempts: a controller may come back, for example from an upgrade, unattended
 PATIENCE_S = (2, 5, 10, 30, 60, 120, *[300] * 12)
-# with the time that the commands take: one that hangs is given up after a minute
+# limit of pauses and commands together; a command that hangs is given up after a minute
 LONGEST_WAIT_S = 3600.0
-# Slurm's own MaxArraySize
+# Slurm's default of MaxArraySize
 DEFAULT_LARGEST_ARRAY = 1001
-# characters of why a job waits
+# how many characters of the reason why a job waits are kept
 MOST_REASON = 500
-# characters of what the controller knows of a job
+# how many characters of a line of `scontrol show` are read
 MOST_FIELDS = 100_000
-# of the 90 s before a time limit, of which saving takes some; a grace time is often 60 s or more
+# seconds for a requeue: saving takes some of the 90 s before a limit, or of 60 s or more of grace
 REQUEUE_S = 40.0
-# of a single attempt, and of the question before it why the job has to leave
+# time limit of one attempt, and of the question before it why the job has to stop
 REQUEUE_TIMEOUT_S = 15.0
 REQUEUE_PAUSE_S = 3.0
 OVER = {
@@ -46,7 +46,7 @@ OVER = {
 }  # fmt: skip
 
 
-# of a run in accounting that has not ended
+# states in accounting of a run that has not ended
 UNDER_WAY = ("PENDING", "RUNNING", "COMPLETING", "SUSPENDED")
 
 
@@ -103,18 +103,18 @@ def retry_until_answered(ask: Callable[[], T]) -> T:
             return answer
 
 
-# sbatch's words where it cannot know whether the controller has taken the job
+# sbatch's words that leave open whether the controller has accepted the job
 _UNANSWERED = re.compile(
     r"Socket timed out|Unable to contact slurm controller|temporarily unable to accept|Connection refused|"
     r"Connection timed out|Zero Bytes were transmitted|Transport endpoint|Resource temporarily unavailable|"
     r"Communication connection failure|Unexpected message received|Insane message length|Slurm backup controller|"
     r"Message (receive|send) failure|Connection reset by peer|in standby mode|"
-    # where clients have their configuration from the controller
+    # if clients get their configuration from the controller
     r"Could not establish a configuration source",
     re.IGNORECASE,
 )
-# scontrol's words for a no that stays one: slurm_errno.c, of a job that may not be requeued, is
-# over or another's
+# scontrol's words for a final refusal (slurm_errno.c): the job may not be requeued, is over, or
+# belongs to somebody else
 _REFUSED = re.compile(
     r"Requested operation is presently disabled|Invalid job id|Access/permission denied|Invalid user id|"
     r"Job has already finished|already completing or completed|Only batch jobs are accepted",
@@ -125,18 +125,18 @@ _SUBMIT_LIMIT = re.compile(
     re.IGNORECASE,
 )
 
-# 12, 12_3 and 12_[4-6%2], 12+0 and 12.batch
+# ids of jobs, such as 12, 12_3, 12_[4-6%2], 12+0 and 12.batch
 _JOB = re.compile(r"(?P<parent>[0-9]{1,15})(?:[_+.].*)?")
-# of an array that waits, where they are not shown one by one
+# waiting tasks of an array, if they are not shown one by one
 _TASKS = re.compile(r"(?P<parent>[0-9]+)_\[(?P<tasks>[0-9,-]+)(?:%[0-9]+)?\]")
 _SPAN = re.compile(r"(?P<first>[0-9]{1,9})(?:-(?P<last>[0-9]{1,9}))?")
 _BRACKETS = re.compile(r"\[[^\]]*\]")
 _HOST = re.compile(r"[\w.-]+")
 _HEADING = re.compile(r"[A-Z][A-Z_]*")
 _STATE = re.compile(r"[A-Z_]+|\?")
-# of `scontrol show job --oneliner`; a value may hold blanks, as a job's name does
+# a field of `scontrol show job --oneliner`; its value may hold blanks, as a job's name may
 _FIELD = re.compile(r"(?<!\S)([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)")
-# as in QOSMaxSubmitJobPerUserLimit
+# a limit, such as QOSMaxSubmitJobPerUserLimit
 _LIMIT = re.compile(r"\b(?:QOS|Assoc)[A-Z]\w+")
 
 
@@ -148,8 +148,8 @@ def is_unanswered(words: str) -> bool:
 def is_submit_limit(words: str) -> bool:
     """Tell whether sbatch was refused because of the number of jobs.
 
-    Of a job that is too large or too long for its account it often says the same, but for the
-    limit's name.
+    For a job that is too large or too long for its account, sbatch often says the same, except for
+    the limit's name.
     """
     named = limits_named(words)
     return any("Submit" in name for name in named) if named else bool(_SUBMIT_LIMIT.search(words))
@@ -161,9 +161,9 @@ def limits_named(words: str) -> list[str]:
 
 
 def named(name: str) -> list[str]:
-    """Return the ids of the jobs or arrays of that name, oldest first.
+    """Return the ids of the jobs or arrays of this name, oldest first.
 
-    The controller knows them, and, if it does not, perhaps accounting.
+    If the controller knows none, accounting is asked.
 
     Raises:
         LaunchError: The controller does not answer.
@@ -188,12 +188,12 @@ def _queued(
     *,
     second: re.Pattern[str],
 ) -> list[list[str]]:
-    """Return squeue's rows; its headings tell an answer without jobs from no answer.
+    """Return squeue's rows; its headings distinguish an answer without jobs from no answer.
 
-    The first column is a job's id, the second one matches a pattern, which a site's own lines do not.
+    Only rows with a job's id first and a match of `second` next are squeue's, not the site's own.
 
     Raises:
-        LaunchError: It does not answer.
+        LaunchError: squeue does not answer.
     """
     text = run_command(["squeue", *options, "-o", "|".join(columns)], timeout_s)
     rows = _rows(text, len(columns))
@@ -225,17 +225,17 @@ def cancel(job_ids: Iterable[str]) -> None:
 
 
 def let_follow(job_id: str, after: str) -> None:
-    """Have a waiting job start when another one than so far is over, however that ends."""
+    """Let a waiting job follow job `after` instead of its former one, however that ends."""
     run_command(["scontrol", "update", f"JobId={job_id}", f"Dependency=afterany:{after}"])
 
 
 def avoid_host(array_id: str, task_id: str, host: str, timeout_s: float) -> None:
-    """Keep the waiting tasks of an array off one more host.
+    """Exclude one more host for the waiting tasks of an array.
 
     Raises:
         LaunchError: Slurm does not answer, or no task waits.
     """
-    # which says (null) where there are none: without the field, those before would be forgotten
+    # (null) if no host is excluded; without the field, hosts excluded before would be forgotten
     excluded = _shown_fields(task_id, timeout_s).get("ExcNodeList")
     if excluded is None:
         raise LaunchError(f"scontrol does not say which nodes job {task_id} is kept off")
@@ -256,12 +256,12 @@ def hosts_of(job_id: str) -> list[str]:
         lines = run_command(["scontrol", "show", "hostnames", row[2]]).splitlines()
     except LaunchError:
         return []
-    # a site's own lines are no names of nodes
+    # names of nodes only, without a site's own lines
     names = _BRACKETS.sub("[", row[2]).split(",")
     beginnings = tuple(name.partition("[")[0] for name in names)
     stripped = [line.strip() for line in lines]
     hosts = [each for each in stripped if each.startswith(beginnings) and _HOST.fullmatch(each)]
-    # with a line too many each number would lead to another node
+    # with a line too many the numbers would mean other nodes
     return hosts if len(hosts) == count else []
 
 
@@ -274,9 +274,9 @@ NO_KEYS: Mapping[str, str] = {}
 
 
 def key_of(folder: str) -> str:
-    """Return what a submission's folder shares with the names and scripts of its jobs alone, or "".
+    """Return the part of a folder's name that only its jobs' names and scripts share, or "".
 
-    By its key a job is known where its id may have passed to another one.
+    By this key a job is recognized even if its id may have passed to another job.
     """
     match = re.fullmatch(r".+-([0-9a-f]{6})", folder)
     return match[1] if match else ""
@@ -285,7 +285,7 @@ def key_of(folder: str) -> str:
 def queue(
     job_ids: Iterable[str], timeout_s: float = COMMAND_TIMEOUT_S, keys: Mapping[str, str] = NO_KEYS
 ) -> dict[str, JobState]:
-    """Return the states of the jobs that the controller knows and that have their key, if any."""
+    """Return the states of the jobs that the controller knows, with their key if it is given."""
     wanted = set(job_ids)
     if not wanted:
         return {}
@@ -298,7 +298,7 @@ def queue(
             second=_STATE,
         )
     except LaunchError as error:
-        # squeue's answer when it knows none of them
+        # squeue's answer if it knows none of the jobs
         if "Invalid job id" in str(error):
             return {}
         raise
@@ -310,7 +310,7 @@ def queue(
 
 
 def _ids_shown(shown: str, wanted: Collection[str]) -> list[str]:
-    """Return the wanted ids in squeue's or sacct's id, which may be tasks that waited together."""
+    """Return the wanted ids in an id of squeue or sacct, which may be several waiting tasks."""
     match = _TASKS.fullmatch(shown)
     if match is None:
         return [shown] if shown in wanted else []
@@ -318,7 +318,7 @@ def _ids_shown(shown: str, wanted: Collection[str]) -> list[str]:
     for item in match["tasks"].split(","):
         if span := _SPAN.fullmatch(item):
             ranges.append(range(int(span["first"]), int(span["last"] or span["first"]) + 1))
-    # it may show an array that is larger than any: those that are wanted are looked for in it
+    # look up only the wanted ids, since an array may be shown absurdly large
     shown_ids = []
     for job_id in wanted:
         parent, _, task = job_id.partition("_")
@@ -328,13 +328,13 @@ def _ids_shown(shown: str, wanted: Collection[str]) -> list[str]:
 
 
 def largest_array() -> int:
-    """Return how many tasks an array may have here, by default Slurm's own limit."""
+    """Return how many tasks an array may have here; Slurm's default if it does not say."""
     try:
         text = run_command(["scontrol", "show", "config"])
     except LaunchError:
         return DEFAULT_LARGEST_ARRAY
     match = re.search(r"^MaxArraySize\s*=\s*([0-9]{1,9})\s*$", text, re.MULTILINE)
-    # 0 means that there are no arrays: a task is a job of its own then
+    # 0 means that there are no arrays: then each task is a job of its own
     return max(1, int(match[1])) if match else DEFAULT_LARGEST_ARRAY
 
 
@@ -375,7 +375,7 @@ def steps(job_ids: Sequence[str], keys: Mapping[str, str] = NO_KEYS) -> dict[str
 def _last_words(job_id: str, key: str) -> list[StepState]:
     """Return the end of a job from the controller, which keeps it for `MinJobAge` (five minutes).
 
-    DerivedExitCode is the highest of the steps: 0:125 where one was killed for its memory.
+    DerivedExitCode is the highest of the steps: 0:125 if one was killed for its memory.
     """
     fields = _job_fields(job_id)
     state = fields.get("JobState", "").partition(" ")[0]
@@ -386,25 +386,25 @@ def _last_words(job_id: str, key: str) -> list[StepState]:
 
 
 class Leaving(StrEnum):
-    """Reason for which a running process's job is on its way out."""
+    """Reason why the job of a running process is about to end."""
 
     CANCELLED = "cancelled"
-    # without any time of grace, or after it; or requeued, or without a node that it had
+    # preempted, with its grace time over, if any; or requeued; or one of its nodes is lost
     PREEMPTED = "preempted"
 
 
 def leaving(job_id: str, timeout_s: float = REQUEUE_TIMEOUT_S) -> Leaving | None:
-    """Return why the job of a running process is on its way out, or None if it is not.
+    """Return why the job of a running process is about to end, or None if it goes on.
 
     TERM comes for several reasons. A job that is preempted or near its time limit is still RUNNING
-    during its grace time. At the limit itself it is not, and only the reason tells.
+    during its grace time. At the limit itself it is not, and only its Reason shows the limit.
     """
     fields = _job_fields(job_id, timeout_s)
     is_running = fields.get("JobState", "RUNNING") == "RUNNING"
     if is_running or fields.get("Reason") == "TimeLimit":
-        # also where it is unknown: a needless requeue does less harm than lost work
+        # also if the state is unknown: a needless requeue does less harm than lost work
         return None
-    # a job that is being requeued shows no time of a preemption, but its next restart
+    # a job that is being requeued shows no PreemptTime, but counts its next restart already
     requeued = (count_in(fields.get("Restarts", "")) or 0) > restart_count()
     preempted = fields.get("PreemptTime", "None") != "None"
     has_lost_node = fields.get("Reason") == "NodeDown"
@@ -432,7 +432,7 @@ def fields_of(line: str) -> dict[str, str]:
 
 
 def requeue(job_id: str, within_s: float = REQUEUE_S) -> str | None:
-    """Ask for a requeue of the running job until Slurm answers; None if granted, else its words."""
+    """Ask for a requeue of the running job until Slurm answers; None if granted, else why not."""
     until = time.monotonic() + within_s
     while True:
         try:
@@ -446,7 +446,7 @@ def requeue(job_id: str, within_s: float = REQUEUE_S) -> str | None:
         if _REFUSED.search(words) or time.monotonic() + REQUEUE_PAUSE_S >= until:
             return words
         time.sleep(REQUEUE_PAUSE_S)
-        # an attempt that had no answer may have been worked off: another one would be refused
+        # an attempt without an answer may have succeeded, and another one would be refused
         if leaving(job_id, _no_longer(until)) is Leaving.PREEMPTED:
             return None
 
@@ -455,7 +455,7 @@ def _no_longer(until: float) -> float:
     return max(1.0, min(REQUEUE_TIMEOUT_S, until - time.monotonic()))
 
 
-# between the clocks of this machine and of the accounting
+# largest difference between the clocks of this machine and of accounting
 SLACK_S = 3600.0
 FIELDS = ("JobID", "JobName", "State", "ElapsedRaw", "NNodes")
 
@@ -465,8 +465,8 @@ def accounted_runs(
 ) -> dict[str, list[JobAccount]]:
     """Return the runs of these jobs, oldest first; a job that accounting does not know is missing.
 
-    Ids are as Slurm shows them, tasks of arrays as `12_3`. One may have been another job's, where a
-    controller began to count from 1 again: so names are compared, too.
+    Ids are as Slurm shows them, tasks of arrays as `12_3`. An id may have been another job's before
+    the controller began to count from 1 again: so names are compared, too.
 
     Raises:
         LaunchError: There is no accounting, or it does not answer.

@@ -1,12 +1,12 @@
-"""Executor of jobs on Slurm: calls sbatch so that each array is made exactly once.
+"""Run jobs on Slurm: call sbatch so that each array is submitted exactly once.
 
-submitit takes any error of sbatch for a refusal. But a controller that is paused or overloaded lets
-sbatch fail although the job may have been accepted. So every submission has a name of its own,
-which is looked up before another attempt. Jobs find their pickles by array index: a submitter that
-is killed once sbatch was called has lost nothing.
+submitit takes any error of sbatch for a refusal. But with a paused or overloaded controller sbatch
+fails although the job may have been accepted. So every submission has a name of its own, which is
+looked up before another attempt. Jobs find their pickles by array index, so nothing is lost if the
+submitter is killed once it has called sbatch.
 
-submitit's template of a batch script is private (`_make_sbatch_string`, `_convert_mem`); it is used
-here alone.
+submitit's template of a batch script is private (`_make_sbatch_string`, `_convert_mem`); only this
+module uses it.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ from tula_hpc.records import write_atomically
 from tula_hpc.records.events import CONTROL
 from tula_hpc.retry_policy import REVIVALS, TIME_OUTS, controller_time_outs
 
-# tasks, where the site would allow more
+# most tasks of an array, even if the site allows more
 LARGEST_ARRAY = 1000
-# so long after its start an sbatch whose caller was killed may still be at work
+# seconds from its start during which sbatch may still be at work after its caller was killed
 SBATCH_S = 20.0
-# in a dry run, for a hash of what is written at the submission
+# shown in a dry run in place of a hash of what only a submission writes
 MADE_LATER = "…"
-# after a failed attempt; about 8 minutes in all
+# pauses after failed attempts to submit, about 8 minutes in all
 PAUSES_S = (2, 5, 10, 20, 40, 60, 120, 120, 120)
-# with the time that sbatch takes
+# limit of these pauses and the calls of sbatch together
 LONGEST_WAIT_S = 600.0
-# sbatch tries again by itself while the controller does not answer
+# time limit of one sbatch, which itself tries again while the controller does not answer
 SUBMIT_S = 300.0
-# so long an answer about a job that nobody submits is waited for
+# time limit of sbatch --test-only, which submits nothing
 TEST_S = 30.0
 NO: dict[type[RefusedError], str] = {
     RefusedError: "the scheduler refused the job",
@@ -67,7 +67,7 @@ NO: dict[type[RefusedError], str] = {
 }
 # submitit would write --wckey=submitit, which is refused where wckeys are enforced
 DEFAULTS: dict[str, Any] = {"wckey": None}
-# nouns of sbatch's complaints about one key
+# keys of the cluster file, by the nouns in sbatch's complaints about them
 REFUSED_KEYS = {
     "partition": "partition",
     "account": "account",
@@ -77,7 +77,7 @@ REFUSED_KEYS = {
     "reservation": "reservation",
 }
 NO_SUCH_NODE = "Requested node configuration is not available"
-# too large for every node that is up
+# explanation of a job that is too large for the nodes that are up
 WHAT_NODES_HAVE = (
     "nodes are down or drained (sinfo -R), or have less than the jobs ask for by max_nodes, "
     "workers_per_node, cpus_per_worker, memory_gb, gres, constraint and [sbatch] of the cluster file "
@@ -85,13 +85,13 @@ WHAT_NODES_HAVE = (
 )
 _COULD_START = re.compile(r"\bJob [0-9]+ to start at\b")
 _PREFIX = re.compile(r"^((sbatch|error|fatal|allocation failure): )*")
-# after attempts that failed
+# pauses after failed attempts to requeue
 REQUEUE_PAUSES_S = (2, 5, 10, 30)
-# perhaps "… on cluster a"
+# may go on with "on cluster a"
 _SUBMITTED = re.compile(r"^Submitted batch job ([0-9]+)\b", re.MULTILINE)
-# all that is printed by a site's sbatch that is told --parsable
+# the whole output if a site's sbatch adds --parsable
 _ID_ALONE = re.compile(r"\s*([0-9]+)(?:;\S+)?\s*")
-# a controller that has just come back may still have old requests to work off
+# pause for a controller that has just come back and may still work off old requests
 SETTLE_S = 5.0
 
 
@@ -116,7 +116,7 @@ def start_command(python: str, folder: Path) -> str:
 def requeue_if_killed(folder: Path) -> list[str]:
     """Return shell lines that requeue a job a few times if it was killed and not cancelled.
 
-    Not one that ended by itself, with code 0 or 1: it has told its reason.
+    A job that ended by itself, with code 0 or 1, has given its reason and is not requeued.
     """
     killed = shlex.quote(str(folder / "killed"))
     pauses = " ".join(map(str, REQUEUE_PAUSES_S))
@@ -152,12 +152,12 @@ class SlurmJobs:
                 raise LaunchError(f"{name} is not on PATH: {where}")
 
     def most_together(self, count: int) -> int:
-        """Return how many the site's MaxArraySize lets an array have."""
+        """Return how many tasks an array may have, also by the site's MaxArraySize."""
         return 1 if count == 1 else min(count, LARGEST_ARRAY, slurm.largest_array())
 
     def other_jobs(self) -> int:
         """Count this user's jobs, tasks of arrays one by one."""
-        # a controller job is one of them itself
+        # without this job itself, if a controller job asks
         return slurm.retry_until_answered(slurm.own_jobs) - (slurm_job_id() is not None)
 
     def submit(
@@ -168,7 +168,7 @@ class SlurmJobs:
         Raises:
             SubmitLimitError: Fewer at a time, or later, may be accepted.
             RefusedError: The scheduler refused for another reason.
-            LaunchError: It did not answer; whether there is a job is open.
+            LaunchError: The scheduler did not answer; it may have accepted the job or not.
             OSError: A job cannot be written.
         """
         sha256 = write_setup(folder, self.cluster)
@@ -187,11 +187,10 @@ class SlurmJobs:
     ) -> dict[str, JobState]:
         """Return squeue's states, without the jobs that are over.
 
-        With `timeout_s` one answer is waited for; else a controller that does not answer for a
-        while, too.
+        With `timeout_s` Slurm is asked once; else again and again if it does not answer.
 
         Raises:
-            LaunchError: It has not answered.
+            LaunchError: Slurm has not answered.
         """
         keys = _keys(jobs)
         if timeout_s is not None:
@@ -211,7 +210,7 @@ class SlurmJobs:
         return "scancel " + " ".join(job.job_id for job in jobs)
 
     def cancel(self, jobs: Sequence[Submitted]) -> None:
-        """Cancel them, as a user would; those that are over do not matter.
+        """Cancel jobs, as a user would; jobs that are over do not matter.
 
         Raises:
             LaunchError: Slurm does not answer.
@@ -237,7 +236,7 @@ class SlurmJobs:
             "setup": [
                 f'echo "{RUN_MARK}${{SLURM_RESTART_COUNT:-0}}" >&2',
                 describe_setup(cluster),
-                # what sbatch does not export, as with `export = "NONE"`, srun must all the same
+                # srun must export everything even if sbatch does not, as with `export = "NONE"`
                 "export SLURM_EXPORT_ENV=ALL",
             ],
             "additional_parameters": self._options(request),
@@ -254,7 +253,7 @@ class SlurmJobs:
     def _options(self, request: Request) -> dict[str, str | int | bool]:
         options: dict[str, str | int | bool] = {}
         if self.cluster.sbatch.keys().isdisjoint({"no-requeue", "no_requeue"}):
-            # a preempted job is lost without it where the site's default is JobRequeue=0
+            # without it a preempted job is lost if the site's default is JobRequeue=0
             options["requeue"] = True
         options |= self.cluster.sbatch
         if request.avoided:
@@ -268,7 +267,7 @@ class SlurmJobs:
         own = str(self.cluster.sbatch.get("exclude", ""))
         if "/" not in own:
             return [own] if own else []
-        # sbatch takes that for a file with the names
+        # sbatch takes a value with a slash for a file with the names
         try:
             return Path(own).read_text().split()
         except OSError as error:
@@ -297,11 +296,12 @@ class SlurmJobs:
         return self._script(request, folder, python="python", setup=setup, tasks=tasks)
 
     def find_lost(self, path: Path, notice: Notice, known: Collection[str]) -> list[str]:
-        """Return the ids of the array's tasks; [] where Slurm has none of that name.
+        """Return the ids of the array's tasks; [] if Slurm has no array of that name.
 
-        The notice is of a command that was killed as it submitted them; `known` ids are on record.
+        `notice` is that of a command that was killed while it submitted them; the ids in `known` are
+        on record.
         """
-        # by two clocks, where a server keeps the file
+        # not below 0: on a file server the file has the time of another clock
         submitted_s = max(0.0, time.time() - path.stat().st_mtime)
         # its sbatch may still be at work
         time.sleep(max(0.0, SBATCH_S - submitted_s))
@@ -336,7 +336,7 @@ def submit_once(script: Path, name: str) -> str:
     Raises:
         SubmitLimitError: A limit on submitted jobs is reached; fewer, or later, may be accepted.
         RefusedError: The scheduler refused for another reason.
-        LaunchError: It did not answer for minutes; whether there is a job is open.
+        LaunchError: The scheduler did not answer for minutes; it may have accepted the job or not.
     """
     options = options_of(script.read_text())
     words, ends = "", time.monotonic() + LONGEST_WAIT_S
@@ -355,10 +355,10 @@ def submit_once(script: Path, name: str) -> str:
         if done.code == 0:
             return _only(_accepted(done.stdout, name), name, attempts=attempt + 1)
         words = _PREFIX.sub("", _last_line(done.complaint))
-        # where sbatch was killed, nobody has refused anything
+        # if sbatch was killed, the scheduler has not refused anything
         refusal = _refusal(done.complaint) if done.code > 0 else None
         if refusal is not None:
-            # perhaps of another job, as an earlier one was accepted late
+            # perhaps this is a second job, refused because the first was accepted late
             if attempt and (found := submissions_named(name)):
                 return _only(found[0], name, attempts=attempt)
             raise refusal(f"{NO[refusal]}: {_explained(words, done.complaint)}")
@@ -380,9 +380,9 @@ def _accepted(printed: str, name: str) -> str:
 
 
 def _only(job_id: str, name: str, *, attempts: int) -> str:
-    """Return the id of the one job that stays, after so many calls of sbatch.
+    """Return the id of the one job that stays, after this number of calls of sbatch.
 
-    One that seemed to fail may have been accepted late.
+    Other jobs of the name are cancelled: a call that seemed to fail may have been accepted late.
     """
     if attempts > 1:
         time.sleep(SBATCH_S)
@@ -393,7 +393,7 @@ def _only(job_id: str, name: str, *, attempts: int) -> str:
 
 
 def id_in(printed: str) -> str:
-    """Return the id in sbatch's words; a site's own words around them may speak of jobs too."""
+    """Return the id in sbatch's words; a site's own words around them may mention jobs, too."""
     if found := _SUBMITTED.findall(printed):
         return str(found[-1])
     alone = _ID_ALONE.fullmatch(printed)
@@ -410,10 +410,10 @@ def _refusal(words: str) -> type[RefusedError] | None:
 def submissions_named(name: str, *, settled: bool = False) -> list[str]:
     """Return the ids of the jobs or arrays of this name, oldest first.
 
-    Waits for a controller that does not answer, and asks again if there seem to be none.
+    Wait for a controller that does not answer; ask once more if there are none, unless `settled`.
 
     Raises:
-        LaunchError: It has not answered for minutes.
+        LaunchError: The controller has not answered for an hour.
     """
     found = slurm.retry_until_answered(lambda: slurm.named(name))
     if not found and not settled:
@@ -428,7 +428,7 @@ def could_start(script: str) -> str:
     Raises:
         SubmitLimitError: The scheduler would not take it while there are so many jobs.
         RefusedError: It would not take it for another reason.
-        LaunchError: It did not answer.
+        LaunchError: The scheduler did not answer.
     """
     try:
         with outside_of_job(options_of(script)):
@@ -463,7 +463,7 @@ def _explained(line: str, words: str) -> str:
 
 
 def _last_line(words: str) -> str:
-    """Return sbatch's last line, before those that a site adds."""
+    """Return the last line of sbatch's own, without lines that a site adds after it."""
     lines: Sequence[str] = words.strip().splitlines()
     own = [line for line in lines if line.startswith("sbatch: ")]
     return [*lines, *own][-1] if lines else "no reason was given"
