@@ -1,9 +1,9 @@
-"""Checkpoints that a framework writes by itself: a folder each, which a checkpoint of ours names.
+"""Keep checkpoints that a framework writes by itself, each in a folder that one of ours names.
 
-The folder lies beside our checkpoints and is called like the one that it belongs to. That one is
-written when the folder is whole, with the size and the digest of each file: a training goes on from
-a folder only if its checkpoint is on disk and every file is as it was. Interval, fencing and the
-fall back to an older checkpoint are those of `checkpoint.store`.
+The folder lies among our checkpoints and is named after the one that it belongs to. Ours is written
+when the folder is complete, with the size and the digest of each file: a training goes on from a
+folder only if our checkpoint is on disk and every file is as it was. Interval, fencing and the fall
+back to an older checkpoint are those of `checkpoint.store`.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _NAME = re.compile(r"checkpoint-r(\d{4,})-\d{12,}\.\w+")
 
 @dataclass
 class FolderState:
-    """State that a framework keeps in a folder; kept as other things are by their states."""
+    """State that a framework keeps in a folder, with the two methods of a thing that is kept."""
 
     # name of the framework's object, one word
     kind: str
-    # writes into a folder that is there and empty; all workers call it
+    # writes into an existing empty folder; all workers call it
     save: Callable[[Path], object]
-    # takes such a folder, whole
+    # loads from such a folder
     load: Callable[[Path], object]
     holder: Keeper
-    # global batch of the training, where the framework counts by it; 0: it does not
+    # global batch of the training, if the framework counts its progress in batches; 0: it does not
     batch: int = 0
-    # by this process: at an epoch's end the same samples may be saved once more
+    # saves by this process: at an epoch's end the same number of samples may be saved once more
     saves: int = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def kept_in_folder(name: str, thing: Any, holder: Keeper) -> Any:
 
 
 def check_folders(place: Path, state: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose folders are not as they were.
+    """Refuse a checkpoint whose folders have changed since.
 
     Raises:
         CheckpointError: A file is missing or damaged.
@@ -113,7 +113,7 @@ def check_folders(place: Path, state: Mapping[str, Any]) -> None:
 
 
 def batch_of(state: Mapping[str, Any]) -> int:
-    """Return the global batch by which a framework's checkpoint counts; 0: it does not."""
+    """Return the global batch in which a framework's checkpoint counts progress; 0: in none."""
     return max((int(kept["batch"]) for kept in _folders_of(state)), default=0)
 
 
@@ -123,13 +123,13 @@ def _folders_of(state: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _make(folder: Path, restart_count: int) -> None:
-    """Make a folder anew, and delete those that belong to no checkpoint."""
+    """Make a folder anew, and delete folders that belong to no checkpoint."""
     make_private(folder.parent)
     for other in folder.parent.iterdir():
         found = _NAME.fullmatch(other.name)
-        # a later restart may be writing its own just now
+        # a later restart may be writing its own folder just now
         is_mine = found is not None and int(found[1]) <= restart_count
-        # of several folders of the checkpoint that is being written, each is made in turn
+        # the checkpoint that is being written may have several folders, made one after the other
         is_new = other.stem == folder.stem
         if is_mine and not is_new and other.is_dir() and not other.with_suffix(".tula").exists():
             shutil.rmtree(other)
@@ -142,7 +142,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _noted(file: Path) -> list[Any]:
-    """Return a file's size and digest, once it is on the disk."""
+    """Flush a file to disk, and return its size and digest."""
     with file.open("rb") as content:
         os.fsync(content.fileno())
         return [file.stat().st_size, hashlib.file_digest(content, "sha256").hexdigest()]

@@ -1,9 +1,9 @@
-"""Hugging Face's Trainer: kept by its own checkpoints, and resumed where it stopped.
+"""Keep a training of Hugging Face's Trainer by its own checkpoints, and resume it where it stopped.
 
 The Trainer resumes exactly from two places: the beginning of an epoch, and after a step whose next
-batch is of the same epoch. There it is saved, once all that belongs to the step is over: logs,
-evaluation, checkpoints of the user's own. Ours are in the run, and the Trainer's output folder is
-the same as without us.
+batch is of the same epoch. It is saved there, once all that belongs to the step is over: logs,
+evaluation, checkpoints of the user's own. Our checkpoints are in the run directory, so that the
+Trainer's output folder is the same as without us.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tula_hpc.errors import InputError
 if TYPE_CHECKING:
     from tula_hpc.attach.train.keeping import Keeper
 
-# of its evaluations, as records have them
+# names of scores in the Trainer's evaluations, and in records
 SCORES = {
     "eval_loss": "test_loss",
     "eval_accuracy": "test_accuracy",
     "eval_top5_accuracy": "test_top5_accuracy",
 }
-# while it saves for us
+# arguments of the Trainer while it saves for us
 OURS = {
     "save_strategy": "no",
     "save_only_model": False,
@@ -53,15 +53,15 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
     def __init__(self, keeper: Keeper) -> None:
         self.keeper = keeper
         self.trainer: Any = None
-        # of the checkpoint
+        # the Trainer's folder in the checkpoint that it goes on from; None: there is none
         self.found: Path | None = None
         self.in_epoch = False
-        # the Trainer's step after which it was last looked for a stop
+        # the Trainer's step after which a stop was last looked for
         self.looked = 0
         self._wrap_train()
 
     def _wrap_train(self) -> None:
-        """Have the Trainer with this callback begin where it stopped."""
+        """Make the Trainer that has this callback begin where it stopped."""
         original = Trainer.train
         callback = self
 
@@ -79,7 +79,7 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
         """Keep a Trainer that is about to train; return the checkpoint that it goes on from.
 
         Raises:
-            InputError: It has trained before.
+            InputError: This callback has been in a training before.
         """
         if self.trainer is not None:
             raise InputError(
@@ -103,9 +103,9 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
         trainer.get_batch_samples = get_batch_samples
         if self.found is None:
             return None
-        # it is no start, and early stopping would count its evaluation
+        # a resume is no start, and early stopping would count an evaluation at it
         trainer.args.eval_on_start = False
-        # or early stopping would forget how long it has waited
+        # otherwise early stopping would forget how long it has waited
         trainer._load_callback_state = partial(_restore_callbacks, trainer)
         trainer._init_training_state = partial(self._place, trainer._init_training_state)
         module = sys.modules[Trainer.__module__]
@@ -117,7 +117,7 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
     ) -> Any:
         """Return the epoch, and its batches, after which a Trainer goes on.
 
-        Of a stream it knows no epochs: it takes all steps for one.
+        For a stream the Trainer knows no epochs: it takes all steps for one epoch.
         """
         place = original(steps, of_epoch, epochs, *others)
         if epochs != sys.maxsize or self.trainer.args.ignore_data_skip:
@@ -136,10 +136,10 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
         """End the epoch before, whose evaluation is over, and begin this one."""
         self._end_open_epoch(is_last=False)
         self.keeper.begin_epoch()
-        # samplers may draw from them; the Trainer's own states follow with the first batch
+        # samplers may draw random numbers; the Trainer restores its own with the first batch
         self.keeper.begin_draws()
         batches = self.keeper.progress.batches
-        # of others those before it are left out by their indices
+        # from other data sets, the batches before are skipped by their indices
         is_stream = isinstance(self.trainer.train_dataset, IterableDataset)
         self.keeper.history.load_ahead(batches if is_stream else 0, self.keeper.found)
         self.in_epoch = True
@@ -186,7 +186,7 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
 
 @contextmanager
 def names_of_their_own() -> Iterator[None]:
-    """Have models save their weights in the block by the names that these have in memory.
+    """Make models save their weights within the block by the names that these have in memory.
 
     Many models save by the names of earlier versions, which a Trainer that goes on does not know:
     it warns, and trains on with weights that were drawn anew.
@@ -216,24 +216,27 @@ class _WithoutFirst:
 
 
 def _skip(original: Callable[[Any, int], Any], loader: Any, batches: int) -> Any:
-    """Return a loader without its first batches; of processes only loading brings the numbers forward."""
+    """Return a loader without its first batches.
+
+    Loader processes load and drop them, as only loading advances their random numbers.
+    """
     if isinstance(loader.dataset, IterableDataset) or not loader.num_workers:
         return original(loader, batches)
     return _WithoutFirst(loader, batches)
 
 
 def _restore_callbacks(trainer: Any) -> None:
-    """Give a Trainer's callbacks what its checkpoint has of them; by itself it would make new ones."""
+    """Give a Trainer's callbacks their states in its checkpoint; it would make new callbacks."""
     for name, saved in trainer.state.stateful_callbacks.items():
         given = [each for each in trainer.callback_handler.callbacks if type(each).__name__ == name]
-        # of several of a class a list
+        # a list if there are several callbacks of the class
         states = saved if isinstance(saved, list) else [saved]
         for callback, state in zip(given, states, strict=False):
             vars(callback).update(state.get("attributes", {}))
 
 
 def _train_no_further(trainer: Any) -> None:
-    """Have a Trainer load what an earlier start came to by stopping early, which it forgets."""
+    """Make a Trainer load but not train, as it forgets that an earlier start stopped early."""
     original = trainer.set_initial_training_values
 
     @wraps(original)
@@ -241,13 +244,13 @@ def _train_no_further(trainer: Any) -> None:
         _, *others = original(*args, **kwargs)
         return 0, *others
 
-    # the first one is the number of epochs
+    # the first value, here 0, is the number of epochs
     trainer.set_initial_training_values = values
 
 
 @contextmanager
 def _changed(thing: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """Have attributes of a thing other values in the block."""
+    """Give attributes of a thing other values within the block."""
     before = {name: getattr(thing, name) for name in values}
     try:
         for name, value in values.items():

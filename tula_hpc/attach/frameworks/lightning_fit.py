@@ -1,8 +1,9 @@
-"""Lightning's Trainer: kept by its own checkpoints, and resumed where it stopped.
+"""Keep a training of Lightning's Trainer by its own checkpoints, and resume it where it stopped.
 
 Lightning restores its loops in mid-epoch, but neither random numbers nor the place in the data
-loader. Both are noted when it begins to go through the loader, and found again there. It is saved
-where a batch or an epoch is over with all that belongs to it: validation, schedules, callbacks.
+loader. Both are noted when it begins to go through the loader, and restored at that moment. It is
+saved where a batch or an epoch is over with all that belongs to it: validation, schedules,
+callbacks.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from tula_hpc.errors import InputError
 if TYPE_CHECKING:
     from tula_hpc.attach.train.keeping import Keeper
 
-# names under which people log them in a validation, best first
+# names under which users log each score in a validation, preferred ones first
 SCORES = {
     "test_loss": ("val_loss", "valid_loss", "test_loss"),
     "test_accuracy": ("val_acc", "val_accuracy", "valid_acc", "test_acc", "test_accuracy"),
     "test_top5_accuracy": ("val_acc5", "val_top5_accuracy", "test_top5_accuracy"),
 }
-# within a folder of ours
+# Lightning's file in the folder of a checkpoint
 FILE = "lightning.ckpt"
 
 
@@ -58,18 +59,18 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
     def __init__(self, keeper: Keeper) -> None:
         self.keeper = keeper
         self.trainer: Any = None
-        # of the checkpoint
+        # Lightning's file in the checkpoint that it goes on from; None: there is none
         self.found: Path | None = None
-        # of the epoch's loader
+        # stream of the epoch's loader
         self.stream: Any = None
-        # of a checkpoint that is being saved, or until it is in force
+        # what Lightning's checkpoint lacks: while one is saved, or until a loaded one is restored
         self.more: dict[str, Any] = {}
         self.handler = signal.getsignal(signal.SIGTERM)
         self._wrap_fit()
         self._wrap_loading()
 
     def _wrap_fit(self) -> None:
-        """Have the Trainer with this callback begin where it stopped."""
+        """Make the Trainer that has this callback begin where it stopped."""
         original = Trainer.fit
         callback = self
         signature = inspect.signature(original)
@@ -96,7 +97,7 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         def begin(combined: Any) -> Any:
             trainer = callback.trainer
             if trainer is None or callback not in trainer.callbacks:
-                # as a callback searches for a rate or a batch
+                # another callback is searching for a rate or a batch
                 return original(combined)
             if combined is not trainer.fit_loop._combined_loader:
                 return original(combined)
@@ -109,7 +110,7 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         """Keep a Trainer that is about to train; return the checkpoint that it goes on from.
 
         Raises:
-            InputError: It has trained before.
+            InputError: This callback has been in a training before.
         """
         if self.trainer is not None:
             raise InputError(
@@ -131,15 +132,15 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
             return None
         for each in trainer.callbacks:
             if isinstance(each, SaveConfigCallback):
-                # of LightningCLI, which refuses to train where an earlier start has written its file
+                # LightningCLI's, which refuses to train if an earlier start has written its file
                 each.overwrite = True
             elif isinstance(each, LearningRateFinder):
-                # what it found is in the checkpoint
+                # the rate that it found is in the checkpoint
                 each.on_fit_start = lambda *_: None
         return str(self.found)
 
     def _unless_searching(self, then: Callable[..., None]) -> Callable[..., None]:
-        """Return a function for the training alone: a callback that searches for a rate leaves out others."""
+        """Return a function that does nothing in a search for a rate, which removes callbacks."""
 
         def told(*args: Any) -> None:
             if self in self.trainer.callbacks:
@@ -148,20 +149,20 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         return told
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Train no further where an earlier start came to the end, as by early stopping."""
+        """Train no further if an earlier start came to the end, as by early stopping."""
         if self.trainer is trainer and self.keeper.progress.loops:
             trainer.should_stop = True
             trainer.fit_loop.run = partial(_begin_and_end, trainer.fit_loop)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Have later scores belong to the last epoch, if another start has done it."""
+        """Make later scores belong to the last epoch, even if an earlier start has done it."""
         if self.trainer is trainer:
             self.keeper.end()
 
     def _save(self, folder: Path) -> None:
         metrics = dict(self.trainer.callback_metrics)
         self.more = {"metrics": metrics, "rates": self._found_rates()}
-        # with all that is no weight
+        # the optimizer's state and the rest, too
         self.trainer.save_checkpoint(folder / FILE, weights_only=False)
         self.more = {}
 
@@ -173,7 +174,7 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         return {n: lightning_getattr(module, n) for n in names if lightning_hasattr(module, n)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what Lightning's checkpoint lacks; {} for those that others save."""
+        """Return what Lightning's checkpoint lacks; {} in checkpoints that are not for us."""
         return self.more
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -186,9 +187,10 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
     def _rehearse(
         self, model: Any, then: Callable[[], None], rehearse: Callable[..., None]
     ) -> None:
-        """Have a model pass its first batch twice, where that matters and can be undone.
+        """Have a model pass its first batch twice, if that matters and can be undone.
 
-        Two workers add in either order alike. With optimization by hand a pass takes a step.
+        The order of additions of two workers does not matter. With manual optimization a pass takes
+        a step.
         """
         module = self.trainer.lightning_module
         if self.trainer.world_size > 2 and module.automatic_optimization:
@@ -198,12 +200,12 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         """Begin an epoch's loading."""
         if self.stream is not None:
             self.stream.close()
-        # the loop may not have its checkpoint's yet, as where the optimizer asks for the steps
+        # the loop may not have its checkpoint's epoch yet, as when the optimizer asks for the steps
         epoch = max(
             self.keeper.progress.epoch, self.trainer.fit_loop.epoch_progress.current.processed
         )
         for sampler in _samplers(combined.flattened):
-            # Lightning does so too late where the loader's processes begin at once
+            # Lightning does so too late if the loader's processes begin at once
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
         only = combined.flattened[0] if len(combined.flattened) == 1 else combined
@@ -212,10 +214,10 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
             begin = partial(self.keeper.history.begin_without_draws, begin)
         self.stream = self.keeper.open(only, begin)
         if self.keeper.progress.batches and sized_len(combined) is None:
-            # it loads the next batch of a stream at once, to know whether there is one
+            # Lightning loads the next batch of a stream at once, to know whether there is one
             self.keeper.history.load_ahead(0, found)
 
-    # what Lightning tells
+    # hooks of Lightning's
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin; and obey a stop as before, not by Lightning's own handler."""
@@ -229,7 +231,7 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
             self.keeper.begin_epoch()
 
     def _load_anew_as_before(self, loop: Any) -> None:
-        """Have loaders made anew in the epochs of an undisturbed training, and begun as often."""
+        """Have loaders made anew in the same epochs as without a stop, and begun as often."""
         every = self.trainer.reload_dataloaders_every_n_epochs
         epoch = self.trainer.current_epoch
         if every:
@@ -255,14 +257,14 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         self.keeper.report(found)
 
     def _go_on(self, data_fetcher: Any) -> None:
-        """Have an epoch that goes on begin for callbacks that schedule or average in it, too."""
+        """Begin a resumed epoch also for callbacks that schedule or average in it."""
         trainer = self.trainer
         if not self.keeper.progress.batches:
             if _draws_late(trainer.fit_loop._combined_loader):
                 now = self.keeper.history.moments(None, self.stream.loader)["now"]
                 self.keeper.began["loader"] = now
             return
-        # or it would leave out schedules by a metric at this epoch's end
+        # otherwise the loop would skip schedules by a metric at this epoch's end
         trainer.fit_loop._restarting = False
         for each in trainer.callbacks:
             if isinstance(each, GradientAccumulationScheduler | StochasticWeightAveraging):
@@ -271,7 +273,7 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
     def _end_batch(self, data_fetcher: Any) -> None:
         loop = self.trainer.fit_loop.epoch_loop
         self.keeper.progress.batches = loop.batch_progress.current.completed
-        # it would not validate again after a resume, nor end the epoch
+        # after a resume from here Lightning would neither validate nor end the epoch
         if not loop._is_training_done and not loop._should_check_val_fx(data_fetcher):
             self.keeper.end_batch()
 
@@ -279,12 +281,12 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         trainer = self.trainer
         loop = trainer.fit_loop
         is_last = (
-            # asked to stop before its least epochs or steps it goes on
+            # a loop that is asked to stop before its minimum of epochs or steps goes on
             (trainer.should_stop and loop._can_stop_early)
             or 0 < loop.max_epochs <= loop.epoch_progress.current.processed
             or 0 < loop.max_steps <= trainer.global_step
         )
-        # one that counts steps alone would take the epoch for unfinished
+        # a loop that counts only steps would take the epoch for unfinished
         saves = is_last or not loop._iteration_based_training()
         self.keeper.end_epoch(is_last=is_last, saves=saves)
         if not is_last:
@@ -292,14 +294,14 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
 
 
 def _begin_and_end(loop: Any) -> None:
-    """Run a loop of which no epoch is left, for what callbacks do at its end, as with averages."""
+    """Run a loop that has no epoch left, for what callbacks do at its end, as with averages."""
     loop.setup_data()
     loop.on_run_start()
     loop.on_run_end()
 
 
 def _draws_late(combined: Any) -> bool:
-    """Tell whether samplers draw with the first batch: callbacks may have drawn since they began."""
+    """Tell whether samplers draw only with the first batch, before which callbacks may draw."""
     loaders = combined.flattened
     # Lightning takes the first batch of a stream at once
     has_end = all(sized_len(each) is not None for each in loaders)

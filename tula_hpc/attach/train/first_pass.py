@@ -1,8 +1,8 @@
-"""First pass of a resumed script's model, which it takes twice.
+"""Have the model of a resumed script take its first pass twice.
 
 DDP regroups its gradient buckets after the first backward pass, which changes the order of
-additions. A resumed script passes its first batch once more beforehand and throws the gradients
-away, so that it adds in the same order as an uninterrupted one.
+additions. A resumed script therefore passes its first batch an extra time beforehand and throws the
+gradients away, so that it adds in the same order as an uninterrupted script.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def rehearse_first_pass(
     then: Callable[[], None],
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> None:
-    """Have a model pass its first batch in training twice; nothing is left of the first time.
+    """Have a model pass its first training batch twice, and undo all effects of the first pass.
 
-    The model is wrapped, and not passed yet. `around` is entered for the first time, to undo its
-    effects on others, and `then` is called after it.
+    The model has not been called since it was wrapped. The first pass runs within `around`, which
+    undoes its effects elsewhere, and `then` is called after that pass.
     """
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Lightning leaves the wrapper as it was in an evaluation
+        # not the wrapper's mode: Lightning leaves the wrapper in evaluation mode
         if model.module.training and torch.is_grad_enabled():
             handle.remove()
             with around():
@@ -46,15 +46,16 @@ def _rehearse(
     model: DistributedDataParallel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    # a forward may put others in their places
+    # a forward pass may replace buffers by other tensors
     buffers = [(each._buffers, dict(each._buffers)) for each in model.modules()]
     values = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    # some follow the trained ones in each forward; on the host, as a frozen model has many
+    # frozen parameters may follow the trained ones in each forward pass; copied to the host, as
+    # a frozen model has many
     frozen = (parameter for parameter in model.parameters() if not parameter.requires_grad)
     values += [(each, each.detach().to("cpu", copy=True)) for each in frozen]
     numbers = random_state()
     synchronizes = model.require_backward_grad_sync
-    # Lightning has another method called once, by a `forward` that removes itself
+    # Lightning has another method called once, through a `forward` that removes itself
     replaced = vars(model.module).get("forward")
     for parameter, _ in gradients:
         parameter.grad = None

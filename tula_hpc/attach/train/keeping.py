@@ -42,14 +42,14 @@ from tula_hpc.errors import InputError
 from tula_hpc.records.events import EventName
 from tula_hpc.user_code import told
 
-# name of the method's own state among what is kept
+# name under which the state of a method that scales gradients is kept
 SCALING = "gradient scaling"
 
 
 class Keeper(SafePoints):
     """One worker's part of an exact resume: the progress of `steps` is saved and restored."""
 
-    # all workers, since `has_begun`
+    # all workers; set by the time of `has_begun`
     worker: ScriptPeers
 
     def __init__(self, steps: ScriptTraining) -> None:
@@ -57,13 +57,13 @@ class Keeper(SafePoints):
         super().__init__(store, steps.settings.restart_count)
         self.steps, self.stop = steps, steps.stop
         self.spec, self.settings = steps.spec, steps.settings
-        # looked for where the script begins to keep; until it is in force
+        # the checkpoint, from the first `keep` until all of it is restored
         self.loaded: LoadedCheckpoint | None = None
         self.kept: dict[str, Any] = {}
         self._has_looked = False
-        # what is done to a model's first pass after a resume
+        # function that has a model pass its first batch twice after a resume
         self.rehearse: Callable[..., None] = rehearse_first_pass
-        # steps at the last batch's end
+        # steps done at the last batch's end
         self._stepped = 0
         if steps.scaling is not None:
             self._keep_one(SCALING, steps.scaling)
@@ -72,28 +72,28 @@ class Keeper(SafePoints):
         self.in_epoch = self.in_batches = False
         # random numbers at the beginning of the epoch and of the loader, for a checkpoint
         self.began = {"epoch": "", "loader": ""}
-        # of the checkpoint, until they are in force; by moment
+        # the checkpoint's random numbers by moment, until they are restored
         self.found: dict[str, str] = {}
-        # of this epoch or the last one, and the checkpoint's states of their generators; by place
+        # loaders of this epoch or the last, and the checkpoint's states of generators, by place
         self.loaders: dict[int, Iterable[Any]] = {}
         self.generators: dict[str, list[str]] = {}
-        # generators and loaders that have theirs: places may share them
+        # generators and loaders whose states are restored, as places may share them
         self.restored: list[object] = []
         self.beginnings = OwnBeginnings(self.restored)
         self.history = LoaderHistory()
         # loops over `epochs` that this process has begun
         self.loops = 0
-        # `epochs` was called, where all workers meet; a framework has ended
+        # `epochs` was called, in which all workers meet; a framework's training has ended
         self.has_begun = self.is_over = False
-        # all batches of the epoch were done before this process began, as far as it is known
+        # as far as is known, all batches of the epoch were done before this process began
         self.has_empty_epoch = False
         self.marked = 0.0
 
     def keep(self, things: Mapping[str, Any]) -> None:
-        """Keep these, and give them the states of the checkpoint, if there is one.
+        """Keep things, and give them the states of the checkpoint, if there is one.
 
         Raises:
-            InputError: One has no state, the checkpoint has none of it, or epochs have begun.
+            InputError: A thing has no state, the checkpoint lacks its state, or epochs have begun.
         """
         if self.has_begun:
             raise InputError("call it before the loop over tula.epochs", source="tula.keep")
@@ -153,7 +153,7 @@ class Keeper(SafePoints):
         self.steps.progress = ScriptProgress(**loaded.state["progress"])
         self.go_on_from(loaded)
         self.steps.metrics.critical_batch.load_state_dict(loaded.state["critical_batch"])
-        # of this worker; another number of workers draws other numbers
+        # this worker's numbers; those of "now" hold only for the same number of workers
         self.found = {
             moment: texts[self.spec.rank % len(texts)]
             for moment, texts in loaded.state["random"].items()
@@ -166,13 +166,13 @@ class Keeper(SafePoints):
     # the script's loops
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the epochs that are left of so many; a second such loop has epochs of its own."""
+        """Yield the epochs that are left of `count`; a second such loop has epochs of its own."""
         self._begin()
         loops = self.progress.loops
         place = self.loops
         self.loops += 1
         if place < len(loops):
-            # done before this start
+            # this loop was done before this start
             return
         first = loops[-1] if loops else 0
         while self.progress.epoch < first + count:
@@ -193,7 +193,7 @@ class Keeper(SafePoints):
             self.steps.end_epoch()
             self._end_epoch(is_last=epoch + 1 >= count)
         if place == len(loops):
-            # of no epochs, or none is left: what follows goes on with the numbers of their end
+            # no epoch was left: what follows goes on with the random numbers of the epochs' end
             if "epoch" in self.found:
                 set_random_state(self.found.pop("epoch"))
             loops.append(min(self.progress.epoch, first + count))
@@ -214,7 +214,7 @@ class Keeper(SafePoints):
         mine = (self.stop.received is not None, self.saving.may_save, self.steps.is_open)
         stop, wanted, is_open = self.worker.agree(*map(float, mine))
         if is_open and not is_last and self.calls:
-            # gradients that the next epoch's first step takes are in no checkpoint: after that step
+            # checkpoints have no gradients: save after the next epoch's first step, which uses them
             return
         self.progress.stopped = bool(stop)
         if is_last or stop or wanted:
@@ -227,7 +227,7 @@ class Keeper(SafePoints):
         """Yield the batches that are left in this place of the epoch.
 
         Raises:
-            InputError: It is not in `tula.epochs`, or within another such loop.
+            InputError: The loop is not in `tula.epochs`, or is within another such loop.
         """
         if not self.in_epoch:
             raise InputError("expected within `for … in tula.epochs(n)`", source="tula.batches")
@@ -241,7 +241,7 @@ class Keeper(SafePoints):
         self.has_empty_epoch = self.progress.calls + self.progress.batches > 0
         self._restore_generators(loader)
         if self.calls <= self.progress.calls:
-            # of an epoch that is resumed, and done
+            # this loop of a resumed epoch was done before
             self.beginnings.go_on()
             return
         self.in_batches = True
@@ -255,18 +255,18 @@ class Keeper(SafePoints):
             self.steps.end_steps_of_epoch()
 
     def note_beginning(self, loader: object) -> None:
-        """Note a loader that the script is about to begin by itself in an epoch of `tula.epochs`."""
+        """Note a loader that the script is about to begin by itself within `tula.epochs`."""
         if self.loops and self.in_epoch and not self.in_batches:
             self.beginnings.note(loader, self.calls)
 
     def _restore_generators(self, loader: Iterable[Any]) -> None:
-        """Give a loader's own generators their states in the checkpoint, unless another place has."""
+        """Give a loader's own generators their states in the checkpoint, unless they have them."""
         set_generator_states(loader, self.generators.pop(str(self.calls), []), self.restored)
 
     # loops of frameworks, which go through their batches by themselves
 
     def begin_epoch(self) -> None:
-        """Note that an epoch begins, or the rest of one. Collective."""
+        """Note that an epoch begins, or the rest of an epoch. Collective."""
         self._begin()
         self.in_epoch, self._stepped = True, self.progress.step
         self.marked = time.perf_counter()
@@ -287,7 +287,7 @@ class Keeper(SafePoints):
     def end_epoch(self, *, is_last: bool, saves: bool = True) -> None:
         """Count an epoch with all that belongs to it; save or stop. Collective.
 
-        A framework that would not go on exactly from here does not save.
+        `saves` is false if the framework would not go on exactly from here.
         """
         self.in_epoch = False
         self.steps.end_epoch()
@@ -297,7 +297,7 @@ class Keeper(SafePoints):
             self._end_epoch(is_last=is_last)
 
     def end(self) -> None:
-        """Note that no epoch follows: scores belong to the last one, if another start has done it."""
+        """Note that no epoch follows: scores belong to the last one, even of an earlier start."""
         self.is_over = True
 
     def meet(self) -> bool:
@@ -317,7 +317,7 @@ class Keeper(SafePoints):
         if "loader" in self.found:
             set_random_state(self.found.pop("loader"), loader)
             passed = Passed(progress.batches, progress.batch_size, progress.workers)
-            # one of accelerate's
+            # a loader of accelerate's
             if hasattr(loader, "base_dataloader"):
                 self.history.load_ahead(progress.batches, self.found)
         self.began["loader"] = random_state(loader)
@@ -326,7 +326,7 @@ class Keeper(SafePoints):
             set_random_state(self.found.pop("now"), loader)
             self.beginnings.go_on()
         self.history.catch_up()
-        # counted in batches of the loader as it is now
+        # count batches of the loader's present size
         size, workers = batch_size_of(loader), self.spec.world_size
         if passed is not None and size:
             progress.batches = passed.samples // (size * workers)
@@ -383,7 +383,7 @@ class Keeper(SafePoints):
         self.marked = time.perf_counter()
 
     def _look_once_more(self) -> None:
-        """Obey a stop after the batches and their end, which counts as one; long work may follow."""
+        """Obey a stop after the last batch, as long work may follow; the end counts as a batch."""
         (stop,) = self.worker.agree(float(self.stop.received is not None))
         if stop and not self.steps.is_open:
             self.progress.batches += 1
@@ -413,7 +413,7 @@ class Keeper(SafePoints):
             for model in self.steps.models:
                 self.rehearse(model, self._forget_pass)
             self.log_resume(self.loaded, began_at=settings.job_began_at)
-        # its tensors are in what is kept by now
+        # frees the tensors, which the kept things have taken over
         self.loaded = None
         self.has_begun = True
 
@@ -441,7 +441,7 @@ class Keeper(SafePoints):
         begun = {str(place): generator_states(each) for place, each in self.loaders.items()}
         moments = self.history.moments(self.steps.hooks.loader, self.loaders.get(self.calls))
         moments |= {**self.began, "beginnings": self.beginnings.state()}
-        # with those of the checkpoint that this process has not come to
+        # including the checkpoint's states for places that this process has not come to
         moments["generators"] = json.dumps(self.generators | begun)
         random = {moment: self.worker.texts(text) for moment, text in moments.items()}
         kept = {name: state_of(thing) for name, thing in self.kept.items()}

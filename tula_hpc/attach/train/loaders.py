@@ -1,13 +1,13 @@
-"""Place of a script in its random numbers and its loader: noted, and found again.
+"""Note a script's place in its random numbers and in its loader, and find that place again.
 
-The order of an epoch follows from the random numbers at its beginning, those of the loader's and
-its sampler's own generators included. So a loader is begun again with the numbers of its first
-beginning, is led to the batch that comes next, and then the script goes on with the numbers of the
-moment that was saved.
+The order of an epoch follows from the random numbers at its beginning, including those of
+generators that belong to the loader or its sampler. So a loader is begun again with the numbers of
+its first beginning and led to the batch that comes next. Then the script goes on with the numbers
+of the moment at which the checkpoint was saved.
 
-Samples that were seen are left out by their indices, without loading them, where the script's
-process loads by itself. Loader processes have random numbers of their own, which only loading
-brings forward: there the batches are loaded and dropped.
+If the script's process loads by itself, samples that it has had are skipped by their indices,
+without loading them. Loader processes have random numbers of their own, which only loading
+advances: there the batches are loaded and dropped.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ from tula_hpc.batches import length_of
 from tula_hpc.data.loader import stop_signals_blocked
 from tula_hpc.data.random_numbers import Numbers, random_numbers
 
-# what loads a batch before the step of the one before it; Lightning does of a stream alone
+# libraries that load a batch before the step on the batch before; Lightning only from a stream
 LOADING_AHEAD = ("accelerate", "lightning")
-# of loaders that count how often they are gone through, and order samples by it: of accelerate, and
-# of Lightning's Fabric
+# attributes in which loaders of accelerate and of Lightning's Fabric count how often they are gone
+# through, and by which they order samples
 COUNTERS = ("iteration", "_num_iter_calls")
-# before a number among the states of generators, which are base64
+# prefix of such a count among the states of generators, which are base64
 PASSES = "passes:"
 
 
 class Passed(NamedTuple):
-    """Batches of a loader that a worker has had, their size and the number of workers."""
+    """Batches that a worker has had from a loader, their size, and the number of workers."""
 
     batches: int
-    # the loader's; 0: unknown
+    # samples in a batch of the loader; 0: unknown
     batch_size: int
     workers: int
 
     @property
     def samples(self) -> int:
-        """Samples in them, of all workers."""
+        """Samples in these batches, over all workers."""
         return self.batches * self.batch_size * self.workers
 
 
 def random_state(loader: object = None, numbers: Numbers | None = None) -> str:
-    """Return this process's random states, those of a loader's own generators included, as text.
+    """Return this process's random states and those of a loader's own generators, as text.
 
-    Those of the host are `numbers`, if they are given.
+    `numbers`, if given, are taken as the states of the host.
     """
     host = numbers or random_numbers()
     version, python, gauss = host.python
@@ -75,7 +75,7 @@ def random_state(loader: object = None, numbers: Numbers | None = None) -> str:
 
 
 def _states_of_gpus() -> list[str]:
-    """Return those of all GPUs here: a script may use another than the one that is torch's own."""
+    """Return the states of all GPUs here: a script may use another than torch's current one."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's
         return []
     return [_text(state) for state in torch.cuda.get_rng_state_all()]
@@ -90,7 +90,7 @@ def set_random_state(text: str, loader: object = None) -> None:
     np.random.set_state((name, np.array(keys, np.uint32), *rest))
     torch.set_rng_state(_tensor(state["torch"]))
     for gpu, gpu_text in enumerate(state.get("gpus", [])):
-        # the node of this job may show fewer
+        # this job's node may show fewer GPUs
         if gpu < torch.cuda.device_count():
             torch.cuda.set_rng_state(_tensor(gpu_text), gpu)
     if loader is not None:
@@ -98,7 +98,7 @@ def set_random_state(text: str, loader: object = None) -> None:
 
 
 def generator_states(loader: object) -> list[str]:
-    """Return the states of a loader's own generators, and how often it was gone through."""
+    """Return the states of a loader's own generators, and how often the loader was gone through."""
     states = [_text(generator.get_state()) for generator in _generators(loader)]
     return states + [f"{PASSES}{getattr(loader, name)}" for name in _counters(loader)]
 
@@ -110,7 +110,7 @@ def _counters(loader: object) -> list[str]:
 def set_generator_states(loader: Any, states: list[str], done: list[object] | None = None) -> None:
     """Go back to states that `generator_states` returned.
 
-    Generators and loaders in `done` are left out, and these are added to it; None: there are none.
+    Generators and loaders in `done` are skipped; those that get their states here are added to it.
     """
     known = [] if done is None else done
     numbers = [state for state in states if not state.startswith(PASSES)]
@@ -137,7 +137,7 @@ def _generators(loader: object) -> list[torch.Generator]:
     batch_sampler = getattr(loader, "batch_sampler", None)
     holders = [
         (loader, "generator"),
-        # accelerate's, whose batch sampler wraps another
+        # a loader of accelerate's, whose batch sampler wraps another
         (loader, "synchronized_generator"),
         (getattr(loader, "sampler", None), "generator"),
         (batch_sampler, "generator"),
@@ -160,30 +160,31 @@ def batch_size_of(loader: object) -> int:
 
 
 class OwnBeginnings:
-    """Generators of loaders that a script begins by itself in its epochs, as in `zip(a, b)`.
+    """Generators of loaders that a script goes through by itself in its epochs, as in `zip(a, b)`.
 
-    They are known by the order in which an epoch begins them.
+    A loader is identified by its place in the order in which an epoch begins its loaders.
 
     Args:
-        restored: Generators that have the states of a checkpoint; these are added.
+        restored: Generators that have their states of a checkpoint; those restored here are added.
     """
 
     def __init__(self, restored: list[object]) -> None:
         self._restored = restored
-        # generators that began in this epoch, by the loops over `tula.batches` before
+        # loaders begun in this epoch: loops over `tula.batches` before, and ids of the generators
         self._known: set[tuple[int, ...]] = set()
-        # of this epoch: each with the states before its beginning
+        # loaders begun in this epoch, by place, each with its states before it was begun
         self._begun: list[tuple[object, list[str]]] = []
-        # of a checkpoint, by place: before the beginning, None where the epoch had not come to it,
-        # and as it was saved
+        # a checkpoint's states by place: those before the loader was begun, None if it was not, and
+        # those at the moment of the checkpoint
         self._found: dict[int, tuple[list[str] | None, list[str]]] = {}
-        # by place, of earlier epochs too
+        # loaders by place, those of earlier epochs too
         self._loaders: dict[int, object] = {}
 
     def note(self, loader: object, calls: int) -> None:
-        """Note a loader right before an iterator is made of it, as it was in an epoch that is resumed.
+        """Note a loader right before an iterator is made of it; restore its states after a resume.
 
-        From one of `calls` of `tula.batches` to the next its generators go on by themselves.
+        `calls` of `tula.batches` came before. Until the next call, a loader's generators go on by
+        themselves however often it is begun.
         """
         key = (
             calls,
@@ -204,7 +205,7 @@ class OwnBeginnings:
         self._loaders[place] = loader
 
     def begin_epoch(self, *, is_new: bool) -> None:
-        """Count from the first one on, in an epoch of which nothing was done, or in the rest of one."""
+        """Count places from the first one again; `is_new`: nothing of the epoch was done before."""
         for place in range(len(self._begun)):
             self._found.pop(place, None)
         self._begun = []
@@ -213,14 +214,14 @@ class OwnBeginnings:
             self._found = {place: (None, saved) for place, (_, saved) in self._found.items()}
 
     def go_on(self) -> None:
-        """Give those that were begun so far the states that were saved."""
+        """Give the loaders begun so far their states at the moment of the checkpoint."""
         for place, (loader, _) in enumerate(self._begun):
             if place in self._found:
                 set_generator_states(loader, self._found[place][1])
                 self._restored += _generators(loader)
 
     def state(self) -> str:
-        """Return the states of all, as text."""
+        """Return the states of all these loaders, as text."""
         found = dict(self._found)
         for place, loader in self._loaders.items():
             before = self._begun[place][1] if place < len(self._begun) else None
@@ -228,7 +229,7 @@ class OwnBeginnings:
         return json.dumps(found)
 
     def load(self, text: str) -> None:
-        """Go back to what `state` returned, as the loaders are begun."""
+        """Take what `state` returned, to be restored as the loaders are begun."""
         self._found = {int(place): tuple(states) for place, states in json.loads(text).items()}
 
 
@@ -241,13 +242,13 @@ def tell_beginnings(then: Callable[[object], None]) -> None:
         then(self)
         return original(self)
 
-    DataLoader.__iter__ = begin  # type: ignore[method-assign] # to be told of each
+    DataLoader.__iter__ = begin  # type: ignore[method-assign] # to note each
 
 
 class Stream:
-    """Batches of a loader, any iterable, without those that have passed.
+    """Batches of a loader, which is any iterable, without those that have passed.
 
-    A wrapper of the loader begins to go through it by `begin`; None: there is no wrapper.
+    `begin` makes the iterator of a loader that has a wrapper; None: there is no wrapper.
     """
 
     def __init__(
@@ -264,7 +265,7 @@ class Stream:
         self.batches = self._begin(passed, workers) if passed else _begun(self.begin)
 
     def close(self) -> None:
-        """Leave the loader as it was."""
+        """Give the loader its own sampler back."""
         if self._sampled is not None:
             batch_sampler, sampler = self._sampled
             batch_sampler.sampler = sampler
@@ -274,14 +275,14 @@ class Stream:
         loader = self.loader
         size = batch_size_of(loader)
         is_same = (passed.batch_size, passed.workers) == (size, workers)
-        # what counts how often it was gone through has to come to its end
+        # a loader that counts how often it was gone through has to come to its end
         is_plain = not self.is_wrapped and not _counters(loader)
         length = length_of(loader)
         indexed: DataLoader[Any] | None = None
         if _is_indexed(loader) and not (is_same and loader.num_workers):
             indexed = loader
             if length is not None:
-                # after the last batch its sampler may draw once more
+                # after the last batch the sampler may draw once more
                 length += 1
         if is_plain and is_same and length is not None and passed.batches >= length:
             return iter(())
@@ -294,7 +295,7 @@ class Stream:
         stream = _begun(self.begin)
         with contextlib.suppress(StopIteration):
             for _ in range(batches):
-                # not by islice, which asks for an iterator again: Lightning's loader would begin anew
+                # not by islice, which calls `iter` again: Lightning's loader would begin anew
                 next(stream)
         return stream
 
@@ -310,34 +311,35 @@ class Stream:
 
 
 def _begun(begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-    # a stop is obeyed at a step's end, for which loader processes have to live
+    # a stop is obeyed at a step's end, up to which loader processes have to live
     with stop_signals_blocked():
         return begin()
 
 
 class LoaderHistory:
-    """Past of a training's loaders, as far as a resumed one has to know it.
+    """Past of a training's loaders, as far as a resumed training has to know it.
 
-    Processes that a loader keeps start once in a training, which takes a random number. In a resumed
-    one they do so again, but take none. And accelerate's loaders, the Trainer's among them, load a
-    batch before the step of the one before it. Where the script's process loads by itself, a resumed
-    one loads that batch with the numbers that it was loaded with, and goes on with those of the
-    moment that was saved.
+    Persistent processes of a loader start once in a training, which draws a random number. In a
+    resumed training they start again, but must draw none. And accelerate's loaders, the Trainer's
+    among them, load a batch before the step on the batch before it. If the script's process loads
+    by itself, a resumed training loads that batch with the random numbers that it was first loaded
+    with, and goes on with the numbers of the moment at which the checkpoint was saved.
     """
 
     def __init__(self) -> None:
-        # of processes that are kept, so far and until this epoch, by data set and their number
+        # starts of persistent processes so far and until this epoch, by data set and their number
         self.starts: Counter[str] = Counter()
         self.before: Counter[str] = Counter()
-        # by earlier processes of the training, that were not made up for
+        # such starts in earlier processes of the training that this process has not repeated yet
         self._earlier: Counter[str] = Counter()
-        # an epoch is resumed, with the random numbers of its beginning
+        # an epoch is being resumed, so far with the random numbers of its beginning
         self.is_behind = False
-        # before the last batch of each iterator
+        # random numbers before the last batch of each iterator was loaded
         self._loading: weakref.WeakKeyDictionary[Any, Numbers] = weakref.WeakKeyDictionary()
-        # by a framework that takes the batches of a step at once: those, and the ones before it
+        # numbers before the batch that is loaded ahead, and those when a framework began to take
+        # all batches of its next step
         self._taken: tuple[Numbers | None, Numbers] | None = None
-        # of the checkpoint: batches before the one that was ahead, its numbers, those after it
+        # the checkpoint's: batches before the one loaded ahead, numbers for it, numbers after it
         self._found: tuple[int, str, str] | None = None
 
     def install(self) -> None:
@@ -353,7 +355,7 @@ class LoaderHistory:
             before = random_state(loader)
             iterator = start(loader)
             set_random_state(before, loader)
-            # as if it had them by now
+            # as if the loader's processes were running already
             iterator._reset(loader)
             return iterator
 
@@ -363,27 +365,27 @@ class LoaderHistory:
             try:
                 return load(iterator)
             finally:
-                # also where there is none left
+                # also if no batch is left
                 if behind:
                     set_random_state(behind)
 
-        DataLoader._get_iterator = started  # type: ignore[assignment, method-assign] # to be told
+        DataLoader._get_iterator = started  # type: ignore[assignment, method-assign] # to note it
         _SingleProcessDataLoaderIter._next_data = loaded  # type: ignore[method-assign] # likewise
 
     def _had(self, loader: Any) -> bool:
-        """Tell whether a loader has had processes in this training; count those that it starts."""
+        """Tell whether a loader has started processes in this training; if not, count the start."""
         data = loader.dataset
         key = f"{type(data).__qualname__} {length_of(data)} {loader.num_workers}"
         if self.is_behind:
             return self.before[key] == 1
-        # one that is made anew for each epoch starts some each time
+        # a loader that is made anew for each epoch starts processes each time
         if self._earlier.pop(key, 0) == 1:
             return True
         self.starts[key] += 1
         return False
 
     def _begin(self, iterator: Any) -> str:
-        """Note that an iterator loads a batch; return the numbers to go on with, "" for its own."""
+        """Note that an iterator loads a batch; return the numbers to restore after it, "": none."""
         if any(name in sys.modules for name in LOADING_AHEAD):
             self._loading[iterator] = random_numbers()
         if self._found is None:
@@ -397,28 +399,28 @@ class LoaderHistory:
         return behind
 
     def begin_epoch(self) -> None:
-        """Note that an epoch begins, of which nothing was done."""
+        """Note that an epoch begins of which nothing was done before."""
         self.is_behind = False
         self.before = Counter(self.starts)
 
     def take_batches(self, iterator: object) -> None:
-        """Note that a framework takes the batches of its next step; the first one is loaded."""
+        """Note that a framework takes the batches of its next step, the first loaded already."""
         self._taken = (self._before(iterator), random_numbers())
 
     def load_ahead(self, passed: int, found: Mapping[str, str]) -> None:
-        """Load the batch after so many as it was loaded before the checkpoint."""
+        """Have the batch after `passed` ones loaded with the checkpoint's random numbers for it."""
         if found.get("ahead") and "now" in found:
             self._found = (passed, found["ahead"], found["now"])
 
     def begin_without_draws(self, begin: Callable[[], Any]) -> Any:
-        """Begin to load, and go back to the random numbers before it."""
+        """Begin to load, and restore the random numbers from before."""
         numbers = random_state()
         begun = begin()
         set_random_state(numbers)
         return begun
 
     def catch_up(self) -> None:
-        """Note that a resumed training is where it was."""
+        """Note that a resumed training has come to the place of its checkpoint."""
         self.is_behind = False
         self._found = None
 
@@ -426,7 +428,7 @@ class LoaderHistory:
         return None if iterator is None else self._loading.get(iterator)
 
     def moments(self, iterator: object, loader: object) -> dict[str, str]:
-        """Return what a resumed training needs, and the numbers of now, as text."""
+        """Return what a resumed training needs, and the present random numbers, as text."""
         ahead, now = self._taken or (self._before(iterator), None)
         return {
             "ahead": random_state(numbers=ahead) if ahead else "",
@@ -435,7 +437,7 @@ class LoaderHistory:
         }
 
     def load_state(self, text: str) -> None:
-        """Go on from the history among what `moments` returned, within an epoch."""
+        """Go on, within an epoch, from the "history" that `moments` returned."""
         self.starts, self.before = map(Counter, json.loads(text))
         self._earlier = Counter(self.starts)
         self.is_behind = True
@@ -458,7 +460,7 @@ def _is_indexed(loader: object) -> TypeGuard[DataLoader[Any]]:
     """Tell whether a loader cuts a sampler's indices into batches, as torch's own do by default."""
     return (
         isinstance(loader, DataLoader)
-        # not accelerate's, which begins only when it is asked for the first batch
+        # not a loader of accelerate's, which begins only when it is asked for the first batch
         and type(loader).__iter__ is DataLoader.__iter__
         and not isinstance(loader.dataset, IterableDataset)
         and type(loader.batch_sampler) is BatchSampler
@@ -466,7 +468,7 @@ def _is_indexed(loader: object) -> TypeGuard[DataLoader[Any]]:
 
 
 class _Rest:
-    """Indices of a sampler after the first ones."""
+    """Indices of a sampler without the first `left_out`."""
 
     def __init__(self, sampler: Any, left_out: int) -> None:
         self.sampler, self.left_out = sampler, left_out
@@ -489,5 +491,5 @@ class _Rest:
         return self.begin()
 
     def __len__(self) -> int:
-        # of the whole epoch, as a script asks for
+        # a script that asks means the whole epoch
         return len(self.sampler)

@@ -1,4 +1,4 @@
-"""Workers of a script, which agree among themselves and leave the script's own group alone."""
+"""Let a script's workers agree with each other, without use of the script's process group."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tula_hpc.workloads.optimizers import consolidate
 
 
 class ScriptPeers:
-    """All workers of the script that this process runs. Building it is collective.
+    """All workers of the script that this process runs. Construction is collective.
 
-    They agree by gloo and on the host: collectives of the script's own group, which may be nccl's,
-    keep their order. For each other they wait as `patience` says; None: as long as torch does.
+    They agree by gloo on the host, so that collectives of the script's own group, which may be
+    NCCL's, keep their order. They wait for each other for `patience`; None: as long as torch does.
 
     Attributes:
-        device: Of the script's tensors.
+        device: Device of the script's tensors.
 
     Raises:
         InputError: There are several workers, and the script has made no process group.
@@ -82,16 +82,17 @@ class ScriptPeers:
 
 
 def synchronize(model: nn.Module | None) -> None:
-    """Wait for the device of a script's model, before its process has met others."""
+    """Wait for the device of a script's model; needs no `ScriptPeers`."""
     device = device_of(model)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def device_of(model: nn.Module | None) -> torch.device:
-    """Return the device of a script's model; None: that which torch takes by itself.
+    """Return the device of a script's model, or without a model torch's current device.
 
-    A script that names its GPU may never set it: torch's is the first one then, another worker's.
+    They differ in a script that names its GPU and never makes it torch's current one: that is then
+    the first GPU, another worker's.
     """
     if model is not None:
         return next(model.parameters()).device
@@ -105,10 +106,10 @@ def _unpadded(content: bytes) -> str:
 
 
 def require_state(name: str, thing: Any) -> None:
-    """Refuse to keep a thing that has no state, as a plain number or a dictionary.
+    """Refuse to keep a thing that has no state, such as a plain number or a dictionary.
 
     Raises:
-        InputError: It lacks one of the two methods.
+        InputError: It lacks `state_dict` or `load_state_dict`.
     """
     for method in ("state_dict", "load_state_dict"):
         if not callable(getattr(thing, method, None)):
@@ -124,7 +125,7 @@ def state_of(thing: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a state with NumPy's numbers as Python's, which load without pickled code."""
+    """Return a state with NumPy's numbers as Python's, which load without unpickling code."""
     if isinstance(value, np.generic):
         return value.item()
     if type(value) is dict:
@@ -135,15 +136,15 @@ def _plain(value: Any) -> Any:
 
 
 def lacking_in(things: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> str:
-    """Return what things to be kept lack of the model's weights and its optimizer's memory; or "".
+    """Return why the states of kept things lack the model's weights or optimizer's state; or "".
 
-    An optimizer around another one may leave that one's momentum out of its own state. On other
-    workers than rank 0 the states of things may be empty.
+    An optimizer around another one may leave the inner one's momentum out of its own state. On
+    other workers than rank 0 the states of things may be empty.
 
     Raises:
         InputError: One of them has no state.
     """
-    # accelerate's have all; of shards no worker has the whole
+    # accelerate's objects keep everything; a sharded optimizer's state is whole on no worker
     whole = ("save_state", "consolidate_state_dict")
     if not things or any(hasattr(thing, name) for thing in things.values() for name in whole):
         return ""
@@ -167,7 +168,7 @@ def lacking_in(things: Mapping[str, Any], model: nn.Module, optimizer: Optimizer
 
 
 def _plain_tensors(state: Any) -> list[torch.Tensor]:
-    """Return those of torch's own kinds: of others, as of few bits, it is not known what they can."""
+    """Return the tensors of torch's own classes; others, as of few bits, may not be comparable."""
     return [each for each in tensors_of(state) if type(each) in (torch.Tensor, nn.Parameter)]
 
 

@@ -1,8 +1,8 @@
 """Find where a script's training goes on after a stop, by what the script itself has saved.
 
-How it saves is its own matter. That it does is seen as it opens a file for that, and noted with the
-place of the training (`own_folder.Saved`); where no place is noted, it is taken to save at the ends
-of its epochs.
+How the script saves is its own matter. That it saves is noticed when it opens a file to save in,
+and noted with the place of the training (`own_folder.Saved`). If no place is noted, the script is
+taken to save at the ends of its epochs.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from tula_hpc.records import (
 )
 from tula_hpc.records.base import Record
 
-# by which the time of a file may be behind the clock
+# seconds by which the time of a file may be behind the clock
 FILE_CLOCK_S = 0.02
-# of an epoch's steps: so well a part of one is recognised again
+# relative difference up to which left-over samples are taken for a repeated part of an epoch
 SAME = 0.1
 
 
 class TrainedSoFar(Record):
     """Progress of a script, and the reason why its process ended: its last message."""
 
-    # stopped: as it was asked to, after a step; exited: by itself
+    # stopped: after a step, as it was asked to; exited: by itself
     end: Literal["stopped", "exited"]
-    # of its process
+    # exit code of the script's process
     code: int = 0
-    # it goes on from a checkpoint of ours
+    # the script goes on from checkpoints of ours
     is_kept: bool = False
     epoch: int = 0
     step: int = 0
@@ -52,7 +52,7 @@ class TrainedSoFar(Record):
     train_time_s: float = 0.0
     starts_s: float = 0.0
     saving_s: float = 0.0
-    # 0: it took no step
+    # Unix time of the first step; 0: it took no step
     started_at: float = 0.0
     restarts: int = 0
     further_steps: int = 0
@@ -62,15 +62,15 @@ class TrainedSoFar(Record):
 class ScriptProgress(Progress):
     """Progress of a script's training, with its place in `tula.batches`."""
 
-    # of `tula.batches` in this epoch that are over, and batches of the next one
+    # loops over `tula.batches` in this epoch that are over, and batches done of the next loop
     calls: int = 0
     batches: int = 0
-    # by which these were cut
+    # samples in each of these batches, and number of workers
     batch_size: int = 0
     workers: int = 1
     # epochs done at the end of each loop over `tula.epochs`
     loops: list[int] = field(default_factory=list)
-    # scores of this epoch, or of the last one, that are in no line yet
+    # scores of this epoch, or of the last one, that no line of the metrics has yet
     reported: dict[str, float] = field(default_factory=dict)
 
     def begin_epoch(self) -> None:
@@ -82,13 +82,13 @@ class ScriptProgress(Progress):
 
 @dataclass
 class Start:
-    """State of a training when a job begins with it, from rank 0 for all workers."""
+    """State of a training at the beginning of a job, from rank 0 for all workers."""
 
-    # jobs, and runs of requeued ones, that began with this training before
+    # earlier jobs of this training, each run of a requeued job counted
     restarts: int = 0
-    # Unix time of the first
+    # Unix time at which the first job began
     started_at: float = 0.0
-    # the script goes on from what it has saved, with these arguments appended
+    # the script goes on from what it has saved, with `resuming` appended to its arguments
     resumes: bool = False
     resuming: Sequence[str] = ()
     # where the script begins, unless it is kept: see `ScriptProgress`
@@ -99,28 +99,28 @@ class Start:
     epoch_steps: int = 0
     epoch_time_s: float = 0.0
     train_time_s: float = 0.0
-    # of the jobs whose work it goes on from
+    # seconds of the starts of the jobs whose work it goes on from
     starts_s: float = 0.0
 
     def progress(self) -> dict[str, int | float]:
         """Return what is done already, as fields of a `ScriptProgress`."""
         others = ("resumes", "resuming")
         known = {name: value for name, value in asdict(self).items() if name not in others}
-        # a first start takes its first step for the beginning
+        # in a first start, the time of the first step is taken instead
         return known if self.restarts else {**known, "started_at": 0.0}
 
 
 def begin_where_the_script_does(start: Start, job: TrainJob, work: Path) -> str:
-    """Find out where a script with checkpoints of its own goes on, and return it in words.
+    """Find out where a script with checkpoints of its own goes on; return that in words.
 
-    `start`, of a training that was started before, is completed. `work` is the script's folder.
+    Completes `start`, which belongs to a training started before. `work` is the script's folder.
     """
     run = RunDirectory(job.root)
     metrics_file = run.train(job.label).metrics_file
     metrics = read_metrics(metrics_file)
     how = "begins from the start"
     saved_at: float | None = None
-    # or it might take another training's checkpoint for its own
+    # without a step of this training the script might go on from another training's checkpoint
     if metrics.steps:
         how, saved_at = _look_for_saved(start, job, work, is_first=not metrics.epochs)
     if start.resumes:
@@ -134,7 +134,10 @@ def begin_where_the_script_does(start: Start, job: TrainJob, work: Path) -> str:
 def _look_for_saved(
     start: Start, job: TrainJob, work: Path, *, is_first: bool
 ) -> tuple[str, float | None]:
-    """Tell a script to go on, in its first epoch or later; return how, and when it saved."""
+    """Have a script go on from what it has saved; return how in words, and when it saved.
+
+    `is_first`: the script has not completed an epoch yet.
+    """
     run = RunDirectory(job.root)
     given = job.sweep.workload.resume_arguments
     if given is None:
@@ -145,7 +148,7 @@ def _look_for_saved(
     saved_at: float | None = None
     resuming = []
     submitted = (job.submitted_at for job in run.history().submissions("train"))
-    # where events were lost nothing is known to be older
+    # if events were lost, no file is known to be older than this training
     began_at = min(submitted, default=0.0)
     for argument in filled(given, values_of(job.sweep, job.configuration, work)):
         option, equals, name = argument.rpartition("=")
@@ -168,9 +171,9 @@ def _look_for_saved(
 
 
 def _written_at(file: Path, work: Path) -> float:
-    """Return the Unix time at which a file was written, or the newest one in a folder; 0: none is there.
+    """Return the Unix time at which a file or a folder's newest file was written; 0: there is none.
 
-    A script's folder has those of the user's folder anew, with links to what stands in them.
+    In the script's folder, the user's own folders are made anew with links to their files.
     """
     if not file.is_dir() or file.is_symlink() or not file.is_relative_to(work):
         return file.stat().st_mtime if file.exists() else 0.0
@@ -181,7 +184,7 @@ def _written_at(file: Path, work: Path) -> float:
 def _should_be_saved(file: Path, name: str, work: Path) -> bool:
     """Tell whether a script cannot go on without a file that it has not written in this training.
 
-    An argument has it as `name`, which may be an option or a word, and no file.
+    An argument names the file as `name`, which may also be an option or a word.
     """
     if "*" in name:
         return True
@@ -189,7 +192,7 @@ def _should_be_saved(file: Path, name: str, work: Path) -> bool:
         return "/" in name
     if not file.is_relative_to(work):
         return False
-    # of another training; others of the user's are inputs, as one of settings
+    # weights from outside are another training's; other files of the user's are inputs
     files = file.rglob("*") if file.is_dir() else [file]
     return any(each.suffix in OF_WEIGHTS and not _is_within(each, work) for each in files)
 
@@ -199,7 +202,7 @@ def _is_within(file: Path, work: Path) -> bool:
 
 
 def _place_of(work: Path, saved_at: float | None) -> Saved | None:
-    """Return the last place that was saved by then; None: none is noted."""
+    """Return the last place that was saved by `saved_at`; None: no place is noted."""
     if saved_at is None:
         return None
     places = [place for place in places_saved_in(work) if place.at <= saved_at + FILE_CLOCK_S]
@@ -235,10 +238,10 @@ def _go_on_from(
 def _was_saved(row: EpochMetrics, saved_at: float | None, last_step: int) -> bool:
     """Tell whether a script that saves at the ends of its epochs has saved this one.
 
-    `saved_at` is the Unix time of its newest file, None: not known; `last_step` the last logged.
+    `saved_at` is the Unix time of its newest file, None: unknown; `last_step` the last logged step.
     """
     if saved_at is None or row.ended_at is None:
-        # what it saves it saves before its next step
+        # an epoch that is saved is saved before the next step
         return row.step < last_step
     return row.ended_at <= saved_at + FILE_CLOCK_S
 
@@ -246,11 +249,11 @@ def _was_saved(row: EpochMetrics, saved_at: float | None, last_step: int) -> boo
 def without_repeated(
     told: TrainedSoFar, start: Start, epochs: int, rows: Sequence[EpochMetrics]
 ) -> TrainedSoFar:
-    """Return the progress at the end without what a script went through again as it went on.
+    """Return the progress at the end without what a script repeated after a resume.
 
-    Some save an epoch's number before its end. Which epochs were repeated is not known; they are
-    taken to be as long as the last ones. Others save in mid-epoch, and begin that epoch anew: at
-    the end as many steps are left over.
+    Some scripts save an epoch's number before the epoch's end. Which epochs were repeated is
+    unknown; they are taken to be as long as the last ones. Other scripts save in mid-epoch and
+    begin that epoch anew: at the end, the repeated part is left over.
     """
     if not start.resumes or not rows:
         return told

@@ -1,4 +1,4 @@
-"""Scores in a script's output: read by a regular expression, and put beside the epoch they are of.
+"""Read scores from a script's output by a regular expression, and record them with their epochs.
 
 The output goes through a pipe to the worker, which writes it to the log as it comes.
 """
@@ -22,21 +22,22 @@ from tula_hpc.records import TrainDirectory, append_record, read_metrics
 from tula_hpc.training.metrics_writer import write_scores
 
 SCORES = ("test_accuracy", "test_top5_accuracy", "test_loss", "train_loss")
-# of one line; what is longer is no line with a score
+# bytes of a line; a longer line has no score
 MOST_LINE_BYTES = 65_536
 CHUNK_BYTES = 65_536
-# accuracies above are in percent; those of a mean may be above 1 by rounding
+# accuracies above this are in percent; a mean of shares may be above 1 by rounding
 LARGEST_SHARE = 1.001
-# that are corrected once they turn out to be percent
+# lines of scores that are corrected once their accuracies turn out to be percent
 MOST_SHARES = 100
-# a script may print its loss at each step, and each time an epoch's line is written anew
+# least seconds between two records: a script may print its loss at each step, and each record
+# writes an epoch's line anew
 WRITTEN_EVERY_S = 30.0
-# of waiting for the last of the output, which processes of the script's own may hold open
+# seconds to wait for the end of the output, which the script's own processes may hold open
 DRAIN_S = 5.0
 
 
 def as_share(name: str, value: float, *, is_percent: bool = False) -> float:
-    """Return a score as records have it: an accuracy above 1 is in percent, as others may be."""
+    """Return a score as records have it: accuracies above 1, or known to be percent, as shares."""
     if "accuracy" in name and (is_percent or value > LARGEST_SHARE):
         return value / 100.0
     return value
@@ -46,15 +47,15 @@ class Scores:
     """Reader of a script's output; without an expression the script writes to its log itself."""
 
     def __init__(self, pattern: str | None, files: TrainDirectory, log: IO[bytes]) -> None:
-        # with groups that are named as `SCORES`
+        # expression with groups that are named as in `SCORES`
         self.pattern = None if pattern is None else re.compile(pattern)
         self.files, self.log = files, log
-        # with the size that the metrics had when each was printed: the last epoch by then counts
+        # scores with the size of the metrics file when they were printed, which shows their epoch
         self._found: deque[tuple[int, dict[str, float]]] = deque()
         self._began_at = unix_time()
-        # accuracies are percent: one was above 1, or has the sign behind it, in this start or before
+        # accuracies are percent: in this start or before, one was above 1 or had the sign behind it
         self._is_percent = files.percent_file.exists()
-        # the last ones, as they were printed, that were taken for shares
+        # last scores as they were printed, while accuracies are taken for shares
         self._shares: deque[tuple[int, dict[str, float]]] = deque(maxlen=MOST_SHARES)
         self._rest = b""
         self._written_at = -math.inf
@@ -63,7 +64,7 @@ class Scores:
     @classmethod
     @contextlib.contextmanager
     def of(cls, pattern: str | None, files: TrainDirectory, log: IO[bytes]) -> Iterator[Scores]:
-        """Read in the block, and put the last scores on record at its end."""
+        """Read output within the block, and record the last scores at its end."""
         scores = cls(pattern, files, log)
         try:
             yield scores
@@ -74,7 +75,7 @@ class Scores:
 
     @property
     def output(self) -> int | IO[bytes]:
-        """Return the destination of the script's output, as subprocess takes it."""
+        """Return the destination of the script's output, as `subprocess.Popen` takes it."""
         return self.log if self.pattern is None else subprocess.PIPE
 
     def read(self, process: subprocess.Popen[bytes]) -> None:
@@ -86,7 +87,7 @@ class Scores:
 
     def _read(self, number: int) -> None:
         while content := os.read(number, CHUNK_BYTES):
-            # a full disk must not end the script, which would wait for a reader
+            # a full disk must not end this thread: without a reader the script would block
             with contextlib.suppress(OSError, ValueError):
                 self.log.write(content)
                 self.log.flush()
@@ -95,7 +96,7 @@ class Scores:
 
     def take(self, content: bytes) -> None:
         """Look for scores in the next part of the output."""
-        # progress bars end their lines so
+        # progress bars end their lines with \r
         *lines, rest = (self._rest + content).replace(b"\r", b"\n").split(b"\n")
         self._rest = rest[-MOST_LINE_BYTES:]
         for line in lines:
@@ -109,7 +110,7 @@ class Scores:
             return
         scores: dict[str, float] = {}
         for name, text in found.groupdict().items():
-            # a group may take part in no match, or hold no number
+            # a group may be unmatched, or hold no number
             with contextlib.suppress(TypeError, ValueError):
                 # other groups of the expression are the user's own
                 if name in SCORES and math.isfinite(value := float(text)):
@@ -118,7 +119,7 @@ class Scores:
             self._note(found, scores)
 
     def _note(self, found: re.Match[str], scores: dict[str, float]) -> None:
-        """Note scores as they were printed; where they tell the unit, those before are noted anew."""
+        """Note scores as printed; if they turn out to be percent, note earlier ones anew."""
         noted = [(self._size(), scores)]
         if not self._is_percent:
             signs = {name: found.string[found.end(name) :].lstrip()[:1] for name in scores}
@@ -141,18 +142,18 @@ class Scores:
         return 0
 
     def look(self) -> None:
-        """Record the scores that were found, every `WRITTEN_EVERY_S` at most."""
+        """Record the scores that were found, at most every `WRITTEN_EVERY_S` seconds."""
         now = time.monotonic()
         if self._found and now - self._written_at >= WRITTEN_EVERY_S:
             self._written_at = now
             self.write()
 
     def write(self) -> None:
-        """Record the scores that were found, each beside the last epoch that was over by then.
+        """Record the scores that were found, each with the last epoch that had ended before it.
 
         Later scores of an epoch replace earlier ones.
         """
-        # before the file is read, which must hold what each of them was printed after
+        # taken before the file is read, so that it holds all lines from before they were printed
         found = [self._found.popleft() for _ in range(len(self._found))]
         if self._is_percent and not self.files.percent_file.exists():
             self.files.percent_file.touch()
@@ -161,7 +162,7 @@ class Scores:
             write_scores(self.files.metrics_file, found)
 
     def _correct_earlier(self) -> None:
-        """Take the accuracies of earlier starts, which were taken for shares, for percent."""
+        """Correct accuracies of earlier starts, which were taken for shares and are percent."""
         for row in read_metrics(self.files.metrics_file).epochs:
             if row.ended_at is None or row.ended_at >= self._began_at:
                 continue
@@ -171,7 +172,7 @@ class Scores:
 
 
 def last_scores(metrics_file: Path) -> dict[str, float]:
-    """Return the last of each score that is known."""
+    """Return the last known value of each score."""
     found: dict[str, float] = {}
     for row in read_metrics(metrics_file).epochs:
         values = {name: getattr(row, name) for name in SCORES}

@@ -1,7 +1,8 @@
-"""Drift watch of a script's training: its step times against the plan's, as for the built-in one.
+"""Watch a script's training for drift of its step times from the plan's, as the built-in loop does.
 
-The clock is that of the hooks. No forward pass can be timed apart in mid-training; the bare
-all-reduce can. Time that neither it nor the wait for data explains counts as computation.
+Step times are those that the hooks measure. In mid-training a bare all-reduce can be timed
+separately, a forward pass cannot: time that neither the all-reduce nor the wait for data explains
+counts as computation.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from tula_hpc.training.drift import all_reduce_s, episode_of, put_on_record, rea
 
 
 class DriftSettings(Record):
-    """The plan's step, as a script's process gets it."""
+    """The plan's step, as passed to a script's process."""
 
-    # seconds, and the ends of its 90 % interval
+    # predicted seconds of a step, and their 90 % interval
     prediction: Interval
     window_s: float
-    # of an episode that goes on, see `Detector`
+    # side of an episode that goes on from an earlier job, see `Detector`
     side: int = 0
     expected: StepParts = StepParts()
     # nodes, workers per node and local batch
@@ -52,7 +53,7 @@ class DriftSettings(Record):
 
 
 def drift_settings(job: TrainJob) -> DriftSettings | None:
-    """Return the plan's step for a training's watch; None without a plan, or where it is off."""
+    """Return the plan's step for a training's watch; None: no plan, or the watch is off."""
     if not job.sweep.training.drift:
         return None
     run = RunDirectory(job.root)
@@ -82,7 +83,7 @@ def drift_settings(job: TrainJob) -> DriftSettings | None:
 
 
 def _in_other_parts(plan: Plan, job: TrainJob) -> bool:
-    """Tell whether memory ran out, so that it trains in more forward passes than were planned."""
+    """Tell whether the job trains in more forward passes than planned, as memory ran out."""
     work, known = job.sweep.workload, (plan.chosen, *plan.fallbacks, *plan.candidates)
     planned = [c.accumulation for c in known if c.configuration == job.configuration]
     return work.accumulates and work.accumulation not in planned
@@ -115,14 +116,14 @@ class ScriptDrift:
         self._busy_s = self._waited_s = 0.0
 
     def count(self, step_s: float, waited_s: float) -> None:
-        """Count a step, and the wait for data in it."""
+        """Count a step, and the wait for data in it, both in seconds."""
         self._steps += 1
         self._busy_s += step_s
         self._waited_s += waited_s
 
     def readings(self, peers: ScriptPeers) -> tuple[float, ...]:
         """Return this worker's means since the last agreement."""
-        # the device's queue is of these steps
+        # work in the device's queue belongs to these steps
         began = time.perf_counter()
         peers.synchronize_device()
         self._busy_s += time.perf_counter() - began
@@ -137,7 +138,7 @@ class ScriptDrift:
     ) -> bool:
         """Observe agreed readings, and log the begin or end of an episode. Collective.
 
-        Return whether time was spent that is none of the script's.
+        Return whether this took time, which must not count as the script's.
         """
         if not shared:
             return False

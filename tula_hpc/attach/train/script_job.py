@@ -1,7 +1,7 @@
-"""Training job of a script: its processes, their stop, requeue and end. It imports no torch.
+"""Run a script's training job: start, watch, stop and requeue its processes. Imports no torch.
 
 The job's workers stay outside: each starts the script's process of its rank and watches it. A stop
-is passed on as the signal that it came by. Where the script has no handler of its own, its process
+is passed on as the signal that it came by. If the script has no handler of its own, its process
 ends after a step that all workers agree on.
 """
 
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from tula_hpc.attach.reporting import ChildSpec
     from tula_hpc.ddp.process_group import Allocation
 
-# of waiting for the other workers, before the script's first step and after its last
+# longest wait for the other workers, before the script's first step and after its last
 PATIENCE = timedelta(minutes=10)
-# by which Slurm may send a signal before its time
+# seconds by which Slurm may send a signal too early
 EARLY_S = 60.0
 
 
@@ -59,7 +59,7 @@ def run(job: TrainJob) -> str:
     """
     # before torch is imported, which takes seconds
     stop = StopRequest().install()
-    # it may have been deleted while this job waited
+    # the folder may have been deleted while this job waited
     RunDirectory(job.root).make_train(job.label)
     env = join_job()
     with loading_libraries():
@@ -85,9 +85,9 @@ class ScriptJob:
         self.folder = self.files.root / "script"
         nodes, per_node, _ = job.configuration
         self.place = place_among(self.env, nodes, per_node) or self.env
-        # known at the end
+        # set at the end
         self.progress: TrainedSoFar
-        # the plan's steps, see `script_drift`
+        # the plan's step as JSON data, see `script_drift`; None: there is none to compare with
         self.compared_with: dict[str, Any] | None = None
         self._passed_on = False
 
@@ -130,7 +130,7 @@ class ScriptJob:
         return "null" if found is None else found.model_dump_json()
 
     def any(self, mine: bool) -> bool:
-        """Tell whether it is true on rank 0, which alone asks. Collective."""
+        """Return rank 0's answer on every worker. Collective."""
         return self.allocation.broadcast(lambda: str(mine)) == str(True)
 
     # begin
@@ -258,20 +258,20 @@ class ScriptJob:
         if number is not None:
             self._passed_on = True
             if child.said() is None:
-                # before its first step it may not be prepared, and loses nothing
+                # before its first step it may not be prepared for other signals, and loses nothing
                 number = signal.SIGTERM
             child.process.send_signal(number)
 
     def _judged(self, mine: ProcessEnd, peers: Any) -> ProcessEnd:
         """Return the outcome of this worker's script, judged as stopped, failed or done.
 
-        One that ends by itself is stopped if it was asked to, and has failed if its exit code is
-        not 0, or if it has never taken a step.
+        A script that ends by itself counts as stopped if it was asked to stop. It has failed if its
+        exit code is not 0, or if it has never taken a step.
         """
         from tula_hpc.attach.reporting import Said
 
         said = mine.said
-        # by its own handler, without a checkpoint at this step
+        # the script was stopped without a checkpoint of ours at this step
         unsaved = {"end": "stopped", "is_kept": False}
         is_asked = self.stop.received is not None or peers.are_asked_to_stop()
         if said.state != "done":
@@ -303,7 +303,7 @@ class ScriptJob:
         return self._has_all(result["epoch"], result["step"]) and not result["code"]
 
     def _has_all(self, epoch: int, step: int) -> bool:
-        """Tell whether these are all epochs, or all steps of a script that is told their number."""
+        """Tell whether these are all epochs, or all steps if the script is given their number."""
         sweep = self.job.sweep
         steps = values_of(sweep, self.job.configuration, self._work)["steps"]
         return epoch >= sweep.workload.epochs or (counts_steps(sweep) and step >= int(steps))
@@ -319,10 +319,10 @@ class ScriptJob:
         end_as(found, at, rank, lambda failure: record_oom(self.job, self.env, failure))
 
     def _leave(self) -> str:
-        """Ask for a requeue, see `ending.leave`; fail where another job would only get as far."""
+        """Ask for a requeue, see `ending.leave`; fail if another job would get no further."""
         from tula_hpc.training.ending import leave
 
-        # one that a signal has killed does not say so
+        # a process that a signal has killed does not report it
         is_kept = self.progress.is_kept or any(self.files.checkpoints.glob("*.tula"))
         begins_anew = not (is_kept or self.job.sweep.workload.goes_on)
         if self.any(begins_anew and self._is_at_its_limit()):
@@ -337,7 +337,7 @@ class ScriptJob:
         return leave(self, self.stop, saved)
 
     def _is_at_its_limit(self) -> bool:
-        """Tell a time limit from a preemption that sends the same signal."""
+        """Tell whether the stop is for the time limit, not a preemption with the same signal."""
         cluster = self.job.cluster
         warned_s = 60.0 * cluster.train_minutes - cluster.signal_delay_s - EARLY_S
         is_warned = self.stop.received is signal.SIGUSR2
@@ -360,7 +360,7 @@ class ScriptJob:
         scores = last_scores(self.files.metrics_file)
         rows = read_metrics(self.files.metrics_file).epochs
         told = without_repeated(told, start, epochs, rows)
-        # where a script went on by itself is known to an epoch only
+        # where a script went on by itself is known only to within an epoch
         started_at = told.started_at or start.started_at
         is_whole = self._has_all(told.epoch + int(start.resumes), told.step)
         result = TrainResult(

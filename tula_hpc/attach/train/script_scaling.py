@@ -1,13 +1,13 @@
-"""Gradient scaling of a script's own optimizer, from outside.
+"""Scale the gradients of a script's own optimizer, from outside.
 
 The built-in loop takes a step of `TulaOptimizer`. A script takes a step of its own optimizer:
 before it the gradients are scaled, or after it the update, as `TulaOptimizer.step` does around its
 base. The norms of the workers' own gradients come from DDP's communication hook, as in the built-in
-loop; it is registered at the first forward pass, when the script's own hook would be there.
+loop. It is registered at the first forward pass, by when the script would have registered its own.
 
 Between the backward pass and the step a script may divide the gradients by a loss scale, and clip
-them. Both multiply all of them by one factor, which one parameter's norm before and after tells:
-the small norms are multiplied likewise.
+them. Both multiply all gradients by one factor, which follows from one parameter's norm before and
+after. The small norms are multiplied by the same factor.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from tula_hpc.optim import TulaOptimizer
 from tula_hpc.optim.observer import GradientObserver
 from tula_hpc.records import Configuration
 
-# relative: two sums of the same squares in another order differ by less
+# relative difference below which two sums may be of the same squares in another order
 ROUNDING = 1e-5
 
 
 def scaling_of(
     sweep: Mapping[str, Any], configuration: tuple[int, int, int]
 ) -> ScriptScaling | None:
-    """Return the scaling of a script's steps; None without a sweep, where its method does nothing."""
+    """Return the scaling of a script's steps; None without a sweep: its method scales nothing."""
     if not sweep:
         return None
     spec = SweepSpec.model_validate(sweep, context={"check_paths": False})
@@ -52,12 +52,12 @@ class ScriptScaling:
         self.samples = sweep.workload.samples or configuration.global_batch
         self.adapts = sweep.training.adapts
         self.reference = ReferenceBatch(sweep, configuration, self.samples)
-        # None: a single worker, which has no norms of smaller batches
+        # None: a single worker, which has no gradients of smaller batches
         self.norms: LocalNorms | None = None
         # None before the first step
         self.scaling: TulaOptimizer | None = None
         self._loaded: Mapping[str, Any] | None = None
-        # the model whose passes have been seen; another one may have been taken for it at first
+        # the model whose passes are counted; at first another one may have been taken for it
         self._attached: nn.Module | None = None
         self._passes = 0
 
@@ -73,7 +73,7 @@ class ScriptScaling:
         self._attached = model
         if not self.adapts or not isinstance(model, DistributedDataParallel):
             return
-        # some scripts wrap their model for a single worker, too
+        # some scripts wrap the model of a single worker, too
         if self.configuration.world_size == 1:
             return
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -86,11 +86,11 @@ class ScriptScaling:
     def gradients_ready(self, optimizer: Optimizer, model: nn.Module, epochs_seen: float) -> None:
         """Observe the gradients, then do the part of the scaling that comes before the step.
 
-        The model is as the script defines it. `epochs_seen`, before this step, is fractional.
+        `model` is the one that the script defines. `epochs_seen` before this step is fractional.
         """
         if self.scaling is None or self.scaling.base is not optimizer:
             self.scaling = self._around(optimizer, model)
-        # an evaluation that takes gradients looks like more of them
+        # an evaluation with gradients looks like further passes
         passes = min(self._passes, self.sweep.workload.accumulation)
         self._passes = 0
         if self.norms is not None:
@@ -98,7 +98,7 @@ class ScriptScaling:
         self.scaling.before_step()
 
     def forget_passes(self) -> None:
-        """Forget the backward passes so far, which no step takes."""
+        """Forget the backward passes so far, which belong to no step."""
         if self.norms is not None:
             self.norms.take_passes()
 
@@ -113,7 +113,7 @@ class ScriptScaling:
         training = self.sweep.training
         left_out = training.apply is None and training.preset == "default"
         if training.method != "adascale" and left_out and not isinstance(optimizer, SGD):
-            # such a base divides by the gradient's size, so that a factor before it cancels out
+            # such a base divides by the gradient's size, where a factor of the gradient cancels out
             options["apply"] = "update"
         scaling = TulaOptimizer(optimizer, **options)
         if self.norms is not None:
@@ -130,7 +130,7 @@ class ScriptScaling:
         scaling.forget_observations()
         reduced = norms.take_passes()
         accumulation = self.sweep.workload.accumulation
-        # averaged after each of several passes: the gradient that was reduced last is of neither
+        # gradients were averaged in each of several passes: the last norms are of neither batch
         if reduced == 0 or (accumulation > 1 and reduced >= passes):
             return
         small, batch = norms.squares()
@@ -158,7 +158,7 @@ class ScriptScaling:
 
 
 def _factor_since(averaged: Tensor, parameters: list[Tensor]) -> Tensor:
-    """Return the squared factor of all gradients since they were averaged; 1 up to rounding."""
+    """Return the squared factor applied to all gradients since their average; 1 up to rounding."""
     place, gradient = next((n, p.grad) for n, p in enumerate(parameters) if p.grad is not None)
     now = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
     factor = now / averaged[place]
@@ -168,7 +168,7 @@ def _factor_since(averaged: Tensor, parameters: list[Tensor]) -> Tensor:
 
 def refuse_another(model: nn.Module, before: int) -> None:
     """Refuse to train another model than was measured, which had `before` parameters."""
-    # as in a profile frozen ones do not count, unless it went on until they were trained
+    # as in a profile, frozen parameters count only if the profile went on until they were trained
     now = sum(p.numel() for p in trained_in(model))
     if before not in (now, size_of(model)):
         raise InputError(
@@ -178,7 +178,7 @@ def refuse_another(model: nn.Module, before: int) -> None:
 
 
 def refuse_nan(optimizer: Optimizer | None, steps: int) -> None:
-    """End a training whose weights are lost: a script's loss is not seen from outside.
+    """End a training with a nan among its weights, as a script's loss is not seen from outside.
 
     A script has no optimizer before its first step.
 
@@ -187,7 +187,7 @@ def refuse_nan(optimizer: Optimizer | None, steps: int) -> None:
     """
     groups = [] if optimizer is None else optimizer.param_groups
     with torch.no_grad():
-        # a sum has the nan of any of its terms
+        # the sum is nan if any of its terms is
         sums = [weight.sum().float().cpu() for group in groups for weight in group["params"]]
     if sums and bool(torch.stack(sums).isnan().any()):
         raise DivergedError(

@@ -1,9 +1,9 @@
-"""Progress of a script's training, read off its steps: metrics.jsonl, epochs, the end at a stop.
+"""Follow a script's training by its steps: write metrics.jsonl, count epochs, end at a stop.
 
 Without `tula.epochs` an epoch is over when no further batch is left of the samples that the sweep
-names, or that torch's loader gives out. Where a loader does not tell whether its last batch may be
-shorter, an epoch is over with the last whole one, and a shorter batch right after that still counts
-to it. `training/ending.py` describes the way of a stop, with and without `keeping.py`.
+names, or that torch's loader gives out. If a loader does not show whether its last batch may be
+shorter, an epoch is over with the last whole batch, and a shorter batch right after that still
+counts to it. `training/ending.py` describes the course of a stop, with and without `keeping.py`.
 """
 
 from __future__ import annotations
@@ -41,40 +41,40 @@ from tula_hpc.records.base import Record
 from tula_hpc.records.events import EventName
 from tula_hpc.training.metrics_writer import MetricsWriter, StepWindow
 
-# times a pass's batch; batches that are drawn anew vary by less
+# multiple of a pass's batch that no batch reaches; batches that are drawn anew vary by less
 MUCH_MORE = 1.5
 
 
 class TrainSettings(Record):
-    """Settings of a script's training, beside those that every process has."""
+    """Settings of a script's training, in addition to those that every process has."""
 
-    # of the run
+    # run directory
     root: Path
     label: str
     job_id: str
-    # of an epoch, over all workers
+    # samples of an epoch, over all workers
     samples: int
     global_batch: int
-    # of the whole training; 0: unknown
+    # epochs of the whole training; 0: unknown
     epochs: int = 0
-    # it is told the steps of all epochs, so that an epoch ends within one
+    # the script is given the steps of all epochs together: an epoch may end within a step
     counts_steps: bool = False
     # samples of one forward pass of one worker; 0: unknown
     forward_batch: int = 0
     log_interval_steps: int
-    # of the model that was measured; None: unknown
+    # parameters of the model that was measured; None: unknown
     parameters: int | None = None
-    # Slurm's, of the job
+    # higher for each later run of this training
     restart_count: int = 0
-    # where this start begins, unless a checkpoint tells: fields of `ScriptProgress`
+    # where this start begins, unless there is a checkpoint: fields of `ScriptProgress`
     progress: dict[str, int | float] = Field(default={})
     # Unix time of this job's beginning
     job_began_at: float = Field(default_factory=unix_time)
-    # of a method that scales gradients; empty: nothing is done to the script's steps
+    # sweep file of a method that scales gradients; empty: the script's steps are left as they are
     sweep: dict[str, Any] = Field(default={})
     # nodes, workers per node and local batch
     configuration: tuple[int, int, int] = (1, 1, 1)
-    # of the interval between checkpoints: see `Interruptions` and `Cadence`
+    # what decides the interval between checkpoints: see `Interruptions` and `Cadence`
     between_s: float
     between_is_known: bool = False
     fixed_s: float | None = None
@@ -115,23 +115,24 @@ class ScriptTraining(Mode):
         self._workers = spec.world_size
         self._whole = self.settings.global_batch
         self._log_steps = self.settings.log_interval_steps
-        # samples of a pass that may be a batch's, however it was loaded
+        # most samples of a pass that may be one batch's, however it was loaded
         self._usual = MUCH_MORE * self.settings.forward_batch or math.inf
-        # samples of an epoch, and how many still make a step at its end, by a pass of a loader
+        # fewest samples that make a step at an epoch's end without a loader; samples of an epoch
+        # and that number by a loader's pass, and that pass
         self._least = 1 if self.settings.counts_steps else self.settings.global_batch
         self._epoch = self.settings.samples, self._least
         self._epoch_by: LoaderPass | None = None
-        # of this step, on this worker; those of them from before the loader began another pass
+        # samples of this step on this worker, and those from before the loader began another pass
         self._samples = 0
         self._samples_before = 0
         self._backward_due = 0
-        # of the last step, over all workers, those that belong to the next epoch
+        # samples of the last step, over all workers, that belong to the next epoch
         self._carried = 0
-        # of this epoch what was none of its steps
+        # seconds of this epoch that belong to none of its steps
         self._paused_s = 0.0
-        # an epoch's line is written, and the time until the next one is not known
+        # an epoch's line is written, and the time until the next epoch is not known yet
         self._is_between = False
-        # the last step of which an epoch's line tells
+        # the last step that an epoch's line covers
         self._written = 0 if self.progress.offset else self.progress.step
 
     def begin(self) -> None:
@@ -165,7 +166,7 @@ class ScriptTraining(Mode):
         return self.told("exited", code)
 
     def told(self, end: Literal["stopped", "exited"], code: int = 0) -> Said:
-        """Return the message of an end."""
+        """Return the message with which this process ends."""
         facts = {
             **asdict(self.progress),
             "end": end,
@@ -193,26 +194,26 @@ class ScriptTraining(Mode):
     def loading_begins(self, loader: object) -> None:
         """See `Listener`."""
         is_of_steps = self.hooks.is_of_steps(loader)
-        # some evaluate without the wrapper, which is watched
+        # some scripts evaluate without the wrapper, and only passes of the wrapper are watched
         self._apart.note_loader(is_of_steps=is_of_steps)
-        # what was waited for before is of no step, if a pause ends
+        # if a pause ends, the waits before it belong to no step
         self._times.pass_apart()
         if is_of_steps:
             self._samples_before = self._samples
             if not self.progress.epoch_steps:
-                # the pass had an end after all
+                # the loader's pass did end with the last epoch: nothing is carried over
                 self.progress.offset -= self._carried
                 self._carried = 0
 
     def trains_anew(self, missed: int = 0) -> bool:
-        """See `Listener`. Steps within a first epoch were none, as to find a rate."""
+        """See `Listener`. Steps so far in a first epoch do not count, as in a search for a rate."""
         progress = self.progress
         if not self.is_kept and progress.epoch >= self.settings.epochs > 0:
             return False
         if not (self.is_kept or progress.epoch) and progress.step == self.steps:
             self._forget_steps()
             self.steps = 0
-        # whose passes were seen
+        # these steps count, as their passes were seen
         progress.step += missed
         return True
 
@@ -243,7 +244,7 @@ class ScriptTraining(Mode):
             self._count_pause(paused_s)
 
     def _told(self, samples: int) -> int:
-        """Return the samples of a pass: without a loader a tensor may have a graph's nodes."""
+        """Return the samples of a pass: without a loader they may be the nodes of a graph."""
         is_other = self.hooks.loader is None and samples > self._usual
         return self.settings.forward_batch if is_other else samples
 
@@ -290,7 +291,7 @@ class ScriptTraining(Mode):
         if is_last:
             self.end_epoch()
         agreement = self._agreement or self._meet()
-        # what a script saves it saves after an epoch; workers may count its end a step apart
+        # no stop at an epoch's end: scripts save after it, and workers may count it a step apart
         asks = not is_last or self.settings.samples < 2 * self._whole
         decision = agreement.decide(self._read, asks=asks)
         if decision is not GOES_ON:
@@ -299,10 +300,10 @@ class ScriptTraining(Mode):
     def _note_first_step(self) -> None:
         model = self.hooks.inner_model
         before = self.settings.parameters
-        # a script may unfreeze layers later, for an optimizer of its own
+        # not at later steps, as a script may unfreeze layers for another optimizer
         if model is not None and before is not None:
             refuse_another(model, before)
-        # as in a profile the first step is of the start: it may compile the model
+        # as in a profile the first step belongs to the start: it may compile the model
         now = unix_time()
         self.progress.starts_s += max(0.0, now - self.settings.job_began_at)
         self.progress.started_at = self.progress.started_at or now
@@ -316,10 +317,10 @@ class ScriptTraining(Mode):
         samples = self._samples * self._workers or self._whole
         backward = self.hooks.backward.count
         if backward < self._backward_due:
-            # an evaluation that takes gradients looks like passes of training but for backward ones
+            # an evaluation with gradients looks like training, but has no backward passes
             samples = min(samples, self._whole)
         elif self.steps == 1 and not self.models and backward > self._backward_due:
-            # of a single worker, whose model nobody knew before its first step
+            # a single worker, whose model was not known before its first step
             samples = self._whole
         self._backward_due = backward
         self._carried = 0
@@ -356,11 +357,11 @@ class ScriptTraining(Mode):
                 self.drift.count(step_s, waited_s)
 
     def pause(self) -> None:
-        """Count the time up to the next forward pass as no training's."""
+        """Leave the time up to the next forward pass out of the training's."""
         self._times.pause()
 
     def be_kept(self, *, begins: bool) -> None:
-        """Leave epochs to a keeper. Steps before a training begins, as to find a rate, are none."""
+        """Leave epochs to a keeper. Steps before a training, as in a search, do not count."""
         self.is_kept = True
         if begins and self.steps:
             self._forget_steps()
@@ -375,11 +376,11 @@ class ScriptTraining(Mode):
         self.pause()
 
     def leave_out(self, seconds: float) -> None:
-        """Count a checkpoint in a pause as none of the script's own time."""
+        """Leave seconds of our own work, as on a checkpoint, out of the script's pause."""
         self._paused_s -= seconds
 
     def _count_pause(self, seconds: float) -> None:
-        """Count time of the script that is none of its steps'; of the epoch before at its end."""
+        """Count the script's time outside its steps; after an epoch, add it to the epoch's line."""
         self._paused_s += seconds
         if self._written != self.progress.step:
             return
@@ -389,7 +390,7 @@ class ScriptTraining(Mode):
         self._is_between = False
 
     def _meet(self) -> Agreement:
-        """Make the workers' agreement. Collective."""
+        """Make the agreement between the workers. Collective."""
         self._peers = ScriptPeers(self.spec.world_size, model=self.hooks.inner_model)
         self._read = partial(self.readings, self._peers)
         self._agreement = Agreement(self._peers, self.stop, every_s=self.look_every_s)
@@ -456,7 +457,7 @@ class ScriptTraining(Mode):
         self.progress.count_epoch()
         told = None if self.is_kept else self.hooks.loader_pass()
         if told is not None and told.given_out in (None, sys.maxsize):
-            # of a pass without an end, or of epochs that end within a step
+            # samples beyond the epoch, in a pass without an end or if epochs end within a step
             self._carried = max(self._carried, self.progress.offset - self.settings.samples)
         self.progress.begin_epoch()
         self.progress.offset = self._carried
