@@ -1,4 +1,4 @@
-"""Saving of a training: its state is copied between two steps and written while it goes on.
+"""Save a training: copy its state between two steps, and write the copy while training goes on.
 
 Rank 0 writes in a thread of its own, one checkpoint at a time. A write that fails, because the disk
 is full or a later restart has fenced this process out, becomes an error on every worker when the
@@ -23,7 +23,7 @@ from tula_hpc.files import HeldFolder
 
 
 class BackgroundWriter:
-    """Writer of checkpoints during training; the process outlives the last write."""
+    """Writer of checkpoints during training; the process does not end before the last write."""
 
     def __init__(self, store: CheckpointStore, device: torch.device) -> None:
         self.store = store
@@ -32,7 +32,7 @@ class BackgroundWriter:
         self.write: Future[float] | None = None
 
     def begin(self, state: dict[str, Any], *, samples_seen: int, restart_count: int) -> None:
-        """Copy the state, which may change from then on, and begin to write it.
+        """Copy the state, which may change once this returns, and begin to write the copy.
 
         Raises:
             RuntimeError: `finish` was not called for the write before this one.
@@ -49,17 +49,17 @@ class BackgroundWriter:
 
     @property
     def is_busy(self) -> bool:
-        """Tell whether a write goes on."""
+        """Tell whether a write is in progress."""
         return self.write is not None and not self.write.done()
 
     @property
     def has_landed(self) -> bool:
-        """Tell whether a write is over for which `finish` was not called."""
+        """Tell whether a write has ended, and `finish` was not called for it."""
         return self.write is not None and self.write.done()
 
     @property
     def has_failed(self) -> bool:
-        """Tell whether that write failed."""
+        """Tell whether such a write failed."""
         return self.write is not None and self.write.done() and self.write.exception() is not None
 
     def finish(self) -> tuple[float, BaseException | None] | None:
@@ -75,15 +75,15 @@ class OwnState(Protocol):
     """State that each worker saves by itself."""
 
     def save(self, *, samples_seen: int, restart_count: int) -> dict[str, int]:
-        """Save it, and return the entries that rank 0 adds to the checkpoint. Collective."""
+        """Save this worker's state, and return entries for rank 0's checkpoint. Collective."""
 
 
 class Saving:
-    """One worker's share of saving; every worker has one, and rank 0's decides when.
+    """One worker's share of saving; rank 0 decides when to save.
 
-    `store` and `folder` are None on workers that write no checkpoints, `own` where rank 0 has it
-    all. If the training's folder is deleted the training fails, before it could write into a later
-    one's.
+    `store` and `folder` are None on workers that write no checkpoints, `own` is None if rank 0 has
+    the whole state. If the training's folder is deleted the training fails, before it could write
+    into the folder of a later training.
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class Saving:
 
     @property
     def may_save(self) -> bool:
-        """Tell whether to save at a good moment though not yet due: see `Cadence.may_save`.
+        """Tell whether to save at a good moment before a save is due, see `Cadence.may_save`.
 
-        Unless the user has set the interval, not if that would wait for a write.
+        Unless the user has set the interval, it is False while a write is in progress.
         """
         if self.writer is None or not self.cadence.may_save:
             return False
@@ -118,9 +118,9 @@ class Saving:
 
     @property
     def has_landed(self) -> bool:
-        """Tell whether a checkpoint has reached the disk.
+        """Tell whether a checkpoint has reached the disk and its cost is not recorded yet.
 
-        Call `note` then, when the device has no work left.
+        If so, call `note` when the device has no work left.
         """
         return self.writer is not None and self.writer.has_landed and not self.writer.has_failed
 
@@ -139,17 +139,17 @@ class Saving:
         restart_count: int,
         wait: bool = False,
     ) -> None:
-        """Begin a checkpoint, after the one before is on disk. Collective.
+        """Begin a checkpoint, after the previous one is on disk. Collective.
 
         The states of other workers, divided optimizer states and whole states of their own, are
-        gathered or written before this returns: a thread beside the training could not exchange
-        anything, as collectives have one order for all.
+        gathered or written before this returns: a background thread could not exchange anything,
+        since all workers have to call collectives in the same order.
 
         `state` returns the content, whole on rank 0; it is collective, and called once. With `wait`
         this returns when the checkpoint is on disk.
 
         Raises:
-            CheckpointError: This one if it was waited for, or the one before, could not be saved.
+            CheckpointError: The previous checkpoint, or with `wait` this one, could not be saved.
         """
         started = time.perf_counter()
         self.settle()
@@ -168,11 +168,11 @@ class Saving:
         """Wait until the write that was begun is on disk. Collective.
 
         Args:
-            measured: Whether the training went on meanwhile, so that the write shows its cost.
+            measured: Whether training went on during the write, whose cost can then be measured.
 
         Raises:
-            CheckpointError: It could not be saved, or the training's folder is gone; rank 0's gives
-                the reason.
+            CheckpointError: The checkpoint could not be saved, or the training's folder is gone;
+                the error on rank 0 gives the reason.
         """
         landed = self._finish()
         seconds, error = landed or (0.0, None)

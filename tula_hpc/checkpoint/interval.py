@@ -1,15 +1,16 @@
 """Interval between checkpoints, from the cost of saving and the rate of interruptions.
 
 The formula is that of `analysis.costs.interruptions`. The cost of one save, δ, is the time for
-which the steps stand still while the state is copied, plus the time by which they take longer while
-it is written. This module knows numbers only; a checkpoint is written so:
+which the steps stop while the state is copied, plus the extra time that they take while it is
+written. This module only computes numbers. A checkpoint comes about as follows:
 
-1. `Cadence.due` tells that the interval is over.
-2. `Saving.request` in `background.py` asks for it, unless an earlier one is still being written.
+1. `Cadence.due` says that the interval is over.
+2. `Saving.request` in `background.py` requests a save, unless an earlier one is still being
+   written.
 3. `Agreement.decide` in `ddp/agreement.py` has all workers save after the same step. At a stop they
-   save whatever the interval.
-4. At an epoch's end, a good moment, `Saving.may_save` lets it come early, and after the last epoch
-   there always is one: `_end_epoch` in `training/loop.py` and `attach/train/keeping.py`.
+   always save.
+4. At an epoch's end, a good moment, `Saving.may_save` lets a save come early, and after the last
+   epoch there is always one: `_end_epoch` in `training/loop.py` and `attach/train/keeping.py`.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from tula_hpc.analysis.costs.pricing import between_preemptions_s
 from tula_hpc.config import PricingSpec, TrainingSpec
 from tula_hpc.formatting import HOUR_S
 
-# the first save comes early, so that its cost is known
+# interval before the first save, which comes early so that the cost of a save is known
 FIRST_S = 60.0
-# the first ones are slow, and left out of the mean time of a step
+# first steps, which are slow, and left out of the mean time of a step
 WARM_UP_STEPS = 5
-# saves; the cost of earlier ones fades
+# saves over which the mean cost is taken; the cost of earlier ones fades
 REMEMBERED = 5
 # report an interval that changed by this much
 NEWS_RATIO = 1.5
@@ -36,18 +37,19 @@ NEWS_RATIO = 1.5
 class Interruptions(NamedTuple):
     """Rate at which a training is cut off without time to save, and its evidence."""
 
-    # mean time between two of them, before any was seen
+    # mean time between two interruptions, assumed before any was seen
     prior_s: float
-    # the prior is a fact, not a first guess
+    # whether the prior is a fact, not a first guess
     is_known: bool = False
+    # interruptions before this process
     seen: int = 0
-    # of training, before this process
+    # time of training before this process
     over_s: float = 0.0
 
     def mean_s(self, since_s: float) -> float:
         """Return the mean time between interruptions, M = (prior + time) / (1 + seen).
 
-        It is as if one interruption had been seen in the prior's time before. `since_s` is the time of
+        The prior counts like one interruption seen in a time of `prior_s`. `since_s` is the time of
         training in this process, which has not been cut off.
         """
         if self.is_known:
@@ -75,49 +77,52 @@ class Work(NamedTuple):
     seconds: float = 0.0
 
     def since(self, earlier: Work) -> Work:
-        """Return the work after an earlier moment."""
+        """Return the work done since an earlier moment."""
         return Work(self.steps - earlier.steps, self.seconds - earlier.seconds)
 
 
 class Cost(NamedTuple):
     """Cost of a save, seconds."""
 
-    # the steps stood still
+    # time for which the steps stopped while the state was copied
     stall_s: float
-    # and took longer while it was written
+    # extra time that the steps took while the state was written
     slowdown_s: float
-    # until it was on disk; no cost by itself
+    # time until the state was on disk; no cost by itself
     write_s: float
 
     @property
     def total_s(self) -> float:
-        """δ."""
+        """The cost δ of the save."""
         return self.stall_s + self.slowdown_s
 
 
 class Cadence:
-    """Rank 0's clock of saves, in seconds of steps.
+    """Rank 0's clock of saves, which counts the seconds of steps.
 
-    Wall time does not count: an interruption loses steps, and saves may cost a share of their time.
-    The interval follows from measurements unless the user has set one, `fixed_s`.
+    Wall time does not count: an interruption loses steps, and the cost of saves is bounded by a
+    share of the steps' time. The interval follows from measurements unless the user has set one,
+    `fixed_s`.
     """
 
     def __init__(self, interruptions: Interruptions, fixed_s: float | None = None) -> None:
         self.interruptions, self.fixed_s = interruptions, fixed_s
         self.work = Work()
-        # when the last save was begun
+        # work when the last save began
         self.saved = Work()
-        # since when nothing is being written
+        # work since which nothing is being written
         self.quiet = Work(WARM_UP_STEPS)
-        # mean while nothing is being written
+        # mean time of a step while nothing is being written
         self.step_s: float | None = None
-        # of the save that is being written
+        # stall of the save that is being written
         self.stall_s = 0.0
+        # cost of the last measured save
         self.last: Cost | None = None
-        # δ: mean over the last saves; None: none was measured
+        # δ, mean over the last saves; None before the first one is measured
         self.cost_s: float | None = None
-        # measured saves, and their cost together
+        # number of measured saves, and their total cost
         self.saves, self.spent_s = 0, 0.0
+        # interval that was reported last
         self.reported_s: float | None = None
 
     def worked(self, seconds: float) -> None:
@@ -142,7 +147,7 @@ class Cadence:
 
     @property
     def may_save(self) -> bool:
-        """Tell whether a save at an epoch's end, say, keeps the bound on the cost.
+        """Tell whether an early save, as at an epoch's end, keeps the cost within its bound.
 
         If the user has set the interval there is no bound.
         """
@@ -152,22 +157,22 @@ class Cadence:
         return self.work.since(self.saved).seconds >= least_s
 
     def began(self, stall_s: float) -> None:
-        """Count a save that was begun, for which the steps stood still so long."""
+        """Count a save that has begun, for which the steps stopped for `stall_s`."""
         self.saved, self.stall_s = self.work, stall_s
         quiet = self.work.since(self.quiet)
         if quiet.steps > 0:
             self.step_s = quiet.seconds / quiet.steps
 
     def waited(self) -> None:
-        """Count a save that was waited for, as at a stop: its cost is not that of others."""
+        """Count a save that training waited for, as at a stop, but not its cost, which differs."""
         self.saved = self.quiet = self.work
 
     def ended(self, write_s: float) -> None:
         """Count the cost of the save that is now on disk; call it between two steps.
 
-        The steps since then took longer than as many while nothing was written, by no more than
-        `write_s`, the time from the end of the stall: that counts if there is nothing to compare
-        them with.
+        The slowdown is what the steps since the save began took beyond their usual time. It is at
+        most `write_s`, the time from the end of the stall, and about that if no usual time is
+        known.
         """
         busy = self.work.since(self.saved)
         usual_s = 0.0 if self.step_s is None else busy.steps * self.step_s
@@ -182,11 +187,11 @@ class Cadence:
 
     @property
     def share(self) -> float:
-        """Cost of measured saves as a share of the steps' time so far."""
+        """Total cost of the measured saves as a share of the steps' time so far."""
         return self.spent_s / self.work.seconds if self.work.seconds > 0.0 else 0.0
 
     def news(self) -> dict[str, float] | None:
-        """Return the first save's cost, and later ones if the interval has changed much."""
+        """Return the cost after the first save, and later if the interval has changed much."""
         if self.last is None:
             return None
         if self.reported_s is not None:

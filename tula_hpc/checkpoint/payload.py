@@ -1,8 +1,8 @@
 """Checks of a checkpoint's payload: plain tensors and values, no larger than the file.
 
 `torch.load(weights_only=True)` executes nothing, but it builds whatever the file asks for: a few
-bytes can ask for a tensor of terabytes, or be packed. A training's state, as `torch.save` writes
-it, needs none of that.
+bytes can ask for a tensor of terabytes, or be the compressed form of far more bytes. A training's
+state, as `torch.save` writes it, needs none of that.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# of nested containers; also ends the walk through one that contains itself
+# levels of nested containers; the limit also ends the walk through a container that holds itself
 MAX_DEPTH = 64
-# of names, numbers and shapes; the tensors' bytes are not in the pickle
+# size of the pickle, with names, numbers and shapes; it does not hold the tensors' bytes
 MAX_PICKLE_BYTES = 64 * 1024**2
-# A tensor and its name take some 25 instructions, so there is room for 160,000. The most expensive,
-# an empty dictionary of one byte, takes 64 bytes of memory.
+# Instructions of the pickle. A tensor and its name take some 25, so there is room for 160,000
+# tensors. The most expensive, one byte for an empty dictionary, takes 64 bytes of memory.
 MAX_INSTRUCTIONS = 4_000_000
-# torch's loader knows them; states have none, and one byte makes more than 200
+# torch's loader accepts sets, but states hold none, and one byte makes more than 200 bytes
 _SETS = {"EMPTY_SET", "FROZENSET"}
 PLAIN_DTYPES = (
     torch.float16,
@@ -39,9 +39,9 @@ PLAIN_DTYPES = (
     torch.complex64,
     torch.complex128,
 )
-# torch.save's format; the older ones are not ours
+# start of torch.save's format; `save` never wrote an older one
 _ZIP = b"PK\x03\x04"
-# references of such a state: functions that give a storage a shape, and types of storages
+# references that a state may hold: functions that give a storage a shape, and types of storages
 _KNOWN = re.compile(
     r"collections (OrderedDict|Counter)|"
     r"torch\._utils _rebuild_(tensor_v2|parameter|parameter_with_state)|"
@@ -51,7 +51,7 @@ _KNOWN = re.compile(
 
 
 class PayloadError(ValueError):
-    """Error of a payload, as the rest of a sentence about it."""
+    """Error of a payload; the message is the rest of a sentence that begins with the file."""
 
 
 def check_archive(payload: bytes) -> None:
@@ -59,8 +59,8 @@ def check_archive(payload: bytes) -> None:
 
     Raises:
         PayloadError: `torch.save` would not write this for a training's state.
-        zipfile.BadZipFile: It is no archive. Other errors of malformed archives and pickles are
-            possible too.
+        zipfile.BadZipFile: The payload is no archive. Other errors of malformed archives and
+            pickles are possible, too.
     """
     if not payload.startswith(_ZIP):
         raise PayloadError("does not hold what torch.save writes")
@@ -95,7 +95,7 @@ def check_loaded(state: Any, most_bytes: int) -> None:
 
     Args:
         state: The content.
-        most_bytes: Size of the payload, beyond which no tensor may reach.
+        most_bytes: Size of the payload; the tensors may not take more.
 
     Raises:
         PayloadError: A tensor claims more bytes than the payload has, or containers are nested too
@@ -103,7 +103,7 @@ def check_loaded(state: Any, most_bytes: int) -> None:
     """
     todo: list[tuple[Any, int]] = [(state, 0)]
     containers: set[int] = set()
-    # bytes by address
+    # bytes of each storage, by its address
     storages: dict[int, int] = {}
     while todo:
         value, depth = todo.pop()

@@ -1,9 +1,9 @@
 """Checkpoints while every worker has a model of its own: post-local SGD between two averages.
 
 Models, momenta, BatchNorm's statistics and loss scales then differ from worker to worker, and
-momenta even right after an average. Rank 0's are in the checkpoint as always; every other worker
-saves its own in `worker-0001/` beside it, under the same name and before it, so that every
-checkpoint is whole.
+momenta even right after an average. Rank 0's are in the checkpoint as always. Before it is written,
+every other worker saves its own under the same name in a folder next to it, such as `worker-0001/`,
+so that every checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tula_hpc.checkpoint.store import CheckpointStore, LoadedCheckpoint
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.errors import CheckpointError, StageError
 
-# in a checkpoint: the number of its states, this file's included; absent if one holds for all
+# key in a checkpoint: number of its states, rank 0's included; absent if all workers share one
 WORKERS = "workers"
-# one more than of the checkpoint itself, which may fail to be saved after the workers' states were
+# states kept, one more than checkpoints: a checkpoint may fail after the workers' states are saved
 KEPT = 3
 
 
@@ -40,7 +40,7 @@ class LocalStates:
         if not self.worker.is_local:
             return {}
         error: CheckpointError | None = None
-        # not in the background: rank 0 may begin its file when all the others are on disk
+        # not in the background: rank 0 may begin its file only after all the others are on disk
         if self.worker.env.rank != 0:
             error = self._save_own(samples_seen, restart_count)
         (failed,) = self.worker.agree(float(error is not None))
@@ -56,16 +56,16 @@ class LocalStates:
                 self.worker.own_state(), samples_seen=samples_seen, restart_count=restart_count
             )
         except CheckpointError as error:
-            # raised when all workers know of it
+            # `save` raises it once all workers know of it
             return error
         return None
 
     def load(self, loaded: LoadedCheckpoint) -> dict[str, Any]:
         """Return the model, optimizer and scaler state for this worker. Collective.
 
-        Saved by as many workers, it is the worker's own, and training goes on bit for bit. Saved by
-        more or fewer, it is the mean of all, momenta included: an average that an uninterrupted
-        training would not have had just then.
+        If the same number of workers saved it, it is the worker's own state, and training goes on
+        bit for bit. Otherwise it is the mean of all states, momenta included: an average that an
+        uninterrupted training would not have taken at that point.
 
         Raises:
             StageError: A worker's file is missing or damaged.
@@ -79,7 +79,7 @@ class LocalStates:
         return state
 
     def note(self, loaded: LoadedCheckpoint) -> str:
-        """Return a note for the log where states were averaged, or ""."""
+        """Return a note for the log if states were averaged, else ""."""
         saved_by = int(loaded.state.get(WORKERS, 1))
         if saved_by in (1, self.worker.env.world_size):
             return ""

@@ -1,6 +1,7 @@
 """Progress of a training; saving and stopping between two steps, and resuming.
 
-All this is the same whoever takes the steps. `interval.py` tells when a checkpoint is written.
+All this is the same for the built-in loop and for scripts. `interval.py` decides when a checkpoint
+is written.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Progress:
     # steps of this epoch that were timed
     epoch_steps: int = 0
     epoch_time_s: float = 0.0
-    # and those whose time counts as a start's
+    # steps of this epoch whose time counts as part of a start
     start_steps: int = 0
     # sum of the steps' losses on rank 0 in this epoch
     epoch_loss: float = 0.0
@@ -47,9 +48,9 @@ class Progress:
     restarts: int = 0
     # restarts after which work had to be done again
     interruptions: int = 0
-    # saved at a stop: its process did no more
+    # whether the checkpoint was saved at a stop, after which its process took no further step
     stopped: bool = False
-    # mean over the last whole epoch
+    # mean loss over the last whole epoch
     last_loss: float = 0.0
     # see `TrainResult`
     starts_s: float = 0.0
@@ -57,36 +58,36 @@ class Progress:
     saving_s: float = 0.0
 
     def count_step(self, samples: int) -> None:
-        """Count a step with so many samples over all workers."""
+        """Count a step with `samples` samples over all workers."""
         self.offset += samples
         self.samples_seen += samples
         self.step += 1
 
     def count_epoch(self) -> None:
-        """Count the current epoch, which `begin_epoch` forgets."""
+        """Count the current epoch as completed; `begin_epoch` then resets its counts."""
         self.epoch += 1
         self.train_time_s += self.whole_epoch_s
 
     @property
     def whole_epoch_s(self) -> float:
-        """Time of the epoch's steps, if those of starts had taken as long as the others."""
+        """Time of the epoch's steps, as if those of starts had taken as long as the others."""
         return self.epoch_time_s * (1 + self.start_steps / max(1, self.epoch_steps))
 
     def begin_epoch(self) -> None:
-        """Begin the next epoch, of which nothing was seen."""
+        """Reset the counts for the next epoch."""
         self.offset = 0
         self.epoch_steps = 0
         self.epoch_time_s = 0.0
         self.start_steps = 0
 
     def go_on(self) -> None:
-        """Count a start with this progress, which a checkpoint had."""
+        """Count a restart from the checkpoint that holds this progress."""
         self.restarts += 1
         self.interruptions += not self.stopped
         self.stopped = False
 
     def epoch_ends(self, samples: int, batch: int) -> bool:
-        """Tell whether the current epoch, of so many samples, has no further whole batch."""
+        """Tell whether the current epoch, of `samples` samples, has no further whole batch."""
         return self.offset + batch > samples
 
     def epoch_share(self, samples: int, batch: int) -> float:
@@ -96,9 +97,9 @@ class Progress:
 
 
 class SafePoints:
-    """One worker's part of that; every worker has one. A subclass gives a checkpoint's content.
+    """One worker's part in saving, stopping and resuming; subclasses give a checkpoint's content.
 
-    A step with one of the `suspensions` says nothing about the time of steps.
+    A step during one of the `suspensions` says nothing about the time of steps.
     """
 
     worker: Agreeing
@@ -127,15 +128,15 @@ class SafePoints:
         raise NotImplementedError
 
     def flush(self) -> None:
-        """Write the lines of the steps so far, or they would be lost to a resumed run."""
+        """Write the metrics of the steps so far, or a resumed run would lack them."""
         raise NotImplementedError
 
     def pause(self) -> None:
-        """Count the time from the last step up to now as no step's."""
+        """Leave the time from the last step up to now out of the next step's."""
         raise NotImplementedError
 
     def count_time(self, seconds: float, *, suspended: bool) -> None:
-        """Count a step's time, unless that was done; 0 where it says nothing."""
+        """Count a step's time unless the step was suspended; by default it is counted elsewhere."""
 
     def state(self) -> dict[str, Any]:
         """Return a checkpoint's content, whole on rank 0, {} on the others. Collective."""
@@ -150,9 +151,9 @@ class SafePoints:
         own: OwnState | None,
         root: Path,
     ) -> None:
-        """Save from now on, at the user's interval, `fixed_s`, or as interruptions decide.
+        """Save from now on, at the user's interval, `fixed_s`, or as the interruptions require.
 
-        `own` is the state that each worker saves by itself; None: rank 0 has it all.
+        `own` is the state that each worker saves by itself; None: rank 0 has the whole state.
         """
         is_main = self.is_main
         self.saving = Saving(
@@ -170,7 +171,7 @@ class SafePoints:
         """
         landed = self.saving.has_landed
         if decision.save or landed:
-            # the device's queue is the steps' time, not a save's
+            # the work in the device's queue belongs to the steps' time, not to that of a save
             self.worker.synchronize_device()
         seconds = time.perf_counter() - started
         suspended = self.suspensions.take()
@@ -180,14 +181,14 @@ class SafePoints:
             self.saving.note()
             self.log_cost()
         if decision.failed:
-            # all workers raise it here
+            # all workers raise the error here
             self.saving.settle()
         if decision.save:
             self.progress.stopped = decision.stop
             self.save(wait=decision.stop)
 
     def save(self, *, wait: bool = False) -> None:
-        """Save this moment; with `wait`, return when the checkpoint is on disk. Collective."""
+        """Save the current state; with `wait`, return when it is on disk. Collective."""
         started = time.perf_counter()
         self.flush()
         self.saving.save(
@@ -222,7 +223,7 @@ class SafePoints:
         """Refuse different checkpoints, as a stale directory listing on one node may cause.
 
         Raises:
-            DataError: They differ; the next job may see the same ones.
+            DataError: Workers see different ones; in the next job all may see the same.
         """
         mine = (-1.0, -1.0)
         if loaded is not None:
@@ -236,7 +237,7 @@ class SafePoints:
             )
 
     def go_on_from(self, loaded: LoadedCheckpoint) -> None:
-        """Count this start; the progress is that of the checkpoint."""
+        """Count this restart; the progress has been loaded from the checkpoint."""
         # a resubmitted job counts its restarts from 0 again, and would be fenced out as stale
         self.restart_count = max(self.restart_count, loaded.restart_count + 1)
         self.progress.go_on()

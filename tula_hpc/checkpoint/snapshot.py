@@ -1,14 +1,13 @@
-"""Copy of a training's state in host memory, taken between two steps while the next one goes on.
+"""Copy a training's state to host memory between two steps, while the next step goes on.
 
-It needs as much host memory as the state: a model's parameters and buffers, and the optimizer's
-states. Plans count it, see `analysis.planning.memory_limit.checkpoint_copy_bytes`; profiles do not
-see it.
+The copy needs as much host memory as the state: a model's parameters and buffers, and the
+optimizer's states. Plans count it, see `analysis.planning.memory_limit.checkpoint_copy_bytes`;
+profiles do not see it.
 
-On a CPU tensors are cloned. On a GPU they are copied to page-locked memory, which is kept for the
-next time, by a stream of its own, after all work that the training's stream was given. Meanwhile
-the next step must not change them: they are cloned on the GPU first if at least twice as much
-memory is free as that takes, else the training's stream waits for the copy. The host waits for
-neither.
+On a CPU tensors are cloned. On a GPU a separate stream copies them to page-locked memory, which is
+kept for the next time, after all work queued in the training's stream. Meanwhile the next step must
+not change them: they are first cloned on the GPU if at least twice the memory for that is free,
+else the training's stream waits for the copy. The host waits in neither case.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ class Snapshot(NamedTuple):
     """A state as it was; complete once `wait` returns."""
 
     state: dict[str, Any]
-    # None: it is complete
+    # event after which the state is complete; None: it is complete already
     copied: torch.cuda.Event | None
     # clones on the device, until they are copied
     held: list[Tensor]
 
     def wait(self) -> dict[str, Any]:
-        """Return the state when the last tensor has arrived; from any thread."""
+        """Wait until the last tensor has arrived, and return the state; works in any thread."""
         if self.copied is not None:
             self.copied.synchronize()
             self.held.clear()
@@ -39,40 +38,40 @@ class Snapshot(NamedTuple):
 
 
 class Gpu:
-    """A CUDA device, from which tensors are copied while the host goes on."""
+    """A CUDA device that copies its tensors to the host while the host goes on."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def holds(self, tensor: Tensor) -> bool:
-        """Tell whether the tensor is there, and not on the host."""
+        """Tell whether the tensor is on the device, not on the host."""
         return tensor.device.type != "cpu"
 
     def has_room(self, size_bytes: int) -> bool:
-        """Tell whether so much may be cloned.
+        """Tell whether `size_bytes` may be cloned on the device.
 
-        torch keeps memory that the training has used before: no step so far needed the memory that
-        is free now.
+        torch keeps memory that the training has used before, so no step so far needed the memory
+        that is free now.
         """
         free, _ = torch.cuda.mem_get_info(self.device)
         return 2 * size_bytes <= free
 
     def buffer(self, tensor: Tensor) -> Tensor:
-        """Return page-locked memory: the device copies by itself only to and from there."""
+        """Return page-locked memory, the only host memory that the device copies to by itself."""
         return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], *, block: bool) -> torch.cuda.Event:
-        """Begin to copy to each first tensor from the second.
+        """Begin to copy into the first tensor of each pair from the second.
 
-        With `block`, later work of the training waits for the copy.
+        With `block`, later work of the training's stream waits for the copy.
         """
         training = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(training)
         with torch.cuda.stream(self.stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-        # a thread that waits for it leaves the core to the training
+        # blocking: a thread that waits for the event sleeps, and leaves its core to the training
         copied: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self.stream.record_event(copied)  # type: ignore[no-untyped-call]
         if block:
@@ -81,7 +80,7 @@ class Gpu:
 
 
 class Snapshots:
-    """Taker of snapshots, one at a time: a GPU's reuse the memory of the one before."""
+    """Maker of snapshots, one at a time: those of a GPU reuse the memory of the one before."""
 
     def __init__(self, device: Gpu | None = None) -> None:
         self.device = device
@@ -89,10 +88,10 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self, state: dict[str, Any]) -> Snapshot:
-        """Copy a state of tensors and plain values in dicts, lists and tuples; share nothing.
+        """Copy tensors and plain values in dicts, lists and tuples; the copy shares no memory.
 
-        Tensors become plain ones (no parameters), and those that share their memory go on sharing
-        it.
+        Parameters become plain tensors. Tensors that share memory with each other also do so in the
+        copy.
         """
         pairs: list[tuple[Tensor, Tensor]] = []
         known: dict[tuple[object, ...], Tensor] = {}
@@ -122,7 +121,7 @@ class Snapshots:
         return target
 
     def _buffer(self, index: int, tensor: Tensor, device: Gpu) -> Tensor:
-        """Return the last snapshot's memory if it fits: page-locking takes longer than filling."""
+        """Return the last snapshot's buffer if it fits: page-locking takes longer than copying."""
         if index == len(self.buffers):
             self.buffers.append(device.buffer(tensor))
         old = self.buffers[index]
@@ -148,7 +147,7 @@ def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
-        # with its attributes: a model's state has the modules' versions in one
+        # copy.copy keeps attributes: a model's state has the modules' versions in one
         result = copy.copy(value)
         for key, item in value.items():
             result[key] = each_tensor(item, change)

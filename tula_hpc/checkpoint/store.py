@@ -4,10 +4,9 @@ A file is a fixed header (magic, version, payload length, SHA-256 of the payload
 `torch.save`. It is written under a temporary name, synced, renamed, and only then called saved.
 Nothing is unpickled before its checksum matched, and then only tensors and plain values.
 
-File names carry the job's restart count, see `TrainJob.run_number`, and the samples seen,
-`checkpoint-r0001-000000012800.tula`: the order of these numbers is the order of ages. The restart
-count comes first, because a restart that had to go back to an older checkpoint abandons the later
-ones.
+File names carry the job's restart count, see `TrainJob.run_number`, and the samples seen, as in
+`checkpoint-r0001-000000012800.tula`, so they sort by age. The restart count comes first, because a
+restart that had to go back to an older checkpoint abandons the later ones.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from tula_hpc.formatting import first_line
 
 MAGIC = b"TULACKPT"
 VERSION = 1
-# larger integers are pickled by an instruction that the safe loader lacks
+# larger integers are pickled with an instruction that the safe loader lacks
 MAX_INTEGER_BITS = 2000
 
 # magic, version, payload length in bytes, SHA-256 of the payload
@@ -75,7 +74,7 @@ class LoadedCheckpoint(NamedTuple):
     # newer files that could not be used, with the reasons
     rejected: list[tuple[Path, str]]
     samples_seen: int
-    # of the newest job that saved it or one of these
+    # highest restart count of the jobs that saved this file and the rejected ones
     restart_count: int
 
 
@@ -83,9 +82,9 @@ class CheckpointStore:
     """Checkpoints of one training in one folder. One process writes (rank 0); all may read.
 
     Args:
-        folder: Made by the first save, with mode 0700.
+        folder: Folder of the checkpoints; the first save makes it, with mode 0700.
         keep: Number of usable checkpoints to keep; at least 1, but 2 survive a damaged one.
-        partners: Folder of other checkpoints: one of the same name there keeps its file here.
+        partners: Another folder of checkpoints; a file is kept while its namesake there exists.
 
     Raises:
         ValueError: `keep` is below 1.
@@ -101,8 +100,8 @@ class CheckpointStore:
     def save(self, state: dict[str, Any], *, samples_seen: int, restart_count: int = 0) -> Path:
         """Save durably, delete all but the newest `keep` files, and return the file's path.
 
-        When this returns, the checkpoint survives a power failure; when it raises, the older ones
-        are still there and nothing half-written is.
+        When this returns, the checkpoint survives a power failure. When it raises, the older
+        checkpoints are still there, and no half-written one is.
 
         Args:
             state: Tensors, numbers, strings and None, in lists, tuples and dicts.
@@ -141,10 +140,10 @@ class CheckpointStore:
         """Load the newest usable checkpoint; None if there is no file at all.
 
         Args:
-            check: Raises a CheckpointError where a state that was loaded cannot be used.
+            check: Function that raises a CheckpointError if a loaded state cannot be used.
 
         Raises:
-            CheckpointError: There are files, but none can be used. To start from the beginning
+            CheckpointError: There are files, but none can be used. Starting from the beginning
                 would silently repeat the work.
         """
         rejected: list[tuple[Path, str]] = []
@@ -225,12 +224,12 @@ class CheckpointStore:
         sync_folder(self.folder)
 
     def _prune(self) -> None:
-        """Delete files older than the `keep` newest, of which rejected ones do not count."""
+        """Delete files older than the `keep` newest; rejected files do not count as kept."""
         usable = 0
         for path in reversed(self.paths()):
             is_wanted = self.partners is not None and (self.partners / path.name).exists()
             if usable >= self.keep and not is_wanted:
-                # the new checkpoint is safe; the next save tries again
+                # an error may pass: the new checkpoint is safe, and the next save tries again
                 with contextlib.suppress(OSError):
                     path.unlink()
             if path not in self._rejected:
@@ -247,7 +246,8 @@ def load_model(place: str | Path) -> dict[str, Any]:
         Tensors on the CPU by their names, as `state_dict` of the model gave them.
 
     Raises:
-        CheckpointError: There is none, it is damaged, or it is a script's, which loads its own.
+        CheckpointError: There is no checkpoint, it is damaged, or it belongs to a script, which
+            loads its own.
     """
     folder = Path(place)
     if folder.is_file():
@@ -264,7 +264,7 @@ def load_model(place: str | Path) -> dict[str, Any]:
         try:
             state = CheckpointStore.load(paths[-1])
         except CheckpointError as error:
-            # an older one is another model: never without a word
+            # an older checkpoint is another model, so it is only named, never loaded silently
             older = f"; the one before it is {paths[-2]}" if len(paths) > 1 else ""
             raise CheckpointError(f"{error}{older}") from None
     if not isinstance(model := state.get("model"), dict):
@@ -330,7 +330,7 @@ def _write_checkpoint(file: IO[bytes], state: dict[str, Any]) -> None:
     # the header last: without it a half-written file cannot pass for a whole one
     file.write(bytes(_HEADER.size))
     writer = _HashingWriter(file)
-    # it needs only write and flush
+    # torch.save needs only write and flush
     torch.save(state, cast("IO[bytes]", writer))
     if writer.error is not None:
         raise writer.error
@@ -390,7 +390,7 @@ def _unpickle(path: Path, payload: bytes) -> dict[str, Any]:
         state = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
         check_loaded(state, len(payload))
     except torch.OutOfMemoryError:
-        # says nothing about the file
+        # lack of memory says nothing about the file
         raise
     except PayloadError as error:
         raise CheckpointError(f"{path}: {error}") from None
@@ -404,7 +404,7 @@ def _unpickle(path: Path, payload: bytes) -> dict[str, Any]:
 
 
 def _unloadable_reason(error: Exception) -> str:
-    """Return one line; torch's own text for refused classes recommends to load them unsafely."""
+    """Return one line: torch's own text for refused classes recommends to load them unsafely."""
     if isinstance(error, pickle.UnpicklingError):
         refused = re.search(r"GLOBAL (\S+)", str(error))
         return f"a reference to {refused[1]}" if refused else "more than tensors and plain values"
