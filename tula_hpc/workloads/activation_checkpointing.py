@@ -2,14 +2,14 @@
 
 T. Chen et al. 2016, "Training deep nets with sublinear memory cost". A block is a composite member
 of an nn.Sequential or nn.ModuleList, however deep: a residual block, a layer of a transformer, a
-module between poolings. Where such a list holds nothing but single layers (VGG), about √n of its n
+module between poolings. If such a list holds nothing but single layers (VGG), about √n of its n
 weighted layers together make a block.
 
-Each block's forward pass runs twice: buffers (BatchNorm's running statistics) move in the first
+Each block's forward pass runs twice: buffers (BatchNorm's running statistics) change in the first
 pass only, and dropout draws the same numbers again. Results are those without checkpointing, bit
-for bit where the operators are deterministic. Limit: if a module's output depends on a buffer that
-its own forward pass changes (spectral normalization), it is computed again with the changed one,
-and a block must not change its own input in place, unless twice is as good as once (ReLU).
+for bit if the operators are deterministic. Limits: if a module's output depends on a buffer that
+its own forward pass changes (spectral normalization), the recomputation uses the changed buffer;
+and a block must not change its own input in place, unless doing so twice changes no more (ReLU).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from torch.utils.checkpoint import checkpoint
 from tula_hpc.errors import InputError
 
 KEY = "workload.activation_checkpointing"
-# weighted ones; a shorter list of layers has nothing to gain
+# weighted layers; a shorter list of layers has nothing to gain
 FEWEST_LAYERS = 4
 
 Forward = Callable[..., Any]
 
 
 def checkpoint_activations(model: nn.Module) -> nn.Module:
-    """Make a model's blocks recompute their activations; in place, all names stay.
+    """Make a model's blocks recompute their activations; in place, and all names stay.
 
     Raises:
         InputError: The model has no blocks.
@@ -66,7 +66,7 @@ def _wrap(block: nn.Module) -> None:
 
 
 def _split(layers: nn.Sequential) -> None:
-    """Let a list of single layers run in groups."""
+    """Run a list of single layers in groups, each of which is recomputed as a block."""
 
     def grouped(self: nn.Sequential, value: Any) -> Any:
         for group in _groups(list(self)):
@@ -121,7 +121,7 @@ class _BuffersUntouched(AbstractContextManager[None]):
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the outermost composite members of lists, and lists of single layers.
 
-    A child that has neither inside is a block.
+    A child that contains neither of them is itself a block.
     """
     if _is_long_list(module):
         yield module
@@ -135,9 +135,9 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _groups(layers: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
-    """Yield runs of layers, each beginning with a weighted one.
+    """Yield groups of consecutive layers that begin with a weighted layer.
 
-    A layer that works in place must not change a group's own input.
+    A layer that works in place must not come first, or it would change the group's own input.
     """
     starts = [i for i, layer in enumerate(layers) if _has_weight(layer)]
     step = max(1, math.isqrt(len(starts)))
@@ -146,7 +146,7 @@ def _groups(layers: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
 
 
 def _is_list(module: nn.Module) -> bool:
-    # subclasses have a meaning of their own
+    # no subclasses, whose forward pass may be their own
     return type(module) in (nn.Sequential, nn.ModuleList)
 
 
@@ -171,5 +171,5 @@ def _has_lists(module: nn.Module) -> bool:
 
 def _has_weight(layer: nn.Module) -> bool:
     weight = getattr(layer, "weight", None)
-    # not BatchNorm: it belongs to the layer before
+    # BatchNorm, whose weight is a vector, does not count: it belongs to the layer before
     return isinstance(weight, nn.Parameter) and weight.dim() > 1

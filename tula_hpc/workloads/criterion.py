@@ -14,11 +14,11 @@ from tula_hpc.batches import tensors_of
 from tula_hpc.config import WorkloadSpec
 from tula_hpc.user_code import own_function
 
-# (outputs, targets) of a batch to a number for each sample, (batch,)
+# maps (outputs, targets) of a batch to a number for each sample, (batch,)
 OfSamples = Callable[[Any, Any], Tensor]
-# labels
+# number of best scores; a label among them is a hit of the second kind
 BEST = 5
-# label that torch's losses leave out unless they are told another
+# label that torch's losses leave out by default (`ignore_index`)
 IGNORED = -100
 
 
@@ -26,11 +26,11 @@ class Criterion(NamedTuple):
     """Functions of outputs and targets of a batch.
 
     Attributes:
-        loss: Mean over the samples, a scalar.
-        losses: Of each sample, (batch,).
-        metric: Right share of each sample, (batch,); None unless the user has a metric.
-        hits: Sums over the samples, (2,) of float64: the right share, and whether the label is
-            among the best five scores; NaN where that has no meaning.
+        loss: Mean loss over the samples, a scalar.
+        losses: Loss of each sample, (batch,).
+        metric: Correct share of each sample, (batch,); None unless the user has a metric.
+        hits: Sums over the samples, (2,) of float64: the correct share, and whether the label is
+            among the best five scores; NaN if that has no meaning.
     """
 
     loss: Callable[[Any, Any], Tensor]
@@ -43,7 +43,7 @@ def build_criterion(spec: WorkloadSpec) -> Criterion:
     """Return the user's loss and metric, by default cross-entropy and hits of labels.
 
     Raises:
-        InputError: No such function.
+        InputError: There is no such function.
     """
     metric = _own("workload.metric", spec.metric)
     losses = _own("workload.loss", spec.loss)
@@ -61,8 +61,9 @@ def label_hits(outputs: Any, targets: Any) -> Tensor:
     """Count the labels with the best score, and those with one of the best five.
 
     Args:
-        outputs: Scores, (batch, classes). Others give NaN; a sample with a score of NaN has no hit.
-        targets: Labels, (batch,) of integers; likewise.
+        outputs: Scores, (batch, classes). Anything else gives NaN. A sample with a score of NaN has
+            no hit.
+        targets: Labels, (batch,) of integers. Anything else gives NaN.
     """
     if not _are_scores(outputs, targets):
         device = next(tensors_of(targets)).device
@@ -82,7 +83,7 @@ def _are_scores(outputs: Any, targets: Any) -> bool:
 def labels_without_score(outputs: Any, targets: Any) -> str:
     """Say that labels are beyond a model's scores, for the message of a loss or metric that failed.
 
-    "" where all labels have a score, or these are no scores and labels.
+    It is "" if all labels have a score, or if these are no scores and labels.
     """
     if not _are_scores(outputs, targets):
         return ""

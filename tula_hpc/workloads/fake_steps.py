@@ -26,7 +26,7 @@ from tula_hpc.workloads.workload import CPU_DTYPES
 
 # BatchNorm cannot train on one sample
 LEAST_BATCH = 2
-# glibc's largest threshold: larger blocks are mapped, and given back when freed
+# glibc's largest mmap threshold: larger blocks are mapped separately, and returned when freed
 HEAP_LIMIT_BYTES = 32 * 1024**2
 
 
@@ -39,7 +39,7 @@ class Peak(NamedTuple):
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Counter of the bytes of all storages that operators make while it is active, until freed.
+    """Counter of the bytes in storages that operators make while it is active, until freed.
 
     It sees tensors, fake ones as well as real ones, but no memory that a library takes for itself
     inside an operator (convolution workspaces, reordered weights). Views count once, with their
@@ -48,9 +48,9 @@ class AllocationTracker(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # by identity, which is unique while a storage lives
+        # living storages by id, which is unique while a storage lives
         self._living: dict[int, weakref.ref[Any]] = {}
-        # (number of the block, bytes; negative when it is freed)
+        # (number of the block, bytes), with negative bytes when the block is freed
         self._log: list[tuple[int, int]] = []
         self._count = self._live = self._live_at_start = 0
 
@@ -136,7 +136,7 @@ class Shapes(NamedTuple):
         return cls(image, labels, classes, image_size, image.to(torch.uint8))
 
     def batch(self, samples: int, *, fake: bool, loaded: bool = False) -> tuple[Batch, Batch]:
-        """Repeat the sample's inputs and targets; without contents, or zeros if it has none."""
+        """Repeat the sample's inputs and targets; zeros if `fake` or if it has no contents."""
 
         def repeated(one: Tensor) -> Tensor:
             if fake or one.is_meta:
@@ -149,13 +149,13 @@ class Shapes(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Largest bytes alive in the phases of one training step."""
+    """Most bytes alive in the phases of one training step."""
 
-    # in forward and backward pass
+    # peak of the forward and backward pass
     backward_bytes: int
-    # in the optimizer's step
+    # peak of the optimizer's step
     optimizer_bytes: int
-    # made by the forward and backward pass and alive at its peak
+    # bytes of the storages that the forward and backward pass made, and that are alive at its peak
     blocks: tuple[int, ...]
 
 
@@ -165,15 +165,16 @@ class Counts(NamedTuple):
     parameters: int
     gradients: int
     optimizer: int
+    # local batches of `small` and `large`
     batches: tuple[int, int]
-    # with the smallest batch: gradients make the peak, not activations
+    # step with the smallest batch, where gradients make the peak, not activations
     least: Step
     small: Step
     large: Step
 
     @property
     def per_sample(self) -> float:
-        """Bytes of activations of a sample."""
+        """Bytes of activations per sample."""
         return max(0.0, self._slope(self.small.backward_bytes, self.large.backward_bytes))
 
     @property
@@ -216,11 +217,11 @@ def count(
     *,
     fake: bool,
 ) -> Counts:
-    """Go through training steps at two local batches and count bytes.
+    """Take training steps at two local batches and count their bytes.
 
     With several workers gradients live in buckets, and ZeRO divides the optimizer's states.
-    Operators keep other tensors on "cuda" than on "cpu". The batches ascend, and are so large that
-    activations make the peak. Fake tensors have no contents.
+    Operators keep other tensors on "cuda" than on "cpu". `batches` ascend, and have to be so large
+    that activations make the peak. With `fake`, tensors have no contents.
     """
     build = build_without_memory if fake else build_model
     model = build(workload, shapes.classes, shapes.image_size)
@@ -261,7 +262,7 @@ class _Steps:
         self.buckets = _gradient_buckets(self.parameters) if world > 1 else []
 
     def count(self, batches: tuple[int, int]) -> Counts:
-        """Take steps with the smallest batch and with these."""
+        """Take steps with the smallest batch and with `batches`."""
         # optimizer states are made in the first step
         self.step(LEAST_BATCH)
         least, small, large = map(self.step, (LEAST_BATCH, *batches))
@@ -289,7 +290,7 @@ class _Steps:
         with torch.autocast("cpu", CPU_DTYPES[precision], enabled=precision != "fp32"):
             loss = self.criterion.loss(self.model(inputs), targets)
         loss.backward()  # type: ignore[no-untyped-call]
-        # the worker returns it, and with it no graph
+        # the worker returns the loss without its graph
         loss = loss.detach()
         backward = self.tracker.peak()
         self.tracker.watch()
@@ -306,7 +307,7 @@ class _Steps:
 
 
 def _gradient_buckets(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Let gradients live on, as DistributedDataParallel does with gradient_as_bucket_view."""
+    """Keep gradients alive, as DistributedDataParallel does with gradient_as_bucket_view."""
     buckets = [torch.zeros_like(p) for p in parameters]
     for parameter, bucket in zip(parameters, buckets, strict=True):
         parameter.register_post_accumulate_grad_hook(_into(bucket))  # type: ignore[no-untyped-call]
@@ -323,7 +324,7 @@ def _into(bucket: Tensor) -> Callable[[Tensor], None]:
 class _WithoutMemory(TorchFunctionMode):
     """Mode that puts parameters on the meta device.
 
-    `torch.device("meta")` would also take arithmetic that needs values.
+    `torch.device("meta")` would also put arithmetic there that needs values.
     """
 
     def __torch_function__(
@@ -343,7 +344,7 @@ class _WithoutMemory(TorchFunctionMode):
 
 
 class _FusedDropout(TorchFunctionMode):
-    """Dropout of CUDA, which keeps a mask of one byte an element; a CPU's has the input's type."""
+    """CUDA's dropout, which keeps a mask of one byte per element; a CPU's has the input's type."""
 
     def __torch_function__(
         self,
@@ -364,7 +365,7 @@ def build_without_memory(workload: WorkloadSpec, classes: int, image_size: int) 
         with _WithoutMemory():
             return build_model(workload, classes, image_size)
     except (RuntimeError, NotImplementedError):
-        # the model's own code needs the weights
+        # the model's own code needs the values of the weights
         return build_model(workload, classes, image_size)
 
 
@@ -374,7 +375,7 @@ def _track_model(
     """Give every parameter and buffer a tensor of the current mode, and count it."""
     if workload.channels_last and not fake:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    # a shared parameter stays shared
+    # by id, so that a shared parameter stays shared
     made: dict[int, Any] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -387,7 +388,7 @@ def _track_model(
 
 
 def _fake_like(tensor: Tensor, workload: WorkloadSpec) -> Tensor:
-    # as nn.Module.to has it
+    # as nn.Module.to does: channels_last is for tensors of 4 dimensions
     images = workload.channels_last and tensor.dim() == 4
     memory_format = torch.channels_last if images else torch.contiguous_format
     plain = torch.empty(tensor.shape, dtype=tensor.dtype, memory_format=memory_format)

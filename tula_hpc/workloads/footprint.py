@@ -4,26 +4,26 @@
 [--json]`
 
 The workload's model is built without memory, and forward pass, backward pass and optimizer run on
-tensors that have shapes but no contents, at three local batches. From the storages alive at each
-moment follow
+tensors that have shapes but no contents, at three local batches. The storages alive at each moment
+give
 
     peak(b) = max(activations per sample × b + fixed, end of the backward pass, optimizer's step)
 
-exactly as far as tensors go. A model that needs values to run (own code that branches on them) is
-counted on real tensors at small batches instead. Memory that a library takes inside an operator
-cannot be seen; it is allowed for:
+which is exact as far as tensors go. A model that needs values to run (own code that branches on
+them) is counted on real tensors at small batches instead. Memory that a library takes inside an
+operator cannot be seen; it is estimated:
 
 - CPU: convolutions and the C library's heap. Blocks below 32 MiB come from the heap, and its holes
   stay resident: `HEAP_HOLES` of the bytes in such blocks, and `LIBRARIES_BYTES` for code and
   buffers of the first real step. Both were measured with
   `python -m tests.benchmarks.memory_estimate`.
 - CUDA: `DEVICE_OVERHEAD` of the tensors' bytes, for workspaces and segments of the caching
-  allocator. On an H100 transformers reserved so much, and convolutions more, up to 2.4 times the
-  tensors' bytes: where there is room, cuDNN's trials of its kernels take it ("On one H100" in
+  allocator. On an H100 transformers reserved that much, and convolutions more, up to 2.4 times the
+  tensors' bytes: cuDNN's trials of its kernels take the room that is left ("On one H100" in
   tests/benchmarks/README.md). The CUDA context (some 0.5 GB) is not part of it; the cluster's
   `memory_margin` has to hold it.
 
-torch is imported late: the command's help and mistakes in its arguments are answered at once.
+torch is imported late, so that the command answers at once to --help and to wrong arguments.
 Loader processes, the library of collectives and other users of a node are not counted either.
 """
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from tula_hpc.data.datasets import Data
     from tula_hpc.workloads.fake_steps import Counts, Shapes
 
-# local batches to count at: so large that activations make the peak; fake ones cost nothing
+# local batches at which to count: so large that activations make the peak; fake ones cost nothing
 FAKE_BATCHES = (128, 512)
 REAL_BATCHES = (4, 8)
 MIB = 1024**2
@@ -67,8 +67,8 @@ DEVICE_OVERHEAD = 0.1
 
 
 def host_baseline(sweep: SweepSpec, cluster: ClusterSpec) -> int:
-    """Return the bytes of this process, as of a worker with its libraries, before its model."""
-    # what a worker imports takes memory, whether or not this process has needed it so far
+    """Return this process's bytes with all that a worker imports, but no model; 0 for a GPU."""
+    # import what a worker imports, whether or not this process has needed it so far
     from tula_hpc import process_memory
     from tula_hpc.data import datasets, images  # noqa: F401
     from tula_hpc.workloads import fake_steps  # noqa: F401
@@ -89,8 +89,8 @@ def estimate_footprint(
 ) -> Footprint:
     """Count one worker's memory; see the module.
 
-    `host_bytes` is a `host_baseline`; None: as this process is now. `data` are the workload's where
-    they are loaded already.
+    `host_bytes` is an earlier `host_baseline`; None: that of this process now. `data` are those of
+    the workload if they are loaded already.
 
     Raises:
         InputError: The model or data set is not as expected.
@@ -250,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if warning := told_by_set(options.set):
         print(f"warning: {warning}", file=sys.stderr)
     try:
-        # data that is known by its name need not be here
+        # a data set that is known by its name need not be on this machine
         sweep, cluster = load_together(
             options.sweep, options.cluster, options.set, check_paths=False
         )
@@ -259,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise InputError(message, source=options.sweep, key="workload.script")
         names = _partition_names(options, sweep, cluster)
         parts = {name: cluster.part(name) for name in names}
-        # counting one leaves libraries behind
+        # measured before any is counted, which leaves further libraries in memory
         host_bytes = {name: host_baseline(sweep, part) for name, part in parts.items()}
         footprints = {
             name: estimate_footprint(sweep, part, host_bytes=host_bytes[name])
@@ -291,7 +291,7 @@ def _partition_names(
     """Return the partition that the user names, else all with enough nodes for the sweep.
 
     Raises:
-        InputError: Several partitions, but JSON is of one alone.
+        InputError: There are several partitions, but JSON is for one alone.
     """
     if options.partition:
         return [options.partition]

@@ -1,6 +1,6 @@
 """A small language model: data, model, loss and metric, written as a user's own (`user_code`).
 
-It guesses the next character of Python programs, those of the standard library:
+It predicts the next character of Python programs, those of the standard library:
 `sweeps/language_model.toml`.
 """
 
@@ -19,9 +19,9 @@ from torch.utils.data import Dataset
 
 from tula_hpc.config import WorkloadSpec
 
-# ASCII; others count as 0
+# ASCII; other bytes count as 0
 CHARACTERS = 128
-# of a sample, characters
+# characters of a sample
 LENGTH = 64
 WIDTH, HEADS, LAYERS = 128, 4, 2
 TEST_SAMPLES = 1000
@@ -86,10 +86,10 @@ def transformer(classes: int, image_size: int) -> nn.Module:
 
 
 def next_character_loss(scores: Tensor, targets: Tensor) -> Tensor:
-    """Return each sample's cross-entropy, mean over its places; for `workload.loss`."""
+    """Return each sample's cross-entropy, the mean over its places; for `workload.loss`."""
     return cross_entropy(scores.movedim(-1, 1), targets, reduction="none").mean(1)
 
 
 def next_character_right(scores: Tensor, targets: Tensor) -> Tensor:
-    """Return each sample's share of rightly guessed characters; for `workload.metric`."""
+    """Return each sample's share of correctly predicted characters; for `workload.metric`."""
     return (scores.argmax(-1) == targets).float().mean(1)

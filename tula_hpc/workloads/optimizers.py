@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from tula_hpc.config import WorkloadSpec
 
-# nn.RMSNorm is younger than the oldest torch that is supported; its weight is a vector, as all
-# others' but LayerNorm's
+# Layers with parameters to leave out. nn.RMSNorm is newer than the oldest torch that is supported;
+# its weight is a vector, like all others except LayerNorm's, and vectors are left out anyway.
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 
 
@@ -20,7 +20,7 @@ def norms_and_biases(model: nn.Module) -> list[nn.Parameter]:
     """Return parameters that layer-wise rates and weight decay usually leave out.
 
     These are the parameters of normalization layers, and all vectors: biases, and the scales that
-    some models have beside their weights.
+    some models have in addition to their weights.
     """
     of_norms = set()
     for module in model.modules():
@@ -49,7 +49,7 @@ def base_optimizer(
             weight decay.
     """
     kind: type[Optimizer] = torch.optim.SGD
-    # in this order, which checkpoints keep
+    # the order of these keys stays the same, since checkpoints hold it
     numbers: dict[str, Any] = {"lr": workload.lr}
     if workload.optimizer == "adamw":
         kind = torch.optim.AdamW
@@ -67,7 +67,7 @@ def base_optimizer(
             # training.clip_norm does that.
             numbers["max_grad_norm"] = None
     if sharded:
-        # here, since few need it
+        # imported here, since few trainings need it
         from tula_hpc.workloads.sharded_optimizer import ShardedOptimizer
 
         return ShardedOptimizer(groups, kind, **numbers)
@@ -85,7 +85,7 @@ def layer_wise_kinds() -> tuple[type[Optimizer], type[Optimizer]]:
 def _layer_wise_groups(
     parameters: Sequence[nn.Parameter], exempt: Sequence[nn.Parameter]
 ) -> list[dict[str, Any]]:
-    """Return timm's groups: trust ratios apply with weight decay, or always on request."""
+    """Return groups for timm, which applies trust ratios with weight decay or `always_adapt`."""
     names = {id(p) for p in exempt}
     adapted = [p for p in parameters if id(p) not in names]
     others = [p for p in parameters if id(p) in names]
@@ -94,14 +94,15 @@ def _layer_wise_groups(
 
 
 def shards(workload: WorkloadSpec, world_size: int) -> bool:
-    """Tell whether the states are divided, which takes several workers."""
+    """Tell whether the optimizer's states are divided, which takes several workers."""
     return workload.zero_stage == 1 and world_size > 1
 
 
 def zero_share(parameters: Sequence[nn.Parameter], world_size: int) -> list[nn.Parameter]:
     """Return the largest share that `ZeroRedundancyOptimizer` gives to a worker.
 
-    It goes through the parameters, largest first, and gives each to the worker with the least.
+    That class goes through the parameters, largest first, and gives each to the worker with the
+    fewest elements so far.
     """
     shares: list[list[nn.Parameter]] = [[] for _ in range(world_size)]
     sizes = [0] * world_size
@@ -120,12 +121,12 @@ def consolidate(optimizer: Optimizer) -> None:
 
 
 def own_states(optimizer: Optimizer) -> dict[Any, Any]:
-    """Return the states that this worker holds."""
+    """Return the optimizer's states that this worker holds."""
     return dict(_plain(optimizer).state)
 
 
 def is_divided(optimizer: Optimizer) -> bool:
-    """Tell whether each worker holds a share of the states only."""
+    """Tell whether each worker holds only a share of the optimizer's states."""
     return _is_sharded(getattr(optimizer, "base", optimizer))
 
 
@@ -136,5 +137,5 @@ def _plain(optimizer: Optimizer) -> Optimizer:
 
 
 def _is_sharded(base: Optimizer) -> bool:
-    """Tell it by a method that only torch's class has; importing the class takes a while."""
+    """Tell by a method that only torch's class has, since importing the class takes a while."""
     return hasattr(base, "consolidate_state_dict")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-# of names and shapes of one worker's states
+# largest description that a worker may send of the names and shapes of its states
 MOST_DESCRIPTION_BYTES = 64 * 1024**2
 DTYPES = {
     str(dtype): dtype
@@ -46,7 +46,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         Raises:
             ValueError: A worker describes states that cannot be those of its parameters.
         """
-        # torch's own, which its stubs do not know
+        # for members of torch's class that its stubs do not know
         torch_own: Any = self
         torch_own._sync_param_groups(self.param_groups, self.optim.param_groups)
         own: dict[int, dict[str, Any]] = self.optim.state_dict()["state"]
@@ -126,7 +126,7 @@ def _empty_like_sent(
     """Make room for a state, which has the shape of its parameter, or one number.
 
     Raises:
-        ValueError: It has neither, or is of no known type.
+        ValueError: The state has another shape, or is of no known type.
     """
     possible = (parameter.shape, torch.Size([]), torch.Size([1]))
     if dtype not in DTYPES or torch.Size(shape) not in possible:

@@ -17,7 +17,7 @@ def compact_cnn(classes: int, image_size: int) -> nn.Module:
 
 
 def plain_cnn(classes: int, image_size: int) -> nn.Module:
-    """Build `compact_cnn` with biases in place of BatchNorm: it does not forgive a high rate."""
+    """Build `compact_cnn` with biases in place of BatchNorm: a high learning rate harms it."""
     layers: list[nn.Module] = []
     strides = _strides(3, image_size)
     for before, after, stride in zip((3, 32, 64), (32, 64, 128), strides, strict=True):
@@ -41,15 +41,15 @@ def depthwise_cnn(classes: int, image_size: int) -> nn.Module:
 def medium_cnn(classes: int, image_size: int) -> nn.Module:
     """Build six convolutions and a linear layer, 2.9 million parameters.
 
-    An image of 32 pixels takes 25 million multiplications. Most weights sit in the last layers,
-    where the image is small: enough gradient for the network to matter, at a step that half a CPU
-    core can do.
+    An image of 32 pixels takes 25 million multiplications. Most weights are in the last layers,
+    where the image is small: gradients are large enough for the all-reduce to matter, at a step
+    that half a CPU core can do.
     """
     return _network((32, 64, 128, 256, 384, 512), _strides(6, image_size), classes)
 
 
 def _strides(layers: int, image_size: int) -> list[int]:
-    """Halve after the first layer until two pixels are left."""
+    """Return strides that halve the image after the first layer until two pixels are left."""
     halvings = max(0, image_size.bit_length() - 2)
     return [1] + [2 if layer < halvings else 1 for layer in range(layers - 1)]
 

@@ -1,7 +1,7 @@
 """Models by name: any torchvision classifier without pretrained weights, or a user's function.
 
-Torchvision's classifiers are drawn for 224 pixels: their stems throw away a factor 4 of resolution
-before the first block, and an 8-pixel or 32-pixel image ends as a single pixel half-way. Up to 64
+Torchvision's classifiers are made for 224 pixels: their stems reduce the resolution by a factor of
+4 before the first block, and an 8-pixel or 32-pixel image is a single pixel half-way. Up to 64
 pixels each family keeps its blocks and gets the stem that the literature uses on CIFAR: a 3×3
 convolution of stride 1 and no pooling for residual networks (He et al. 2016, §4.2), the first
 stride removed for mobile networks, smaller patches for transformers, a head of 512 instead of 4096
@@ -29,15 +29,15 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "inception_v3": {"aux_logits": False, "init_weights": True},
 }
 _HEAD_WIDTH = 512
-# pixels; 64 would make its 5×5 convolution four times as expensive as at 32
+# pixels; the 5×5 convolution has stride 1 up to here, and would cost four times as much at 64
 _ALEXNET_STRIDE_ABOVE = 32
 # patches along an edge of a small image: 64 tokens, so that attention has something to attend to
 _SMALL_GRID = 8
-# from the image to the last block's grid
+# edge of the image divided by that of the last block's grid
 _MAXVIT_STRIDE = 32
 # window edges, largest first; torchvision's is 7, and 1 would attend to nothing
 _MAXVIT_PARTITIONS = range(12, 1, -1)
-# below, its unpadded stem leaves nothing for the last blocks
+# pixels; below that, the unpadded stem leaves nothing for the last blocks
 _SMALLEST_INCEPTION = 75
 
 
@@ -83,7 +83,7 @@ def _small_image_model(name: str, classes: int, image_size: int) -> nn.Module:
 
 
 def _torchvision_model(name: str, classes: int, **arguments: Any) -> nn.Module:
-    # here, since a model of the user's own needs none of it
+    # imported here, since a user's own model does not need torchvision
     from torchvision.models import get_model
 
     model: nn.Module = get_model(
@@ -100,7 +100,7 @@ def _size_error(name: str, image_size: int, expected: str) -> InputError:
 def _small_stem(first: nn.Conv2d, kernel_size: int = 3) -> nn.Conv2d:
     """Return a convolution to replace `first` that keeps the resolution: stride 1, same padding.
 
-    Weights are He-normal over the fan-out (He et al. 2015), as ResNet, DenseNet and VGG have it.
+    Weights are He-normal over the fan-out (He et al. 2015), as in ResNet, DenseNet and VGG.
     """
     conv = nn.Conv2d(
         first.in_channels,
@@ -120,7 +120,7 @@ def _patch_conv(first: nn.Conv2d, patch: int) -> nn.Conv2d:
     """Return a patch embedding to replace `first`; its patches do not overlap.
 
     Patches of one pixel are seen through 3×3 windows. Weights are normal with variance 1/fan-in,
-    truncated, as torchvision's transformers have it.
+    truncated, as in torchvision's transformers.
     """
     kernel, padding = (3, 1) if patch == 1 else (patch, 0)
     conv = nn.Conv2d(first.in_channels, first.out_channels, kernel, stride=patch, padding=padding)
@@ -130,7 +130,7 @@ def _patch_conv(first: nn.Conv2d, patch: int) -> nn.Conv2d:
 
 
 def _keep_resolution(model: nn.Module, _: int = 0) -> None:
-    """Take the stride out of the first convolution of a model or block, which must be padded."""
+    """Set the stride of a model's or block's first convolution, which must be padded, to 1."""
     next(module for module in model.modules() if isinstance(module, nn.Conv2d)).stride = (1, 1)
 
 
@@ -212,7 +212,7 @@ def _small_vision_transformer(name: str, classes: int, image_size: int) -> nn.Mo
         expected = f"expected a multiple of {_SMALL_GRID}; the smallest is {_SMALL_GRID}"
         raise _size_error(name, image_size, expected)
     own_patch = int(name.rsplit("_", 1)[1])
-    # a size that has as many position embeddings as we need
+    # at this size the model has as many position embeddings as there are patches
     model: Any = _torchvision_model(name, classes, image_size=_SMALL_GRID * own_patch)
     patch = image_size // _SMALL_GRID
     model.conv_proj = _patch_conv(model.conv_proj, patch)
@@ -224,7 +224,7 @@ def _small_vision_transformer(name: str, classes: int, image_size: int) -> nn.Mo
 def _maxvit(name: str, classes: int, image_size: int) -> nn.Module:
     """Build `maxvit_t` with a window that divides every block's grid.
 
-    It is 7, as published, if that fits (224 pixels), else the largest that does.
+    The window is 7, as published, if that fits (224 pixels), else the largest one that fits.
     torchvision.models.maxvit_t does not let its partition_size be chosen.
     """
     from torchvision.models.maxvit import MaxVit
@@ -290,7 +290,7 @@ def _adapt_inception(model: Any, _: int) -> None:
 
 
 def _adapt_patches(model: Any, image_size: int) -> None:
-    """Begin with 16 patches along an edge, or single pixels: three halvings follow."""
+    """Make the first grid 16 patches along an edge, or single pixels: three halvings follow."""
     model.features[0][0] = _patch_conv(model.features[0][0], max(1, image_size // 16))
 
 

@@ -1,7 +1,7 @@
-"""A workload: model, loss and data, built and tried on some samples before a job is hours old.
+"""Build a workload (model, loss and data), and try it on some samples so that it fails early.
 
-Its `Identity` tells one workload from another: the digest of a model's structure is the same in
-every process and on every machine and device.
+Its `Identity` distinguishes it from other workloads: the digest of a model's structure is the same
+in every process and on every machine and device.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tula_hpc.workloads.torchvision_models import build_model
 
 CPU_DTYPES = {
     "fp32": torch.float32,
-    # CPUs have no fp16; the size is the same
+    # stands in for fp16, which CPUs lack; both have the same size
     "fp16": torch.bfloat16,
     "bf16": torch.bfloat16,
 }
@@ -50,16 +50,16 @@ class Workload(NamedTuple):
     """A model, its criterion and its data.
 
     Attributes:
-        model: In training mode, on the CPU unless it was tried on another device; (batch, 3,
+        model: In training mode, on the CPU unless it was tried on another device; maps (batch, 3,
             image_size, image_size) to (batch, classes), unless it, or the data, is the user's own.
         criterion: Loss and scores.
         train: Items (image, label), images as bytes (see `images.ImageDataset`), or the user's own
             (inputs, targets); random augmentation draws from torch's default random numbers, unless
-            read through `make_train_loader`.
-        test: Such items, always the same.
+            items are read through `make_train_loader`.
+        test: Items like those of `train`, always the same.
         classes: Number of classes.
-        image_size: Edge of an image, pixels; of other inputs the last dimension.
-        identity: Of model, code and data.
+        image_size: Edge of an image, pixels; for other inputs the last dimension.
+        identity: Identity of model, code and data.
     """
 
     model: nn.Module
@@ -85,7 +85,7 @@ def build_workload(spec: WorkloadSpec, device: torch.device = CPU) -> Workload:
 def workload_of(
     spec: WorkloadSpec, data: Data, device: torch.device, tried: int = TRIED_BY_JOBS
 ) -> Workload:
-    """Return the workload over data that are there already; see `build_workload`."""
+    """Return the workload with data that are loaded already; see `build_workload`."""
     model = build_model(spec, data.classes, data.image_size)
     if spec.channels_last and any(parameter.dim() > 4 for parameter in model.parameters()):
         message = "is for images, and the model has parameters of 5 dimensions; set it to false"
@@ -93,7 +93,7 @@ def workload_of(
     criterion = build_criterion(spec)
     if spec.loss or spec.metric or is_entry_point(spec.model) or is_entry_point(spec.dataset):
         _check_fits(spec, model, criterion, data, device=device, tried=tried)
-    # before the model is wrapped
+    # before the model's blocks are wrapped
     identity = identity_of(spec, model, data)
     if spec.activation_checkpointing:
         checkpoint_activations(model)
@@ -132,7 +132,7 @@ def _modules(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules(remove_duplicate=False):
         kind = type(module)
         settings = ""
-        # a user's attributes may be counters, paths or times
+        # only of torch's modules: a user's attributes may be counters, paths or times
         if kind.__module__.startswith("torch.nn."):
             plain = {key: value for key, value in vars(module).items() if _is_setting(key, value)}
             settings = f" {sorted(plain.items())}"
@@ -183,7 +183,7 @@ def _check_fits(
     The device is that of the training: some models run on GPUs only.
 
     Raises:
-        InputError: One of them fails, or returns something else than the protocol asks for.
+        InputError: One of them fails, or does not return what the protocol asks for.
     """
     count, inputs, targets = _test_batch(data.test, tried)
     inputs, targets = map_tensors(lambda tensor: tensor.to(device), (inputs, targets))
@@ -218,7 +218,7 @@ def _test_batch(test: Dataset[Any], tried: int) -> tuple[int, Any, Any]:
 
 
 def refuse_unused(model: nn.Module) -> None:
-    """Refuse parameters without a gradient, for which several workers would wait.
+    """Refuse parameters that get no gradient, since several workers would wait for it.
 
     Raises:
         InputError: A parameter has none after a backward pass.
@@ -260,7 +260,7 @@ def _outputs(spec: WorkloadSpec, model: nn.Module, inputs: Any) -> Any:
 
 
 def layer_of(error: BaseException, model: nn.Module) -> str:
-    """Name the layer of a model that raised, for a message; "" where it was the model itself."""
+    """Name the layer of a model that raised, for a message; "" if no layer did."""
     names = {module: name for name, module in model.named_modules()}
     found = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
