@@ -1,15 +1,15 @@
 """Command `tula check CLUSTER.toml`: is a cluster as its file says, and fit for a training?
 
-First this machine asks Slurm, then a job of at most three minutes on two nodes measures, submitted
-as profile and training jobs are. Verdicts come from `site_verdicts` and `rank_verdicts`.
+First this machine asks Slurm. Then a job of at most three minutes measures on two nodes; it is
+submitted as profile and training jobs are. `site_verdicts` and `rank_verdicts` judge the results.
 
 `--json` prints one object:
 
     cluster, exit_code
-    logs         folder of the job's logs, where it did not end well; else empty
+    logs         folder of the job's logs if the job did not end well; else ""
     partitions   for each: partition ("" without [[partitions]]),
                  verdicts (topic, level, found, remedy, hosts),
-                 site (Slurm's answers, see `site.Site`), job_id, ranks (see `job.RankReport`)
+                 site (Slurm's answers, see `site.Site`), job_id, ranks (see `reports.RankReport`)
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 
 NODES = 2
 MINUTES = 3
-# The signal before the time limit is not what is tested; it must not come while the probes run.
+# short, so that the signal before the time limit does not come while the probes run: they send
+# their own
 SIGNAL_DELAY_S = 10
 WAIT_MINUTES = 10
 POLL_S = 1.0
@@ -91,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def minutes(text: str) -> float:
-    """Return the number of an option, by whose type's name argparse speaks of text that is none."""
+    """Return an option's minutes; argparse names this function if the text is no number."""
     number = float(text)
     if not 0 <= number < math.inf:
         raise argparse.ArgumentTypeError(f"expected minutes from 0 on, got {text}")
@@ -134,18 +135,18 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _load_inputs(options: argparse.Namespace) -> tuple[ClusterSpec, WorkloadSpec, bool]:
-    """Return cluster and workload, and whether a sweep looks for its data on this machine."""
+    """Return cluster, workload, and whether a sweep would look for its data on this machine."""
     from tula_hpc.config import WorkloadSpec, load_cluster, load_together
 
     if options.sweep is None:
         return load_cluster(options.cluster), WorkloadSpec(dataset="synthetic"), True
-    # a missing data folder is a line of the table
+    # without check_paths: a missing data folder gets a line of the table instead
     sweep, cluster = load_together(options.sweep, options.cluster, check_paths=False)
     return cluster, sweep.workload, sweep.search.estimate
 
 
 def _make_run_directory() -> RunDirectory:
-    """Make a private folder below runs/, as those of sweeps: the nodes have to see it."""
+    """Make a private folder below runs/, like that of a sweep, where the nodes see it."""
     from tula_hpc.records import RunDirectory
 
     parent = Path("runs")
@@ -157,7 +158,7 @@ def _make_run_directory() -> RunDirectory:
 
 
 class _Check:
-    """Check of one partition, or of a cluster without [[partitions]]."""
+    """The check of one partition, or of a cluster without [[partitions]]."""
 
     def __init__(
         self,
@@ -213,7 +214,7 @@ class _Check:
                 [self.task], stage="profile", nodes=self.nodes, minutes=MINUTES, patient=False
             )
         except KeyboardInterrupt:
-            # Slurm may have accepted the job
+            # Slurm may have accepted the job already; it has to be cancelled
             self.job = next(iter(self.launcher.find_lost()), None)
             raise
         except LaunchError as error:
@@ -223,7 +224,7 @@ class _Check:
         sys.stderr.write(f"job {self.job.job_id} is submitted: at most {MINUTES} minutes\n")
 
     def _ask_slurm(self) -> bool:
-        """Judge the site; return whether it has a partition for the job."""
+        """Judge Slurm's answers; return whether there is a partition for the job."""
         from tula_hpc.check.site import ask_site
         from tula_hpc.check.site_verdicts import Topic, failed, judge_site
         from tula_hpc.launch.slurm import unreached
@@ -239,7 +240,7 @@ class _Check:
         return self.site.partition is not None
 
     def _sweeps_launcher(self) -> Launcher:
-        """Return the launcher that a sweep would have, for its scripts."""
+        """Return the launcher that a sweep would use, to test its batch scripts."""
         from tula_hpc.launch.launcher import Launcher
 
         run, name = self.launcher.run, self.launcher.name
@@ -260,7 +261,7 @@ class _Check:
         self.verdicts += judge_network(self.ranks, _networks(self.job))
 
     def cancel(self) -> None:
-        """Cancel the job, which waits after a granted requeue, and give it a while to end."""
+        """Cancel the job, which is pending again after a granted requeue, and await its end."""
         if self.job is None:
             return
         with contextlib.suppress(LaunchError):
@@ -271,7 +272,7 @@ class _Check:
 
     @property
     def has_telling_logs(self) -> bool:
-        """Tell whether the job began and did not run to its end."""
+        """Tell whether the job began but did not run to its end."""
         return self.job is not None and not self.is_complete and bool(self.job.log_files())
 
     def as_json(self) -> dict[str, object]:
@@ -286,7 +287,7 @@ class _Check:
 
 
 def _for_check(cluster: ClusterSpec) -> ClusterSpec:
-    """Return the cluster with nccl's log of the network that it takes."""
+    """Return the cluster with settings for the check: NCCL logs which network it uses."""
     telling = (
         {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"} if cluster.device == "cuda" else {}
     )
@@ -295,7 +296,7 @@ def _for_check(cluster: ClusterSpec) -> ClusterSpec:
 
 
 class _Watch:
-    """Follows a job until all workers have reported, or it is over, or will not start in time."""
+    """Follows a job until all workers have reported, it has ended, or it will not start in time."""
 
     def __init__(self, launcher: Launcher, job: Submitted, task: CheckJob, expected: int) -> None:
         self.launcher, self.job, self.task, self.expected = launcher, job, task, expected
@@ -308,7 +309,7 @@ class _Watch:
         return len(self.reports) == self.expected and all(each.finished for each in self.reports)
 
     def follow(self, wait_s: float) -> list[Verdict]:
-        """Wait; return the verdicts on the job itself."""
+        """Wait for the job; return the verdicts on the job itself."""
         from tula_hpc.launch.diagnosis import explain, waits
 
         ends = time.monotonic() + wait_s
@@ -340,7 +341,7 @@ class _Watch:
             self._shown = words
 
     def _complete_requeued(self) -> None:
-        """Take the requeue for granted where it ended rank 0 before that could say so."""
+        """Complete reports that a granted requeue cut off: it ends rank 0 before it can say so."""
         from tula_hpc.check.reports import Probe, Requeue
 
         self.reports = [
@@ -375,7 +376,7 @@ def _not_started(why: str, wait_s: float, *, stuck: bool) -> Verdict:
     )
 
 
-# nccl writes "NCCL INFO Using network Socket", newer ones with more in between
+# NCCL logs "NCCL INFO Using network Socket", newer versions with more words in between
 _NETWORK = re.compile(r"NCCL INFO .*Using network (\S+)")
 
 
@@ -411,7 +412,7 @@ def _as_text(checks: Sequence[_Check], logs: str, width: int) -> str:
 
 
 def _first_to_do(checks: Sequence[_Check], width: int) -> list[str]:
-    """Say with which of several failed lines to begin: topics are in the order of their causes."""
+    """Say which of several failed lines to mend first: topics are in the order of their causes."""
     from tula_hpc.check.site_verdicts import Topic
 
     failed = []

@@ -1,4 +1,4 @@
-"""Job of `tula_hpc.check`: its data, and how a worker runs it. Imports no torch."""
+"""Job of `tula_hpc.check`: its data, and the function that its workers run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tula_hpc.records import read_document
 
 @dataclass(frozen=True)
 class CheckJob(Requeueable):
-    """Looks at the nodes of one small job.
+    """Small job that examines its nodes.
 
     Attributes:
         cluster: The cluster, or one partition of it.
         workload: Data and loader to measure.
-        nodes: Of the job.
-        folder: For each worker's report.
+        nodes: Number of nodes of the job.
+        folder: Folder for the workers' reports.
     """
 
     run: ClassVar[str] = "tula_hpc.check.job:run"
@@ -38,7 +38,7 @@ class CheckJob(Requeueable):
         return self.folder / f"rank-{rank}.json"
 
     def reports(self) -> list[RankReport]:
-        """Return the workers' reports so far, by rank.
+        """Return the reports that workers have written so far, by rank.
 
         Raises:
             RunDirectoryError: A report is damaged.
@@ -49,7 +49,7 @@ class CheckJob(Requeueable):
 
 def run(job: CheckJob) -> None:
     """Measure and report; every worker calls this."""
-    # The requeue is the last that is tested; the command cancels the job then.
+    # the requeue is tested last: after it nothing is left to do, and the command cancels the job
     if restart_count() > 0:
         return
     stop = StopRequest().install()

@@ -1,4 +1,4 @@
-"""Verdicts of `tula_hpc.check` on what connects the workers: interfaces and all-reduces."""
+"""Verdicts of `tula_hpc.check` on the network between workers: interfaces and all-reduces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from tula_hpc.config import ClusterSpec
 from tula_hpc.formatting import format_number
 
 GB = 1e9
-# A ring over sockets reaches most of its link; below a third it takes another, or shares it.
+# A ring over sockets reaches most of its link's rate; below a third it uses another link or shares
+# this one.
 LEAST_LINK_SHARE = 1 / 3
 SKIPPED = {
     Skip.NO_DEVICE: ("a worker has no device", "see devices"),
@@ -82,7 +83,7 @@ def _rate(interface: Interface) -> str:
 
 
 def judge_network(reports: Sequence[RankReport], networks: Sequence[str]) -> Iterator[Verdict]:
-    """Judge the networks that nccl names in its log: "IB" is InfiniBand, "Socket" TCP."""
+    """Judge the networks that NCCL names in its log: "IB" is InfiniBand, "Socket" is TCP."""
     if not networks:
         return
     shown = f"NCCL uses {', '.join(networks)}"
@@ -98,7 +99,7 @@ def judge_network(reports: Sequence[RankReport], networks: Sequence[str]) -> Ite
 
 
 def judge_collectives(reports: Sequence[RankReport]) -> Iterator[Verdict]:
-    """Judge the rates of all-reduces by what the link should carry."""
+    """Judge the rates of all-reduces by the rate that the link should have."""
     known = [report.collectives for report in reports if report.collectives]
     if not known or known[0].skipped is Skip.SINGLE_WORKER:
         return
@@ -124,10 +125,10 @@ def judge_collectives(reports: Sequence[RankReport]) -> Iterator[Verdict]:
 
 
 def _bus_rates(known: Sequence[Collectives]) -> dict[Scope, float]:
-    """Return the rate at which links are used, GB/s, by scope; the slowest group's.
+    """Return the rate at which each scope's slowest group uses its links, GB/s.
 
-    A ring moves 2 (n - 1)/n of the payload over each link (Patarasuk, Yuan 2009), as nccl-tests'
-    "busbw" counts.
+    A ring moves 2 (n - 1)/n of the payload over each link (Patarasuk, Yuan 2009); nccl-tests'
+    "busbw" counts in the same way.
     """
     rates: dict[Scope, list[float]] = defaultdict(list)
     for each in known:
@@ -137,17 +138,17 @@ def _bus_rates(known: Sequence[Collectives]) -> dict[Scope, float]:
 
 
 def bus_rate(timed: AllReduce) -> float:
-    """Return the bytes a second that a ring's links carry in the median all-reduce."""
+    """Return the bytes per second that each link of a ring carries in the median all-reduce."""
     moved = 2 * (timed.workers - 1) / timed.workers * timed.payload_bytes
     return moved / statistics.median(timed.times_s)
 
 
 def _link_gbs(reports: Sequence[RankReport], backend: str) -> float | None:
-    """Return the rate of the interface between nodes, GB/s; None where it is not known."""
+    """Return the rate of the interface between nodes, GB/s; None if it is not known."""
     known = hosts_of(reports)
     if len({report.hostname for report in reports}) < 2:
         return None
-    # nccl prefers InfiniBand; which of several ports it takes is not known
+    # NCCL prefers InfiniBand, but which of several ports it uses is not known
     if backend == "nccl" and any(
         each.infiniband and each.up for _, host in known for each in host.interfaces
     ):

@@ -1,7 +1,7 @@
-"""Measurements of the workers of `tula_hpc.check` on their nodes.
+"""Measurements that the workers of `tula_hpc.check` take on their nodes.
 
 No probe may hide the findings of another: each is limited in time, its error is part of the report,
-and the report is on disk before the next one begins. Those that can kill the job, or end it on
+and the report is on disk before the next probe begins. Probes that can kill the job, or end it on
 purpose, come last.
 """
 
@@ -62,16 +62,17 @@ from tula_hpc.records import Record, write_atomically
 if TYPE_CHECKING:
     from tula_hpc.check.job import CheckJob
 
-# Even where two probes run into their limits, all stay within the three minutes of the job.
+# time limit of a probe: even if two probes reach it, all end within the job's three minutes
 PROBE_S = 40
-# Nodes import torch at their own pace; the first time, from a file server, that takes a minute.
+# how long workers wait for each other: a node's first import of torch from a file server takes a
+# minute
 PATIENCE = timedelta(seconds=90)
 LOADER_S = 3.0
 LOADER_BATCH = 64
-# Slurm hands a signal on within a second or two
+# how long to wait for a signal, which Slurm delivers within a second or two
 SIGNAL_S = 15.0
 NET = Path("/sys/class/net")
-# netdevice(7)
+# constants of netdevice(7)
 SIOCGIFFLAGS, IFF_RUNNING = 0x8913, 0x40
 INFINIBAND = Path("/sys/class/infiniband")
 
@@ -103,15 +104,14 @@ def run_probes(job: CheckJob, env: WorkerEnvironment, stop: StopRequest) -> None
         Probe.COLLECTIVES, lambda: time_collectives(job, place, reporter.report, peers)
     )
     if Probe.COLLECTIVES in reporter.report.errors:
-        # The others may wait for this worker in a collective: srun -K1 ends them.
+        # other workers may wait for this one in a collective: by its exit code srun -K1 ends them
         raise SystemExit(1)
     if place.rank > 0 or not place.on_slurm:
         reporter.finish()
         peers.leave()
         return
     peers.leave()
-    # This ends the job where it is granted; what is reported afterwards has KillWait to reach the
-    # disk.
+    # A granted requeue ends the job; the report has Slurm's KillWait to reach the disk.
     reporter.attempt(
         Probe.REQUEUE, lambda: Requeue(refused=slurm.requeue(slurm_job_id() or "") or "")
     )
@@ -133,7 +133,7 @@ class Reporter:
         )
 
     def attempt(self, probe: Probe, measure: Callable[[], Record], limit_s: int = PROBE_S) -> None:
-        """Report a probe's result, or its error."""
+        """Run a probe, and report its result or its error."""
         self._note(at_work_on=probe)
         try:
             with _time_limit(limit_s):
@@ -145,7 +145,7 @@ class Reporter:
             self._note(**{probe.value: found})
 
     def describe_host(self, cluster: ClusterSpec) -> None:
-        """Report the node, which needs no probe."""
+        """Report the node's description, which needs no probe."""
         self._note(host=describe_host(backend_of(cluster)))
 
     def finish(self) -> None:
@@ -159,7 +159,7 @@ class Reporter:
 
 @contextlib.contextmanager
 def _time_limit(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError in this thread's Python code after so many seconds."""
+    """Raise TimeoutError in this thread's Python code when the time is over."""
 
     def end(_number: int, _frame: object) -> None:
         raise TimeoutError(f"did not end within {seconds} s")
@@ -174,7 +174,7 @@ def _time_limit(seconds: int) -> Iterator[None]:
 
 
 class Peers:
-    """The other workers, over the store in which those of a training meet."""
+    """The other workers, reached through a store like that in which a training's workers meet."""
 
     def __init__(self, place: WorkerEnvironment) -> None:
         self.place = place
@@ -182,18 +182,18 @@ class Peers:
         self._rounds = 0
 
     def meet(self) -> Meeting:
-        """Find each other."""
+        """Meet the other workers, and return how long that took."""
         began = time.monotonic()
         if self.place.world_size > 1:
             self.store = meet(self.place, PATIENCE)
         return Meeting(seconds=time.monotonic() - began)
 
     def wait(self) -> None:
-        """Begin the next probe together; alone where somebody does not come."""
+        """Wait until all workers begin the next probe, or give up on them for good."""
         self.exchange("")
 
     def exchange(self, message: str) -> list[str]:
-        """Return each worker's message, by rank; only one's own where somebody does not come."""
+        """Return each worker's message, by rank; only the own one if a worker does not answer."""
         self._rounds += 1
         if self.store is None:
             return [message]
@@ -207,7 +207,7 @@ class Peers:
             return [message]
 
     def leave(self) -> None:
-        """Let rank 0, which keeps the store, be the last to go."""
+        """Leave the store; rank 0, which serves it, waits until all others have left."""
         if self.place.rank == 0:
             self.wait()
         elif self.store is not None:
@@ -220,7 +220,7 @@ class Peers:
 
 
 def describe_host(backend: str) -> Host:
-    """Look at the node's cores, limits and interfaces."""
+    """Describe the node's cores, limits and interfaces."""
     memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     shared = os.statvfs("/dev/shm")  # noqa: S108 - nothing is written there
@@ -246,7 +246,7 @@ def _interfaces() -> Iterator[Interface]:
 
 
 def _speed_mbit(index: int, name: str) -> int | None:
-    # In a container /sys may show the interfaces of another network namespace.
+    # in a container /sys may show the interfaces of another network namespace
     if _read(NET / name / "ifindex") != str(index):
         return None
     speed = _read(NET / name / "speed")
@@ -263,7 +263,7 @@ def _infiniband_ports() -> Iterator[Interface]:
 
 
 def _read(path: Path) -> str:
-    """Return a line of sysfs; empty where the kernel refuses, as for interfaces that are down."""
+    """Return a line of sysfs; "" if the kernel refuses, as it does for interfaces that are down."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -271,10 +271,10 @@ def _read(path: Path) -> str:
 
 
 def describe_device(cluster: ClusterSpec, place: WorkerEnvironment) -> Device:
-    """Look at the device that a training would choose here.
+    """Describe the device that a training would choose here.
 
     Raises:
-        InputError: There is none, see `pick_device`.
+        InputError: There is no device for this worker, see `pick_device`.
     """
     device = pick_device(cluster, place.local_rank)
     if device.type == "cpu":
@@ -323,7 +323,7 @@ def _processor() -> str:
 
 
 def await_signal(place: WorkerEnvironment, stop: StopRequest) -> Signal:
-    """Have Slurm send USR2 to all workers, as it does before a time limit, and wait for it."""
+    """Have Slurm send USR2 to all workers, as it does before a time limit, and await the signal."""
     refused = ""
     if place.rank == 0:
         try:
@@ -337,14 +337,14 @@ def await_signal(place: WorkerEnvironment, stop: StopRequest) -> Signal:
 
 
 def look_into(folder: Path) -> Data:
-    """See whether this node sees the data folder and may read it."""
+    """Find out whether this node sees the data folder and may read it."""
     return Data(
         folder=str(folder), readable=folder.is_dir() and os.access(folder, os.R_OK | os.X_OK)
     )
 
 
 def time_loader(job: CheckJob, place: WorkerEnvironment) -> Loader:
-    """Time the loader alone, on all workers at once, after the batches that were ready."""
+    """Time the loader alone, on all workers at once, once prefetched batches are used up."""
     spec = job.workload
     train = build_data(spec).train
     samples = len(train)  # type: ignore[arg-type] # checked when the data was built
@@ -364,7 +364,7 @@ def time_loader(job: CheckJob, place: WorkerEnvironment) -> Loader:
         next(batches)
     began = time.perf_counter()
     rounds = 0
-    # Processes that began together deliver in bursts: only whole rounds tell the rate.
+    # loader processes that began together deliver in bursts: only whole rounds show the rate
     while time.perf_counter() - began < LOADER_S:
         for _ in range(round_length):
             next(batches)

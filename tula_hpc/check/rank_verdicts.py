@@ -1,6 +1,6 @@
-"""Verdicts of `tula_hpc.check` on its workers' reports: pure functions of the records of `job`.
+"""Verdicts of `tula_hpc.check` on its workers' reports: pure functions of the records of `reports`.
 
-Every threshold stands beside the verdicts that it decides, with its reason.
+Every threshold of a verdict has its reason above it.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from tula_hpc.config import ClusterSpec, WorkloadSpec
 from tula_hpc.formatting import format_bytes, format_number, plural
 
 GB = 1e9
-# Rates of equal nodes differ by a few per cent; clocks of GPUs that get warm by about ten.
+# A worker is slow if it takes this many times the others' time. Equal nodes differ by a few per
+# cent, GPUs whose clocks fall as they warm up by about ten.
 SLOW = 1.25
-# Batches travel from loader processes through /dev/shm: two ready for each process, of up to
-# 64 MiB, a hundred images of 224² in fp32.
+# Batches travel from loader processes through /dev/shm: two ready batches per process, each of up
+# to 64 MiB, a hundred images of 224² in fp32.
 SHM_BYTES_PER_PROCESS = 2 * 64 * 2**20
-# A training process has some hundred files and sockets open, and more for batches on their way.
+# a training process has some hundred files and sockets open, and more for batches in transit
 LEAST_OPEN_FILES = 1024
-# Below this the GPU is somebody else's, too: a context alone takes about half a gigabyte.
+# with less memory free, somebody else uses the GPU, too: a context alone takes about 0.5 GB
 LEAST_FREE_SHARE = 0.95
-# PCIe 3 x16 gives 12 GB/s from pinned memory; a fifth of that is a narrow bus.
+# PCIe 3 x16 reaches 12 GB/s from pinned memory; a fifth of that means a narrow bus
 LEAST_TRANSFER_GBS = 2.5
 
 Known = Sequence[tuple[RankReport, Device]]
@@ -93,7 +94,7 @@ REMEDY_OF = {
 
 
 def _judge_errors(reports: Sequence[RankReport]) -> Iterator[Verdict]:
-    """Judge probes that failed, and those that a worker did not survive; the same words once."""
+    """Judge probes that failed or killed their worker; report the same error only once."""
     found: dict[tuple[Probe, str], list[str]] = defaultdict(list)
     for report in reports:
         for probe, text in report.errors.items():
@@ -104,11 +105,11 @@ def _judge_errors(reports: Sequence[RankReport]) -> Iterator[Verdict]:
     no_device = {text for probe, text in found if probe is Probe.DEVICE}
     everywhere = {report.hostname for report in reports}
     for (probe, text), hosts in found.items():
-        # what needs the device fails with the same words
+        # other probes that need the device fail with the same error
         if text in no_device and probe is not Probe.DEVICE:
             continue
-        # trainings wait for longer: a tree of images that is listed for the first time takes
-        # minutes
+        # only a warning: listing a tree of images for the first time takes minutes, and trainings
+        # wait that long
         late = probe is Probe.LOADER and text.startswith(TimeoutError.__name__)
         make = warning if late else failed
         remedy = REMEDY_OF[probe]
@@ -131,7 +132,7 @@ def _judge_workers(reports: Sequence[RankReport], expected: int) -> Verdict:
 def _judge_setup(reports: Sequence[RankReport]) -> Iterator[Verdict]:
     for _, host in hosts_of(reports):
         if host.failed_setup:
-            # the batch script runs it once for all workers
+            # one warning is enough: the batch script runs setup once for all workers
             remedy = "correct it there; slurm_templates/README.md has lines for modules and conda"
             yield warning(Topic.SETUP, host.failed_setup, remedy)
             return
@@ -174,7 +175,7 @@ def _versions(found: Iterable[str]) -> str:
 
 
 def _judge_given(reports: Sequence[RankReport]) -> Iterator[Verdict]:
-    """Judge by Slurm's word alone which GPU each worker has, where none could be opened."""
+    """Judge which GPU each worker has by what Slurm says, if no GPU could be opened."""
     owners: dict[tuple[str, str], list[RankReport]] = defaultdict(list)
     for report in reports:
         if seen := report.visible_gpus:
@@ -296,7 +297,7 @@ def _judge_limits(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Iterat
 
 
 def _loader_processes(workload: WorkloadSpec) -> int:
-    """Return how many load for a worker; a script starts its own, of which nothing is known."""
+    """Return a worker's number of loader processes; 0 for a script, whose own are not known."""
     return 0 if workload.is_script else workload.loader_workers
 
 
@@ -343,11 +344,11 @@ def _judge_compute(reports: Sequence[RankReport]) -> Iterator[Verdict]:
 
 
 def slow_ranks(times: Mapping[int, Sequence[float]]) -> set[int]:
-    """Return the ranks that are slow against the others, by repeated timings of the same work.
+    """Return the ranks that are slow compared to the others, by repeated timings of the same work.
 
-    Three quarters of a slow rank's blocks of repeats take longer than `SLOW` times the others'
-    median, so that neither a few disturbed repeats nor a few slow ranks decide. Half of the ranks
-    at least must be fast.
+    Three quarters of a slow rank's blocks of repeats take longer than `SLOW` times the median of
+    all ranks, so that neither a few disturbed repeats nor a few slow ranks decide. Slow ranks are
+    found only if at least half of the ranks are fast.
     """
     if len(times) < 2:
         return set()
@@ -357,10 +358,10 @@ def slow_ranks(times: Mapping[int, Sequence[float]]) -> set[int]:
 
 
 def _block_means(times: Sequence[float]) -> list[float]:
-    """Return the means of consecutive repeats, of eight blocks or somewhat more.
+    """Return the mean of each block of consecutive repeats, for eight blocks or a few more.
 
-    A core that is throttled runs some repeats at full speed and stands still in the next: only
-    their mean shows it.
+    A throttled core runs some repeats at full speed and pauses in the next: only the mean of
+    several repeats shows it.
     """
     length = max(1, len(times) // 8)
     return [
@@ -373,7 +374,7 @@ def _lower_quartile(times: Sequence[float]) -> float:
 
 
 def _range(values: Sequence[float]) -> str:
-    """Show the least and the largest of sorted values, or one where they look the same."""
+    """Show the least and the largest of sorted values; only one if both look the same."""
     ends = [format_number(values[0], 3), format_number(values[-1], 3)]
     return " to ".join(dict.fromkeys(ends))
 
@@ -446,5 +447,5 @@ def _judge_requeue(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Itera
     own = [key for key in cluster.sbatch if key.replace("_", "-") in ("requeue", "no-requeue")]
     remedy = f"take {own[0]} out of [sbatch]" if own else "ask the site"
     remedy += "; until then a training goes on only while a command or --detach submits it again"
-    # a training that is refused saves a checkpoint and is submitted again: nothing is lost
+    # only a warning: a training whose requeue is refused saves and is submitted again
     yield warning(Topic.REQUEUE, f"refused: {asked.refused}", remedy)

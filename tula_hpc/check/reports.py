@@ -1,4 +1,4 @@
-"""Reports of the workers of `tula_hpc.check`, and what is asked of several. Imports no torch."""
+"""Reports of the workers of `tula_hpc.check`, and queries on several reports. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VIRTUAL_INTERFACES = ("lo", "docker", "virbr", "br-", "cni", "tun")
 
 
 class Probe(StrEnum):
-    """Measurement of a worker; its result is the field of `RankReport` of the same name."""
+    """Measurement by a worker; its result is the field of `RankReport` with the same name."""
 
     DEVICE = "device"
     MEETING = "meeting"
@@ -39,7 +39,7 @@ class Scope(StrEnum):
 
 
 class Skip(StrEnum):
-    """Reason for which no collective was tried: it would have killed the workers or hung."""
+    """Why no collective was tried: there is one worker, or it would have failed or hung."""
 
     SINGLE_WORKER = "single_worker"
     NO_DEVICE = "no_device"
@@ -62,18 +62,18 @@ class Host(Record):
 
     cores: tuple[int, ...]
     node_cores: int
-    # None: unlimited
+    # limit of locked memory; None: unlimited
     memlock_bytes: int | None
     open_files: int
     shm_free_bytes: int
     interfaces: tuple[Interface, ...]
-    # value of the variable that names it for the collectives
+    # value of the variable that names the collectives' interface (NCCL_SOCKET_IFNAME or gloo's)
     wanted_interface: str = ""
-    # sentence of the first command of setup that failed
+    # message about the first command of setup that failed
     failed_setup: str = ""
 
     def lacks_interface(self, backend: str) -> bool:
-        """Tell whether this node has none of the interfaces that the variable names."""
+        """Tell whether this node lacks all interfaces that the variable names."""
         wanted = [name for name in self.wanted_interface.split(",") if name]
         if not wanted or self.wanted_interface.startswith("^"):
             return False
@@ -82,8 +82,8 @@ class Host(Record):
     def chosen_interfaces(self, backend: str) -> list[Interface]:
         """Return the interfaces that collectives over sockets may use, by the libraries' own rules.
 
-        gloo takes exact names. nccl takes prefixes, exact names after "=", and all others after
-        "^".
+        gloo reads the variable as exact names. NCCL reads it as prefixes, after "=" as exact names,
+        and after "^" as names to leave out.
         """
         sockets = [each for each in self.interfaces if not each.infiniband]
         value = self.wanted_interface
@@ -100,7 +100,7 @@ class Host(Record):
 
 
 class Device(Record):
-    """The device of one worker; on a CPU only its name is known."""
+    """The device of one worker; of a CPU only the name is known."""
 
     name: str
     torch: str
@@ -115,42 +115,42 @@ class Device(Record):
 
 
 class Meeting(Record):
-    """Time that this worker took to meet the others."""
+    """How long this worker took to meet the others."""
 
     seconds: float
 
 
 class Compute(Record):
-    """Matrix products of one size, one after another."""
+    """Timed matrix products of one size, one after another."""
 
     flops: float
     times_s: tuple[float, ...]
 
 
 class Transfer(Record):
-    """Copies from pinned host memory to the device."""
+    """Timed copies from pinned host memory to the device."""
 
     payload_bytes: int
     times_s: tuple[float, ...]
 
 
 class Signal(Record):
-    """Arrival of USR2, sent through Slurm to the whole job."""
+    """Whether USR2, sent by Slurm to the whole job, arrived."""
 
     arrived: bool
-    # words of scancel, on the worker that asked
+    # error of scancel, on the worker that ran it
     refused: str = ""
 
 
 class Data(Record):
-    """The workload's data folder as this node sees it."""
+    """The workload's data folder, as this node sees it."""
 
     folder: str
     readable: bool
 
 
 class Loader(Record):
-    """Images from the workload's loader, after those that were ready."""
+    """Images that the workload's loader delivered after its prefetched batches."""
 
     dataset: str
     processes: int
@@ -176,20 +176,20 @@ class Collectives(Record):
 
 
 class Requeue(Record):
-    """The controller's answer to a requeue of this very job; empty where it was granted."""
+    """The controller's answer to a requeue of this very job; `refused` is "" if it was granted."""
 
     refused: str
 
 
 class RankReport(Record):
-    """Report of one worker; on disk after each probe, as the next may kill the process."""
+    """Report of one worker, saved after each probe, because the next may kill the process."""
 
     rank: int
     node_rank: int
     local_rank: int
     world_size: int
     hostname: str
-    # Slurm's names of them; none outside Slurm
+    # Slurm's names of the GPUs that the worker may use; empty outside Slurm
     visible_gpus: tuple[str, ...] = ()
     host: Host | None = None
     device: Device | None = None
@@ -209,21 +209,21 @@ class RankReport(Record):
 def having(
     reports: Sequence[RankReport], result: Callable[[RankReport], T | None]
 ) -> list[tuple[RankReport, T]]:
-    """Return the reports that have a result, each with it."""
+    """Return each report that has a result, with the result."""
     pairs = [(report, result(report)) for report in reports]
     return [(report, found) for report, found in pairs if found is not None]
 
 
 def hosts_of(reports: Sequence[RankReport]) -> list[tuple[RankReport, Host]]:
-    """Return the reports that describe their host, each with it."""
+    """Return each report that describes its host, with the host."""
     return having(reports, lambda report: report.host)
 
 
 def hosts_where(known: Iterable[tuple[RankReport, T]], holds: Callable[[T], bool]) -> list[str]:
-    """Return the host names of the results for which something holds."""
+    """Return the names of the hosts whose result meets a condition."""
     return [report.hostname for report, result in known if holds(result)]
 
 
 def named(hosts: Iterable[str]) -> str:
-    """Name hosts once each, of many only the first."""
+    """Name each host once; name only the first few of many."""
     return in_short(sorted(set(hosts)))

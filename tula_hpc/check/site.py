@@ -1,6 +1,7 @@
 """Slurm's description of a cluster, as a login node sees it, for `tula_hpc.check`.
 
-Formats: scontrol(1), sinfo(1) and sacctmgr(1). Fields that a site does not show are None or empty.
+For the formats see scontrol(1), sinfo(1) and sacctmgr(1). Fields that a site does not show are None
+or empty.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ NO_LIMIT = ("", "UNLIMITED", "INFINITE", "NONE", "N/A", "(null)", "Partition_Lim
 
 
 class Partition(Record):
-    """A partition as the controller has it."""
+    """A partition, as the controller describes it."""
 
     name: str
     state: str
-    # whose limits hold for all jobs of the partition
+    # the partition's QOS, whose limits hold for all its jobs
     qos: str = ""
     total_nodes: int = 0
     max_nodes: int | None = None
@@ -36,7 +37,7 @@ class Partition(Record):
 
 
 class Nodes(Record):
-    """Nodes of a partition that are alike, and in the same state."""
+    """Nodes of a partition that are alike and in the same state."""
 
     count: int
     cpus: int
@@ -47,12 +48,12 @@ class Nodes(Record):
 
     @property
     def usable(self) -> bool:
-        """Tell whether jobs may come to run there, now or later."""
+        """Tell whether jobs may run on these nodes, now or later."""
         return not re.search("down|drain|fail|maint|power.*down|unk", self.state.lower())
 
 
 class Limits(Record):
-    """Limits of one QOS, or of one association of the user with an account; None: none."""
+    """Limits of one QOS, or of one association of the user with an account; None: no limit."""
 
     name: str
     account: str = ""
@@ -63,7 +64,7 @@ class Limits(Record):
 
 
 class Answer(Record):
-    """Answer of `sbatch --test-only` to a job like those that a sweep submits."""
+    """Answer of `sbatch --test-only` to a job like that of a sweep."""
 
     job: str
     minutes: int
@@ -81,14 +82,14 @@ class Site(Record):
     partition: Partition | None = None
     nodes: tuple[Nodes, ...] = ()
     enforces_accounts: bool = False
-    # of the user
+    # the user's associations with accounts
     associations: tuple[Limits, ...] = ()
     qos: tuple[Limits, ...] = ()
     answers: tuple[Answer, ...] = ()
 
 
 def ask_site(launcher: Launcher, nodes: int) -> Site:
-    """Ask Slurm about a cluster, or one of its partitions; nothing is submitted.
+    """Ask Slurm about a cluster, or one of its partitions; submit nothing.
 
     Raises:
         LaunchError: There is no Slurm here, or it does not answer.
@@ -137,22 +138,22 @@ def enforces_accounts(config: dict[str, str]) -> bool:
 def _is_chosen(partition: dict[str, str], cluster: ClusterSpec) -> bool:
     wanted = cluster.partition or str(cluster.sbatch.get("partition", ""))
     if wanted:
-        # sbatch takes several, of which the first that is free is used
+        # sbatch accepts several partitions, and Slurm uses whichever is free first
         return partition.get("PartitionName") in wanted.split(",")
     return partition.get("Default") == "YES"
 
 
 def ask(*command: str) -> str:
-    """Return the answer of one of Slurm's commands, which gets `TIMEOUT_S`.
+    """Return the output of one of Slurm's commands, which may take `TIMEOUT_S`.
 
     Raises:
-        LaunchError: There is none.
+        LaunchError: The command gave no answer.
     """
     return slurm.run_command(command, TIMEOUT_S)
 
 
 def partition_of(fields: dict[str, str], config: dict[str, str]) -> Partition:
-    """Read a partition; values that it does not set are those of the configuration."""
+    """Read a partition's fields; what a partition does not set is as in the configuration."""
     own = {**config, **{key: value for key, value in fields.items() if value not in NO_LIMIT}}
     return Partition(
         name=fields["PartitionName"],
@@ -167,7 +168,7 @@ def partition_of(fields: dict[str, str], config: dict[str, str]) -> Partition:
 
 
 def minutes_of(text: str) -> int | None:
-    """Read a time limit in minutes: 30, 1:30, 2:00:00 or 1-12:00:00; None where there is none."""
+    """Return the minutes of a time limit: 30, 1:30, 2:00:00 or 1-12:00:00; None for no limit."""
     if text in NO_LIMIT:
         return None
     found = re.fullmatch(
@@ -186,7 +187,7 @@ def minutes_of(text: str) -> int | None:
 
 
 def nodes_of(partition: str) -> tuple[Nodes, ...]:
-    """Ask for a partition's nodes, those that are alike together."""
+    """Ask for a partition's nodes, in groups of nodes that are alike."""
     text = ask("sinfo", "-h", "-e", "-p", partition, "-o", "%D|%c|%m|%G|%T|%f")
     rows = (line.split("|") for line in text.splitlines())
     return tuple(
@@ -204,13 +205,13 @@ def nodes_of(partition: str) -> tuple[Nodes, ...]:
 
 
 def _leading_number(text: str) -> int:
-    """Read a number that sinfo may mark with + where nodes differ."""
+    """Read a number to which sinfo appends + if nodes differ."""
     found = re.match(r"[0-9]{1,15}", text)
     return int(found[0]) if found else 0
 
 
 def all_qos() -> tuple[Limits, ...]:
-    """Ask accounting for every QOS; none where there is no accounting."""
+    """Ask accounting for every QOS; return none if there is no accounting."""
     rows = _accounting("show", "qos", "format=Name,MaxWall,MaxTRES")
     return tuple(
         Limits(name=name, max_minutes=minutes_of(wall), max_nodes=_nodes_in(tres))
@@ -219,7 +220,7 @@ def all_qos() -> tuple[Limits, ...]:
 
 
 def associations() -> tuple[Limits, ...]:
-    """Ask accounting for this user's accounts; none where there is no accounting."""
+    """Ask accounting for this user's accounts; return none if there is no accounting."""
     columns = "format=Account,Partition,QOS,MaxWall,MaxTRES"
     rows = _accounting("show", "assoc", f"user={getpass.getuser()}", columns)
     return tuple(
@@ -259,7 +260,7 @@ def _answer(launcher: Launcher, job: str, minutes: int, nodes: int) -> Answer:
     accepted: bool | None = True
     try:
         text = could_start(launcher.script(stage=job, nodes=nodes, minutes=minutes, tasks=1))
-        # "Job 12 to start at TIME using …": nothing was submitted, the number means nothing
+        # sbatch says "Job 12 to start at TIME using …", but there is no such job
         text = re.sub(r"^Job \d+ to start at (\S+).*", r"could start at \1", text)
     except RefusedError as error:
         accepted, text = False, str(error)

@@ -1,4 +1,4 @@
-"""Verdicts of `tula_hpc.check`, and those on Slurm's answers: functions of `site`'s records."""
+"""Type of all verdicts of `tula_hpc.check`, and the verdicts on Slurm's answers (see `site`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tula_hpc.containers import Folders, describe
 from tula_hpc.formatting import command_line, format_bytes, plural
 from tula_hpc.records import Record
 
-# An exclusive job keeps others off: what it leaves of the node's memory serves nobody.
+# share of a node's memory below which an exclusive job is warned of: nobody can use the rest
 LEAST_MEMORY_SHARE = 0.5
 
 
@@ -26,7 +26,7 @@ class Level(StrEnum):
 
 
 class Topic(StrEnum):
-    """Subject of a verdict, in the order of the table."""
+    """Subject of a verdict; the members are in the order of the table."""
 
     SLURM = "slurm"
     PARTITION = "partition"
@@ -64,24 +64,24 @@ class Verdict(Record):
     topic: Topic
     level: Level
     found: str
-    # advice; empty where all is well
+    # advice; "" if all is well
     remedy: str = ""
-    # the hosts concerned, if not all
+    # the hosts that the verdict concerns; empty: all
     hosts: tuple[str, ...] = ()
 
 
 def ok(topic: Topic, found: str) -> Verdict:
-    """Make a verdict that all is well."""
+    """Return a verdict that all is well."""
     return Verdict(topic=topic, level=Level.OK, found=found)
 
 
 def warning(topic: Topic, found: str, remedy: str, hosts: Iterable[str] = ()) -> Verdict:
-    """Make a verdict of something that costs time or may fail later."""
+    """Return a verdict on something that costs time or may fail later."""
     return Verdict(topic=topic, level=Level.WARNING, found=found, remedy=remedy, hosts=_once(hosts))
 
 
 def failed(topic: Topic, found: str, remedy: str, hosts: Iterable[str] = ()) -> Verdict:
-    """Make a verdict of something that jobs will not survive."""
+    """Return a verdict on something that jobs will not survive."""
     return Verdict(topic=topic, level=Level.FAILED, found=found, remedy=remedy, hosts=_once(hosts))
 
 
@@ -90,7 +90,7 @@ def _once(hosts: Iterable[str]) -> tuple[str, ...]:
 
 
 def judge_container(cluster: ClusterSpec, folders: Folders, run: Path) -> list[Verdict]:
-    """Say in which container jobs run; judge whether its image is there, where it is a file."""
+    """Say in which container jobs run; warn if its image is a file that is missing here."""
     container = cluster.container
     if container is None:
         return []
@@ -101,7 +101,7 @@ def judge_container(cluster: ClusterSpec, folders: Folders, run: Path) -> list[V
 
 
 def judge_site(cluster: ClusterSpec, site: Site) -> list[Verdict]:
-    """Judge Slurm's description of the place where jobs are to run."""
+    """Judge what Slurm says about the place where jobs are to run."""
     if site.partition is None:
         wanted = cluster.partition or str(cluster.sbatch.get("partition", ""))
         there = ", ".join(site.partitions) or "none that you may see"
@@ -179,7 +179,7 @@ def _own_associations(cluster: ClusterSpec, site: Site) -> list[Limits]:
 
 
 def _limits_in_force(cluster: ClusterSpec, site: Site) -> list[tuple[str, Limits]]:
-    """Return each limit with the name of who sets it."""
+    """Return each limit, with the name of the partition, QOS or account that sets it."""
     partition = site.partition
     assert partition is not None  # noqa: S101 # an invariant of judge_site
     of_partition = Limits(
@@ -257,7 +257,7 @@ def _misfits(cluster: ClusterSpec, nodes: Nodes, site: Site) -> list[str]:
         name = re.split("[:=]", item.removeprefix("gres:"))[0]
         if name and not re.search(rf"(^|,){re.escape(name)}(:|,|$)", nodes.gres):
             misfits.append(f"gres = {cluster.gres}, but nodes have {_named(nodes.gres)}")
-    # constraints with operators are left to sbatch
+    # only a plain feature is checked; sbatch judges constraints with operators
     wanted = cluster.constraint or ""
     if re.fullmatch(r"[\w.-]+", wanted) and wanted not in nodes.features.split(","):
         misfits.append(f"constraint = {wanted}, but nodes have {_named(nodes.features)}")
@@ -265,12 +265,12 @@ def _misfits(cluster: ClusterSpec, nodes: Nodes, site: Site) -> list[str]:
 
 
 def _named(words: str) -> str:
-    """Return Slurm's list, "none" for its word for an empty one."""
+    """Return Slurm's list, or "none" for "(null)", Slurm's empty list."""
     return "none" if words == "(null)" else words
 
 
 def _memory_asked_mb(cluster: ClusterSpec, site: Site) -> int | None:
-    """Return the memory of a node that a job asks for; None for all, or where [sbatch] says it."""
+    """Return the memory per node that a job asks for; None for all, or if [sbatch] sets it."""
     if any(key.startswith("mem") for key in cluster.sbatch):
         return None
     if cluster.memory_gb is not None:
@@ -320,9 +320,9 @@ def _judge_answers(site: Site) -> Iterator[Verdict]:
 
 
 def judge_data_here(folder: Path, readable: bool, needed: bool = True) -> Verdict:
-    """Judge the workload's data folder as the login node sees it.
+    """Judge the workload's data folder, as the login node sees it.
 
-    It is `needed` where a sweep would look into it here (search.estimate).
+    `needed` is True if a sweep would read the folder here (search.estimate).
     """
     if readable:
         return ok(Topic.DATA_HERE, f"{folder} can be read")

@@ -1,4 +1,4 @@
-"""Timings of a worker's device, and of all-reduces among workers, for `tula_hpc.check`."""
+"""Time a worker's device, and all-reduces among workers, for `tula_hpc.check`."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 COMPUTE_S = 2.0
 LEAST_REPEATS, MOST_REPEATS = 5, 100
-# Large enough that a product takes milliseconds on either device
+# edge of the matrices, large enough that a product takes milliseconds on either device
 MATRIX_EDGE = {"cpu": 512, "cuda": 4096}
 TRANSFER_BYTES = 64 * 2**20
-# DistributedDataParallel's default bucket
+# size of DistributedDataParallel's default bucket
 BUCKET_BYTES = 25 * 2**20
 ALL_REDUCE_S = 2.0
 
@@ -52,7 +52,7 @@ def time_compute(cluster: ClusterSpec, place: WorkerEnvironment) -> Compute:
 
 
 def time_transfer(cluster: ClusterSpec, place: WorkerEnvironment) -> Transfer:
-    """Time copies to the device, as those of batches are."""
+    """Time copies to the device from pinned memory, as batches are copied."""
     device = pick_device(cluster, place.local_rank)
     source = torch.empty(TRANSFER_BYTES, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(source, device=device)
@@ -67,7 +67,7 @@ def time_transfer(cluster: ClusterSpec, place: WorkerEnvironment) -> Transfer:
 def time_collectives(
     job: CheckJob, place: WorkerEnvironment, report: RankReport, peers: Peers
 ) -> Collectives:
-    """Time all-reduces among all workers, and within and between nodes that have several."""
+    """Time all-reduces among all workers and, if nodes have several, within and between nodes."""
     backend = backend_of(job.cluster)
     skipped = why_skipped(backend, place, report, peers)
     if skipped is not None:
@@ -83,13 +83,13 @@ def time_collectives(
 def why_skipped(
     backend: str, place: WorkerEnvironment, report: RankReport, peers: Peers
 ) -> Skip | None:
-    """Agree on whether a collective can succeed, or the others would wait for who cannot."""
+    """Agree with all workers on why a collective would fail, before any waits in it; else None."""
     if place.world_size == 1:
         return Skip.SINGLE_WORKER
     lacks = report.host is not None and report.host.lacks_interface(backend)
     device = None
     if report.device is not None:
-        # on CPUs every worker is a device of its own
+        # on CPUs every worker counts as a device of its own
         device = f"{report.hostname} {report.device.uuid or place.rank}"
     found = [json.loads(each) for each in peers.exchange(json.dumps([lacks, device]))]
     if peers.store is None:
@@ -123,14 +123,14 @@ def _time_by_node(
 def time_all_reduce(
     scope: Scope, device: torch.device, group: dist.ProcessGroup | None, workers: int
 ) -> AllReduce:
-    """Time all-reduces of one bucket; all workers of the group take the same number of them."""
+    """Time all-reduces of one bucket; all workers of the group do the same number of them."""
     bucket = torch.zeros(BUCKET_BYTES // 4, device=device)
 
     def reduce() -> None:
         dist.all_reduce(bucket, group=group)
         _synchronize(device)
 
-    # connections are made at the first
+    # not timed: the first all-reduce makes the connections
     reduce()
     slowest = torch.tensor([_timed(reduce)], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
@@ -145,7 +145,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _repeat(act: Callable[[], None]) -> tuple[float, ...]:
-    """Time an action again and again; the first, which loads libraries, does not count."""
+    """Time an action repeatedly; the first call, which loads libraries, does not count."""
     act()
     times: list[float] = []
     ends = time.perf_counter() + COMPUTE_S

@@ -1,1 +1,1 @@
-"""Write the files of a first sweep: a cluster file by Slurm's answers, a script's sweep file."""
+"""Write the files of a first sweep: a cluster file from Slurm's answers, a script's sweep file."""

@@ -8,12 +8,12 @@ Slurm is not set up on the machine, `--script` writes a cluster file for the mac
 
     schema_version
     cluster_file    path
-    is_kept         true if the cluster file was there already, and stays as it is
+    is_kept         true if the cluster file was there already and was left as it is
     partition       name, nodes, cpus, gpus, gpu_type, max_minutes (None: no limit), is_default, refused
     others          the other partitions, likewise
     sweep_file      path; None without --script
     unknown         keys to fill in, by file
-    required        those of the sweep file without which nothing starts
+    required        the unknown keys of the sweep file without which nothing starts
     notes           sentences on possible problems
     next            command lines, in order
 """
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from tula_hpc.init.survey import Place, Survey
     from tula_hpc.init.sweep_file import Script
 
-# links to the folders sweeps/ and slurm_templates/, which are copied where this is installed
+# links to the folders sweeps/ and slurm_templates/; an installed package has copies of them
 EXAMPLES = Path(__file__).parent.parent / "examples"
-# a machine that has none of them, or no configuration for them, is no part of a cluster
+# a machine without any of these commands, or without a configuration for them, has no Slurm
 SLURM_COMMANDS = ("scontrol", "sinfo", "sbatch")
 
 
@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Cluster(NamedTuple):
-    """Cluster of a sweep, and where its file and its parts are known from."""
+    """Cluster of a sweep, its file, and what Slurm said about it if the file is new."""
 
     spec: ClusterSpec
     file: Path
@@ -101,7 +101,7 @@ class _Cluster(NamedTuple):
 
     @property
     def others(self) -> list[Place]:
-        """Partitions beside the one that the file is for."""
+        """Partitions other than the one that the file is for."""
         places = self.survey.places if self.survey is not None else ()
         return [each for each in places if each is not self.place]
 
@@ -133,7 +133,7 @@ def _write_examples(folder: Path) -> int:
 
 
 def _read_script(options: argparse.Namespace) -> Script:
-    """Return the script and the path of its sweep file, before anything is asked or written."""
+    """Read the script and choose its sweep file, before Slurm is asked or anything is written."""
     from tula_hpc.init.script_options import read_options
     from tula_hpc.init.sweep_file import Script
 
@@ -142,7 +142,7 @@ def _read_script(options: argparse.Namespace) -> Script:
     if not path.is_file():
         what = "is no file" if path.exists() else "no such file"
     elif path.suffix == ".toml":
-        # TOML is often valid Python, and the sweep file would have its name
+        # TOML is often valid Python, and the sweep file would get the same name
         what = "is a sweep or cluster file"
     if what is not None:
         message = f"{what}; expected a training script in Python, by its path from {Path.cwd()}"
@@ -175,7 +175,7 @@ def _refuse_existing(target: Path, remedy: str, *, force: bool) -> None:
 
 
 def _cluster(options: argparse.Namespace) -> _Cluster:
-    """Return the cluster, whose file is written unless it is there beside a script."""
+    """Write the cluster file, unless there is a script and the file exists; return the cluster."""
     from tula_hpc.config import load_cluster
     from tula_hpc.init.cluster_file import cluster_file, local_cluster_file
     from tula_hpc.init.survey import survey_cluster
@@ -206,7 +206,7 @@ def _cluster(options: argparse.Namespace) -> _Cluster:
         return _Cluster(load_cluster(target), target, is_kept=False)
     place = _chosen(survey, options.partition)
     write_atomically(target, cluster_file(survey, place))
-    # what was written is what the other commands will read
+    # read the file again, as the other commands will
     return _Cluster(load_cluster(target), target, is_kept=False, survey=survey, place=place)
 
 
@@ -217,7 +217,7 @@ def _write_sweep(script: Script, cluster: _Cluster) -> None:
 
     text = sweep_file(script, cluster.spec)
     write_atomically(script.target, text)
-    # the rest is as the other commands will read it
+    # check the file as the other commands will, with examples for the keys that are still unknown
     sweep = load_sweep(script.target, filled_in(text))
     check_together(sweep, cluster.spec, script.target, cluster.file)
 
@@ -239,7 +239,7 @@ def _chosen(survey: Survey, name: str | None) -> Place:
 
 
 def _as_json(cluster: _Cluster, script: Script | None) -> dict[str, object]:
-    """Return the object that `--json` prints; see the module."""
+    """Return the object that `--json` prints; the module's docstring describes it."""
     from tula_hpc.init.sweep_file import required_keys, unknown_keys
 
     written = [cluster.file, *([script.target] if script else [])]
@@ -302,7 +302,7 @@ def _next(cluster: _Cluster, script: Script | None) -> Iterator[str]:
             path = path.relative_to(here)
         run = [str(path)] if script.module is None else ["-m", script.module]
         yield command_line("attach", "--into", str(script.target), *run, *script.trial())
-    # whether the script's data and loader are meant is in its sweep file
+    # with the sweep file, the check knows that the script brings its own data and loader
     checked = () if script is None else ("--sweep", str(script.target))
     yield command_line("check", str(cluster.file), *checked)
     if script is None:

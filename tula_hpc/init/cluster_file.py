@@ -1,6 +1,6 @@
 """Text of a cluster file, for one partition or for this machine without Slurm.
 
-Every value has a comment with its source.
+A comment on every value says where it comes from.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from tula_hpc.env import loaded_modules
 from tula_hpc.formatting import plural
 
 if TYPE_CHECKING:
-    # it loads what asks Slurm
+    # imported for types only: it imports the modules that ask Slurm
     from tula_hpc.init.survey import Place, Survey
 
 UNKNOWN = "unknown"
 MIB_PER_GIB = 1024
-# of a node's memory, for the system and Slurm's own processes
+# share of a node's memory for jobs; the rest is for the system and Slurm's own processes
 MEMORY_SHARE = 0.95
 COLUMN = 32
-# in the type of a GPU that is one part of a whole, as in a100_1g.5gb
+# type of a GPU that is a part (MIG device) of a whole GPU, as in a100_1g.5gb
 _MIG = re.compile(r"\dg\.\d+gb")
 
 
 class Line(NamedTuple):
-    """Key with its value; `asked` values are commented out, since only the user knows them."""
+    """A key and its value; `asked` values are commented out, since only the user knows them."""
 
     key: str
     value: str | int | float | bool | list[str] | list[int]
@@ -40,7 +40,7 @@ class Line(NamedTuple):
     def text(self) -> str:
         """Return the line of the file."""
         value = json.dumps(self.value, ensure_ascii=False)
-        # TOML's literal strings leave a regular expression as it is
+        # a literal string of TOML: backslashes of a regular expression stay as they are
         if isinstance(self.value, str) and "\\" in self.value and "'" not in self.value:
             value = f"'{self.value}'"
         start = f"{'# ' if self.asked else ''}{self.key} = {value}"
@@ -48,7 +48,7 @@ class Line(NamedTuple):
 
 
 def cluster_file(survey: Survey, place: Place) -> str:
-    """Return the text of a cluster file that is valid as it stands."""
+    """Return the text of a cluster file, valid without any change."""
     tables = {
         "": [*_identity(survey, place), *_shape(place), *_times(place)],
         "[sbatch]": list(_sbatch(place)),
@@ -114,7 +114,7 @@ def _shape(place: Place) -> Iterator[Line]:
     nodes = place.nodes
     if nodes is None:
         return
-    # CUDA shows a process one MIG device, the first that it is given
+    # CUDA shows a process only one MIG device, the first of those that it gets
     usable = 1 if _MIG.search(place.gpu_type) else place.gpus
     # a worker needs a core
     workers = max(1, min(usable, nodes.cpus))

@@ -1,8 +1,8 @@
-"""Options of a training script, read from its source: the script is not run, and not imported.
+"""Read the options of a training script from its source; the script is neither run nor imported.
 
-Found are those of argparse and click, of absl's flags, of functions and dataclasses that typer,
-Fire, tyro or Hugging Face's `HfArgumentParser` make a command line of, and the keys that a script
-with Hydra reads.
+This finds options of argparse and click, absl's flags, parameters and fields of the functions and
+dataclasses from which typer, Fire, tyro or Hugging Face's `HfArgumentParser` make a command line,
+and the keys that a script with Hydra reads.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from typing import Any, NamedTuple
 
 
 class Option(NamedTuple):
-    """Option of a command line."""
+    """An option of a command line."""
 
-    # as it is typed, with a "=" behind it where the value is in the same word; a name by itself
-    # where only the value is typed
+    # The flag as it is typed, with a final "=" if the value is in the same word. A plain name is a
+    # positional argument: only its value is typed.
     flag: str
-    # all its names, as the script's code writes them
+    # all names of the option, as the script's code writes them
     names: tuple[str, ...]
-    # where the source has a literal; None: without one
+    # the default, if the source has it as a literal; else None
     default: Any = None
     takes_value: bool = True
     is_required: bool = False
     help: str = ""
-    # subcommand that has it; "": none
+    # subcommand that the option belongs to; "": none
     command: str = ""
-    # of a program with subcommands, which takes it before them
+    # True if the program has subcommands and takes the option before them
     is_before: bool = False
 
     def words(self, value: str) -> list[str]:
-        """Return the words of a command line that give it this value."""
+        """Return the words of a command line that give the option this value."""
         if not self.takes_value:
             return [self.flag]
         if re.fullmatch(r"\w+", self.flag):
-            # by its place
+            # a positional argument
             return [value]
         return [self.flag + value] if self.flag.endswith("=") else [self.flag, value]
 
 
 class ScriptOptions(NamedTuple):
-    """Options that a sweep gives values to; None for those that the script does not have."""
+    """The script's options that a sweep gives values to; None for an option that it lacks."""
 
     batch: Option | None = None
     epochs: Option | None = None
@@ -53,21 +53,21 @@ class ScriptOptions(NamedTuple):
     nodes: Option | None = None
     accumulation: Option | None = None
     resume: Option | None = None
-    # options without a default beside these
+    # all other options that the script requires
     required: tuple[Option, ...] = ()
-    # file names that it saves to, where the source has them as literals
+    # names of files that the script saves to, if the source has them as literals
     saved: tuple[str, ...] = ()
-    # it saves something, or its framework does
+    # True if the script or its framework seems to save something
     saves: bool = False
-    # it calls what keeps it in `tula_hpc.attach`, which resumes it without any option
+    # True if the script keeps its state by `tula_hpc.attach`, which resumes it without any option
     is_kept: bool = False
     # subcommand that trains; "": there is none
     command: str = ""
-    # it imports from its own package, as only a module can
+    # True if the script imports from its own package, which works only if it is run as a module
     is_in_package: bool = False
 
     def words(self, values: Iterable[tuple[Option | None, str]]) -> list[str]:
-        """Return a command line with these values; without an option they are left out."""
+        """Return a command line that gives options these values; skip values without an option."""
         given = [(option, value) for option, value in values if option is not None]
         before = [option.words(value) for option, value in given if option.is_before]
         after = [option.words(value) for option, value in given if not option.is_before]
@@ -82,19 +82,19 @@ class ScriptOptions(NamedTuple):
         if any(map(_GLOBAL.search, self.batch.names)):
             return True
         if any(map(_OF_ONE_PASS.search, self.batch.names)):
-            # its help may tell how a global one follows from it
+            # its help may mention a global batch, to say how that follows from this batch
             return False
         told = self.batch.help.lower()
         is_part = _OF_A_NODE.search(told) or _OF_A_WORKER.search(told)
         return _GLOBAL.search(told) is not None and not is_part
 
 
-# a word of a name, or the words of a help text
+# words in an option's name or help that mean the batch of all workers together
 _GLOBAL = re.compile(
     r"(?:^|_|\b)(?:global|effective|total)(?:_|\b)"
     r"|\b(?:of|over|across) all (?:gpus|workers|ranks|processes|devices|nodes)\b"
 )
-# by a worker of each GPU such a batch is that of a worker
+# words in a help text that mean a node's batch; with one worker for each GPU it is a worker's batch
 _OF_A_NODE = re.compile(r"\b(?:a|the|the current|current|each|per|this) node\b")
 _OF_A_WORKER = re.compile(r"\b(?:each|per) (?:gpu|worker|rank|process|device)\b")
 _OF_BATCHES = "train|training|per|device|gpu|rank|worker|local|micro|mini|global|total|effective"
@@ -108,12 +108,12 @@ _ROLES = {
     "resume": r"(?:auto_?)?resume(?:_training)?(?:_from)?(?:_checkpoint)?(?:_path)?"
     r"|load_checkpoint|restore(?:_from)?",
 }
-# a batch that one forward pass takes comes before the one that is cut into several
+# names of a batch for one forward pass; preferred to a batch that is cut into several passes
 _OF_ONE_PASS = re.compile(r"per_|micro|local")
 _MAKERS = frozenset({"run", "Fire", "cli", "HfArgumentParser", "ArgumentParser"})
 _KEEPING = frozenset({"keep", "trainer_callback", "lightning_callback"})
 _HYDRA_ROOTS = frozenset({"cfg", "config", "conf"})
-# of transformers.TrainingArguments, which is not in the script's own source
+# options of transformers.TrainingArguments, which is not in the script's own source
 _HUGGING_FACE = (
     Option("--per_device_train_batch_size", ("per_device_train_batch_size",), 8),
     Option("--num_train_epochs", ("num_train_epochs",), 3),
@@ -121,7 +121,7 @@ _HUGGING_FACE = (
     Option("--gradient_accumulation_steps", ("gradient_accumulation_steps",), 1),
     Option("--resume_from_checkpoint", ("resume_from_checkpoint",), "out/checkpoint-*"),
 )
-# of a LightningCLI, which makes them of its classes' parameters
+# options of a LightningCLI, which makes them from the parameters of its classes
 _LIGHTNING_CLI = (
     Option("--data.batch_size", ("batch_size",)),
     Option("--trainer.max_epochs", ("max_epochs",)),
@@ -135,10 +135,10 @@ def read_options(path: Path) -> ScriptOptions:
     """Read the options of a script's command line from its source.
 
     Raises:
-        ValueError: It cannot be read, or is not valid Python.
+        ValueError: The script cannot be read, or is not valid Python.
     """
     try:
-        # bytes: it may name an encoding of its own
+        # bytes, because the source may declare its own encoding
         tree = ast.parse(path.read_bytes(), path.name)
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from None
@@ -169,7 +169,7 @@ def read_options(path: Path) -> ScriptOptions:
 
 
 def _training_command(options: Sequence[Option]) -> str:
-    """Return the subcommand that has most of what a training has; "" where there are none."""
+    """Return the subcommand with most of a training's options; "" if there are no subcommands."""
 
     def known(command: str) -> int:
         own = [option for option in options if option.command == command]
@@ -185,18 +185,18 @@ def _best(role: str, options: Iterable[Option]) -> Option | None:
     if role == "batch":
         found.sort(key=lambda each: not any(map(_OF_ONE_PASS.search, each.names)))
     if role == "nodes":
-        # others are of a graph
+        # other defaults mean nodes of a graph
         found = [each for each in found if each.default == 1]
     if role in ("batch", "epochs", "steps", "seed", "nodes", "accumulation"):
         found = [each for each in found if each.takes_value]
     if role == "seed":
-        # without one by default a seed may choose slower algorithms
+        # a script without a default seed may use slower algorithms once a seed is given
         found = [each for each in found if each.default is not None or each.is_required]
     return found[0] if found else None
 
 
 def _declared(tree: ast.Module) -> Iterator[Option]:
-    """Yield the options that are declared by a call: argparse, click and absl."""
+    """Yield the options that a call declares: those of argparse, click and absl."""
     constants = _constants(tree)
     parsers = _Parsers(tree)
     of_click = _commands_of_click(tree)
@@ -218,13 +218,13 @@ def _declared(tree: ast.Module) -> Iterator[Option]:
 
 
 class _Parsers:
-    """Variables of argparse's parsers, and the subcommands that these are of."""
+    """Variables that hold argparse's parsers, and the subcommand of each parser."""
 
     def __init__(self, tree: ast.Module) -> None:
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
         with_commands = [call.func for call in calls if _last_name(call.func) == "add_subparsers"]
         self.programs = {_holder(function) for function in with_commands} - {""}
-        # a variable may be used for one parser after another: line, variable and command
+        # line, variable and subcommand: a variable may hold one parser after another
         self.made: list[tuple[int, str, str | None]] = []
         made = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
         for node in sorted(made, key=lambda each: each.lineno):
@@ -243,9 +243,9 @@ class _Parsers:
         return None if variable in self.programs else ""
 
     def command_of(self, call: ast.Call) -> str | None:
-        """Return the subcommand of the parser whose method is called, "" where none is known.
+        """Return the subcommand of the parser whose method is called; "" if none is known.
 
-        None stands for the parser of a program that has subcommands.
+        None stands for the main parser of a program with subcommands.
         """
         variable = _holder(call.func)
         found = None if variable in self.programs else ""
@@ -256,7 +256,7 @@ class _Parsers:
 
 
 def _commands_of_click(tree: ast.Module) -> dict[ast.Call, str | None]:
-    """Return the subcommand of each decorator that declares an option; None: before all of these."""
+    """Return the subcommand of each option's decorator; None: it stands before any subcommand."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     groups = {each.name for each in functions if "group" in map(_last_name, each.decorator_list)}
     found: dict[ast.Call, str | None] = {}
@@ -287,7 +287,7 @@ def _of_call(texts: list[str], given: dict[str, ast.expr], constants: dict[str, 
     is_switch |= _value(given.get("is_flag"), constants) is True
     dest = _value(given.get("dest"), constants)
     names = [_written(text) for text in [*texts, *filter(None, [dest])] if isinstance(text, str)]
-    # click takes a positional argument for required, argparse unless it may be left out
+    # a positional argument is required, unless a default, nargs or required=False says otherwise
     optional = "default" in given or _value(given.get("nargs"), constants) in ("?", "*", 0, -1)
     required = _value(given.get("required"), constants)
     help_text = _value(given.get("help"), constants)
@@ -302,14 +302,14 @@ def _of_call(texts: list[str], given: dict[str, ast.expr], constants: dict[str, 
 
 
 def _made(tree: ast.Module) -> Iterator[Option]:
-    """Yield the parameters and fields that become options by a call or a decorator."""
+    """Yield the parameters and fields from which a call or a decorator makes options."""
     makers: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and _last_name(node.func) in _MAKERS:
             for argument in node.args:
                 makers |= {each.id for each in ast.walk(argument) if isinstance(each, ast.Name)}
     constants = _constants(tree)
-    # click declares its options one by one
+    # without click's commands, whose options `_declared` finds
     commands: dict[str, str | None] = {
         **dict.fromkeys(makers, ""),
         **_commands_of_typer(tree),
@@ -318,7 +318,7 @@ def _made(tree: ast.Module) -> Iterator[Option]:
         if isinstance(node, ast.FunctionDef) and node.name in commands:
             command = commands[node.name]
             for option in _parameters(node.args, constants):
-                # typer takes one without a default by its place
+                # typer makes a parameter without a default a positional argument
                 by_place = option.is_required and node.name not in makers
                 flag = option.names[0] if by_place else option.flag
                 yield option._replace(flag=flag, command=command or "", is_before=command is None)
@@ -329,9 +329,10 @@ def _made(tree: ast.Module) -> Iterator[Option]:
 
 
 def _commands_of_typer(tree: ast.Module) -> dict[str, str | None]:
-    """Return the subcommands of typer by their functions.
+    """Return typer's subcommands by the names of their functions.
 
-    None stands for a function that takes what comes before them, "" for a program that has none.
+    None stands for the function whose options come before any subcommand, "" for the function of a
+    program without subcommands.
     """
     found: dict[str, str | None] = {}
     if "typer" not in _imported(tree):
@@ -343,7 +344,7 @@ def _commands_of_typer(tree: ast.Module) -> dict[str, str | None]:
                 found[each.name] = _command_name(each, decorator)
             elif _last_name(decorator) == "callback":
                 found[each.name] = None
-    # a single one is the program itself
+    # a single command is the program itself
     return found if len(found) > 1 else dict.fromkeys(found, "")
 
 
@@ -358,7 +359,7 @@ def _parameters(given: ast.arguments, constants: dict[str, Any]) -> Iterator[Opt
 
 
 def _of_name(name: str, value: ast.expr | None, constants: dict[str, Any]) -> Option:
-    """Return the option of a parameter or field, whose value may be wrapped in a call."""
+    """Return the option of a parameter or field, whose default may be wrapped in a call."""
     names = [_written(name)]
     flag = f"--{name.replace('_', '-')}"
     is_required = value is None
@@ -392,7 +393,7 @@ def _decorators(tree: ast.Module) -> Iterator[ast.expr]:
 
 
 def _keys_of(node: ast.AST) -> list[str]:
-    """Return the names of `a.b.c`; empty for another expression."""
+    """Return the names of `a.b.c`; an empty list for any other expression."""
     if isinstance(node, ast.Name):
         return [node.id]
     if isinstance(node, ast.Attribute) and (before := _keys_of(node.value)):
@@ -401,7 +402,7 @@ def _keys_of(node: ast.AST) -> list[str]:
 
 
 def _saved(tree: ast.Module) -> Iterator[str]:
-    """Yield the file names below which the script saves a checkpoint."""
+    """Yield the file names to which the script saves."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and _last_name(node.func) == "save":
             for argument in [*node.args, *(keyword.value for keyword in node.keywords)]:
@@ -431,7 +432,7 @@ def _constants(tree: ast.Module) -> dict[str, Any]:
 
 
 def _value(node: ast.expr | None, constants: dict[str, Any]) -> Any:
-    """Return the value of a literal, or of a name that is bound to one; None for all else."""
+    """Return the value of a literal, or of a constant's name; None for anything else."""
     if isinstance(node, ast.Name):
         return constants.get(node.id)
     try:
@@ -449,12 +450,12 @@ def _last_name(node: ast.AST | None) -> str:
 
 
 def _holder(function: ast.expr) -> str:
-    """Return the variable whose method this is; "" where it is none's."""
+    """Return the variable whose method this is; "" if it is not a method of a variable."""
     if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
         return function.value.id
     return ""
 
 
 def _written(flag: str) -> str:
-    """Return a flag as the script's code names its value."""
+    """Return the name of a flag's value in the script's code."""
     return flag.lstrip("-").replace("-", "_").lower()

@@ -1,4 +1,4 @@
-"""Partitions of a cluster as this user may use them, and which of them suits a training best."""
+"""Survey a cluster's partitions: what this user may use, and which one suits a training best."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ EVERYBODY = ("", "ALL", "(null)")
 
 
 class Place(NamedTuple):
-    """One partition, its nodes of the kind that most of it has, and this user's limits there."""
+    """One partition, the most frequent kind of its nodes, and this user's limits there."""
 
     partition: Partition
     is_default: bool
-    # of the largest group of usable nodes that are alike; None: no node can be used
+    # the largest group of usable nodes that are alike; None: no node can be used
     nodes: Nodes | None
-    # further kinds of usable nodes
+    # number of further kinds of usable nodes
     others: int
     # account and QOS to submit with; "": none is needed, or it is not known
     account: str
     qos: str
-    # the user's limits beside the partition's own; None: none
+    # the strictest of the limits of partition, QOS and account; None: no limit
     most_nodes: int | None
     most_minutes: int | None
     billing_weights: str
-    # why the user cannot use it; "": it can be used
+    # why the user cannot use the partition; "": it can be used
     refused: str
 
     @property
     def gpu_type(self) -> str:
-        """Type of the GPUs of a node, "" where it has none or Slurm does not say."""
+        """Type of a node's GPUs; "" if it has none or several types, or Slurm does not say."""
         return self._gpus[0]
 
     @property
     def gpus(self) -> int:
-        """GPUs of a node."""
+        """Number of GPUs of a node."""
         return self._gpus[1]
 
     @property
@@ -62,7 +62,7 @@ class Place(NamedTuple):
             (kind, count) for name, kind, count in requested_gres(self.nodes.gres) if name == "gpu"
         ]
         kinds = {kind for kind, _ in found}
-        # of several types any may be given
+        # with several types, a job may get any of them
         kind = kinds.pop() if len(kinds) == 1 else ""
         return kind, int(sum(count for _, count in found))
 
@@ -76,7 +76,7 @@ class Survey(NamedTuple):
     requeues: bool
 
     def best(self) -> Place | None:
-        """Return the partition to begin with: GPUs first, then most nodes, then the default one."""
+        """Return the partition to begin with: one with GPUs, then most nodes, then the default."""
         usable = [place for place in self.places if not place.refused]
         return max(usable, key=_merit, default=None)
 
@@ -88,7 +88,7 @@ def _merit(place: Place) -> tuple[int, int, bool, int]:
 
 
 def survey_cluster() -> Survey:
-    """Ask Slurm about every partition; nothing is submitted.
+    """Ask Slurm about every partition; submit nothing.
 
     Raises:
         LaunchError: There is no Slurm here, or it does not answer.
@@ -162,7 +162,7 @@ def _allowed(only: str, denied: str, accounts: Sequence[Limits]) -> list[Limits]
 
 
 def _qos_for(fields: dict[str, str], account: Limits | None) -> str:
-    """Return the QOS that has to be named: the user's first one that the partition allows."""
+    """Return the QOS that a job has to name: the user's first that is allowed here, or ""."""
     only = fields.get("AllowQos", "")
     if only in EVERYBODY or account is None:
         return ""

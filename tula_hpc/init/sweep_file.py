@@ -1,4 +1,4 @@
-"""Text of a sweep file for a training script, with a comment on every value and its source."""
+"""Text of a sweep file for a training script; a comment on every value says where it comes from."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tula_hpc.formatting import plural
 from tula_hpc.init.cluster_file import UNKNOWN, Line, usable_cores
 from tula_hpc.init.script_options import Option, ScriptOptions
 
-# where the script has no default
+# batch that is assumed if the script has no default
 USUAL_BATCH = 32
-# batches up to so many times the script's own are candidates, or one of its own for each worker
+# largest candidate over smallest candidate batch; more if there are more workers than this
 BATCH_RANGE = 16
 MOST_SIZES = 4
-# of small data a few epochs end before anything is measured
+# many, because with small data a few epochs end before anything is measured
 TRIAL_EPOCHS = 100
-# where it counts steps and has no default
+# for a script that counts steps and has no default number of them
 TRIAL_STEPS = 1000
 LARGEST_BATCH = 2**30
 LARGEST_SEED = 2**31
@@ -35,7 +35,7 @@ METRIC = Line(
 
 
 class Script(NamedTuple):
-    """Training script, its options, and the sweep file that is to name it."""
+    """A training script, its options, and the path of its sweep file."""
 
     path: Path
     options: ScriptOptions
@@ -43,26 +43,26 @@ class Script(NamedTuple):
 
     @property
     def batch(self) -> int:
-        """Batch that the script takes by itself."""
+        """The script's default batch."""
         return _number(self.options.batch, 2**20) or USUAL_BATCH
 
     @property
     def module(self) -> str | None:
-        """Name as which `python -m` runs it, where it is a part of a package; else None."""
+        """Name for `python -m`, if the script imports from its own package; else None."""
         if not self.options.is_in_package:
             return None
         top = self.path.parent
         while (top / "__init__.py").exists():
             top = top.parent
         if top == self.path.parent:
-            # of a package without that file
+            # a package without __init__.py
             top = Path.cwd()
         if not self.path.is_relative_to(top):
             return None
         return ".".join(self.path.relative_to(top).with_suffix("").parts)
 
     def trial(self) -> list[str]:
-        """Return arguments with which the script runs until it has been looked at."""
+        """Return arguments with which the script runs long enough to be measured."""
         options = self.options
         values = [
             (options.batch, str(self.batch)),
@@ -98,7 +98,7 @@ def sweep_file(script: Script, cluster: ClusterSpec) -> str:
 
 
 def name_line(stem: str) -> str:
-    """Return the line of a sweep's name, made of a script's."""
+    """Return the line with a sweep's name, made from a script's name."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", stem)[:64].lstrip("._-")
     return Line("name", name or "training", "of the run and its jobs").text()
 
@@ -190,8 +190,8 @@ def search_and_training(
 ) -> list[str]:
     """Return the lines of the tables `[search]` and `[training]`.
 
-    `passes` are forward passes that the script always takes for a step. The global batch is the
-    script's own where it `is_known`, else a usual one.
+    `passes` is the number of forward passes in the script's steps. `base_batch` is the script's own
+    global batch if it `is_known`, else a usual one.
     """
     nodes = _most_nodes(cluster)
     sizes = [2**k for k in range(MOST_SIZES) if 2**k <= nodes]
@@ -236,17 +236,17 @@ def _nodes_of(cluster: ClusterSpec) -> int:
 
 
 def _shares_cores(cluster: ClusterSpec) -> bool:
-    """Tell whether nodes are stood in for by cores of this machine."""
+    """Tell whether cores of this machine stand in for nodes."""
     return cluster.executor == "local" and cluster.device == "cpu"
 
 
 def _power_of_two(number: int) -> int:
-    """Return the largest power of two that is at most this."""
+    """Return the largest power of two that is not above a number."""
     return int(2 ** (number.bit_length() - 1))
 
 
 def _base_batch(script: Script, cluster: ClusterSpec) -> int:
-    """Return the global batch that the script has by itself, on one node where it is of a worker."""
+    """Return the script's own global batch: if its batch is a worker's, that of one node."""
     if script.options.is_global:
         return script.batch
     passes = _own_passes(script.options)
@@ -254,12 +254,12 @@ def _base_batch(script: Script, cluster: ClusterSpec) -> int:
 
 
 def _own_passes(options: ScriptOptions) -> int:
-    """Return the forward passes of a step by the script's default."""
+    """Return the script's default number of forward passes in a step."""
     return _number(options.accumulation, 2**20) or 1
 
 
 def _passes(options: ScriptOptions) -> int:
-    """Return a power of two that is about the script's own: it has to divide all batches."""
+    """Return the script's passes rounded down to a power of two, which divides all batches."""
     return _power_of_two(_own_passes(options))
 
 
@@ -273,10 +273,10 @@ def _number(option: Option | None, largest: int) -> int | None:
 
 
 def _path_of(script: Script) -> str:
-    """Return the script's path from the sweep file's folder, or in full where it is elsewhere."""
+    """Return the script's path relative to the sweep file's folder, or in full if it is outside."""
     relative = os.path.relpath(script.path, script.target.parent.absolute())
     here = Path(relative)
-    # a path is looked for in the working directory first
+    # a relative path is looked for in the working directory first, where it may name another file
     is_another = here.exists() and not here.samefile(script.path)
     return str(script.path) if relative.startswith("..") or is_another else relative
 
@@ -288,16 +288,16 @@ def unknown_keys(text: str) -> list[str]:
 
 
 NO_NAMES: Mapping[str, str] = {}
-# keys without which a sweep of a script does not begin
+# keys without which a sweep of a script does not begin, each with an example
 _EXAMPLES = {"samples": 2**30, "epochs": 10, "arguments": ["{local_batch}"]}
 
 
 def required_keys(text: str) -> list[str]:
     """Return the keys of a sweep file that have to be filled in."""
     asked = [key for key in unknown_keys(text) if key in _EXAMPLES]
-    # of a file that `tula init` did not write
+    # a file that `tula init` did not write may lack these without a line that asks for them
     asked += [key for key in ("samples", "arguments") if key not in asked]
-    # what else the script requires is a line with the key of those that are known
+    # besides the line that sets `arguments`, others may ask for further ones: not required here
     return [key for key in asked if not _has(text, key)]
 
 
@@ -306,9 +306,9 @@ def _has(text: str, key: str) -> bool:
 
 
 def fill_in(text: str, known: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Return a sweep file's text with what it lacks and is known, and the keys of that.
+    """Fill in the keys that a sweep file lacks and that are known; return its text and these keys.
 
-    Where a step turned out to have several passes, base_batch becomes that of a step.
+    If a step turns out to have several passes, base_batch is multiplied by their number.
     """
     keys = [key for key in required_keys(text) if key in known]
     is_asked = "base_batch" in unknown_keys(text) and not _has(text, "base_batch")
@@ -338,7 +338,7 @@ def fill_in(text: str, known: Mapping[str, Any]) -> tuple[str, list[str]]:
 
 
 def workers_in(text: str) -> int:
-    """Return the workers of a node by the base batch that `tula init` did not know; else 1."""
+    """Return the workers per node by which `tula init` multiplied an unknown base batch; else 1."""
     usual = re.search(r"^# base_batch = (\d+) ", text, re.MULTILINE)
     passes = re.search(r"^accumulation\s*=\s*(\d+)", text, re.MULTILINE)
     if usual is None:
@@ -349,11 +349,11 @@ def workers_in(text: str) -> int:
 def with_arguments(
     text: str, used: Sequence[str], names: Mapping[str, str] = NO_NAMES
 ) -> tuple[str, list[str]]:
-    """Return a sweep file's text with those of a run's arguments that it lacks, and these.
+    """Add to a sweep file's arguments those of a run that it lacks; return the text and these.
 
-    What its arguments name counts as known, whatever its value.
+    An option that the file's arguments name is not added, whatever its value.
 
-    `names` has the longest name of each option of the script by any of its names.
+    `names` maps any name of one of the script's options to the option's longest name.
     """
     line, known = _arguments_in(text)
     if line is None:
@@ -363,10 +363,10 @@ def with_arguments(
         name = argument.partition("=")[0]
         return names.get(name, name)
 
-    # values in braces may be those of other options
+    # a placeholder is no name: it may be the value of any option
     named = {name_of(argument) for argument in known if "{" not in name_of(argument)}
     added: list[str] = []
-    # those that follow no option
+    # number of added positional arguments
     unnamed = 0
     for before, argument in zip(["", *used], used, strict=False):
         is_option = argument.startswith("-")
@@ -385,7 +385,7 @@ def with_arguments(
 
 
 def _arguments_in(text: str) -> tuple[re.Match[str] | None, list[str]]:
-    """Return the line and its arguments; no line where they are written by hand in another way."""
+    """Return the line with the arguments, and these; no line if they are not a list on one line."""
     line = re.search(r"^\s*arguments\s*=\s*(\[.*\])", text, re.MULTILINE)
     try:
         return line, json.loads(line[1]) if line else []
@@ -394,7 +394,7 @@ def _arguments_in(text: str) -> tuple[re.Match[str] | None, list[str]]:
 
 
 def asked_batch(text: str, used: Sequence[str]) -> int | None:
-    """Return the samples of a forward pass that a run's arguments ask for; None where none do."""
+    """Return the samples per forward pass that a run's arguments ask for; None if none."""
     _, known = _arguments_in(text)
     placeholder = "{local_batch}"
     names = [before for before, each in itertools.pairwise(known) if each == placeholder]
@@ -407,12 +407,12 @@ def asked_batch(text: str, used: Sequence[str]) -> int | None:
 
 
 def required_arguments(text: str) -> list[str]:
-    """Return the options that a sweep file's arguments lack, and without which the script ends."""
+    """Return the options that the script requires and the sweep file's arguments lack."""
     return re.findall(
         r"^# arguments = .* the script requires (\S+); add it above", text, re.MULTILINE
     )
 
 
 def filled_in(text: str) -> list[str]:
-    """Return example values for the required keys, as overrides under which the rest is valid."""
+    """Return overrides with examples for the required keys, to check the rest of the file."""
     return [f"workload.{key}={json.dumps(_EXAMPLES[key])}" for key in required_keys(text)]
