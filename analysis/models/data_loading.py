@@ -100,9 +100,9 @@ def describe_slow_storage(profiles: Sequence[Profile]) -> str:
     samples = worst.configuration.global_batch / worst.times.step_time_s
     return (
         f"the file system that all nodes share holds steps up: at {worst.configuration} waiting for "
-        f"data takes {100 * wait_share(worst.times):.0f} % of a step, and less on fewer nodes; all read "
-        f"{format_number(samples, 3)} samples/s there, and more nodes will hardly read more: copy "
-        "the data to disks of the nodes, or pack it into fewer and larger files"
+        f"data takes {100 * wait_share(worst.times):.0f} % of a step, and less on fewer nodes; all nodes "
+        f"together read {format_number(samples, 3)} samples/s there, and more will hardly read more: "
+        "copy the data to the nodes' own disks, or pack it into fewer and larger files"
     )
 
 
@@ -123,14 +123,17 @@ def describe_slow_loader(profile: Profile, loader_workers: int | None) -> str:
     cores = cores_needed(profile)
     if processes > MOST_PROCESSES:
         return (
-            f"{found}; even {MOST_PROCESSES} loader processes would not end it: "
+            f"{found}; even {MOST_PROCESSES} loader processes would not end the wait: "
             "make its items cheaper to load"
         )
     if profile.processor is None or cores <= profile.processor.cores:
-        return f"{found}; workload.loader_workers = {processes} (now {loader_workers}) would end it"
+        return (
+            f"{found}; workload.loader_workers = {processes} (now {loader_workers}) would end "
+            "the wait"
+        )
     available = plural(math.floor(profile.processor.cores), "core")
     return (
-        f"{found}; no number of loader processes on the {available} of a worker would end it, "
-        f"as loading and computing a batch would keep {format_number(cores, 2)} cores busy: "
+        f"{found}; no number of loader processes on the {available} of a worker would end the wait, "
+        f"since loading and computing a batch would keep {format_number(cores, 2)} cores busy: "
         f"raise cpus_per_worker to {math.ceil(cores)} and workload.loader_workers to {processes}"
     )

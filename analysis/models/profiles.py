@@ -341,7 +341,7 @@ def _last_reason(rows: Sequence[Measurement]) -> str:
     if last.failure or last.detail:
         return ": ".join(part for part in (last.failure or "", last.detail) if part)
     if last.times is not None and last.memory is not None:
-        return "its times or memory cannot be true"
+        return "its times or memory are not plausible"
     return "no time or memory was recorded"
 
 

@@ -177,7 +177,7 @@ def _describe_copy(part: Partition) -> list[str]:
     if part.resume is not Resume.CHECKPOINT:
         return []
     copy = format_bytes(checkpoint_copy(part.summary))
-    counted = "beside what loads the data"
+    counted = "in addition to what loads the data"
     if part.cluster.device == "cpu":
         counted = "which the plan counts"
     held = f"the first node holds {copy} more in host memory"
@@ -189,7 +189,7 @@ def _describe_passes(part: Partition) -> list[str]:
     if math.isinf(most):
         return []
     at_once = plural(round(most), "sample")
-    return [f"a worker takes at most {at_once} in one forward pass, more of them in several parts"]
+    return [f"a worker takes at most {at_once} in one forward pass, and more in several passes"]
 
 
 def _without_warnings(sweep: SweepSpec, fitted: FittedPartitions, choice: Choice) -> Plan:

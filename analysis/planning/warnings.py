@@ -58,14 +58,14 @@ CONTRADICTS_FROM = 1.5
 MOST_TRAINED = 0.99
 SHORT_OF_MEMORY = (
     "ran only because torch's allocator freed its cache and tried again, which is slow and may "
-    "fail in training, so that no local batch as large is planned; where "
-    'PYTORCH_CUDA_ALLOC_CONF = "expandable_segments:True" is not in [environment], a new sweep '
-    "with it may fit more"
+    "fail in training, so local batches from this size on are not planned; if "
+    'PYTORCH_CUDA_ALLOC_CONF = "expandable_segments:True" is not in [environment] yet, larger ones '
+    "may fit in a new sweep with it"
 )
 ONE_ITERATOR = (
-    "after a stop the script may go on with other samples than without it: one iterator over its "
-    "loader goes on from epoch to epoch, and begins anew in a new start; give tula.batches a "
-    "DataLoader that is gone through from its beginning in each epoch"
+    "after an interruption the script may continue with other samples than without it: it uses one "
+    "iterator over its loader for all epochs, and a restart begins this iterator anew; give "
+    "tula.batches a DataLoader that is iterated from its beginning in each epoch"
 )
 SCALED_NOTHING = (
     "no gradient was scaled: every factor stayed 1, either because the training was too short for "
@@ -118,9 +118,9 @@ def about_samples(summary: Summary) -> list[str]:
         most = NEAR * said + profile.configuration.global_batch
         if found and abs(found - said) > most:
             return [
-                f"an epoch of the script has about {format_number(found)} samples by its loader, "
-                f"{said:,} by workload.samples, for which times and costs are reckoned; correct "
-                "it, and measure with another --run-dir"
+                f"an epoch of the script has about {format_number(found)} samples by its loader, but "
+                f"{said:,} by workload.samples, from which times and costs are computed; correct "
+                "that key, and measure with another --run-dir"
             ]
     return []
 
@@ -224,9 +224,9 @@ def about_script(fitted: FittedPartitions, workload: WorkloadSpec) -> list[str]:
             f"; {format_percent(1.0 - trained)} of its model was not trained while it was measured"
         )
     return [
-        "planned is the script's first training, with steps as they were measured at its beginning: "
-        "further ones (folds, fine-tuning) come on top, and layers that are unfrozen or larger "
-        f"images later make it longer{frozen}"
+        "the plan is for the script's first training, with steps as measured at its beginning: "
+        "further trainings (folds, fine-tuning) come on top, and layers that are unfrozen later, or "
+        f"larger images, make it longer{frozen}"
     ]
 
 
@@ -255,7 +255,7 @@ def about_unseen_memory(fitted: FittedPartitions) -> list[str]:
             least = fitted.table.local_batch[unseen].min()
             text = (
                 f"local batches from {least:,} on are not planned: they are more than twice as "
-                "large as any that was measured, and their memory's 90 % interval exceeds the limit"
+                "large as any measured one, and the 90 % interval of their memory exceeds the limit"
             )
             found.append(prefixed(part.name, text))
     return found
@@ -288,14 +288,14 @@ def about_method(chosen: Candidate, sweep: SweepSpec) -> list[str]:
         ]
     if training.method == "polo":
         return [
-            "times and costs are those of an all-reduce in each step, and post-local SGD has few "
+            "times and costs are for an all-reduce in each step, but post-local SGD has only few "
             "after its first epochs: several workers are faster and cheaper than predicted, and "
-            "more of them may be worth while"
+            "more of them may be worthwhile"
         ]
     scales = training.method in ("ags", "static")
     if not scales or sweep.workload.optimizer != "adamw" or sweep.scale_applies_to == "update":
         return []
-    why = "AdamW divides gradients by their own size, so that a factor before it hardly acts"
+    why = "AdamW divides gradients by their own size, so that scaling them has hardly any effect"
     return [f'{why}; training.apply = "update" scales the updates of AdamW instead']
 
 
@@ -367,7 +367,7 @@ def about_checkpoints(chosen: int, fitted: FittedPartitions, sweep: SweepSpec) -
     apart = f"{row.checkpoint_s[0] / 60.0:.2g} minutes apart"
     why = f"checkpoints are {apart}, so that saving costs at most 3 % of training"
     other = f"training.checkpoint_minutes = {minutes:g}"
-    return [f"{why}; {other} would take {format_percent(spared)} less in all"]
+    return [f"{why}; with {other} the whole training would take {format_percent(spared)} less time"]
 
 
 def _listed(profiles: Sequence[Profile], fault: str) -> list[str]:

@@ -84,10 +84,10 @@ def _unmeasured(plan: Plan, sweep: SweepSpec, profiles: int) -> str:
     """Return the sentence on a choice that was not measured, and could have been."""
     text = f"the chosen {name_of(plan.chosen)} was not measured itself: "
     if sweep.search.mode == "partial":
-        return f'{text}search.mode = "partial" measures corners alone'
+        return f'{text}search.mode = "partial" measures only corners'
     if profiles >= sweep.search.max_profiles:
         limit = f"search.max_profiles = {sweep.search.max_profiles}"
-        return f"{text}{limit} configurations had been measured before it was the best"
+        return f"{text}{limit} configurations had been measured before it became the best"
     return f"{text}the search could not profile it, or looked for another choice"
 
 

@@ -124,7 +124,7 @@ def with_steadiness(
     more = ""
     if len(found) > 1:
         others = ", ".join(str(one.profile.configuration) for one, _ in found[1:])
-        more = f"The steps of {others} are as uncertain. "
+        more = f"The steps of {others} are uncertain, too. "
     rows = of_partition(measurements, name)
     text = f"{first.describe()}; {effect}. {more}{_what_to_do(first, sweep.search, rows)}"
     return plan.with_doubts(Remedy.MEASURE.doubts([prefixed(name, text)]))
@@ -179,7 +179,7 @@ def _what_to_do(one: Unsteady, search: SearchSpec, rows: Iterable[Measurement]) 
         key = f"search.max_steps={LONGER * search.max_steps}"
     elif 0 < timed_s < ENDED * (search.max_seconds or LEAST_SECONDS):
         return (
-            "Its script ended before they had settled: with more samples, or {epochs} in its "
+            "The script ended before its steps had settled: with more samples, or {epochs} in its "
             "arguments, a new sweep with another --run-dir measures it for longer"
         )
     return f"A new sweep with --set {key} {anew} it for longer"

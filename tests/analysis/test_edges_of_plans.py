@@ -213,7 +213,7 @@ def test_where_the_bound_on_saves_loses_more_than_it_spares_the_plan_says_what_t
     spec, rows = sweep("time"), [row.model_copy(update={"dataset_samples": 2_000_000}) for row in CORNERS]
     plan = make_plan(spec, spot, rows)
     (advice,) = [text for text in plan.warnings if "checkpoint_minutes" in text]
-    found = re.search(r"training\.checkpoint_minutes = ([\d.]+) would take ([\d.]+) % less", advice)
+    found = re.search(r"training\.checkpoint_minutes = ([\d.]+) the whole training would take ([\d.]+) % less", advice)
     assert found is not None
     training = spec.training.model_copy(update={"checkpoint_minutes": float(found[1])})
     often = make_plan(spec.model_copy(update={"training": training}), spot, rows)

@@ -536,7 +536,7 @@ def test_a_plan_for_post_local_steps_says_that_it_counts_an_all_reduce_in_each()
         said[method] = make_plan(spec.model_copy(update={"training": training}), cluster(), grid()).warnings
     added = [warning for warning in said["polo"] if warning not in said["lbt"]]
     assert len(added) == 1
-    assert "times and costs are those of an all-reduce in each step" in added[0]
+    assert "times and costs are for an all-reduce in each step" in added[0]
 
 
 def test_of_equal_nodes_and_batches_the_fastest_then_the_cheapest_is_taken_without_a_knee() -> None:

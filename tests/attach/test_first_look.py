@@ -218,7 +218,7 @@ def test_an_iterator_that_goes_on_from_epoch_to_epoch_is_told(tmp_path: Path, ca
     options = ["--batch-size", "8", "--epochs", "100", "--log", "log", case]
     done = look(tmp_path, str(SCRIPTS / "odd_loops.py"), *options)
     assert done.returncode == 0, done.stderr
-    assert ("# resume      after a stop the script may go on with other samples" in done.stdout) is is_told
+    assert ("# resume      after an interruption the script may continue with other samples" in done.stdout) is is_told
 
 
 def test_what_is_refused_is_said_once(tmp_path: Path) -> None:

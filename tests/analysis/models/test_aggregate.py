@@ -110,7 +110,7 @@ def test_a_record_without_possible_times_and_memory_is_not_usable(changes: dict[
     summary = summarize([ok(1, 32, **changes)])
     assert summary.profiles == ()
     lacking = None in changes.values()
-    reason = "no time or memory was recorded" if lacking else "its times or memory cannot be true"
+    reason = "no time or memory was recorded" if lacking else "its times or memory are not plausible"
     assert summary.failed == {Configuration(1, 1, 32): reason}
 
 

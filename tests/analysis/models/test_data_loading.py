@@ -56,17 +56,17 @@ def test_a_worker_that_loads_by_itself_needs_processes_for_what_it_waits() -> No
 @pytest.mark.parametrize(
     ("wait_s", "changes", "end"),
     [
-        (0.04, {}, "; workload.loader_workers = 20 (now 8) would end it"),
-        (0.04, {"processor": None}, "; workload.loader_workers = 20 (now 8) would end it"),
+        (0.04, {}, "; workload.loader_workers = 20 (now 8) would end the wait"),
+        (0.04, {"processor": None}, "; workload.loader_workers = 20 (now 8) would end the wait"),
         # which only waits for a file system, however long
-        (0.36, {}, "; workload.loader_workers = 96 (now 8) would end it"),
+        (0.36, {}, "; workload.loader_workers = 96 (now 8) would end the wait"),
         (
             0.04,
             {"processor": {"loader_s": 0.29, "worker_s": 0.03, "cores": 4.0}},
-            "; no number of loader processes on the 4 cores of a worker would end it, as loading and computing a batch "
-            "would keep 8 cores busy: raise cpus_per_worker to 8 and workload.loader_workers to 20",
+            "; no number of loader processes on the 4 cores of a worker would end the wait, since loading and "
+            "computing a batch would keep 8 cores busy: raise cpus_per_worker to 8 and workload.loader_workers to 20",
         ),
-        (3.0, {}, "; even 256 loader processes would not end it: make its items cheaper to load"),
+        (3.0, {}, "; even 256 loader processes would not end the wait: make its items cheaper to load"),
     ],
 )
 def test_the_plan_says_what_would_end_the_wait(wait_s: float, changes: dict[str, object], end: str) -> None:

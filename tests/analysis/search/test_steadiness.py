@@ -90,7 +90,7 @@ def test_the_limit_that_ended_the_measurement_is_the_one_to_raise() -> None:
     assert "--set search.max_seconds=56 and" in told(planned(short), NEXT)[0]
     # a script that ended early
     short = with_step(NEXT, WIDE, **UNSETTLED, samples={"step": [0.1] * 5})
-    assert "Its script ended before they had settled: with more samples, " in told(planned(short), NEXT)[0]
+    assert "The script ended before its steps had settled: with more samples, " in told(planned(short), NEXT)[0]
 
 
 def test_a_drift_of_what_is_chosen_is_said_with_what_it_does_to_training() -> None:
