@@ -150,8 +150,8 @@ class StepTimeModel:
         self, nodes: ArrayLike, local_batch: ArrayLike, workers_per_node: ArrayLike = 1
     ) -> Array:
         """Predict seconds per step, in the shape that the arguments broadcast to."""
-        rows, more, shape = self._points(nodes, local_batch, workers_per_node)
-        return self._seconds(self._fitted.fit.coefficients, rows, more).reshape(shape)
+        rows, further, shape = self._points(nodes, local_batch, workers_per_node)
+        return self._seconds(self._fitted.fit.coefficients, rows, further).reshape(shape)
 
     def interval(
         self,
@@ -166,8 +166,8 @@ class StepTimeModel:
         the data (leverage), and the usual departure from the law of batches and cluster sizes that
         were not measured. If only a single node was measured, the range of usual networks is added.
         """
-        rows, more, shape = self._points(nodes, local_batch, workers_per_node)
-        found = self._evaluate(rows, more)
+        rows, further, shape = self._points(nodes, local_batch, workers_per_node)
+        found = self._evaluate(rows, further)
         seconds = np.maximum(found.seconds, TINY_S)
         width = relative_spread(
             self._fitted.fit,
@@ -179,7 +179,7 @@ class StepTimeModel:
         )
         below = above = width
         if self._fitted.network_spread:
-            slower, faster = self._by_network(rows, more, float(ndtri(0.5 + level / 2.0)))
+            slower, faster = self._by_network(rows, further, float(ndtri(0.5 + level / 2.0)))
             below = np.hypot(width, np.log(seconds / faster))
             above = np.hypot(width, np.log(slower / seconds))
         return (seconds * np.exp(-below)).reshape(shape), (seconds * np.exp(above)).reshape(shape)
@@ -195,9 +195,9 @@ class StepTimeModel:
         unknown departure from the law. If only a single node was measured, all points on several
         nodes share the unknown network.
         """
-        rows, more, _ = self._points(nodes, local_batch, workers_per_node)
+        rows, further, _ = self._points(nodes, local_batch, workers_per_node)
         fitted = self._fitted
-        found = self._evaluate(rows, more)
+        found = self._evaluate(rows, further)
         relative = found.gradients / np.maximum(found.seconds, TINY_S)[:, None]
         unseen_batch, unseen_size = self._unseen(rows, found)
         same_batch = rows.batch[:, None] == rows.batch
@@ -207,7 +207,7 @@ class StepTimeModel:
         of_size = same_size * np.sqrt(np.outer(unseen_size, unseen_size))
         together += of_batch + of_size
         if self._fitted.network_spread:
-            slower, faster = self._by_network(rows, more, 1.0)
+            slower, faster = self._by_network(rows, further, 1.0)
             of_network = 0.5 * np.log(slower / faster) / self.spread_
             together += np.outer(of_network, of_network)
         return np.asarray(together)
@@ -238,35 +238,35 @@ class StepTimeModel:
         rows = Rows(np.full(batch.shape, STEP), count, per_node, batch, batch)
         return rows, np.broadcast_to(passes - 1.0, shape).ravel(), shape
 
-    def _seconds(self, coefficients: Array, rows: Rows, more: Array) -> Array:
+    def _seconds(self, coefficients: Array, rows: Rows, further: Array) -> Array:
         seconds = self._fitted.law.seconds(coefficients, rows)
-        if not more.any():
+        if not further.any():
             return seconds
         computes = self._fitted.law.seconds(coefficients, _computes(rows))
-        return np.asarray(seconds + more * np.maximum(computes - self.optimizer_s, 0.0))
+        return np.asarray(seconds + further * np.maximum(computes - self.optimizer_s, 0.0))
 
-    def _evaluate(self, rows: Rows, more: Array) -> Linearization:
+    def _evaluate(self, rows: Rows, further: Array) -> Linearization:
         coefficients = self._fitted.fit.coefficients
         found = self._fitted.law.evaluate(coefficients, rows)
-        if not more.any():
+        if not further.any():
             return found
         others = self._fitted.law.evaluate(coefficients, _computes(rows))
         others = others._replace(seconds=np.maximum(others.seconds - self.optimizer_s, 0.0))
         return Linearization(
-            found.seconds + more * others.seconds,
-            found.gradients + more[:, None] * others.gradients,
-            found.by_batch_effect + more * others.by_batch_effect,
-            found.by_size_effect + more * others.by_size_effect,
-            found.by_storage_effect + more * others.by_storage_effect,
+            found.seconds + further * others.seconds,
+            found.gradients + further[:, None] * others.gradients,
+            found.by_batch_effect + further * others.by_batch_effect,
+            found.by_size_effect + further * others.by_size_effect,
+            found.by_storage_effect + further * others.by_storage_effect,
         )
 
-    def _by_network(self, rows: Rows, more: Array, deviations: float) -> tuple[Array, Array]:
+    def _by_network(self, rows: Rows, further: Array, deviations: float) -> tuple[Array, Array]:
         """Predict (n,) for a network slower by `deviations`, then for one as much faster."""
         found = []
         for sign in (1.0, -1.0):
             coefficients = self._fitted.fit.coefficients.copy()
             coefficients[SYNC] *= math.exp(sign * deviations * self._fitted.network_spread)
-            found.append(np.maximum(self._seconds(coefficients, rows, more), TINY_S))
+            found.append(np.maximum(self._seconds(coefficients, rows, further), TINY_S))
         return found[0], found[1]
 
     def samples(
@@ -284,14 +284,14 @@ class StepTimeModel:
         share one drawn departure from the law. Departures of single batches are left out, so that
         curves over the batch stay smooth.
         """
-        rows, more, shape = self._points(nodes, local_batch, workers_per_node)
+        rows, further, shape = self._points(nodes, local_batch, workers_per_node)
         fitted = self._fitted
         drawn = draws(fitted.fit, self._steps, fitted.bounds, SCATTER, count=count, seed=seed)
         network = np.random.default_rng([seed, 0]).standard_normal(count)
         drawn[:, SYNC] *= np.exp(fitted.network_spread * network)
-        parts = np.array_split(drawn, min(count, 1 + count * len(more) // AT_ONCE))
-        seconds = np.concatenate([self._seconds(part, rows, more) for part in parts])
-        found = self._evaluate(rows, more)
+        parts = np.array_split(drawn, min(count, 1 + count * len(further) // AT_ONCE))
+        seconds = np.concatenate([self._seconds(part, rows, further) for part in parts])
+        found = self._evaluate(rows, further)
         of_size = self.spread_ * np.sqrt(self._unseen(rows, found)[1])
         sizes = np.stack([rows.nodes, rows.per_node], axis=1)
         for size in np.unique(sizes[of_size > 0.0], axis=0):

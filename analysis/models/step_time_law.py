@@ -194,21 +194,21 @@ class Law(NamedTuple):
     def seconds(self, coefficients: Array, rows: Rows) -> Array:
         """Predict (..., n) from coefficients (..., p), without gradients: fast for many models."""
         # each (..., 1)
-        of = np.moveaxis(coefficients, -1, 0)[..., None]
+        coefficient = np.moveaxis(coefficients, -1, 0)[..., None]
         u, v = self._effects(coefficients, rows)
-        line, contended, late = _compute_parts(of, rows)
-        compute = _total(line, of[FLOOR], FLOOR_NORM) * (np.exp(u) * contended * late)
+        line, contended, late = _compute_parts(coefficient, rows)
+        compute = _total(line, coefficient[FLOOR], FLOOR_NORM) * (np.exp(u) * contended * late)
         columns, _ = self._sync_columns(coefficients, rows, v)
         sync = (columns @ coefficients[..., SYNC : NODE_SYNC + 1, None])[..., 0]
         step = compute + sync
         if not self.additive:
-            share = of[OVERLAP]
+            share = coefficient[OVERLAP]
             step = (1.0 - share) * compute + _total(share * compute, sync, OVERLAP_NORM)
         joined = _measured(rows, step, compute, sync)
         waits, alone = _waits(self.form, rows), _is_alone(rows)
-        seconds = joined + (waits * of[OVERHEAD] + alone * of[ALONE])
-        stored = _total(seconds, of[STORAGE] * _read_samples(rows), STORAGE_NORM)
-        return np.where(of[STORAGE] == 0.0, seconds, stored)
+        seconds = joined + (waits * coefficient[OVERHEAD] + alone * coefficient[ALONE])
+        stored = _total(seconds, coefficient[STORAGE] * _read_samples(rows), STORAGE_NORM)
+        return np.where(coefficient[STORAGE] == 0.0, seconds, stored)
 
     def evaluate(self, coefficients: Array, rows: Rows) -> Linearization:
         """Predict with gradients."""
@@ -349,11 +349,11 @@ def _measured(rows: Rows, step: Array, compute: Array, sync: Array) -> Array:
     return np.where(_is_together(rows) > 0.0, step, apart)
 
 
-def _compute_parts(of: Array, rows: Rows) -> tuple[Array, Array, Array]:
+def _compute_parts(coefficient: Array, rows: Rows) -> tuple[Array, Array, Array]:
     """Return the line over the batch, and the factors of contention and straggling."""
-    line = of[FIXED] + of[PER_SAMPLE] * rows.batch
-    contended = 1.0 + of[CONTENTION] * (rows.per_node - 1.0)
-    return line, contended, 1.0 + of[STRAGGLING] * np.log2(rows.workers)
+    line = coefficient[FIXED] + coefficient[PER_SAMPLE] * rows.batch
+    contended = 1.0 + coefficient[CONTENTION] * (rows.per_node - 1.0)
+    return line, contended, 1.0 + coefficient[STRAGGLING] * np.log2(rows.workers)
 
 
 def _is_together(rows: Rows) -> Array:

@@ -53,12 +53,12 @@ def describe_limit(cluster: ClusterSpec, uses: Iterable[MemoryUse]) -> list[str]
     if seen is None:
         return []
     limit = format_bytes(memory_limit_bytes(cluster, uses))
-    of = f"the {format_bytes(seen.total_bytes)} that a GPU has"
+    whole = f"the {format_bytes(seen.total_bytes)} that a GPU has"
     if stated is not None and stated < seen.total_bytes:
-        of = f"the {format_bytes(stated)} of device_memory_gb"
+        whole = f"the {format_bytes(stated)} of device_memory_gb"
     other = f"{format_bytes(seen.other_bytes)} outside of torch's allocator"
     return [
-        f"the memory limit is {limit}: {of}, less {other} (CUDA context, NCCL, cuDNN) in profiles"
+        f"the memory limit is {limit}: {whole}, less {other} (CUDA context, NCCL, cuDNN) in profiles"
     ]
 
 

@@ -105,21 +105,21 @@ def about_loading(
     slow = [profile for profile in profiles if loader_decides(profile.times)]
     if not slow:
         return []
-    told = max(slow, key=lambda p: (p.configuration == chosen, wait_share(p.times)))
-    return [describe_slow_loader(told, None if work.is_script else work.loader_workers)]
+    worst = max(slow, key=lambda p: (p.configuration == chosen, wait_share(p.times)))
+    return [describe_slow_loader(worst, None if work.is_script else work.loader_workers)]
 
 
 def about_samples(summary: Summary) -> list[str]:
     """Say if a script's loaders yield another number of samples than the sweep file says."""
-    said = summary.dataset_samples
+    stated = summary.dataset_samples
     for profile in summary.profiles:
         found = profile.epoch_samples
         # allow for a last batch that is not full but counted as such
-        most = NEAR * said + profile.configuration.global_batch
-        if found and abs(found - said) > most:
+        most = NEAR * stated + profile.configuration.global_batch
+        if found and abs(found - stated) > most:
             return [
                 f"an epoch of the script has about {format_number(found)} samples by its loader, but "
-                f"{said:,} by workload.samples, from which times and costs are computed; correct "
+                f"{stated:,} by workload.samples, from which times and costs are computed; correct "
                 "that key, and measure with another --run-dir"
             ]
     return []

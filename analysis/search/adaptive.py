@@ -317,9 +317,11 @@ def _knee_decision(
     )
 
 
-def _fastest(time_s: Array, of: NDArray[np.bool_], columns: Sequence[NDArray[np.bool_]]) -> Array:
+def _fastest(
+    time_s: Array, eligible: NDArray[np.bool_], columns: Sequence[NDArray[np.bool_]]
+) -> Array:
     """Return the least time (k, batches) of the candidates in each column, infinite without any."""
-    among = np.where(of, time_s, np.inf)
+    among = np.where(eligible, time_s, np.inf)
     return np.stack([among[:, inside].min(axis=1) for inside in columns], axis=1)
 
 
