@@ -287,7 +287,8 @@ def test_more_records_than_are_held_are_one_clear_line(
 
     size = (run.profile / "more.jsonl").stat().st_size / MB
     words = (
-        f"has {size:.1f} MB; expected at most 400 records up to here; move what is not needed out of the run directory"
+        f"has {size:.1f} MB; expected at most 400 records up to this file; "
+        "move what is not needed out of the run directory"
     )
     assert capsys.readouterr().err == f"{run.profile / 'more.jsonl'}: {words}\n"
 
@@ -302,7 +303,7 @@ def test_records_that_need_too_much_memory_are_refused(tmp_path: Path, monkeypat
     monkeypatch.setattr(reading, "MAX_HELD_BYTES", 50 * MB)
 
     with pytest.raises(
-        RunDirectoryError, match=r"events\.jsonl: has 18\.\d MB; expected records that need at most 50 MB of memory"
+        RunDirectoryError, match=r"events\.jsonl: has 18\.\d MB; expected records that take at most 50 MB of memory"
     ):
         run.events()
 

@@ -239,7 +239,7 @@ def test_where_there_is_no_room_for_a_guard_it_goes_without(
     cluster.room = 1
     cluster.step("", left("a"))
     assert cluster.jobs == {"1": "a"}
-    assert "without a guard, which would carry on if that one is killed: a limit" in capsys.readouterr().out
+    assert "there is no guard, which would carry on if that job is killed: a limit" in capsys.readouterr().out
 
 
 def test_who_detaches_again_to_another_stage_is_followed(
@@ -252,7 +252,7 @@ def test_who_detaches_again_to_another_stage_is_followed(
         assert set(cluster.jobs) == jobs
     said = capsys.readouterr().out
     assert "controller job 1 is cancelled: another one carries on, until report" in said
-    assert "unattended any more" not in said
+    assert "no longer goes on unattended" not in said
 
 
 def test_who_detaches_again_hears_of_the_controller_and_who_stays_takes_over_from_both(
@@ -267,7 +267,7 @@ def test_who_detaches_again_hears_of_the_controller_and_who_stays_takes_over_fro
     detached.take_over(sweep)
     said = capsys.readouterr().out
     assert "controller job 1 is cancelled: this command carries on instead" in said
-    assert "the sweep does not go on unattended any more" in said
+    assert "the sweep no longer goes on unattended" in said
     assert cluster.jobs == {}
     assert detached.controllers(sweep) == []
     assert cluster.run.history().is_taken_over()
@@ -328,7 +328,7 @@ def test_a_plain_command_on_a_detached_sweep_waits_and_leaves_it_alone(
 @pytest.mark.parametrize(
     ("end", "words"),
     [
-        (lambda cluster: cluster.jobs.clear(), "controller job 2 is gone: nobody carries the sweep on"),
+        (lambda cluster: cluster.jobs.clear(), "controller job 2 is gone: nothing carries the sweep on"),
         (
             lambda cluster: cluster.run.log_event(
                 "ended", CONTROL, job_id="1", failure=Failure.BUG, detail="plan: why"

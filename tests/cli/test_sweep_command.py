@@ -42,8 +42,8 @@ estimate = false
 """
 # where the workload is tried, or memory is estimated: in a process that imports torch
 SET_BACK = (
-    "Set them back in yours (or in this copy, if that was edited); or, for a sweep of its own, "
-    "which measures again, use another name in it, or another --run-dir."
+    "Set them back in your file (or in this copy, if it was edited); or use another name in it, or "
+    "another --run-dir, for a sweep of its own, which measures again."
 )
 TRIED = ("--set", "search.estimate=true")
 
@@ -128,13 +128,13 @@ def test_other_inputs_are_refused_with_the_difference(
     run.train().result_file.touch()
     assert main([*again, "--set", "workload.epochs=99"]) == 2
     assert (
-        "is of a training that is over, made from other inputs than your sweep file (or --set) has now:"
+        "belongs to a training that is over and was made from other inputs than your sweep file (or --set) has now:"
         in capsys.readouterr().err
     )
     run.train().result_file.unlink()
     # as of a copy of another run
     assert main([*again, "--set", "name=another"]) == 2
-    assert f"(or in this copy, if that was edited), and add --run-dir {root}; or, " in capsys.readouterr().err
+    assert f"(or in this copy, if it was edited), and add --run-dir {root}; or use " in capsys.readouterr().err
     assert main([*again, "--set", "workload.seed=99"]) == 2
     assert "anew" not in capsys.readouterr().err
     assert main([*again, "--set", "objective.budget=99"]) == 2
@@ -150,7 +150,7 @@ def test_other_inputs_are_refused_with_the_difference(
     assert capsys.readouterr().err.splitlines()[1:] == [
         "  workload.epochs: 10 before, 99 now",
         SET_BACK,
-        "The sweep goes on unattended: other values are taken once job 9 is over.",
+        "The sweep goes on unattended: other values are accepted once job 9 is over.",
     ]
 
 
@@ -198,14 +198,14 @@ def test_inputs_may_be_mended_until_something_was_measured(
     assert load_sweep(run.sweep_file).workload.seed == 7
     with (
         run.locked(),
-        pytest.raises(RunDirectoryError, match=r"is in use by .*another name or --run-dir runs beside it$"),
+        pytest.raises(RunDirectoryError, match=r"is in use by .*another name or --run-dir makes a run of its own$"),
     ):
         open_run(*inputs(8), run.root)
     open_run(*inputs(8), run.root)
     assert load_sweep(run.sweep_file).workload.seed == 8
     aside = run.root / "earlier-1"
     line = f"{run.root}: no measurement was made with the earlier inputs: the new ones replace them"
-    assert capsys.readouterr().err == f"{line}; the files of the earlier ones are in {aside}\n"
+    assert capsys.readouterr().err == f"{line}; the files of the earlier jobs are in {aside}\n"
     assert [*run.measurements().records, *run.events(), *run.root.glob("footprint*")] == []
     assert {path.name for path in aside.iterdir()} == {"events.jsonl", "footprint.json", "profile"}
     run.log_event("failed", "profile", detail="refused before any job")
@@ -264,7 +264,7 @@ def test_other_inputs_wait_for_the_jobs_of_the_earlier_ones(sweep_file: Path) ->
     with (folder / "99999999.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert is_alive(folder, "99999999")
-        words = "other inputs are taken once job 99999999 is over; to cancel: kill -KILL -99999999"
+        words = "other inputs are accepted once job 99999999 is over; to cancel: kill -KILL -99999999"
         with pytest.raises(RunDirectoryError, match=words):
             check_run(*others, run.root)
         with pytest.raises(RunDirectoryError, match=words):
@@ -293,7 +293,7 @@ def test_a_copy_of_a_run_at_work_does_not_wait_for_jobs_that_write_elsewhere(swe
             fcntl.flock(its, fcntl.LOCK_EX)
             with pytest.raises(RunDirectoryError, match=f"is a copy of {run.root}, whose job 99999999 is at work"):
                 open_run(*inputs, copied)
-        assert f"this is a copy of {run.root}, where its job 99999999 writes, and not here" in (
+        assert f"this is a copy of {run.root}: its job 99999999 writes there, not here" in (
             read_facts(RunDirectory(copied)).doubts
         )
         assert read_facts(run).doubts == []
@@ -539,8 +539,8 @@ def test_a_script_that_is_gone_after_it_was_measured_gets_its_name_back(
     measure(RunDirectory(sweep_file.parent / "runs" / "x").create())
     assert main([str(sweep_file)]) == 2
     refused = capsys.readouterr().err
-    assert refused.startswith(f"{sweep_file}: workload.script: {sweep_file.parent / 'train.py'} is gone, which")
-    assert refused.endswith("give the file that name again, or measure another one with another --run-dir\n")
+    assert refused.startswith(f"{sweep_file}: workload.script: {sweep_file.parent / 'train.py'} is gone, but")
+    assert refused.endswith("give the file that name again, or measure another script with another --run-dir\n")
 
 
 def test_a_script_whose_folder_was_moved_is_the_same(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -1188,7 +1188,7 @@ def test_a_sweep_says_which_objective_it_trains_by_where_that_is_not_its_own(
 
     other = said(other_objective=["objective.budget = 9.0"])
     assert other.startswith(f"objective: objective.budget = 9.0, by {run.plan_file} (tula plan --write), not as in ")
-    assert other.endswith(f"{run.sweep_file}; deleting the former undoes that")
+    assert other.endswith(f"{run.sweep_file}; deleting plan.json undoes that")
     assert said(objective="cost").startswith('objective: objective.kind = "cost", by ')
     assert said().startswith("plan: ")
     doubtful = made.model_copy(update={"warnings": ["one", "two"]})
@@ -1216,7 +1216,7 @@ def test_a_plan_without_its_measurements_is_said_before_they_are_made_again(
     monkeypatch.setattr("tula_hpc.cli.pipeline.profile_stage", interrupted)
     with pytest.raises(KeyboardInterrupt):
         carry_out(Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run), "plan")
-    assert f"warning: {PLAN_ALONE}: all is measured and planned anew" in capsys.readouterr().err
+    assert f"warning: {PLAN_ALONE}: everything is measured and planned anew" in capsys.readouterr().err
 
 
 def test_a_sweep_until_the_plan_ends_with_time_cost_and_the_next_command(
@@ -1249,10 +1249,11 @@ def test_a_sweep_until_the_plan_ends_with_time_cost_and_the_next_command(
     _say_what_it_takes(priceless, plan.model_copy(update={**changed, "profile_share": 0.2}))
     said = capsys.readouterr().out
     assert (
-        "was not measured, as its profile would cost 20 % of the training's node-seconds. A model predicts it." in said
-    )
+        "was not measured, as its profile would cost 20 % of the training's node-seconds. "
+        "Its numbers are predicted by a model."
+    ) in said
     assert "cluster file; set yours there.\n" in said
-    assert "profiling took 80 node-seconds, more than this training (1); search.max_profiles bounds it" in said
+    assert "profiling took 80 node-seconds, more than this training (1); search.max_profiles limits it" in said
     inputs = (str(run.sweep_file), "--cluster", str(run.cluster_file), "--run-dir", str(run.root))
     assert (
         following

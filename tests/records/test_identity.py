@@ -97,7 +97,7 @@ def test_measurements_of_two_models_are_not_planned_from(tmp_path: Path, capsys:
         append_record(run.profile / f"n1-b{batch}-9.jsonl", row)
     assert plan_main([str(run.root)]) == 2
     said = capsys.readouterr().err
-    assert "measured after a change (the model has 2,468 parameters now, 1,234 before" in said
+    assert "mix different models or data (the model has 2,468 parameters now, 1,234 before" in said
     assert f"or keep it and delete {run.profile / 'n1-b32-9.jsonl'}, {run.profile / 'n1-b64-9.jsonl'}, or" in said
     assert "Undo the change and delete " in said
     # and status says so

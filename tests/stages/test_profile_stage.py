@@ -319,7 +319,8 @@ def test_nothing_more_is_measured_of_another_model(monkeypatch: pytest.MonkeyPat
         row = measurement(Configuration(1, 1, batch), identity=identity, finished_at=float(batch))
         append_record(sweep.run.profile / f"{batch}.jsonl", row)
     with pytest.raises(
-        InputError, match=r"200 parameters now, 100 before.*\) N=1 b=16 \(B=16\), before it N=1 b=8 \(B=8\)\. Undo"
+        InputError,
+        match=r"200 parameters now, 100 before.*: N=1 b=16 \(B=16\) measured after .*, N=1 b=8 \(B=8\) before it\. ",
     ):
         profile_stage(sweep)
     assert scheduler.wanted == []

@@ -256,7 +256,7 @@ def test_a_lost_cluster_file_is_told_by_status_and_written_anew_by_the_command(
     assert capsys.readouterr().err == f"{run.cluster_file}: is missing; {remedy}\n"
     assert (scheduler.answered, scheduler.words.partition(",")[0]) == (False, words)
     open_run(*inputs, run.root)
-    assert f"{run.cluster_file}: is missing, and written anew: " in capsys.readouterr().err
+    assert f"{run.cluster_file}: is missing, and is written anew: " in capsys.readouterr().err
     assert load_cluster(run.cluster_file) == inputs[1]
     run.sweep_file.unlink()
     text = text_of(status.status_of(run.root))
@@ -280,7 +280,7 @@ def test_a_training_with_an_old_report_or_without_its_model_is_not_everything_do
     os.utime(run.plan_file, (later, later))
     told = status.status_of(run.root)
     assert told.report_stale
-    assert told.words.startswith("everything is trained; the report is older than that: ")
+    assert told.words.startswith("everything is trained; the report is older than its data: ")
     assert told.words.endswith(f"{writes} again")
     assert "report older than the measurements, the plan or the training; to write it again: " in text_of(told)
     os.utime(run.plan_file, (0, 0))
@@ -435,7 +435,7 @@ def test_whether_a_submission_was_cut_off_before_its_job_is_not_known_without_an
     (run.slurm / "profile-lost" / NOTICE).touch()
     told = status.status_of(run.root)
     assert (told.state, told.exit_code, told.scheduler.answered) == ("stopped", 3, True)
-    assert "nothing is at work, unless a submission that was cut off came through" in told.words
+    assert "nothing is at work, unless a submission that was cut off succeeded" in told.words
     cluster.dead = True
     told = status.status_of(run.root)
     assert (told.state, told.exit_code, told.scheduler.answered) == ("unknown", 4, False)
@@ -807,7 +807,7 @@ def test_a_measurement_that_is_damaged_later_is_named_and_nothing_is_finished(
     os.utime(file, (earlier, earlier))
     run.log_event("ended", "profile")
     told = status.status_of(run.root)
-    damage = "is damaged (Invalid JSON: key must be a string at line 1 column 2), and passed over"
+    damage = "is damaged (Invalid JSON: key must be a string at line 1 column 2) and was skipped"
     assert (told.state, told.doubts) == ("finished", [f"{file}, line 2: {damage}"])
     later = time.time() + 60
     file.write_text("{torn\n")
@@ -824,7 +824,7 @@ def test_events_that_are_damaged_are_told(tmp_path: Path, cluster: FakeSlurm) ->
     assert [words.partition(": is damaged (")[0] for words in named] == [
         f"{run.events_file}, line {n}" for n in (1, 2, 3)
     ]
-    assert others == f"{run.events_file}: so are 2 more lines"
+    assert others == f"{run.events_file}: 2 more damaged lines were skipped"
 
 
 @contextmanager
@@ -849,7 +849,7 @@ def test_the_command_at_work_is_named_while_it_is_and_nobody_is_ever_refused_for
         process.send_signal(signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
         stopped = status.status_of(run.root)
-        assert stopped.words.startswith("a command has the run, and is stopped, as by Ctrl-Z: nothing goes on")
+        assert stopped.words.startswith("a command holds the run but is stopped, as by Ctrl-Z: nothing goes on")
         assert f"is stopped, as by Ctrl-Z: continue it with fg in its terminal, or with kill -CONT {process.pid}" in (
             " ".join(text_of(stopped).split())
         )
@@ -953,7 +953,7 @@ def test_a_training_that_failed_is_told_with_what_is_left_of_it(
     assert told.training is not None
     assert told.training.starts_over is not is_saved
     assert (told.training.left_s is None) is not is_saved
-    how = " to go on where it was saved" if is_saved else ", which trains from the start"
+    how = " to go on from the last save" if is_saved else ", which trains from the start"
     assert told.words.endswith(f"; run the same command again{how}")
     submit(run, "31", "train")
     cluster.jobs = {"31": ("PENDING", "Priority")}

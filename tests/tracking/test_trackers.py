@@ -291,5 +291,5 @@ def test_a_package_that_is_missing_here_is_one_sentence_before_any_job(
         load_inputs(asked)
     assert str(caught.value) == (
         f"{sweep}: training.log_to: wandb is not installed; pip install '{command.DISTRIBUTION}[wandb]', or set "
-        "search.estimate = false where only the nodes have it"
+        "search.estimate = false if only the nodes have it"
     )

@@ -28,10 +28,10 @@ COMMANDS = {
         "run a training script here for some steps, and say what was seen",
     ),
     "footprint": Command(
-        "tula_hpc.workloads.footprint", "estimate a worker's memory before anything ran"
+        "tula_hpc.workloads.footprint", "estimate a worker's memory before anything runs"
     ),
     "sweep": Command(
-        "tula_hpc.sweep", "profile a training, plan it, train at the best, and report"
+        "tula_hpc.sweep", "profile a training, plan, train at the best configuration, and report"
     ),
     "study": Command("tula_hpc.study", "compare methods of training: methods × batches × seeds"),
     "status": Command(
@@ -54,9 +54,9 @@ WAY = (
     ("check cluster.toml", "is the cluster as its file says? a job of 3 minutes"),
     ("sweep train.toml --cluster cluster.toml --until plan", "measure, and choose"),
     ("status runs/train", "what runs and waits, and what it cost so far"),
-    ("plan runs/train --objective cost", "the same measurements, another question"),
+    ("plan runs/train --objective cost", "plan again from the same measurements"),
     ("sweep train.toml --cluster cluster.toml", "train what was planned, and report"),
-    ("report runs/train", "the report once more: runs/train/report/report.html"),
+    ("report runs/train", "write the report again: runs/train/report/report.html"),
 )
 
 

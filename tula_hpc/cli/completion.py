@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Print a script that completes commands, options and files of tula.",
         epilog="bash: tula completion bash >~/.local/share/bash-completion/completions/tula. "
         "zsh: tula completion zsh >FOLDER/_tula, a folder of $fpath. "
-        'Or eval "$(tula completion SHELL)" in the shell\'s own file, behind compinit in zsh.',
+        'Or eval "$(tula completion SHELL)" in the shell\'s own file, after compinit in zsh.',
     )
     parser.add_argument("shell", choices=("bash", "zsh"))
     return parser

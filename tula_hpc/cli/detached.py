@@ -112,9 +112,9 @@ def _hand_over(sweep: Sweep, jobs: Sequence[Submitted], until: str) -> None:
     )
     try:
         guard = _post_guard(sweep, controller, until)
-        print(f"if that one is killed, or cancelled alone, job {guard} carries on")
+        print(f"if that job is killed, or cancelled alone, job {guard} carries on")
     except LaunchError as error:
-        print(f"without a guard, which would carry on if that one is killed: {error}")
+        print(f"there is no guard, which would carry on if that job is killed: {error}")
 
 
 def _submit_controller(
@@ -241,7 +241,7 @@ def look_on(sweep: Sweep) -> None:
     _wait_for_controllers(sweep)
     history = sweep.run.history()
     if left := history.unsettled(CONTROL):
-        raise StageError(f"controller job {left[-1].job_id} is gone: nobody carries the sweep on")
+        raise StageError(f"controller job {left[-1].job_id} is gone: nothing carries the sweep on")
     if words := history.control_failure():
         raise StageError(words)
 
@@ -293,7 +293,7 @@ def take_over(sweep: Sweep) -> None:
     if cancelled := _relieve_controllers(sweep, taken_over=True):
         print(f"controller job {cancelled[0].job_id} is cancelled: this command carries on instead")
         print(
-            "the sweep does not go on unattended any more; for that, end this command and add --detach",
+            "the sweep no longer goes on unattended; to change that, end this command and add --detach",
             flush=True,
         )
 

@@ -152,7 +152,7 @@ def try_dry(sweep: Sweep) -> Trial | None:
         tried = rehearse(spec, cluster, files, memory)
     if isinstance(tried, str):
         sys.stderr.write(
-            f"your code is not tried here, only a job will show its mistakes: {tried}\n"
+            f"your code is not tried here, so only a job will show its mistakes: {tried}\n"
         )
         return None
     refuse_another_model(sweep, tried)
@@ -215,7 +215,7 @@ def _profiling(beginning: Beginning) -> Iterator[str]:
     hours = sum(wave.nodes * wave.tasks for wave in waves) * minutes / 60
     yield f"profiling: at most {hours:.2f} node-hours for these jobs ({minutes} min is the limit of each)"
     if search.mode == "adaptive":
-        yield "  a job goes on with what the search wants next, where that is cheaper than a new job; other jobs follow"
+        yield "  a job also measures what the search proposes next, if that is cheaper than a new job; more jobs follow"
 
 
 def _jobs(nest: bool, waves: Iterable[Wave]) -> Iterator[str]:

@@ -75,8 +75,8 @@ def open_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Sweep:
             _take_over(run, path, inputs)
         else:
             if run.events_file.exists():
-                why = "what was measured cannot be compared with it"
-                sys.stderr.write(f"{path}: is missing, and written anew: {why}\n")
+                why = "whether measurements were made with other inputs cannot be checked"
+                sys.stderr.write(f"{path}: is missing, and is written anew: {why}\n")
             write_atomically(path, freeze(inputs))
     return Sweep(spec, cluster, run, started_at=unix_time())
 
@@ -110,8 +110,8 @@ def _refuse_other_folder(run: RunDirectory) -> None:
         words = "is not empty and not a run directory; choose another --run-dir"
         if {path.name for path in run.root.iterdir()} <= ROOMS:
             words = (
-                "holds the rest of a run that was deleted, perhaps written by a job of it that still "
-                "runs (squeue shows it): cancel that job, delete the folder, and run the same "
+                "holds the rest of a run that was deleted, perhaps written by one of its jobs that "
+                "still runs (squeue shows it): cancel that job, delete the folder, and run the same "
                 "command again"
             )
         raise RunDirectoryError(words, source=run.root)
@@ -170,7 +170,7 @@ def _begin_anew(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> Non
         aside = run.set_aside()
         for path, inputs in _files(run, spec, cluster):
             write_atomically(path, freeze(inputs))
-    moved = f"; the files of the earlier ones are in {aside}" if aside else ""
+    moved = f"; the files of the earlier jobs are in {aside}" if aside else ""
     sys.stderr.write(
         f"{run.root}: no measurement was made with the earlier inputs: the new ones replace them"
         f"{moved}\n"
@@ -188,9 +188,9 @@ def _locked_for_others(run: RunDirectory) -> Iterator[None]:
         try:
             stack.enter_context(run.locked())
         except RunDirectoryError as error:
-            beside = "another name or --run-dir runs beside it"
+            beside = "another name or --run-dir makes a run of its own"
             raise RunDirectoryError(
-                f"{error}; your inputs are others than its own: {beside}"
+                f"{error}; your inputs differ from its inputs: {beside}"
             ) from None
         yield
 
@@ -280,7 +280,7 @@ def _other_inputs(
         )
     made = "was made from"
     if frees_up and run.train().result_file.exists():
-        made = "is of a training that is over, made from"
+        made = "belongs to a training that is over and was made from"
     if was == "local":
         lines = [
             "was made without --cluster, on this machine; to measure on Slurm use another --run-dir"
@@ -291,8 +291,8 @@ def _other_inputs(
         lines = [
             f"{made} other inputs than your {kind} file (or --set) has now:",
             *in_lines(refused),
-            f"Set them back in yours (or in this copy, if that was edited){back}; or, for a sweep of "
-            f"its own, which measures again, use {another}another --run-dir.",
+            f"Set them back in your file (or in this copy, if it was edited){back}; or use {another}"
+            "another --run-dir, for a sweep of its own, which measures again.",
         ]
     if is_sweep and only_prices(refused):
         again = command_line("plan", str(run.root), "--set", "KEY=VALUE")
@@ -318,13 +318,13 @@ def _when_free(run: RunDirectory) -> str:
         steps.append(f"move {run.root / 'train'} away: it holds {what}")
         return f"To train from the start over the same measurements, {', then '.join(steps)}."
     job_id = run.history().unsettled("control")[0].job_id
-    return f"The sweep goes on unattended: other values are taken once job {job_id} is over."
+    return f"The sweep goes on unattended: other values are accepted once job {job_id} is over."
 
 
 def _in_the_way(run: RunDirectory, left: Sequence[Submitted]) -> str:
     how = _to_cancel(run, left)
     to_cancel = f"; to cancel: {how}" if how else ""
-    over = f"other inputs are taken once job {left[0].job_id} is over"
+    over = f"other inputs are accepted once job {left[0].job_id} is over"
     return f"Nothing is measured yet: {over}{to_cancel}"
 
 

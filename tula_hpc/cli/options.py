@@ -45,13 +45,13 @@ def add_input_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="section.key=value",
-        help="override a key of the sweep, or of the cluster as cluster.key=value, and of one of its partitions as "
-        "cluster.partitions.NAME.key=value; repeatable",
+        help="override a key of the sweep; cluster.key=value for a key of the cluster, and "
+        "cluster.partitions.NAME.key=value for one of a partition; repeatable",
     )
     parser.add_argument(
         "--json",
         action="store_true",
-        help="at the end print one JSON object, that of tula status --json; lines go to standard error",
+        help="at the end print the JSON object of tula status --json; all else goes to standard error",
     )
     who = parser.add_mutually_exclusive_group()
     who.add_argument(
@@ -81,7 +81,7 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
     """
     if getattr(options, "json", False) and getattr(options, "dry_run", False):
         raise InputError(
-            "tells of a run, and --dry-run makes none; leave out one of them", source="--json"
+            "describes a run, but --dry-run makes none; leave out one of them", source="--json"
         )
     from tula_hpc.config import hidden_peers, load_together, loaders_without_cores, told_by_set
 
@@ -137,7 +137,7 @@ def _refuse_detached_here(options: argparse.Namespace, cluster: ClusterSpec) -> 
         )
     if getattr(options, "take_over", False) and cluster.executor != "slurm":
         raise InputError(
-            'nothing is detached here, which needs a cluster with executor = "slurm"; leave it out',
+            'nothing is detached here, since that needs executor = "slurm"; leave it out',
             source="--take-over",
         )
 
@@ -149,7 +149,7 @@ def _refuse_missing_trackers(options: argparse.Namespace, spec: SweepSpec) -> No
     if spec.search.estimate and (names := missing(spec.training.log_to)):
         message = (
             f"{names[0]} is not installed; pip install '{DISTRIBUTION}[{','.join(names)}]', or set "
-            "search.estimate = false where only the nodes have it"
+            "search.estimate = false if only the nodes have it"
         )
         raise InputError(message, source=options.sweep, key="training.log_to")
 
@@ -178,8 +178,8 @@ def _load_without_paths(
     script = spec.workload.script
     if script and not script.exists() and RunDirectory(run_root(options, spec)).has_results():
         raise InputError(
-            f"{script} is gone, which this run has measured: give the file that name again, or "
-            "measure another one with another --run-dir",
+            f"{script} is gone, but this run has measured it: give the file that name again, or "
+            "measure another script with another --run-dir",
             source=options.sweep,
             key="workload.script",
         ) from None

@@ -154,7 +154,7 @@ def _run_stages(sweep: Sweep, last: int) -> int:
             print(printable(f"warning: {words}"))
         root = str(sweep.run.root)
         print(
-            f"all of the plan: {command_line('plan', root)}; as a page: {command_line('report', root)}"
+            f"the whole plan: {command_line('plan', root)}; as a page: {command_line('report', root)}"
         )
         print(f"to train by this plan, without measuring again: {sweep.command()}")
         return 0
@@ -183,8 +183,8 @@ def _profile(sweep: Sweep) -> bool:
     is_tried = try_before_jobs(sweep)
     if sweep.run.plan_file.exists() and not sweep.run.measurements().records:
         sys.stderr.write(
-            f"warning: {PLAN_ALONE}: all is measured and planned anew; to keep the plan, end this "
-            "command (Ctrl-C) and put profile/ back\n"
+            f"warning: {PLAN_ALONE}: everything is measured and planned anew; to keep the plan, end "
+            "this command (Ctrl-C) and put profile/ back\n"
         )
     profile_stage(sweep)
     measured = plural(len(sweep.run.measurements().records), "measurement")
@@ -239,7 +239,7 @@ def _decision(plan: Plan, result: TrainResult, bill: TrainingBill | None) -> str
     where = f" on {chosen.partition}" if chosen.partition else ""
     text = f"{plural(chosen.nodes, 'node')}{where} and a batch of {chosen.global_batch:,} samples"
     if result.global_batch != chosen.global_batch:
-        text = f"{text}; {result.global_batch:,} were trained, which fit into memory"
+        text = f"{text}; trained with a batch of {result.global_batch:,}, which fits into memory"
     score = format_score(result.test_accuracy, result.test_loss)
     epochs = plural(result.epochs, "epoch")
     if result.epochs < plan.epochs:
@@ -269,7 +269,7 @@ def _cost(sweep: Sweep, plan: Plan, bill: TrainingBill | None) -> str:
         money = format_money(part.pricing.usd_per_node_hour)
         by = f"; by {money} a node and hour, the default of pricing.usd_per_node_hour"
     if bill is None or bill.cost.actual is None:
-        return f"{profiling}; what the training cost is not known{by}"
+        return f"{profiling}; the cost of the training is unknown{by}"
     paid = format_money(bill.cost.actual, bill.currency)
     expected = format_money(bill.cost.expected, bill.currency)
     whole = format_money(bill.cost.actual + spent, bill.currency)
@@ -373,7 +373,7 @@ def _say_plan(sweep: Sweep, plan: Plan, *, is_new: bool = True) -> None:
     if not differs and plan.objective != sweep.spec.objective.kind:
         differs = [f'objective.kind = "{plan.objective}"']
     if differs:
-        undone = "" if sweep.run.has_trained() else "; deleting the former undoes that"
+        undone = "" if sweep.run.has_trained() else "; deleting plan.json undoes that"
         print(
             f"objective: {', '.join(differs)}, by {sweep.run.plan_file} (tula plan --write), not as "
             f"in {sweep.run.sweep_file}{undone}"
@@ -414,7 +414,7 @@ def _say_what_it_takes(sweep: Sweep, plan: Plan) -> None:
         print(f"planned: {text}")
     if not chosen.measured:
         why = unmeasured(plan) or ["The chosen configuration itself was not measured."]
-        print(f"planned: {why[0]} A model predicts it.")
+        print(f"planned: {why[0]} Its numbers are predicted by a model.")
     measured = sweep.run.measurements().records
     runs = job_runs(sweep.run.job_notes(), measured, sweep.cluster)
     spent = sum(run.node_seconds for run in runs)
@@ -422,7 +422,7 @@ def _say_what_it_takes(sweep: Sweep, plan: Plan) -> None:
     if spent > takes:
         print(
             f"planned: profiling took {format_number(spent, 3)} node-seconds, more than this "
-            f"training ({format_number(takes, 3)}); search.max_profiles bounds it"
+            f"training ({format_number(takes, 3)}); search.max_profiles limits it"
         )
     for other in alternatives(plan):
         take = ""

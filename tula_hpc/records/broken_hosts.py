@@ -46,7 +46,7 @@ def broken_hosts(events: Iterable[Event], now: float) -> list[BrokenHost]:
 def list_hosts(broken: Sequence[BrokenHost]) -> str:
     """List the hosts with their errors in one line."""
     if not broken:
-        return "on hosts that are not known"
+        return "on unknown hosts"
     hosts: dict[str, list[str]] = {}
     for each in broken:
         hosts.setdefault(first_line(each.said), []).append(each.host)
@@ -58,7 +58,7 @@ def why_given_up(events: Iterable[Event], job_id: str, now: float) -> str:
     broken = broken_hosts(events, now)
     todo = "have these nodes repaired"
     if broken and all(NO_GPU in each.said for each in broken):
-        todo = f'if these nodes have no GPUs set device = "cpu" in the cluster file, else {todo}'
+        todo = f'if these nodes have no GPUs, set device = "cpu" in the cluster file; else {todo}'
     return f"a device failed once more, in job {job_id}: {list_hosts(broken)}; {todo}"
 
 

@@ -79,7 +79,7 @@ def setup_failures(notes: Iterable[JobNote]) -> list[str]:
         if note.note == "began" and note.detail:
             jobs.setdefault(note.detail, note.job_id)
     return [
-        f"job {job_id} went on although {words}; correct it there (the shell's own words are in "
+        f"job {job_id} went on although {words}; correct it there (the shell's error is in "
         f"slurm/profile-*/{job_id}_0_log.err of the run), and measure with another --run-dir"
         for words, job_id in jobs.items()
     ]

@@ -114,8 +114,8 @@ def refuse_several(run: RunDirectory, measurements: Iterable[Measurement]) -> No
     newer = [m for m in rows if m.identity and m.identity.is_same(newest)]
     since = in_short([str(m.configuration) for m in newer])
     message = (
-        f"its measurements are not of one model and data set: measured after a change ({found}) "
-        f"{since}, before it {where}"
+        f"its measurements mix different models or data ({found}): {since} measured after this "
+        f"change, {where} before it"
     )
     old, new = (in_short(list(map(str, run.files_of(each)))) for each in (others, newer))
     remedy = (

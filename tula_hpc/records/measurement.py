@@ -381,8 +381,8 @@ def damaged_footprints(run: Path) -> list[str]:
         try:
             read_document(Footprint, path)
         except RunDirectoryError:
-            words = "delete it, and memory is estimated again where a profile needs that"
-            found.append(f"{path}: is damaged, and passed over; {words}")
+            words = "delete it, and memory is estimated again when a profile needs that"
+            found.append(f"{path}: is damaged and was skipped; {words}")
     return found
 
 

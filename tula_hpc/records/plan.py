@@ -281,6 +281,6 @@ def read_plan(path: Path, has_trained: Callable[[], bool]) -> Plan:
             again = command_line(
                 "plan", str(path.parent), "--set", "objective.KEY=VALUE", "--write"
             )
-            message += f"; for another choice over the same measurements: {again}"
+            message += f"; for another choice from the same measurements: {again}"
         raise RunDirectoryError(message, source=path)
     return plan

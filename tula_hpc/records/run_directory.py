@@ -257,7 +257,7 @@ class RunDirectory:
     def _refuse_unsafe_way(self) -> None:
         link = foreign_link(self.root)
         if link is not None:
-            message = f"the link {link} on the way to it belongs to another user; use the folder that it stands for"
+            message = f"the link {link} on the way to it belongs to another user; use the folder that it leads to"
             raise RunDirectoryError(message, source=self.root)
         if message := refusal_of_open(self.root, self._rooms):
             raise RunDirectoryError(message, source=self.root)
@@ -371,7 +371,7 @@ class RunDirectory:
         except FileNotFoundError:
             message = "no plan yet; the sweep makes it when its profiling is over"
             if self.has_trained():
-                message = "is missing; the sweep, run again, makes it from the measurements"
+                message = "is missing; run the sweep again, which makes it from the measurements"
             raise RunDirectoryError(message, source=self.plan_file) from None
 
     def read_rates(self) -> TunedRates | None:

@@ -73,7 +73,7 @@ def read_records(
             except ValueError as error:
                 bad += 1
                 if bad <= NAMED_LINES:
-                    words = f"is damaged ({_reason(error)}), and passed over"
+                    words = f"is damaged ({_reason(error)}) and was skipped"
                     damage.append(f"{path}, line {number}: {words}")
                 continue
             records.append(_light(record))
@@ -83,7 +83,7 @@ def read_records(
                 gc.freeze()
         skipped += bad
         if bad > NAMED_LINES:
-            damage.append(f"{path}: so are {bad - NAMED_LINES} more lines")
+            damage.append(f"{path}: {bad - NAMED_LINES} more damaged lines were skipped")
     return ReadResult(records, skipped, damage)
 
 
@@ -110,14 +110,14 @@ class Bounds:
     def check(self, path: Path, records: int, line_bytes: int) -> None:
         """Raise if a bound is exceeded; to be called after each record."""
         if records > MAX_RECORDS:
-            raise out_of_bounds(path, f"at most {MAX_RECORDS:,} records up to here", ASIDE)
+            raise out_of_bounds(path, f"at most {MAX_RECORDS:,} records up to this file", ASIDE)
         self.unseen_bytes += line_bytes
         if self.unseen_bytes < MAX_LINE_BYTES:
             return
         self.unseen_bytes = 0
         if _resident_bytes() - self.before_bytes > MAX_HELD_BYTES:
             raise out_of_bounds(
-                path, f"records that need at most {MAX_HELD_BYTES / 1e6:,.0f} MB of memory", ASIDE
+                path, f"records that take at most {MAX_HELD_BYTES / 1e6:,.0f} MB of memory", ASIDE
             )
 
 

@@ -8,8 +8,8 @@ from tula_hpc.records.base import Batch, Configuration, Nodes, Record, WorkersPe
 WITHOUT_SCORES = "workload.metric has matched no line of the script's output: scores are unknown"
 # note on a training whose loss is the user's own function
 NOT_FINITE = (
-    "the loss on the test set is inf or nan: look for such values in its samples, and in what the "
-    "model makes of them"
+    "the loss on the test set is inf or nan: look for such values in its samples, and in the "
+    "model's outputs for them"
 )
 
 

@@ -213,7 +213,7 @@ def _try_with_progress(sweep: Sweep) -> Trial | None:
         tried = rehearse(sweep.spec, sweep.cluster, files, memory)
         if isinstance(tried, str):
             progress.update(
-                1, 1, f"your code is not tried here, only a job will show its mistakes: {tried}"
+                1, 1, f"your code is not tried here, so only a job will show its mistakes: {tried}"
             )
             return None
         for name, footprint in tried.footprints.items():

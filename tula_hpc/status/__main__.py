@@ -67,9 +67,9 @@ ACCOUNTING_TIMEOUT_S = 8.0
 LOGS = 20
 
 EXIT_CODES = """\
-exit codes: 0 finished, or it goes on; 1 something failed for good, or waits until somebody acts; 2 bad
-input; 3 nothing goes on, and nobody acts: run the same command again; 4 not known, as the scheduler could not be asked.
---json prints the same as one JSON object, whose keys the module describes.
+exit codes: 0 finished, or still going on; 1 something failed for good, or waits until somebody acts; 2 bad
+input; 3 nothing goes on by itself: run the same command again; 4 unknown, as the scheduler could not be asked.
+--json prints the same as one JSON object; the docstring of tula_hpc.status.__main__ describes its keys.
 """
 
 
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="tula status",
-        description="Tell what a run does: what ran, runs, waits and for what, failed, and what it cost so far. "
+        description="Show the state of a run: which jobs ran, run, wait (and for what) or failed, and the cost so far. "
         "Nothing is written or changed.",
         epilog=EXIT_CODES,
     )
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--watch",
         action="store_true",
-        help="show it again and again until the sweep has ended; Ctrl-C leaves, and changes nothing",
+        help="keep showing it until the sweep has ended; Ctrl-C leaves and changes nothing",
     )
     return parser
 
@@ -142,7 +142,7 @@ def ask(facts: Facts) -> tuple[Answer, dict[str, list[JobAccount]]]:
         return _ask_this_machine(facts), {}
     file = facts.run.cluster_file
     what = "is damaged" if file.exists() else "is missing (the same command writes it anew)"
-    return Answer(None, f"{file} {what}, so that nothing tells where its jobs run"), {}
+    return Answer(None, f"{file} {what}, so it is unknown where its jobs run"), {}
 
 
 def _ask_this_machine(facts: Facts) -> Answer:
@@ -153,7 +153,7 @@ def _ask_this_machine(facts: Facts) -> Answer:
     host, here = facts.holder.host, os.uname().nodename
     jobs = undecided(facts)
     if jobs and host not in ("", here):
-        return Answer(None, f"its jobs are processes of {host}, and this is {here}")
+        return Answer(None, f"its jobs are processes of {host}, but this machine is {here}")
     folders = {job.job_id: facts.run.root / job.folder for job in jobs}
     alive = [job_id for job_id, folder in folders.items() if is_alive(folder, job_id)]
     return Answer(dict.fromkeys(alive, JobState("RUNNING", "")))

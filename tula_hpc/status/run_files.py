@@ -141,7 +141,7 @@ def _read(run: RunDirectory) -> Facts:
     told = run.read_events()
     doubts += [*damaged_footprints(run.root), *measured.damage, *told.damage]
     doubts += (
-        f"this is a copy of {home}, where its job {job_id} writes, and not here"
+        f"this is a copy of {home}: its job {job_id} writes there, not here"
         for job_id, home in jobs_of_original(run).items()
     )
     # a study measures nothing and has no plan
@@ -183,7 +183,7 @@ def _read(run: RunDirectory) -> Facts:
             *setup_failures(notes),
             *_without_scores(spec, trainings.get(MAIN_LABEL)),
             *(
-                f"{name}: being submitted, or cut off there; the next command looks the job up"
+                f"{name}: its submission is going on or was cut off; the next command looks for the job"
                 for name in cut_off
             ),
         ],

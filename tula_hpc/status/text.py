@@ -95,14 +95,14 @@ def _head(status: RunStatus) -> Iterator[Line]:
         away = status.detached
         job = "no controller job was submitted"
         if away.phase is JobPhase.UNKNOWN:
-            job = f"controller job {away.job_id} is not over as far as the files tell"
+            job = f"controller job {away.job_id} is not over according to the files"
         elif away.phase:
             job = f"controller job {away.job_id} is {away.phase}"
         yield "detached", f"{_ago(status.asked_at - away.since)}, until {away.until}; {job}"
     if not status.scheduler.answered:
         yield (
             "scheduler",
-            f"could not be asked: {status.scheduler.words}; what follows is what the files tell",
+            f"could not be asked: {status.scheduler.words}; what follows is from the files alone",
         )
     elif status.scheduler.words:
         yield "scheduler", status.scheduler.words
@@ -168,7 +168,7 @@ def _profile(profile: ProfileStatus) -> str:
     stand = {
         "none": "not begun",
         "stopped": "not going on",
-        "unknown": "not over as far as the files tell",
+        "unknown": "not over according to the files",
     }.get(profile.stand, profile.stand)
     parts = [f"{stand}: {', '.join(counts)}", plural(profile.jobs, "job")]
     if profile.left_s is not None:
@@ -195,7 +195,7 @@ def _promise(promise: PromiseStatus) -> str:
             duration_within(s, *ends, promise.actual_s) for s in (promise.expected_s, *ends)
         )
         verdict = {"more": "longer than", "less": "shorter than", "within": "within"}
-        where = verdict.get(promise.verdict, "beside")
+        where = verdict.get(promise.verdict, "against")
         expected = f"{where} the predicted {low} to {high} (90 %; expected {time})"
     taken = f"took {format_duration(promise.actual_s)}, {expected}"
     currency = promise.promised_currency
@@ -249,7 +249,7 @@ def _marks(training: TrainingStatus) -> Iterator[str]:
 def _study_lines(study: StudyStatus) -> Iterator[Line]:
     if study.rates:
         trainings = plural(study.rates, "training")
-        rates = f"{study.rates_finished} of {trainings} to choose them are done"
+        rates = f"{study.rates_finished} of {trainings} that choose learning rates are done"
         if study.rates_failed:
             rates += f", {study.rates_failed} failed"
         yield "rates", rates
@@ -308,7 +308,7 @@ def _stand(job: JobStatus, status: RunStatus) -> str:
         how = f" ({job.state.lower().replace('_', ' ')})" if job.state else ""
         return f"over{how}, not yet acted on: {_who_acts(status)}"
     if job.phase is JobPhase.UNKNOWN:
-        return "not over as far as the files tell"
+        return "not over according to the files"
     if job.phase is JobPhase.RUNNING:
         return job.state.lower().replace("_", " ") or "running"
     if job.kind == "guard" and not job.stuck:

@@ -130,7 +130,7 @@ def _finished(parts: Parts) -> StateAndText | None:
     if not parts.facts.has_report:
         return "finished", f"everything is trained; there is no report yet: {report} writes it"
     if parts.facts.is_report_stale:
-        words = f"the report is older than that: {report} writes it again"
+        words = f"the report is older than its data: {report} writes it again"
         return "finished", f"everything is trained; {words}"
     if training is not None and (words := why_no_model(parts.facts.run, parts.facts.spec)):
         return "finished", words
@@ -185,7 +185,7 @@ def _going_on(parts: Parts) -> StateAndText | None:
             words += f"; {_no_command(parts, 'them')}"
         return "waiting", words
     if parts.at_work and parts.detached is not None:
-        return "waiting", f"controller job {parts.detached.job_id} waits to act on what is over"
+        return "waiting", f"controller job {parts.detached.job_id} waits to handle ended jobs"
     return None
 
 
@@ -201,12 +201,12 @@ def _no_command(parts: Parts, what: str) -> str:
 
 def _command_words(parts: Parts) -> str:
     if parts.facts.is_stopped:
-        return "a command has the run, and is stopped, as by Ctrl-Z: nothing goes on until it does"
+        return "a command holds the run but is stopped, as by Ctrl-Z: nothing goes on until it does"
     if parts.has(JobPhase.WAITING):
         return "a command waits for jobs in the queue"
     if parts.has(JobPhase.UNKNOWN):
-        return "a command is at work; what its jobs do is not known here"
-    return "a command is at work, and no job: it plans, submits or writes the report"
+        return "a command is at work; the state of its jobs is unknown here"
+    return "a command is at work, but no job: it is planning, submitting or writing the report"
 
 
 def _full(parts: Parts) -> StateAndText | None:
@@ -256,7 +256,7 @@ def _trained_again(training: TrainingStatus, last: JobStatus) -> str:
         return f"fix the cause, move train/ of the run away, and {AGAIN}"
     mend = "" if last.failure is Failure.CANCELLED else "fix the cause and "
     how = (
-        ", which trains from the start" if training.starts_over else " to go on where it was saved"
+        ", which trains from the start" if training.starts_over else " to go on from the last save"
     )
     return f"{mend}{AGAIN}{how}"
 
@@ -280,7 +280,7 @@ def _stopped_words(parts: Parts) -> str:
     if holder.alive is None:
         unless = f", unless {holder} still is, which cannot be seen from here"
     if parts.facts.cut_off:
-        unless += ", unless a submission that was cut off came through"
+        unless += ", unless a submission that was cut off succeeded"
     if parts.study is not None:
         so_far = f"{parts.study.finished + parts.study.diverged} of {parts.study.cells} trainings have a result"
     elif parts.training is not None:
