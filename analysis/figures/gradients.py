@@ -23,7 +23,7 @@ from tula_hpc.records import StepMetrics
 WINDOWS = 40
 # parts of a training, of which the first stands for its beginning and the last for its end
 ENDS = 10
-ENDS_ARE = "The title goes by medians of the first and the last tenth of the logged steps."
+ENDS_ARE = "Beginning and end in the title are medians of the first and last tenth of logged steps."
 # relative difference up to which beginning and end count as equal
 STEADY = 0.1
 # ratio of the largest to the smallest value up to which values "stayed" where they were
@@ -64,16 +64,16 @@ class LoggedCurve(NamedTuple):
         if max(self.values) <= WIDE * min(self.values):
             return f"stayed at about {format_number(after, 2)}"
         between = f"{format_number(min(self.values), 2)} and {format_number(max(self.values), 2)}"
-        return f"went between {between}, and ended where it began, at {format_number(after, 2)}"
+        return f"varied between {between}, and ended where it began, at {format_number(after, 2)}"
 
     def _detour(self) -> str:
         # medians, since a single logged step should not count
         middle = self.medians().values
         low, high = min(middle), max(middle)
         if high > (1 + STEADY) * max(self.change):
-            return f", by way of {format_number(high, 2)}"
+            return f" (peak {format_number(high, 2)})"
         if low < (1 - STEADY) * min(self.change):
-            return f", by way of {format_number(low, 2)}"
+            return f" (low {format_number(low, 2)})"
         return ""
 
 
@@ -175,10 +175,10 @@ def draw_variability(run: RunContents) -> Drawing | Missing:
         style.epoch_axis(below)
         draw_marks([above, below], rate_drops(training.metrics.steps))
     caption = (
-        "Above: Δ(G), by which share the squared norm of the gradient changed from one step to the "
-        f"next (dots: logged steps; line: medians of consecutive parts). {ENDS_ARE} Below: "
-        f"{score}. The paper sees Δ(G) and accuracy together: fast learning and drops of the "
-        "learning rate as high Δ(G), convergence as a low and steady one."
+        "Above: Δ(G), the relative change of the gradient's squared norm from one step to the next "
+        f"(dots: logged steps; line: medians of consecutive parts). {ENDS_ARE} Below: "
+        f"{score}. In the paper Δ(G) and accuracy go together: Δ(G) is high during fast learning "
+        "and at drops of the learning rate, low and steady at convergence."
     )
     rows: list[tuple[Cell, ...]] = [("step", *pair) for pair in zip(*curve, strict=True)]
     rows += [(name, *pair) for pair in zip(at, reached, strict=True)]

@@ -351,7 +351,7 @@ def _caption(usage: Usage, kinds: str) -> str:
     if usage.limit is not None and usage.allowed is not None and usage.allowed < usage.limit:
         text += (
             f" Plans let a step use no more than {format_bytes(usage.allowed)} of it (dotted in "
-            "red). The rest is a margin, and room for what training holds beside its steps."
+            "red). The rest is a margin, and room for what training holds in addition to its steps."
         )
     outside = []
     if usage.bounded:
@@ -369,21 +369,21 @@ def _caption(usage: Usage, kinds: str) -> str:
 
 
 def _describe_marks(usage: Usage) -> str:
-    curve = "so that they lie on one curve"
-    lines = "The line is the model's prediction"
+    curve = "so they lie on one curve"
+    lines = "The line is the model's prediction; it is"
     alone = ""
     if len(usage.lines) > 1:
         curve = "but a single worker's lie on a curve of their own"
-        lines = "Lines are the model's predictions"
+        lines = "Lines are the model's predictions; they are"
         alone = (
             f" It takes its batch in {usage.parts} parts, one after another, and holds the "
             "activations of one of them."
         )
     text = alone
     if usage.measured:
-        text = f" Markers are measured; the number of nodes hardly matters, {curve}.{alone}"
+        text = f" Markers are measurements; the number of nodes hardly matters, {curve}.{alone}"
     if usage.predicted:
-        text += f" {lines}, straight in b, which this axis bends."
+        text += f" {lines} straight in b, but bent by this axis."
     return text
 
 

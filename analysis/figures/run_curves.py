@@ -137,18 +137,18 @@ def _title(curves: Sequence[RunCurve]) -> str:
     # not rounded by their intervals, which could make the longer time look shorter
     texts = [f"{curve.name} {format_duration(epoch_s.value)}" for epoch_s, curve in chosen]
     if len(texts) == 1:
-        return f"Epoch of the chosen one: {texts[0]}"
+        return f"Epoch time of the chosen configuration: {texts[0]}"
     # the intervals overlap, so that the title must not say which epoch is the shortest
     if any(epoch_s.low <= chosen[0][0].high for epoch_s, _ in chosen[1:]):
-        return f"Epochs of the chosen ones: {', '.join(texts)}"
-    return f"The shortest epoch of the chosen ones: {texts[0]} ({', '.join(texts[1:])})"
+        return f"Epoch times of the chosen configurations: {', '.join(texts)}"
+    return f"Shortest epoch of the chosen configurations: {texts[0]} ({', '.join(texts[1:])})"
 
 
 def _caption(curves: Sequence[RunCurve], kinds: set[bool]) -> str:
     text = (
-        "One colour and shape for each run. Lines are predictions, marks are measurements, rings "
-        "the chosen batches. Of all numbers of nodes the fastest feasible one counts at each batch; "
-        "lower is better."
+        "Each run has its own colour and shape. Lines are predictions, marks are measurements, and "
+        "rings are the chosen batches. Each batch is shown on the fastest feasible number of "
+        "nodes; lower is better."
     )
     if len(kinds) == 1:
         score = "test accuracy" if True in kinds else "test loss"

@@ -236,8 +236,8 @@ def _caption(curve: ScalingCurve, chosen: int | None) -> str:
     perfect = "N" if base == 1 else f"N / {base}"
     sentences = [
         f"{shares} Speed-up is in samples per second, over N = {base}, the smallest profiled N "
-        f"that can run the batch; efficiency is speed-up over {perfect}; node-hours are those of "
-        "the whole training as it is expected. The dotted line is perfect scaling.",
+        f"that can run the batch; efficiency is speed-up over {perfect}; node-hours are those "
+        "expected of the whole training. The dotted line is perfect scaling.",
         "Lines and hollow circles are predicted within the profiled range, filled circles "
         "measured; the bands are 90 % intervals.",
     ]

@@ -253,15 +253,15 @@ def _title(found: Sequence[Stretch], whole_s: float) -> str:
 def _caption(found: Sequence[Stretch], rows: Sequence[str]) -> str:
     text = (
         "One row for each profile job, one for each training with all its jobs. Jobs wait from "
-        "their submission, or from the end of the run before, until they have nodes; what no note "
-        "tells apart from waiting counts as running. A job without any sign yet is drawn up to the "
-        "report, if a command was at work then. "
+        "their submission, or from the end of their previous run, until they have nodes; time that "
+        "may be either counts as running. A job that has given no sign yet is drawn as waiting, up "
+        "to the report if a command was at work then. "
     )
     if any(one.is_interrupted for one in found):
         text += "A cross marks where a preemption, a time limit or a failure ended a run. "
     left_out = len({one.row for one in found}) - len(rows)
     if left_out:
-        text += f"Of very many jobs {plural(left_out, 'row')} are left out; the numbers have them. "
+        text += f"{plural(left_out, 'row')} of very many are left out; the numbers have them. "
     if len(found) > MOST_STRETCHES:
         text += f"Of {len(found):,} waits and runs {MOST_STRETCHES:,} are shown, evenly spread. "
     return text.strip()

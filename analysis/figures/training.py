@@ -104,7 +104,7 @@ def _caption(*, has_accuracy: bool, has_losses: bool, has_marks: bool) -> str:
         )
     if has_marks:
         sentences.append(
-            "Vertical lines mark where training was interrupted, went on, or changed its batch."
+            "Vertical lines mark where training was interrupted, resumed, or changed its batch."
         )
     return " ".join(sentences)
 
@@ -366,24 +366,24 @@ def describe_range(values: Sequence[float]) -> str:
 def _sensitivity_caption(gate: float | None) -> str:
     return (
         "Above: Δ(G), how much the squared norm of the gradient changed from one step to the next. "
-        "Middle: the factor on gradients as estimated (mean over all parameters, band from the "
-        "smallest to the largest), which makes a large batch step like a small one. "
-        f"{_describe_gate(gate)} While it warms "
-        "up a part of it is applied. The mean applied is over the steps between two lines of the "
-        "log, of which those that were left alone count as 1. Below: the share of steps that "
-        "were scaled, none as long as all factors are 1."
+        "Middle: the estimated factor on gradients (mean over all parameters, band from the "
+        "smallest to the largest), which makes a large batch learn like a small one. "
+        f"{_describe_gate(gate)} During "
+        "warm-up only a part of it is applied. The mean applied factor is over the steps between "
+        "two lines of the log; unscaled steps count as 1. Below: the share of steps that were "
+        "scaled, which is zero as long as all factors are 1."
     )
 
 
 def _describe_gate(gate: float | None) -> str:
     if gate is None:
-        return "Whether Δ(G) decides at which steps it is applied is not known here."
+        return "Whether Δ(G) decides at which steps the factor is applied is not known here."
     if gate == math.inf:
-        return "After its warm-up it is applied in full at every step, whatever Δ(G) is."
+        return "After warm-up the factor is applied in full at every step, whatever Δ(G) is."
     threshold = f"the dashed threshold δ = {format_number(gate)}"
     return (
-        f"It is applied only while Δ(G) is below {threshold}; where gradients change faster, "
-        "training is in a sensitive phase and they are left alone."
+        f"The factor is applied only while Δ(G) is below {threshold}; where gradients change "
+        "faster, training is in a sensitive phase, and they are not scaled."
     )
 
 

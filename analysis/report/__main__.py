@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     runs = [RunDirectory(path) for path in options.runs]
     if options.out is not None and len(runs) == 1:
-        parser.error("--out: is for the page of several runs; that of one is in RUN/report")
+        parser.error("--out: is for the page of several runs; one run's page is in RUN/report")
 
     def write() -> None:
         _write(runs, options.out, as_json=options.json)
@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="tula report",
         description=(
             "Write figures, tables and the report of a run into RUN/report, from the files in RUN "
-            "alone. With several runs: one page of them side by side."
+            "alone. With several runs, write one page that shows them side by side."
         ),
     )
     parser.add_argument(
@@ -101,10 +101,10 @@ def _write_run(run: RunDirectory) -> list[Path]:
         print(error, file=sys.stderr)
     except FileNotFoundError:
         if run.has_trained():
-            words = "is missing, and so from the report; the command of the sweep makes it again"
+            words = "is missing, so the report has no plan; the sweep's command makes it again"
             print(f"{run.plan_file}: {words}", file=sys.stderr)
     if not any(run.profile.glob("*.jsonl")):
-        print("nothing is measured yet: the report tells no more than that", file=sys.stderr)
+        print("nothing is measured yet, and the report says no more than that", file=sys.stderr)
     return paths
 
 

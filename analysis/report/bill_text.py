@@ -47,10 +47,10 @@ JUDGED = {
 }
 # likely causes, by the part of a step that a drift event names
 CAUSES = {
-    "loader": "; by its drift events they waited for data",
-    "compute": "; by its drift events it was the computation, as other load on a node makes it",
-    "network": "; by its drift events it was the network",
-    "unknown": "; by its drift events no part of a step alone was slower, as with other load on a node",
+    "loader": "; its drift events point to waiting for data",
+    "compute": "; its drift events point to the computation, which other load on a node slows down",
+    "network": "; its drift events point to the network",
+    "unknown": "; its drift events point to no single part of a step, as with other load on a node",
 }
 
 # share of a training's steps from which steps of other optimizers after its last step are named;
@@ -91,7 +91,7 @@ def bill_sentences(
         yield from _parts_off(bill)
     if bill.source is Source.NOTES and bill.unknown_runs:
         killed = plural(bill.unknown_runs, "run")
-        yield f"Not in it: {killed} of the job, killed without a note."
+        yield f"Not included: {killed} of the job, killed without leaving a note."
 
 
 def steps_off(
@@ -125,7 +125,7 @@ def steps_off(
     # the median of more epochs is not that of the first steps
     is_first = len(training.metrics.epochs) <= 2
     if not cause and took_s > expected.high and steps < FEW_STEPS and is_first:
-        cause = f"; of only {plural(steps, 'step')} in all the slow first ones weigh much"
+        cause = f"; with only {plural(steps, 'step')} in all, the slow first ones weigh heavily"
     yield (
         f"The steps of {name} were {in_comparison(took_s / expected.value)} than predicted, "
         f"outside of the 90 % interval: the median epoch took {took}, not {low} to {high}"
@@ -139,9 +139,9 @@ def _samples_off(plan: Plan, result: TrainResult | None) -> str:
         return ""
     if result.further_steps > MANY_FURTHER * result.steps:
         return (
-            f"was followed by {result.further_steps:,} steps of other optimizers, as of further "
-            "folds or repetitions: the plan is of the first training alone, and the score may be "
-            "another one's."
+            f"was followed by {result.further_steps:,} steps of other optimizers, as in further "
+            "folds or repetitions: the plan is for the first training alone, and the score may "
+            "come from another one."
         )
     planned, seen = result.epochs * plan.dataset_samples, result.samples_seen
     if FEW_SAMPLES * planned <= seen <= MANY_SAMPLES * planned:
@@ -151,20 +151,20 @@ def _samples_off(plan: Plan, result: TrainResult | None) -> str:
         if a_step <= MANY_SAMPLES * largest:
             return ""
         return (
-            f"took steps of {a_step:,.0f} samples on average, and was planned for {largest:,}: the "
-            "script takes more forward passes for a step later than in its profile."
+            f"took steps of {a_step:,.0f} samples on average, but was planned for {largest:,}: the "
+            "script later takes more forward passes for a step than in its profile."
         )
-    remedy = "correct that, and measure with another --run-dir."
+    remedy = "correct that key, and measure again with another --run-dir."
     if result.restarts and seen < planned:
-        remedy = "that is wrong, or the script went on from another training's checkpoint."
+        remedy = "that key is wrong, or the script went on from another training's checkpoint."
     elif result.restarts:
         more = plural(max(1, round((seen - planned) / plan.dataset_samples)), "epoch")
         remedy = (
-            f"about {more} more, trained twice after a restart, as where the script's checkpoint "
-            "holds no epoch; else workload.samples is wrong."
+            f"about {more} more, trained twice after a restart, for example because the script's "
+            "checkpoint holds no epoch; otherwise workload.samples is wrong."
         )
     return (
-        f"went through {seen:,} samples, and was planned for {planned:,}, "
+        f"went through {seen:,} samples, but was planned for {planned:,}, "
         f"{plural(result.epochs, 'epoch')} of workload.samples: {remedy}"
     )
 
@@ -198,7 +198,7 @@ def _judged(compared: Compared, promised: Sequence[str]) -> str:
     """Compare with the prediction: "longer than the 90 % interval of the predicted 19 s"."""
     expected, *ends = promised
     if not ends or compared.verdict is PromiseVerdict.UNKNOWN:
-        return f"beside the predicted {expected}"
+        return f"against the predicted {expected}"
     return f"{JUDGED[compared.verdict]} the predicted {expected} ({' to '.join(ends)})"
 
 
@@ -214,8 +214,8 @@ def _off(bill: TrainingBill, part: TimePart) -> str:
     if part is TimePart.STARTS and bill.runs > 1:
         took += f" in {bill.runs} starts"
     if seconds.expected == 0.0:
-        return f"{took}, none were predicted"
-    return f"{took}, {_promised_times(seconds)[0]} were predicted"
+        return f"{took} (none predicted)"
+    return f"{took} (predicted {_promised_times(seconds)[0]})"
 
 
 def bill_table(bill: TrainingBill) -> TextTable:

@@ -103,7 +103,8 @@ def _without_plan(run: RunContents) -> Iterator[str]:
     if not ok:
         yield "No configuration has been measured so far."
         return
-    measured = f"{plural(_configurations(ok), 'configuration')} could be measured"
+    count = _configurations(ok)
+    measured = f"{plural(count, 'configuration')} {'has' if count == 1 else 'have'} been measured"
     out = _configurations(filter(is_out_of_memory, run.measurements))
     if out:
         yield f"{measured}, {out} ran out of memory."
@@ -204,9 +205,9 @@ def _for_the_batch(run: RunContents) -> list[str]:
     if batch <= training.base_batch or training.method not in ADAPTED:
         return []
     return [
-        f"The batch is {batch / training.base_batch:,.3g} times training.base_batch, for which "
-        f'{ADAPTED[training.method]} (training.method = "{training.method}"). What accuracy that '
-        "keeps is not known until tula study measures it."
+        f"The batch is {batch / training.base_batch:,.3g} times training.base_batch, so "
+        f'{ADAPTED[training.method]} (training.method = "{training.method}"). How much accuracy '
+        "that preserves is not known until tula study measures it."
     ]
 
 
@@ -246,11 +247,11 @@ def _outcome(run: RunContents, training: Training, name: str) -> Iterator[str]:
     if run.plan and not _ended_as(run.plan.chosen, training, result):
         where = plural(result.nodes, "node") + of_partition_in_words(training.partition or "")
         batch = f"global batch {result.global_batch:,}"
-        yield f"It ended on {where} with {batch}, not at the chosen configuration."
+        yield f"It ended on {where} with {batch}, not with the chosen configuration."
     if result.restarts:
         often = "once" if result.restarts == 1 else f"{result.restarts} times"
         restart = RunHistory(run.events).last_restart(training.label)
-        went_on = "begun anew" if restart and restart.samples_seen == 0 else "resumed"
+        went_on = "started over" if restart and restart.samples_seen == 0 else "resumed"
         yield f"It was interrupted and {went_on} {often}."
 
 
@@ -293,9 +294,9 @@ def _how_sure(run: RunContents, plan: Plan, *, is_billed: bool) -> Iterator[str]
 
 def _how_measured(run: RunContents, plan: Plan) -> Iterator[str]:
     count = _configurations(item for item in run.ok if item.partition == plan.chosen.partition)
-    model = f"a model of {plural(count, 'measured configuration')}"
+    model = f"a model fitted to {plural(count, 'measured configuration')}"
     if plan.chosen.measured:
-        yield "This very configuration was measured."
+        yield "This configuration itself was measured."
     elif plan.profile_share is not None:
         yield from unmeasured(plan)
         yield f"It is predicted by {model}."
@@ -314,7 +315,7 @@ def _half_the_batch(plan: Plan) -> Iterator[str]:
     best = min(half, key=lambda c: (c.wall_time_s, c.cost), default=None)
     if best is not None and best.wall_time_s > plan.chosen.wall_time_s:
         yield (
-            f"Half the batch takes longer for as many epochs: {name_of(best)} is "
+            f"Half the batch takes longer at equal epochs: {name_of(best)} is "
             f"{against(best, plan.chosen)}."
         )
 
@@ -329,7 +330,7 @@ def _what_would_change(plan: Plan, *, has_trained: bool) -> Iterator[str]:
         kind = other.objective
         takes = ""
         if kind:
-            takes = f'; objective.kind = "{kind}" takes it'
+            takes = f'; objective.kind = "{kind}" chooses it'
         if kind and not has_trained:
             # a run that has trained keeps its plan
             takes = f"; tula plan RUN --objective {kind} --write chooses it"
@@ -341,11 +342,11 @@ def _what_would_change(plan: Plan, *, has_trained: bool) -> Iterator[str]:
             yield f"{as_sentence(roles)[:-1]} is {name_of(other.candidate)}{compared}{takes}."
     feasible = [candidate for candidate in plan.candidates if candidate.feasible]
     if all(candidate == plan.chosen for candidate in feasible):
-        yield "Nothing that was searched: no other candidate is feasible."
+        yield "Nothing within the search: no other candidate is feasible."
     elif is_decided:
         yield (
-            'Neither objective.kind = "time" nor "cost" would: of all feasible ones it is the '
-            "fastest and the cheapest."
+            'Neither objective.kind = "time" nor "cost" would: of all feasible candidates, it is '
+            "the fastest and the cheapest."
         )
 
 
@@ -363,9 +364,9 @@ def _of_open_trainings(run: RunContents, labels: Iterable[str]) -> str:
     failures = RunHistory(run.events).last_failures()
     failure = next((failures[label] for label in labels if label in failures), None)
     if failure is None:
-        return f"Wait for the training; tula status RUN tells how far it is. {IS_RUN}"
+        return f"Wait for the training; tula status RUN shows how far it is. {IS_RUN}"
     why = f" {as_sentence(first_line(failure.detail))}" if failure.detail else ""
-    fix = f"Fix what ended the training, then: {GO_ON}.{why}"
+    fix = f"Fix what ended the training, then run: {GO_ON}.{why}"
     return f"{fix} tula status RUN names the log. {IS_RUN}"
 
 
@@ -375,8 +376,8 @@ def _next(run: RunContents) -> list[str]:
     if failed is not None:
         why = as_sentence(first_line(failed.detail))
         return [
-            f"Fix what ended the last command, then: {GO_ON}. {why} tula status RUN names the log. "
-            f"{IS_RUN}"
+            f"Fix what ended the last command, then run: {GO_ON}. {why} tula status RUN names the "
+            f"log. {IS_RUN}"
         ]
     if run.plan is None:
         what = "Make the plan again" if run.trainings else "Go on measuring"
@@ -391,6 +392,6 @@ def _next(run: RunContents) -> list[str]:
         return [f"The training is done; before a longer one see {below} below."]
     found = []
     if below:
-        verb = "is" if len(todo) == 1 else "are"
-        found.append(f"It can be started now: {below} below {verb} for a long training.")
+        verb = "matters" if len(todo) == 1 else "matter"
+        found.append(f"It can be started now; {below} below {verb} before a long training.")
     return [*found, f"To train it, without measuring again: {GO_ON}. {IS_RUN}"]

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 TEMPLATE = "report_template.html"
-# most warnings above the line "For studying", so that what decides fits on two printed pages
+# most warnings above the line "Details", so that what decides fits on two printed pages
 MOST_WARNINGS = 4
 
 

@@ -109,14 +109,14 @@ def why_not_better(plan: Plan) -> list[str]:
     if plan.knee and plan.knee.global_batch:
         further = "further " if chosen.global_batch > plan.knee.global_batch else ""
         why = (
-            f"its batch lies {further}beyond the knee, and the larger a batch the less a training "
-            "may learn"
+            f"its batch lies {further}beyond the knee, and a training may learn less with a larger "
+            "batch"
         )
     if plan.objective == "progress":
-        why = "with its batch a training needs more samples to the same progress"
+        why = "with its batch a training needs more samples for the same progress"
     return [
         f"{name_of(best)} would be {against(best, chosen)}, but {why}; "
-        'objective.kind = "time" takes it.'
+        'objective.kind = "time" chooses it.'
     ]
 
 
@@ -168,8 +168,8 @@ def without_price(plan: Plan, cluster: ClusterSpec) -> list[str]:
         return []
     price = format_money(part.pricing.usd_per_node_hour)
     return [
-        f"The cost is no real price: it counts {price} a node and hour, the default of "
-        "pricing.usd_per_node_hour in the cluster file; set yours there."
+        f"The cost is not a real price: it assumes {price} per node and hour, the default of "
+        "pricing.usd_per_node_hour in the cluster file; set your price there."
     ]
 
 
@@ -201,9 +201,8 @@ class Alternative(NamedTuple):
 
     @property
     def role(self) -> str:
-        """Return all that it is, in words; on other nodes the best may be worse in all."""
-        marks = [f"at {role}" if role in (FEWER, MORE) else role for role in self.roles]
-        return listed(marks)
+        """Return its roles in words."""
+        return listed(self.roles)
 
     def against(self, plan: Plan) -> str:
         """Compare with the chosen one, by the time to the same progress if that decides."""
@@ -218,7 +217,7 @@ class Alternative(NamedTuple):
 def _to_progress(candidate: Candidate) -> str:
     needs = _to_same_progress(candidate)
     if needs.wall_time_s >= FOREVER_S:
-        return "more time than train_minutes leaves"
+        return "more time than train_minutes allows"
     cost = format_money(needs.cost, candidate.currency)
     return f"about {format_duration(needs.wall_time_s)} and {cost}"
 
@@ -319,9 +318,9 @@ def _by_steps(candidate: Candidate) -> tuple[float, float]:
 
 
 def against(candidate: Candidate, chosen: Candidate) -> str:
-    """Compare with the chosen one, for example "12 % slower, 3 % cheaper"."""
+    """Compare with the chosen one, for example "12 % slower and 3 % cheaper"."""
     time = _compared(candidate.wall_time_s, chosen.wall_time_s, "slower", "faster")
-    return f"{time}, {_compared(candidate.cost, chosen.cost, 'dearer', 'cheaper')}"
+    return f"{time} and {_compared(candidate.cost, chosen.cost, 'more expensive', 'cheaper')}"
 
 
 def _compared(value: float, base: float, more: str, less: str) -> str:
@@ -329,7 +328,7 @@ def _compared(value: float, base: float, more: str, less: str) -> str:
     if base <= 0.0 < value:
         return more
     if base <= 0.0 or abs(value / base - 1.0) < 0.0005:
-        return "as fast" if more == "slower" else "as dear"
+        return "as fast" if more == "slower" else "as expensive"
     return in_comparison(value / base, more, less)
 
 
@@ -363,8 +362,8 @@ def critical_batch_sentences(plan: Plan) -> list[str]:
     batch = in_samples(plan.critical_batch)
     return [
         f"Critical batch: {batch}, the gradient's noise scale {source}. Beyond it a larger batch "
-        "saves few steps, and the knee, which is about time alone, knows nothing of it. It grows "
-        "in training, often tenfold."
+        "saves few steps; the knee, which is about time alone, does not account for that. The "
+        "critical batch grows during training, often tenfold."
     ]
 
 
@@ -375,9 +374,9 @@ def progress_sentences(plan: Plan) -> list[str]:
     if factor < NOTABLE_FACTOR:
         return []
     return [
-        f"By the gradient's noise, the model learns less in {plural(plan.epochs, 'epoch')} at this "
-        f"batch than with training.base_batch; to learn as much would take {_epochs_to_progress(plan)}"
-        f"{_to_progress(chosen)}."
+        f"Judging by the gradient's noise, the model learns less in {plural(plan.epochs, 'epoch')} "
+        "with this batch than with training.base_batch; learning as much would take "
+        f"{_epochs_to_progress(plan)}{_to_progress(chosen)}."
     ]
 
 

@@ -156,8 +156,8 @@ def _definitions(scaling: NodeScaling, curve: ScalingCurve) -> Iterator[str]:
         "smallest measured number of nodes that can run the batch."
     )
     yield (
-        f"Node-hours are those of the whole training ({plural(scaling.epochs, 'epoch')}) with "
-        "evaluation, checkpoints, starts and interruptions as they are expected. "
+        f"Node-hours are those expected of the whole training ({plural(scaling.epochs, 'epoch')}) "
+        "with evaluation, checkpoints, starts and interruptions. "
         "Measured configurations count as measured; all other numbers are the model's, and ranges "
         "are 90 % intervals."
     )

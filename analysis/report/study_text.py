@@ -47,7 +47,7 @@ def _verdict(table: StudyTable, batch: int) -> Iterator[str]:
     if shares:
         shares.sort(key=lambda item: -item[1])
         recovered = [f"{column} {signed(share)}" for column, share in shares]
-        yield f"Recovered of that loss: {', '.join(recovered)}."
+        yield f"How much of that loss was recovered: {', '.join(recovered)}."
     worst = [e for e in row if e.mark == "worst" and e.test is not None and not e.diverged]
     if worst:
         yield f"Worst {_are(worst)} with {percent(worst[0].test)}."
@@ -98,7 +98,7 @@ def _against(plain: Spread, small: Entry, test_samples: int | None) -> str:
     if lost <= -least:
         return f"came out {points(lost)} above {reached}"
     if lost < least:
-        return f"lost nothing to speak of against {reached}"
+        return f"lost hardly anything against {reached}"
     return f"lost {points(lost)} against {reached}"
 
 
@@ -165,7 +165,7 @@ def _not_trained_out(contents: StudyContents) -> Iterator[str]:
     if gains and (gain := sum(gains) / len(gains)) > TRAINED_OUT:
         yield (
             f"The small batch still gained {points(gain)} from epoch {first_epoch} to {epochs}: it "
-            "is not trained out, and methods that merely train faster look better than they are."
+            "needs more epochs, and methods that merely train faster look better than they are."
         )
 
 

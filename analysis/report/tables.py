@@ -49,7 +49,7 @@ class SummaryRow(NamedTuple):
     paid: float | None = None
 
 
-OFF = "than predicted"
+OFF = "against prediction"
 SUMMARY_COLUMNS = (
     "configuration",
     "epoch predicted (90 %)",
@@ -333,7 +333,7 @@ def account_table(accounts: Sequence[JobAccount]) -> TextTable:
     for account in ends(accounts):
         state = account.state
         if not account.over:
-            state += ", when it was asked"
+            state += ", when last asked"
         used = (format_duration(account.elapsed_s), format_number(account.node_seconds))
         rows.append((account.job_id, account.stage, str(account.nodes), *used, state))
     _count_rest(rows, len(accounts), "more are in accounting.jsonl")

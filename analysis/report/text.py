@@ -149,7 +149,7 @@ def how_measured(run: RunContents) -> list[tuple[str, str]]:
         ("parameters of the model", _listed_numbers(item.parameters for item in ok)),
         ("training samples", _listed_numbers(item.dataset_samples for item in ok)),
         ("timed steps", _steps(ok)),
-        ("memory", f"{run.memory_kinds}, its peak, per worker"),
+        ("memory", f"{run.memory_kinds}, peak per worker"),
         ("cost of profiling", profiling_cost(run)),
     ]
     return [(name, value) for name, value in facts if value]

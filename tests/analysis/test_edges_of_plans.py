@@ -135,8 +135,8 @@ def test_what_costs_something_is_not_as_dear_as_what_is_free() -> None:
     plan = make_plan(sweep("knee"), cluster(partitions=parts), rows)
     assert (plan.chosen.partition, plan.chosen.cost) == ("own", 0.0)
     told = [line for line in sentences(plan) if line.startswith("Next best")]
-    assert any("on cloud, as fast, dearer." in line for line in told)
-    assert all(("as dear" in line) == ("on own" in line) for line in told)
+    assert any("on cloud, as fast and more expensive." in line for line in told)
+    assert all(("as expensive" in line) == ("on own" in line) for line in told)
 
 
 def test_where_preemptions_leave_no_time_the_advice_is_about_them() -> None:

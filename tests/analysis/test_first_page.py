@@ -54,7 +54,7 @@ def test_what_would_change_the_choice_is_said_or_that_nothing_would(plan: Plan, 
         return said
 
     next_best, fastest, cheapest = would(other_nodes=[])
-    assert next_best == "The next best is N=1 b=256 (B=256): 20 % slower, 40 % cheaper."
+    assert next_best == "The next best is N=1 b=256 (B=256): 20 % slower and 40 % cheaper."
     assert fastest.endswith(", compared above; tula plan RUN --objective time --write chooses it."), "beside the reason"
     assert cheapest.endswith(" cheaper; tula plan RUN --objective cost --write chooses it.")
     worse = {"local_batch": 8, "wall_time_s": 2 * plan.chosen.wall_time_s, "cost": 2 * plan.chosen.cost}
@@ -64,10 +64,11 @@ def test_what_would_change_the_choice_is_said_or_that_nothing_would(plan: Plan, 
     )
     nothing = would(candidates=[plan.chosen, other], runners_up=[], other_nodes=[])
     assert nothing == [
-        'Neither objective.kind = "time" nor "cost" would: of all feasible ones it is the fastest and the cheapest.'
+        'Neither objective.kind = "time" nor "cost" would: of all feasible candidates, it is '
+        "the fastest and the cheapest."
     ]
     alone = would(candidates=[plan.chosen, other.model_copy(update={"feasible": False})], runners_up=[], other_nodes=[])
-    assert alone == ["Nothing that was searched: no other candidate is feasible."]
+    assert alone == ["Nothing within the search: no other candidate is feasible."]
 
 
 def test_names_in_front_of_a_sentence_keep_their_case() -> None:
@@ -80,7 +81,7 @@ def test_a_price_that_nobody_set_is_told_beside_the_cost(plan: Plan, tmp_path: P
     run = make_run(tmp_path / "run", stage="plan")
     write_plan(run, plan)
     contents = read_run(run)
-    said = "the default of pricing.usd_per_node_hour in the cluster file; set yours there."
+    said = "the default of pricing.usd_per_node_hour in the cluster file; set your price there."
     for price, is_said in ((1.0, True), (2.5, False)):
         priced = contents._replace(cluster=cluster(pricing={"usd_per_node_hour": price}))
         takes = first_page(priced).sections[0]
@@ -96,13 +97,13 @@ def test_why_not_half_the_batch_is_said_where_it_is_slower(plan: Plan, tmp_path:
         other = half.model_copy(update={"wall_time_s": ratio * plan.chosen.wall_time_s})
         compared = plan.model_copy(update={"candidates": [plan.chosen, other]})
         reasons = next(s for s in first_page(contents._replace(plan=compared)).sections if s.heading == "Why this one")
-        said = f"Half the batch takes longer for as many epochs: {name_of(other)} is 50 % slower, "
+        said = f"Half the batch takes longer at equal epochs: {name_of(other)} is 50 % slower and "
         assert any(text.startswith(said) for text in reasons.sentences) == is_said
 
 
 @pytest.mark.parametrize(
     ("method", "says", "warns"),
-    [("ags", ", for which gradients are scaled (training.method", False), ("lbt", None, True)],
+    [("ags", ", so gradients are scaled (training.method", False), ("lbt", None, True)],
 )
 def test_what_is_done_for_a_large_batch_is_said_and_that_nothing_is(
     method: str, says: str | None, warns: bool, tmp_path: Path
@@ -143,7 +144,7 @@ def test_a_run_whose_last_command_failed_is_to_be_mended_first(tmp_path: Path) -
     run = make_run(tmp_path / "run", stage="plan")
     run.log_event("failed", "train", detail="bug in job 7\nTraceback")
     (said,) = first_page(read_run(run)).sections[-1].sentences
-    assert said.startswith("Fix what ended the last command, then: tula sweep RUN/sweep.toml")
+    assert said.startswith("Fix what ended the last command, then run: tula sweep RUN/sweep.toml")
     assert "Bug in job 7. tula status RUN names the log." in said
 
 
@@ -154,7 +155,7 @@ def test_a_training_that_failed_is_not_waited_for(tmp_path: Path) -> None:
     assert said.startswith("Wait for the training; ")
     run.log_event("failed", "train", job_id="22", detail="hung in step 7", data={"label": "main"})
     (said,) = first_page(read_run(run)).sections[-1].sentences
-    assert said.startswith("Fix what ended the training, then: tula sweep RUN/sweep.toml")
+    assert said.startswith("Fix what ended the training, then run: tula sweep RUN/sweep.toml")
     assert "Hung in step 7. tula status RUN names the log." in said
 
 
@@ -167,7 +168,7 @@ def test_a_training_is_told_before_its_first_logged_step(tmp_path: Path) -> None
     sections = dict(first_page(read_run(run)).sections)
     assert sections["What it took"] == ["The training failed before its first logged step."]
     (said,) = sections["What to do next"]
-    assert said.startswith("Fix what ended the training, then: tula sweep RUN/sweep.toml")
+    assert said.startswith("Fix what ended the training, then run: tula sweep RUN/sweep.toml")
     assert "Boom at start." in said
 
 

@@ -588,8 +588,8 @@ def test_what_a_batch_beyond_the_critical_one_costs_is_said() -> None:
     plan = planned(rows=noisy(100.0))
     assert plan.critical_batch == pytest.approx(100.0)
     assert any(text.startswith("Critical batch: 100 samples") for text in sentences(plan))
-    (costs,) = [text for text in sentences(plan) if f"learns less in {plan.epochs} epochs at this batch" in text]
-    assert "; to learn as much would take 25 epochs, about " in costs
+    (costs,) = [text for text in sentences(plan) if f"learns less in {plan.epochs} epochs with this batch" in text]
+    assert "; learning as much would take 25 epochs, about " in costs
     # the job starts once, however much longer it trains
     late = planned(rows=noisy(100.0), pricing={"restart_s": 3600.0})
     starts_s = 3600.0 - plan.chosen.wall_parts_s["starts"]
@@ -646,7 +646,7 @@ def test_a_critical_batch_from_training_is_not_said_to_be_the_first_weights() ->
     assert plan.critical_batch_source == "training"
     said = " ".join([*sentences(plan), *plan.warnings])
     assert "in the later half of the training so far" in said
-    assert " epochs at this batch than with training.base_batch" in said
+    assert " epochs with this batch than with training.base_batch" in said
     assert "profiled" not in said
     assert "its least" not in said
 
@@ -737,8 +737,8 @@ def test_the_command_says_what_else_there_was(run: RunDirectory, capsys: pytest.
     printed = " ".join(capsys.readouterr().out.split())
     for words in (
         "Next best: N=",
-        "At best on fewer nodes: N=",
-        'objective.kind = "time" takes it',
+        "Best on fewer nodes: N=",
+        'objective.kind = "time" chooses it',
         "Cheapest: N=",
         "The knee lies at B=",
         "kWh",
@@ -1061,7 +1061,7 @@ def test_by_progress_candidates_are_compared_by_the_time_to_the_same_progress() 
     # 3.8 % apart
     (text,) = not_told_apart(plan)
     slower = in_comparison(other.progress_time_s / chosen.progress_time_s, "slower", "faster")
-    assert text.startswith(f"The next best, {other.configuration}, is predicted to be {slower}, ")
+    assert text.startswith(f"The next best, {other.configuration}, is predicted to be {slower} and ")
     assert " to say which of the two takes less time to the same progress; choose by" in text
     (next_best,) = [each for each in alternatives(plan) if each.candidate == other]
     assert f" after about {format_duration(other.progress_time_s)} and " in next_best.against(plan)

@@ -176,7 +176,7 @@ def test_what_decides_stands_before_a_line_and_what_is_for_studying_behind_it(fi
     assert line
     shown = [re.findall(r'<figure id="(\w+)">', part) for part in (deciding, studying)]
     assert shown == [list(DECIDING), [name for name in FIGURES if name not in DECIDING]]
-    assert studying.partition(">")[2].startswith("For studying: the decision does not need what follows</h2>")
+    assert studying.partition(">")[2].startswith("Details, which the decision does not need</h2>")
     for heading in ("All candidates", "How it was measured", "Models", "Will it scale?", "Events", "<details>"):
         assert heading not in deciding
         assert heading in studying
@@ -275,7 +275,7 @@ def test_a_program_is_told_every_file(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_reports_grow_with_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", stage="profile")
     words = Page(write_report(run)[0].read_text()).words
-    assert "There is no plan yet. 18 configurations could be measured, 3 ran out of memory." in words
+    assert "There is no plan yet. 18 configurations have been measured, 3 ran out of memory." in words
     assert "Not in this report yet: cost: prices come with the plan" in words
     write_plan(run, plan([candidate(item) for item in configurations()]))
     write_training(run, epochs_done=3)
@@ -392,7 +392,7 @@ def test_summary_rows_are_the_chosen_one_and_its_neighbours(finished: Written) -
         assert item.train_time_s == pytest.approx(EPOCHS * item.epoch_time_s)
         assert row.result is None
     # the model was fitted to what was measured
-    assert "than predicted" not in summary_table(rows).columns
+    assert "against prediction" not in summary_table(rows).columns
     assert not rows[3].candidate.feasible
     # as of a batch that holds more samples than there are
     none = rows[3]._replace(candidate=rows[3].candidate.model_copy(update={"train_time_s": 0.0}))
@@ -489,8 +489,8 @@ def test_which_memory_was_measured_is_said_by_the_partitions(tmp_path: Path) -> 
 
     contents = read_run(of_two_partitions(tmp_path / "run"))
     gpu, process = "GPU memory reserved by the allocator", "resident memory of the whole process"
-    assert memory(a="cuda", b="cuda") == f"{gpu}, its peak, per worker"
-    assert memory(a="cuda", b="cpu") == f"{gpu} or {process}, its peak, per worker"
+    assert memory(a="cuda", b="cuda") == f"{gpu}, peak per worker"
+    assert memory(a="cuda", b="cpu") == f"{gpu} or {process}, peak per worker"
 
 
 def test_names_of_partitions_are_never_capitalized(tmp_path: Path) -> None:
@@ -592,7 +592,7 @@ def test_what_the_training_took_and_cost_is_said_first_and_last(
         lines = capsys.readouterr().out.splitlines()
         assert any(line.startswith("The training took 2 h 30 min") for line in lines[-9:])
         (off,) = (line for line in lines[-4:] if line.startswith("off the plan: The steps of the training were "))
-        assert off.endswith("; by its drift events it was the network")
+        assert off.endswith("; its drift events point to the network")
     words = Page((run.report / "report.html").read_text()).words
     assert words.index("The training took 2 h 30 min") < words.index("Predicted and actual") < words.index("N = 4, B =")
     assert "whole training" in words
@@ -766,7 +766,7 @@ def test_profiling_costs_what_accounting_says_where_it_has_every_job(tmp_path: P
     assert said == told
     page = Page(write_report(run)[0].read_text()).words
     assert "Jobs by Slurm's accounting (3)" in page
-    assert "RUNNING, when it was asked" in page
+    assert "RUNNING, when last asked" in page
 
 
 @pytest.mark.usefixtures("no_figure", "no_pages")
@@ -811,7 +811,7 @@ def test_a_training_that_fell_back_says_so(finished: Written, tmp_path: Path) ->
     result = json.loads(run.train().result_file.read_text()) | {"global_batch": 512, "local_batch": 128, "restarts": 3}
     run.train().result_file.write_text(json.dumps(result))
     text = told_first(read_run(run))
-    assert "It ended on 4 nodes with global batch 512, not at the chosen configuration." in text
+    assert "It ended on 4 nodes with global batch 512, not with the chosen configuration." in text
     assert "resumed 3 times" in text
 
 

@@ -53,7 +53,10 @@ def test_the_title_tells_the_epochs_as_the_numbers_do() -> None:
 
     curves = [chosen("a", 0.144, 0.12, 0.17), chosen("b", 0.137, 0.12, 0.16), chosen("c", 0.143, 0.142, 0.144)]
     titles = [drawn.title for few in (curves, curves[:1]) if isinstance(drawn := draw_run_curves(few), Drawing)]
-    assert titles == ["Epochs of the chosen ones: b 137 ms, c 143 ms, a 144 ms", "Epoch of the chosen one: a 144 ms"]
+    assert titles == [
+        "Epoch times of the chosen configurations: b 137 ms, c 143 ms, a 144 ms",
+        "Epoch time of the chosen configuration: a 144 ms",
+    ]
 
 
 def test_the_table_has_a_column_for_each_run_and_no_empty_row(runs: list[RunDirectory]) -> None:

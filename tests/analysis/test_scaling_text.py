@@ -124,7 +124,7 @@ def test_names_cannot_leave_the_text_of_latex(scaling: NodeScaling) -> None:
 def test_sections_name_what_each_row_rests_on(scaling: NodeScaling) -> None:
     strong, weak = scaling_sections(scaling)
     assert (strong.heading, weak.heading) == ("Strong scaling", "Weak scaling")
-    assert "Node-hours are those of the whole training" in strong.text
+    assert "Node-hours are those expected of the whole training" in strong.text
     assert "Node-hours" not in weak.text, "it was said above"
     assert [row[0] for row in weak.table.rows] == [
         "1\nmeasured",

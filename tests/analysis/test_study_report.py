@@ -175,7 +175,7 @@ def test_cautions_tell_of_short_trainings_few_seeds_and_rates_at_the_edge(run: R
     study = contents.study.model_copy(update={"seeds": (0, 1), "base_lrs": {"all": [0.1, 0.2]}})
     rates = TunedRates(rates={"sgd": 0.2}, trials=[])
     found = "\n".join(cautions(contents._replace(metrics=rising, study=study, rates=rates), table))
-    assert "still gained 2.0 points from epoch 18 to 20: it is not trained out" in found
+    assert "still gained 2.0 points from epoch 18 to 20: it needs more epochs" in found
     assert "Only 2 seeds: the deviations say little." in found
     alone = contents.study.model_copy(update={"seeds": (0,)})
     assert cautions(contents._replace(study=alone), table) == ["Only 1 seed: differences may be chance."]
@@ -264,7 +264,7 @@ def test_runs_that_failed_or_have_just_begun_cut_no_curve_short_and_raise_no_cau
     for seed in (0, 2):  # under way, too: all that is left is how it began
         contents.metrics[StudyCell("lbt", 128, seed)] = contents.metrics[StudyCell("lbt", 128, 1)]
     assert not any(
-        "trained out" in doubt for doubt in cautions(contents, make_table(contents.study, contents.outcomes))
+        "needs more epochs" in doubt for doubt in cautions(contents, make_table(contents.study, contents.outcomes))
     )
 
 

@@ -78,7 +78,7 @@ def draw_memory_error(run: RunContents) -> Drawing | Missing:
         return Missing("memory_error", "memory error", why)
     worst = max(errors, key=lambda error: abs(error.relative))
     title = (
-        f"Memory is predicted {_median(errors)} off (median), "
+        f"Predicted memory is off by {_median(errors)} (median), "
         f"{format_percent(abs(worst.relative))} at most ({worst.configuration.short})"
     )
     with style.styled():
@@ -87,10 +87,10 @@ def draw_memory_error(run: RunContents) -> Drawing | Missing:
         axes.set_ylabel("error of the model's memory")
     caption = (
         "Predicted over measured peak memory of a worker, minus one: above zero the model expects "
-        "more than is used, which costs room but fails no training; below zero less. One marker "
+        "more than is used, which wastes memory but fails no training; below zero less. One marker "
         "per profiled configuration, from the smallest batch (left) to the largest within each "
         "number of nodes; the bar is the median, the box holds the middle half. The model was "
-        "fitted to those that are filled."
+        "fitted to the filled markers."
     )
     table = _error_table(errors, "memory", "bytes")
     return Drawing("memory_error", title, caption, figure, table)

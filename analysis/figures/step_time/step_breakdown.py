@@ -77,22 +77,22 @@ def draw_step_breakdown(run: RunContents) -> Drawing | Missing:
 
 def _breakdown_caption(*, exchanged: bool) -> str:
     text = (
-        "One bar per profiled configuration, as shares of its step; the step's time stands at the "
+        "One bar per profiled configuration, as shares of its step; the step's time is at the "
         "right. The wait for data is that of the timed steps. Forward and backward, optimizer and "
-        "the bare all-reduce of the gradients are measured apart; the rest is what remains of the "
-        "whole step, with several workers mostly synchronization that is not hidden. "
+        "the bare all-reduce of the gradients are timed separately; the rest is what remains of "
+        "the whole step: with several workers, mostly synchronization that is not hidden. "
     )
     if exchanged:
         text += (
-            "The diamond adds to the other parts, in place of the rest, the bare all-reduce: there "
-            "the step would end if none of it were hidden behind the backward pass and nothing "
-            "else held the step up. Right of its bar's end, that much is hidden; left of it, the "
-            "step takes longer than its parts and the all-reduce together, as where workers wait "
-            "for the slowest. "
+            "The diamond shows where the step would end with the bare all-reduce in place of the "
+            "rest: if none of it were hidden behind the backward pass, and nothing else held the "
+            "step up. A diamond right of its bar's end shows how much is hidden; left of it, the "
+            "step takes longer than its parts and the all-reduce together, for example because "
+            "workers wait for the slowest. "
         )
     return (
-        f"{text}Computation and optimizer are shortened where they took longer, timed apart, than the "
-        "step leaves them."
+        f"{text}Computation and optimizer are shortened if they took longer, timed separately, "
+        "than the step leaves them."
     )
 
 
@@ -149,7 +149,7 @@ def _breakdown_title(bars: Sequence[Bar]) -> str:
     worst = max(bars, key=lambda bar: (bar.loader_decides, bar.share(DATA)))
     if worst.loader_decides:
         waiting = f"waiting for data takes {format_percent(worst.share(DATA))} of a step"
-        return f"The data loader decides: {waiting} at {worst.configuration.short}"
+        return f"The data loader is the bottleneck: {waiting} at {worst.configuration.short}"
     named = []
     for bar in bars:
         named += [(DATA, bar), (OPTIMIZER, bar)]
@@ -166,7 +166,9 @@ def _breakdown_title(bars: Sequence[Bar]) -> str:
     least = min(others, key=lambda bar: bar.share(part))
     if least.share(part) > 0.8 * worst.share(part):
         return title
-    share = format_percent(least.share(part)) if least.share(part) >= 0.005 else "hardly any"
+    share = "hardly any"
+    if least.share(part) >= 0.005:
+        share = f"only {format_percent(least.share(part))}"
     return f"{title}, but {share} at {least.configuration.short}"
 
 
@@ -176,7 +178,7 @@ def _taken(part: int, bar: Bar, bars: Sequence[Bar]) -> str:
         return "Waiting for data takes {}" if part == DATA else "The optimizer takes {}"
     if _is_exchange(bar, bars):
         return "Exchanging gradients takes {}"
-    return "Data, computing and optimizer leave {}"
+    return "Data, computing and optimizer do not explain {}"
 
 
 def _is_exchange(bar: Bar, bars: Sequence[Bar]) -> bool:

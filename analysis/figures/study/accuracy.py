@@ -23,7 +23,7 @@ from tula_hpc.analysis.study_results import (
     within_one_deviation,
 )
 from tula_hpc.config import REFERENCE_COLUMN, SweepSpec, study_column
-from tula_hpc.formatting import format_number, in_percent, listed
+from tula_hpc.formatting import format_number, in_percent, listed, plural
 
 MOST_PANELS = 3
 # share of the epochs whose accuracy may lie below the panel: the ends are compared
@@ -94,7 +94,7 @@ def draw_study_accuracy(contents: StudyContents, table: StudyTable) -> Drawing |
     caption = (
         "Test accuracy at the end of training against the global batch; the mean over the seeds, "
         "in a band (or bar) of one standard deviation to each side. The dashed line is plain "
-        "training with the small batch. All have seen equally many epochs. Hollow marks: some of "
+        "training with the small batch. All have the same number of epochs. Hollow marks: some of "
         "the runs diverged and are not in the mean."
     )
     return Drawing("study_accuracy", title, caption, figure, _accuracy_table(shown))
@@ -197,7 +197,7 @@ def draw_study_epochs(contents: StudyContents, table: StudyTable) -> Drawing | M
     keys = column_keys(table.columns, names)
     if small:
         keys.append(style.Key("small batch", line="--", colour=style.INK.light))
-    purpose = "whether the trainings were long enough to compare their ends"
+    purpose = "were the trainings long enough to compare their ends?"
     title = f"Test accuracy over the epochs: {purpose}"
     count = len(panels_of)
     with style.styled():
@@ -208,9 +208,8 @@ def draw_study_epochs(contents: StudyContents, table: StudyTable) -> Drawing | M
         panels[-1].set_xlabel("epochs")
         style.legend(panels[0], keys, left=-0.02)
     caption = (
-        "Test accuracy after each epoch at which it was looked at, mean over the seeds. Dashed: "
-        "plain training with the small batch. Lines that still rise at the end are trainings that "
-        "were cut short."
+        "Test accuracy after each evaluated epoch, mean over the seeds. Dashed: plain training "
+        "with the small batch. Lines that still rise at the end are trainings that were cut short."
     )
     numbers = {contents.study.small_batch: {REFERENCE_COLUMN: small}}
     for batch, curves in panels_of.items():
@@ -325,9 +324,9 @@ def draw_study_delta(contents: StudyContents, table: StudyTable) -> Drawing | Mi
         else:
             style.legend(axes, list(dict.fromkeys(end.key for end in ends)), left=-0.02)
     caption = (
-        "Test accuracy at the end of training against the threshold δ; gradients are scaled where "
-        "Δ(G) is below. The columns shown differ in nothing else. Bars: one standard deviation over "
-        "the seeds to each side."
+        "Test accuracy at the end of training against the threshold δ; gradients are scaled while "
+        "Δ(G) is below δ. The columns shown differ in nothing else. Bars: one standard deviation "
+        "over the seeds to each side."
     )
     return Drawing("study_delta", title, caption, figure, _delta_table(points))
 
@@ -362,11 +361,11 @@ def _delta_title(lines: Sequence[Sequence[Point]]) -> str:
     best = max(sound, key=lambda point: _in_percent(point.entry.test)[0])
     others = [p for p in sound if p is not best and within_one_deviation(p.entry, best.entry)]
     which = f"{best.entry.column} with δ = {format_number(best.delta, 3)}"
-    title = f"At B = {best.entry.batch:,}, {which} has the highest mean of {len(line)}"
+    title = f"At B = {best.entry.batch:,}, {which} has the highest of {len(line)} means"
     if not others:
         return title
     verb = "is" if len(others) == 1 else "are"
-    return f"{title}, {len(others)} of which {verb} within its standard deviation"
+    return f"{title}; {plural(len(others), 'other')} {verb} within its standard deviation"
 
 
 def _delta_table(points: Iterable[Point]) -> Table:

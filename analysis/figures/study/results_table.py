@@ -41,8 +41,8 @@ DARKEST = 0.5
 KEYS_IN = 0.35
 NOTE_ROWS = 0.6
 BACK = (
-    "back: the share of what lbt lost against the small batch that was won back;\n"
-    "below 0 % more was lost"
+    "back: how much of lbt's loss against the small batch was recovered;\n"
+    "below 0 %, even more was lost"
 )
 
 
@@ -200,8 +200,8 @@ def _caption(contents: StudyContents) -> str:
         near = ", or within one standard deviation of it"
     return (
         f"Test {kind} at the end of {epochs}, {over}; below it the accuracy on training samples, "
-        "and how much of what plain large-batch training (lbt) lost against the small batch came "
-        "back; below 0 % more was lost. The darker, the higher the mean among those of its batch. "
-        f"Framed dark: best of the batch (bold){near}; framed red: worst. "
-        "Runs that diverged are counted and not in the means; for the frames they count as 0."
+        "and how much of what plain large-batch training (lbt) lost against the small batch was "
+        "recovered; below 0 %, even more was lost. Darker cells have higher means at their batch. "
+        f"Dark frame: best of the batch (bold){near}; red frame: worst. "
+        "Runs that diverged are counted but not in the means; for the frames they count as 0."
     )

@@ -43,7 +43,7 @@ def draw_study_scale(contents: StudyContents, table: StudyTable) -> Drawing | Mi
     scales = _scales_by_batch(contents, table)
     if not scales:
         why = "no training logged a gradient scale that varies"
-        return Missing("study_scale", "density of the scale used", why)
+        return Missing("study_scale", "density of the gradient scale", why)
     title = _scale_title(scales)
     count = len(scales)
     names = sorted(set().union(*scales.values()), key=table.columns.index)
@@ -71,9 +71,9 @@ def draw_study_scale(contents: StudyContents, table: StudyTable) -> Drawing | Mi
 def _scale_caption(*, wide: bool) -> str:
     caption = (
         "How often gradients were multiplied by which factor, over all logged steps of all seeds "
-        "(a Gaussian kernel density): the mean factor over all parameters and over the steps "
-        "between two lines of the log, of which those that the gate left alone count as 1, and "
-        "those that used a part of the scale, as in its warm-up, by that part. The vertical line "
+        "(a Gaussian kernel density). Factors are means over all parameters and over the steps "
+        "between two lines of the log: steps that the gate left unscaled count as 1, and steps "
+        "that used a part of the scale, as in its warm-up, count with that part. The vertical line "
         "is 1, no scaling."
     )
     if wide:

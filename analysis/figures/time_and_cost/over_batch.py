@@ -148,13 +148,13 @@ def draw_progress(run: RunContents) -> Drawing | Missing:
     best = min(feasible, key=lambda c: c.progress_time_s or math.inf, default=chosen)
     # not rounded by their intervals, which could make values that are 5 % apart look far apart
     least = format_duration(best.progress_time_s)
-    title = f"Soonest to the same progress: {_place(best)}, {least}"
+    title = f"Least time to the same progress: {_place(best)}, {least}"
     if best.configuration != chosen.configuration:
         title += f"; the chosen one takes {format_duration(chosen.progress_time_s)}"
     caption = (
-        f"Expected time to the progress of {plural(run.plan.epochs, 'epoch')} at "
-        "training.base_batch, if nothing scales the gradients: beyond the critical batch a larger "
-        "batch learns less from a sample. The noise of early weights overstates that."
+        f"Expected time to make the progress of {plural(run.plan.epochs, 'epoch')} at "
+        "training.base_batch, if gradients are not scaled: beyond the critical batch, a larger "
+        "batch learns less from each sample. Noise measured early in training overstates this."
     )
     return _draw(run, _curves(run, [], field), quantity, title, caption)
 
@@ -326,18 +326,18 @@ def _keys(curves: Curves) -> list[style.Key]:
 def _explain_marks(curves: Curves) -> Iterable[str]:
     if curves.measured:
         yield (
-            "Markers are measured, their bars the 95 % interval of the measurement (often hidden "
-            "by the marker)."
+            "Markers are measurements, with bars for their 95 % intervals (often hidden by the "
+            "marker)."
         )
     if curves.predicted:
         yield (
-            "Lines are the model's predictions, the bands its 90 % intervals; the ring marks the "
-            "chosen point."
+            "Lines are the model's predictions, with bands for its 90 % intervals; the ring marks "
+            "the chosen point."
         )
     if curves.has_infeasible:
         yield "Dotted parts do not fit in memory or are ruled out otherwise."
     if curves.hopeless:
-        yield "In the grey region that holds for every N."
+        yield "In the grey region this holds for every N."
     if curves.knee is not None:
         yield _describe_knee(curves.knee, max(curves.batches))
     if curves.out_of_memory:
@@ -394,7 +394,8 @@ def _cost_title(plan: Plan) -> str:
     if cheapest.cost >= chosen.cost or least == price:
         return f"{title}, as cheap as any{there}"
     where = f"{plural(cheapest.nodes, 'node')}, batch {cheapest.global_batch:,}"
-    return f"{title}; the cheapest{there} ({where}) {least}, {_compare_times(cheapest, chosen)}"
+    cost = f"the cheapest{there} ({where}) would cost {least}"
+    return f"{title}; {cost}, {_compare_times(cheapest, chosen)}"
 
 
 def _compare_times(item: Candidate, chosen: Candidate) -> str:

@@ -134,15 +134,15 @@ def _title(plan: Plan) -> str:
     most_time = format_duration(cheapest.wall_time_s)
     if most_time == least_time:
         return (
-            f"The cheapest of the front costs {least_cost} and takes about as long as the fastest: "
+            f"The cheapest candidate costs {least_cost} and takes about as long as the fastest: "
             f"{most_time}"
         )
     if least_cost == most_cost:
         return (
-            f"The fastest of the front takes {least_time} and costs about as much as the cheapest: "
+            f"The fastest candidate takes {least_time} and costs about as much as the cheapest: "
             f"{most_cost}"
         )
-    return f"The front runs from {least_cost} in {most_time} to {most_cost} in {least_time}"
+    return f"The Pareto front runs from {least_cost} in {most_time} to {most_cost} in {least_time}"
 
 
 def _caption(plan: Plan) -> str:
@@ -154,14 +154,14 @@ def _caption(plan: Plan) -> str:
         front = f"On the line are the {len(plan.pareto):,} candidates of the Pareto front"
     text = (
         "What the whole training costs and how long it is expected to last, one mark for each "
-        f"candidate{shape}; down and to the left is better. {front}: no "
-        "other feasible one is both faster and cheaper. The chosen one (ring) is "
+        f"candidate{shape}; lower left is better. {front}: no "
+        "other feasible candidate is both faster and cheaper. The chosen one (ring) is "
     )
     if chosen.pareto:
         return f"{text}on it."
     better = min(plan.pareto, key=lambda item: (item.cost > chosen.cost, item.wall_time_s))
     sooner = format_percent(1.0 - better.wall_time_s / chosen.wall_time_s)
-    return f"{text}not: {_where(better)} would take {sooner} less time for no more money."
+    return f"{text}not: {_where(better)} would take {sooner} less time at no higher cost."
 
 
 def _row(plan: Plan, item: Candidate) -> tuple[Cell, ...]:

@@ -87,7 +87,7 @@ def read_runs(runs: Sequence[RunDirectory]) -> list[NamedRun]:
     roots = [run.root.resolve() for run in runs]
     for run, root in zip(runs, roots, strict=True):
         if roots.count(root) > 1:
-            raise InputError("is named twice; name other runs beside it", source=run.root)
+            raise InputError("is named twice; name each run once", source=run.root)
         if run.root.is_dir() and holds_study(run):
             raise InputError(
                 "is a study, and only sweeps are shown side by side; leave it out", source=run.root
@@ -111,7 +111,7 @@ def _refuse_other_work(runs: Sequence[RunDirectory], contents: Sequence[RunConte
             if here != there:
                 message = (
                     f"cannot be compared with {runs[0].root}: {fact} {here} here and {there} "
-                    "there, so that an epoch is other work"
+                    "there, so that an epoch is not the same work"
                 )
                 raise InputError(message, source=run.root)
 

@@ -93,7 +93,7 @@ def test_after_interruptions_what_nobody_timed_was_repeated() -> None:
     assert bill.parts_off()[0] is TimePart.REPEATED
     late = training_bill(promised(), result(restarts=1, starts_s=60.0), [], accounted(60.0, 140.0))
     assert late is not None
-    assert "start-up 1 min in 2 starts, " in " ".join(bill_sentences(late))
+    assert "start-up 1 min in 2 starts (predicted " in " ".join(bill_sentences(late))
 
 
 def test_a_job_that_failed_before_is_no_end_of_the_one_that_finished() -> None:
@@ -103,7 +103,7 @@ def test_a_job_that_failed_before_is_no_end_of_the_one_that_finished() -> None:
     assert bill is not None
     assert bill.parts[TimePart.FAILED].actual == 60.0
     assert bill.parts[TimePart.ENDS].actual == pytest.approx(140.0 - 136.0)
-    assert "jobs that failed before 1 min, none were predicted" in " ".join(bill_sentences(bill))
+    assert "jobs that failed before 1 min (none predicted)" in " ".join(bill_sentences(bill))
 
 
 @pytest.mark.parametrize(("samples", "failed_s"), [(0, 60.0), (640, None)])
@@ -188,7 +188,7 @@ def test_parts_that_were_off_are_named_once_they_matter() -> None:
     assert "longer than the 90 % interval of the predicted 2 min 10 s (" in said
     assert "by Slurm's accounting" in said
     assert "2.0 USD was predicted (1.8 USD to 2.2 USD)." in said
-    assert "Outside of their intervals: end of the job 14.0 s, 1.50 s were predicted." in said, "a second moves nobody"
+    assert "Outside of their intervals: end of the job 14.0 s (predicted 1.50 s)." in said, "a second moves nobody"
     assert billed(150.0).parts_off() == [TimePart.ENDS]
     assert billed(150.0).parts[TimePart.STARTS].verdict is PromiseVerdict.MORE
 
@@ -199,7 +199,7 @@ def test_where_no_part_is_off_by_itself_the_one_that_moved_the_whole_is_named() 
     bill = training_bill(promised(**sure), slow, [], accounted(109.0 + 31.0 + 1.5))
     assert bill is not None
     said = " ".join(bill_sentences(bill))
-    assert "Most of the difference: steps 1 min 49 s, 1 min 40 s were predicted." in said
+    assert "Most of the difference: steps 1 min 49 s (predicted 1 min 40 s)." in said
     assert "Most of the difference" not in " ".join(bill_sentences(billed(133.0)))
 
 
@@ -223,7 +223,7 @@ def test_the_table_has_every_part_and_its_verdict() -> None:
             "2 times longer than predicted, outside of the 90 % interval: the median epoch took 20.0 s, "
             "not 9 s to 12 s.",
         ),
-        (12.04, ["drifted", "recovered"], "; by its drift events they waited for data."),
+        (12.04, ["drifted", "recovered"], "; its drift events point to waiting for data."),
         (
             8.0,
             [],
@@ -245,7 +245,7 @@ def test_steps_off_the_plan_are_told_with_their_likely_cause(epoch_s: float, dri
     if not drifts and epoch_s > 12.0:
         short = training._replace(result=result(train_time_s=10 * epoch_s, steps=20, global_batch=50_000))
         (words,) = steps_off(plan([chosen, chosen]), events, short)
-        assert words.endswith("s; of only 20 steps in all the slow first ones weigh much.")
+        assert words.endswith("s; with only 20 steps in all, the slow first ones weigh heavily.")
         # a median of three epochs is not the first one's
         rows = [metrics.epochs[0].model_copy(update={"epoch": epoch}) for epoch in (1, 2, 3)]
         (words,) = steps_off(plan([chosen, chosen]), events, short._replace(metrics=Metrics([], rows, 0)))
@@ -253,19 +253,19 @@ def test_steps_off_the_plan_are_told_with_their_likely_cause(epoch_s: float, dri
     planned = EPOCHS * DATASET_SAMPLES
     twice = training._replace(result=result(samples_seen=2 * planned))
     (words,) = steps_off(plan([chosen, chosen]), events, twice)
-    assert words.startswith(f"The training went through {2 * planned:,} samples, and was planned for {planned:,}, ")
-    assert words.endswith("epochs of workload.samples: correct that, and measure with another --run-dir.")
+    assert words.startswith(f"The training went through {2 * planned:,} samples, but was planned for {planned:,}, ")
+    assert words.endswith("epochs of workload.samples: correct that key, and measure again with another --run-dir.")
     restarted = training._replace(result=result(samples_seen=2 * planned, restarts=1))
     (words,) = steps_off(plan([chosen, chosen]), events, restarted)
-    assert f": about {EPOCHS} epochs more, trained twice after a restart, as where the script's check" in words
+    assert f": about {EPOCHS} epochs more, trained twice after a restart, for example because the script's" in words
     larger = training._replace(result=result(steps=planned // (2 * WHERE.global_batch)))
     (words,) = steps_off(plan([chosen, chosen]), events, larger)
     assert words.startswith(
-        f"The training took steps of {2 * WHERE.global_batch:,} samples on average, and was planned"
+        f"The training took steps of {2 * WHERE.global_batch:,} samples on average, but was planned"
     )
     folds = training._replace(result=result(further_steps=9999))
     (words,) = steps_off(plan([chosen, chosen]), events, folds)
-    assert words.startswith("The training was followed by 9,999 steps of other optimizers, as of further folds ")
+    assert words.startswith("The training was followed by 9,999 steps of other optimizers, as in further folds ")
     hardly_felt = training._replace(result=result(train_time_s=103.0))
     assert not list(steps_off(plan([chosen, chosen]), events, hardly_felt))
 

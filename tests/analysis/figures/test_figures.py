@@ -325,9 +325,9 @@ def test_the_time_beside_a_cost_is_the_one_that_is_paid_for(run: RunContents) ->
 @pytest.mark.parametrize(
     ("cost", "time_s", "title"),
     [
-        (2.0, 62.3, "The cheapest of the front costs 1.00 USD and takes about as long as the fastest: 1 min 2 s"),
-        (1.001, 31.0, "The fastest of the front takes 31.0 s and costs about as much as the cheapest: 1.00 USD"),
-        (2.0, 31.0, "The front runs from 1.00 USD in 1 min 2 s to 2.00 USD in 31.0 s"),
+        (2.0, 62.3, "The cheapest candidate costs 1.00 USD and takes about as long as the fastest: 1 min 2 s"),
+        (1.001, 31.0, "The fastest candidate takes 31.0 s and costs about as much as the cheapest: 1.00 USD"),
+        (2.0, 31.0, "The Pareto front runs from 1.00 USD in 1 min 2 s to 2.00 USD in 31.0 s"),
     ],
 )
 def test_the_front_is_told_by_the_digits_that_are_shown(
@@ -346,7 +346,7 @@ def test_times_to_the_same_progress_are_told_as_far_apart_as_they_are(run: RunCo
         changes = {"progress_time_s": seconds, "interval_90": {"progress_time_s": ends, "wall_time_s": ends}}
         made.append(costing(Configuration(1, 1, batch), 1.0, seconds).model_copy(update=changes))
     title = drawn(run._replace(plan=plan(made, chosen=made[1])), "progress").title
-    assert title == "Soonest to the same progress: 1 node with batch 32, 12.9 s; the chosen one takes 13.7 s"
+    assert title == "Least time to the same progress: 1 node with batch 32, 12.9 s; the chosen one takes 13.7 s"
 
 
 def test_out_of_memory_is_in_time_cost_and_memory(run: RunContents, drawings: dict[str, Drawing]) -> None:
@@ -470,15 +470,17 @@ ALONE, ALONE_64, PAIR = Configuration(1, 1, 32), Configuration(1, 1, 64), Config
         ),
         (
             [profiled(ALONE, 0.4), profiled(PAIR, 0.3, allreduce_s=0.3)],  # as much as where nothing is exchanged
-            "Data, computing and optimizer leave 30.0 % of a step at N = 2, B = 64 (a bare all-reduce takes 30.0 %)",
+            "Data, computing and optimizer do not explain 30.0 % of a step at N = 2, B = 64 "
+            "(a bare all-reduce takes 30.0 %)",
         ),
         (
             [profiled(ALONE, 0.1), profiled(PAIR, 0.68, allreduce_s=0.26)],  # which the exchange does not explain
-            "Data, computing and optimizer leave 68.0 % of a step at N = 2, B = 64 (a bare all-reduce takes 26.0 %)",
+            "Data, computing and optimizer do not explain 68.0 % of a step at N = 2, B = 64 "
+            "(a bare all-reduce takes 26.0 %)",
         ),
         (
             [profiled(PAIR, 0.3, allreduce_s=0.0)],  # older records do not know it
-            "Data, computing and optimizer leave 30.0 % of a step at N = 2, B = 64",
+            "Data, computing and optimizer do not explain 30.0 % of a step at N = 2, B = 64",
         ),
     ],
 )
@@ -496,9 +498,9 @@ def test_the_loader_decides_where_waiting_for_data_is_the_largest_part(
     waiting = slow.times.model_copy(update={"data_time_s": wait_s, "compute_time_s": 0.9 - wait_s})
     rows = [slow.model_copy(update={"times": waiting}), pair]
     title = drawn(run._replace(measurements=rows, plan=None), "step_breakdown").title
-    says = "The data loader decides: waiting for data takes 50.0 % of a step at N = 1, B = 32"
+    says = "The data loader is the bottleneck: waiting for data takes 50.0 % of a step at N = 1, B = 32"
     assert (title == says) == ("loader" in title) == decides
-    assert title.startswith("Data, computing and optimizer leave 60.0 % of a step at N = 2") != decides
+    assert title.startswith("Data, computing and optimizer do not explain 60.0 % of a step at N = 2") != decides
 
 
 def test_a_diamond_is_explained_where_there_is_one(run: RunContents) -> None:

@@ -79,7 +79,7 @@ def test_the_title_says_where_the_norm_went(run: RunContents, last: float, words
     ]
     drawing = drawn(with_metrics(run, steps=changed), "gradient_norm")
     assert words in drawing.title
-    assert "The title goes by medians of the first and the last tenth" in drawing.caption  # not by the line's ends
+    assert "in the title are medians of the first and last tenth" in drawing.caption  # not by the line's ends
 
 
 def test_a_curve_is_drawn_through_medians_of_all_its_parts() -> None:

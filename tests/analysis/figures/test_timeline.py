@@ -139,7 +139,7 @@ def test_very_many_jobs_are_drawn_and_no_job_is_none(base: RunContents) -> None:
         ]
     drawing = draw_timeline(base._replace(events=events, accounts=[]))
     assert isinstance(drawing, Drawing)
-    assert f"{2 * MOST_ROWS} rows are left out" in drawing.caption
+    assert f"{2 * MOST_ROWS} rows of very many are left out" in drawing.caption
     assert isinstance(draw_timeline(base._replace(events=[])), Missing)
 
 

@@ -46,10 +46,10 @@ def logged(contents: RunContents, field: str, values: Sequence[float]) -> RunCon
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ([0.2, 0.003, 1.1, 0.2], "went between 0.003 and 1.1, and ended where it began, at 0.2"),
+        ([0.2, 0.003, 1.1, 0.2], "varied between 0.003 and 1.1, and ended where it began, at 0.2"),
         ([0.2, 0.21, 0.19, 0.2], "stayed at about 0.2"),
-        ([1.0, 50.0, 3.0], "rose from 1 to 3, by way of 50"),
-        ([3.0, 0.01, 1.0], "fell from 3 to 1, by way of 0.01"),
+        ([1.0, 50.0, 3.0], "rose from 1 to 3 (peak 50)"),
+        ([3.0, 0.01, 1.0], "fell from 3 to 1 (low 0.01)"),
         ([1.0, 2.0, 3.0], "rose from 1 to 3"),
     ],
 )
@@ -148,12 +148,12 @@ def reached_by(cell: StudyCell, reached: dict[str, Sequence[float | None]]) -> f
         # ahead by a hair, which seeds alone explain
         (
             {"d0.1": (0.70, 0.74, 0.72), "d0.4": (0.71, 0.73, 0.719), "d2.0": (0.5, 0.5, 0.5)},
-            "At B = 256, d0.1 with δ = 0.1 has the highest mean of 3, 1 of which is within its standard deviation",
+            "At B = 256, d0.1 with δ = 0.1 has the highest of 3 means; 1 other is within its standard deviation",
         ),
         # the mean of what did not diverge
         (
             {"d0.1": (0.99, None, None), "d0.4": (0.7, 0.7, 0.7), "d2.0": (0.5, 0.5, 0.5)},
-            "At B = 256, d0.4 with δ = 0.4 has the highest mean of 3",
+            "At B = 256, d0.4 with δ = 0.4 has the highest of 3 means",
         ),
     ],
 )
