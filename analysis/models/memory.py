@@ -423,12 +423,12 @@ def fit_memory(summary: Summary, limit_bytes: float | None = None) -> MemoryMode
     """Fit to the memory of at least one profile, and to the configurations that ran out of it.
 
     On CUDA `reserved_bytes` is what the allocator took, of which tensors held `peak_bytes`; on CPU
-    it is the whole process, of which the smallest baseline (interpreter and libraries) is known.
+    it is the whole process, and the smallest baseline (interpreter and libraries) counts as known.
 
     A single worker that takes its batch in micro-batches holds the activations of only one. Several
-    workers never split their batch: their model counts its profiles as those of a micro-batch, and
-    the single worker has a model of its own. `limit_bytes` was available to one worker; None:
-    unknown.
+    workers never split their batch: the model for them takes a single worker's profile as one of a
+    micro-batch, and the single worker has a model of its own. `limit_bytes` was available to one
+    worker; None: unknown.
     """
     out, parts = summary.out_of_memory, summary.parts
     bounds = equivalent_batches(out, parts, alone=False)

@@ -143,7 +143,7 @@ def _without(
     objective: ObjectiveSpec,
     curves: TimeCurves | None,
 ) -> list[str]:
-    """Return a sentence on the choice without some constraints; none if it keeps them anyway."""
+    """Return a sentence on the choice without some constraints; none if that keeps them anyway."""
     unset = {one.key.removeprefix("objective."): None for one in dropped}
     others = objective.model_copy(update=unset)
     free = constrain(unconstrained(fitted.table), others)
@@ -157,7 +157,7 @@ def _without(
 
 
 def narrowly_kept(chosen: Candidate, objective: ObjectiveSpec) -> list[str]:
-    """List constraints that the chosen candidate keeps, but not at the end of its interval."""
+    """List constraints that the chosen candidate keeps, but not up to the end of its interval."""
     found = []
     for constraint in constraints_of(objective):
         _, high = chosen.interval_90.get(constraint.column, (0.0, 0.0))

@@ -184,8 +184,8 @@ def knees(kind: str, curve: Envelope) -> Array:
 def find_kneedle(curve: Envelope) -> float | None:
     """Return the knee of one curve by the package kneed; None if it hardly bends.
 
-    Of several knees it is the one farthest below the chord, which is the one that `kneedle_knees`
-    finds in hundreds of curves at once.
+    Of several knees it is the one farthest below the chord, as for `kneedle_knees`, which searches
+    hundreds of curves at once.
     """
     batches, times, _ = curve
     if np.isnan(kneedle_knees(curve)):
@@ -209,7 +209,7 @@ def _knee_locator() -> Any:
 
 
 def batches_up_to(kind: str, knee: float | Array) -> Array:
-    """Return the largest batch that counts as up to a knee; for Kneedle half an octave above it."""
+    """Return the largest batch that a knee allows: itself; for Kneedle half an octave above it."""
     return np.asarray(knee * (1.0 if kind == "knee" else math.sqrt(2.0)) * (1.0 + 1e-9))
 
 
@@ -244,9 +244,9 @@ def knee_of(kind: str, curves: TimeCurves) -> Knee:
 def _interval(grid: Array, found: Array, knee: float | None) -> tuple[float, float]:
     """Return the interval of the drawn knees, wide enough to hold the fitted curve's knee.
 
-    Each end is a step of their grid wider, which is coarser than the fitted curve's. The fitted
-    knee may lie outside, as drawn coefficients stay within their bounds: if one is fitted at its
-    bound, all draws lie on the same side of it.
+    Each end is moved out by a step of their grid, which is coarser than the fitted curve's. The
+    fitted knee may lie outside, as drawn coefficients stay within their bounds: if one is fitted at
+    its bound, all draws lie on the same side of it.
     """
     step = 2.0 ** (1.0 / DRAWN_POINTS)
     low, high = np.nanquantile(found, [0.05, 0.95])

@@ -87,7 +87,7 @@ def objective_of(plan: Plan, own: ObjectiveSpec) -> ObjectiveSpec:
 
 
 def objective_time_s(objective: ObjectiveSpec, table: CandidateTable) -> Array:
-    """Return the expected time that the objective weighs."""
+    """Return the expected time that enters the objective."""
     if objective.kind == "progress":
         return table.progress_time_s
     return table.wall_time_s

@@ -48,13 +48,13 @@ from tula_hpc.analysis.search.confirmation import (
 from tula_hpc.analysis.search.decision import Chosen, DecisionModel, Evaluated
 from tula_hpc.records import Configuration, Measurement, is_usable
 
-# number of last profiles that first have to confirm the choice: if the first of them contradicts
-# its prediction, two are left for the choices that follow
+# number of last profiles that measure the plan's choice before anything else: if the first of them
+# contradicts its prediction, two are left for the choices that follow
 RESERVED = 3
 # mean loss of time or cost over the draws, in spreads of a measurement, up to which the draws agree
 # on the decision
 REGRET = 0.36
-# the same as a relative loss: a difference that no measurement could show is not worth one
+# the same as a relative loss: a difference that no measurement could show does not matter
 LEAST_REGRET = 0.01
 # the same for a knee: mean distance from each draw's batch, in octaves
 OCTAVES = 0.5
@@ -80,7 +80,7 @@ MOST_POINTS = 400
 class AdaptiveSearch:
     """Proposes the configuration to profile next, of all that are believed to fit.
 
-    `max_profiles` measured configurations end the search.
+    The search ends after `max_profiles` measured configurations.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class AdaptiveSearch:
         return self._by_uncertainty(summary, usable, open_, model)
 
     def choice(self, measurements: Sequence[Measurement]) -> Configuration | None:
-        """Return the choice from at least one measurement; None where nothing can be chosen."""
+        """Return the choice from at least one measurement; None if nothing can be chosen."""
         summary = self.decision.known(summarize(measurements))
         if not summary.profiles:
             raise ValueError("measurements: expected at least one with times and memory")

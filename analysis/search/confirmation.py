@@ -37,7 +37,7 @@ AT_LEAST = 3
 
 
 def steps_per_profile(usable: Sequence[Measurement]) -> float:
-    """Return the steps that the time of one profile would take, median over the measurements."""
+    """Return how many steps take as long as one profile, median over the measurements."""
     steps = [
         row.elapsed_s / row.times.step_time_s for row in usable if row.times and row.elapsed_s > 0.0
     ]

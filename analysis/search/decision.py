@@ -46,9 +46,9 @@ Array = NDArray[np.float64]
 
 # excess of candidates ruled out by memory, samples or time limits, not by the user
 IMPOSSIBLE = 1.0
-# energies can be compared without knowing the power
+# replaces an unknown power, since energies can be compared without knowing it
 SOME_POWER = NodePower(1.0, False)
-# critical batch until the noise is measured: every batch then learns as much from a sample
+# critical batch until the noise is measured: with it a sample is worth as much in every batch
 NO_NOISE = 1e18
 
 
