@@ -54,7 +54,7 @@ class Profile(NamedTuple):
     processor: ProcessorUse | None = None
     # the script keeps its state, so that it resumes exactly where it was
     kept: bool = False
-    # but not in mid-epoch: a single iterator yields the batches of all epochs, and begins anew
+    # but not in mid-epoch: one iterator yields the batches of all epochs, and starts over on resume
     one_iterator: bool = False
     # forward passes in which a script took the local batch, if their number is passed to it
     accumulation: int = 1

@@ -233,8 +233,8 @@ def front_rows(table: CandidateTable) -> NDArray[np.intp]:
 def fallback_rows(table: CandidateTable, choice: Choice) -> list[int]:
     """Return rows of smaller local batches to fall back to when training runs out of memory.
 
-    Those on as many nodes come first, the next smaller batch first. All are on the chosen
-    partition, where training has its checkpoints and environment.
+    Those on the same number of nodes come first, the next smaller batch first. All are on the
+    chosen partition, where training has its checkpoints and environment.
     """
     ranked = choice.ranking
     chosen = ranked[0]
