@@ -29,8 +29,8 @@ from tula_hpc.records import Configuration, Doubt, Measurement, Plan, Remedy, is
 START_S = 20.0
 # steps of one profile, if no measurement shows them
 STEPS = 80.0
-# Share of the training that the profile of the choice may cost. The models miss a step time that was
-# not measured by about as much: a more expensive profile costs more than it is likely to save.
+# Share of the training that the profile of the choice may cost. The models miss a step time that
+# was not measured by about as much: a more expensive profile costs more than it is likely to save.
 PROFILE_SHARE = 0.05
 # number of measured configurations below which nothing is predicted
 AT_LEAST = 3
