@@ -177,7 +177,7 @@ def test_measurements_of_partitions_are_not_passed_off_as_those_of_others(
     assert main([str(run.root), "--set", 'cluster.partitions=[{partition = "old"}]']) == 0
     capsys.readouterr()
     assert main([str(run.root), "--set", f"cluster.partitions={partitions}"]) == 2
-    assert "partitions: the measurements are of old and new" in capsys.readouterr().err
+    assert "partitions: the measurements cover old and new" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -821,15 +821,15 @@ def test_a_written_plan_knows_which_objective_it_follows_in_place_of_the_sweeps(
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("workload.model", "resnet18", 'the measurements are with "elsewhere.models:net"'),
-        ("workload.dataset", "digits", 'the measurements are with "cifar100"'),
-        ("workload.precision", "bf16", 'with "fp32"; a sweep with a new --run-dir measures with "bf16"'),
-        ("workload.image_size", "64", "the measurements are without it"),
+        ("workload.model", "resnet18", 'measured with "elsewhere.models:net"'),
+        ("workload.dataset", "digits", 'measured with "cifar100"'),
+        ("workload.precision", "bf16", 'measured with "fp32"; to measure with "bf16", start a sweep with'),
+        ("workload.image_size", "64", "measured without it"),
         ("workload.optimizer", "adamw", '"sgd"'),
         ("training.method", "lars", '"ags"'),
         ("cluster.device", "cuda", '"cpu"'),
-        ("cluster.workers_per_node", "4", "the measurements are with 1"),
-        ("cluster.environment.OMP_NUM_THREADS", "'4'", "the measurements are with another"),
+        ("cluster.workers_per_node", "4", "measured with 1"),
+        ("cluster.environment.OMP_NUM_THREADS", "'4'", "measured with another"),
     ],
 )
 def test_what_was_measured_is_not_passed_off_as_something_else(
@@ -851,7 +851,7 @@ def test_each_partition_keeps_to_what_was_measured_there(run: RunDirectory, caps
     run.cluster_file.write_text('name = "here"\nexecutor = "slurm"\n' + tables.format(2))
     asked = 'partitions=[{partition="a"}, {partition="b", workers_per_node=4}]'
     assert main([str(run.root), "--set", f"cluster.{asked}"]) == 2
-    assert "partitions.b.workers_per_node: the measurements are with 2" in capsys.readouterr().err
+    assert "partitions.b.workers_per_node: measured with 2" in capsys.readouterr().err
 
 
 def test_a_price_that_every_partition_has_for_itself_is_set_for_one(

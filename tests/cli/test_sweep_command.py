@@ -676,11 +676,11 @@ def test_data_of_the_compute_nodes_alone_need_a_word(sweep_file: Path, capsys: p
         (
             ["training.small_batch=16", "training.method=lbt"],
             "training.small_batch",
-            'method = "lbt" makes no use of it; set method = "ags", or remove it',
+            'method = "lbt" does not use it; set method = "ags", or remove it',
         ),
         (["training.lr_scaling=sqrt", "training.method=lars"], "", ""),
         (["training.lr_scaling=sqrt", "training.method=polo"], "training.lr_scaling", 'method = "polo"'),
-        (["training.spike_guard=true", "training.reference=pass"], "training.spike_guard", 'with reference = "pass"'),
+        (["training.spike_guard=true", "training.reference=pass"], "training.spike_guard", "needs norms at every step"),
         (["training.preset=paper", "training.small_batch=16"], "", ""),
         (["training.static_scale=3.0"], "training.static_scale", 'method = "ags"'),
         (["training.static_scale=2.0"], "", ""),
@@ -693,7 +693,7 @@ def test_data_of_the_compute_nodes_alone_need_a_word(sweep_file: Path, capsys: p
         (
             ["workload.milestones=[1]"],
             "workload.milestones",
-            'schedule = "cosine" makes no use of it; set schedule = "step", or remove it',
+            'schedule = "cosine" does not use it; set schedule = "step", or remove it',
         ),
         (["workload.milestones=[1]", "workload.schedule=step"], "", ""),
         (["workload.momentum=0.5", "workload.optimizer=adamw"], "workload.momentum", 'optimizer = "adamw"'),
@@ -702,10 +702,10 @@ def test_data_of_the_compute_nodes_alone_need_a_word(sweep_file: Path, capsys: p
         (
             ["workload.warmup_epochs=0.5", "training.warmup_epochs=0.1"],
             "workload.warmup_epochs",
-            "training.warmup_epochs is given",
+            "training.warmup_epochs overrides it",
         ),
         (["search.mode=partial", "search.max_profiles=9"], "search.max_profiles", 'set mode = "adaptive"'),
-        (["search.first_step_minutes=3"], "search.first_step_minutes", "it is for scripts"),
+        (["search.first_step_minutes=3"], "search.first_step_minutes", "only scripts use it"),
         (["objective.cost_weight=2"], "objective.cost_weight", 'set kind = "weighted"'),
         (["cluster.device_memory_gb=8"], "device_memory_gb", "see memory_gb"),
         (

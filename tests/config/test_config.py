@@ -192,7 +192,7 @@ def test_a_module_that_only_lies_beside_the_sweep_file_is_said_to_lie_there(here
         ('memory_gb = 4\n[sbatch]\nmem = "1G"', "sbatch.mem: would replace memory_gb = 4.0"),
         ("cpus_per_worker = 2\n[sbatch]\ncpus_per_task = 7", "sbatch.cpus_per_task: would replace cpus_per_worker = 2"),
         ("[sbatch]\nnice = 1.5", "sbatch.nice: expected a word, a whole number, true or false, got 1.5"),
-        ('[sbatch]\n"a\\nb" = 1', r'sbatch: expected the long name of an option: .*, got "a\\nb"'),
+        ('[sbatch]\n"a\\nb" = 1', r'sbatch: expected an option.s long name: .*, got "a\\nb"'),
         ('[environment]\n"A B" = "1"', 'environment: expected the name of a variable: .*, got "A B"'),
         ('[container]\nimage = "i"\nmounts = ["~/x"]', r'container.mounts.0: expected full paths, .*:ro, got "~/x"$'),
         ('on_event = ""', "on_event: expected text that is not empty, got a value that is not shown"),
@@ -222,7 +222,7 @@ def test_a_mistake_in_a_cluster_is_one_line(here: Path, text: str, said: str) ->
         (b"a = " + b"[" * 5000 + b"]" * 5000, "is not valid TOML: maximum recursion depth"),
         (b".".join([b"a"] * 3000) + b" = 1", "is not valid TOML: a key of more than 100 parts"),
         (NAME.encode() + b"[workload]\nepochs = " + b"9" * 5000, r"is not valid TOML: [^;]*5000 digits$"),
-        (NAME.encode() + b"[workload]\nepochs = 0x" + b"f" * 5000, "holds a value out of all bounds: Exceeds[^;]*$"),
+        (NAME.encode() + b"[workload]\nepochs = 0x" + b"f" * 5000, "holds a value outside all bounds: Exceeds[^;]*$"),
     ],
     ids=range(12),
 )  # fmt: skip
@@ -276,7 +276,7 @@ def test_what_is_no_file_is_neither_waited_for_nor_read_to_its_end(here: Path, p
         ("workload.epochs=many", '--set: workload.epochs: expected a whole number, got "many"'),
         ("workload.epochs=" + "9" * 5000, "--set: workload.epochs: expected a whole number, got"),
         ("workload.epochs=" + "[" * 5000, "--set: workload.epochs: expected a whole number, got"),
-        ("a" + ".a" * 3000 + "=1", "in.toml: holds a value out of all bounds"),
+        ("a" + ".a" * 3000 + "=1", "in.toml: holds a value outside all bounds"),
     ],
     ids=range(12),
 )
@@ -729,7 +729,7 @@ def test_a_cluster_of_slurm_says_so(here: Path) -> None:
             f'in.toml: executor: is missing, and {key} is for Slurm; add executor = "slurm", or "local"'
         )
     dashes = complaint(load_cluster, 'executor = "slurm"\n[sbatch]\n"--mail-type" = "ALL"\n')
-    assert dashes == 'in.toml: sbatch: options are written without dashes, mail-type for "--mail-type"'
+    assert dashes == 'in.toml: sbatch: options are written without dashes: mail-type, not "--mail-type"'
 
 
 def test_a_misspelt_cluster_in_an_override_is_told() -> None:

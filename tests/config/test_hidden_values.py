@@ -207,7 +207,7 @@ def test_what_differs_from_a_run_is_told_by_name(here: Path, capsys: pytest.Capt
     assert SECRET not in said
     for line in ("environment.TOKEN: one value before, another now", "environment.A: set before, not set now"):
         assert line in said
-    assert "the measurements are with another; a sweep with a new --run-dir measures with this one" in said
+    assert "measured with another value; to measure with this one, start a sweep with a new --run-dir" in said
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_a_module_is_found_and_not_imported() -> None:
         ('script = "train.py"', 'module = "a b"', r'workload\.module: expected the name of a module, .*, got "a b"'),
         ("samples = 5000", "", r"workload\.samples: is required with a script; add it, as `tula attach` prints it"),
         ("epochs = 3", "", r"workload\.epochs: is required with a script; add it, epochs = 90$"),
-        ("epochs = 3", "epochs = 3\nlr = 0.1", r"workload\.lr: the script has its own lr; remove what stands here"),
+        ("epochs = 3", "epochs = 3\nlr = 0.1", r"workload\.lr: the script has its own lr; remove what is set here"),
         (
             "epochs = 3",
             'epochs = 3\nmodel = "resnet18"\noptimizer = "sgd"',
@@ -97,9 +97,9 @@ def test_a_module_is_found_and_not_imported() -> None:
             "{local_bach}",
             rf"workload\.arguments: {{local_bach}} is unknown \(did you mean 'local_batch'\?\); .* {re.escape(LIST)}",
         ),
-        ('{local_batch}"', '{local_batch}", "{run_dir*2}"', r"workload\.arguments: {run_dir} is a folder; expected it"),
+        ('{local_batch}"', '{local_batch}", "{run_dir*2}"', r"workload\.arguments: {run_dir} is a folder and takes"),
         ("epochs = 3", "epochs = 3\naccumulation = 3", r"workload\.accumulation: expected a power of two"),
-        ("epochs = 3", 'epochs = 3\nmetric = "(?P<accuracy>"', r"workload\.metric: .* is no regular expression"),
+        ("epochs = 3", 'epochs = 3\nmetric = "(?P<accuracy>"', r"workload\.metric: .* is not a regular expression"),
         ("epochs = 3", 'epochs = 3\nmetric = "(?P<accuracy>.*)"', r"workload\.metric: .*group named test_accuracy or"),
         ("epochs = 3", 'epochs = 3\nmodule = "package.train"', r"workload\.module: expected either script or module"),
         *(
@@ -119,7 +119,7 @@ def test_a_module_is_found_and_not_imported() -> None:
                 ("", 'methods = ["lars"]\nseeds = [0]', r'study\.methods\.lars: training\.method: "lars" has a rate'),
                 ("", 'methods = ["lbt", "lrs"]\nseeds = [0]', r'study\.methods\.lrs: .* "lrs" needs {lr_scale} in'),
                 ("", 'methods = ["lbt"]', r"study\.seeds: the trainings of all seeds would be the same"),
-                ("", 'methods = ["lbt"]\nbase_lrs = [0.1]', r"study\.base_lrs: a script has its own rate"),
+                ("", 'methods = ["lbt"]\nbase_lrs = [0.1]', r"study\.base_lrs: a script has its own learning rate"),
                 ("", 'methods = ["lbt"]\nevaluate_every = 2', r"study\.evaluate_every: a script evaluates by itself"),
                 ("", 'seeds = [0]\n[study.variants.a]\n"workload.lr" = 0.1', r"study\.variants\.a: workload\.lr: the"),
                 (

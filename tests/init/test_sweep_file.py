@@ -358,12 +358,12 @@ def test_what_the_source_does_not_say_is_unknown_and_asked_for(
     capsys.readouterr()
     assert main(files) == 2
     said = capsys.readouterr().err
-    assert said.endswith("train.toml: is there already; move it away, or add --force, which replaces it\n")
+    assert said.endswith("train.toml: exists already; move it away, or add --force, which replaces it\n")
     (tmp_path / "cluster.toml").write_text('name = "mine"\ncpus_per_worker = 2\n')
     # nodes that this machine stands in for do not outnumber its cores
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
     assert main([*files, "--force"]) == 0
-    assert "is there already, and stays as it is" in capsys.readouterr().out
+    assert "exists already and is left as it is" in capsys.readouterr().out
     assert "cluster_sizes = [1] " in (tmp_path / "train.toml").read_text()
 
 
@@ -380,7 +380,7 @@ def test_without_slurm_both_files_are_for_this_machine(
     assert main([str(tmp_path / "cluster.toml"), "--script", str(tmp_path / "train.py")]) == 0
     out = capsys.readouterr().out
     assert "this machine with its 3 cores, since no Slurm is set up here" in out
-    assert "no option for its batch" in out
+    assert "No option for the batch" in out
     assert "train.py does not seem to save its model, which would be lost at its end." in out
     assert "DistributedDataParallel" in out
     required = ["workload.arguments=['{local_batch}']", "workload.samples=900", "workload.epochs=9"]
@@ -498,7 +498,7 @@ def test_examples_are_written_and_hold_the_demo(tmp_path: Path, capsys: pytest.C
     assert main(["--examples", str(target)]) == 2
     for other in (["--json"], ["--partition", "a"]):
         assert main(["--examples", str(tmp_path / "others"), *other]) == 2
-        assert "--examples: goes with no other option" in capsys.readouterr().err
+        assert "--examples: cannot be combined with other options" in capsys.readouterr().err
         assert not (tmp_path / "others").exists()
 
 
@@ -513,7 +513,7 @@ def test_a_partition_that_no_file_is_written_for_is_refused(
     assert capsys.readouterr().err == "--partition: no Slurm is set up here; leave it out\n"
     target.write_text('executor = "slurm"\npartition = "b"\n')
     assert main(asked) == 2
-    assert f"--partition: {target} is there already, and stays as it is; leave" in capsys.readouterr().err
+    assert f"--partition: {target} exists already and is left as it is; leave" in capsys.readouterr().err
     assert not (tmp_path / "train.toml").exists()
     target.write_text('executor = "slurm"\npartition = "a"\n')
     assert main(asked) == 0

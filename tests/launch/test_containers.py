@@ -113,7 +113,7 @@ def test_a_mistake_is_a_line(tmp_path: Path, text: str, words: str) -> None:
 
 
 def test_another_image_is_another_measurement(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r'container: the measurements are with \{"image": "/image.sif"'):
+    with pytest.raises(InputError, match=r'container: measured with \{"image": "/image.sif"'):
         refuse_other_cluster(tmp_path, cluster_in(), cluster_in("/other.sif"))
 
 

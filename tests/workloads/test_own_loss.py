@@ -473,7 +473,7 @@ def test_a_model_may_change_its_input_in_place(tmp_path: Path, monkeypatch: pyte
     ("workload", "study", "said"),
     [
         (REGRESSION, {}, "workload.metric: a study compares accuracies"),
-        (WORDS, {"metric": "top5"}, 'study.metric: "top5" is of labels'),
+        (WORDS, {"metric": "top5"}, 'study.metric: "top5" cannot be computed'),
         ({"loss": "smooth"}, {}, "'smooth' is not a function; expected .package.module:function. "),
         ({"metric": "tests.examples.own_loss:nothing"}, {}, "defines no 'nothing'"),
     ],
@@ -495,7 +495,7 @@ metric = "top5"
 [study.variants.own]
 workload.metric = "{OWN}:near"
 """)
-    with pytest.raises(InputError, match=r'study.toml: study.variants.own: study.metric: "top5" is of labels'):
+    with pytest.raises(InputError, match=r'study.toml: study.variants.own: study.metric: "top5" cannot be computed'):
         load_sweep(path)
 
 

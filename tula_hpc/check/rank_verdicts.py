@@ -81,13 +81,13 @@ TOPIC_OF = {
 REMEDY_OF = {
     Probe.DEVICE: "see gres and workers_per_node; nvidia-smi in a job on that node shows its GPUs",
     Probe.MEETING: "open ports 10000 to 32767 between nodes, or set MASTER_PORT in [environment]",
-    Probe.COMPUTE: "report the node to the site, and keep off it with [sbatch] exclude",
-    Probe.TRANSFER: "report the node to the site, and keep off it with [sbatch] exclude",
+    Probe.COMPUTE: "report the node to the site, and avoid it by [sbatch] exclude",
+    Probe.TRANSFER: "report the node to the site, and avoid it by [sbatch] exclude",
     Probe.SIGNAL: "ask the site whether jobs may be signalled",
     Probe.DATA: "set workload.data_dir to a folder that all nodes see",
     Probe.LOADER: "see workload.data_dir and loader_workers; slow file systems take long to list",
     Probe.COLLECTIVES: (
-        "name the interface that connects the nodes, see interfaces; NCCL_DEBUG=INFO tells more"
+        "name the interface that connects the nodes, see interfaces; NCCL_DEBUG=INFO shows more"
     ),
     Probe.REQUEUE: "ask the site whether jobs may be requeued",
 }
@@ -101,7 +101,7 @@ def _judge_errors(reports: Sequence[RankReport]) -> Iterator[Verdict]:
             found[probe, text].append(report.hostname)
         last = report.at_work_on
         if not report.finished and last is not None and last not in report.errors:
-            found[last, "the worker ended in the middle of this"].append(report.hostname)
+            found[last, "the worker ended during this probe"].append(report.hostname)
     no_device = {text for probe, text in found if probe is Probe.DEVICE}
     everywhere = {report.hostname for report in reports}
     for (probe, text), hosts in found.items():
@@ -213,8 +213,8 @@ def _judge_device_memory(cluster: ClusterSpec, known: Known) -> Iterator[Verdict
     if used:
         found = f"on {named(used)} some of it is in use before the job begins"
         remedy = (
-            "see nvidia-smi there; exclusive = true keeps others off, "
-            "left-over processes are the site's"
+            "see nvidia-smi there; exclusive = true keeps other jobs off; "
+            "left-over processes are for the site to end"
         )
         yield warning(Topic.DEVICE_MEMORY, found, remedy, used)
     typed = cluster.memory_limit_bytes
@@ -246,7 +246,7 @@ def _judge_cores(
     if fewer:
         found = f"on {named(fewer)} {usable}"
         remedy = (
-            "see srun_args: what binds tasks to cores has to leave each cpus_per_worker of them"
+            "see srun_args: options that bind tasks must leave each worker cpus_per_worker cores"
         )
         yield failed(Topic.CORES, found, remedy, fewer)
     sharing = [report.hostname for report, host in known if _shares_cores(report, host, known)]
@@ -256,9 +256,10 @@ def _judge_cores(
         yield failed(Topic.CORES, found, remedy, sharing)
     processes = _loader_processes(workload)
     if processes >= wanted and processes > 0 and least == wanted:
-        found = f"{plural(processes, 'loader process')} and the training share {wanted}"
+        loaders, cores = plural(processes, "loader process"), plural(wanted, "core")
+        found = f"{loaders} and the training process share {cores}"
         remedy = (
-            f"cpus_per_worker = {processes + 1} gives each a core of its own, where nodes have as "
+            f"cpus_per_worker = {processes + 1} gives each a core of its own, if nodes have that "
             "many; the plan says whether steps wait for the loader"
         )
         yield warning(Topic.CORES, found, remedy)
@@ -282,7 +283,7 @@ def _judge_limits(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Iterat
     few = hosts_where(known, lambda host: host.open_files < LEAST_OPEN_FILES)
     least = min(host.open_files for _, host in known)
     if few:
-        found = f"on {named(few)} a worker may open {least} files"
+        found = f"on {named(few)} a worker may open only {least} files"
         yield warning(Topic.LIMITS, found, 'setup = ["ulimit -n 65536"]', few)
     with_ports = [pair for pair in known if any(each.infiniband for each in pair[1].interfaces)]
     locked = hosts_where(with_ports, lambda host: host.memlock_bytes is not None)
@@ -334,8 +335,7 @@ def _judge_compute(reports: Sequence[RankReport]) -> Iterator[Verdict]:
             "and all wait for the slowest"
         )
         remedy = (
-            "see what else runs there; report the node to the site, "
-            "or keep off it with [sbatch] exclude"
+            "see what else runs there; report the node to the site, or avoid it by [sbatch] exclude"
         )
         yield warning(Topic.COMPUTE, found, remedy, hosts)
         return
@@ -390,7 +390,7 @@ def _judge_transfer(reports: Sequence[RankReport]) -> Iterator[Verdict]:
     slow = hosts_where(rates, lambda rate: rate < LEAST_TRANSFER_GBS)
     if slow:
         found = f"{shown}; {named(slow)} is below {LEAST_TRANSFER_GBS:g}"
-        remedy = "ask the site how the GPUs are attached; bind workers to the cores beside them"
+        remedy = "ask the site how the GPUs are attached; bind workers to the cores near them"
         yield warning(Topic.TRANSFER, found, remedy, slow)
         return
     yield ok(Topic.TRANSFER, shown)
@@ -429,9 +429,7 @@ def _judge_signal(reports: Sequence[RankReport]) -> Iterator[Verdict]:
         remedy = "make Slurm's commands work in jobs: trainings ask for their requeue from there"
         yield failed(Topic.SIGNAL, f"scancel on a node: {refused}", remedy)
     elif deaf:
-        remedy = (
-            "what srun starts must hand USR2 on to Python; see setup and srun_args for wrappers"
-        )
+        remedy = "wrappers that srun starts must pass USR2 on to Python; see setup and srun_args"
         yield failed(Topic.SIGNAL, f"USR2 did not reach {named(deaf)}", remedy, deaf)
     else:
         yield ok(Topic.SIGNAL, "USR2 reached every worker")
@@ -446,6 +444,6 @@ def _judge_requeue(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Itera
         return
     own = [key for key in cluster.sbatch if key.replace("_", "-") in ("requeue", "no-requeue")]
     remedy = f"take {own[0]} out of [sbatch]" if own else "ask the site"
-    remedy += "; until then a training goes on only while a command or --detach submits it again"
+    remedy += "; until then a training goes on only if a command or --detach submits it again"
     # only a warning: a training whose requeue is refused saves and is submitted again
     yield warning(Topic.REQUEUE, f"refused: {asked.refused}", remedy)

@@ -138,7 +138,7 @@ def _judge_account(cluster: ClusterSpec, site: Site) -> Iterator[Verdict]:
         if known and not site.enforces_accounts:
             return
         if known:
-            yield ok(Topic.ACCOUNT, f"none is named; yours: {', '.join(known)}")
+            yield ok(Topic.ACCOUNT, f"none is set; yours: {', '.join(known)}")
         return
     if not known:
         yield ok(
@@ -164,7 +164,7 @@ def _judge_qos(cluster: ClusterSpec, site: Site) -> Iterator[Verdict]:
     allowed = sorted({name for each in _own_associations(cluster, site) for name in each.qos})
     if allowed and cluster.qos not in allowed:
         make = failed if site.enforces_accounts else warning
-        found = f"{cluster.qos} is none of those that {site.user}'s account may use"
+        found = f"{site.user}'s account may not use {cluster.qos}"
         yield make(Topic.QOS, found, f"set qos to one of: {', '.join(allowed)}")
         return
     yield ok(Topic.QOS, f"{cluster.qos} may be used")
@@ -330,5 +330,5 @@ def judge_data_here(folder: Path, readable: bool, needed: bool = True) -> Verdic
     if not needed:
         return ok(Topic.DATA_HERE, f"{found}, and need not be, with search.estimate = false")
     remedy = "set workload.data_dir to a folder that all nodes see"
-    alone = "search.estimate = false if it is on the compute nodes alone"
+    alone = "search.estimate = false if only the compute nodes have it"
     return failed(Topic.DATA_HERE, found, f"{remedy}, or {alone}")

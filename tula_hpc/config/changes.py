@@ -50,8 +50,9 @@ def refuse_other_cluster(path: Path, measured: ClusterSpec, wanted: ClusterSpec)
     for name in after:
         if name in before:
             continue
-        new = name or "one without partitions"
-        message = f"the measurements are of {on}; a sweep with a new --run-dir measures {new}"
+        new = name or "a cluster without partitions"
+        remedy = f"to measure {new}, start a sweep with a new --run-dir"
+        message = f"the measurements cover {on}; {remedy}"
         found.append(line_of(path, ("partitions",), message))
     _refuse(found)
     for name, part in after.items():
@@ -69,9 +70,9 @@ def _changed(
         if old == new:
             continue
         hidden = is_hidden((key,))
-        before = "with another" if hidden else _with(old)
+        before = "with another value" if hidden else _with(old)
         now = "with this one" if hidden else _with(new)
-        message = f"the measurements are {before}; a sweep with a new --run-dir measures {now}"
+        message = f"measured {before}; to measure {now}, start a sweep with a new --run-dir"
         yield line_of(path, (*table, key), message)
 
 

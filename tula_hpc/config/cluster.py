@@ -196,7 +196,7 @@ def _only_options(words: tuple[str, ...], example: str) -> tuple[str, ...]:
 _OWN_OPTIONS = {
     "array": "array_parallelism",
     "chdir": "",
-    "clusters": "the variable SLURM_CLUSTERS, which squeue and its like heed, too",
+    "clusters": "the variable SLURM_CLUSTERS, which squeue and sacct also follow",
     "cpus-per-gpu": "cpus_per_worker",
     "dependency": "",
     "error": "",
@@ -243,7 +243,7 @@ def _refuse_two_values(cluster: ClusterSpec) -> None:
             # sbatch also accepts abbreviated options
             if value is not False and is_given and _has_prefix(option, name):
                 raise ValueError(
-                    f"sbatch.{name}: would replace {key} = {shown(own)}; remove either"
+                    f"sbatch.{name}: would replace {key} = {shown(own)}; remove one of them"
                 )
 
 
@@ -356,7 +356,7 @@ class ClusterSpec(Spec):
         for key in value if isinstance(value, dict) else ():
             if str(key).startswith("-"):
                 name = str(key).lstrip("-")
-                raise ValueError(f"options are written without dashes, {name} for {shown(key)}")
+                raise ValueError(f"options are written without dashes: {name}, not {shown(key)}")
         return value
 
     @field_validator("sbatch")

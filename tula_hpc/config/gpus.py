@@ -48,7 +48,7 @@ def parse_weights(weights: str | Mapping[str, object]) -> dict[str, float]:
     for name, value in entries:
         key = name.strip().lower()
         if not _NAME.fullmatch(key):
-            raise ValueError(f"{name!r} is no TRES; expected for example {_EXAMPLE}")
+            raise ValueError(f"{name!r} is not a TRES; expected for example {_EXAMPLE}")
         if key in found:
             raise ValueError(f"{name!r} is listed twice; expected each TRES once")
         found[key] = _weight(key, value)
@@ -171,7 +171,7 @@ def _gpus_of_node(
         if cluster.max_nodes > 1:
             raise ValueError(
                 f"{options['gpus'].key}: expected gpus-per-node = {workers}: jobs have 1 to "
-                f"{cluster.max_nodes} nodes, and gpus is a job's sum"
+                f"{cluster.max_nodes} nodes, and gpus counts those of the whole job"
             )
         yield options["gpus"], _count(options["gpus"].value)
     # options for GPUs replace those in gres; a site may also name its GPUs otherwise in gres

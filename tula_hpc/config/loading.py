@@ -280,7 +280,8 @@ def idle_cluster_keys(cluster: ClusterSpec) -> Iterator[tuple[str, str]]:
     given = [key for key, _ in given_keys(cluster)]
     of_slurm = ", ".join(key for key in given if key in _OF_SLURM_ALONE)
     if cluster.executor == "local" and of_slurm:
-        yield of_slurm, 'executor = "local" asks no Slurm; set executor = "slurm", or remove this'
+        why = 'executor = "local" does not use Slurm; set executor = "slurm", or remove this'
+        yield of_slurm, why
     if "device_memory_gb" in given and all(part.device == "cpu" for part in cluster.parts()):
         why = 'device = "cpu" has no memory of its own; see memory_gb, or remove this'
         yield "device_memory_gb", why
@@ -456,7 +457,7 @@ def _as_json(path: Path | str, tables: dict[str, Any]) -> str:
     except (RecursionError, ValueError) as error:
         # for example tables nested very deeply, or a number of 5000 digits
         raise InputError(
-            f"holds a value out of all bounds: {_one_line(error)}", source=path
+            f"holds a value outside all bounds: {_one_line(error)}", source=path
         ) from None
     return text
 

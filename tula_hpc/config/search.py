@@ -14,7 +14,7 @@ from tula_hpc.config.validation import Needs, Spec, shown
 # says which key to use here.
 _BATCH = (
     "; the sweep chooses the batch, between search.min_batch and search.max_batch, and "
-    "training.base_batch is the one that workload.lr is for"
+    "training.base_batch is the batch that workload.lr was chosen for"
 )
 _NODES = " (did you mean search.cluster_sizes?)"
 FOREIGN_KEYS = {

@@ -147,21 +147,21 @@ def check_accuracy(work: WorkloadSpec, study: StudySpec) -> None:
         return
     if work.loss is not None and work.metric is None and work.dataset not in DATASETS:
         raise ValueError(
-            "workload.metric: a study compares accuracies, and own data with an own loss may have "
-            "none; expected a function that returns the share of each sample that is right"
+            "workload.metric: a study compares accuracies, and your own data with your own loss "
+            "may have none; expected a function that returns the share of each sample that is right"
         )
     if work.metric is not None and study.metric == "top5":
         raise ValueError(
-            'study.metric: "top5" is of labels, and workload.metric is given; expected "top1"'
+            'study.metric: "top5" cannot be computed with workload.metric; expected "top1"'
         )
 
 
 def _check_script_study(work: WorkloadSpec, study: StudySpec) -> None:
     """Refuse keys that a study cannot compare or set in a training script from outside."""
     if study.base_lrs:
-        raise ValueError("study.base_lrs: a script has its own rate; remove it")
+        raise ValueError("study.base_lrs: a script has its own learning rate; remove this key")
     if study.evaluate_every != 1:
-        raise ValueError("study.evaluate_every: a script evaluates by itself; remove it")
+        raise ValueError("study.evaluate_every: a script evaluates by itself; remove this key")
     if len(study.seeds) > 1 and "seed" not in work.placeholders:
         raise ValueError(
             "study.seeds: the trainings of all seeds would be the same; expected {seed} in "

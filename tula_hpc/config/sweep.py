@@ -253,8 +253,8 @@ def _check_accumulation(sweep: SweepSpec, part: ClusterSpec, sweep_file: Path | 
         if least < accumulation:
             workers = nodes * part.workers_per_node
             message = (
-                f"{least} samples of each of {workers} workers cannot be taken in {accumulation} "
-                f"parts; expected at most that, or search.min_batch = {workers * accumulation}"
+                f"{least} samples on each of {workers} workers cannot be taken in {accumulation} "
+                f"parts; expected at most {least}, or search.min_batch = {workers * accumulation}"
             )
             raise InputError(message, source=sweep_file, key="workload.accumulation")
 
@@ -322,7 +322,7 @@ def _check_study(
         column = study_column(sweep, name, check_paths=False)
         work = column.workload
         if column.training.method == "polo" and workers == 1:
-            message = "polo averages models of several workers; raise study.nodes, or leave it out"
+            message = "polo averages models of several workers; raise study.nodes, or remove polo"
             raise InputError(message, source=sweep_file, key="study.nodes")
         if work.precision == "fp16" and part[1].device == "cpu":
             message = f'fp16 of {name} needs device = "cuda"; on CPU use "bf16" or "fp32"'
@@ -432,7 +432,7 @@ def _idle_in(sweep: SweepSpec) -> dict[str, str]:
             dotted = f"{table}.{key}"
             of_plans = not _NOT_OF_STUDIES.isdisjoint((table, dotted)) and dotted not in _OF_TRIALS
             if sweep.study is not None and of_plans:
-                found[dotted] = "a study makes no use of it; remove it"
+                found[dotted] = "a study does not use it; remove it"
             elif why := reason or by_others.get(dotted, ""):
                 found[dotted] = why
     return found
@@ -443,20 +443,20 @@ def _idle_by_others(sweep: SweepSpec) -> Iterator[tuple[str, str]]:
     work = sweep.workload
     training = sweep.training
     if training.ags.gate == "none":
-        why = 'with gate = "none" every step is scaled, whatever it is; set gate = "paper"'
+        why = 'with gate = "none" every step is scaled, whatever delta is; set gate = "paper"'
         yield "training.delta", why
     if training.method == "ags" and training.ags.reference == "pass":
-        why = 'with reference = "pass" there are no norms at every step, which it needs'
+        why = 'needs norms at every step, which reference = "pass" does not give'
         yield from dict.fromkeys(
             ("training.small_batch_shrink", "training.spike_guard"), why
         ).items()
     if training.warmup_epochs is not None:
-        yield "workload.warmup_epochs", "training.warmup_epochs is given, and counts; remove either"
+        yield "workload.warmup_epochs", "training.warmup_epochs overrides it; remove one of them"
     if work.is_script:
         yield "training.observe_gradients", "a script's gradients are not logged; remove it"
         yield "training.lr_scaling", "a script sets its own rate; remove it"
     else:
-        yield "search.first_step_minutes", "it is for scripts; remove it"
+        yield "search.first_step_minutes", "only scripts use it; remove it"
     if work.is_script and "seed" not in work.placeholders:
         yield (
             "workload.seed",

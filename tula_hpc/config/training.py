@@ -299,7 +299,7 @@ def check_script(training: TrainingSpec, *, scales: bool, of_study: bool) -> Non
     method = training.method
     if method in _OUTSIDE:
         raise ValueError(
-            f'training.method: "{method}" {_OUTSIDE[method]}, which is not done to a script; '
+            f'training.method: "{method}" {_OUTSIDE[method]}, which is not possible in a script; '
             'expected "lbt" (its own rate), "ags", "adascale" or "static", or "lrs" or "sqrt" with '
             "{lr_scale} in its arguments"
         )
@@ -310,8 +310,8 @@ def check_script(training: TrainingSpec, *, scales: bool, of_study: bool) -> Non
         )
     if training.adapts and not training.free_reference:
         raise ValueError(
-            'training.reference: "pass" repeats a part of a step, which is not done to a script; '
-            'expected "free"'
+            'training.reference: "pass" repeats a part of a step, which is not possible in a '
+            'script; expected "free"'
         )
     if method in ("lrs", "sqrt") and not scales:
         raise ValueError(

@@ -81,7 +81,7 @@ class Needs(NamedTuple):
         remedy = "remove it"
         if len(self.values) == 1:
             remedy = f"set {self.key} = {shown(self.values[0])}, or remove it"
-        return f"{self.key} = {shown(value)} makes no use of it; {remedy}"
+        return f"{self.key} = {shown(value)} does not use it; {remedy}"
 
 
 def given_keys(table: Spec) -> Iterator[tuple[str, str]]:
@@ -171,7 +171,7 @@ _PATTERNS = {
     ),
     LINE_PATTERN: "expected one line without control characters",
     OPTION_PATTERN: (
-        "expected the long name of an option: small letters, digits, '-' and '_', a letter first"
+        "expected an option's long name: lower-case letters, digits, '-' and '_', a letter first"
     ),
     MOUNT_PATTERN: "expected full paths, as in /data, /data:/inside or /data:/inside:ro",
     VARIABLE_PATTERN: "expected the name of a variable: letters, digits and '_', no digit first",
@@ -356,7 +356,7 @@ def _check_entry_point(value: str, called_with: Sequence[str], beside: Path | No
     source = find_source(module)
     if source is None and module.endswith(".py") and find_module(module.removesuffix(".py")):
         meant = f"{module.removesuffix('.py')}:{function}"
-        raise ValueError(f"{value!r}: a module has no ending; did you mean {meant!r}?")
+        raise ValueError(f"{value!r}: a module's name has no .py; did you mean {meant!r}?")
     if source is None:
         raise ValueError(f"no module {module!r} {where_looked(module, beside)}")
     if function not in source.names and "*" not in source.names:

@@ -263,7 +263,7 @@ class WorkloadSpec(Spec):
         idle = [key for key in type(self).model_fields if key in given - OF_SCRIPTS - OF_BOTH]
         if idle:
             raise ValueError(
-                f"{idle[0]}: the script has its own {' and '.join(idle)}; remove what stands here"
+                f"{idle[0]}: the script has its own {' and '.join(idle)}; remove what is set here"
             )
         for key, remedy in (("samples", "as `tula attach` prints it"), ("epochs", "epochs = 90")):
             if key not in given:
@@ -421,7 +421,7 @@ def _expression(text: str) -> str:
     try:
         groups = re.compile(text).groupindex
     except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"{shown(text)} is no regular expression: {error}") from None
+        raise ValueError(f"{shown(text)} is not a regular expression: {error}") from None
     if not any(name in groups for name in METRIC_GROUPS):
         raise ValueError(
             f"{shown(text)}: with a script, expected a regular expression for its output with a "
@@ -444,7 +444,7 @@ def _check_placeholders(arguments: Sequence[str], resuming: Sequence[str]) -> No
                 raise ValueError(f'{key}: "{text}" is one word with a space; expected {words}')
         for name, factor in (found for text in texts for found in PLACEHOLDER.findall(text)):
             if name == "run_dir" and factor:
-                raise ValueError(f"{key}: {{run_dir}} is a folder; expected it without a factor")
+                raise ValueError(f"{key}: {{run_dir}} is a folder and takes no factor")
             if name not in PLACEHOLDERS:
                 raise ValueError(
                     f"{key}: {{{name}}} is unknown{nearest(name, PLACEHOLDERS)}; known are {known}"

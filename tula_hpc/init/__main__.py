@@ -55,9 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="tula init",
         description="Write a cluster file for the cluster of this login node, for the partition that "
-        "suits a training best, or the one that is named; with --script also a sweep file for a "
+        "suits a training best, or for --partition; with --script also a sweep file for a "
         "training script. Nothing is submitted, and the script is not run.",
-        epilog="exit codes: 0 written; 1 Slurm does not answer; 2 bad input, or the file is there.",
+        epilog="exit codes: 0 written; 1 Slurm does not answer; 2 bad input, or the file exists.",
     )
     parser.add_argument(
         "file",
@@ -71,14 +71,14 @@ def _parser() -> argparse.ArgumentParser:
         "--script",
         type=Path,
         metavar="SCRIPT.py",
-        help="write a sweep file for this script beside it; a cluster file that is there stays, "
-        "and where Slurm is not set up it is written for this machine",
+        help="also write a sweep file for this script, next to the cluster file; a cluster file "
+        "that exists is kept, and without Slurm the new one is for this machine",
     )
-    parser.add_argument("--partition", metavar="NAME", help="write it for this partition")
+    parser.add_argument("--partition", metavar="NAME", help="write the file for this partition")
     parser.add_argument(
         "--force",
         action="store_true",
-        help="replace the file that is there: the sweep file with --script, else the cluster file",
+        help="replace an existing file: the sweep file with --script, else the cluster file",
     )
     parser.add_argument(
         "--examples",
@@ -109,7 +109,7 @@ class _Cluster(NamedTuple):
 def _run(options: argparse.Namespace) -> int:
     if options.examples is not None:
         if options.json or options.partition is not None or options.script is not None:
-            raise InputError("goes with no other option", source="--examples")
+            raise InputError("cannot be combined with other options", source="--examples")
         return _write_examples(options.examples)
     script = None if options.script is None else _read_script(options)
     cluster = _cluster(options)
@@ -124,7 +124,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _write_examples(folder: Path) -> int:
     if folder.exists():
-        raise InputError("is there already; name a new folder", source=folder)
+        raise InputError("exists already; name a new folder", source=folder)
     ignored = shutil.ignore_patterns("__pycache__", "study_*")
     shutil.copytree(EXAMPLES, folder, symlinks=False, ignore=ignored)
     first = command_line("sweep", str(folder / "sweeps" / "quickstart.toml"))
@@ -168,7 +168,7 @@ def _read_script(options: argparse.Namespace) -> Script:
 
 def _refuse_existing(target: Path, remedy: str, *, force: bool) -> None:
     if target.exists() and not force:
-        words = f"is there already; {remedy}, or add --force, which replaces it"
+        words = f"exists already; {remedy}, or add --force, which replaces it"
         raise InputError(words, source=target)
     if not target.parent.is_dir():
         raise InputError("its folder does not exist; make it first", source=target)
@@ -187,7 +187,7 @@ def _cluster(options: argparse.Namespace) -> _Cluster:
         kept = load_cluster(target)
         if options.partition not in (None, kept.partition, *kept.part_names()):
             message = (
-                f"{target} is there already, and stays as it is; leave --partition out, or name"
+                f"{target} exists already and is left as it is; leave out --partition, or name"
             )
             raise InputError(f"{message} another cluster file", source="--partition")
         return _Cluster(kept, target, is_kept=True)
@@ -273,7 +273,7 @@ def _partition(place: Place) -> dict[str, object]:
 
 def _notes(cluster: _Cluster, script: Script | None) -> Iterator[str]:
     if cluster.place is not None and cluster.place.refused:
-        yield f"It may refuse your jobs: {cluster.place.refused}."
+        yield f"This partition may refuse your jobs: {cluster.place.refused}."
     if cluster.survey is not None and not cluster.survey.requeues:
         yield (
             "The site's jobs are not requeued by default (JobRequeue=0); those of a sweep ask for it."
@@ -282,7 +282,7 @@ def _notes(cluster: _Cluster, script: Script | None) -> Iterator[str]:
         return
     if script.options.batch is None:
         yield (
-            f"{script.path.name} has no option for its batch that could be found; it needs one, or a "
+            f"No option for the batch was found in {script.path.name}; the script needs one, or a "
             "file of settings for each batch."
         )
     if not script.options.saves:
@@ -319,7 +319,7 @@ def _words(cluster: _Cluster, script: Script | None) -> Iterator[str]:
     if cluster.place is not None:
         yield f"{cluster.file}: partition {_described(cluster.place)}."
     elif cluster.is_kept:
-        yield f"{cluster.file}: is there already, and stays as it is."
+        yield f"{cluster.file}: exists already and is left as it is."
     else:
         cores = plural(cluster.spec.max_nodes, "core")
         yield f"{cluster.file}: this machine with its {cores}, since no Slurm is set up here."

@@ -121,7 +121,7 @@ def _shape(place: Place) -> Iterator[Line]:
     if place.gpus:
         gres = f"gpu:{place.gpu_type}:{workers}" if place.gpu_type else f"gpu:{workers}"
         yield Line("gres", gres, f"of {place.gpus} GPUs a node; Slurm lists {nodes.gres}")
-    others = f"; {place.others} other kinds of nodes are in it" if place.others else ""
+    others = f"; the partition has {plural(place.others, 'other kind')}" if place.others else ""
     count = min(nodes.count, place.most_nodes or nodes.count)
     yield Line(
         "max_nodes", max(1, count), f"{plural(nodes.count, 'node')} of one kind can be used{others}"
@@ -135,7 +135,7 @@ def _shape(place: Place) -> Iterator[Line]:
     if place.gpus and cores <= usual:
         said = f"so few that sweeps need workload.loader_workers = {cores - 1}"
     yield Line("cpus_per_worker", cores, f"of {nodes.cpus} a node, {said}")
-    yield Line("exclusive", True, "nothing else on a node while it is measured")
+    yield Line("exclusive", True, "keep other jobs off the nodes")
     if place.gpus:
         yield Line(
             "device_memory_gb", 0.0, f"memory of a GPU, for estimates: {UNKNOWN}", asked=True
@@ -159,15 +159,15 @@ def _times(place: Place) -> Iterator[Line]:
     delay_s = int(defaults["signal_delay_s"].default)
     if delay_s >= shortest_s / 2:
         yield Line(
-            "signal_delay_s", int(shortest_s / 4), "a job is warned so long before its limit"
+            "signal_delay_s", int(shortest_s / 4), "time between the warning and a job's limit"
         )
     modules = loaded_modules()
     setup = [f"module load {' '.join(modules)}"] if modules else []
     if place.gpus:
         setup += ["ulimit -l $(ulimit -H -l)", "ulimit -n $(ulimit -H -n)"]
     if setup:
-        loaded = "the modules that are loaded here, and " if modules else ""
-        yield Line("setup", setup, f"shell lines before a job's work: {loaded}limits at their most")
+        loaded = "modules that are loaded here, and " if modules else ""
+        yield Line("setup", setup, f"shell lines that run first: {loaded}limits raised to the most")
 
 
 def _sbatch(place: Place) -> Iterator[Line]:

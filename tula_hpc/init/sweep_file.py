@@ -78,8 +78,8 @@ def sweep_file(script: Script, cluster: ClusterSpec) -> str:
     """Return the text of a sweep file, valid once the lines that end with `unknown` are filled in."""
     lines = [
         f"# Sweep of {script.path.name}, as its source describes it: nothing of it was run.",
-        f"# Lines that begin with # and end with {UNKNOWN!r} hold what the source does not say. Where",
-        "# samples, epochs or arguments are among them, they have to be filled in.",
+        f"# Lines that begin with # and end with {UNKNOWN!r} hold what the source does not say. If",
+        "# samples, epochs or arguments are among them, fill them in before the sweep.",
         "",
         name_line(script.path.stem),
         "",
@@ -106,7 +106,7 @@ def name_line(stem: str) -> str:
 def _workload(script: Script) -> Iterator[Line]:
     options = script.options
     if script.module is not None:
-        yield Line("module", script.module, "it imports from its package; in the working directory")
+        yield Line("module", script.module, "run as a module, as it imports from its package")
     else:
         yield Line("script", _path_of(script), "in the working directory, or beside this file")
     yield from _arguments(options)
@@ -133,7 +133,7 @@ def _workload(script: Script) -> Iterator[Line]:
         yield Line(
             "resume_arguments",
             ["--resume", "last.pt"],
-            f"options that resume it, without which it begins anew: {UNKNOWN}",
+            f"options that resume the script, without which it begins anew: {UNKNOWN}",
             asked=True,
         )
     yield METRIC
@@ -143,8 +143,8 @@ def _arguments(options: ScriptOptions) -> Iterator[Line]:
     batch = options.batch
     if batch is None:
         comment = (
-            "no option of it names a batch; where a file of settings does, write one for each and "
-            f"name it, as in batch-{{local_batch}}.yaml: {UNKNOWN}"
+            "the script has no option for its batch; if a file of settings has it, write one for "
+            f"each batch and name it, as in batch-{{local_batch}}.yaml: {UNKNOWN}"
         )
         yield Line("arguments", ["--batch-size", "{local_batch}"], comment, asked=True)
     else:
@@ -201,7 +201,7 @@ def search_and_training(
     most = _power_of_two(min(LARGEST_BATCH, samples or LARGEST_BATCH))
     smallest = min(most, max(_power_of_two(base_batch), _power_of_two(2 * needed - 1)))
     largest = min(most, smallest * max(BATCH_RANGE, sizes[-1] * workers))
-    here = ", by the cores of this machine" if _shares_cores(cluster) else ""
+    here = ", limited by this machine's cores" if _shares_cores(cluster) else ""
     words = f"nodes, of {plural(workers, 'worker')} each; at most {nodes}{here}"
     rows = [
         Line("cluster_sizes", sizes, words),
@@ -213,7 +213,7 @@ def search_and_training(
         words = f"{words}: {UNKNOWN}"
     training = [Line("base_batch", base_batch, words, asked=not is_known)]
     if sizes[-1] * workers > 1:
-        words = "scales the gradients of larger batches, of which a script knows nothing by itself"
+        words = "scales the gradients of larger batches, which a script does not do by itself"
         training.append(Line("method", "ags", words, asked=True))
     return [
         "[search]",
