@@ -232,7 +232,7 @@ def test_a_script_that_is_not_there(tmp_path: Path) -> None:
     assert done.stderr == f"SCRIPT: no such file: {tmp_path / 'gone.py'}\n"
     assert look(tmp_path, ".").stderr == f"SCRIPT: {tmp_path} is a folder; expected a training script\n"
     done = look(tmp_path, "torchrun", "--nproc-per-node=1", "gone.py")
-    assert done.stderr == "SCRIPT: it starts Python itself; leave out torchrun and its options\n"
+    assert done.stderr == "SCRIPT: tula attach starts Python itself; leave out torchrun and its options\n"
 
 
 @pytest.mark.parametrize(

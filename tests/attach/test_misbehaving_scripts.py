@@ -57,7 +57,7 @@ def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, scri
         (
             "only prints its error",
             Failure.BAD_INPUT,
-            "last it printed: Error: no data here; if that is not why: expected op",
+            "last line of output: Error: no data here; if that is not why: expected op",
         ),
         ("goes on from numbers", Failure.BAD_INPUT, "torch.load refuses numpy._core.multiarray.scalar, unless with we"),
         (
@@ -68,11 +68,11 @@ def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, scri
         (
             "exits with words",
             Failure.BAD_INPUT,
-            "code 1 before its first optimizer step; the last it printed: no data here",
+            "code 1 before its first optimizer step; its last line of output: no data here",
         ),
         ("leaves", Failure.BAD_INPUT, "misbehaving.py ended its process by itself, with exit code 0"),
-        ("takes no batch", Failure.BAD_INPUT, "workload.arguments: asked for 4 samples a forward, Linear got 6"),
-        ("halves its batch", Failure.DEVICE_OOM, "goes on in another way: asked for 4 samples a forward, Linear got 2"),
+        ("takes no batch", Failure.BAD_INPUT, "workload.arguments: asked for 4 samples a forward pass, Linear got 6"),
+        ("halves its batch", Failure.DEVICE_OOM, "goes on otherwise: asked for 4 samples a forward pass, Linear got 2"),
         ("accumulates", Failure.BAD_INPUT, "takes 2 forward passes for an optimizer step, not 1; set workload.accum"),
         ("accumulates more", Failure.BAD_INPUT, "takes more and more forward passes for a step, 1 at first and then"),
         ("feeds a critic", Failure.BAD_INPUT, "takes 2 batches of its loader for a step of Linear, which gets 1: if"),
@@ -94,11 +94,11 @@ def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, scri
         (
             "reads SLURM_STEP_ID",
             Failure.BAD_INPUT,
-            "; of Slurm's variables a script has those of its place, such as SL",
+            "; of Slurm's variables a script gets only those of its place, such",
         ),
         ("changes by hand", Failure.BAD_INPUT, "misbehaving.py changes its parameters by hand, or by an optimizer of"),
         ("spawns", Failure.BAD_INPUT, "misbehaving.py starts workers of its own (torch.multiprocessing.spawn); here"),
-        ("asks", Failure.BAD_INPUT, "asks for input, which a job has none of"),
+        ("asks", Failure.BAD_INPUT, "asks for input, but a job has none"),
         ("kills its group", Failure.KILLED, "misbehaving.py was ended by SIGKILL"),
         ("has no memory", Failure.DEVICE_OOM, "OutOfMemoryError: CUDA out of memory"),
         ("has no host memory", Failure.HOST_OOM, "MemoryError"),
@@ -310,7 +310,7 @@ def test_a_script_that_divides_its_passes_among_its_workers_is_told_what_to_do(t
     (cut,) = profiled(MISBEHAVING, ("cuts its batch", str(BATCH)), tmp_path / "cut", accumulation=2)
     assert "not 2; it cuts 8 samples by itself into passes of 2; keep to batches that it takes in" in cut.said.detail
     batch = misbehave("divides its batch", tmp_path / "batch", world=2).said
-    assert "asked for 4 samples a forward, Linear got 2: it divides its batch among its workers" in batch.detail
+    assert "asked for 4 samples a forward pass, Linear got 2: it divides its batch among its workers" in batch.detail
 
 
 def test_workers_that_all_go_through_all_samples_are_told_from_those_that_share_them(tmp_path: Path) -> None:

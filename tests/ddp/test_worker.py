@@ -426,7 +426,7 @@ def test_one_worker_reads_the_power_of_a_node_that_is_the_jobs_alone(
 
 def test_a_model_whose_loss_is_not_finite_is_not_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Worker, "train_step", lambda *_: torch.tensor(math.nan))
-    with pytest.raises(DivergedError, match="not finite before any training, and the samples are"):
+    with pytest.raises(DivergedError, match="not finite before any training, though the samples are"):
         measure(sweep(), ClusterSpec(), CONFIGURATION, ALONE)
 
 

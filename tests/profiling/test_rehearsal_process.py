@@ -132,7 +132,7 @@ def test_a_loss_in_which_shapes_broadcast_is_a_warning(
     assert tried(here, own=OWN + loss, more='loss = "mine:loss"') == 0
     words = Trial.model_validate_json(capsys.readouterr().out).warnings
     assert len(words) == (width == "[:, :1]")
-    assert all(one.startswith("mine:loss gives a sample another loss among others than alone, for") for one in words)
+    assert all(one.startswith("mine:loss gives a sample another loss in a batch than alone, for") for one in words)
 
 
 RANDOM = "torch.randn(count, 3, 8, 8, generator=random)"

@@ -97,8 +97,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="tula attach",
         description="Run a training script here for some steps, and say what was seen: its "
-        "optimizer, batch, step time and its parts, memory. What is printed is a sweep file, "
-        "in which lines that end with 'unknown' hold what it did not show.",
+        "optimizer, batch, memory, and the time of a step and its parts. The output is a sweep "
+        "file; in lines that end with 'unknown' it has values that the run did not show.",
     )
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module")
     parser.add_argument(
@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("script", metavar="SCRIPT", help="a file, or with -m the name of a module")
     rest = parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="of the script"
+        "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="arguments of the script"
     )
     # else, where SCRIPT is missing, argparse would also ask for ARGUMENTS
     rest.required = False
@@ -162,7 +162,7 @@ def _run(options: argparse.Namespace) -> int:
         lines = [*_told(result), completed]
     else:
         lines = [
-            f"# Sweep of {options.script}, as one worker of it ran here. Fill in what is {UNKNOWN!r}.",
+            f"# Sweep of {options.script}, as one worker ran it here. Fill in what is {UNKNOWN!r}.",
             *(f"# {line}" for line in _told(result)),
             "",
             *_sweep_file(result, table, unknown),
@@ -177,7 +177,7 @@ def _check_script(script: Path) -> None:
         if script.is_dir():
             message = f"{script} is a folder; expected a training script"
         if LAUNCHER.fullmatch(script.name):
-            message = f"it starts Python itself; leave out {script.name} and its options"
+            message = f"tula attach starts Python itself; leave out {script.name} and its options"
         raise InputError(message, source="SCRIPT")
     if script.suffix == ".toml":
         raise InputError(
@@ -196,7 +196,7 @@ def _check_into(path: Path, run: Path | str) -> str | None:
     The file may still lack required keys. Return its `workload.counted_model`, None without one.
     """
     if not path.is_file():
-        message = "no such file; tula init --script writes it; without --into one is printed here"
+        message = "no such file; tula init --script writes it; without --into it is printed"
         raise InputError(message, source=path)
     workload = read_toml(path).get("workload")
     key = "script" if isinstance(run, Path) else "module"
@@ -297,7 +297,7 @@ def _told(result: dict[str, Any]) -> Iterator[str]:
     passes = plural(result["accumulation"], "forward pass")
     samples = f"{result['forward_batch']} samples"
     if not result["forward_batch"]:
-        samples = "samples that no tensor tells in"
+        samples = "an unknown number of samples"
     yield f"batch       {samples} a forward pass, {passes} a step"
     low, high = format_duration(times.step_time_low_s), format_duration(times.step_time_high_s)
     yield f"step        {format_duration(times.step_time_s)} (95 %: {low} to {high})"
@@ -320,7 +320,7 @@ def _told(result: dict[str, Any]) -> Iterator[str]:
     if measured.noise_scale:
         noise = f"{format_number(measured.noise_scale, 3)} samples, at the initial weights"
     elif measured.noise_samples:
-        noise = f"larger than can be told from {measured.noise_samples:,} samples"
+        noise = f"larger than {measured.noise_samples:,} samples can show"
     yield f"noise scale {noise}"
     if measured.one_iterator:
         # imported late, as it needs NumPy, which --help and completions do without
@@ -342,10 +342,10 @@ def _table(
     if not any("batch}" in argument for argument in arguments):
         words = (
             f"no argument is {got}, the batch that the model got: put {{local_batch}} into the one "
-            "that carries it, and look whether the script's loader takes it"
+            "that sets it, and check that the script's loader uses it"
         )
         if not got:
-            words = "no tensor tells the batch: put {local_batch} into the argument that carries it"
+            words = "no tensor shows the batch: put {local_batch} into the argument that sets it"
         elif not options.arguments and not known.names:
             words = (
                 f"the script was given no arguments and parses none: its batch, {got}, is set in its "
@@ -406,7 +406,7 @@ def _with_batch(
 def _sweep_file(
     result: dict[str, Any], table: dict[str, Any], unknown: dict[str, Line]
 ) -> Iterator[str]:
-    """Yield the lines of a sweep file, valid once the lines that end with `unknown` are filled in."""
+    """Yield the lines of a sweep file, valid once those that end with `unknown` are filled in."""
     if "module" in table:
         yield name_line(table["module"].rpartition(".")[2])
     else:

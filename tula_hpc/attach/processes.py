@@ -182,7 +182,7 @@ class Child:
             printed = without_chatter(end_of(self.log)).splitlines()
             parts = [said.detail]
             if printed:
-                parts.append(f"the last it printed: {printed[-1].strip()[:300]}")
+                parts.append(f"its last line of output: {printed[-1].strip()[:300]}")
             if said.remedy:
                 parts.append(f"if that is not why: {said.remedy}" if printed else said.remedy)
             said = said.model_copy(update={"detail": "; ".join(parts)})

@@ -162,8 +162,8 @@ def _hint(error: Exception) -> str:
     """Return what a script lacks here, after a semicolon."""
     if lacks_gpu(error):
         return (
-            "; it has no GPU here: see device and gres in the cluster file; tula attach looks at it "
-            "on a machine with one, as by srun --gpus 1"
+            "; it has no GPU here: see device and gres in the cluster file; run tula attach on a "
+            "machine with one, for example by srun --gpus 1"
         )
     if str(error).startswith("Parent directory"):
         return "; the script has to make it (os.makedirs), as it runs in a folder of its own"
@@ -171,9 +171,9 @@ def _hint(error: Exception) -> str:
         # Lightning's
         return "; give {nodes} to its option for num_nodes; devices are the workers of a node"
     if isinstance(error, EOFError):
-        return "; it asks for input, which a job has none of"
+        return "; it asks for input, but a job has none"
     if isinstance(error, KeyError) and str(error.args[:1]).startswith("('SLURM_"):
-        return "; of Slurm's variables a script has those of its place, such as SLURM_PROCID"
+        return "; of Slurm's variables a script gets only those of its place, such as SLURM_PROCID"
     return ""
 
 

@@ -59,7 +59,7 @@ class Script(NamedTuple):
 
 
 def script_of(sweep: SweepSpec, configuration: Configuration, run_dir: Path) -> Script:
-    """Return the script of a sweep as it is started for a configuration, in the folder `run_dir`."""
+    """Return a sweep's script as it is started for a configuration, in the folder `run_dir`."""
     work = sweep.workload
     values = values_of(sweep, configuration, run_dir)
     return Script(work.script, work.module, filled(work.arguments, values))
@@ -153,8 +153,8 @@ def remedy_of_passes(
 ) -> str:
     """Return advice for a script that takes `passes` in a step where `parts` were asked for.
 
-    A pass has `batch` samples where `asked` were asked for; None: any. `other` is another model that
-    an optimizer trains.
+    A pass has `batch` samples where `asked` were asked for; None: any number. `other` is another
+    model that an optimizer trains.
     """
     if asked is not None and batch != asked and batch * passes == asked * parts:
         return (
@@ -174,7 +174,7 @@ def remedy_of_passes(
     if passes < parts:
         fewer = "; if it takes fewer at its beginning, as YOLO does, shorten that warm-up"
     return (
-        f"set workload.accumulation = {passes} if it always takes so many{fewer}; if one of its "
+        f"set workload.accumulation = {passes} if it always takes that many{fewer}; if one of its "
         "arguments sets all samples of a step, give it {global_batch}, for tokens as in "
         "{global_batch*1024}"
     )
@@ -197,7 +197,7 @@ def why_no_passes(
     how = f"end its class with `forward = {method}`, and write `model(…)` for `model.{method}(…)`"
     if not methods:
         how = "write `model(…)` for `model.forward(…)`"
-    other = "; or set workload.counted_model to the class of the one that it calls"
+    other = "; or set workload.counted_model to the class of the model that it calls"
     return (
         f"expected forward passes of {model} in training mode in a step, found none; call the model "
         f"itself, as DistributedDataParallel asks too, and none of its methods: {how}"
@@ -315,7 +315,7 @@ def watch_parsers() -> ParsedOptions:
 
 
 def note_parsed(found: ParsedOptions) -> None:
-    """Add the options of click and typer, and the keys of OmegaConf and Hydra, that are in force."""
+    """Add the options of click and typer, and the keys of OmegaConf and Hydra, as they are set."""
     configs: list[Any] = []
     for thing in gc.get_objects():
         # by its type alone: to ask a lazy object for an attribute would load it

@@ -5,8 +5,8 @@ How a user's script is profiled, from the job on:
 1. `script_profile_job.py`: each worker of the job starts the script's process of its rank for a
    configuration, watches it (`processes.py`), and rank 0 records its result.
 2. `child.py` is that process: it puts the hooks in place and runs the script as the main program.
-3. `hooks/step_hooks.py` notices torch's optimizer steps, backward passes and batches, whatever framework
-   takes them, and finds the model that counts.
+3. `hooks/step_hooks.py` notices torch's optimizer steps, backward passes and batches, whatever
+   framework takes them, and finds the model that counts.
 4. `measured_steps.py` prepares the script's steps for timing: learning rates are 0, and times that
    belong to no step are left out.
 5. This module chooses the next measurement between two steps, and makes the record.
@@ -196,24 +196,24 @@ class ScriptProfile(MeasuredSteps):
         if self.spec.mode == "look":
             return (
                 f"give it more epochs, steps or samples by its own arguments: {least} steps are "
-                "enough; switch off what ends it early, as early stopping"
+                "enough; switch off what ends it early, such as early stopping"
             )
         samples = self.settings.samples
         if (loaded := self.loaded_samples) and samples > loaded:
             return (
                 f"the data set of its loader has {loaded:,} samples, not {samples:,} as "
-                "workload.samples; correct that: epochs of a profile are reckoned from it"
+                "workload.samples; correct that key: the epochs of a profile follow from it"
             )
         if self.settings.counts_epochs:
             return (
-                f"{least} steps are enough, and by {{epochs}} it was asked for more: have it obey "
-                "that, and switch off what ends it early: a limit of steps, or early stopping, as "
-                "rates are 0 in a profile"
+                f"{least} steps are enough, and {{epochs}} asked for more: make it obey that, "
+                "and switch off what ends it early: a limit of steps, or early stopping, as its "
+                "learning rates are 0 in a profile"
             )
         return (
-            "a profile raises {epochs} until there are steps enough: pass that in "
-            f"workload.arguments, have it take {least} steps, which are enough, or lower "
-            "search.max_batch, as larger batches leave fewer"
+            "a profile raises {epochs} until there are enough steps: pass that in "
+            f"workload.arguments, have the script take {least} steps, which are enough, or lower "
+            "search.max_batch, as larger batches leave fewer steps"
         )
 
     def _told(self) -> Said:
@@ -241,7 +241,7 @@ class ScriptProfile(MeasuredSteps):
             first, *_, last = self.step_passes
             raise InputError(
                 f"{self.spec.program.name} takes more and more forward passes for a step, {first} at "
-                f"first and then {last}; set it to those of the training, which a profile waits for",
+                f"first and then {last}; set it to the final number, which a profile waits for",
                 key="workload.accumulation",
             )
         self._check_batch(is_last=True)
@@ -299,18 +299,18 @@ class ScriptProfile(MeasuredSteps):
         remedy = remedy_of_batch(self.spec.program.name, asked, batch, self.configuration)
         if differs:
             remedy = (
-                f"{sizes.total()} batches had {min(sizes)} to {max(sizes)} samples, and only such "
-                "whose mean is what was asked for can be planned"
+                f"{sizes.total()} batches had {min(sizes)} to {max(sizes)} samples; batches that "
+                "differ can only be planned if their mean is what was asked for"
             )
         raise self._refusal(
-            f"asked for {asked} samples a forward, {self._model_name()} got {batch}: {remedy}",
+            f"asked for {asked} samples a forward pass, {self._model_name()} got {batch}: {remedy}",
             "workload.arguments",
         )
 
     def _refusal(self, why: str, key: str) -> Exception:
         """Return the error for other passes than were asked for; memory may have run out before."""
         if self.memory.has_run_out:
-            return torch.OutOfMemoryError(f"the script goes on in another way: {why}")
+            return torch.OutOfMemoryError(f"memory ran out, the script goes on otherwise: {why}")
         return InputError(why, key=key)
 
     def _check_share(self) -> None:

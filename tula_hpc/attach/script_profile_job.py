@@ -261,7 +261,7 @@ class Session:
                 return ""
             told = Measurement(
                 status="failed",
-                detail=f"the script takes too few optimizer steps of it; {found.said.remedy}",
+                detail=f"the script takes too few steps of this batch; {found.said.remedy}",
                 steps=found.said.steps,
                 partition=self.job.partition,
                 accumulation=self._told_passes,
@@ -296,6 +296,6 @@ class Session:
 def _which_counts(result: dict[str, Any]) -> str:
     others = ", ".join(result["others"])
     return (
-        f"steps are those of {result['optimizer']}, which trains {result['model']}; not of {others} "
-        "(workload.counted_model chooses another model)"
+        f"steps of {result['optimizer']}, which trains {result['model']}, are counted, those of "
+        f"{others} are not (workload.counted_model chooses another model)"
     )

@@ -234,8 +234,8 @@ class StepProfile(Course):
             words = f"item {index:.0f} of the training set holds inf or nan"
             raise InputError(words, key="workload.dataset")
         raise DivergedError(
-            "the loss is not finite before any training, and the samples are: look at the model "
-            "and at its loss"
+            "the loss is not finite before any training, though the samples are: check the model "
+            "and its loss"
         )
 
     @property

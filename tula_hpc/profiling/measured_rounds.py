@@ -173,7 +173,7 @@ class Course:
         )
 
     def time_all_reduce(self) -> None:
-        """Time the bare all-reduce, unless there is none, it is known, or memory does not suffice."""
+        """Time the bare all-reduce, if there is one, it is unknown, and memory suffices."""
         world = self.worker.env.world_size
         if world == 1 or world in self.allreduce_s:
             return

@@ -22,7 +22,7 @@ def record_oom(
     failure: Failure,
     **of_job: Any,
 ) -> None:
-    """Record that a configuration does not fit into memory; see `profile_loop` for the consequences.
+    """Record that a configuration does not fit into memory; for what follows see `profile_loop`.
 
     Args:
         output: File of the job; the record goes into this worker's own file beside it.

@@ -144,7 +144,7 @@ def _warn_of_mixed_samples(name: str, workload: Workload, outputs: Any, targets:
         return
     if not torch.allclose(among.float(), alone.float(), rtol=ALIKE, atol=1e-4):
         warnings.warn(
-            f"{name} gives a sample another loss among others than alone, for outputs of "
+            f"{name} gives a sample another loss in a batch than alone, for outputs of "
             f"{kind_of(outputs)} and targets of {kind_of(targets)}: unless samples are to be "
             "compared with each other, give both the same shape",
             MixedSamplesWarning,

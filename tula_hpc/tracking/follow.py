@@ -195,7 +195,7 @@ def following(root: Path, label: str, names: Sequence[str]) -> Iterator[None]:
         with log_file.open("ab") as log:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
     except OSError as error:
-        sys.stderr.write(f"training.log_to: cannot be followed: {error}\n")
+        sys.stderr.write(f"training.log_to: the follower could not be started: {error}\n")
         yield
         return
     # if the block raises, the job has to leave, or has failed
@@ -215,4 +215,4 @@ def _end(process: subprocess.Popen[bytes], patience_s: float, log_file: Path) ->
         process.kill()
         process.wait()
     if process.returncode:
-        sys.stderr.write(f"training.log_to: not all was passed on; see {log_file}\n")
+        sys.stderr.write(f"training.log_to: not all metrics were passed on; see {log_file}\n")

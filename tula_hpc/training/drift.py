@@ -394,7 +394,7 @@ def _describe(change: DriftChange, drift: Drift, host: str) -> str:
     times = f"{1e3 * drift.measured_s:.3g} ms against {1e3 * drift.predicted_s:.3g} ms predicted"
     if change == "recovered":
         return f"steps take {times}: as predicted again"
-    detail = f"steps take {times}; it is {_PARTS[drift.part]}"
+    detail = f"steps take {times}; the cause is {_PARTS[drift.part]}"
     if drift.part != "unknown":
         extra = extra_s(drift.measured, drift.expected, drift.part)
         if extra:
