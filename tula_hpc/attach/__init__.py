@@ -80,11 +80,11 @@ def epochs(count: int) -> Iterable[int]:
         return _Loop(lambda: around.epochs(count), range(count))
     then = _at_epoch
     if then is not None:
-        return _Loop(lambda: _told(count, then), range(count))
+        return _Loop(lambda: _calling(count, then), range(count))
     return range(count)
 
 
-def _told(count: int, then: Callable[[], None]) -> Iterator[int]:
+def _calling(count: int, then: Callable[[], None]) -> Iterator[int]:
     for epoch in range(count):
         then()
         yield epoch

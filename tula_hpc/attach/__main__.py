@@ -156,14 +156,14 @@ def _run(options: argparse.Namespace) -> int:
         # an argument in the file may carry the batch, though none of this run does
         completed = _complete(options.into, known, table["arguments"], names)
     if options.json:
-        told = {"schema_version": 1, **result, "workload": table, "unknown": list(unknown)}
-        lines = [json.dumps(told, indent=1)]
+        content = {"schema_version": 1, **result, "workload": table, "unknown": list(unknown)}
+        lines = [json.dumps(content, indent=1)]
     elif completed:
-        lines = [*_told(result), completed]
+        lines = [*_observations(result), completed]
     else:
         lines = [
             f"# Sweep of {options.script}, as one worker ran it here. Fill in what is {UNKNOWN!r}.",
-            *(f"# {line}" for line in _told(result)),
+            *(f"# {line}" for line in _observations(result)),
             "",
             *_sweep_file(result, table, unknown),
         ]
@@ -279,7 +279,7 @@ def _run_script(spec: ChildSpec, search: SearchSpec, folder: Path) -> ProcessEnd
         return watch(child, WorkerPeers(None, meeting.run_id), PATIENCE_S)
 
 
-def _told(result: dict[str, Any]) -> Iterator[str]:
+def _observations(result: dict[str, Any]) -> Iterator[str]:
     """Yield lines that describe the script's model, step and memory."""
     measured = Measurement.model_validate(result["measurement"])
     times, memory, identity = measured.times, measured.memory, measured.identity

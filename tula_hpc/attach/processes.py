@@ -114,7 +114,7 @@ class Child:
         self._answers = answers
         # descriptor that becomes readable once the process has ended
         self._end = os.pidfd_open(process.pid)
-        self._told_at = self._printed_at = time.monotonic()
+        self._said_at = self._printed_at = time.monotonic()
         self._stamp = self._size = 0
         self._said: Said | None = None
 
@@ -123,7 +123,7 @@ class Child:
         with contextlib.suppress(OSError):
             stamp = self.spec.said.stat().st_mtime_ns
             if stamp != self._stamp:
-                self._stamp, self._told_at = stamp, time.monotonic()
+                self._stamp, self._said_at = stamp, time.monotonic()
                 self._said = read_said(self.spec.said)
         return self._said
 
@@ -135,7 +135,7 @@ class Child:
     def quiet_s(self) -> float:
         """Return the seconds since its last sign of life, or since its start."""
         self.said()
-        return time.monotonic() - self._told_at
+        return time.monotonic() - self._said_at
 
     def silent_s(self) -> float:
         """Return `quiet_s`, or the seconds since its last output where that is less."""
@@ -218,8 +218,8 @@ def start(
     others = set(descendants("self"))
     spec.said.unlink(missing_ok=True)
     file = spec.said.with_suffix(".spec")
-    answers, told_on = os.pipe()
-    write_atomically(file, spec.model_copy(update={"answers": told_on}).model_dump_json())
+    answers, answer_end = os.pipe()
+    write_atomically(file, spec.model_copy(update={"answers": answer_end}).model_dump_json())
     process = subprocess.Popen(
         [*start_of_python(), "-m", "tula_hpc.attach.child", str(file)],
         cwd=folder,
@@ -228,9 +228,9 @@ def start(
         stdout=output,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        pass_fds=(told_on,),
+        pass_fds=(answer_end,),
     )
-    os.close(told_on)
+    os.close(answer_end)
     _LIVING.add(process.pid)
     return Child(spec, process, log, others, answers)
 

@@ -125,8 +125,8 @@ def batch_share(sizes: Counter[int], asked: int | None, mean: float) -> float:
     is_asked = typical_batch(sizes, asked, has_loader=False) == asked
     if asked is None or not is_asked or not varies(sizes):
         return 1.0
-    told = mean if abs(mean - asked) <= NEAR * asked else statistics.fmean(sizes.elements())
-    return told / asked
+    average = mean if abs(mean - asked) <= NEAR * asked else statistics.fmean(sizes.elements())
+    return average / asked
 
 
 def remedy_of_batch(script: str, asked: int, got: int, configuration: Configuration) -> str:
@@ -404,8 +404,8 @@ def with_placeholders(
         fits = [i for i, n in numbers.items() if 0 < n == value and _is_of(flags[i], names)]
         kind = placeholder.rpartition("_")[2]
         # whatever name is before it, a number must be the only one of its value
-        is_told = names != ("",) or len(fits) == 1
-        if fits and is_told and not any(kind in argument for argument in found):
+        is_certain = names != ("",) or len(fits) == 1
+        if fits and is_certain and not any(kind in argument for argument in found):
             found[fits[0]] = re.sub(r"\d+$", placeholder, found[fits[0]])
     for index, number in numbers.items():
         # options for the batch of a whole step, in addition to that of a pass
@@ -430,8 +430,8 @@ def _of_a_sample(flag: str, total: int, samples: int) -> int:
     """Return the tokens of a sample, by an option for the tokens of a step; 0: it is another."""
     is_named = OF_TOTAL.search(flag.replace("-", "_")) is not None
     # with 0 samples the batch is unknown
-    is_told = is_named and 0 < samples < total and total % samples == 0
-    return total // samples if is_told else 0
+    is_total = is_named and 0 < samples < total and total % samples == 0
+    return total // samples if is_total else 0
 
 
 def _defaults(

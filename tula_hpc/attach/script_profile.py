@@ -135,7 +135,7 @@ class ScriptProfile(MeasuredSteps):
         try:
             next(self._going)
         except StopIteration:
-            self._so_far = self._told()
+            self._so_far = self._result()
             if self.step_passes.grow:
                 self.begins_anew()
                 return
@@ -216,7 +216,7 @@ class ScriptProfile(MeasuredSteps):
             "search.max_batch, as larger batches leave fewer steps"
         )
 
-    def _told(self) -> Said:
+    def _result(self) -> Said:
         measured = self._measurement()
         result = {"measurement": measured.model_dump(mode="json"), **self._seen()}
         return Said(state="done", steps=self.steps, result=result)

@@ -92,8 +92,8 @@ class Session:
 
     def _next(self) -> Configuration | None:
         """Return the next configuration of rank 0's queue, None at its end. Collective."""
-        told = self.allocation.broadcast(lambda: json.dumps([self.queue.next(), self.queue.passes]))
-        fields, passes = json.loads(told)
+        text = self.allocation.broadcast(lambda: json.dumps([self.queue.next(), self.queue.passes]))
+        fields, passes = json.loads(text)
         self.sweep = in_passes(self.job.sweep, passes or 1)
         if fields is None:
             return None
@@ -226,24 +226,24 @@ class Session:
         if self.env.rank != 0:
             return
         elapsed_s = unix_time() - meeting.began_at
-        told: dict[str, Any] = {
+        of_job: dict[str, Any] = {
             "partition": self.job.partition,
-            "accumulation": self._told_passes,
+            "accumulation": self._passes_asked,
             "elapsed_s": elapsed_s,
             "node_seconds": self.job.nodes * elapsed_s,
         }
         if counts_steps(self.sweep):
             # the script takes as many steps as it is told to, and leftover samples of an epoch add
             # up to further batches
-            told |= {"short_batch": True, "batch_share": 1.0}
-        append_record(self.job.output, measurement.model_copy(update=told))
+            of_job |= {"short_batch": True, "batch_share": 1.0}
+        append_record(self.job.output, measurement.model_copy(update=of_job))
         if result["others"]:
             sys.stderr.write(f"{_which_counts(result)}\n")
         # links in it are not followed; the script's messages and output stay
         shutil.rmtree(self._folder(meeting) / "work", ignore_errors=True)
 
     @property
-    def _told_passes(self) -> int | None:
+    def _passes_asked(self) -> int | None:
         work = self.sweep.workload
         return work.accumulation if work.accumulates else None
 
@@ -259,17 +259,17 @@ class Session:
             )
             if self.configuration.global_batch <= smallest:
                 return ""
-            told = Measurement(
+            failed = Measurement(
                 status="failed",
                 detail=f"the script takes too few steps of this batch; {found.said.remedy}",
                 steps=found.said.steps,
                 partition=self.job.partition,
-                accumulation=self._told_passes,
+                accumulation=self._passes_asked,
                 identity=Identity.model_validate(found.said.result["identity"]),
                 finished_at=unix_time(),
                 **describe(self.configuration, self.job.cluster, self.env),
             )
-            append_record(self.job.output, told)
+            append_record(self.job.output, failed)
             return "left out"
 
         return bool(self.allocation.broadcast(record))
@@ -287,7 +287,7 @@ class Session:
             self.configuration,
             self.env,
             partition=job.partition,
-            accumulation=self._told_passes,
+            accumulation=self._passes_asked,
         )
         rank = None if self.place is None else self.place.rank
         end_as(found, self.configuration, rank, record)

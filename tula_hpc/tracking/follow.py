@@ -162,9 +162,9 @@ def main(arguments: Sequence[str]) -> int:
         follower = Follower(files, trackers)
         is_over = False
         while not is_over:
-            told, _, _ = select.select([sys.stdin], [], [], POLL_S)
+            asked, _, _ = select.select([sys.stdin], [], [], POLL_S)
             # lines are passed on once more after the end
-            is_over = bool(told) or os.getppid() != parent
+            is_over = bool(asked) or os.getppid() != parent
             follower.pass_on()
         follower.close()
     return int(len(follower.trackers) < len(names))

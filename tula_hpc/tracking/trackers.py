@@ -82,12 +82,12 @@ class Position(Record):
                 return self, None
             return self._moved(step=row.step), Point(row.step, values)
         # of an epoch that is too long ago to be known, all metrics count as passed on
-        told = self.told.get(row.epoch, tuple(values) if row.epoch <= self.epoch else ())
-        values = {name: value for name, value in values.items() if name not in told}
+        passed = self.told.get(row.epoch, tuple(values) if row.epoch <= self.epoch else ())
+        values = {name: value for name, value in values.items() if name not in passed}
         if not values:
             return self, None
         newest = max(row.epoch, self.epoch)
-        known = {**self.told, row.epoch: (*told, *values)}
+        known = {**self.told, row.epoch: (*passed, *values)}
         known = {epoch: names for epoch, names in known.items() if epoch > newest - LATE_EPOCHS}
         return self._moved(epoch=newest, told=known), Point(row.step, values)
 
@@ -222,7 +222,7 @@ class MLflow(_Run):
                 update={
                     "step": max(self._steps(OF_STEPS), default=0),
                     "epoch": int(max(self._values(OF_EPOCHS), default=0)),
-                    "told": self._told(),
+                    "told": self._passed_on(),
                 }
             )
         experiment = self.client.get_experiment_by_name(self.root.name)
@@ -237,7 +237,7 @@ class MLflow(_Run):
     def _values(self, name: str) -> Iterator[float]:
         return (each.value for each in self.client.get_metric_history(self.run, name))
 
-    def _told(self) -> dict[int, tuple[str, ...]]:
+    def _passed_on(self) -> dict[int, tuple[str, ...]]:
         """Return the names of the metrics of the last epochs."""
         names = [name for name in self.client.get_run(self.run).data.metrics if "epoch/" in name]
         steps = {name: set(self._steps(name)) for name in names}
