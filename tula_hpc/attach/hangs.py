@@ -102,7 +102,7 @@ def _innermost(frames: Sequence[tuple[str, int]]) -> Place | None:
 
 
 def told(places: dict[int, Place], workers: int) -> str:
-    """Return words for where the workers are; `places` has the known places by rank."""
+    """Describe where the workers are; `places` has the known places by rank."""
     ranks: dict[Place, list[int]] = {}
     for rank, place in sorted(places.items()):
         ranks.setdefault(place, []).append(rank)
@@ -125,7 +125,7 @@ def are_in_different_collectives(places: Iterable[Place]) -> bool:
 
 
 class HangWatch:
-    """Watch for hangs, as one worker takes part in it."""
+    """One worker's part in the watch for hangs."""
 
     def __init__(self, peers: WorkerPeers, rank: int, world_size: int, least_s: float) -> None:
         self.peers = peers

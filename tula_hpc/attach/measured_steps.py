@@ -83,7 +83,7 @@ class MeasuredSteps(Mode):
         self.unsynchronized = False
         # seconds of the optimizer in each step; None: they are not timed
         self.optimizer_s: list[float] | None = None
-        # steps before any model is in DistributedDataParallel, and the class of model they trained
+        # steps taken before a model is in DistributedDataParallel, and the class that they trained
         self._steps_apart = 0
         self.trained_apart = ""
         # time so far that belongs to no step: seconds, and the processors' seconds in it
@@ -280,7 +280,7 @@ class MeasuredSteps(Mode):
                 self._left_out = processor_seconds().since(self._used_before)
             return
         if self._apart.are_of_steps(self.steps):
-            # what comes with most steps is a part of them, and was no pause in the first ones
+            # passes that come with most steps are a part of them: the first ones were no pauses
             self.pauses = [each for each in self.pauses if each[0] > FEW_STEPS]
         if not self._loaded:
             self.waits.arrived(time.perf_counter() - self._ended_at)

@@ -264,7 +264,7 @@ class Mode(Listener):
         self.fail(InputError(f"{self.spec.program.name} {why}"))
 
     def meets(self) -> None:
-        """Set back the variables of where the workers meet, if the script has changed them."""
+        """Restore the variables that say where the workers meet, if the script has changed them."""
         for name, own in set_back(self._meeting).items():
             has = f"{own} as {self.spec.program.name} has it"
             sys.stderr.write(f"tula: {name} is {self._meeting[name]}, not {has}\n")

@@ -88,7 +88,7 @@ def forward_batch(sweep: SweepSpec, configuration: Configuration) -> int:
 
 
 def counts_steps(sweep: SweepSpec) -> bool:
-    """Tell whether the script is told the optimizer steps of all its epochs."""
+    """Tell whether the script's arguments set the optimizer steps of all its epochs."""
     return any("{steps}" in text for text in sweep.workload.arguments)
 
 
@@ -354,7 +354,7 @@ OF_BATCH = ("batch", "bs")
 OF_EVALUATION = ("eval", "val", "test")
 # whole names of options for the number of epochs
 OF_EPOCHS = re.compile(r"(--|([\w.]+\.)?)((n|num|max|total|train)[_-]?)*epochs=?")
-# nodes of the cluster if the default is 1, else perhaps nodes of a graph
+# whole names of options for nodes: the cluster's if the default is 1, else perhaps a graph's
 OF_NODES = re.compile(r"(--|([\w.]+\.)?)(((n|num)[_-]?)?nodes|nnodes)=?")
 # parts of the names of options that set the steps of the whole training
 OF_STEPS = tuple(
@@ -427,7 +427,7 @@ def steps_asked(arguments: Sequence[str], options: ParsedOptions) -> set[int]:
 
 
 def _of_a_sample(flag: str, total: int, samples: int) -> int:
-    """Return the tokens of a sample, by an option for the tokens of a step; 0: it is another."""
+    """Return the tokens of a sample, if the option sets the tokens of a step; else 0."""
     is_named = OF_TOTAL.search(flag.replace("-", "_")) is not None
     # with 0 samples the batch is unknown
     is_total = is_named and 0 < samples < total and total % samples == 0
@@ -437,7 +437,7 @@ def _of_a_sample(flag: str, total: int, samples: int) -> int:
 def _defaults(
     arguments: Sequence[str], batch: int, passes: int, options: ParsedOptions
 ) -> list[str]:
-    """Return options that were left at their defaults, with batch, epochs and nodes filled in."""
+    """Return options left at their defaults, with placeholders for batch, epochs and nodes."""
     given = " ".join(arguments)
     wanted = {}
     for name, value in options.values.items():

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # most steps in which the optimizer's part is timed
 OPTIMIZER_STEPS = 10
-# time for these steps, which allows fewer long ones, but never fewer than the least
+# time for these steps: long ones are fewer, but never fewer than the least
 OPTIMIZER_SECONDS = 5.0
 LEAST_OPTIMIZER_STEPS = 3
 # the same for the passes whose gradients are looked at

@@ -80,7 +80,7 @@ class Settings(Record):
     accumulation: int | None = None
     # samples of an epoch
     samples: int = 0
-    # whether the script's arguments set epochs, whose steps follow from `samples`; or the steps
+    # whether the script's arguments set its epochs, whose steps follow from `samples`, or its steps
     counts_epochs: bool = False
     counts_steps: bool = False
     # optimizer steps of the training that is planned; 0: unknown

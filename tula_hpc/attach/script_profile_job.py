@@ -220,7 +220,7 @@ class Session:
     def _record(self, result: dict[str, Any], meeting: Meeting) -> None:
         measurement = Measurement.model_validate(result["measurement"])
         world = self.configuration.world_size
-        # 0: memory did not suffice for the all-reduce
+        # 0: a single worker has none, or memory did not suffice for it
         if measurement.times is not None and measurement.times.allreduce_time_s > 0:
             self.allreduce_s[world] = measurement.times.allreduce_time_s
         if self.env.rank != 0:

@@ -50,7 +50,7 @@ MOST_OVERFLOWS = 24
 class SharedTimes:
     """Times of one configuration of a job that later ones share."""
 
-    # bare all-reduce by world size: it does not depend on the batch
+    # seconds of the bare all-reduce by world size: they do not depend on the batch
     allreduce_s: dict[int, float] = field(default_factory=dict)
     # world sizes and local batches whose computation has been timed
     computed: set[tuple[int, int]] = field(default_factory=set)

@@ -129,7 +129,7 @@ def _nvml_joules(least: int) -> float | None:
     None if NVML is too old, or shows fewer than `least`, as to a task that may use only some GPUs.
     """
     try:
-        # of the package nvidia-ml-py, which may be absent
+        # pynvml is in the package nvidia-ml-py, which may be absent
         nvml: Any = importlib.import_module("pynvml")
     except ImportError:
         return None

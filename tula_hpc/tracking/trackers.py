@@ -81,7 +81,7 @@ class Position(Record):
             if row.step <= self.step:
                 return self, None
             return self._moved(step=row.step), Point(row.step, values)
-        # of an epoch that is too long ago to be known, all metrics count as passed on
+        # of an epoch that is too old to be in `told`, all metrics count as passed on
         passed = self.told.get(row.epoch, tuple(values) if row.epoch <= self.epoch else ())
         values = {name: value for name, value in values.items() if name not in passed}
         if not values:

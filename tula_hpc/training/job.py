@@ -16,9 +16,9 @@ def run(job: TrainJob) -> str:
         `finished`; or, after a stop, `stopped` if a requeue was refused, `cancelled` or
         `preempted` if the job is on its way out.
     """
-    # before torch is imported, which takes seconds
+    # installed before torch is imported, which takes seconds
     stop = StopRequest().install()
-    # it may have been deleted while this job waited
+    # the folder may have been deleted while this job waited
     RunDirectory(job.root).make_train(job.label)
     with loading_libraries():
         from tula_hpc.ddp.device_errors import telling_broken_devices
